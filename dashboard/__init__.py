@@ -1,0 +1,1 @@
+"""The Streamlit dashboard: reads and acts through the services' HTTP APIs only."""

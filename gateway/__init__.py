@@ -1,0 +1,1 @@
+"""The API process: vLLM's API layer over our cluster."""

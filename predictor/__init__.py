@@ -1,0 +1,1 @@
+"""Output-length prediction: an OPT classifier behind an HTTP interface."""

@@ -1,0 +1,1 @@
+"""What every process shares: domain, errors, wire, policies, cost model, stores."""
