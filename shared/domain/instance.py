@@ -1,0 +1,131 @@
+"""An instance: one engine with its accelerators, as the rest of the cluster sees it."""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Role(StrEnum):
+    """What an instance does at the moment; any instance can do either."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def other(self) -> "Role":
+        """The role that a flip leads to."""
+        return Role.DECODE if self is Role.PREFILL else Role.PREFILL
+
+
+class InstanceState(StrEnum):
+    """Life of an instance. Only READY ones get new work."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    UNRESPONSIVE = "unresponsive"  # silent for too long; comes back with its next heartbeat
+    DEAD = "dead"  # its connection is gone
+
+
+class KvGeometry(msgspec.Struct, frozen=True):
+    """Shape of one token's KV, over all tensor-parallel ranks."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, bytes_per_element: float) -> float:
+        """KV bytes of one token: K and V, all layers and heads (FORMULAS: kappa)."""
+        return 2.0 * self.layers * self.kv_heads * self.head_dim * bytes_per_element
+
+
+class Compatibility(msgspec.Struct, frozen=True):
+    """What must agree before KV may move between two instances.
+
+    dtype, block size and tensor-parallel degree may differ: the canonical wire form absorbs them.
+    """
+
+    fingerprint: str  # digest of the model's configuration and weights
+    engine: str  # "vllm" or "emulated"
+    engine_version: str
+    wire_version: int
+    geometry: KvGeometry
+
+
+class InstanceInfo(msgspec.Struct, frozen=True):
+    """What does not change while an instance lives. Addresses are `tcp://host:port` and `http://host:port`."""
+
+    instance_id: str
+    generation: int  # nanoseconds since the epoch at start: tells a restarted instance from its predecessor
+    model: str
+    compatibility: Compatibility
+    accelerator: str
+    dtype: str
+    tensor_parallel: int
+    block_size: int  # tokens
+    total_blocks: int
+    max_model_len: int
+    chunk_size: int  # prefill tokens per step
+    rpc: str
+    http: str
+    kv_endpoints: tuple[str, ...]  # one a tensor-parallel rank
+    # Measured, not named: the linear prefill cost t = k_p * tokens + b_p (Cronus, eq. 2), or 0 when unknown.
+    prefill_s_per_token: float = 0.0
+    prefill_base_s: float = 0.0
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of KV that one token takes on this instance, over all its ranks."""
+        width = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}.get(self.dtype, 1.0)
+        return self.compatibility.geometry.bytes_per_token(width)
+
+
+class InstanceLoad(msgspec.Struct, frozen=True):
+    """What an instance reports every 100 ms."""
+
+    time_s: float = 0.0  # unix time at the instance
+    queued_prefill: int = 0  # jobs waiting for prefill, in our queue and in the engine's
+    queued_prefill_tokens: int = 0  # prompt tokens of those not yet computed
+    running: int = 0  # requests the engine is stepping
+    waiting: int = 0  # requests in the engine's queue, KV waiters included
+    decoding: int = 0  # decode jobs accepted and not finished
+    heavy_decodes: int = 0  # of those, predicted long (TetriInfer: more than 128 tokens)
+    context_tokens: int = 0  # total context of the decode jobs
+    free_blocks: int = 0
+    staged_bytes: int = 0
+    inflight: int = 0  # jobs of any kind accepted and not finished; 0 means drained
+
+    @property
+    def light_decodes(self) -> int:
+        """Decode jobs that are not heavy."""
+        return max(0, self.decoding - self.heavy_decodes)
+
+
+class InstanceView(msgspec.Struct, frozen=True):
+    """An instance as policies see it: who it is, what it does, how busy it was at the last broadcast."""
+
+    info: InstanceInfo
+    role: Role
+    state: InstanceState
+    load: InstanceLoad = InstanceLoad()
+
+    @property
+    def instance_id(self) -> str:
+        """Short for `info.instance_id`."""
+        return self.info.instance_id
+
+
+class ClusterView(msgspec.Struct, frozen=True):
+    """All instances at one moment; what the monitor broadcasts. `sequence` rises by one with each broadcast."""
+
+    sequence: int
+    time_s: float
+    instances: tuple[InstanceView, ...] = ()
+
+    def of(self, instance_id: str) -> InstanceView | None:
+        """The instance of that id, if known."""
+        return next((view for view in self.instances if view.instance_id == instance_id), None)
+
+    def ready(self, role: Role) -> tuple[InstanceView, ...]:
+        """Instances of that role that may get new work."""
+        return tuple(v for v in self.instances if v.role is role and v.state is InstanceState.READY)

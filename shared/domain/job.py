@@ -1,0 +1,51 @@
+"""A job: one request's life through the cluster, as policies and the status table see it."""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Phase(StrEnum):
+    """Where a job is. The last three are final."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    DECODE = "decode"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing can follow."""
+        return self in (Phase.COMPLETED, Phase.CANCELLED, Phase.FAILED)
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """Targets of a job's class, in seconds."""
+
+    name: str = "default"
+    ttft_s: float = 2.0
+    tpot_s: float = 0.2
+
+
+class LengthPrediction(msgspec.Struct, frozen=True):
+    """Predicted output length: tokens lie in [lower, upper) with that confidence."""
+
+    bucket: int
+    lower_tokens: int
+    upper_tokens: int
+    confidence: float
+    source: str  # "classifier" or "observed"
+
+
+class JobView(msgspec.Struct, frozen=True):
+    """What a policy may know of a job."""
+
+    job_id: str
+    prompt_tokens: int
+    max_tokens: int
+    slo: Slo = Slo()
+    prediction: LengthPrediction | None = None
+    local_only: bool = False  # must be computed whole by one instance (prompt logprobs)

@@ -1,0 +1,113 @@
+"""One tree of errors, with stable codes, and the one table that maps them to HTTP."""
+
+from typing import ClassVar
+
+
+class PolyphaseError(Exception):
+    """Base of all errors that we raise on purpose.
+
+    `code` is stable and travels over the wire; `retriable` says that the same call may succeed elsewhere or later.
+    """
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+    retriable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(PolyphaseError):
+    """The caller sent something that can never work."""
+
+    code = "invalid_request"
+    http_status = 400
+
+
+class NotFound(PolyphaseError):
+    """No such thing."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class Unauthorized(PolyphaseError):
+    """No key, or a wrong one."""
+
+    code = "invalid_api_key"
+    http_status = 401
+
+
+class Busy(PolyphaseError):
+    """A limit is reached; the same request can succeed later."""
+
+    code = "busy"
+    http_status = 429
+    retriable = True
+
+
+class Unavailable(PolyphaseError):
+    """Something needed is broken or missing."""
+
+    code = "unavailable"
+    http_status = 503
+    retriable = True
+
+
+class Conflict(PolyphaseError):
+    """The state of the target does not allow it."""
+
+    code = "conflict"
+    http_status = 409
+
+
+class Incompatible(PolyphaseError):
+    """An instance does not fit the cluster (model, engine, KV geometry)."""
+
+    code = "incompatible"
+    http_status = 409
+
+
+class DeadlineExceeded(PolyphaseError):
+    """The job's or the call's time ran out."""
+
+    code = "deadline_exceeded"
+    http_status = 504
+
+
+class PeerLost(PolyphaseError):
+    """The connection to the other side broke while a call was under way."""
+
+    code = "peer_lost"
+    http_status = 503
+    retriable = True
+
+
+class WrongRole(PolyphaseError):
+    """The instance is draining or has another role by now; place the job again."""
+
+    code = "wrong_role"
+    http_status = 409
+    retriable = True
+
+
+class EngineFailed(PolyphaseError):
+    """The engine could not compute the job."""
+
+    code = "engine_failed"
+    http_status = 500
+    retriable = True
+
+
+_ALL: tuple[type[PolyphaseError], ...] = (
+    PolyphaseError, InvalidRequest, NotFound, Unauthorized, Busy, Unavailable, Conflict, Incompatible,
+    DeadlineExceeded, PeerLost, WrongRole, EngineFailed,
+)  # fmt: skip
+BY_CODE: dict[str, type[PolyphaseError]] = {error.code: error for error in _ALL}
+
+
+def from_code(code: str, message: str) -> PolyphaseError:
+    """The error that a peer named by its code; an unknown code is an internal error."""
+    return BY_CODE.get(code, PolyphaseError)(message)
