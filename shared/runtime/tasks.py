@@ -1,0 +1,62 @@
+"""Background work with an owner: a loop that dies takes its process down, with a clear message."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from shared.runtime.logs import get_log
+
+log = get_log(__name__)
+
+
+class Background:
+    """Owns the long-lived tasks of a process. Use as `async with background() as tasks`."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` until the owner closes. If it fails, the process gets SIGTERM and exits."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def every(self, name: str, period_s: float, step: Callable[[], Awaitable[None] | None]) -> None:
+        """Call `step` every `period_s` seconds."""
+        self.start(name, _repeat(period_s, step))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("background task died; stopping the process", task=task.get_name(), exc_info=error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    async def close(self) -> None:
+        """Cancel what runs and wait for it."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def background() -> AsyncIterator[Background]:
+    """A `Background` that is closed at the end of the block."""
+    tasks = Background()
+    try:
+        yield tasks
+    finally:
+        await tasks.close()
+
+
+async def _repeat(period_s: float, step: Callable[[], Awaitable[None] | None]) -> None:
+    loop = asyncio.get_running_loop()
+    due = loop.time()
+    while True:
+        result = step()
+        if result is not None:
+            await result
+        due = max(due + period_s, loop.time())
+        await asyncio.sleep(due - loop.time())
