@@ -1,0 +1,1 @@
+"""Everything that crosses a ZeroMQ socket: messages, methods, and the RPC and pub/sub helpers."""

@@ -1,0 +1,73 @@
+"""Publish and subscribe for state of which only the latest matters."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+
+from shared.wire.sockets import LoopSocket, Sockets
+
+Value = TypeVar("Value")
+MAX_STATE_BYTES = 8 << 20
+
+
+class Publisher:
+    """A PUB socket: never blocks, drops for whoever does not read. Binds, or connects to a bound subscriber."""
+
+    def __init__(self, sockets: Sockets, address: str, *, bind: bool = True) -> None:
+        if bind:
+            socket = sockets.bind(zmq.PUB, address)
+        else:
+            socket = sockets.connect(zmq.PUB, address)
+            socket.connect(address)
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def publish(self, value: object) -> None:
+        """Send to whoever listens."""
+        self._socket.send(self._encoder.encode(value), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class Subscriber(Generic[Value]):
+    """A SUB socket that decodes each message and hands it over; garbage is dropped and counted."""
+
+    def __init__(
+        self,
+        sockets: Sockets,
+        address: str,
+        kind: type[Value],
+        on_value: Callable[[Value], None],
+        *,
+        bind: bool = False,
+    ) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._on_value = on_value
+        self.dropped: Counter[str] = Counter()
+        if bind:
+            socket = sockets.bind(zmq.SUB, address)
+        else:
+            socket = sockets.connect(zmq.SUB, address)
+            socket.connect(address)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket = LoopSocket(socket, self._receive)
+
+    def _receive(self, frames: list[bytes]) -> None:
+        if len(frames) != 1 or len(frames[0]) > MAX_STATE_BYTES:
+            self.dropped["frame"] += 1
+            return
+        try:
+            value = self._decoder.decode(frames[0])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self.dropped["garbage"] += 1
+            return
+        self._on_value(value)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()

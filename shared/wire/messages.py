@@ -1,0 +1,176 @@
+"""Every message of the RPC and the broadcasts. Times are unix seconds, durations seconds, unless a suffix says else."""
+
+import msgspec
+
+from shared.domain.instance import InstanceLoad, Role
+from shared.domain.job import JobView, LengthPrediction, Phase
+from shared.domain.kv import Codec, KvHandle, TransferReport
+from shared.domain.route import InstanceRef, Reason
+from shared.timeline import RequestTimeline
+
+WIRE_VERSION = 1
+
+
+class PlaceRequest(msgspec.Struct):
+    """Ask for a route. `exclude` names instances that just failed this job."""
+
+    job: JobView
+    exclude: tuple[str, ...] = ()
+
+
+class JobReport(msgspec.Struct):
+    """What a gateway tells of one job, as often as its phase changes. The last one carries the timeline."""
+
+    job_id: str
+    gateway_id: str
+    phase: Phase
+    arrived_s: float
+    prompt_tokens: int
+    output_tokens: int = 0
+    prefill_instance: str = ""
+    decode_instance: str = ""
+    split: int = 0
+    slo: str = "default"
+    outcome: str = ""  # finish reason, or the code of the error
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    slo_met: bool | None = None
+    timeline: RequestTimeline | None = None
+
+
+class JobReports(msgspec.Struct):
+    """Reports of one gateway, gathered over a short while."""
+
+    reports: list[JobReport]
+
+
+class PrefillRequest(msgspec.Struct):
+    """Compute KV of `prompt_token_ids` and, if `want_token`, the first token.
+
+    `export` says whether anybody will pull the KV. `decode` is set when placement chose it already; else the
+    dispatcher of the prefill instance does. `sampling` is opaque here: the engine reads it.
+    """
+
+    job: JobView
+    transfer_id: str
+    prompt_token_ids: list[int]
+    sampling: bytes
+    arrived_s: float
+    want_token: bool = True
+    export: bool = True
+    codec: Codec = Codec.RAW
+    decode: InstanceRef | None = None
+    exclude: tuple[str, ...] = ()
+    cache_salt: str = ""
+    priority: int = 0
+
+
+class PrefillStarted(msgspec.Struct):
+    """The first chunk is computed and the decode instance is known; the KV can be fetched while the rest follows."""
+
+    decode: InstanceRef
+    handle: KvHandle
+    reasons: tuple[Reason, ...] = ()
+
+
+class PrefillReply(msgspec.Struct):
+    """The end of a prefill. `tokens` holds the first token, or nothing when it was not wanted."""
+
+    tokens: list[int]
+    decode: InstanceRef | None
+    handle: KvHandle | None
+    finish_reason: str = ""  # "stop" when the first token ends the answer
+    stop_reason: int | str | None = None
+    logprobs: bytes = b""
+    queued_s: float = 0.0  # time at which the engine got it
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    reasons: tuple[Reason, ...] = ()
+    prediction: LengthPrediction | None = None
+
+
+class ReleaseRequest(msgspec.Struct):
+    """Free the staged KV of these transfers; unknown ones are ignored."""
+
+    transfer_ids: list[str]
+
+
+class PrefetchRequest(msgspec.Struct):
+    """Start pulling a handle into host memory; the call lasts until all has arrived. Cancelling drops it."""
+
+    handle: KvHandle
+
+
+class DecodeRequest(msgspec.Struct):
+    """Produce tokens after `prompt_token_ids`, of which the KV of the first `handle.tokens` can be pulled."""
+
+    job: JobView
+    prompt_token_ids: list[int]
+    sampling: bytes
+    arrived_s: float
+    handle: KvHandle | None = None
+    cache_salt: str = ""
+    priority: int = 0
+
+
+class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Tokens that one engine step gave one job. The last step of a job carries its finish reason.
+
+    `logprobs` and `prompt_logprobs` are opaque here.
+    """
+
+    tokens: list[int]
+    finish_reason: str = ""  # "stop" or "length"
+    stop_reason: int | str | None = None
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
+
+
+class DecodeReply(msgspec.Struct):
+    """The end of a decode; all tokens and the finish reason came as items before it."""
+
+    transfer: TransferReport
+    queued_s: float = 0.0
+    started_s: float = 0.0
+    ended_s: float = 0.0
+
+
+class DrainRequest(msgspec.Struct):
+    """Take no new work and answer when all that was accepted has ended, or after `timeout_s`."""
+
+    timeout_s: float
+
+
+class DrainReply(msgspec.Struct):
+    """`drained` is False when work was left at the timeout; the instance goes on draining."""
+
+    drained: bool
+    duration_s: float
+    remaining: int
+
+
+class ResumeRequest(msgspec.Struct):
+    """Take work again in the present role."""
+
+
+class FlipRequest(msgspec.Struct):
+    """Change to `role`; the instance must be drained."""
+
+    role: Role
+
+
+class FlipReply(msgspec.Struct):
+    """How long the change itself took."""
+
+    role: Role
+    duration_s: float
+
+
+class Heartbeat(msgspec.Struct):
+    """What each worker publishes every 100 ms."""
+
+    instance_id: str
+    generation: int
+    role: Role
+    draining: bool
+    load: InstanceLoad
