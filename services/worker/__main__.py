@@ -1,0 +1,33 @@
+"""`python -m services.worker`: one instance."""
+
+import os
+
+from services.worker.settings import WorkerSettings
+from shared.runtime.logs import configure_logs
+
+
+def main() -> None:
+    """Read the settings and serve until SIGTERM."""
+    settings = WorkerSettings.load()
+    configure_logs("worker", settings.log_level)
+    _prepare_environment(settings)
+    from services.worker.app import create_app
+    from shared.runtime.http import serve
+
+    serve(create_app(settings), settings.host, settings.http_port)
+
+
+def _prepare_environment(settings: WorkerSettings) -> None:
+    """Before torch or vLLM are imported. Unbound threads: vLLM would put every instance on the first cores."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
+    if settings.tensor_parallel == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the executor too stays in this process
+    if settings.accelerator == "cpu":
+        # Some sampling helpers are compiled on first use even in eager mode; a C++ compiler takes up to a minute.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Assembles one instance: engine, KV side, prefill and decode services, roles, telemetry, HTTP."""
+
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from services.worker.decode import DecodeService
+from services.worker.dispatcher import Dispatcher
+from services.worker.engines.base import Engine, EngineInfo
+from services.worker.kv.control import KvControl
+from services.worker.kv.events import KvEvents
+from services.worker.kv_port import ConnectorPort, KvPort
+from services.worker.length_client import LengthClient
+from services.worker.metrics import WorkerMetrics
+from services.worker.prefill import PrefillService
+from services.worker.prefill_queue import PrefillQueue
+from services.worker.roles import RoleState
+from services.worker.settings import WorkerSettings
+from services.worker.telemetry import HEARTBEAT_S, Telemetry
+from shared.clients.monitor import MonitorClient
+from shared.domain.instance import ClusterView, InstanceInfo
+from shared.domain.kv import KvHandle
+from shared.policy import registry
+from shared.runtime.http import service_app
+from shared.runtime.logs import get_log
+from shared.runtime.tasks import Background, background
+from shared.wire.broadcast import Publisher, Subscriber
+from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, ResumeRequest
+from shared.wire.methods import DECODE, DRAIN, FLIP, PREFETCH, PREFILL, RELEASE, RESUME
+from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
+from shared.wire.sockets import Curve, Sockets
+
+log = get_log(__name__)
+_KV_REFRESH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """Everything of a running instance that its routes show."""
+
+    info: InstanceInfo
+    telemetry: Telemetry
+    roles: RoleState
+    engine: Engine
+
+
+def create_app(settings: WorkerSettings) -> FastAPI:
+    """The HTTP side; its lifespan is the instance."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with running(settings) as instance:
+            app.state.instance = instance
+            yield
+
+    app = service_app("worker", lifespan)
+
+    @app.get("/instance")
+    def instance() -> dict[str, Any]:
+        """Who this instance is and what it does right now."""
+        import msgspec
+
+        running: Instance = app.state.instance
+        return {
+            "info": msgspec.to_builtins(running.info),
+            "role": running.roles.role.value,
+            "draining": running.roles.draining,
+            "load": msgspec.to_builtins(running.telemetry.load()),
+            "flips": running.roles.flips,
+            "refused": running.telemetry.refused,
+        }
+
+    return app
+
+
+@asynccontextmanager
+async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
+    """Start in the order of need; stop in reverse."""
+    generation = time.time_ns()
+    async with AsyncExitStack() as stack:
+        curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
+        sockets = Sockets(curve)
+        stack.callback(sockets.close)
+        tasks = await stack.enter_async_context(background())
+        roles = RoleState(settings.role)
+        engine, engine_info, kv = await _start_engine(settings, generation, stack, tasks)
+        info = _instance_info(settings, engine_info, generation)
+        dispatcher = Dispatcher(registry.dispatch(settings.dispatch), settings.policy_seed)
+        queue = PrefillQueue(registry.prefill_order(settings.prefill_order), settings.prefill_batch)
+        lengths = await stack.enter_async_context(LengthClient(settings.predictor_url, settings.predict_timeout_s))
+        prefill = PrefillService(engine, kv, roles, queue, dispatcher, lengths, settings.chunk_size)
+        decode = DecodeService(engine, kv, roles)
+        server = RpcServer(sockets, settings.address(settings.rpc_port), _handlers(prefill, decode, roles))
+        await stack.enter_async_context(server)
+        telemetry = await _telemetry(
+            settings, info, roles, engine, kv, queue, decode, dispatcher, sockets, stack, tasks
+        )
+        WorkerMetrics(info, telemetry, roles, server, lengths, dispatcher)
+        log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
+        yield Instance(info, telemetry, roles, engine)
+
+
+async def _start_engine(
+    settings: WorkerSettings, generation: int, stack: AsyncExitStack, tasks: Background
+) -> tuple[Engine, EngineInfo, KvPort]:
+    # Each engine imports what the other does without: vLLM and torch, or the cost model.
+    if settings.engine == "emulated":
+        from services.worker.emulated_kv import EmulatedPort
+        from services.worker.engines.emulated import EmulatedEngine
+
+        emulated = EmulatedEngine(settings)
+        stack.push_async_callback(emulated.close)
+        info = await emulated.start()
+        return emulated, info, EmulatedPort(_handle_template(settings, info, generation))
+    from services.worker.engines.vllm import VllmEngine
+    from services.worker.fingerprint import fingerprint
+
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="polyphase-"))
+    events_address, control_key = f"ipc://{Path(folder) / 'events'}", secrets.token_hex(16)
+    events = await stack.enter_async_context(KvEvents(events_address))
+    config = {
+        "endpoints": list(settings.kv_endpoints), "events": events_address, "control_key": control_key,
+        "instance_id": settings.instance_id, "generation": generation,
+        "fingerprint": fingerprint(settings.model), "staging_bytes": settings.staging_bytes,
+        "inbox_bytes": settings.inbox_bytes, "lease_s": settings.lease_s,
+        "pull_timeout_s": settings.pull_timeout_s, "curve_public": settings.curve_public,
+        "curve_secret": settings.curve_secret, "fault": settings.kv_fault,
+    }  # fmt: skip
+    engine = VllmEngine(settings, config)
+    stack.push_async_callback(engine.close)
+    info = await engine.start()
+    curve = (settings.curve_public, settings.curve_secret) if settings.curve_public else None
+    control = await stack.enter_async_context(KvControl(settings.kv_endpoints, control_key, curve))
+    port = ConnectorPort(control, _handle_template(settings, info, generation))
+    tasks.start("kv-events", port.follow(events))
+    tasks.every("kv-stats", _KV_REFRESH_S, port.refresh)
+    return engine, info, port
+
+
+def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int) -> KvHandle:
+    return KvHandle(
+        "", settings.instance_id, generation, info.compatibility.fingerprint, settings.kv_endpoints, 0, settings.dtype
+    )
+
+
+def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int) -> InstanceInfo:
+    host = settings.advertise_host or settings.host
+    return InstanceInfo(
+        instance_id=settings.instance_id, generation=generation, model=settings.model,
+        compatibility=engine.compatibility, accelerator=settings.accelerator, dtype=settings.dtype,
+        tensor_parallel=settings.tensor_parallel, block_size=engine.block_size, total_blocks=engine.total_blocks,
+        max_model_len=engine.max_model_len, chunk_size=settings.chunk_size,
+        rpc=settings.address(settings.rpc_port), http=f"http://{host}:{settings.http_port}",
+        kv_endpoints=settings.kv_endpoints,
+    )  # fmt: skip
+
+
+def _handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState) -> Handlers:
+    async def drain(request: DrainRequest, _: ServerCall) -> DrainReply:
+        return await roles.drain(request.timeout_s)
+
+    async def flip(request: FlipRequest, _: ServerCall) -> FlipReply:
+        return roles.flip(request.role)
+
+    async def resume(_: ResumeRequest, __: ServerCall) -> None:
+        roles.resume()
+
+    return {
+        PREFILL: prefill.prefill, RELEASE: prefill.release, PREFETCH: decode.prefetch, DECODE: decode.decode,
+        DRAIN: drain, FLIP: flip, RESUME: resume,
+    }  # fmt: skip
+
+
+async def _telemetry(
+    settings: WorkerSettings, info: InstanceInfo, roles: RoleState, engine: Engine, kv: KvPort, queue: PrefillQueue,
+    decode: DecodeService, dispatcher: Dispatcher, sockets: Sockets, stack: AsyncExitStack, tasks: Background,
+) -> Telemetry:  # fmt: skip
+    publisher = Publisher(sockets, settings.heartbeat_address, bind=False)
+    stack.callback(publisher.close)
+    monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url))
+    telemetry = Telemetry(info, roles, engine, kv, queue, decode, publisher, monitor)
+
+    def broadcast(view: ClusterView) -> None:
+        dispatcher.update(view)
+        telemetry.seen(view)
+
+    subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, broadcast)
+    stack.callback(subscriber.close)
+    tasks.every("heartbeat", HEARTBEAT_S, telemetry.beat)
+    tasks.every("registration", HEARTBEAT_S, telemetry.keep_registered)
+    return telemetry

@@ -1,0 +1,1 @@
+"""The engines an instance can run: vLLM, or an emulated accelerator."""

@@ -1,0 +1,86 @@
+"""What a worker asks of an engine."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from shared.domain.instance import Compatibility
+from shared.domain.kv import Codec, KvHandle
+
+
+class EngineRequest(msgspec.Struct, frozen=True):
+    """Tokens in. `sampling` is the front end's sampling parameters, encoded.
+
+    With `export_to` set, KV of the prompt is staged under that transfer id while it is computed; with `import_from`
+    set, KV of the first `import_from.tokens` prompt tokens is pulled instead of computed. `first_token_only` makes
+    the engine stop after one token, whatever `sampling` says.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: bytes
+    max_tokens: int
+    first_token_only: bool = False
+    export_to: str = ""
+    codec: Codec = Codec.RAW
+    import_from: KvHandle | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    arrived_s: float = 0.0
+
+
+class EngineOutput(msgspec.Struct):
+    """What one step gave one request. `finish_reason`: "", "stop", "length", "abort" or "error"."""
+
+    tokens: list[int]
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """A snapshot. `waiting` includes requests that wait for KV."""
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    preemptions: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What the engine turned out to be, once started."""
+
+    compatibility: Compatibility
+    total_blocks: int
+    max_model_len: int
+    block_size: int
+
+
+Sink = Callable[[EngineOutput], None]
+
+
+class Engine(Protocol):
+    """Continuous batching behind five calls. All are made, and all sinks are called, on the event loop."""
+
+    async def start(self) -> EngineInfo:
+        """Load and warm up. Raises EngineFailed with the cause."""
+        ...
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        """Take a request; its outputs go to `sink`, the last one with a finish reason."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request and free its blocks; its sink is not called again. Unknown ids are ignored."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """The newest snapshot; costs nothing."""
+        ...
+
+    async def close(self) -> None:
+        """Stop everything."""
+        ...

@@ -1,0 +1,133 @@
+"""The KV side of an instance as its prefill and decode services use it."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from services.worker.kv.control import KvControl
+from services.worker.kv.events import KvEvents, PullEnded, StagedChunk, StagingFailed
+from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
+from shared.errors import PolyphaseError
+from shared.runtime.logs import get_log
+
+log = get_log(__name__)
+CONTROL_S = 2.0
+
+
+class KvPort(Protocol):
+    """Exports and imports by transfer id."""
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that wait for an importer, over all ranks."""
+        ...
+
+    def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
+        """The reference by which a peer can pull that export."""
+        ...
+
+    def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
+        """Call back once, when the first chunk of an export can be pulled."""
+        ...
+
+    def forget(self, transfer_id: str) -> None:
+        """No more interest in callbacks or reports of that transfer."""
+        ...
+
+    def import_report(self, transfer_id: str) -> TransferReport:
+        """What became of an import; asked for after the engine is done with the job."""
+        ...
+
+    async def release(self, transfer_ids: list[str]) -> None:
+        """Free staged KV; unknown ids are ignored."""
+        ...
+
+    async def prefetch(self, handle: KvHandle, timeout_s: float) -> None:
+        """Start pulling into host memory."""
+        ...
+
+    async def drop(self, transfer_id: str) -> None:
+        """Forget a prefetch."""
+        ...
+
+
+class ConnectorPort:
+    """The port of an engine with our connector: events from its ranks, control to them."""
+
+    def __init__(self, control: KvControl, template: KvHandle) -> None:
+        self._control = control
+        self._template = template  # whose transfer id, tokens and codec are replaced
+        self._staged: dict[int, int] = {}
+        self._callbacks: dict[str, Callable[[], None]] = {}
+        self._pulls: dict[str, list[PullEnded]] = {}
+
+    @property
+    def staged_bytes(self) -> int:
+        """As of the last event of each rank."""
+        return sum(self._staged.values())
+
+    def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
+        """A handle of ours."""
+        t = self._template
+        return KvHandle(
+            transfer_id, t.instance_id, t.generation, t.fingerprint, t.endpoints, tokens, t.dtype, codec
+        )
+
+    def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
+        """Rank 0 speaks for all: the others stage in the same step."""
+        self._callbacks[transfer_id] = callback
+
+    def forget(self, transfer_id: str) -> None:
+        """Drop the callback and the reports."""
+        self._callbacks.pop(transfer_id, None)
+        self._pulls.pop(transfer_id, None)
+
+    async def follow(self, events: KvEvents) -> None:
+        """Take in the events of all ranks, for ever."""
+        async for event in events:
+            if isinstance(event, StagedChunk):
+                self._staged[event.rank] = event.staged_bytes
+                if callback := self._callbacks.pop(event.transfer_id, None):
+                    callback()
+            elif isinstance(event, StagingFailed):
+                log.warning("KV could not be staged", transfer_id=event.transfer_id, reason=event.reason)
+            else:
+                self._pulls.setdefault(event.transfer_id, []).append(event)
+
+    def import_report(self, transfer_id: str) -> TransferReport:
+        """All ranks in one: it failed if one failed, it lasted from the first start to the last end."""
+        pulls = self._pulls.pop(transfer_id, [])
+        failed = next((pull for pull in pulls if not pull.ok), None)
+        if failed is not None:
+            return TransferReport(TransferOutcome.RECOMPUTED, error=failed.error)
+        if not any(pull.tokens for pull in pulls):
+            return TransferReport(TransferOutcome.CACHED)
+        return TransferReport(
+            TransferOutcome.PULLED,
+            tokens=max(pull.tokens for pull in pulls),
+            wire_bytes=sum(pull.wire_bytes for pull in pulls),
+            started_s=min(pull.started_s for pull in pulls),
+            ended_s=max(pull.ended_s for pull in pulls),
+        )
+
+    async def release(self, transfer_ids: list[str]) -> None:
+        """Leases end by themselves, so a failure is logged and left."""
+        for transfer_id in transfer_ids:
+            try:
+                await self._control.release(transfer_id, timeout_s=CONTROL_S)
+            except PolyphaseError as error:
+                log.warning("release failed", transfer_id=transfer_id, error=error.message)
+
+    async def refresh(self) -> None:
+        """Ask the ranks what they hold; between events, pulls and leases free some of it."""
+        for rank, stats in enumerate(await self._control.stats(timeout_s=CONTROL_S)):
+            self._staged[rank] = stats.staged_bytes
+
+    async def prefetch(self, handle: KvHandle, timeout_s: float) -> None:
+        """Start pulling on all ranks."""
+        await self._control.prefetch(handle, tokens=handle.tokens, timeout_s=timeout_s)
+
+    async def drop(self, transfer_id: str) -> None:
+        """Forget a prefetch on all ranks."""
+        async with asyncio.timeout(CONTROL_S):
+            await self._control.drop(transfer_id)

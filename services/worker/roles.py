@@ -1,0 +1,72 @@
+"""The role of an instance and how it changes: drain, flip, resume. In memory, without a restart."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shared.domain.instance import Role
+from shared.errors import Conflict, WrongRole
+from shared.runtime.logs import get_log
+from shared.wire.messages import DrainReply, FlipReply
+
+log = get_log(__name__)
+
+
+class RoleState:
+    """Admits jobs of the present role, counts them, and flips once none is left."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.draining = False
+        self._inflight = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.flips = 0
+
+    @property
+    def inflight(self) -> int:
+        """Jobs accepted and not finished."""
+        return self._inflight
+
+    @contextmanager
+    def job(self, role: Role) -> Iterator[None]:
+        """Hold a job of that role. Raises WrongRole when the instance has another one or takes no more."""
+        if self.role is not role:
+            raise WrongRole(f"this instance does {self.role}, not {role}")
+        if self.draining:
+            raise WrongRole("this instance is draining")
+        self._inflight += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._inflight -= 1
+            if not self._inflight:
+                self._empty.set()
+
+    async def drain(self, timeout_s: float) -> DrainReply:
+        """Take no new jobs and wait for the accepted ones, `timeout_s` at most."""
+        started = time.monotonic()
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            pass
+        return DrainReply(self._inflight == 0, time.monotonic() - started, self._inflight)
+
+    def flip(self, role: Role) -> FlipReply:
+        """Take the other role; what it takes is measured. Raises Conflict unless drained."""
+        if not self.draining or self._inflight:
+            raise Conflict(f"cannot flip: draining={self.draining}, {self._inflight} jobs in flight")
+        started = time.perf_counter()
+        self.role = role
+        self.flips += 1
+        duration = time.perf_counter() - started
+        log.info("role flipped", role=role.value, duration_ms=duration * 1e3)
+        return FlipReply(role, duration)
+
+    def resume(self) -> None:
+        """Take jobs again."""
+        self.draining = False

@@ -1,0 +1,71 @@
+"""Settings of one worker."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.domain.instance import Role
+from shared.runtime.settings import ServiceSettings
+
+
+class WorkerSettings(ServiceSettings):
+    """One instance: what it runs, where it listens, whom it reports to. Prefix `POLYPHASE_WORKER_`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="POLYPHASE_WORKER_", frozen=True, extra="forbid", protected_namespaces=()
+    )
+
+    instance_id: str
+    role: Role = Role.PREFILL
+    engine: Literal["vllm", "emulated"] = "vllm"
+    model: str
+    accelerator: str = "cpu"
+
+    host: str = "127.0.0.1"
+    rpc_port: int
+    http_port: int
+    kv_port: int  # the first of one port a tensor-parallel rank
+    advertise_host: str = ""  # what peers connect to, when it is not `host`
+
+    monitor_url: str
+    heartbeat_address: str
+    broadcast_address: str
+    predictor_url: str = ""
+    predict_timeout_s: float = Field(0.1, gt=0)
+
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    block_size: int = Field(32, gt=0)
+    chunk_size: int = Field(512, gt=0)
+    max_model_len: int = Field(2048, gt=0)
+    max_seqs: int = Field(64, gt=0)
+    kv_cache_bytes: int = Field(256 << 20, gt=0)
+    tensor_parallel: int = Field(1, gt=0)
+    threads: int = Field(1, gt=0)
+    engine_args: dict[str, Any] = {}  # passed on to vLLM's EngineArgs
+
+    staging_bytes: int = Field(256 << 20, gt=0)
+    inbox_bytes: int = Field(256 << 20, gt=0)
+    lease_s: float = Field(30.0, gt=0)
+    pull_timeout_s: float = Field(10.0, gt=0)
+    kv_fault: str = ""  # fault injection for tests: see services.worker.kv
+
+    # An emulated engine's time: "cost" from the cost model of `accelerator` and `emulated_model`, or a fixed step.
+    emulated_model: str = "Llama-3-8B"
+    emulated_step_s: float | None = None
+    emulated_prefill_s_per_token: float | None = None
+
+    prefill_order: str = "fcfs"
+    prefill_batch: int = Field(16, gt=0)  # jobs in the engine at once, as a prefill instance
+    dispatch: str = "power_of_two"
+    decode_admission: str = "greedy"
+    policy_seed: int = 0
+
+    def address(self, port: int) -> str:
+        """A ZeroMQ address of ours as peers see it."""
+        return f"tcp://{self.advertise_host or self.host}:{port}"
+
+    @property
+    def kv_endpoints(self) -> tuple[str, ...]:
+        """One address a tensor-parallel rank."""
+        return tuple(self.address(self.kv_port + rank) for rank in range(self.tensor_parallel))

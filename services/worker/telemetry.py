@@ -1,0 +1,86 @@
+"""What an instance tells the monitor: who it is, once and whenever the monitor forgot; how busy it is, every 100 ms."""
+
+import time
+
+from services.worker.decode import DecodeService
+from services.worker.engines.base import Engine
+from services.worker.kv_port import KvPort
+from services.worker.prefill_queue import PrefillQueue
+from services.worker.roles import RoleState
+from shared.clients.monitor import MonitorClient
+from shared.domain.instance import ClusterView, InstanceInfo, InstanceLoad
+from shared.errors import Incompatible, PolyphaseError
+from shared.runtime.logs import get_log
+from shared.wire.broadcast import Publisher
+from shared.wire.messages import Heartbeat
+
+log = get_log(__name__)
+HEARTBEAT_S = 0.1
+_FORGOTTEN_S = 0.5  # so long without seeing ourselves in a broadcast, and we register again
+
+
+class Telemetry:
+    """Publishes heartbeats and keeps the registration alive."""
+
+    def __init__(
+        self,
+        info: InstanceInfo,
+        roles: RoleState,
+        engine: Engine,
+        kv: KvPort,
+        queue: PrefillQueue,
+        decodes: DecodeService,
+        publisher: Publisher,
+        monitor: MonitorClient,
+    ) -> None:
+        self.info = info
+        self._roles = roles
+        self._engine = engine
+        self._kv = kv
+        self._queue = queue
+        self._decodes = decodes
+        self._publisher = publisher
+        self._monitor = monitor
+        self._seen_s = 0.0
+        self.refused = ""
+        self._trouble = ""
+
+    def load(self) -> InstanceLoad:
+        """The present load."""
+        stats = self._engine.stats()
+        return InstanceLoad(
+            time_s=time.time(), queued_prefill=self._queue.waiting, queued_prefill_tokens=self._queue.queued_tokens,
+            running=stats.running, waiting=stats.waiting, decoding=len(self._decodes.active),
+            heavy_decodes=self._decodes.heavy, context_tokens=self._decodes.context_tokens,
+            free_blocks=stats.free_blocks, staged_bytes=self._kv.staged_bytes, inflight=self._roles.inflight,
+        )  # fmt: skip
+
+    def beat(self) -> None:
+        """Publish one heartbeat."""
+        self._publisher.publish(
+            Heartbeat(
+                self.info.instance_id, self.info.generation, self._roles.role, self._roles.draining, self.load()
+            )
+        )
+
+    def seen(self, view: ClusterView) -> None:
+        """Note whether a broadcast knows this very process."""
+        known = view.of(self.info.instance_id)
+        if known is not None and known.info.generation == self.info.generation:
+            self._seen_s = time.monotonic()
+
+    async def keep_registered(self) -> None:
+        """Register unless the monitor's broadcasts show that it knows us. A refusal is kept and tried again."""
+        if time.monotonic() - self._seen_s < _FORGOTTEN_S:
+            return
+        try:
+            await self._monitor.register(self.info, self._roles.role)
+            self.refused = self._trouble = ""
+        except Incompatible as error:
+            if self.refused != error.message:
+                log.error("the cluster refuses this instance", reason=error.message)
+            self.refused = error.message
+        except PolyphaseError as error:
+            if self._trouble != error.message:  # ten tries a second, one line
+                log.warning("registration failed; trying on", reason=error.message)
+            self._trouble = error.message
