@@ -1,0 +1,20 @@
+"""`python -m gateway`: the API process."""
+
+import os
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from gateway.app import run
+from gateway.settings import GatewaySettings
+from shared.runtime.logs import configure_logs
+
+
+def main() -> None:
+    """Read the settings and serve."""
+    settings = GatewaySettings.load()
+    configure_logs("gateway", settings.log_level)
+    run(settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Assembles the API process: vLLM's server in front, our pipeline behind it, the limits around it."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from vllm import AsyncEngineArgs
+from vllm.config import VllmConfig
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from gateway.auth import KeyRing, load_keys
+from gateway.core import ClusterCore, ClusterLLM
+from gateway.limits import Limits
+from gateway.metrics import GatewayMetrics
+from gateway.pipeline import Pipeline
+from gateway.reports import PERIOD_S, Reporter
+from gateway.schedulers import Schedulers
+from gateway.settings import GatewaySettings
+from shared.errors import InvalidRequest
+from shared.runtime.http import SHUTDOWN_S
+from shared.runtime.logs import get_log
+from shared.runtime.tasks import background
+from shared.wire.rpc_client import RpcClients
+from shared.wire.sockets import Curve, Sockets
+
+log = get_log(__name__)
+_TASKS = ("generate",)
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises InvalidRequest for settings that cannot work."""
+    keys = KeyRing(load_keys(settings.api_keys_file) if settings.api_keys_file else ())
+    if keys.open and settings.host not in _LOOPBACK:
+        raise InvalidRequest(f"listening on {settings.host} needs API keys (api_keys_file); without, only loopback")
+    async with running(settings, keys) as app:
+        config = uvicorn.Config(
+            app, host=settings.host, port=settings.port, log_config=None, access_log=False,
+            timeout_graceful_shutdown=SHUTDOWN_S, timeout_keep_alive=30,
+        )  # fmt: skip
+        await uvicorn.Server(config).serve()
+
+
+@asynccontextmanager
+async def running(settings: GatewaySettings, keys: KeyRing) -> AsyncIterator[Limits]:
+    """The whole application with everything behind it started; stopped in reverse at the end of the block."""
+    async with AsyncExitStack() as stack:
+        curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
+        sockets = Sockets(curve)
+        stack.callback(sockets.close)
+        clients = stack.enter_context(RpcClients(sockets))
+        schedulers = Schedulers(clients, settings.schedulers)
+        metrics = GatewayMetrics(settings.served_model_name or settings.model)
+        reporter = Reporter(schedulers, metrics)
+        tasks = await stack.enter_async_context(background())
+        tasks.every("reports", PERIOD_S, reporter.flush)
+        core = ClusterCore(settings, Pipeline(settings, clients, schedulers, reporter))
+        stack.push_async_callback(core.close)
+        metrics.queued.set_function(lambda: core.queued)
+        app = await _vllm_app(settings, core, stack)
+        yield Limits(app, settings, keys, metrics, lambda: core.queued, lambda: schedulers.connected)
+        reporter.flush()
+
+
+async def _vllm_app(settings: GatewaySettings, core: ClusterCore, stack: AsyncExitStack) -> FastAPI:
+    """vLLM's API server without an engine in the process."""
+    args = _arguments(settings)
+    model_config = AsyncEngineArgs.from_cli_args(args).create_model_config()
+    llm = ClusterLLM(VllmConfig(model_config=model_config), core)
+    stack.callback(llm.shutdown)
+    app = build_app(args, _TASKS, model_config)
+    await init_app_state(llm, app.state, args, _TASKS)
+    return app
+
+
+def _arguments(settings: GatewaySettings) -> Any:
+    options: dict[str, Any] = {
+        "model": settings.model, "served-model-name": settings.served_model_name or settings.model,
+        "dtype": settings.dtype, "max-model-len": settings.max_model_len, **settings.vllm_args,
+    }  # fmt: skip
+    words = ["--disable-uvicorn-access-log", "--disable-log-stats"]
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value not in (False, None):
+            words += [flag, str(value)]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    validate_parsed_serve_args(args)
+    return args
+
+
+def prepare_environment() -> None:
+    """Before vLLM starts: no weights are loaded here, so nothing of an accelerator is needed."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "0")
+
+
+def run(settings: GatewaySettings) -> None:
+    """Run the gateway on its own event loop."""
+    import uvloop
+
+    prepare_environment()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(settings))

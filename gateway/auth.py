@@ -1,0 +1,74 @@
+"""API keys: hashed at rest, compared in constant time, each with its own rate."""
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from shared.errors import InvalidRequest, Unauthorized
+
+PREFIX = "pp-"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key as it is kept: `digest` is SHA-256 of the secret. `requests_per_s` 0 means no limit."""
+
+    name: str
+    digest: str
+    requests_per_s: float = 0.0
+    burst: int = 0
+
+
+def digest_of(secret: str) -> str:
+    """The form in which a key is kept. Keys are random and long, so one plain hash is enough."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def create_key(name: str, requests_per_s: float = 0.0, burst: int = 0) -> tuple[str, ApiKey]:
+    """A new secret, shown once, and what is kept of it."""
+    secret = PREFIX + secrets.token_urlsafe(32)
+    return secret, ApiKey(name, digest_of(secret), requests_per_s, burst)
+
+
+def load_keys(file: Path) -> tuple[ApiKey, ...]:
+    """Keys of a YAML file: a list of mappings with ApiKey's fields. Raises InvalidRequest naming what is wrong."""
+    try:
+        entries = yaml.safe_load(file.read_text()) or []
+        keys = tuple(ApiKey(**entry) for entry in entries)
+    except (OSError, TypeError, yaml.YAMLError) as error:
+        raise InvalidRequest(f"keys file {file}: {error}") from error
+    for key in keys:
+        if len(key.digest) != 64 or key.requests_per_s < 0:
+            raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a SHA-256 digest and a rate of 0 or more")
+    return keys
+
+
+class KeyRing:
+    """Answers whose key a request carries. Without keys everybody is let in."""
+
+    def __init__(self, keys: tuple[ApiKey, ...]) -> None:
+        self._by_digest = {key.digest: key for key in keys}
+
+    @property
+    def open(self) -> bool:
+        """Whether no key is needed."""
+        return not self._by_digest
+
+    def identify(self, authorization: str, x_api_key: str = "") -> ApiKey | None:
+        """The key of a request, None where none is needed. Raises Unauthorized. Anthropic clients use X-Api-Key.
+
+        Looking the digest up leaks nothing useful by its timing: an attacker cannot steer SHA-256.
+        """
+        if self.open:
+            return None
+        scheme, _, token = authorization.partition(" ")
+        secret = token.strip() if scheme.lower() == "bearer" else x_api_key
+        if not secret:
+            raise Unauthorized("this server needs an API key: Authorization: Bearer <key>")
+        key = self._by_digest.get(digest_of(secret))
+        if key is None:
+            raise Unauthorized("wrong API key")
+        return key

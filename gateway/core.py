@@ -1,0 +1,194 @@
+"""Our cluster in the place of vLLM's engine core: a request of its front end becomes a job of the pipeline.
+
+vLLM keeps validation, templates, parsers, n > 1, detokenisation, stop strings, usage and streaming. What reaches us
+is tokens and sampling parameters; what we give back is tokens. This file and app.py are the gateway's only ones that
+import vLLM.
+"""
+
+import asyncio
+import copy
+import time
+from collections.abc import Iterable
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+
+from gateway.context import caller
+from gateway.job import Job, JobSpec
+from gateway.pipeline import Pipeline
+from gateway.settings import GatewaySettings
+from shared.domain.job import Slo
+from shared.errors import PolyphaseError
+from shared.runtime.logs import get_log
+from shared.wire.logprobs import decode_rows
+from shared.wire.messages import TokenStep
+
+log = get_log(__name__)
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION}
+_PIN_SEED = 0x5EED
+
+
+class ClusterCore:
+    """The part of vLLM's EngineCoreClient that AsyncLLM calls."""
+
+    engine_ranks_managed = (0,)
+    resources = SimpleNamespace(engine_dead=False)
+
+    def __init__(self, settings: GatewaySettings, pipeline: Pipeline) -> None:
+        self._settings = settings
+        self._pipeline = pipeline
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._waiting_for_token: set[str] = set()
+        self._outputs: list[EngineCoreOutput] = []
+        self._ready = asyncio.Event()
+        self._fail_request: Any = None
+
+    def attach(self, llm: AsyncLLM) -> None:
+        """Learn where a failed job's error goes: to the queue its handler reads."""
+        self._fail_request = lambda request_id, error: _fail(llm, request_id, error)
+
+    @property
+    def queued(self) -> int:
+        """Jobs without a first token."""
+        return len(self._waiting_for_token)
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        """We generate."""
+        return ("generate",)
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Start a job. Never waits."""
+        spec = self._spec(request)
+        job = Job(spec, lambda step: self._emit(spec.job_id, step), self._settings.gateway_id)
+        self._waiting_for_token.add(spec.job_id)
+        task = asyncio.get_running_loop().create_task(self._run(job))
+        self._jobs[spec.job_id] = task
+        task.add_done_callback(lambda _: self._forget(spec.job_id))
+
+    async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
+        """Stop jobs: the client is gone, or a stop string matched."""
+        for request_id in request_ids:
+            if task := self._jobs.get(request_id):
+                task.cancel()
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """All steps since the last call, in one batch; waits while there are none."""
+        await self._ready.wait()
+        self._ready.clear()
+        outputs, self._outputs = self._outputs, []
+        return EngineCoreOutputs(outputs=outputs)
+
+    def dp_engines_running(self) -> bool:
+        """No data-parallel engines here."""
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Cancel every job."""
+        for task in self._jobs.values():
+            task.cancel()
+
+    async def close(self) -> None:
+        """Cancel every job and wait until its legs are told."""
+        self.shutdown()
+        await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+
+    async def _run(self, job: Job) -> None:
+        try:
+            await self._pipeline.run(job)
+        except PolyphaseError as error:
+            log.warning("job failed", job_id=job.spec.job_id, code=error.code, error=error.message)
+            self._fail_request(job.spec.job_id, error)
+        except Exception as error:  # the boundary: a client must never wait for a job that crashed
+            log.error("job crashed", job_id=job.spec.job_id, exc_info=error)
+            self._fail_request(job.spec.job_id, PolyphaseError(f"internal error: {type(error).__name__}"))
+
+    def _forget(self, job_id: str) -> None:
+        self._jobs.pop(job_id, None)
+        self._waiting_for_token.discard(job_id)
+
+    def _spec(self, request: EngineCoreRequest) -> JobSpec:
+        params = cast(SamplingParams, request.sampling_params)
+        carry = _can_carry(params)
+        if not carry and params.seed is None and params.temperature > 0:
+            # A lost answer can be produced again only if the dice fall the same way.
+            params = copy.copy(params)
+            params.seed = hash((request.request_id, _PIN_SEED)) & 0x7FFFFFFF
+        who = caller.get()
+        target = self._settings.slo.get(who.slo) or self._settings.slo["default"]
+        prompt = list(request.prompt_token_ids or ())
+        return JobSpec(
+            job_id=request.request_id, prompt_token_ids=prompt, sampling=msgspec.msgpack.encode(params),
+            max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt), carry=carry,
+            local_only=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
+            arrived_s=min(request.arrival_time, time.time()), slo=Slo(who.slo, target.ttft_s, target.tpot_s),
+            priority=request.priority, cache_salt=request.cache_salt or "",
+        )  # fmt: skip
+
+    def _emit(self, job_id: str, step: TokenStep) -> None:
+        self._waiting_for_token.discard(job_id)
+        self._outputs.append(
+            EngineCoreOutput(
+                request_id=job_id,
+                new_token_ids=step.tokens,
+                new_logprobs=_logprobs(step.logprobs) if step.logprobs else None,
+                new_prompt_logprobs_tensors=_prompt_logprobs(step.prompt_logprobs) if step.prompt_logprobs else None,
+                finish_reason=_REASONS[step.finish_reason] if step.finish_reason else None,
+                stop_reason=step.stop_reason,
+            )
+        )
+        self._ready.set()
+
+
+class ClusterLLM(AsyncLLM):
+    """vLLM's front end over a ClusterCore."""
+
+    def __init__(self, config: VllmConfig, core: ClusterCore) -> None:
+        # vLLM offers no argument for the client of the engine core; this is its one seam.
+        make = EngineCoreClient.make_async_mp_client
+        EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
+        try:
+            super().__init__(vllm_config=config, executor_class=None, log_stats=False, log_requests=False)
+        finally:
+            EngineCoreClient.make_async_mp_client = make
+        core.attach(self)
+
+
+def _can_carry(params: SamplingParams) -> bool:
+    """Whether later tokens depend on earlier ones only as context, so that any engine can go on from them."""
+    return not (
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        or params.seed is not None or params.min_tokens or params.structured_outputs is not None
+        or params.bad_words or params.thinking_token_budget is not None
+        or params.repetition_detection is not None or params.prompt_logprobs is not None
+        or params.prompt_logprob_token_ids is not None or params.trace_decode_token_ids is not None
+    )  # fmt: skip
+
+
+def _fail(llm: AsyncLLM, request_id: str, error: PolyphaseError) -> None:
+    """Give a request's handler the error; vLLM turns it into a status, or an event in a stream that has begun."""
+    state = llm.output_processor.request_states.get(request_id)
+    if state is None or state.queue is None:
+        return
+    llm.output_processor.abort_requests([request_id], internal=True)
+    state.queue.put(GracefulHTTPError(error.message, HTTPStatus(error.http_status)))
+
+
+def _logprobs(data: bytes) -> LogprobsLists:
+    rows = decode_rows(data)
+    return LogprobsLists(np.array(rows.ids), np.array(rows.values, dtype=np.float32), np.array(rows.ranks))
+
+
+def _prompt_logprobs(data: bytes) -> LogprobsTensors:
+    rows = decode_rows(data)
+    return LogprobsTensors(torch.tensor(rows.ids), torch.tensor(rows.values), torch.tensor(rows.ranks))

@@ -1,0 +1,148 @@
+"""The state of one job: what the client asked, what it already has, and the record of how it went."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared.domain.job import JobView, LengthPrediction, Phase, Slo
+from shared.domain.route import Reason, Route
+from shared.errors import EngineFailed
+from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
+from shared.wire.messages import JobReport, TokenStep
+
+Emit = Callable[[TokenStep], None]
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What does not change. `carry`: later tokens depend on earlier ones only through the prompt.
+
+    A job that can be carried goes on anywhere from prompt + tokens. One that cannot (penalties, a seed, a grammar)
+    is produced by one engine from its first token on; after a loss it is run again from the start, which yields the
+    same tokens, and the ones that the client has are not sent twice.
+    """
+
+    job_id: str
+    prompt_token_ids: list[int]
+    sampling: bytes
+    max_tokens: int
+    carry: bool
+    local_only: bool
+    arrived_s: float
+    slo: Slo
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(slots=True)
+class Job:
+    """The gateway's view of one request; the pipeline advances it."""
+
+    spec: JobSpec
+    emit: Emit
+    gateway_id: str
+    attempt: int = 0
+    phase: Phase = Phase.QUEUED
+    finished: bool = False
+    tokens: list[int] = field(default_factory=list)  # what the client already has
+    failed_instances: list[str] = field(default_factory=list)
+    prediction: LengthPrediction | None = None
+    prefill_instance: str = ""
+    decode_instance: str = ""
+    split: int = 0
+    timeline: RequestTimeline = field(init=False)
+    _replayed: int = 0
+
+    def __post_init__(self) -> None:
+        self.timeline = RequestTimeline(self.spec.job_id, self.spec.arrived_s, len(self.spec.prompt_token_ids))
+
+    def begin_attempt(self) -> None:
+        """Start over where the client's tokens end."""
+        self.attempt += 1
+        self._replayed = 0
+
+    @property
+    def prompt(self) -> list[int]:
+        """What to compute from: the prompt and, where the job can be carried, the tokens so far."""
+        return self.spec.prompt_token_ids + self.tokens if self.spec.carry else self.spec.prompt_token_ids
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens an engine that starts from `prompt` may produce."""
+        return self.spec.max_tokens - (len(self.tokens) if self.spec.carry else 0)
+
+    @property
+    def transfer_id(self) -> str:
+        """One an attempt, so that a late message of an earlier one cannot be mistaken."""
+        return f"{self.spec.job_id}/{self.attempt}"
+
+    def view(self) -> JobView:
+        """What policies may know."""
+        return JobView(
+            self.spec.job_id, len(self.prompt), self.remaining, self.spec.slo, self.prediction, self.spec.local_only
+        )
+
+    def accept(self, step: TokenStep) -> None:
+        """Take a step of an engine and hand on what the client does not have yet, exactly once."""
+        if self.finished:
+            return
+        tokens = step.tokens
+        if not self.spec.carry and self._replayed < len(self.tokens):
+            step = self._skip(step)
+            if not step.tokens and not step.finish_reason:
+                return
+            tokens = step.tokens
+        now = time.time()
+        timeline = self.timeline
+        if tokens:
+            timeline.first_token_s = timeline.first_token_s or now
+            timeline.last_token_s = now
+            self.tokens += tokens
+            self._replayed = len(self.tokens)
+        self.finished = bool(step.finish_reason)
+        self.emit(step)
+
+    def _skip(self, step: TokenStep) -> TokenStep:
+        """Drop the tokens of a second run that the client has; they must be the same."""
+        known = self.tokens[self._replayed : self._replayed + len(step.tokens)]
+        if step.tokens[: len(known)] != known:
+            raise EngineFailed("the second run of a lost answer took another course; it cannot go on")
+        self._replayed += len(known)
+        if len(known) == len(step.tokens):
+            return TokenStep([], step.finish_reason, step.stop_reason)
+        # Log probabilities come one row a step and token; a step that straddles the seam has one token in practice.
+        return TokenStep(step.tokens[len(known) :], step.finish_reason, step.stop_reason)
+
+    def record(self, span: Span, started_s: float, ended_s: float, instance_id: str = "") -> None:
+        """Add a stretch to the timeline; stretches that did not happen are left out."""
+        if started_s > 0.0:
+            self.timeline.spans.append(
+                SpanRecord(span, started_s, max(started_s, ended_s), instance_id, self.attempt)
+            )
+
+    def decided(self, kind: str, chosen: str, reasons: tuple[Reason, ...]) -> None:
+        """Add a decision to the timeline."""
+        self.timeline.decisions.append(Decision(time.time(), kind, chosen, reasons))
+
+    def placed(self, route: Route) -> None:
+        """Take in a placement."""
+        self.split = route.split
+        self.prefill_instance = route.prefill.instance_id if route.prefill else ""
+        self.decode_instance = route.decode.instance_id if route.decode else ""
+        chosen = self.prefill_instance or self.decode_instance
+        self.decided("placement", chosen, route.reasons)
+
+    def report(self, outcome: str = "") -> JobReport:
+        """The row of the status table; the final one carries the timeline."""
+        timeline, final = self.timeline, self.phase.final
+        timeline.output_tokens = len(self.tokens)
+        slo = self.spec.slo
+        ttft, tpot = timeline.ttft_s, timeline.tpot_s
+        met = None
+        if self.phase is Phase.COMPLETED:
+            met = ttft is not None and ttft <= slo.ttft_s and (tpot is None or tpot <= slo.tpot_s)
+        return JobReport(
+            self.spec.job_id, self.gateway_id, self.phase, self.spec.arrived_s, len(self.spec.prompt_token_ids),
+            len(self.tokens), self.prefill_instance, self.decode_instance, self.split, slo.name, outcome,
+            ttft, tpot, met, timeline if final else None,
+        )  # fmt: skip

@@ -1,0 +1,59 @@
+"""The gateway's metrics, under the names that dashboards of vLLM already read."""
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from gateway.job import Job
+from shared.domain.kv import TransferOutcome
+
+_TTFT = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
+_TPOT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+_E2E = (0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
+
+
+class GatewayMetrics:
+    """Observed once a job, at its end: nothing here is on the way of a token."""
+
+    def __init__(self, model: str, registry: CollectorRegistry = REGISTRY) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
+            return metric.labels(model_name=model)
+
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT)
+        self._tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean gap between tokens.", _TPOT)
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E)
+        self._spans = Histogram(
+            "polyphase_request_span_seconds", "Time of each stretch of a request.", ["span"], buckets=_TTFT,
+            registry=registry,
+        )  # fmt: skip
+        self._ended = Counter(
+            "vllm:request_success", "Requests by how they ended.", ["model_name", "finished_reason"],
+            registry=registry,
+        )  # fmt: skip
+        self._tokens = Counter("vllm:generation_tokens", "Tokens generated.", ["model_name"], registry=registry)
+        self._prompts = Counter("vllm:prompt_tokens", "Prompt tokens.", ["model_name"], registry=registry)
+        self._transfers = Counter(
+            "polyphase_kv_transfers", "KV imports by outcome.", ["outcome"], registry=registry
+        )
+        self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
+        self.queued = Gauge("vllm:num_requests_waiting", "Jobs without a first token.", registry=registry)
+        self.refused = Counter("polyphase_refused", "Requests refused, by cause.", ["cause"], registry=registry)
+        self._model = model
+
+    def ended(self, job: Job, outcome: str) -> None:
+        """Take in a job that is over."""
+        timeline = job.timeline
+        self._ended.labels(model_name=self._model, finished_reason=outcome).inc()
+        self._prompts.labels(model_name=self._model).inc(timeline.prompt_tokens)
+        self._tokens.labels(model_name=self._model).inc(len(job.tokens))
+        for metric, value in ((self._ttft, timeline.ttft_s), (self._tpot, timeline.tpot_s), (self._e2e, timeline.jct_s)):
+            if value is not None:
+                metric.observe(value)
+        for span in timeline.spans:
+            self._spans.labels(span=span.span.value).observe(span.ended_s - span.started_s)
+        for transfer in timeline.transfers:
+            if transfer.outcome is not TransferOutcome.LOCAL:
+                self._transfers.labels(outcome=transfer.outcome.value).inc()
+        if job.attempt > 1:
+            self._resumes.inc(job.attempt - 1)
+
+

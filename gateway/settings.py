@@ -1,0 +1,46 @@
+"""Settings of one gateway."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.domain.kv import Codec
+from shared.runtime.settings import ServiceSettings
+
+
+class SloTarget(BaseModel):
+    """Targets of one class, in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.2
+
+
+class GatewaySettings(ServiceSettings):
+    """The API process. Prefix `POLYPHASE_GATEWAY_`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="POLYPHASE_GATEWAY_", frozen=True, extra="forbid", protected_namespaces=()
+    )
+
+    gateway_id: str = "gateway-0"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    schedulers: tuple[str, ...]  # RPC addresses
+    model: str
+    served_model_name: str = ""
+    dtype: str = "bfloat16"
+    max_model_len: int = 2048
+    vllm_args: dict[str, Any] = {}  # further options of vLLM's API server, such as tool_call_parser
+
+    api_keys_file: Path | None = None
+    max_body_bytes: int = Field(4 << 20, gt=0)
+    max_queued_jobs: int = Field(512, gt=0)  # jobs without a first token; beyond it the answer is 429
+    job_timeout_s: float = Field(600.0, gt=0)
+    patience_s: float = Field(10.0, gt=0)  # how long a job waits for a scheduler or an instance to come back
+    attempts: int = Field(4, gt=0)
+    slo: dict[str, SloTarget] = {"default": SloTarget()}
+    kv_codec: Codec = Codec.RAW
