@@ -75,7 +75,7 @@ async def _vllm_app(settings: GatewaySettings, core: ClusterCore, stack: AsyncEx
     model_config = AsyncEngineArgs.from_cli_args(args).create_model_config()
     llm = ClusterLLM(VllmConfig(model_config=model_config), core)
     stack.callback(llm.shutdown)
-    app = build_app(args, _TASKS, model_config)
+    app: FastAPI = build_app(args, _TASKS, model_config)
     await init_app_state(llm, app.state, args, _TASKS)
     return app
 

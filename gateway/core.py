@@ -150,7 +150,7 @@ class ClusterCore:
         self._ready.set()
 
 
-class ClusterLLM(AsyncLLM):
+class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     """vLLM's front end over a ClusterCore."""
 
     def __init__(self, config: VllmConfig, core: ClusterCore) -> None:

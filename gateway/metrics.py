@@ -45,7 +45,8 @@ class GatewayMetrics:
         self._ended.labels(model_name=self._model, finished_reason=outcome).inc()
         self._prompts.labels(model_name=self._model).inc(timeline.prompt_tokens)
         self._tokens.labels(model_name=self._model).inc(len(job.tokens))
-        for metric, value in ((self._ttft, timeline.ttft_s), (self._tpot, timeline.tpot_s), (self._e2e, timeline.jct_s)):
+        times = ((self._ttft, timeline.ttft_s), (self._tpot, timeline.tpot_s), (self._e2e, timeline.jct_s))
+        for metric, value in times:
             if value is not None:
                 metric.observe(value)
         for span in timeline.spans:

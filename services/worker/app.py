@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 
 from services.worker.decode import DecodeService
@@ -38,7 +39,6 @@ from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
-_KV_REFRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,6 @@ def create_app(settings: WorkerSettings) -> FastAPI:
     @app.get("/instance")
     def instance() -> dict[str, Any]:
         """Who this instance is and what it does right now."""
-        import msgspec
-
         running: Instance = app.state.instance
         return {
             "info": msgspec.to_builtins(running.info),
@@ -88,9 +86,10 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
         sockets = Sockets(curve)
         stack.callback(sockets.close)
-        tasks = await stack.enter_async_context(background())
         roles = RoleState(settings.role)
-        engine, engine_info, kv = await _start_engine(settings, generation, stack, tasks)
+        engine, engine_info, kv = await _start_engine(settings, generation, stack)
+        tasks = await stack.enter_async_context(background())
+        kv.start(tasks)
         info = _instance_info(settings, engine_info, generation)
         dispatcher = Dispatcher(registry.dispatch(settings.dispatch), settings.policy_seed)
         queue = PrefillQueue(registry.prefill_order(settings.prefill_order), settings.prefill_batch)
@@ -108,7 +107,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
 
 
 async def _start_engine(
-    settings: WorkerSettings, generation: int, stack: AsyncExitStack, tasks: Background
+    settings: WorkerSettings, generation: int, stack: AsyncExitStack
 ) -> tuple[Engine, EngineInfo, KvPort]:
     # Each engine imports what the other does without: vLLM and torch, or the cost model.
     if settings.engine == "emulated":
@@ -138,10 +137,7 @@ async def _start_engine(
     info = await engine.start()
     curve = (settings.curve_public, settings.curve_secret) if settings.curve_public else None
     control = await stack.enter_async_context(KvControl(settings.kv_endpoints, control_key, curve))
-    port = ConnectorPort(control, _handle_template(settings, info, generation))
-    tasks.start("kv-events", port.follow(events))
-    tasks.every("kv-stats", _KV_REFRESH_S, port.refresh)
-    return engine, info, port
+    return engine, info, ConnectorPort(control, events, _handle_template(settings, info, generation))
 
 
 def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int) -> KvHandle:

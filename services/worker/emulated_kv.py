@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
+from shared.runtime.tasks import Background
 
 
 class EmulatedPort:
@@ -12,6 +13,9 @@ class EmulatedPort:
 
     def __init__(self, template: KvHandle) -> None:
         self._template = template
+
+    def start(self, tasks: Background) -> None:
+        """Nothing runs in the background."""
 
     def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
         """A handle of ours."""

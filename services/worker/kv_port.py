@@ -9,9 +9,11 @@ from services.worker.kv.events import KvEvents, PullEnded, StagedChunk, StagingF
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
+from shared.runtime.tasks import Background
 
 log = get_log(__name__)
 CONTROL_S = 2.0
+_REFRESH_S = 1.0
 
 
 class KvPort(Protocol):
@@ -34,6 +36,10 @@ class KvPort(Protocol):
         """No more interest in callbacks or reports of that transfer."""
         ...
 
+    def start(self, tasks: Background) -> None:
+        """Begin what runs in the background."""
+        ...
+
     def import_report(self, transfer_id: str) -> TransferReport:
         """What became of an import; asked for after the engine is done with the job."""
         ...
@@ -54,8 +60,9 @@ class KvPort(Protocol):
 class ConnectorPort:
     """The port of an engine with our connector: events from its ranks, control to them."""
 
-    def __init__(self, control: KvControl, template: KvHandle) -> None:
+    def __init__(self, control: KvControl, events: KvEvents, template: KvHandle) -> None:
         self._control = control
+        self._events = events
         self._template = template  # whose transfer id, tokens and codec are replaced
         self._staged: dict[int, int] = {}
         self._callbacks: dict[str, Callable[[], None]] = {}
@@ -82,9 +89,13 @@ class ConnectorPort:
         self._callbacks.pop(transfer_id, None)
         self._pulls.pop(transfer_id, None)
 
-    async def follow(self, events: KvEvents) -> None:
-        """Take in the events of all ranks, for ever."""
-        async for event in events:
+    def start(self, tasks: Background) -> None:
+        """Follow events, and ask for what they do not tell."""
+        tasks.start("kv-events", self._follow())
+        tasks.every("kv-stats", _REFRESH_S, self._refresh)
+
+    async def _follow(self) -> None:
+        async for event in self._events:
             if isinstance(event, StagedChunk):
                 self._staged[event.rank] = event.staged_bytes
                 if callback := self._callbacks.pop(event.transfer_id, None):
@@ -118,10 +129,13 @@ class ConnectorPort:
             except PolyphaseError as error:
                 log.warning("release failed", transfer_id=transfer_id, error=error.message)
 
-    async def refresh(self) -> None:
-        """Ask the ranks what they hold; between events, pulls and leases free some of it."""
-        for rank, stats in enumerate(await self._control.stats(timeout_s=CONTROL_S)):
-            self._staged[rank] = stats.staged_bytes
+    async def _refresh(self) -> None:
+        """Ask the ranks what they hold: between events, pulls and leases free some of it."""
+        try:
+            for rank, stats in enumerate(await self._control.stats(timeout_s=CONTROL_S)):
+                self._staged[rank] = stats.staged_bytes
+        except PolyphaseError as error:  # a rank in a long step; the next answer will do
+            log.debug("no KV figures", error=error.message)
 
     async def prefetch(self, handle: KvHandle, timeout_s: float) -> None:
         """Start pulling on all ranks."""

@@ -1,4 +1,4 @@
-"""The serving side of a call: run the handler, send its items and reply, cancel it when the caller says so or is gone."""
+"""The serving side of a call: run the handler, send items and reply, cancel when the caller says so or is gone."""
 
 import asyncio
 from collections import Counter, defaultdict

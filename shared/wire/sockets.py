@@ -72,7 +72,7 @@ class LoopSocket:
         self._socket = socket
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
-        self._fd: int = socket.getsockopt(zmq.FD)
+        self._fd = int(socket.getsockopt(zmq.FD))
         self._scheduled = False
         self._loop.add_reader(self._fd, self._drain)
         self._poke()

@@ -237,7 +237,7 @@ def _garbage_in_thread(sockets: Sockets, address: str) -> None:
 async def test_a_plain_tcp_client_does_no_harm() -> None:
     async with connected() as (_, _, client, _):
         host, port = client.address.removeprefix("tcp://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        _, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(4096))
         await writer.drain()
         writer.close()
