@@ -79,12 +79,26 @@ class Limits:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         try:
             self._admit(scope, headers)
-            body = _Body(receive, self._settings.max_body_bytes, headers)
+            bounded = self._bounded(headers)
         except PolyphaseError as error:
             self._metrics.refused.labels(cause=error.code).inc()
             await _answer(send, error)
             return
-        await self._app(scope, body.receive, body.guard(send))
+        if bounded:
+            await self._app(scope, receive, send)
+        else:
+            body = _UndeclaredBody(receive, self._settings.max_body_bytes)
+            await self._app(scope, body.receive, body.guard(send))
+
+    def _bounded(self, headers: dict[bytes, bytes]) -> bool:
+        """Whether the body's declared length bounds it: the HTTP parser reads no more than was declared."""
+        if b"transfer-encoding" in headers:
+            return False
+        length = headers.get(b"content-length", b"0")
+        limit = self._settings.max_body_bytes
+        if length.isdigit() and int(length) > limit:
+            raise BodyTooLarge(f"the body has {int(length)} bytes; the limit is {limit}")
+        return length.isdigit()
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         key = self._keys.identify(
@@ -115,17 +129,14 @@ class Limits:
             raise Busy(f"key {key.name!r} is over its {key.requests_per_s:g} requests/s", retry_after_s=wait)
 
 
-class _Body:
-    """Counts what a body really sends; its header is only a claim."""
+class _UndeclaredBody:
+    """Counts a body that comes in chunks of any number."""
 
-    def __init__(self, receive: Receive, limit: int, headers: dict[bytes, bytes]) -> None:
+    def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
         self._limit = limit
         self._size = 0
         self._answered = False
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > limit:
-            raise BodyTooLarge(f"the body has {int(length)} bytes; the limit is {limit}")
 
     async def receive(self) -> MutableMapping[str, Any]:
         """Pass on a piece of the body. Past the limit the application sees the client leave."""

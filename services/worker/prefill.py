@@ -79,14 +79,16 @@ class PrefillService:
 
     async def _run(self, request_id: str, request: PrefillRequest, call: ServerCall) -> PrefillReply:
         state = _Dispatch(decode=request.decode, queued_s=time.time())
-        async with asyncio.TaskGroup() as group:
-            predicted = group.create_task(self._lengths.predict(request.prompt_token_ids, request.job.max_tokens))
+        lengths = self._lengths.predict(request.prompt_token_ids, request.job.max_tokens)
+        predicted = asyncio.get_running_loop().create_task(lengths)
+        try:
             async with self._queue.turn(request.job):
                 state.started_s = time.time()
                 last = await self._compute(request_id, request, call, state, predicted)
             if request.export and not _is_over(last, request):
                 self._choose(request, state, predicted)
-            predicted.cancel()
+        finally:
+            predicted.cancel()  # an answer that comes later is of no use
         handle = self._handle(request) if state.decode is not None else None
         return PrefillReply(
             tokens=state.tokens if request.want_token else [], decode=state.decode, handle=handle,

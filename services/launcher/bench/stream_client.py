@@ -1,0 +1,65 @@
+"""A lean streaming client for measurements: what a general HTTP library costs a chunk would hide what we measure."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResult:
+    """One streamed completion as the client saw it. Times are seconds from its sending."""
+
+    ttft_s: float
+    total_s: float
+    chunks: int  # events that carried a token
+
+
+class StreamFailed(Exception):
+    """The server answered something else than a complete stream."""
+
+
+async def stream_completion(host: str, port: int, body: dict[str, object]) -> StreamResult:
+    """Send one streaming request on a connection of its own and read it to the end."""
+    payload = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        began = time.perf_counter()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+            b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload
+        )
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise StreamFailed(f"{status!r}: {(await reader.read(2000))[-500:]!r}")
+        first, chunks = 0.0, 0
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                if line.startswith(b'data: {"error"'):
+                    raise StreamFailed(line.decode())
+                first = first or time.perf_counter() - began
+                chunks += 1
+            elif line.startswith(b"data: [DONE]"):
+                return StreamResult(first, time.perf_counter() - began, chunks)
+        raise StreamFailed("the stream ended without [DONE]")
+    finally:
+        writer.close()
+
+
+async def run_load(
+    host: str, port: int, bodies: Sequence[dict[str, object]], concurrency: int
+) -> list[StreamResult]:
+    """All requests, `concurrency` at a time, in order of their sending."""
+    pending = list(enumerate(bodies))[::-1]
+    results: dict[int, StreamResult] = {}
+
+    async def worker() -> None:
+        while pending:
+            index, body = pending.pop()
+            results[index] = await stream_completion(host, port, body)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(worker())
+    return [results[index] for index in range(len(bodies))]

@@ -1,0 +1,220 @@
+"""A cluster without engines: scheduler and workers on real sockets that follow the protocol, and fail when told to."""
+
+import asyncio
+import itertools
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from gateway.job import Job, JobSpec
+from gateway.metrics import GatewayMetrics
+from gateway.pipeline import Pipeline
+from gateway.reports import Reporter
+from gateway.schedulers import Schedulers
+from gateway.settings import GatewaySettings
+from shared.domain.job import Slo
+from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
+from shared.domain.route import InstanceRef, Route
+from shared.errors import Unavailable
+from shared.wire.messages import (
+    DecodeReply,
+    DecodeRequest,
+    JobReport,
+    JobReports,
+    PlaceRequest,
+    PrefetchRequest,
+    PrefillReply,
+    PrefillRequest,
+    PrefillStarted,
+    ReleaseRequest,
+    TokenStep,
+)  # fmt: skip
+from shared.wire.methods import DECODE, PLACE, PREFETCH, PREFILL, RELEASE, REPORT
+from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_server import RpcServer, ServerCall
+from shared.wire.sockets import Sockets
+
+
+def next_token(tokens: list[int]) -> int:
+    """The "model": what follows depends on everything before it."""
+    return (sum(tokens) * 31 + len(tokens) * 7) % 1000
+
+
+def answer(prompt: list[int], count: int) -> list[int]:
+    """What an undisturbed run gives."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@dataclass
+class Worker:
+    """One instance. `before_token(n)` runs before the n-th token of each decode and may raise or wait."""
+
+    name: str
+    sockets: Sockets
+    address: str = field(default_factory=free_address)
+    decode_at: "Worker | None" = None
+    refuse: Exception | None = None
+    chunked: bool = False
+    stop_token: int | None = None
+    before_token: "Callable[[int], object] | None" = None
+    prefills: list[PrefillRequest] = field(default_factory=list)
+    decodes: list[DecodeRequest] = field(default_factory=list)
+    prefetched: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    server: RpcServer | None = None
+
+    @property
+    def ref(self) -> InstanceRef:
+        return InstanceRef(self.name, 1, self.address)
+
+    async def start(self) -> None:
+        handlers = {PREFILL: self.prefill, DECODE: self.decode, PREFETCH: self.prefetch, RELEASE: self.release}
+        self.server = RpcServer(self.sockets, self.address, handlers)
+        await self.server.__aenter__()
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.__aexit__(None, None, None)
+            self.server = None
+
+    async def prefill(self, request: PrefillRequest, call: ServerCall) -> PrefillReply:
+        if self.refuse:
+            raise self.refuse
+        self.prefills.append(request)
+        target = request.decode or (self.decode_at.ref if self.decode_at else None)
+        handle = KvHandle(request.transfer_id, self.name, 1, "f", (), len(request.prompt_token_ids), "bfloat16")
+        try:
+            if self.chunked and target is not None:
+                call.send(PrefillStarted(target, handle))
+            await self._wait(0)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        token = next_token(request.prompt_token_ids)
+        finish = "stop" if request.want_token and token == self.stop_token else ""
+        return PrefillReply([token] if request.want_token else [], target, handle, finish)
+
+    async def decode(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
+        if self.refuse:
+            raise self.refuse
+        self.decodes.append(request)
+        tokens = list(request.prompt_token_ids)
+        try:
+            for count in range(request.job.max_tokens):
+                await self._wait(count)
+                tokens.append(next_token(tokens))
+                last = count + 1 == request.job.max_tokens
+                call.send(TokenStep([tokens[-1]], "length" if last else ""))
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        outcome = TransferOutcome.PULLED if request.handle else TransferOutcome.LOCAL
+        return DecodeReply(TransferReport(outcome, tokens=len(request.prompt_token_ids)))
+
+    async def _wait(self, count: int) -> None:
+        if self.before_token is not None:
+            result = self.before_token(count)
+            if asyncio.iscoroutine(result) or isinstance(result, asyncio.Future):
+                await result
+        else:
+            await asyncio.sleep(0)
+
+    async def prefetch(self, request: PrefetchRequest, _: ServerCall) -> None:
+        self.prefetched.append(request.handle.transfer_id)
+
+    async def release(self, request: ReleaseRequest, _: ServerCall) -> None:
+        self.released += request.transfer_ids
+
+
+@dataclass
+class Cluster:
+    """Everything but the gateway's HTTP side."""
+
+    pipeline: Pipeline
+    reporter: Reporter
+    sockets: Sockets
+    prefill: Worker
+    decodes: list[Worker]
+    scheduler: RpcServer
+    scheduler_address: str
+    places: list[PlaceRequest]
+    reports: list[JobReport]
+    split: "Callable[[PlaceRequest], int | None]"
+
+    async def scheduler_down(self) -> None:
+        await self.scheduler.__aexit__(None, None, None)
+
+    async def scheduler_up(self) -> None:
+        self.scheduler = RpcServer(self.sockets, self.scheduler_address, {PLACE: self.place, REPORT: self.report})
+        await self.scheduler.__aenter__()
+
+    async def place(self, request: PlaceRequest, _: ServerCall) -> Route:
+        self.places.append(request)
+        usable = [worker for worker in self.decodes if worker.name not in request.exclude]
+        if not usable:
+            raise Unavailable("no decode instance")
+        split = self.split(request)
+        if request.job.local_only or split == 0:
+            return Route(None, usable[0].ref, 0, "test")
+        self.prefill.decode_at = usable[0]
+        full = split is None or split >= request.job.prompt_tokens
+        return Route(
+            self.prefill.ref, None if full else usable[0].ref, request.job.prompt_tokens if split is None else split,
+            "test",
+        )  # fmt: skip
+
+    async def report(self, reports: JobReports, _: ServerCall) -> None:
+        self.reports += reports.reports
+
+
+@asynccontextmanager
+async def running_cluster(**changes: object) -> AsyncIterator[Cluster]:
+    """One prefill and two decode instances, a scheduler, and a pipeline over them."""
+    async with AsyncExitStack() as stack:
+        sockets = Sockets()
+        stack.callback(sockets.close)
+        workers = [Worker(name, sockets) for name in ("p0", "d0", "d1")]
+        for worker in workers:
+            await worker.start()
+            stack.push_async_callback(worker.stop)
+        address = free_address()
+        settings = GatewaySettings(schedulers=(address,), model="demo", **changes)  # type: ignore[arg-type]
+        clients = stack.enter_context(RpcClients(sockets))
+        schedulers = Schedulers(clients, settings.schedulers)
+        reporter = Reporter(schedulers, GatewayMetrics("demo", CollectorRegistry()))
+        pipeline = Pipeline(settings, clients, schedulers, reporter)
+        cluster = Cluster(
+            pipeline, reporter, sockets, workers[0], workers[1:], None, address, [], [], lambda _: None  # type: ignore[arg-type]
+        )
+        await cluster.scheduler_up()
+        stack.push_async_callback(cluster.scheduler_down)
+        yield cluster
+
+
+_numbers = itertools.count()
+
+
+def make_job(
+    prompt: list[int], max_tokens: int = 8, *, carry: bool = True, local_only: bool = False
+) -> tuple[Job, list[TokenStep]]:
+    """A job and the list in which its steps gather."""
+    steps: list[TokenStep] = []
+    spec = JobSpec(f"job-{next(_numbers)}", prompt, b"", max_tokens, carry, local_only, 1.0, Slo())
+    return Job(spec, steps.append, "gateway-0"), steps
+
+
+def tokens_of(steps: list[TokenStep]) -> list[int]:
+    return [token for step in steps for token in step.tokens]

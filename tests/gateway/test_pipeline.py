@@ -1,0 +1,270 @@
+"""The pipeline over real sockets: what runs where, exactly-once tokens, and what follows each failure."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cluster import Worker, answer, make_job, running_cluster, tokens_of
+
+from shared.domain.job import Phase
+from shared.domain.kv import TransferOutcome
+from shared.errors import Busy, DeadlineExceeded, EngineFailed, PolyphaseError, Unavailable, WrongRole
+from shared.timeline import Span
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_the_first_token_comes_from_prefill_and_decode_carries_on() -> None:
+    async with running_cluster() as cluster:
+        job, steps = make_job(PROMPT, 8)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 8)
+        assert steps[-1].finish_reason == "length"
+        (decode,) = cluster.decodes[0].decodes
+        assert decode.prompt_token_ids == PROMPT + answer(PROMPT, 1)
+        assert decode.job.max_tokens == 7
+        assert decode.handle is not None
+        assert decode.handle.tokens == len(PROMPT)
+        assert job.phase is Phase.COMPLETED
+        assert job.timeline.transfers[0].outcome is TransferOutcome.PULLED
+        assert [decision.kind for decision in job.timeline.decisions] == ["placement", "dispatch"]
+
+
+@pytest.mark.parametrize("split", [1, 3, 4])
+async def test_a_partial_split_computes_a_prefix_and_drops_its_token(split: int) -> None:
+    async with running_cluster() as cluster:
+        cluster.split = lambda _: split
+        job, steps = make_job(PROMPT, 6)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 6)
+        (prefill,) = cluster.prefill.prefills
+        assert prefill.prompt_token_ids == PROMPT[:split]
+        assert not prefill.want_token
+        (decode,) = cluster.decodes[0].decodes
+        assert decode.prompt_token_ids == PROMPT
+        assert decode.job.max_tokens == 6
+
+
+async def test_no_split_stays_on_the_decode_instance() -> None:
+    async with running_cluster() as cluster:
+        cluster.split = lambda _: 0
+        job, steps = make_job(PROMPT, 6)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 6)
+        assert not cluster.prefill.prefills
+        assert cluster.decodes[0].decodes[0].handle is None
+
+
+async def test_a_job_that_cannot_be_carried_gets_all_tokens_from_decode() -> None:
+    async with running_cluster() as cluster:
+        job, steps = make_job(PROMPT, 6, carry=False)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 6)
+        assert not cluster.prefill.prefills[0].want_token
+        assert cluster.decodes[0].decodes[0].prompt_token_ids == PROMPT
+
+
+async def test_one_token_needs_no_decode_and_no_staging() -> None:
+    async with running_cluster() as cluster:
+        job, steps = make_job(PROMPT, 1)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 1)
+        assert steps[-1].finish_reason == "length"
+        assert not cluster.prefill.prefills[0].export
+        assert not cluster.decodes[0].decodes
+
+
+async def test_a_first_token_that_ends_the_answer_ends_the_job() -> None:
+    async with running_cluster() as cluster:
+        cluster.prefill.stop_token = answer(PROMPT, 1)[0]
+        job, steps = make_job(PROMPT, 8)
+        await cluster.pipeline.run(job)
+        assert [step.finish_reason for step in steps] == ["stop"]
+        assert not cluster.decodes[0].decodes
+
+
+async def test_a_long_prompt_is_fetched_while_it_is_computed() -> None:
+    async with running_cluster() as cluster:
+        cluster.prefill.chunked = True
+        seen = cluster.decodes[0].prefetched
+
+        async def until_fetched() -> None:
+            await until(lambda: bool(seen))
+
+        cluster.prefill.before_token = lambda _: until_fetched()
+        job, steps = make_job(PROMPT, 4)
+        await cluster.pipeline.run(job)
+        assert seen == [job.transfer_id]
+        assert tokens_of(steps) == answer(PROMPT, 4)
+
+
+def _dies_at(worker: Worker, count: int) -> None:
+    """Let a worker vanish before its `count`-th token."""
+
+    async def die() -> None:
+        asyncio.get_running_loop().create_task(worker.stop())
+        await asyncio.Event().wait()
+
+    worker.before_token = lambda number: die() if number == count else asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("carry", [True, False])
+async def test_a_lost_decode_instance_costs_no_token_and_doubles_none(carry: bool) -> None:
+    async with running_cluster() as cluster:
+        _dies_at(cluster.decodes[0], 4)
+        job, steps = make_job(PROMPT, 10, carry=carry)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 10)
+        assert len(cluster.decodes[1].decodes) == 1
+        assert job.attempt == 2
+        assert "d0" in cluster.places[-1].exclude
+        got = 5 if carry else 4
+        second = cluster.prefill.prefills[1]
+        assert second.prompt_token_ids == (PROMPT + answer(PROMPT, got) if carry else PROMPT)
+
+
+async def test_a_second_run_on_another_course_is_an_error_not_a_mixture() -> None:
+    async with running_cluster() as cluster:
+        _dies_at(cluster.decodes[0], 4)
+        cluster.decodes[1].before_token = lambda _: asyncio.sleep(0)
+        job, _ = make_job(PROMPT, 10, carry=False)
+        job.tokens.append(-1)  # what the client has is not what a second run will give
+        with pytest.raises(EngineFailed):
+            await cluster.pipeline.run(job)
+        assert job.phase is Phase.FAILED
+
+
+async def test_a_lost_prefill_instance_is_replaced_when_it_is_back() -> None:
+    async with running_cluster() as cluster:
+        prefill = cluster.prefill
+
+        async def die() -> None:
+            asyncio.get_running_loop().create_task(restart())
+            await asyncio.Event().wait()
+
+        async def restart() -> None:
+            prefill.before_token = None
+            await prefill.stop()
+            await prefill.start()
+
+        prefill.before_token = lambda _: die()
+        job, steps = make_job(PROMPT, 5)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 5)
+        assert job.attempt >= 2
+
+
+@pytest.mark.parametrize("refusal", [WrongRole("draining"), Busy("full")])
+async def test_a_refused_decode_takes_the_same_kv_elsewhere(refusal: PolyphaseError) -> None:
+    async with running_cluster() as cluster:
+        cluster.decodes[0].refuse = refusal
+        job, steps = make_job(PROMPT, 5)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 5)
+        assert len(cluster.prefill.prefills) == 1  # not computed again
+        handle = cluster.decodes[1].decodes[0].handle
+        assert handle is not None
+        assert handle.transfer_id == job.transfer_id
+
+
+async def test_cancelling_stops_the_decode_leg_and_frees_the_staged_kv() -> None:
+    async with running_cluster() as cluster:
+        decode, reached = cluster.decodes[0], asyncio.Event()
+
+        async def hang() -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        decode.before_token = lambda count: hang() if count == 3 else asyncio.sleep(0)
+        job, _ = make_job(PROMPT, 10)
+        task = asyncio.create_task(cluster.pipeline.run(job))
+        await asyncio.wait_for(reached.wait(), 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(decode.cancelled.wait(), 1)
+        await until(lambda: cluster.prefill.released == [job.transfer_id], 1)
+        assert job.phase is Phase.CANCELLED
+
+
+async def test_cancelling_stops_the_prefill_leg_and_drops_what_was_fetched() -> None:
+    async with running_cluster() as cluster:
+        cluster.prefill.chunked = True
+        reached = asyncio.Event()
+
+        async def hang() -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        cluster.prefill.before_token = lambda _: hang()
+        job, _ = make_job(PROMPT, 10)
+        task = asyncio.create_task(cluster.pipeline.run(job))
+        await asyncio.wait_for(reached.wait(), 5)
+        await until(lambda: bool(cluster.decodes[0].prefetched))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(cluster.prefill.cancelled.wait(), 1)
+        await until(lambda: cluster.decodes[0].released == [job.transfer_id], 1)
+
+
+async def test_a_job_waits_for_a_scheduler_that_comes_back() -> None:
+    async with running_cluster() as cluster:
+        await cluster.scheduler_down()
+        job, steps = make_job(PROMPT, 5)
+        task = asyncio.create_task(cluster.pipeline.run(job))
+        await asyncio.sleep(0.2)  # long enough for a first try to fail; the assertion does not depend on it
+        await cluster.scheduler_up()
+        await asyncio.wait_for(task, 5)
+        assert tokens_of(steps) == answer(PROMPT, 5)
+
+
+async def test_patience_ends_with_a_clear_error() -> None:
+    async with running_cluster(patience_s=0.2) as cluster:
+        cluster.decodes.clear()
+        job, steps = make_job(PROMPT, 5)
+        with pytest.raises(Unavailable):
+            await cluster.pipeline.run(job)
+        assert not steps
+        assert job.phase is Phase.FAILED
+
+
+async def test_the_deadline_of_the_job_holds_for_all_its_legs() -> None:
+    async with running_cluster(job_timeout_s=0.3) as cluster:
+        cluster.decodes[0].before_token = lambda _: asyncio.Event().wait()
+        job, _ = make_job(PROMPT, 5)
+        with pytest.raises(DeadlineExceeded):
+            await cluster.pipeline.run(job)
+        await asyncio.wait_for(cluster.decodes[0].cancelled.wait(), 1)
+
+
+async def test_reports_reach_the_scheduler_with_the_timeline_at_the_end() -> None:
+    async with running_cluster() as cluster:
+        job, _ = make_job(PROMPT, 5)
+        await cluster.pipeline.run(job)
+        cluster.reporter.flush()
+        await until(lambda: bool(cluster.reports))
+        last = cluster.reports[-1]
+        assert last.phase is Phase.COMPLETED
+        assert last.output_tokens == 5
+        assert last.timeline is not None
+        assert {span.span for span in last.timeline.spans} >= {Span.PLACEMENT}
+
+
+async def test_many_jobs_at_once_do_not_mix() -> None:
+    async with running_cluster() as cluster:
+        jobs = [make_job([index, index + 1, 7], 12) for index in range(50)]
+        await asyncio.gather(*(cluster.pipeline.run(job) for job, _ in jobs))
+        for index, (_, steps) in enumerate(jobs):
+            assert tokens_of(steps) == answer([index, index + 1, 7], 12)

@@ -1,0 +1,82 @@
+"""The import law: who may import whom. Reads the sources, so that no import at all has to succeed."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOP = ("services", "gateway", "predictor", "dashboard", "shared")
+FILES = sorted(file for package in TOP for file in (ROOT / package).rglob("*.py"))
+
+# What each part of shared may import of shared; itself is always allowed.
+SHARED: dict[str, set[str]] = {
+    "domain": set(),
+    "errors": set(),
+    "timeline": {"domain"},
+    "policy": {"domain", "errors"},
+    "cost": {"domain", "errors"},
+    "sim": {"policy", "cost", "domain", "timeline", "errors"},
+    "runtime": {"errors"},
+    "wire": {"domain", "timeline", "errors", "runtime"},
+    "clients": {"domain", "timeline", "errors", "wire"},
+    "store": {"domain", "timeline", "errors", "runtime"},
+}
+PURE = ("policy", "cost", "sim", "domain")
+IMPURE = {"asyncio", "time", "socket", "httpx", "zmq", "sqlalchemy", "threading", "subprocess"}
+VLLM = {"gateway/app.py", "gateway/core.py", "services/worker/engines/vllm.py"}
+TORCH = {"gateway/core.py"}
+LAUNCHER = "services/launcher/"  # composes the suite: it may know every process's settings, and nothing else of them
+LAUNCHER_MAY = {"gateway.auth"}
+
+
+def imports(file: Path) -> list[str]:
+    """Full names of the modules that a file imports, wherever in it."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports hide where a name comes from"
+            found.append(node.module or "")
+    return found
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_import_law(file: Path) -> None:
+    name = name_of(file)
+    for module in imports(file):
+        top = module.split(".")[0]
+        if top == "vllm":
+            assert name in VLLM or name.startswith("services/worker/kv/connector"), f"{name} imports vLLM"
+        elif top == "torch":
+            allowed = name in TORCH or name.startswith(("services/worker/kv/", "predictor/"))
+            assert allowed or name == "services/launcher/bench/kv.py", f"{name} imports torch"
+        elif top in TOP:
+            _check_own(name, module)
+        elif top in IMPURE and name.startswith(tuple(f"shared/{part}/" for part in PURE)):
+            raise AssertionError(f"{name} is pure, yet imports {module}")
+
+
+def _check_own(name: str, module: str) -> None:
+    parts, mine = module.split("."), name.removesuffix(".py").split("/")
+    if parts[0] == "shared":
+        if mine[0] == "shared":
+            allowed = SHARED[mine[1]] | {mine[1]}
+            assert parts[1] in allowed, f"{name} may not import {module}"
+        return
+    if name.startswith(LAUNCHER) and (parts[-1] == "settings" or module in LAUNCHER_MAY):
+        return
+    assert parts[0] == mine[0], f"{name} imports {module}: top-level packages import shared, never each other"
+    if parts[0] == "services" and len(parts) > 1:
+        own = name == "services/launcher/bench/kv.py" and parts[1] == "worker"  # measures that very code
+        assert own or parts[1] == mine[1], f"{name} imports a sibling: {module}"
+
+
+def test_every_part_of_shared_is_in_the_law() -> None:
+    parts = {path.stem for path in (ROOT / "shared").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert parts - {"__init__", "__pycache__"} <= set(SHARED)
