@@ -1,0 +1,17 @@
+"""`python -m services.cluster_monitor`."""
+
+from services.cluster_monitor.app import create_app
+from services.cluster_monitor.settings import MonitorSettings
+from shared.runtime.http import serve
+from shared.runtime.logs import configure_logs
+
+
+def main() -> None:
+    """Run the monitor until SIGTERM."""
+    settings = MonitorSettings.load()
+    configure_logs("cluster_monitor", settings.log_level)
+    serve(create_app(settings), settings.http_host, settings.http_port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Puts the cluster monitor together: sockets, registry, the store, HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from services.cluster_monitor.audit import Audit
+from services.cluster_monitor.broadcaster import Broadcaster
+from services.cluster_monitor.flips import Operations
+from services.cluster_monitor.heartbeats import Heartbeats
+from services.cluster_monitor.history import History
+from services.cluster_monitor.memory import Memory
+from services.cluster_monitor.metrics import ClusterCollector, count_detections
+from services.cluster_monitor.registry import Registry
+from services.cluster_monitor.routes import State, router
+from services.cluster_monitor.settings import MonitorSettings
+from services.cluster_monitor.slo import SloService
+from shared.errors import PolyphaseError
+from shared.runtime.http import service_app
+from shared.runtime.logs import get_log
+from shared.runtime.tasks import Background, background
+from shared.store.database import open_engine
+from shared.store.retention import Retention
+from shared.store.tables import instances
+from shared.store.write_behind import WriteBehind
+from shared.wire.broadcast import Publisher, Subscriber
+from shared.wire.messages import Heartbeat
+from shared.wire.sockets import Curve, Sockets
+
+log = get_log(__name__)
+
+
+def create_app(settings: MonitorSettings) -> FastAPI:
+    """The service."""
+    metrics = CollectorRegistry()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            app.state.monitor = await _start(stack, settings, metrics)
+            yield
+
+    app = service_app("cluster_monitor", lifespan, metrics)
+    app.include_router(router)
+    return app
+
+
+async def _start(stack: AsyncExitStack, settings: MonitorSettings, metrics: CollectorRegistry) -> State:
+    engine = open_engine(settings.database_url)
+    stack.push_async_callback(engine.dispose)
+    store = WriteBehind(engine, metrics, capacity=settings.queue_rows)
+    sockets = _sockets(stack, settings)
+    registry = Registry(settings, sockets)
+    stack.callback(registry.close)
+    memory, audit = Memory(), Audit(store, metrics)
+    slo = SloService(settings.slo_windows_s, store)
+    history = History(registry, store)
+    count_detections(registry, metrics)
+
+    publisher = Publisher(sockets, settings.broadcast_address)
+    stack.callback(publisher.close)
+    broadcaster = Broadcaster(registry, publisher, memory, settings.quiet_start_s)
+    stack.callback(broadcaster.close)
+    beats = Heartbeats(registry, memory, settings.broadcast_period_s)
+    subscriber = Subscriber(sockets, settings.heartbeat_address, Heartbeat, beats.take, bind=True)
+    stack.callback(subscriber.close)
+    metrics.register(ClusterCollector(registry, beats, slo, subscriber))
+
+    tasks = await stack.enter_async_context(background())
+    tasks.start("write-behind", store.run())
+    tasks.start("recall", _recall(settings, store, engine, memory, audit))
+    _repeat(tasks, settings, beats, broadcaster, history, slo, engine, store)
+    return State(registry, memory, Operations(settings, registry, audit), audit, slo, broadcaster, store)
+
+
+def _sockets(stack: AsyncExitStack, settings: MonitorSettings) -> Sockets:
+    curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
+    sockets = Sockets(curve)
+    stack.callback(sockets.close)
+    return sockets
+
+
+def _repeat(
+    tasks: Background, settings: MonitorSettings, beats: Heartbeats, broadcaster: Broadcaster,
+    history: History, slo: SloService, engine: AsyncEngine, store: WriteBehind,
+) -> None:  # fmt: skip
+    def turn() -> None:
+        beats.tick()
+        broadcaster.publish()
+
+    keep_s = {
+        "loads": settings.retention_loads_s,
+        "slo_windows": settings.retention_slo_s,
+        "flips": settings.retention_flips_s,
+    }
+    tasks.every("broadcast", settings.broadcast_period_s, turn)
+    tasks.every("loads", settings.load_sample_s, history.sample)
+    tasks.every("slo", settings.slo_sample_s, slo.sample)
+    tasks.every("retention", settings.prune_period_s, Retention(engine, keep_s, store.ready).step)
+
+
+async def _recall(
+    settings: MonitorSettings, store: WriteBehind, engine: AsyncEngine, memory: Memory, audit: Audit
+) -> None:
+    """Once the database answers, remember what this monitor's predecessor knew; bury who does not return."""
+    await store.ready.wait()
+    for load in (memory.load, audit.load):
+        try:
+            await load(engine)
+        except PolyphaseError as error:
+            log.warning("nothing remembered", reason=error.message)
+    await asyncio.sleep(settings.connect_timeout_s)
+    for row in memory.give_up():
+        store.put(instances, row)

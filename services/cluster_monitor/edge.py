@@ -1,0 +1,114 @@
+"""What comes in over HTTP, validated once and turned into the domain's types."""
+
+from typing import Annotated
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from shared.domain.instance import InstanceInfo, Role
+from shared.policy.slo import SloOutcome
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@-]{1,128}$")]
+Text = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+def _port(address: str) -> str:
+    port = int(address.rpartition(":")[2])
+    if not 0 < port < 65_536:
+        raise ValueError(f"{port} is no port")
+    return address
+
+
+Tcp = Annotated[str, Field(pattern=r"^tcp://[^\s]{1,255}:\d{1,5}$"), AfterValidator(_port)]
+Http = Annotated[str, Field(pattern=r"^https?://[^\s]{1,255}$")]
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Edge(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class GeometryIn(_Edge):
+    """KvGeometry."""
+
+    layers: Positive
+    kv_heads: Positive
+    head_dim: Positive
+
+
+class CompatibilityIn(_Edge):
+    """Compatibility."""
+
+    fingerprint: Text
+    engine: Text
+    engine_version: Text
+    wire_version: Count
+    geometry: GeometryIn
+
+
+class Registration(_Edge):
+    """InstanceInfo and the role at the moment."""
+
+    role: Role
+    instance_id: Name
+    generation: Count
+    model: Text
+    compatibility: CompatibilityIn
+    accelerator: Text
+    dtype: Text
+    tensor_parallel: Positive
+    block_size: Positive
+    total_blocks: Positive
+    max_model_len: Positive
+    chunk_size: Positive
+    rpc: Tcp
+    http: Http
+    kv_endpoints: Annotated[list[Tcp], Field(max_length=1024)]
+    prefill_s_per_token: Seconds = 0.0
+    prefill_base_s: Seconds = 0.0
+
+    def to_info(self) -> InstanceInfo:
+        """As the domain has it."""
+        return msgspec.convert(self.model_dump(exclude={"role"}), InstanceInfo)
+
+
+class DrainIn(_Edge):
+    """Body of a drain; without a time the setting holds."""
+
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+
+
+class FlipIn(_Edge):
+    """Body of a flip. `force` allows the last ready instance of a role."""
+
+    force: bool = False
+    drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+
+
+class OutcomeIn(_Edge):
+    """SloOutcome."""
+
+    slo: Annotated[str, Field(max_length=128)]
+    ended_s: Seconds
+    ttft_s: Seconds | None = None
+    tpot_s: Seconds | None = None
+    ttft_target_s: Seconds
+    tpot_target_s: Seconds
+    failed: bool = False
+
+    def to_outcome(self) -> SloOutcome:
+        """As the policy has it."""
+        return SloOutcome(
+            self.slo,
+            self.ended_s,
+            self.ttft_s,
+            self.tpot_s,
+            self.ttft_target_s,
+            self.tpot_target_s,
+            self.failed,
+        )
+
+
+Outcomes = Annotated[list[OutcomeIn], Field(max_length=10_000)]

@@ -1,0 +1,116 @@
+"""Prometheus metrics of the cluster, read at each scrape. Names are vLLM's where it has one."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client import Counter as PrometheusCounter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.cluster_monitor.heartbeats import Heartbeats
+from services.cluster_monitor.record import Record
+from services.cluster_monitor.registry import Registry
+from services.cluster_monitor.slo import SloService
+from shared.domain.instance import InstanceState, Role
+from shared.wire.broadcast import Subscriber
+from shared.wire.messages import Heartbeat
+
+_LABELS = ("instance_id", "role")
+_LOADS: dict[str, tuple[str, Callable[[Record], float]]] = {
+    "vllm:num_requests_running": ("Requests the engine is stepping", lambda r: r.load.running),
+    "vllm:num_requests_waiting": ("Requests in the engine's queue", lambda r: r.load.waiting),
+    "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0..1", lambda r: _usage(r)),
+    "polyphase_instance_queued_prefill": ("Jobs waiting for prefill", lambda r: r.load.queued_prefill),
+    "polyphase_instance_queued_prefill_tokens": (
+        "Prompt tokens waiting for prefill",
+        lambda r: r.load.queued_prefill_tokens,
+    ),
+    "polyphase_instance_decoding": ("Decode jobs", lambda r: r.load.decoding),
+    "polyphase_instance_heavy_decodes": ("Decode jobs predicted long", lambda r: r.load.heavy_decodes),
+    "polyphase_instance_context_tokens": ("Context of the decode jobs", lambda r: r.load.context_tokens),
+    "polyphase_instance_free_blocks": ("Free KV blocks", lambda r: r.load.free_blocks),
+    "polyphase_instance_staged_bytes": ("KV staged for transfer", lambda r: r.load.staged_bytes),
+    "polyphase_instance_inflight": ("Jobs accepted and not finished", lambda r: r.load.inflight),
+}
+
+
+class ClusterCollector(Collector):
+    """Instances by role and state, their loads, SLO attainment, dropped input."""
+
+    def __init__(
+        self, registry: Registry, beats: Heartbeats, slo: SloService, subscriber: Subscriber[Heartbeat]
+    ) -> None:
+        self._registry = registry
+        self._beats = beats
+        self._slo = slo
+        self._subscriber = subscriber
+
+    def collect(self) -> Iterable[Metric]:
+        """All of it, now."""
+        yield self._instances()
+        yield from self._loads()
+        yield from self._attainment()
+        yield from self._sockets()
+
+    def _instances(self) -> Metric:
+        family = GaugeMetricFamily("polyphase_instances", "Instances", labels=("role", "state"))
+        counts = Counter((record.role, record.state) for record in self._registry.all())
+        for role in Role:
+            for state in InstanceState:
+                family.add_metric((role.value, state.value), counts[(role, state)])
+        return family
+
+    def _loads(self) -> Iterator[Metric]:
+        alive = [record for record in self._registry.all() if record.alive]
+        for name, (what, value) in _LOADS.items():
+            family = GaugeMetricFamily(name, what, labels=_LABELS)
+            for record in alive:
+                family.add_metric((record.instance_id, record.role.value), value(record))
+            yield family
+
+    def _attainment(self) -> Iterator[Metric]:
+        share = GaugeMetricFamily(
+            "polyphase_slo_attainment", "Share of requests in time", labels=("slo", "window_s", "target")
+        )
+        count = GaugeMetricFamily("polyphase_slo_window_requests", "Requests in the window", labels=("slo", "window_s"))
+        for report in self._slo.reports():
+            window = f"{report.window_s:g}"
+            count.add_metric((report.slo, window), report.requests)
+            targets = {
+                "ttft": report.ttft_attainment,
+                "tpot": report.tpot_attainment,
+                "both": report.attainment,
+            }
+            for target, value in targets.items():
+                if value is not None:
+                    share.add_metric((report.slo, window, target), value)
+        yield from (share, count)
+
+    def _sockets(self) -> Iterator[Metric]:
+        dropped = CounterMetricFamily(
+            "polyphase_wire_dropped", "Messages dropped, by socket and cause", labels=("socket", "cause")
+        )
+        for cause, number in (self._subscriber.dropped + self._beats.ignored).items():
+            dropped.add_metric(("heartbeat", cause), number)
+        taken = CounterMetricFamily("polyphase_heartbeats", "Heartbeats taken in")
+        taken.add_metric((), self._beats.taken)
+        yield from (dropped, taken)
+
+
+def count_detections(registry: Registry, metrics: CollectorRegistry) -> None:
+    """Count how often an instance was found dead, silent, or back."""
+    detections = PrometheusCounter(
+        "polyphase_detections", "State changes of instances, by new state", ["state"], registry=metrics
+    )
+
+    def changed(record: Record, before: InstanceState) -> None:
+        if record.state is not before:
+            detections.labels(record.state.value).inc()
+
+    registry.on_change(changed)
+
+
+def _usage(record: Record) -> float:
+    total = record.info.total_blocks
+    return max(0.0, 1.0 - record.load.free_blocks / total) if record.heard_mono is not None else 0.0

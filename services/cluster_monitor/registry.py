@@ -1,0 +1,168 @@
+"""The instances of the cluster: who may join, what state each is in, who is gone."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from services.cluster_monitor.handshake import check
+from services.cluster_monitor.record import Record
+from services.cluster_monitor.settings import MonitorSettings
+from shared.domain.instance import InstanceInfo, InstanceState, Role
+from shared.errors import Conflict, InvalidRequest, NotFound
+from shared.runtime.logs import get_log
+from shared.wire.rpc_client import RpcClient
+from shared.wire.sockets import Sockets
+
+log = get_log(__name__)
+OnChange = Callable[[Record, InstanceState], None]
+
+
+class Registry:
+    """Records by id. Every change of a state goes through `settle` or `_bury` and is told to `on_change`."""
+
+    def __init__(self, settings: MonitorSettings, sockets: Sockets) -> None:
+        self._settings = settings
+        self._sockets = sockets
+        self._loop = asyncio.get_running_loop()
+        self._records: dict[str, Record] = {}
+        self._on_change: list[OnChange] = []
+
+    def on_change(self, callback: OnChange) -> None:
+        """Call back with a record and its former state after each change."""
+        self._on_change.append(callback)
+
+    def all(self) -> Iterable[Record]:
+        """Every record, dead ones included."""
+        return self._records.values()
+
+    def get(self, instance_id: str) -> Record:
+        """The record of that id. Raises NotFound."""
+        record = self._records.get(instance_id)
+        if record is None:
+            raise NotFound(f"no instance {instance_id!r}")
+        return record
+
+    def find(self, instance_id: str) -> Record | None:
+        """The record of that id, if any."""
+        return self._records.get(instance_id)
+
+    def ready(self, role: Role) -> list[Record]:
+        """Instances of that role that get new work."""
+        return [r for r in self._records.values() if r.role is role and r.state is InstanceState.READY]
+
+    def register(self, info: InstanceInfo, role: Role) -> Record:
+        """Let an instance in; repeating it changes nothing.
+
+        Raises Incompatible when it does not fit, Conflict when a newer or another live process holds its id.
+        """
+        known = self._records.get(info.instance_id)
+        if known is not None:
+            _check_identity(info, known)
+        members = [r.info for r in self._records.values() if r.alive and r.instance_id != info.instance_id]
+        check(info, members, self._settings.fingerprint)
+        if known is not None and known.alive and _same_process(info, known.info):
+            known.info = info  # measured rates may have changed
+            return known
+        return self._admit(info, role, known)
+
+    def forget(self, instance_id: str) -> None:
+        """Remove a dead instance. Raises NotFound, or Conflict while it lives."""
+        record = self.get(instance_id)
+        if record.alive:
+            raise Conflict(f"{instance_id} is {record.state.value}; only dead instances can be forgotten")
+        del self._records[instance_id]
+
+    def settle(self, record: Record) -> None:
+        """Work out the state of a record from what is known of it."""
+        if record.alive and self._records.get(record.instance_id) is record:
+            self._move(record, self._state_of(record))
+
+    def tick(self) -> None:
+        """Look for silence, for connections that never came, and for dead records to drop."""
+        now = self._loop.time()
+        for record in list(self._records.values()):
+            if not record.alive:
+                if now - record.died_mono > self._settings.keep_dead_s:
+                    del self._records[record.instance_id]
+                continue
+            record.connected_once = record.connected_once or record.client.connected
+            if not record.connected_once and now - record.registered_mono > self._settings.connect_timeout_s:
+                self._bury(record, f"no connection to {record.info.rpc}")
+            else:
+                self.settle(record)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for record in self._records.values():
+            record.client.close()
+
+    def _admit(self, info: InstanceInfo, role: Role, known: Record | None) -> Record:
+        try:
+            client = RpcClient(self._sockets, info.rpc)
+        except zmq.ZMQError as error:
+            raise InvalidRequest(f"rpc address {info.rpc!r}: {error}") from error
+        if known is not None:
+            known.state = InstanceState.DEAD
+            known.client.close()
+        now_s = time.time()
+        record = Record(info, role, client, now_s, self._loop.time(), state_since_s=now_s)
+        client.on_lost(lambda: self._lost(record))
+        self._records[info.instance_id] = record
+        log.info("instance registered", instance_id=info.instance_id, role=role.value, rpc=info.rpc)
+        self._tell(record, InstanceState.STARTING)
+        return record
+
+    def _lost(self, record: Record) -> None:
+        if self._records.get(record.instance_id) is record and record.alive:
+            self._bury(record, "connection lost")
+
+    def _bury(self, record: Record, why: str) -> None:
+        record.death = why
+        record.died_mono = self._loop.time()
+        self._move(record, InstanceState.DEAD)
+        # Not inside the client's own callback.
+        self._loop.call_soon(record.client.close)
+
+    def _state_of(self, record: Record) -> InstanceState:
+        if record.heard_mono is None or not record.connected_once:
+            return InstanceState.STARTING
+        if self._loop.time() - record.heard_mono > self._settings.silence_s:
+            return InstanceState.UNRESPONSIVE
+        if record.draining or record.operation in ("drain", "flip"):
+            return InstanceState.DRAINING
+        return InstanceState.READY
+
+    def _move(self, record: Record, state: InstanceState) -> None:
+        before = record.state
+        if state is before:
+            return
+        record.state = state
+        record.state_since_s = time.time()
+        level = log.warning if state in (InstanceState.DEAD, InstanceState.UNRESPONSIVE) else log.info
+        level(
+            "instance changed", instance_id=record.instance_id, role=record.role.value,
+            before=before.value, state=state.value, why=record.death,
+        )  # fmt: skip
+        self._tell(record, before)
+
+    def _tell(self, record: Record, before: InstanceState) -> None:
+        for callback in self._on_change:
+            callback(record, before)
+
+
+def _same_process(info: InstanceInfo, known: InstanceInfo) -> bool:
+    return info.generation == known.generation and info.rpc == known.rpc
+
+
+def _check_identity(info: InstanceInfo, known: Record) -> None:
+    """A newer generation takes over, an older one is refused, and so is a live process's id."""
+    if info.generation < known.info.generation:
+        raise Conflict(
+            f"{info.instance_id}: generation {info.generation} is older than {known.info.generation}, "
+            "which has registered already"
+        )
+    silent = known.state in (InstanceState.DEAD, InstanceState.UNRESPONSIVE)
+    if not silent and known.info.rpc != info.rpc:
+        raise Conflict(f"{info.instance_id} is {known.state.value} at {known.info.rpc}, not at {info.rpc}")

@@ -1,0 +1,137 @@
+"""The monitor's HTTP API."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Query, Request
+
+from services.cluster_monitor.audit import Audit
+from services.cluster_monitor.broadcaster import Broadcaster
+from services.cluster_monitor.edge import DrainIn, FlipIn, Outcomes, Registration
+from services.cluster_monitor.flips import Operations
+from services.cluster_monitor.memory import Memory
+from services.cluster_monitor.registry import Registry
+from services.cluster_monitor.slo import SloService
+from shared.clients.monitor import ACTOR_HEADER
+from shared.domain.instance import Role
+from shared.store.write_behind import WriteBehind
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the routes work on; built in the lifespan."""
+
+    registry: Registry
+    memory: Memory
+    operations: Operations
+    audit: Audit
+    slo: SloService
+    broadcaster: Broadcaster
+    store: WriteBehind
+
+
+def _state(request: Request) -> State:
+    state: State = request.app.state.monitor
+    return state
+
+
+def _who(request: Request) -> str:
+    client = request.client.host if request.client else "unknown"
+    return request.headers.get(ACTOR_HEADER, client)[:128]
+
+
+Monitor = Annotated[State, Depends(_state)]
+Who = Annotated[str, Depends(_who)]
+router = APIRouter()
+
+
+@router.post("/instances")
+async def register(monitor: Monitor, body: Registration) -> dict[str, Any]:
+    """Join the cluster; 409 with the reason when the instance does not fit."""
+    record = monitor.registry.register(body.to_info(), body.role)
+    monitor.memory.drop(record.instance_id)
+    return {"instance_id": record.instance_id, "state": record.state.value}
+
+
+@router.get("/instances")
+async def list_instances(monitor: Monitor) -> list[dict[str, Any]]:
+    """All instances, dead ones for some minutes."""
+    return [r.describe() for r in sorted(monitor.registry.all(), key=lambda r: r.instance_id)]
+
+
+@router.get("/instances/{instance_id}")
+async def get_instance(monitor: Monitor, instance_id: str) -> dict[str, Any]:
+    """One instance."""
+    return monitor.registry.get(instance_id).describe()
+
+
+@router.delete("/instances/{instance_id}")
+async def forget(monitor: Monitor, instance_id: str) -> dict[str, str]:
+    """Forget a dead instance."""
+    monitor.registry.forget(instance_id)
+    return {"forgotten": instance_id}
+
+
+@router.post("/instances/{instance_id}/drain")
+async def drain(monitor: Monitor, instance_id: str, who: Who, body: DrainIn | None = None) -> dict[str, Any]:
+    """Give it no new work; answers when it has none left."""
+    return await monitor.operations.drain(instance_id, body.timeout_s if body else None, who)
+
+
+@router.post("/instances/{instance_id}/resume")
+async def resume(monitor: Monitor, instance_id: str, who: Who) -> dict[str, Any]:
+    """Give it work again."""
+    return await monitor.operations.resume(instance_id, who)
+
+
+@router.post("/instances/{instance_id}/flip")
+async def flip(monitor: Monitor, instance_id: str, who: Who, body: FlipIn | None = None) -> dict[str, Any]:
+    """Change its role; answers when it works in the new one, with drain and flip times apart."""
+    wanted = body or FlipIn()
+    return await monitor.operations.flip(
+        instance_id, force=wanted.force, drain_timeout_s=wanted.drain_timeout_s, who=who
+    )
+
+
+@router.get("/flips")
+async def flips(monitor: Monitor, limit: Annotated[int, Query(ge=1, le=1_000)] = 100) -> list[dict[str, Any]]:
+    """The audit of flips, drains and resumes, newest first."""
+    return monitor.audit.newest(limit)
+
+
+@router.post("/slo/outcomes")
+async def take_outcomes(monitor: Monitor, body: Outcomes) -> dict[str, int]:
+    """Count how requests ended."""
+    monitor.slo.take(outcome.to_outcome() for outcome in body)
+    return {"taken": len(body)}
+
+
+@router.get("/slo")
+async def slo(monitor: Monitor) -> list[dict[str, Any]]:
+    """Attainment and percentiles by class and window."""
+    return monitor.slo.describe()
+
+
+@router.get("/cluster")
+async def cluster(monitor: Monitor) -> dict[str, Any]:
+    """A summary for dashboards."""
+    records = list(monitor.registry.all())
+    alive = [record for record in records if record.alive]
+    states = {role.value: Counter(r.state.value for r in records if r.role is role) for role in Role}
+    totals = {
+        name: sum(getattr(r.load, name) for r in alive)
+        for name in ("queued_prefill", "queued_prefill_tokens", "running", "waiting", "decoding", "inflight")
+    }
+    return {
+        "time_s": time.time(),
+        "sequence": monitor.broadcaster.sequence,
+        "model": alive[0].info.model if alive else "",
+        "compatibility": msgspec.to_builtins(alive[0].info.compatibility) if alive else None,
+        "instances": states,
+        "totals": totals,
+        "operations": {r.instance_id: r.operation for r in records if r.operation},
+        "slo": monitor.slo.describe(),
+    }

@@ -1,0 +1,39 @@
+"""Settings of the cluster monitor."""
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.runtime.settings import ServiceSettings
+
+
+class MonitorSettings(ServiceSettings):
+    """Prefix `POLYPHASE_MONITOR_`; tuples are JSON."""
+
+    model_config = SettingsConfigDict(env_prefix="POLYPHASE_MONITOR_", frozen=True, extra="forbid")
+
+    http_host: str = "127.0.0.1"
+    http_port: int = Field(8200, ge=0, le=65535)
+    heartbeat_address: str = "tcp://127.0.0.1:8202"  # bound here; workers connect
+    broadcast_address: str = "tcp://127.0.0.1:8203"  # bound here; schedulers and workers connect
+    broadcast_period_s: float = Field(0.1, gt=0)
+
+    silence_s: float = Field(0.8, gt=0)  # without a heartbeat for so long an instance is unresponsive
+    connect_timeout_s: float = Field(5.0, gt=0)  # for the connection to a newly registered instance
+    keep_dead_s: float = Field(300.0, ge=0)  # dead instances stay listed for so long
+    quiet_start_s: float = Field(1.0, ge=0)  # a restarted monitor waits so long for those it remembers
+    fingerprint: str = ""  # the only model allowed; empty: the first instance decides
+
+    drain_timeout_s: float = Field(30.0, gt=0)  # of a flip or drain that names none
+    rpc_timeout_s: float = Field(2.0, gt=0)  # of a flip's steps other than the drain
+    verify_timeout_s: float = Field(1.0, gt=0)  # for the heartbeat that shows the new role
+
+    slo_windows_s: tuple[float, ...] = (60.0, 300.0)
+
+    database_url: str = "sqlite:///polyphase.db"
+    queue_rows: int = Field(20_000, ge=1)  # rows that may wait for the database
+    load_sample_s: float = Field(1.0, gt=0)
+    slo_sample_s: float = Field(10.0, gt=0)
+    prune_period_s: float = Field(60.0, gt=0)
+    retention_loads_s: float = Field(86_400.0, gt=0)
+    retention_slo_s: float = Field(7 * 86_400.0, gt=0)
+    retention_flips_s: float = Field(90 * 86_400.0, gt=0)

@@ -1,0 +1,1 @@
+"""The global scheduler: placement, and the status table of requests."""

@@ -1,0 +1,70 @@
+"""Puts the global scheduler together: sockets, policies, the store, HTTP."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from services.global_scheduler.forward import Forwarder, ForwardMetrics
+from services.global_scheduler.metrics import SchedulerMetrics
+from services.global_scheduler.placer import Placer
+from services.global_scheduler.policy_set import PolicySet
+from services.global_scheduler.reports import Reports
+from services.global_scheduler.routes import State, router
+from services.global_scheduler.settings import SchedulerSettings
+from services.global_scheduler.wiring import open_broadcast, open_rpc, open_sockets, watch
+from shared.clients.http import JsonClient
+from shared.runtime.http import service_app
+from shared.runtime.tasks import background
+from shared.store.database import open_engine
+from shared.store.retention import Retention
+from shared.store.write_behind import WriteBehind
+
+FORWARD_S = 1.0
+
+
+def create_app(settings: SchedulerSettings) -> FastAPI:
+    """The service. Raises InvalidRequest for an unknown policy or database before anything starts."""
+    policies = PolicySet(settings)
+    registry = CollectorRegistry()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            app.state.scheduler = await _start(stack, settings, policies, registry)
+            yield
+
+    app = service_app("global_scheduler", lifespan, registry)
+    app.include_router(router)
+    return app
+
+
+async def _start(
+    stack: AsyncExitStack, settings: SchedulerSettings, policies: PolicySet, registry: CollectorRegistry
+) -> State:
+    engine = open_engine(settings.database_url)
+    stack.push_async_callback(engine.dispose)
+    store = WriteBehind(engine, registry, capacity=settings.queue_rows)
+    metrics, forwarded = SchedulerMetrics(registry), ForwardMetrics(registry)
+    outcomes = Forwarder("monitor", await _client(stack, settings.monitor_url), "/slo/outcomes", forwarded)
+    lengths = Forwarder("predictor", await _client(stack, settings.predictor_url), "/v1/observations", forwarded)
+    placer = Placer(policies, metrics, settings.policy_seed)
+    reports = Reports(settings.scheduler_id, settings.ring_jobs, store, metrics, outcomes, lengths)
+
+    tasks = await stack.enter_async_context(background())
+    tasks.start("write-behind", store.run())
+    tasks.every("forward-outcomes", FORWARD_S, outcomes.step)
+    tasks.every("forward-lengths", FORWARD_S, lengths.step)
+    retention = Retention(engine, {"requests": settings.retention_s}, store.ready)
+    tasks.every("retention", settings.prune_period_s, retention.step)
+
+    sockets = open_sockets(stack, settings)
+    subscriber = open_broadcast(stack, sockets, settings, placer)
+    server = await open_rpc(stack, sockets, settings, placer, reports)
+    watch(registry, placer, server, subscriber)
+    return State(placer, policies, reports, engine, store)
+
+
+async def _client(stack: AsyncExitStack, url: str) -> JsonClient | None:
+    return await stack.enter_async_context(JsonClient(url)) if url else None

@@ -1,0 +1,63 @@
+"""The live driver of the placement policies: newest broadcast, own assignments, clock and random numbers."""
+
+import time
+from random import Random
+
+from services.global_scheduler.metrics import SchedulerMetrics
+from services.global_scheduler.policy_set import PolicySet
+from shared.domain.instance import ClusterView
+from shared.domain.route import Route
+from shared.errors import PolyphaseError
+from shared.policy.live import LiveIndex
+from shared.policy.placement import assignments, place
+from shared.runtime.logs import get_log
+from shared.wire.messages import PlaceRequest
+from shared.wire.rpc_server import ServerCall
+
+log = get_log(__name__)
+
+
+class Placer:
+    """Answers PLACE."""
+
+    def __init__(self, policies: PolicySet, metrics: SchedulerMetrics, seed: int | None) -> None:
+        self._policies = policies
+        self._metrics = metrics
+        self._rng = Random(seed)
+        self._live = LiveIndex()
+        self._heard_s = 0.0
+
+    def update(self, view: ClusterView) -> None:
+        """Take a broadcast of the monitor."""
+        self._heard_s = time.time()
+        self._live.update(view, self._heard_s, self._rng)
+
+    @property
+    def broadcast_age_s(self) -> float:
+        """Seconds since the last broadcast; infinite before the first."""
+        return time.time() - self._heard_s if self._live.known else float("inf")
+
+    @property
+    def view(self) -> ClusterView | None:
+        """The newest broadcast."""
+        return self._live.current.view if self._live.known else None
+
+    async def handle(self, request: PlaceRequest, _: ServerCall) -> Route:
+        """The PLACE method."""
+        return self.place(request)
+
+    def place(self, request: PlaceRequest) -> Route:
+        """Decide, and count it until the loads show it. Raises Busy, Unavailable, InvalidRequest."""
+        started = time.perf_counter()
+        now = time.time()
+        try:
+            route = place(request.job, self._live.current, self._policies.current, now, self._rng, request.exclude)
+        except PolyphaseError as error:
+            self._metrics.refused.labels(error.code).inc()
+            job_id = request.job.job_id
+            log.warning("no placement", job_id=job_id, code=error.code, reason=error.message)
+            raise
+        for assignment in assignments(request.job, route, now):
+            self._live.book(assignment)
+        self._metrics.placed(route, time.perf_counter() - started)
+        return route

@@ -1,0 +1,93 @@
+"""The scheduler's HTTP API: the status table and the policies."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from services.global_scheduler.placer import Placer
+from services.global_scheduler.policy_set import PoliciesChange, PolicySet
+from services.global_scheduler.reports import Reports, plain
+from shared.domain.job import Phase
+from shared.errors import NotFound
+from shared.store.reading import read_request, read_requests
+from shared.store.write_behind import WriteBehind
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the routes work on; built in the lifespan."""
+
+    placer: Placer
+    policies: PolicySet
+    reports: Reports
+    engine: AsyncEngine
+    store: WriteBehind
+
+
+def _state(request: Request) -> State:
+    state: State = request.app.state.scheduler
+    return state
+
+
+Scheduler = Annotated[State, Depends(_state)]
+router = APIRouter()
+
+
+@router.get("/requests")
+async def list_requests(
+    scheduler: Scheduler,
+    phase: Phase | None = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
+    source: Annotated[str, Query(pattern="^(memory|database)$")] = "memory",
+) -> list[dict[str, Any]]:
+    """The newest jobs: this scheduler's from memory, or all schedulers' from the database."""
+    if source == "database":
+        return await read_requests(scheduler.engine, phase=phase.value if phase else None, limit=limit)
+    return scheduler.reports.newest(phase, limit)
+
+
+@router.get("/requests/{job_id}")
+async def get_request(scheduler: Scheduler, job_id: str) -> dict[str, Any]:
+    """One job's row."""
+    report = scheduler.reports.get(job_id)
+    if report is not None:
+        return plain(report)
+    row = await read_request(scheduler.engine, job_id)
+    if row is None:
+        raise NotFound(f"no job {job_id!r}")
+    row.pop("timeline")
+    return row
+
+
+@router.get("/requests/{job_id}/timeline")
+async def get_timeline(scheduler: Scheduler, job_id: str) -> Response:
+    """The whole RequestTimeline of a finished job."""
+    report = scheduler.reports.get(job_id)
+    if report is not None and report.timeline is not None:
+        return Response(msgspec.json.encode(report.timeline), media_type="application/json")
+    row = await read_request(scheduler.engine, job_id) if report is None else None
+    if row is not None and row["timeline"]:
+        return Response(row["timeline"], media_type="application/json")
+    raise NotFound(f"no timeline of job {job_id!r}" + (" yet" if report or row else ""))
+
+
+@router.get("/policies")
+def get_policies(scheduler: Scheduler) -> dict[str, Any]:
+    """The policies in force, and the choices."""
+    return scheduler.policies.describe()
+
+
+@router.put("/policies")
+def put_policies(
+    scheduler: Scheduler,
+    change: PoliciesChange,
+    request: Request,
+    x_polyphase_actor: Annotated[str | None, Header()] = None,
+) -> dict[str, Any]:
+    """Change placement, split or dispatch for all jobs from now on; what is not given stays."""
+    client = request.client.host if request.client else "unknown"
+    scheduler.policies.change(change, x_polyphase_actor or client)
+    return scheduler.policies.describe()

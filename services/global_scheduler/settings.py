@@ -1,0 +1,36 @@
+"""Settings of one global scheduler."""
+
+from typing import Any
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.runtime.settings import ServiceSettings
+
+
+class SchedulerSettings(ServiceSettings):
+    """Prefix `POLYPHASE_SCHEDULER_`; dicts are JSON."""
+
+    model_config = SettingsConfigDict(env_prefix="POLYPHASE_SCHEDULER_", frozen=True, extra="forbid")
+
+    scheduler_id: str = "scheduler-0"
+    http_host: str = "127.0.0.1"
+    http_port: int = Field(8100, ge=0, le=65535)
+    rpc_address: str = "tcp://127.0.0.1:8101"
+    broadcast_address: str = "tcp://127.0.0.1:8203"  # where the monitor publishes
+    monitor_url: str = "http://127.0.0.1:8200"  # empty: outcomes are not forwarded
+    predictor_url: str = ""  # empty: lengths are not forwarded
+
+    database_url: str = "sqlite:///polyphase.db"
+    queue_rows: int = Field(20_000, ge=1)  # rows that may wait for the database
+    retention_s: float = Field(7 * 86_400.0, gt=0)
+    prune_period_s: float = Field(60.0, gt=0)
+    ring_jobs: int = Field(5_000, ge=1)  # newest jobs kept in memory with their timelines
+
+    placement: str = "least_load"
+    placement_parameters: dict[str, Any] = Field(default_factory=dict)
+    split: str = "full"
+    split_parameters: dict[str, Any] = Field(default_factory=dict)
+    dispatch: str = "power_of_two"  # for local and partial placements; prefill instances have their own
+    dispatch_parameters: dict[str, Any] = Field(default_factory=dict)
+    policy_seed: int | None = None  # None: another one each start

@@ -1,0 +1,64 @@
+"""The scheduler's ZeroMQ ends: the RPC that gateways call, and the monitor's broadcast."""
+
+from contextlib import AsyncExitStack
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from services.global_scheduler.placer import Placer
+from services.global_scheduler.reports import Reports
+from services.global_scheduler.settings import SchedulerSettings
+from shared.domain.instance import ClusterView
+from shared.domain.route import Route
+from shared.wire.broadcast import Subscriber
+from shared.wire.messages import PlaceRequest
+from shared.wire.methods import PLACE, REPORT
+from shared.wire.rpc_server import RpcServer, ServerCall
+from shared.wire.sockets import Curve, Sockets
+
+CAUSES = ("frame", "garbage", "kind", "request", "too_many_calls", "peer_gone", "peer_slow")
+
+
+def open_sockets(stack: AsyncExitStack, settings: SchedulerSettings) -> Sockets:
+    """The process's ZeroMQ context, encrypted when keys are set."""
+    curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
+    sockets = Sockets(curve)
+    stack.callback(sockets.close)
+    return sockets
+
+
+def open_broadcast(
+    stack: AsyncExitStack, sockets: Sockets, settings: SchedulerSettings, placer: Placer
+) -> Subscriber[ClusterView]:
+    """Listen to the monitor."""
+    subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, placer.update)
+    stack.callback(subscriber.close)
+    return subscriber
+
+
+async def open_rpc(
+    stack: AsyncExitStack, sockets: Sockets, settings: SchedulerSettings, placer: Placer, reports: Reports
+) -> RpcServer:
+    """Serve PLACE and REPORT."""
+
+    async def place(request: PlaceRequest, call: ServerCall) -> Route:
+        reports.learn_targets(request)
+        return await placer.handle(request, call)
+
+    server = RpcServer(sockets, settings.rpc_address, {PLACE: place, REPORT: reports.handle})
+    return await stack.enter_async_context(server)
+
+
+def watch(registry: CollectorRegistry, placer: Placer, server: RpcServer, subscriber: Subscriber[ClusterView]) -> None:
+    """Metrics of the sockets: dropped input by socket and cause, age of the newest broadcast."""
+    dropped = Gauge(
+        "polyphase_wire_dropped",
+        "Messages dropped, by socket and cause",
+        ["socket", "cause"],
+        registry=registry,
+    )
+    for cause in CAUSES:
+        dropped.labels("rpc", cause).set_function(partial(server.dropped.__getitem__, cause))
+        dropped.labels("broadcast", cause).set_function(partial(subscriber.dropped.__getitem__, cause))
+    age = Gauge("polyphase_scheduler_broadcast_age_seconds", "Age of the newest broadcast", registry=registry)
+    age.set_function(lambda: placer.broadcast_age_s)

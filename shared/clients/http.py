@@ -1,0 +1,61 @@
+"""JSON over HTTP between our services; failures come back as the errors of `shared.errors`."""
+
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from shared.errors import DeadlineExceeded, PolyphaseError, Unavailable, from_code
+
+TIMEOUT_S = 2.0
+
+
+class JsonClient:
+    """One service's HTTP API. Use as an async context manager, or call `close`."""
+
+    def __init__(self, base_url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.base_url = base_url
+        self._http = httpx.AsyncClient(base_url=base_url, transport=transport, timeout=TIMEOUT_S)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        params: dict[str, str | int] | None = None,
+        headers: dict[str, str] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Any:
+        """The JSON answer. Raises the peer's error, Unavailable or DeadlineExceeded."""
+        try:
+            response = await self._http.request(
+                method, path, json=body, params=params, headers=headers, timeout=timeout_s
+            )
+        except httpx.TimeoutException as error:
+            raise DeadlineExceeded(f"{method} {self.base_url}{path}: no answer in {timeout_s} s") from error
+        except httpx.HTTPError as error:
+            raise Unavailable(f"{method} {self.base_url}{path}: {type(error).__name__}: {error}") from error
+        if response.is_success:
+            return response.json() if response.content else None
+        raise _error_of(response)
+
+
+def _error_of(response: httpx.Response) -> PolyphaseError:
+    try:
+        error = response.json()["error"]
+        return from_code(str(error["code"]), str(error["message"]))
+    except (ValueError, KeyError, TypeError):
+        return Unavailable(f"{response.request.url}: HTTP {response.status_code}: {response.text[:200]}")

@@ -1,0 +1,86 @@
+"""Every policy by its name. Parameters are the fields of the policy, strictly."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from shared.errors import InvalidRequest
+from shared.policy.decode_admission import DecodeAdmission, Greedy
+from shared.policy.dispatch import DispatchPolicy, PowerOfTwo, RandomDispatch
+from shared.policy.lengths import PredictedEnd
+from shared.policy.placement import LeastLoad, Placement, RoundRobin
+from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
+from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split
+
+Policy = TypeVar("Policy")
+Parameters = Mapping[str, Any]
+
+PLACEMENT: dict[str, Callable[..., Placement]] = {"least_load": LeastLoad, "round_robin": RoundRobin}
+SPLIT: dict[str, Callable[..., Split]] = {
+    "full": FullSplit,
+    "none": NoSplit,
+    "fraction": FractionSplit,
+    "random": RandomSplit,
+}
+DISPATCH: dict[str, Callable[..., DispatchPolicy]] = {"power_of_two": PowerOfTwo, "random": RandomDispatch}
+PREFILL_ORDER: dict[str, Callable[..., PrefillOrder]] = {"fcfs": Fcfs, "sjf": Sjf, "ljf": Ljf}
+DECODE_ADMISSION: dict[str, Callable[..., DecodeAdmission]] = {"greedy": Greedy}
+
+
+def placement(name: str, parameters: Parameters | None = None) -> Placement:
+    """A placement policy. Raises InvalidRequest that names the choices."""
+    return _make("placement", PLACEMENT, name, parameters)
+
+
+def split(name: str, parameters: Parameters | None = None) -> Split:
+    """A split policy. Raises InvalidRequest that names the choices."""
+    return _make("split", SPLIT, name, parameters)
+
+
+def dispatch(name: str, parameters: Parameters | None = None) -> DispatchPolicy:
+    """A dispatch policy. Raises InvalidRequest that names the choices."""
+    return _make("dispatch", DISPATCH, name, parameters)
+
+
+def prefill_order(name: str, parameters: Parameters | None = None) -> PrefillOrder:
+    """An order of the prefill queue. Raises InvalidRequest that names the choices."""
+    return _make("prefill order", PREFILL_ORDER, name, parameters)
+
+
+def decode_admission(name: str, parameters: Parameters | None = None) -> DecodeAdmission:
+    """An admission policy of decode instances. Raises InvalidRequest that names the choices."""
+    return _make("decode admission", DECODE_ADMISSION, name, parameters)
+
+
+def parameters_of(factory: Any) -> tuple[str, ...]:
+    """The parameters that a policy takes."""
+    return tuple(field.name for field in fields(factory))
+
+
+def _make(kind: str, choices: Mapping[str, Callable[..., Policy]], name: str, parameters: Parameters | None) -> Policy:
+    factory = choices.get(name)
+    if factory is None:
+        raise InvalidRequest(f"unknown {kind} policy {name!r}; known: {', '.join(sorted(choices))}")
+    known = {field.name: field for field in fields(factory)}  # type: ignore[arg-type]
+    given = dict(parameters or {})
+    for key in given:
+        if key not in known:
+            takes = ", ".join(known) or "no parameters"
+            raise InvalidRequest(f"{kind} policy {name!r} has no parameter {key!r}; it takes {takes}")
+    return factory(**{key: _checked(f"{name}.{key}", known[key].type, value) for key, value in given.items()})
+
+
+_ENUMS: dict[type, type[StrEnum]] = {PredictedEnd: PredictedEnd}
+
+
+def _checked(where: str, kind: Any, value: Any) -> Any:
+    if kind in _ENUMS:
+        choices = [member.value for member in _ENUMS[kind]]
+        if value not in choices:
+            raise InvalidRequest(f"{where} must be one of {', '.join(choices)}, not {value!r}")
+        return _ENUMS[kind](value)
+    accepted = (int, float) if kind is float else (kind,)
+    if isinstance(value, bool) or not isinstance(value, accepted):
+        raise InvalidRequest(f"{where} must be of type {kind.__name__}, not {value!r}")
+    return float(value) if kind is float else value

@@ -1,0 +1,144 @@
+"""SLO attainment: the share of requests that met their targets, over windows of time."""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from shared.errors import InvalidRequest
+
+SLOT_S = 1.0
+SAMPLES = 64  # latencies kept a slot and class, for percentiles
+
+
+@dataclass(frozen=True, slots=True)
+class SloOutcome:
+    """How one request of a class ended. Latencies in seconds, None when there is none to measure.
+
+    A failed request misses both targets. A cancelled one says nothing and is not to be counted.
+    """
+
+    slo: str
+    ended_s: float  # unix seconds
+    ttft_s: float | None
+    tpot_s: float | None
+    ttft_target_s: float
+    tpot_target_s: float
+    failed: bool = False
+
+    @property
+    def ttft_met(self) -> bool:
+        """First token in time."""
+        return not self.failed and self.ttft_s is not None and self.ttft_s <= self.ttft_target_s
+
+    @property
+    def tpot_met(self) -> bool:
+        """Later tokens in time; with fewer than two tokens there is nothing to miss."""
+        return not self.failed and (self.tpot_s is None or self.tpot_s <= self.tpot_target_s)
+
+    @property
+    def met(self) -> bool:
+        """Both."""
+        return self.ttft_met and self.tpot_met
+
+
+@dataclass(frozen=True, slots=True)
+class SloReport:
+    """Attainment of one class over one window: shares in 0..1, None without requests; seconds."""
+
+    slo: str
+    window_s: float
+    requests: int
+    ttft_attainment: float | None
+    tpot_attainment: float | None
+    attainment: float | None
+    ttft_s: dict[str, float | None] = field(default_factory=dict)  # "p50", "p90", "p99"
+    tpot_s: dict[str, float | None] = field(default_factory=dict)
+
+
+def attainment(outcomes: Iterable[SloOutcome]) -> float | None:
+    """Share of the outcomes that met both targets; None without any."""
+    counted = [outcome.met for outcome in outcomes]
+    return sum(counted) / len(counted) if counted else None
+
+
+def percentile(ordered: Sequence[float], share: float) -> float | None:
+    """The nearest-rank percentile of ascending values; None without any."""
+    if not ordered:
+        return None
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One second of one class: exact counts and a uniform sample of latencies."""
+
+    start_s: float
+    counts: Counter[str] = field(default_factory=Counter)
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+
+    def add(self, outcome: SloOutcome, rng: Random) -> None:
+        self.counts.update(requests=1, ttft=int(outcome.ttft_met), tpot=int(outcome.tpot_met), both=int(outcome.met))
+        for samples, value in ((self.ttft, outcome.ttft_s), (self.tpot, outcome.tpot_s)):
+            if value is None:
+                continue
+            if len(samples) < SAMPLES:
+                samples.append(value)
+            elif (at := rng.randrange(self.counts["requests"])) < SAMPLES:
+                samples[at] = value
+
+
+class SloWindows:
+    """Outcomes of the last while, by class, in slots of a second: memory does not grow with the request rate.
+
+    Attainment is exact; percentiles rest on up to 64 latencies a second and class.
+    """
+
+    def __init__(self, windows_s: Sequence[float], rng: Random) -> None:
+        if not windows_s or min(windows_s) < SLOT_S:
+            raise InvalidRequest(f"SLO windows must be at least {SLOT_S} s each: {list(windows_s)}")
+        self.windows_s = tuple(sorted(windows_s))
+        self._rng = rng
+        self._slots: dict[str, deque[_Slot]] = {}
+
+    def add(self, outcome: SloOutcome, now: float) -> None:
+        """Count an outcome in the slot of the moment `now` (unix seconds) at which it is heard of."""
+        slots = self._slots.setdefault(outcome.slo, deque())
+        start_s = now // SLOT_S * SLOT_S
+        if not slots or slots[-1].start_s < start_s:
+            slots.append(_Slot(start_s))
+        slots[-1].add(outcome, self._rng)
+
+    def reports(self, now: float) -> list[SloReport]:
+        """Every class over every window that ends at `now`; what is older than the longest is forgotten."""
+        oldest_s = now - self.windows_s[-1]
+        for slots in self._slots.values():
+            while slots and slots[0].start_s <= oldest_s - SLOT_S:
+                slots.popleft()
+        return [
+            _report(slo, window_s, [s for s in slots if s.start_s > now - window_s - SLOT_S])
+            for slo, slots in sorted(self._slots.items())
+            for window_s in self.windows_s
+        ]
+
+
+def _report(slo: str, window_s: float, slots: Sequence[_Slot]) -> SloReport:
+    counts: Counter[str] = Counter()
+    for slot in slots:
+        counts.update(slot.counts)
+    requests = counts["requests"]
+    return SloReport(
+        slo=slo,
+        window_s=window_s,
+        requests=requests,
+        ttft_attainment=counts["ttft"] / requests if requests else None,
+        tpot_attainment=counts["tpot"] / requests if requests else None,
+        attainment=counts["both"] / requests if requests else None,
+        ttft_s=_percentiles(sorted(value for slot in slots for value in slot.ttft)),
+        tpot_s=_percentiles(sorted(value for slot in slots for value in slot.tpot)),
+    )
+
+
+def _percentiles(ordered: Sequence[float]) -> dict[str, float | None]:
+    return {f"p{share}": percentile(ordered, share / 100) for share in (50, 90, 99)}

@@ -1,0 +1,46 @@
+"""Opening the database: SQLite by default, PostgreSQL by URL."""
+
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import event, make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.pool import StaticPool
+
+from shared.errors import InvalidRequest
+
+CONNECT_S = 3
+STATEMENT_S = 10
+_DRIVERS = {
+    "sqlite": "sqlite+aiosqlite",
+    "postgres": "postgresql+asyncpg",
+    "postgresql": "postgresql+asyncpg",
+}
+
+
+def open_engine(url: str) -> AsyncEngine:
+    """An engine for `sqlite:///path` or `postgresql://…`. Connects on first use.
+
+    Raises InvalidRequest for another kind of URL. A SQLite file's folder is made if it is missing.
+    """
+    parsed = make_url(url)
+    driver = _DRIVERS.get(parsed.get_backend_name())
+    if driver is None:
+        raise InvalidRequest(f"database URL must start with sqlite: or postgresql:, not {parsed.drivername}:")
+    parsed = parsed.set(drivername=driver)
+    if driver.startswith("postgresql"):
+        timeouts = {"timeout": CONNECT_S, "command_timeout": STATEMENT_S}
+        return create_async_engine(parsed, pool_size=2, max_overflow=3, pool_timeout=5, connect_args=timeouts)
+    if not parsed.database or parsed.database == ":memory:":
+        return create_async_engine(parsed, poolclass=StaticPool)
+    Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+    engine = create_async_engine(parsed, connect_args={"timeout": CONNECT_S})
+    event.listen(engine.sync_engine, "connect", _tune_sqlite)
+    return engine
+
+
+def _tune_sqlite(connection: Any, _: Any) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")  # readers and the writer do not block each other
+    cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.close()

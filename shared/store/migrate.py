@@ -1,0 +1,76 @@
+"""Bring the database to the newest schema, at the start of every process that uses it."""
+
+import asyncio
+import fcntl
+import os
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from shared.errors import Unavailable
+
+LOCK_S = 30.0
+_POLL_S = 0.05
+_ADVISORY_KEY = zlib.crc32(b"polyphase.migrations")
+
+
+async def migrate(engine: AsyncEngine) -> None:
+    """Upgrade to the newest revision. Any number of processes may do so at once: one works, the others wait.
+
+    Raises Unavailable when the lock is not to be had within 30 s; errors of the database pass through.
+    """
+    async with _lock(engine), engine.connect() as connection:
+        await connection.run_sync(_upgrade)
+        await connection.commit()
+
+
+def _upgrade(connection: Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+@asynccontextmanager
+async def _lock(engine: AsyncEngine) -> AsyncIterator[None]:
+    if engine.dialect.name == "postgresql":
+        async with engine.connect() as connection:
+            async with asyncio.timeout(LOCK_S):
+                await connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": _ADVISORY_KEY})
+            try:
+                yield
+            finally:
+                await connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": _ADVISORY_KEY})
+    elif engine.url.database and engine.url.database != ":memory:":
+        handle = os.open(f"{engine.url.database}.migrate.lock", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            await _take(handle, engine.url.database)
+            yield
+        finally:
+            os.close(handle)  # frees the lock
+    else:
+        yield
+
+
+async def _take(handle: int, database: str) -> None:
+    try:
+        async with asyncio.timeout(LOCK_S):
+            while not _try_lock(handle):  # noqa: ASYNC110 - another process frees it; there is no event to wait for
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError as error:
+        raise Unavailable(f"another process holds the migration lock of {database}") from error
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,44 @@
+"""Reading rows as plain dicts."""
+
+import asyncio
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from shared.errors import Unavailable
+from shared.store.tables import flips, instances, requests
+
+READ_S = 3.0
+
+
+async def read_requests(engine: AsyncEngine, *, phase: str | None, limit: int) -> list[dict[str, Any]]:
+    """The newest rows of the status table, without timelines. Raises Unavailable when the database fails."""
+    columns = [column for column in requests.columns if column.name != "timeline"]
+    query = select(*columns).order_by(requests.c.arrived_s.desc()).limit(limit)
+    return await _rows(engine, query.where(requests.c.phase == phase) if phase else query)
+
+
+async def read_request(engine: AsyncEngine, job_id: str) -> dict[str, Any] | None:
+    """One row with its timeline (JSON text), or None. Raises Unavailable when the database fails."""
+    found = await _rows(engine, select(requests).where(requests.c.job_id == job_id))
+    return found[0] if found else None
+
+
+async def read_instances(engine: AsyncEngine) -> list[dict[str, Any]]:
+    """All known instances. Raises Unavailable when the database fails."""
+    return await _rows(engine, select(instances))
+
+
+async def read_flips(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
+    """The newest operations on instances, newest first. Raises Unavailable when the database fails."""
+    return await _rows(engine, select(flips).order_by(flips.c.started_s.desc()).limit(limit))
+
+
+async def _rows(engine: AsyncEngine, query: Any) -> list[dict[str, Any]]:
+    try:
+        async with asyncio.timeout(READ_S), engine.connect() as connection:
+            return [dict(row) for row in (await connection.execute(query)).mappings()]
+    except (SQLAlchemyError, OSError, TimeoutError) as error:
+        raise Unavailable(f"the database does not answer: {type(error).__name__}: {error}"[:300]) from error

@@ -1,0 +1,121 @@
+"""Tables. Times are unix seconds, durations seconds."""
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    Index,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    Text,
+)  # fmt: skip
+
+metadata = MetaData()
+
+requests = Table(
+    "requests",
+    metadata,
+    Column("job_id", String, primary_key=True),
+    Column("scheduler_id", String, nullable=False),
+    Column("gateway_id", String, nullable=False),
+    Column("phase", String, nullable=False),
+    Column("final", Boolean, nullable=False),
+    Column("arrived_s", Double, nullable=False),
+    Column("updated_s", Double, nullable=False),
+    Column("prompt_tokens", Integer, nullable=False),
+    Column("output_tokens", Integer, nullable=False),
+    Column("prefill_instance", String, nullable=False),
+    Column("decode_instance", String, nullable=False),
+    Column("split", Integer, nullable=False),
+    Column("slo", String, nullable=False),
+    Column("outcome", String, nullable=False),
+    Column("ttft_s", Double),
+    Column("tpot_s", Double),
+    Column("slo_met", Boolean),
+    Column("timeline", Text),  # JSON of shared.timeline.RequestTimeline
+    Index("requests_arrived", "arrived_s"),
+    Index("requests_phase", "phase", "arrived_s"),
+)
+
+instances = Table(
+    "instances",
+    metadata,
+    Column("instance_id", String, primary_key=True),
+    Column("generation", BigInteger, nullable=False),
+    Column("role", String, nullable=False),
+    Column("state", String, nullable=False),
+    Column("registered_s", Double, nullable=False),
+    Column("updated_s", Double, nullable=False),
+    Column("info", Text, nullable=False),  # JSON of shared.domain.instance.InstanceInfo
+)
+
+loads = Table(
+    "loads",
+    metadata,
+    Column("instance_id", String, nullable=False),
+    Column("time_s", Double, nullable=False),
+    Column("role", String, nullable=False),
+    Column("state", String, nullable=False),
+    Column("queued_prefill", Integer, nullable=False),
+    Column("queued_prefill_tokens", Integer, nullable=False),
+    Column("running", Integer, nullable=False),
+    Column("waiting", Integer, nullable=False),
+    Column("decoding", Integer, nullable=False),
+    Column("heavy_decodes", Integer, nullable=False),
+    Column("context_tokens", BigInteger, nullable=False),
+    Column("free_blocks", Integer, nullable=False),
+    Column("staged_bytes", BigInteger, nullable=False),
+    Column("inflight", Integer, nullable=False),
+    PrimaryKeyConstraint("instance_id", "time_s"),
+    Index("loads_time", "time_s"),
+)
+
+slo_windows = Table(
+    "slo_windows",
+    metadata,
+    Column("slo", String, nullable=False),
+    Column("window_s", Double, nullable=False),
+    Column("time_s", Double, nullable=False),
+    Column("requests", Integer, nullable=False),
+    Column("ttft_attainment", Double),
+    Column("tpot_attainment", Double),
+    Column("attainment", Double),
+    Column("ttft_p50_s", Double),
+    Column("ttft_p99_s", Double),
+    Column("tpot_p50_s", Double),
+    Column("tpot_p99_s", Double),
+    PrimaryKeyConstraint("slo", "window_s", "time_s"),
+    Index("slo_windows_time", "time_s"),
+)
+
+# The audit of what people and programs did to instances: flips, drains and resumes.
+flips = Table(
+    "flips",
+    metadata,
+    Column("operation_id", String, primary_key=True),
+    Column("kind", String, nullable=False),  # "flip", "drain", "resume"
+    Column("instance_id", String, nullable=False),
+    Column("generation", BigInteger, nullable=False),
+    Column("from_role", String, nullable=False),
+    Column("to_role", String, nullable=False),
+    Column("who", String, nullable=False),
+    Column("started_s", Double, nullable=False),
+    Column("drain_s", Double),
+    Column("flip_s", Double),
+    Column("total_s", Double),
+    Column("result", String, nullable=False),  # "running", "succeeded", "failed"
+    Column("error", Text, nullable=False),
+    Index("flips_started", "started_s"),
+)
+
+# By which column a table's rows grow old.
+AGE: dict[str, str] = {
+    "requests": "arrived_s",
+    "loads": "time_s",
+    "slo_windows": "time_s",
+    "flips": "started_s",
+}

@@ -1,0 +1,186 @@
+"""Writes that nobody waits for: a bounded queue in memory and one task that empties it into the database."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Counter as PrometheusCounter
+from sqlalchemy import Table
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from shared.runtime.logs import get_log
+from shared.store.migrate import migrate
+from shared.store.upsert import upsert
+
+log = get_log(__name__)
+Row = dict[str, Any]
+Key = tuple[str, ...]
+BATCH = 500
+RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+LAST_S = 2.0  # at shutdown
+BATCH_S = 15.0  # a batch that takes longer counts as failed
+
+
+class WriteBehind:
+    """Rows to upsert, the newest of a key only. When the queue is full the oldest row is dropped and counted.
+
+    `run` is the one writer, for a background task: it migrates first, then writes, and retries for ever.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        registry: CollectorRegistry,
+        *,
+        capacity: int = 20_000,
+        pause_s: float = 0.2,
+    ) -> None:
+        self._engine = engine
+        self._capacity = capacity
+        self._pause_s = pause_s
+        self._rows: dict[Key, tuple[Table, Row]] = {}
+        self._writing = 0
+        self._wake = asyncio.Event()
+        self._statements: dict[str, Any] = {}
+        self.ready = asyncio.Event()  # the schema is there
+        self.dropped: Counter[str] = Counter()
+        self._dropped_total = PrometheusCounter(
+            "polyphase_store_dropped", "Rows never written, by cause", ["cause"], registry=registry
+        )
+        self._failures = PrometheusCounter(
+            "polyphase_store_failures", "Batches that failed and were tried again", registry=registry
+        )
+        self._written = PrometheusCounter("polyphase_store_written", "Rows written", ["table"], registry=registry)
+        self._queued = Gauge("polyphase_store_queued", "Rows that wait to be written", registry=registry)
+        self._queued.set_function(lambda: self.queued)
+
+    def put(self, table: Table, row: Row) -> None:
+        """Queue a full row of `table`. Never waits, never fails."""
+        key = (table.name, *(str(row[column.name]) for column in table.primary_key))
+        if key in self._rows:
+            del self._rows[key]  # it goes to the end: order of last change
+        elif len(self._rows) >= self._capacity:
+            del self._rows[next(iter(self._rows))]
+            self._drop("queue_full", 1)
+        self._rows[key] = (table, row)
+        self._wake.set()
+
+    @property
+    def queued(self) -> int:
+        """Rows not yet written, those of the transaction under way included."""
+        return len(self._rows) + self._writing
+
+    async def run(self) -> None:
+        """Write until cancelled; then make one last, short attempt."""
+        try:
+            await self._until_done("migration", self._migrate)
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                await self._until_done("write", self._flush_whole)
+                await asyncio.sleep(self._pause_s)  # gather what comes next into one transaction
+        finally:
+            await self._last_attempt()
+
+    async def flush(self) -> None:
+        """Write all that is queued. On an error of the database what was not written stays queued."""
+        while self._rows:
+            taken = [(key, self._rows.pop(key)) for key in list(self._rows)[:BATCH]]
+            self._writing = len(taken)
+            try:
+                async with asyncio.timeout(BATCH_S):
+                    await self._write(taken)
+            except BaseException:
+                self._put_back(taken)
+                raise
+            finally:
+                self._writing = 0
+
+    async def _flush_whole(self) -> None:
+        """Flush; a cancellation lets the transaction end first, else it would hold SQLite's lock."""
+        writing = asyncio.ensure_future(self.flush())
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait([writing], timeout=LAST_S)
+            writing.cancel()
+            raise
+
+    async def _migrate(self) -> None:
+        await migrate(self._engine)
+        self.ready.set()
+
+    async def _until_done(self, what: str, step: Any) -> None:
+        attempt = 0
+        while True:
+            try:
+                await step()
+            except Exception as error:  # a boundary: whatever the driver raises, serving must go on
+                self._failures.inc()
+                wait_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
+                log.error("database failed", step=what, error=_text(error), queued=self.queued, retry_s=wait_s)
+                attempt += 1
+                await asyncio.sleep(wait_s)
+            else:
+                return
+
+    async def _write(self, taken: list[tuple[Key, tuple[Table, Row]]]) -> None:
+        by_table: dict[str, tuple[Table, list[Row]]] = {}
+        for _, (table, row) in taken:
+            by_table.setdefault(table.name, (table, []))[1].append(row)
+        async with self._engine.connect() as connection:
+            for table, rows in by_table.values():
+                await self._write_rows(connection, table, rows)
+                self._written.labels(table.name).inc(len(rows))
+
+    async def _write_rows(self, connection: AsyncConnection, table: Table, rows: list[Row]) -> None:
+        try:
+            await connection.execute(self._statement(table), rows)
+            await connection.commit()
+        except DBAPIError as error:
+            await connection.rollback()
+            if isinstance(error, OperationalError | InterfaceError) or error.connection_invalidated:
+                raise
+            if len(rows) == 1:  # the row itself is bad: trying again would block all others for ever
+                log.error("row refused by the database", table=table.name, error=_text(error))
+                self._drop("refused", 1)
+                return
+            for row in rows:
+                await self._write_rows(connection, table, [row])
+
+    def _statement(self, table: Table) -> Any:
+        found = self._statements.get(table.name)
+        if found is None:
+            found = self._statements[table.name] = upsert(table, self._engine.dialect.name)
+        return found
+
+    def _put_back(self, taken: list[tuple[Key, tuple[Table, Row]]]) -> None:
+        merged = {key: value for key, value in taken if key not in self._rows}
+        merged.update(self._rows)
+        excess = len(merged) - self._capacity
+        for key in list(merged)[: max(0, excess)]:
+            del merged[key]
+        if excess > 0:
+            self._drop("queue_full", excess)
+        self._rows = merged
+        self._wake.set()
+
+    def _drop(self, cause: str, count: int) -> None:
+        self.dropped[cause] += count
+        self._dropped_total.labels(cause).inc(count)
+
+    async def _last_attempt(self) -> None:
+        if not self._rows or not self.ready.is_set():
+            return
+        try:
+            async with asyncio.timeout(LAST_S):
+                await self.flush()
+        except Exception as error:
+            log.error("rows lost at shutdown", queued=self.queued, error=_text(error))
+            self._drop("shutdown", self.queued)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:500]

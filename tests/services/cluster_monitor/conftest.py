@@ -1,0 +1,100 @@
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.cluster_monitor.app import create_app
+from services.cluster_monitor.routes import State
+from services.cluster_monitor.settings import MonitorSettings
+from shared.clients.monitor import MonitorClient
+from shared.domain.instance import ClusterView, InstanceInfo, InstanceState, Role
+from shared.store.write_behind import WriteBehind
+from shared.wire.broadcast import Subscriber
+from shared.wire.sockets import Sockets
+from tests.services.control_plane import running, sqlite, tcp, until
+from tests.services.fake_worker import FakeWorker, fake_worker, make_info
+
+
+@dataclass
+class Cluster:
+    """A monitor, a subscriber of its broadcast, and fake workers as a test wants them."""
+
+    settings: MonitorSettings
+    state: State
+    transport: httpx.ASGITransport
+    client: MonitorClient
+    stack: AsyncExitStack  # the workers
+    monitor: AsyncExitStack
+    views: list[ClusterView] = field(default_factory=list)
+
+    async def worker(self, instance_id: str, role: Role, **options: Any) -> FakeWorker:
+        info: InstanceInfo = options.pop("info", None) or make_info(instance_id, tcp())
+        client = None if options.pop("unregistered", False) else self.client
+        return await self.stack.enter_async_context(
+            fake_worker(info, role, self.settings.heartbeat_address, client, **options)
+        )
+
+    @property
+    def store(self) -> WriteBehind:
+        return self.state.store
+
+    async def stop(self) -> None:
+        """Stop the monitor; the workers of `stack` live on."""
+        await self.monitor.aclose()
+
+    async def workers(self, **roles: Role) -> list[FakeWorker]:
+        found = [await self.worker(name, role) for name, role in roles.items()]
+        for name, role in roles.items():
+            await self.wait_ready(name, role)
+        return found
+
+    async def wait_ready(self, instance_id: str, role: Role) -> None:
+        await until(
+            lambda: (seen := self.seen(instance_id)) and (seen.state, seen.role) == (InstanceState.READY, role),
+            f"{instance_id} ready as {role}",
+        )
+
+    async def wait_state(self, instance_id: str, state: InstanceState, timeout_s: float = 5.0) -> None:
+        await until(lambda: self.state.registry.get(instance_id).state is state, f"{instance_id} {state}", timeout_s)
+
+    def seen(self, instance_id: str) -> Any:
+        return self.views[-1].of(instance_id) if self.views else None
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts a monitor; settings may be changed by keyword."""
+    async with AsyncExitStack() as stack:
+
+        async def run(**changes: Any) -> Cluster:
+            wanted = {
+                "heartbeat_address": tcp(), "broadcast_address": tcp(), "database_url": sqlite(tmp_path),
+                "silence_s": 0.4, "quiet_start_s": 0.3, **changes,
+            }  # fmt: skip
+            settings = MonitorSettings(**wanted)
+            app = create_app(settings)
+            own = await stack.enter_async_context(AsyncExitStack())
+            transport = await own.enter_async_context(running(app))
+            client = await own.enter_async_context(MonitorClient("http://monitor", transport=transport))
+            workers = await stack.enter_async_context(AsyncExitStack())
+            cluster = Cluster(settings, app.state.monitor, transport, client, workers, own)
+            sockets = Sockets()
+            stack.callback(sockets.close)
+            subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, cluster.views.append)
+            stack.callback(subscriber.close)
+            return cluster
+
+        yield run
+
+
+@pytest.fixture
+async def cluster(start: Start) -> Cluster:
+    found: Cluster = await start()
+    return found

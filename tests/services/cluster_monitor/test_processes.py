@@ -1,0 +1,87 @@
+"""The real monitor process, and a worker process that is stopped, continued and killed."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from services.cluster_monitor.settings import MonitorSettings
+from shared.clients.monitor import MonitorClient
+from shared.domain.instance import ClusterView, InstanceState
+from shared.errors import PolyphaseError
+from shared.wire.broadcast import Subscriber
+from shared.wire.sockets import Sockets
+from tests.services.control_plane import free_port, sqlite, tcp, until
+
+ROOT = Path(__file__).parents[3]
+
+
+@asynccontextmanager
+async def process(*command: str, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, *command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield running
+    finally:
+        if running.returncode is None:
+            running.send_signal(signal.SIGCONT)
+            running.terminate()
+        async with asyncio.timeout(15):
+            await running.wait()
+
+
+@asynccontextmanager
+async def listening(address: str, views: list[ClusterView]) -> AsyncIterator[None]:
+    sockets = Sockets()
+    subscriber = Subscriber(sockets, address, ClusterView, views.append)
+    try:
+        yield
+    finally:
+        subscriber.close()
+        sockets.close()
+
+
+async def test_a_worker_is_stopped_continued_and_killed_under_the_real_monitor(tmp_path: Path) -> None:
+    settings = MonitorSettings(
+        http_port=free_port(), heartbeat_address=tcp(), broadcast_address=tcp(), database_url=sqlite(tmp_path)
+    )
+    url = f"http://127.0.0.1:{settings.http_port}"
+    views: list[ClusterView] = []
+
+    def state() -> Any:
+        found = views[-1].of("d0") if views else None
+        return found.state if found else None
+
+    async def healthy() -> bool:
+        try:
+            return bool(await client.call("GET", "/health"))
+        except PolyphaseError:
+            return False
+
+    loop = asyncio.get_running_loop()
+    script = str(ROOT / "tests/services/cluster_monitor/worker_process.py")
+    async with (
+        listening(settings.broadcast_address, views),
+        MonitorClient(url) as client,
+        process("-m", "services.cluster_monitor", **settings.to_environment()) as monitor,
+    ):
+        await until(healthy, "monitor up", timeout_s=30)
+        async with process(script, "d0", tcp(), settings.heartbeat_address, url) as worker:
+            await until(lambda: state() is InstanceState.READY, "ready", timeout_s=30)
+            worker.send_signal(signal.SIGSTOP)
+            await until(lambda: state() is InstanceState.UNRESPONSIVE, "unresponsive", timeout_s=1.6)
+            worker.send_signal(signal.SIGCONT)
+            await until(lambda: state() is InstanceState.READY, "ready again", timeout_s=2)
+            worker.kill()
+            killed = loop.time()
+            await until(lambda: state() is None, "gone from the broadcast", timeout_s=5)
+            took_s = loop.time() - killed
+            assert took_s < 1.0
+            assert (await client.instance("d0"))["death"] == "connection lost"
+    assert monitor.returncode in (0, -signal.SIGTERM)  # uvicorn raises the signal again when all is closed

@@ -1,0 +1,170 @@
+import msgspec
+import pytest
+
+from services.cluster_monitor.edge import CompatibilityIn, GeometryIn, Registration
+from shared.domain.instance import Compatibility, InstanceInfo, InstanceState, KvGeometry, Role
+from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound
+from shared.store.reading import read_instances
+from tests.services.cluster_monitor.conftest import Cluster, Start
+from tests.services.control_plane import request, tcp, text, until
+from tests.services.fake_worker import FIT, fake_worker, make_info
+
+OTHER = msgspec.structs.replace(FIT, fingerprint="fp-2")
+
+
+@pytest.mark.parametrize(
+    ("edge", "domain", "extra"),
+    [
+        (Registration, InstanceInfo, {"role"}),
+        (CompatibilityIn, Compatibility, set()),
+        (GeometryIn, KvGeometry, set()),
+    ],
+)
+def test_the_edge_mirrors_the_domain(edge: type, domain: type, extra: set[str]) -> None:
+    assert set(edge.model_fields) == set(domain.__struct_fields__) | extra  # type: ignore[attr-defined]
+
+
+async def test_an_instance_joins_and_is_broadcast_as_ready(cluster: Cluster) -> None:
+    await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE)
+    sequences = [view.sequence for view in cluster.views]
+    assert sequences == sorted(set(sequences))
+    listed = await cluster.client.instances()
+    assert [(i["instance_id"], i["role"], i["state"]) for i in listed] == [
+        ("d0", "decode", "ready"), ("p0", "prefill", "ready"),
+    ]  # fmt: skip
+    assert listed[0]["load"]["free_blocks"] == 900
+    assert (await cluster.client.instance("p0"))["connected"]
+    with pytest.raises(NotFound):
+        await cluster.client.instance("nobody")
+
+
+async def test_the_first_sets_the_model_until_the_last_has_left(cluster: Cluster) -> None:
+    async with fake_worker(make_info("p0", tcp()), Role.PREFILL, cluster.settings.heartbeat_address, cluster.client):
+        with pytest.raises(Incompatible, match="'fp-2', the cluster has 'fp-1'"):
+            await cluster.client.register(make_info("x", tcp(), compatibility=OTHER), Role.DECODE)
+        await cluster.wait_ready("p0", Role.PREFILL)
+    await cluster.wait_state("p0", InstanceState.DEAD)
+    await cluster.client.register(make_info("x", tcp(), compatibility=OTHER), Role.DECODE)
+
+
+async def test_registering_again_changes_nothing_but_measured_rates(cluster: Cluster) -> None:
+    (worker,) = await cluster.workers(p0=Role.PREFILL)
+    record = cluster.state.registry.get("p0")
+    faster = msgspec.structs.replace(worker.info, prefill_s_per_token=1e-4)
+    await cluster.client.register(faster, Role.PREFILL)
+    assert cluster.state.registry.get("p0") is record
+    assert record.info.prefill_s_per_token == 1e-4
+    assert record.state is InstanceState.READY
+
+
+async def test_generations_and_addresses_tell_processes_apart(cluster: Cluster) -> None:
+    address = tcp()
+    await cluster.worker("p0", Role.PREFILL, info=make_info("p0", address, generation=5))
+    await cluster.wait_ready("p0", Role.PREFILL)
+    with pytest.raises(Conflict, match="older than 5"):
+        await cluster.client.register(make_info("p0", address, generation=4), Role.PREFILL)
+    with pytest.raises(Conflict, match=f"ready at {address}"):
+        await cluster.client.register(make_info("p0", tcp(), generation=6), Role.PREFILL)
+    await cluster.client.register(make_info("p0", address, generation=6), Role.DECODE)
+    record = cluster.state.registry.get("p0")
+    assert (record.info.generation, record.role) == (6, Role.DECODE)
+    # The predecessor's heartbeats no longer count.
+    counted = 'polyphase_wire_dropped_total{cause="generation",socket="heartbeat"}'
+
+    async def ignored() -> bool:
+        return counted in await text(cluster.transport, "/metrics")
+
+    await until(ignored, "stale heartbeats ignored")
+    assert record.heard_mono is None
+
+
+async def test_a_lost_connection_is_death_within_a_second(cluster: Cluster) -> None:
+    await cluster.workers(p0=Role.PREFILL)
+    async with fake_worker(make_info("d0", tcp()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client):
+        await cluster.wait_ready("d0", Role.DECODE)
+    await until(lambda: cluster.views[-1].of("d0") is None, "d0 gone from the broadcast", timeout_s=1.0)
+    assert cluster.seen("p0").state is InstanceState.READY
+    gone = await cluster.client.instance("d0")
+    assert (gone["state"], gone["death"]) == ("dead", "connection lost")
+
+
+async def test_silence_is_unresponsive_and_the_next_heartbeat_ends_it(cluster: Cluster) -> None:
+    (worker,) = await cluster.workers(p0=Role.PREFILL)
+    worker.beating = False
+    await until(lambda: cluster.seen("p0").state is InstanceState.UNRESPONSIVE, "unresponsive", timeout_s=2.0)
+    worker.beating = True
+    await cluster.wait_ready("p0", Role.PREFILL)
+
+
+async def test_the_dead_come_back_by_registering_and_can_be_forgotten(cluster: Cluster) -> None:
+    async with fake_worker(make_info("d0", tcp()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client):
+        await cluster.wait_ready("d0", Role.DECODE)
+        with pytest.raises(Conflict, match="only dead"):
+            await cluster.client.forget("d0")
+    await cluster.wait_state("d0", InstanceState.DEAD)
+    await cluster.worker("d0", Role.DECODE, info=make_info("d0", tcp(), generation=2))
+    await cluster.wait_ready("d0", Role.DECODE)
+    await cluster.stack.aclose()
+    await cluster.wait_state("d0", InstanceState.DEAD)
+    await cluster.client.forget("d0")
+    assert await cluster.client.instances() == []
+
+
+async def test_an_address_where_nobody_listens_ends_as_dead_and_is_dropped_later(start: Start) -> None:
+    cluster: Cluster = await start(connect_timeout_s=0.3, keep_dead_s=0.3)
+    await cluster.client.register(make_info("p0", tcp()), Role.PREFILL)
+    await cluster.wait_state("p0", InstanceState.DEAD)
+    assert "no connection" in cluster.state.registry.get("p0").death
+    await until(lambda: cluster.state.registry.find("p0") is None, "dropped")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rpc": "udp://nowhere"}, {"rpc": "tcp://127.0.0.1:99999"}, {"block_size": 0}, {"instance_id": "a b"},
+        {"kv_endpoints": ["nonsense"]}, {"prefill_s_per_token": -1}, {"surprise": 1}, {"role": "boss"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+async def test_nonsense_is_a_400(cluster: Cluster, changes: dict[str, object]) -> None:
+    body = {**msgspec.to_builtins(make_info("p0", tcp())), "role": "prefill", **changes}
+    answer = await request(cluster.transport, "POST", "/instances", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == InvalidRequest.code
+    assert await cluster.client.instances() == []
+
+
+async def test_a_restarted_monitor_recovers_its_instances_without_registrations(start: Start) -> None:
+    first: Cluster = await start()
+    heartbeats, broadcast = first.settings.heartbeat_address, first.settings.broadcast_address
+    async with (
+        fake_worker(make_info("p0", tcp()), Role.PREFILL, heartbeats, first.client),
+        fake_worker(make_info("d0", tcp()), Role.DECODE, heartbeats, first.client),
+    ):
+        await first.wait_ready("p0", Role.PREFILL)
+        await first.wait_ready("d0", Role.DECODE)
+        await until(lambda: not first.store.queued, "instances in the database")
+        await first.stop()
+        last = first.views[-1].sequence
+        second: Cluster = await start(heartbeat_address=heartbeats, broadcast_address=broadcast)
+        await until(
+            lambda: second.views and all(second.views[-1].ready(role) for role in Role),
+            "both ready again", timeout_s=2.0,
+        )  # fmt: skip
+        assert second.views[-1].sequence > last
+
+
+async def test_who_does_not_come_back_is_buried_in_the_database(start: Start) -> None:
+    first: Cluster = await start()
+    await first.workers(p0=Role.PREFILL)
+    await until(lambda: not first.store.queued, "p0 in the database")
+    await first.stop()
+    await first.stack.aclose()
+    second: Cluster = await start(connect_timeout_s=0.2)
+    await until(lambda: second.views, "broadcasting")
+
+    async def states() -> bool:
+        return [row["state"] for row in await read_instances(second.store._engine)] == ["dead"]
+
+    await until(states, "p0 marked as dead")
+    assert await second.client.instances() == []

@@ -1,0 +1,58 @@
+"""The real services inside a test: lifespans on this loop, HTTP in memory, ZeroMQ on loopback."""
+
+import asyncio
+import inspect
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tcp() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def sqlite(folder: Path) -> str:
+    return f"sqlite:///{folder}/polyphase.db"
+
+
+async def until(condition: Callable[[], Any], what: str, timeout_s: float = 5.0) -> Any:
+    """Poll until `condition` (which may be async) holds; fails with `what` after the timeout."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while True:
+        value = condition()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        if loop.time() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running(app: FastAPI) -> AsyncIterator[httpx.ASGITransport]:
+    """The app with its lifespan entered; gives a transport for clients."""
+    async with app.router.lifespan_context(app):
+        yield httpx.ASGITransport(app=app, client=("127.0.0.1", 1))
+
+
+async def text(transport: httpx.ASGITransport, path: str) -> str:
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return (await client.get(path)).text
+
+
+async def request(transport: httpx.ASGITransport, method: str, path: str, body: Any = None) -> httpx.Response:
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.request(method, path, json=body)

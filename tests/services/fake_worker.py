@@ -1,0 +1,113 @@
+"""A worker without an engine, for tests of the control plane: registers, beats, drains, flips, resumes."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from shared.clients.monitor import MonitorClient
+from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, KvGeometry, Role
+from shared.errors import EngineFailed
+from shared.wire.broadcast import Publisher
+from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, Heartbeat, ResumeRequest
+from shared.wire.methods import DRAIN, FLIP, RESUME
+from shared.wire.rpc_server import RpcServer, ServerCall
+from shared.wire.sockets import Sockets
+
+GEOMETRY = KvGeometry(layers=6, kv_heads=4, head_dim=64)
+FIT = Compatibility("fp-1", "emulated", "0.1.0", 1, GEOMETRY)
+
+
+def make_info(instance_id: str, rpc: str, *, generation: int = 1, **changes: Any) -> InstanceInfo:
+    fields: dict[str, Any] = {
+        "instance_id": instance_id,
+        "generation": generation,
+        "model": "demo",
+        "compatibility": FIT,
+        "accelerator": "cpu",
+        "dtype": "bfloat16",
+        "tensor_parallel": 1,
+        "block_size": 32,
+        "total_blocks": 1000,
+        "max_model_len": 2048,
+        "chunk_size": 512,
+        "rpc": rpc,
+        "http": "http://127.0.0.1:1",
+        "kv_endpoints": ("tcp://127.0.0.1:1",),
+    }
+    return InstanceInfo(**{**fields, **changes})
+
+
+class FakeWorker:
+    """Faults are switches: `drained`, `flips`, `fail_flip`, `beating`."""
+
+    def __init__(self, info: InstanceInfo, role: Role, sockets: Sockets, heartbeat_address: str) -> None:
+        self.info = info
+        self.role = role
+        self.draining = False
+        self.beating = True
+        self.drained = True
+        self.drain_gate: asyncio.Event | None = None
+        self.fail_flip = False
+        self.lie_about_role = False
+        self.load = InstanceLoad(free_blocks=900)
+        self.calls: list[str] = []
+        self.server = RpcServer(sockets, info.rpc, {DRAIN: self._drain, FLIP: self._flip, RESUME: self._resume})
+        self.publisher = Publisher(sockets, heartbeat_address, bind=False)
+
+    def beat(self) -> None:
+        role = self.role.other if self.lie_about_role else self.role
+        load = InstanceLoad(time_s=time.time(), free_blocks=self.load.free_blocks)
+        info = self.info
+        self.publisher.publish(Heartbeat(info.instance_id, info.generation, role, self.draining, load))
+
+    async def beat_for_ever(self, period_s: float) -> None:
+        while True:
+            if self.beating:
+                self.beat()
+            await asyncio.sleep(period_s)
+
+    async def _drain(self, request: DrainRequest, _: ServerCall) -> DrainReply:
+        self.calls.append("drain")
+        self.draining = True
+        if self.drain_gate is not None:
+            await self.drain_gate.wait()
+        return DrainReply(self.drained, 0.01, 0 if self.drained else 3)
+
+    async def _flip(self, request: FlipRequest, _: ServerCall) -> FlipReply:
+        self.calls.append("flip")
+        if self.fail_flip:
+            raise EngineFailed("the engine is stuck")
+        self.role = request.role
+        return FlipReply(request.role, 0.0042)
+
+    async def _resume(self, request: ResumeRequest, _: ServerCall) -> None:
+        self.calls.append("resume")
+        self.draining = False
+
+
+@asynccontextmanager
+async def fake_worker(
+    info: InstanceInfo,
+    role: Role,
+    heartbeat_address: str,
+    monitor: MonitorClient | None,
+    period_s: float = 0.05,
+) -> AsyncIterator[FakeWorker]:
+    """A fake worker, registered if a monitor is given. Leaving the block is its sudden death."""
+    sockets = Sockets()
+    worker = FakeWorker(info, role, sockets, heartbeat_address)
+    try:
+        async with worker.server:
+            beats = asyncio.get_running_loop().create_task(worker.beat_for_ever(period_s))
+            try:
+                if monitor is not None:
+                    await monitor.register(info, role)
+                yield worker
+            finally:
+                beats.cancel()
+                await asyncio.gather(beats, return_exceptions=True)
+    finally:
+        worker.publisher.close()
+        sockets.close()

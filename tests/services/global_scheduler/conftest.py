@@ -1,0 +1,99 @@
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.global_scheduler.app import create_app
+from services.global_scheduler.routes import State
+from services.global_scheduler.settings import SchedulerSettings
+from shared.clients.scheduler import SchedulerAdmin, SchedulerClient
+from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
+from shared.domain.job import Phase
+from shared.timeline import RequestTimeline
+from shared.wire.broadcast import Publisher
+from shared.wire.messages import JobReport
+from shared.wire.rpc_client import RpcClients
+from shared.wire.sockets import Sockets
+from tests.services.control_plane import running, sqlite, tcp, until
+from tests.services.fake_worker import make_info
+
+
+@dataclass
+class Scheduler:
+    """A scheduler, the broadcast it hears, and a gateway's client."""
+
+    settings: SchedulerSettings
+    state: State
+    transport: httpx.ASGITransport
+    client: SchedulerClient
+    admin: SchedulerAdmin
+    sockets: Sockets
+    publisher: Publisher
+    sequence: int = 0
+
+    async def hear(self, **roles: Role | tuple[Role, InstanceState]) -> None:
+        """Broadcast a cluster until the scheduler has it."""
+        views = []
+        for name, role in roles.items():
+            what, state = role if isinstance(role, tuple) else (role, InstanceState.READY)
+            load = InstanceLoad(time_s=time.time(), free_blocks=900)
+            views.append(InstanceView(make_info(name, "tcp://127.0.0.1:9"), what, state, load))
+        self.sequence += 1
+        wanted = self.sequence
+
+        def arrived() -> bool:
+            self.publisher.publish(ClusterView(wanted, time.time(), tuple(views)))
+            view = self.state.placer.view
+            return view is not None and view.sequence == wanted
+
+        await until(arrived, "broadcast heard")
+
+
+def report(job_id: str, phase: Phase = Phase.COMPLETED, **changes: Any) -> JobReport:
+    fields: dict[str, Any] = {
+        "job_id": job_id, "gateway_id": "g0", "phase": phase, "arrived_s": time.time(), "prompt_tokens": 100,
+        "output_tokens": 20, "prefill_instance": "p0", "decode_instance": "d0", "split": 100, "outcome": "stop",
+        "ttft_s": 0.2, "tpot_s": 0.02, "slo_met": True,
+    }  # fmt: skip
+    if phase.final:
+        fields["timeline"] = RequestTimeline(job_id, time.time(), prompt_tokens=100)
+    return JobReport(**{**fields, **changes})
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts a scheduler; settings may be changed by keyword."""
+    async with AsyncExitStack() as stack:
+
+        async def run(**changes: Any) -> Scheduler:
+            wanted = {
+                "rpc_address": tcp(), "broadcast_address": tcp(), "database_url": sqlite(tmp_path),
+                "monitor_url": "", "policy_seed": 0, **changes,
+            }  # fmt: skip
+            settings = SchedulerSettings(**wanted)
+            app = create_app(settings)
+            transport = await stack.enter_async_context(running(app))
+            admin = await stack.enter_async_context(SchedulerAdmin("http://scheduler", transport=transport))
+            sockets = Sockets()
+            stack.callback(sockets.close)
+            publisher = Publisher(sockets, settings.broadcast_address)
+            stack.callback(publisher.close)
+            clients = stack.enter_context(RpcClients(sockets))
+            client = SchedulerClient(clients, [settings.rpc_address])
+            return Scheduler(settings, app.state.scheduler, transport, client, admin, sockets, publisher)
+
+        yield run
+
+
+@pytest.fixture
+async def scheduler(start: Start) -> Scheduler:
+    found: Scheduler = await start()
+    return found

@@ -1,0 +1,144 @@
+import asyncio
+from collections import Counter
+
+import pytest
+import zmq
+
+from shared.domain.instance import InstanceState, Role
+from shared.domain.job import JobView
+from shared.errors import Busy, InvalidRequest, PeerLost, Unavailable
+from tests.services.control_plane import tcp, text, until
+from tests.services.global_scheduler.conftest import Scheduler
+
+CLUSTER = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE}
+
+
+def job(number: int = 0, **changes: object) -> JobView:
+    return JobView(f"j{number}", 100, 50, **changes)  # type: ignore[arg-type]
+
+
+async def test_before_the_first_broadcast_it_answers_at_once_that_it_cannot(scheduler: Scheduler) -> None:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    with pytest.raises(Unavailable, match="no broadcast from the cluster monitor yet"):
+        await scheduler.client.place(job(), timeout_s=5)
+    assert loop.time() - started < 2.0
+
+
+async def test_a_route_with_its_reasons(scheduler: Scheduler) -> None:
+    await scheduler.hear(**CLUSTER)
+    route = await scheduler.client.place(job(), timeout_s=5)
+    assert route.prefill is not None
+    assert (route.prefill.rpc, route.prefill.generation) == ("tcp://127.0.0.1:9", 1)
+    assert (route.decode, route.split, route.policy) == (None, 100, "least_load")
+    assert {reason.what for reason in route.reasons} >= {"placement:least_load", "split:full"}
+
+
+async def test_jobs_of_one_broadcast_spread(scheduler: Scheduler) -> None:
+    await scheduler.hear(**CLUSTER)
+    routes = await asyncio.gather(*(scheduler.client.place(job(n), timeout_s=5) for n in range(40)))
+    counts = Counter(route.prefill.instance_id for route in routes if route.prefill)
+    assert counts == {"p0": 20, "p1": 20}
+
+
+async def test_exclusion(scheduler: Scheduler) -> None:
+    await scheduler.hear(**CLUSTER)
+    for _ in range(5):
+        route = await scheduler.client.place(job(), exclude=("p0",), timeout_s=5)
+        assert route.prefill is not None
+        assert route.prefill.instance_id == "p1"
+    route = await scheduler.client.place(job(), exclude=("p0", "p1"), timeout_s=5)
+    assert (route.prefill, route.split) == (None, 0)
+    with pytest.raises(Unavailable, match="just failed this job"):
+        await scheduler.client.place(job(), exclude=("d0",), timeout_s=5)
+
+
+async def test_busy_broken_and_impossible_are_kept_apart(scheduler: Scheduler) -> None:
+    await scheduler.hear(p0=Role.PREFILL, d0=(Role.DECODE, InstanceState.DRAINING))
+    with pytest.raises(Busy, match="1 draining"):
+        await scheduler.client.place(job(), timeout_s=5)
+    await scheduler.hear(p0=Role.PREFILL)
+    with pytest.raises(Unavailable, match="none registered"):
+        await scheduler.client.place(job(), timeout_s=5)
+    await scheduler.hear(**CLUSTER)
+    with pytest.raises(InvalidRequest, match="context of 100050 tokens"):
+        await scheduler.client.place(JobView("j", 100_000, 50), timeout_s=5)
+
+
+async def test_without_its_monitor_it_goes_on_with_the_last_broadcast(scheduler: Scheduler) -> None:
+    await scheduler.hear(**CLUSTER)
+    scheduler.publisher.close()
+    routes = [await scheduler.client.place(job(n), timeout_s=5) for n in range(10)]
+    assert len({route.prefill.instance_id for route in routes if route.prefill}) == 2
+
+
+async def test_policies_change_while_it_runs(scheduler: Scheduler) -> None:
+    await scheduler.hear(**CLUSTER)
+    half = {"split": {"name": "fraction", "parameters": {"fraction": 0.5}}}
+    described = await scheduler.admin.set_policies({**half, "placement": {"name": "round_robin"}})
+    assert described["split"] == half["split"]
+    assert described["dispatch"]["name"] == "power_of_two"
+    route = await scheduler.client.place(job(), timeout_s=5)
+    assert (route.split, route.policy) == (50, "round_robin")
+    assert route.decode is not None
+    assert route.decode.instance_id == "d0"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"split": {"name": "best"}}, "known: fraction, full, none, random"),
+        ({"split": {"name": "full", "parameters": {"x": 1}}}, "no parameter 'x'"),
+        ({"splitt": {"name": "full"}}, "splitt"),
+        ({"placement": {"name": "round_robin"}, "split": {"name": "best"}}, "unknown split"),
+    ],
+)
+async def test_a_bad_change_changes_nothing(scheduler: Scheduler, change: dict[str, object], says: str) -> None:
+    before = await scheduler.admin.policies()
+    with pytest.raises(InvalidRequest, match=says):
+        await scheduler.admin.set_policies(change)
+    assert await scheduler.admin.policies() == before
+
+
+def test_an_unknown_policy_in_the_settings_stops_the_start() -> None:
+    from services.global_scheduler.app import create_app
+    from services.global_scheduler.settings import SchedulerSettings
+
+    with pytest.raises(InvalidRequest, match="known: least_load, round_robin"):
+        create_app(SchedulerSettings(placement="best"))
+
+
+async def test_garbage_on_both_sockets_is_dropped_and_counted(scheduler: Scheduler) -> None:
+    hostile = scheduler.sockets.connect(zmq.DEALER, scheduler.settings.rpc_address)
+    hostile.connect(scheduler.settings.rpc_address)
+
+    async def counted() -> bool:
+        hostile.send(b"\xff garbage")
+        hostile.send_multipart([b"too", b"many", b"frames"])
+        scheduler.publisher.publish({"sequence": "not a view"})
+        metrics = await text(scheduler.transport, "/metrics")
+        causes = (("rpc", "garbage"), ("rpc", "frame"), ("broadcast", "garbage"))
+        return all(
+            f'polyphase_wire_dropped{{cause="{cause}",socket="{socket}"}} 0.0' not in metrics
+            for socket, cause in causes
+        )
+
+    await until(counted, "all kinds counted")
+    hostile.close()
+    await scheduler.hear(**CLUSTER)
+    assert await scheduler.client.place(job(), timeout_s=5)
+
+
+async def test_another_scheduler_is_asked_when_one_is_away(scheduler: Scheduler) -> None:
+    from shared.clients.scheduler import SchedulerClient
+    from shared.wire.rpc_client import RpcClients
+
+    await scheduler.hear(**CLUSTER)
+    with RpcClients(scheduler.sockets) as clients:
+        client = SchedulerClient(clients, [tcp(), scheduler.settings.rpc_address])
+        await until(lambda: clients.to(scheduler.settings.rpc_address).connected, "connected")
+        for number in range(4):
+            assert await client.place(job(number), timeout_s=5)
+        gone = SchedulerClient(clients, [tcp()])
+        with pytest.raises(PeerLost, match="no connection"):
+            await gone.place(job(), timeout_s=5)

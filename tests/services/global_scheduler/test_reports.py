@@ -1,0 +1,150 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.domain.instance import Role
+from shared.domain.job import JobView, Phase, Slo
+from shared.errors import NotFound
+from shared.store.reading import read_request
+from tests.services.control_plane import free_port, request, text, until
+from tests.services.global_scheduler.conftest import Scheduler, Start, report
+
+
+@asynccontextmanager
+async def json_sink(port: int) -> AsyncIterator[dict[str, list[Any]]]:
+    """An HTTP server that keeps the JSON lists posted to it, by path."""
+    taken: dict[str, list[Any]] = {}
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lines = head.decode().split("\r\n")
+                sizes = [line.split(":")[1] for line in lines if line.lower().startswith("content-length")]
+                body = await reader.readexactly(int(sizes[0]))
+                taken.setdefault(lines[0].split()[1], []).extend(json.loads(body))
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        except asyncio.IncompleteReadError:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", port)
+    try:
+        yield taken
+    finally:
+        server.close()
+
+
+async def test_reports_are_served_from_memory_and_reach_the_database(scheduler: Scheduler) -> None:
+    await scheduler.client.report([report("j1", Phase.QUEUED), report("j2", Phase.DECODE)], timeout_s=5)
+    await scheduler.client.report([report("j1", Phase.PREFILL)], timeout_s=5)
+    assert [(r["job_id"], r["phase"]) for r in await scheduler.admin.requests()] == [
+        ("j2", "decode"), ("j1", "prefill"),
+    ]  # fmt: skip
+    assert [r["job_id"] for r in await scheduler.admin.requests(phase="decode")] == ["j2"]
+    with pytest.raises(NotFound, match="yet"):
+        await scheduler.admin.timeline("j1")
+    await scheduler.client.report([report("j1")], timeout_s=5)
+    assert (await scheduler.admin.request("j1"))["slo_met"] is True
+    timeline = await scheduler.admin.timeline("j1")
+    assert (timeline["job_id"], timeline["prompt_tokens"]) == ("j1", 100)
+
+    async def stored() -> bool:
+        row = await read_request(scheduler.state.engine, "j1") if scheduler.state.store.ready.is_set() else None
+        return row is not None and row["phase"] == "completed" and json.loads(row["timeline"]) == timeline
+
+    await until(stored, "j1 in the database")
+    listed = await request(scheduler.transport, "GET", "/requests?source=database&limit=10")
+    assert {row["job_id"] for row in listed.json()} == {"j1", "j2"}
+
+
+async def test_a_report_that_was_overtaken_changes_nothing(scheduler: Scheduler) -> None:
+    await scheduler.client.report([report("j"), report("j", Phase.DECODE), report("j")], timeout_s=5)
+    assert (await scheduler.admin.request("j"))["phase"] == "completed"
+    assert "vllm:generation_tokens_total 20.0" in await text(scheduler.transport, "/metrics")
+
+
+async def test_what_left_the_memory_is_read_from_the_database(start: Start) -> None:
+    scheduler: Scheduler = await start(ring_jobs=3)
+    await scheduler.client.report([report(f"j{n}") for n in range(5)], timeout_s=5)
+    assert [r["job_id"] for r in await scheduler.admin.requests()] == ["j4", "j3", "j2"]
+    await until(lambda: scheduler.state.store.ready.is_set() and not scheduler.state.store.queued, "written")
+    assert (await scheduler.admin.request("j0"))["job_id"] == "j0"
+    assert (await scheduler.admin.timeline("j0"))["job_id"] == "j0"
+    for call in (scheduler.admin.request, scheduler.admin.timeline):
+        with pytest.raises(NotFound, match="nobody"):
+            await call("nobody")
+
+
+async def test_bad_queries_are_a_400(scheduler: Scheduler) -> None:
+    for path in ("/requests?phase=dancing", "/requests?limit=0", "/requests?limit=x", "/requests?source=disk"):
+        answer = await request(scheduler.transport, "GET", path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request"), path
+
+
+async def test_a_dead_database_hinders_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "folder.db").mkdir()
+    scheduler: Scheduler = await start(database_url=f"sqlite:///{tmp_path}/folder.db", queue_rows=5)
+    await scheduler.hear(p0=Role.PREFILL, d0=Role.DECODE)
+    assert await scheduler.client.place(JobView("j", 10, 10), timeout_s=2)
+    await scheduler.client.report([report(f"j{n}") for n in range(20)], timeout_s=2)
+    assert (await scheduler.admin.timeline("j3"))["job_id"] == "j3"
+    metrics = await text(scheduler.transport, "/metrics")
+    assert 'polyphase_store_dropped_total{cause="queue_full"} 15.0' in metrics
+    answer = await request(scheduler.transport, "GET", "/requests/unknown")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_outcomes_and_lengths_are_forwarded_with_the_targets_of_their_class(start: Start) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    scheduler: Scheduler = await start(monitor_url=url, predictor_url=url)
+    await scheduler.hear(p0=Role.PREFILL, d0=Role.DECODE)
+    slo = Slo("chat", ttft_s=1.5, tpot_s=0.15)
+    await scheduler.client.place(JobView("j1", 10, 10, slo=slo), timeout_s=5)
+    async with json_sink(port) as taken:
+        await scheduler.client.report(
+            [
+                report("j1", slo="chat"),
+                report("j2", Phase.FAILED, slo="chat", outcome="peer_lost", slo_met=False),
+                report("j3", Phase.CANCELLED, slo="chat"),
+                report("j4", Phase.DECODE),
+            ],
+            timeout_s=5,
+        )
+        await until(lambda: len(taken) == 2, "both forwarded")
+    assert [(o["ttft_target_s"], o["tpot_target_s"], o["failed"]) for o in taken["/slo/outcomes"]] == [
+        (1.5, 0.15, False), (1.5, 0.15, True),
+    ]  # fmt: skip
+    assert taken["/v1/observations"] == [{"prompt_tokens": 100, "output_tokens": 20}]
+
+
+async def test_outcomes_that_nobody_takes_are_dropped_and_counted(start: Start) -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    scheduler: Scheduler = await start(monitor_url=nowhere)
+    await scheduler.client.report([report("j1"), report("j2")], timeout_s=5)
+
+    async def counted() -> bool:
+        metrics = await text(scheduler.transport, "/metrics")
+        return 'polyphase_scheduler_forward_dropped_total{to="monitor"} 2.0' in metrics
+
+    await until(counted, "both counted")
+    assert len(await scheduler.admin.requests()) == 2
+
+
+async def test_metrics_of_requests_and_placements(scheduler: Scheduler) -> None:
+    await scheduler.hear(p0=Role.PREFILL, d0=Role.DECODE)
+    await scheduler.client.place(JobView("j", 10, 10), timeout_s=5)
+    await scheduler.client.report([report("j"), report("k", slo_met=False)], timeout_s=5)
+    metrics = await text(scheduler.transport, "/metrics")
+    for line in (
+        'polyphase_scheduler_placements_total{decode="",kind="full",prefill="p0"} 1.0',
+        'vllm:request_success_total{finished_reason="stop"} 2.0',
+        "vllm:prompt_tokens_total 200.0",
+        "vllm:time_to_first_token_seconds_count 2.0",
+        'polyphase_slo_requests_total{met="no",slo="default"} 1.0',
+    ):
+        assert line in metrics

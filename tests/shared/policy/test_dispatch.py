@@ -1,0 +1,133 @@
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.domain.instance import InstanceView
+from shared.errors import InvalidRequest, Unavailable
+from shared.policy.dispatch import PowerOfTwo, RandomDispatch, choose_decode, free_tokens, interference
+from shared.policy.lengths import PredictedEnd
+from tests.shared.policy.views import decode, index, job, predicted
+
+HEAVY, LIGHT = predicted(200, 400), predicted(0, 200)
+
+# Two instances as (decoding, heavy, free blocks of 16 tokens); the job's prediction; the winner.
+EXAMPLES: list[tuple[str, list[tuple[int, int, int]], Any, str]] = [
+    ("heavy goes where heavies are few", [(4, 3, 99), (4, 1, 99)], HEAVY, "d1"),
+    ("light goes where it dilutes", [(4, 3, 99), (4, 1, 99)], LIGHT, "d1"),
+    ("heavy avoids the instance with few lights", [(2, 1, 99), (9, 1, 99)], HEAVY, "d1"),
+    ("no heavies anywhere: fewer decodes", [(9, 0, 99), (2, 0, 99)], LIGHT, "d1"),
+    ("all alike: more free memory", [(2, 1, 50), (2, 1, 99)], LIGHT, "d1"),
+    ("memory filters before interference", [(0, 0, 5), (9, 9, 99)], HEAVY, "d1"),
+    ("no memory anywhere: the most free", [(0, 0, 3), (9, 9, 5)], HEAVY, "d1"),
+]
+
+
+@pytest.mark.parametrize(("what", "loads", "prediction", "winner"), EXAMPLES, ids=[e[0] for e in EXAMPLES])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_power_of_two_by_example(
+    what: str, loads: list[tuple[int, int, int]], prediction: Any, winner: str, seed: int
+) -> None:
+    views = [
+        decode(f"d{at}", decoding=decoding, heavy_decodes=heavy, free_blocks=free)
+        for at, (decoding, heavy, free) in enumerate(loads)
+    ]
+    choice = PowerOfTwo().choose(job(100, 1000, prediction=prediction), views, (), 0.0, Random(seed))
+    assert choice is not None
+    assert choice.instance.instance_id == winner
+    assert choice.reasons[0].figures["chosen"] == winner
+
+
+def test_interference_by_hand() -> None:
+    view = decode("d", decoding=5, heavy_decodes=2)
+    assert interference(view, heavy=True) == pytest.approx(3 / 4)
+    assert interference(view, heavy=False) == pytest.approx(2 / 5)
+
+
+@pytest.mark.parametrize(
+    ("end", "takes"),
+    [(PredictedEnd.LOWER, "small"), (PredictedEnd.MIDDLE, "big"), (PredictedEnd.UPPER, "big")],
+)
+def test_the_end_of_the_predicted_range_decides_the_need(end: PredictedEnd, takes: str) -> None:
+    small = decode("small", free_blocks=20)  # 320 tokens: 100 + 200 fit, 100 + 300 do not
+    big = decode("big", free_blocks=50, decoding=9, heavy_decodes=9)
+    choice = PowerOfTwo(end).choose(job(100, 1000, prediction=HEAVY), [small, big], (), 0.0, Random(0))
+    assert choice is not None
+    assert choice.instance.instance_id == takes
+
+
+def test_excluded_instances_are_never_chosen() -> None:
+    views = [decode(f"d{at}") for at in range(20)]
+    exclude = {f"d{at}" for at in range(19)}
+    for policy in (PowerOfTwo(), RandomDispatch()):
+        choice = policy.choose(job(), views, exclude, 0.0, Random(3))
+        assert choice is not None
+        assert choice.instance.instance_id == "d19"
+        assert policy.choose(job(), views, exclude | {"d19"}, 0.0, Random(3)) is None
+
+
+def test_power_of_two_is_not_random_in_disguise() -> None:
+    """PEERS: in another router power-of-two silently became random."""
+    views = [decode(f"d{at}", decoding=at) for at in range(10)]
+    rng = Random(1)
+    drawn = Counter(_chosen(PowerOfTwo(), views, rng) for _ in range(3000))
+    # The least loaded wins every pair it is in: 2 of 10; the most loaded never wins.
+    assert drawn["d0"] == pytest.approx(600, rel=0.15)
+    assert drawn["d9"] == 0
+    uniform = Counter(_chosen(RandomDispatch(), views, rng) for _ in range(3000))
+    assert min(uniform.values()) > 200
+
+
+def _chosen(policy: PowerOfTwo | RandomDispatch, views: list[InstanceView], rng: Random) -> str:
+    choice = policy.choose(job(100, 64), views, (), 0.0, rng)
+    assert choice is not None
+    return choice.instance.instance_id
+
+
+def test_booked_jobs_show_in_the_next_decision() -> None:
+    cluster = index(decode("a", free_blocks=20), decode("b", free_blocks=20, decoding=1))
+    rng, counts = Random(0), Counter[str]()
+    for _ in range(10):
+        choice = choose_decode(PowerOfTwo(), job(16, 64), cluster, (), 0.0, rng)
+        counts[choice.instance.instance_id] += 1
+        cluster.decode.book(choice.instance.instance_id, 16, heavy=False)
+    assert counts["a"] in (5, 6)
+    assert sum(view.load.decoding for view in cluster.decode.views) == 11
+
+
+def test_choose_decode_says_why_there_is_none() -> None:
+    with pytest.raises(Unavailable, match="no decode instance is ready"):
+        choose_decode(PowerOfTwo(), job(), index(), (), 0.0, Random(0))
+
+
+def test_a_negative_parameter_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="unpredicted_tokens"):
+        PowerOfTwo(unpredicted_tokens=-1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 60)), max_size=15),
+    st.integers(1, 400), st.integers(0, 1000),
+)  # fmt: skip
+def test_memory_is_respected_when_any_instance_has_it(
+    loads: list[tuple[int, int, int]], prompt: int, seed: int
+) -> None:
+    views = [
+        decode(f"d{at}", decoding=max(n, heavy), heavy_decodes=heavy, free_blocks=free)
+        for at, (n, heavy, free) in enumerate(loads)
+    ]
+    asked = job(prompt, 64)
+    choice = PowerOfTwo().choose(asked, views, (), 0.0, Random(seed))
+    again = PowerOfTwo().choose(asked, views, (), 0.0, Random(seed))
+    assert choice == again
+    if choice is None:
+        assert not views
+        return
+    need = prompt + 64
+    if any(free_tokens(view) >= need for view in views):
+        assert free_tokens(choice.instance) >= need
+    else:
+        assert free_tokens(choice.instance) == max(free_tokens(view) for view in views)

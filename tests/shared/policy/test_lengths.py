@@ -1,0 +1,26 @@
+import pytest
+
+from shared.policy.lengths import PredictedEnd, is_heavy, predicted_tokens
+from tests.shared.policy.views import job, predicted
+
+
+@pytest.mark.parametrize(
+    ("end", "tokens"), [(PredictedEnd.LOWER, 200), (PredictedEnd.MIDDLE, 300), (PredictedEnd.UPPER, 400)]
+)
+def test_ends_of_the_range(end: PredictedEnd, tokens: int) -> None:
+    assert predicted_tokens(job(1, 1000, prediction=predicted(200, 400)), end, 7) == tokens
+    assert predicted_tokens(job(1, 250, prediction=predicted(200, 400)), end, 7) == min(250, tokens)
+    assert predicted_tokens(job(1, 1000), end, 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "max_tokens", "heavy"),
+    [(0, 200, 1000, False), (200, 400, 1000, True), (200, 400, 128, False), (100, 158, 1000, True)],
+)
+def test_heavy_is_more_than_128_tokens(lower: int, upper: int, max_tokens: int, heavy: bool) -> None:
+    assert is_heavy(job(1, max_tokens, prediction=predicted(lower, upper))) is heavy
+
+
+def test_without_a_prediction_max_tokens_decides() -> None:
+    assert is_heavy(job(1, 129))
+    assert not is_heavy(job(1, 128))

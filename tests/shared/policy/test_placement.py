@@ -1,0 +1,215 @@
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.domain.instance import InstanceState, InstanceView, Role
+from shared.domain.route import Route
+from shared.errors import Busy, InvalidRequest, Unavailable
+from shared.policy import registry
+from shared.policy.index import ClusterIndex
+from shared.policy.placement import Policies, assignments, place
+from tests.shared.policy.views import decode, index, instance, job, prefill, view
+
+
+def policies(placement: str = "least_load", split: str = "full", **parameters: Any) -> Policies:
+    return Policies(registry.placement(placement), registry.split(split, parameters), registry.dispatch("power_of_two"))
+
+
+def chosen(route: Route) -> str:
+    assert route.prefill is not None
+    return route.prefill.instance_id
+
+
+# Columns: prefill instances as (queued tokens, queued jobs, seconds a token, base seconds), prompt, who wins.
+EXAMPLES = [
+    ("shorter queue, rates unknown", [(500, 1, 0, 0), (100, 1, 0, 0)], 100, "p1"),
+    ("same queue, faster instance", [(500, 1, 2e-4, 0), (500, 1, 1e-4, 0)], 100, "p1"),
+    ("longer queue on a much faster instance", [(100, 1, 10e-4, 0), (400, 1, 1e-4, 0)], 100, "p1"),
+    ("both idle: the faster, by the job's own time", [(0, 0, 4e-4, 0), (0, 0, 1e-4, 0)], 1000, "p1"),
+    ("slow but idle beats fast but full, short job", [(0, 0, 4e-4, 0), (5000, 9, 1e-4, 0)], 100, "p0"),
+    ("fixed cost of the queue's jobs counts", [(0, 9, 1e-4, 0.1), (100, 1, 1e-4, 0.1)], 100, "p1"),
+    ("unknown rate takes the median of the known", [(300, 1, 0, 0), (200, 1, 1e-4, 0)], 100, "p1"),
+]
+
+
+@pytest.mark.parametrize(("what", "loads", "prompt", "winner"), EXAMPLES, ids=[e[0] for e in EXAMPLES])
+def test_least_load_by_example(what: str, loads: list[Any], prompt: int, winner: str) -> None:
+    views = [
+        prefill(f"p{at}", queued_prefill_tokens=tokens, queued_prefill=jobs, rate=rate, base=base)
+        for at, (tokens, jobs, rate, base) in enumerate(loads)
+    ]
+    route = place(job(prompt), index(*views, decode("d")), policies(), 0.0, Random(0))
+    assert chosen(route) == winner
+
+
+def test_route_of_a_full_split_leaves_decode_to_the_dispatcher() -> None:
+    route = place(job(70), index(prefill("p"), decode("d")), policies(), 0.0, Random(0))
+    assert (route.decode, route.split, route.policy) == (None, 70, "least_load")
+    assert route.prefill is not None
+    assert route.prefill.generation == 1
+
+
+def test_reasons_name_filters_the_chosen_and_the_runner_up() -> None:
+    cluster = index(prefill("a", queued_prefill_tokens=50), prefill("b"), prefill("c"), decode("d"))
+    route = place(job(10), cluster, policies(), 0.0, Random(0), ("c",))
+    by_name = {reason.what: reason.figures for reason in route.reasons}
+    assert by_name["filter: ready, not excluded, context fits"]["excluded"] == "c"
+    assert by_name["placement:least_load"] == {
+        "chosen": "b", "score": 10.0, "runner_up": "a", "runner_up_score": 60.0
+    }  # fmt: skip
+
+
+def test_round_robin_takes_turns_by_id() -> None:
+    cluster = index(prefill("b"), prefill("a"), prefill("c"), decode("d"))
+    seen = []
+    for _ in range(6):
+        route = place(job(), cluster, policies("round_robin"), 0.0, Random(0))
+        cluster.book(assignments(job(), route, 0.0)[0])
+        seen.append(chosen(route))
+    assert seen == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_exclusion_is_honoured_by_both_policies() -> None:
+    cluster = index(prefill("a"), prefill("b", queued_prefill_tokens=9999), decode("d"))
+    for name in ("least_load", "round_robin"):
+        assert chosen(place(job(), cluster, policies(name), 0.0, Random(0), ("a",))) == "b"
+
+
+@pytest.mark.parametrize(
+    "instances",
+    [
+        [decode("d")],
+        [prefill("p", state=InstanceState.DRAINING), decode("d")],
+        [prefill("p", max_model_len=99), decode("d")],
+    ],
+    ids=["no prefill instance", "prefill draining", "prompt too long for prefill"],
+)
+def test_without_prefill_the_decode_instance_does_it_all(instances: list[InstanceView]) -> None:
+    route = place(job(100), index(*instances), policies(), 0.0, Random(0))
+    assert route.prefill is None
+    assert route.split == 0
+    assert route.decode is not None
+    assert any(reason.what.startswith("local:") for reason in route.reasons)
+
+
+def test_local_only_never_uses_a_prefill_instance() -> None:
+    route = place(job(local_only=True), index(prefill("p"), decode("d")), policies(), 0.0, Random(0))
+    assert (route.prefill, route.split) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("instances", "exclude", "error", "says"),
+    [
+        ([], (), Unavailable, "none registered"),
+        ([prefill("p")], (), Unavailable, "no decode instance is ready"),
+        ([prefill("p"), decode("d", state=InstanceState.DRAINING)], (), Busy, "1 draining"),
+        ([prefill("p"), decode("d", state=InstanceState.STARTING)], (), Busy, "1 starting"),
+        ([prefill("p"), decode("d", state=InstanceState.UNRESPONSIVE)], (), Unavailable, "1 unresponsive"),
+        ([prefill("p"), decode("d")], ("d",), Unavailable, "just failed this job"),
+        ([prefill("p"), decode("d", max_model_len=149)], (), InvalidRequest, "is 149"),
+    ],
+)
+@pytest.mark.parametrize("split", ["full", "none", "random"])
+def test_no_decode_instance(
+    instances: list[InstanceView], exclude: tuple[str, ...], error: type[Exception], says: str, split: str
+) -> None:
+    with pytest.raises(error, match=says):
+        place(job(100, 50), index(*instances), policies(split=split), 0.0, Random(0), exclude)
+
+
+@pytest.mark.parametrize(("fraction", "split"), [(0.0, 0), (0.25, 25), (0.501, 51), (1.0, 100)])
+def test_a_partial_split_names_both_instances(fraction: float, split: int) -> None:
+    cluster = index(prefill("p"), decode("d"))
+    route = place(job(100), cluster, policies(split="fraction", fraction=fraction), 0.0, Random(0))
+    assert route.split == split
+    assert (route.prefill is None) == (split == 0)
+    assert (route.decode is None) == (split == 100)
+
+
+def test_a_hundred_decisions_between_two_broadcasts_spread_by_speed() -> None:
+    cluster = index(prefill("slow", rate=2e-4), prefill("fast", rate=1e-4), decode("d"))
+    counts: Counter[str] = Counter()
+    for number in range(99):
+        asked = job(100, job_id=f"j{number}")
+        route = place(asked, cluster, policies(), 0.0, Random(0))
+        for assignment in assignments(asked, route, 0.0):
+            cluster.book(assignment)
+        counts[chosen(route)] += 1
+    assert counts == {"fast": 66, "slow": 33}
+
+
+loads = st.integers(0, 50_000)
+rates = st.sampled_from([0.0, 1e-5, 1e-4, 3e-4])
+states = st.sampled_from(list(InstanceState))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[InstanceView]:
+    return [
+        instance(
+            f"i{at}",
+            draw(st.sampled_from(list(Role))),
+            draw(states),
+            rate=draw(rates),
+            queued_prefill_tokens=draw(loads),
+            free_blocks=draw(st.integers(0, 300)),
+            max_model_len=draw(st.sampled_from([100, 4096])),
+            decoding=draw(st.integers(0, 9)),
+        )
+        for at in range(draw(st.integers(0, 12)))
+    ]
+
+
+@given(
+    clusters(), st.integers(1, 500), st.sampled_from(["least_load", "round_robin"]),
+    st.sampled_from(["full", "none", "random"]), st.sets(st.sampled_from(["i0", "i1"])), st.integers(0, 99),
+)  # fmt: skip
+def test_any_route_holds_what_it_promises(
+    instances: list[InstanceView], prompt: int, placement: str, split: str, exclude: set[str], seed: int
+) -> None:
+    asked = job(prompt)
+    cluster = view(*instances)
+
+    def decide() -> Route:
+        fresh = ClusterIndex(cluster, rng=Random(seed))
+        return place(asked, fresh, policies(placement, split), 0.0, Random(seed), frozenset(exclude))
+
+    try:
+        route = decide()
+    except (Busy, Unavailable, InvalidRequest):
+        return
+    assert decide() == route  # the same seed, the same decision
+    assert 0 <= route.split <= prompt
+    assert (route.prefill is None) == (route.split == 0)
+    assert (route.decode is None) == (route.split == prompt)
+    for ref, role in ((route.prefill, Role.PREFILL), (route.decode, Role.DECODE)):
+        if ref is not None:
+            found = cluster.of(ref.instance_id)
+            assert found is not None
+            assert (found.role, found.state) == (role, InstanceState.READY)
+            assert ref.instance_id not in exclude
+            assert found.info.max_model_len >= prompt
+    assert route.reasons
+
+
+@given(clusters(), st.integers(1, 90))
+def test_least_load_finds_the_least_score(instances: list[InstanceView], prompt: int) -> None:
+    cluster = ClusterIndex(view(*instances), rng=Random(1))
+    choice = registry.placement("least_load").choose(job(prompt), cluster, (), 0.0, Random(1))
+    scores = {
+        v.instance_id: cluster.prefill.rate(v) * (v.load.queued_prefill_tokens + prompt) for v in cluster.prefill.views
+    }
+    if choice is None:
+        assert not scores
+    else:
+        assert scores[choice.instance.instance_id] == pytest.approx(min(scores.values()))
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(0, 10), (-1, 10), (10, -1)])
+def test_a_job_that_makes_no_sense_is_refused(prompt: int, output: int) -> None:
+    with pytest.raises(InvalidRequest):
+        place(job(prompt, output), index(prefill("p"), decode("d")), policies(), 0.0, Random(0))

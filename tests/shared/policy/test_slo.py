@@ -1,0 +1,75 @@
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import InvalidRequest
+from shared.policy.slo import SAMPLES, SloOutcome, SloWindows, attainment, percentile
+
+
+def outcome(ttft: float | None, tpot: float | None, *, slo: str = "chat", failed: bool = False) -> SloOutcome:
+    return SloOutcome(slo, 0.0, ttft, tpot, 1.0, 0.1, failed)
+
+
+@pytest.mark.parametrize(
+    ("given_", "ttft", "tpot"),
+    [
+        (outcome(1.0, 0.1), True, True),
+        (outcome(1.1, 0.1), False, True),
+        (outcome(0.5, 0.2), True, False),
+        (outcome(0.5, None), True, True),
+        (outcome(None, None), False, True),
+        (outcome(0.5, 0.05, failed=True), False, False),
+    ],
+)
+def test_what_meets_a_target(given_: SloOutcome, ttft: bool, tpot: bool) -> None:
+    assert (given_.ttft_met, given_.tpot_met, given_.met) == (ttft, tpot, ttft and tpot)
+
+
+def test_attainment_is_the_share_that_met_both() -> None:
+    assert attainment([]) is None
+    assert attainment([outcome(0.5, 0.05), outcome(0.5, 0.5), outcome(2, 0.05), outcome(0.1, None)]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("share", "value"), [(0.5, 2.0), (0.25, 1.0), (0.75, 3.0), (0.76, 4.0), (1.0, 4.0), (0.0, 1.0)]
+)
+def test_nearest_rank_percentile(share: float, value: float) -> None:
+    assert percentile([1.0, 2.0, 3.0, 4.0], share) == value
+    assert percentile([], share) is None
+
+
+def test_windows_forget_what_is_older() -> None:
+    windows = SloWindows([60, 10], Random(0))
+    windows.add(outcome(5.0, None), 100.0)  # missed
+    windows.add(outcome(0.5, 0.05), 150.0)
+    windows.add(outcome(0.5, 0.05, slo="batch"), 155.0)
+    reports = {(r.slo, r.window_s): r for r in windows.reports(155.5)}
+    assert reports["chat", 60].requests == 2
+    assert reports["chat", 60].attainment == 0.5
+    assert reports["chat", 60].ttft_s["p50"] == 0.5
+    assert reports["chat", 60].ttft_s["p99"] == 5.0
+    assert reports["chat", 10].attainment == 1.0
+    assert reports["batch", 10].requests == 1
+    late = {(r.slo, r.window_s): r for r in windows.reports(1000.0)}
+    assert late["chat", 60].requests == 0
+    assert late["chat", 60].attainment is None
+    assert late["chat", 60].ttft_s["p50"] is None
+
+
+def test_windows_must_make_sense() -> None:
+    with pytest.raises(InvalidRequest, match="windows"):
+        SloWindows([], Random(0))
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 0.3)), min_size=1, max_size=300))
+def test_counts_are_exact_whatever_is_sampled(latencies: list[tuple[float, float]]) -> None:
+    windows = SloWindows([60], Random(0))
+    outcomes = [outcome(ttft, tpot) for ttft, tpot in latencies]
+    for number, each in enumerate(outcomes):
+        windows.add(each, 100.0 + number / (2 * SAMPLES))
+    (report,) = windows.reports(103.0)
+    assert report.requests == len(outcomes)
+    assert report.attainment == pytest.approx(attainment(outcomes))
+    assert report.ttft_s["p50"] in [ttft for ttft, _ in latencies]

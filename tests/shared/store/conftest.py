@@ -1,0 +1,50 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from shared.store.database import open_engine
+from tests.shared.store.postgres_server import PostgresServer, postgres_server
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+async def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/store.db"
+    server: PostgresServer = request.getfixturevalue("postgres")
+    name = f"test_{abs(hash(tmp_path)) % 10**9}"
+    admin = open_engine(server.url)
+    async with admin.connect() as connection:
+        autocommit = await connection.execution_options(isolation_level="AUTOCOMMIT")
+        await autocommit.execute(text(f"CREATE DATABASE {name}"))
+    await admin.dispose()
+    return server.url.removesuffix("postgres") + name
+
+
+@pytest.fixture
+async def engine(url: str) -> AsyncIterator[AsyncEngine]:
+    opened = open_engine(url)
+    yield opened
+    await opened.dispose()
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], object], str], object]:
+    async def poll(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not condition():
+            assert loop.time() < deadline, f"not within {timeout_s} s: {what}"
+            await asyncio.sleep(0.005)
+
+    return poll

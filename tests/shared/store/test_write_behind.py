@@ -1,0 +1,121 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from shared.store.database import open_engine
+from shared.store.migrate import migrate
+from shared.store.reading import read_request, read_requests
+from shared.store.tables import loads, requests
+from shared.store.write_behind import WriteBehind
+from tests.shared.store.postgres_server import PostgresServer
+from tests.shared.store.rows import load_row, request_row
+
+Until = Callable[..., Any]
+
+
+@asynccontextmanager
+async def writer(engine: AsyncEngine, **options: Any) -> AsyncIterator[WriteBehind]:
+    store = WriteBehind(engine, CollectorRegistry(), pause_s=0.01, **options)
+    task = asyncio.get_running_loop().create_task(store.run())
+    try:
+        yield store
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_rows_arrive_and_the_newest_of_a_key_wins(engine: AsyncEngine, until: Until) -> None:
+    async with writer(engine) as store:
+        for number in range(1200):
+            store.put(requests, request_row(f"j{number}", arrived_s=number))
+        store.put(requests, request_row("j7", phase="decode", output_tokens=3))
+        store.put(loads, load_row("d0", 5.0))
+        await until(lambda: not store.queued, "all written")
+        await until(lambda: store.ready.is_set(), "ready")
+    row = await read_request(engine, "j7")
+    assert row is not None
+    assert (row["phase"], row["output_tokens"]) == ("decode", 3)
+    assert len(await read_requests(engine, phase=None, limit=5000)) == 1200
+    assert [row["job_id"] for row in await read_requests(engine, phase="queued", limit=2)] == [
+        "j1199",
+        "j1198",
+    ]
+
+
+async def test_a_final_phase_is_not_overwritten_by_an_older_report(engine: AsyncEngine, until: Until) -> None:
+    async with writer(engine) as store:
+        store.put(requests, request_row("j", phase="completed", final=True, slo_met=True))
+        await until(lambda: not store.queued, "first written")
+        store.put(requests, request_row("j", phase="prefill"))
+        store.put(requests, request_row("k"))
+        await until(lambda: not store.queued, "second written")
+    row = await read_request(engine, "j")
+    assert row is not None
+    assert (row["phase"], row["slo_met"]) == ("completed", True)
+
+
+async def test_what_is_queued_at_the_end_is_still_written(engine: AsyncEngine, until: Until) -> None:
+    async with writer(engine) as store:
+        await until(store.ready.is_set, "schema")
+        for number in range(700):
+            store.put(requests, request_row(f"j{number}"))
+    assert len(await read_requests(engine, phase=None, limit=5000)) == 700
+
+
+async def test_a_row_that_the_database_refuses_does_not_block_the_others(engine: AsyncEngine, until: Until) -> None:
+    async with writer(engine) as store:
+        store.put(requests, request_row("good-1"))
+        store.put(requests, request_row("bad", gateway_id=None))
+        store.put(requests, request_row("good-2"))
+        await until(lambda: not store.queued and store.dropped["refused"], "bad row dropped")
+    assert store.dropped == {"refused": 1}
+    assert {row["job_id"] for row in await read_requests(engine, phase=None, limit=9)} == {"good-1", "good-2"}
+
+
+async def test_with_a_database_that_cannot_be_opened_nothing_blocks_and_drops_are_counted(
+    tmp_path: Path, until: Until
+) -> None:
+    blocked = tmp_path / "folder-instead-of-a-file.db"
+    blocked.mkdir()
+    engine = open_engine(f"sqlite:///{blocked}")
+    registry = CollectorRegistry()
+    store = WriteBehind(engine, registry, capacity=10, pause_s=0.01)
+    task = asyncio.get_running_loop().create_task(store.run())
+    try:
+        started = asyncio.get_running_loop().time()
+        for number in range(1000):
+            store.put(requests, request_row(f"j{number}"))
+        assert asyncio.get_running_loop().time() - started < 1.0
+        assert (store.queued, store.dropped["queue_full"]) == (10, 990)
+        await until(lambda: b"polyphase_store_failures_total 0.0" not in generate_latest(registry), "a retry")
+        assert not task.done()
+        assert b'polyphase_store_dropped_total{cause="queue_full"} 990.0' in generate_latest(registry)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.dispose()
+
+
+async def test_a_postgresql_that_dies_and_returns(postgres: PostgresServer, until: Until) -> None:
+    engine = open_engine(postgres.url)
+    try:
+        await migrate(engine)
+        async with writer(engine) as store:
+            store.put(requests, request_row("before"))
+            await until(lambda: not store.queued, "written")
+            postgres.stop()
+            store.put(requests, request_row("meanwhile"))
+            await until(lambda: store._failures._value.get() > 0, "a failure")
+            assert store.queued == 1  # kept for the next attempt
+            postgres.start()
+            await until(lambda: not store.queued, "written after its return", timeout_s=20.0)
+        found = {row["job_id"] for row in await read_requests(engine, phase=None, limit=9)}
+        assert found == {"before", "meanwhile"}
+        assert not store.dropped
+    finally:
+        await engine.dispose()
