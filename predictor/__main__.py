@@ -1,0 +1,22 @@
+"""Run the predictor: `python -m predictor`, settings from POLYPHASE_PREDICTOR_…"""
+
+import sys
+
+from predictor.app import build_app
+from predictor.settings import PredictorSettings
+from shared.runtime.http import serve
+from shared.runtime.logs import configure_logs
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    settings = PredictorSettings.load()
+    configure_logs("predictor", settings.log_level)
+    # Each operation of the classifier's thread takes the GIL back; at Python's 5 ms a busy event loop doubles
+    # its slowest answers (seen: p99 of 8 streams 200 ms, with 0.5 ms 95 ms).
+    sys.setswitchinterval(0.0005)
+    serve(build_app(settings), settings.host, settings.port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Fine-tuning of the classifier with the Hugging Face Trainer. Imports torch."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, OPTForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers.utils.logging import disable_progress_bar
+
+from predictor.buckets import Buckets
+from predictor.dataset import Example, labels
+from predictor.model import encode_tail
+from predictor.scratch import new_network, train_tokenizer
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FineTuning:
+    """How to train. `from_scratch` names a size of `scratch.SIZES` and takes the place of `base`."""
+
+    buckets: Buckets
+    base: str = "facebook/opt-125m"
+    from_scratch: str = ""
+    input_tokens: int = 128
+    epochs: float = 3.0
+    max_steps: int = -1
+    batch_size: int = 32
+    learning_rate: float = 5e-5
+    class_weights: bool = False
+    seed: int = 0
+
+
+def start(train: list[Example], plan: FineTuning) -> tuple[Any, Tokenizer]:
+    """The network to fine-tune and its tokenizer."""
+    set_seed(plan.seed)
+    disable_progress_bar()  # bars would run into the last line of JSON
+    count = plan.buckets.count
+    if plan.from_scratch:
+        tokenizer = train_tokenizer((example.text for example in train), plan.from_scratch)
+        return new_network(tokenizer, plan.from_scratch, plan.input_tokens, count), tokenizer
+    network = OPTForSequenceClassification.from_pretrained(plan.base, num_labels=count, dtype=torch.float32)
+    return network, AutoTokenizer.from_pretrained(plan.base).backend_tokenizer
+
+
+def fine_tune(
+    network: Any, tokenizer: Tokenizer, train: list[Example], val: list[Example], plan: FineTuning
+) -> Any:
+    """Train; what comes back is the state after the epoch with the lowest loss on `val`."""
+    pad, bos = network.config.pad_token_id, network.config.bos_token_id
+    weights = class_weights(labels(train, plan.buckets), plan.buckets.count) if plan.class_weights else None
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        weight = None if weights is None else torch.tensor(weights, device=labels.device)
+        total = cross_entropy(outputs["logits"].float(), labels, weight=weight, reduction="sum")
+        return total / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+    with TemporaryDirectory(prefix="length-predictor-") as folder:
+        trainer = Trainer(
+            model=network,
+            args=_arguments(plan, folder),
+            train_dataset=_rows(train, tokenizer, bos, plan),
+            eval_dataset=_rows(val, tokenizer, bos, plan),
+            data_collator=lambda rows: collate(rows, pad),
+            compute_loss_func=loss,
+        )
+        trainer.train()
+        return trainer.model.eval().cpu()
+
+
+def fit_temperature(logits: list[list[float]], truth: list[int]) -> float:
+    """The divisor of logits with the lowest log loss, from 0.25 to 4 (Guo et al. 2017, section 4.2)."""
+    rows, labels_ = torch.tensor(logits), torch.tensor(truth)
+    candidates = [math.pow(2, step / 8) for step in range(-16, 17)]
+    losses = {divisor: float(cross_entropy(rows / divisor, labels_)) for divisor in candidates}
+    return min(candidates, key=losses.__getitem__)
+
+
+def class_weights(truth: list[int], count: int) -> list[float]:
+    """Inverse frequencies with a mean of 1 over the examples; 0 for a class that has none."""
+    seen = Counter(truth)
+    return [len(truth) / (len(seen) * seen[label]) if seen[label] else 0.0 for label in range(count)]
+
+
+def collate(rows: list[Row], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Rows of unlike lengths, padded on the right, as [row, token] tensors."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    gaps = [longest - len(row["input_ids"]) for row in rows]
+    pairs = list(zip(rows, gaps, strict=True))
+    return {
+        "input_ids": torch.tensor([row["input_ids"] + [pad_token_id] * gap for row, gap in pairs]),
+        "attention_mask": torch.tensor([[1] * (longest - gap) + [0] * gap for gap in gaps]),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
+
+
+def save(network: Any, tokenizer: Tokenizer, folder: Path, tokenizer_file: str) -> None:
+    """Write weights, configuration and tokenizer."""
+    network.save_pretrained(folder)
+    tokenizer.save(str(folder / tokenizer_file))
+
+
+def _rows(examples: list[Example], tokenizer: Tokenizer, bos: int, plan: FineTuning) -> list[Row]:
+    truth = labels(examples, plan.buckets)
+    return [
+        {"input_ids": encode_tail(tokenizer, example.text, plan.input_tokens, bos), "labels": label}
+        for example, label in zip(examples, truth, strict=True)
+    ]
+
+
+def _arguments(plan: FineTuning, folder: str) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder,
+        num_train_epochs=plan.epochs,
+        max_steps=plan.max_steps,
+        per_device_train_batch_size=plan.batch_size,
+        per_device_eval_batch_size=plan.batch_size,
+        learning_rate=plan.learning_rate,
+        warmup_steps=0.1,
+        weight_decay=0.01,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        save_total_limit=1,
+        save_only_model=True,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        logging_strategy="epoch",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=plan.seed,
+        use_cpu=not torch.cuda.is_available(),
+    )

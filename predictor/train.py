@@ -1,0 +1,109 @@
+"""Train a length classifier on prompts and their answers (TetriInfer figure 8)."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from predictor.buckets import Buckets
+from predictor.checkpoint import TOKENIZER_FILE, CheckpointMeta, replacing, write_meta
+from predictor.dataset import Example, digest, labels, load_examples, split_examples
+from predictor.evaluate import Evaluation, evaluate
+from predictor.scores import Scores
+from predictor.served import load_served
+from shared.errors import InvalidRequest
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def train_checkpoint(
+    examples: list[Example], out: Path, served_model: str, plan: Any
+) -> tuple[CheckpointMeta, Evaluation]:
+    """Split, fine-tune as `plan` (a `fine_tune.FineTuning`) says, calibrate, score on test, save to `out`.
+
+    `out` is replaced as a whole at the end. Raises InvalidRequest when a split is empty.
+    """
+    from predictor.fine_tune import fine_tune, fit_temperature, save, start
+    from predictor.model import LengthClassifier
+
+    splits = split_examples(examples)
+    if empty := [name for name, members in splits.items() if not members]:
+        raise InvalidRequest(f"{len(examples)} examples leave nothing for {', '.join(empty)}")
+    network, tokenizer = start(splits["train"], plan)
+    network = fine_tune(network, tokenizer, splits["train"], splits["val"], plan)
+    meta = _untested_meta(examples, splits, served_model, plan)
+    raw = LengthClassifier(network, tokenizer, meta)
+    logits = [raw.logits(example.text) for example in splits["val"]]
+    temperature = fit_temperature(logits, labels(splits["val"], plan.buckets))
+    meta = msgspec.structs.replace(meta, temperature=temperature)
+    found = evaluate(LengthClassifier(network, tokenizer, meta), splits["train"], splits["test"])
+    meta = msgspec.structs.replace(meta, scores=found.scores)
+    with replacing(out) as folder:
+        save(network, tokenizer, folder, TOKENIZER_FILE)
+        write_meta(folder, meta)
+    return meta, found
+
+
+@app.command()
+def train(
+    data: Annotated[
+        list[Path], typer.Option(help="JSON or JSONL files, or folders of them; may be repeated.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the checkpoint; replaced when done.")],
+    served_model: Annotated[str, typer.Option(help="Folder or name: its tokenizer counts answers.")],
+    base: Annotated[str, typer.Option(help="OPT model to fine-tune: folder or name.")] = "facebook/opt-125m",
+    from_scratch: Annotated[str, typer.Option(help="Instead of a base: tiny, small, medium or base.")] = "",
+    bucket_tokens: Annotated[int, typer.Option(help="Granularity.", min=1)] = 200,
+    bucket_count: Annotated[int, typer.Option(help="Classes; the last is open-ended.", min=2)] = 10,
+    input_tokens: Annotated[int, typer.Option(help="Of the prompt's end.", min=1)] = 128,
+    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
+    max_steps: Annotated[int, typer.Option(help="Instead of epochs.")] = -1,
+    batch_size: Annotated[int, typer.Option(help="Examples a step.", min=1)] = 32,
+    learning_rate: Annotated[float, typer.Option(help="From scratch, 1e-3 is better.")] = 5e-5,
+    class_weights: Annotated[bool, typer.Option(help="Weigh rare buckets up.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0,
+    threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Only the JSON object of the last line.")] = False,
+) -> None:
+    """Train a length classifier and save it with its scores."""
+    import torch
+
+    from predictor.fine_tune import FineTuning
+
+    torch.set_num_threads(threads)
+    plan = FineTuning(
+        Buckets(bucket_tokens, bucket_count), base, from_scratch, input_tokens, epochs, max_steps,
+        batch_size, learning_rate, class_weights, seed,
+    )  # fmt: skip
+    examples = load_examples(data, load_served(served_model, with_template=True))
+    meta, found = train_checkpoint(examples, out, served_model, plan)
+    report = found.report(aim_accuracy=None, aim_p99_ms=250.0)
+    if not as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(meta), indent=2).decode())
+    typer.echo(json.dumps(report))
+    raise typer.Exit(0 if report["ok"] else 1)
+
+
+def _untested_meta(
+    examples: list[Example], splits: dict[str, list[Example]], served_model: str, plan: Any
+) -> CheckpointMeta:
+    return CheckpointMeta(
+        bucket_tokens=plan.buckets.width_tokens,
+        bucket_count=plan.buckets.count,
+        input_tokens=plan.input_tokens,
+        base=f"from scratch: {plan.from_scratch}" if plan.from_scratch else plan.base,
+        served_model=served_model,
+        data_digest=digest(examples),
+        examples={name: len(members) for name, members in splits.items()},
+        scores=Scores(0, 0.0, 0.0, 0.0, 0.0, [], []),
+        seed=plan.seed,
+        trained_unix_s=time.time(),
+        class_weights=plan.class_weights,
+    )
+
+
+if __name__ == "__main__":
+    app()

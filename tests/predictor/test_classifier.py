@@ -1,0 +1,170 @@
+"""A tiny OPT classifier, trained for real on a task that can be learnt, served, reloaded and broken."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from predictor.checkpoint import META_FILE, read_meta
+from predictor.evaluate import app as evaluate_app
+from predictor.settings import PredictorSettings
+from predictor.train import app as train_app
+
+pytestmark = pytest.mark.slow
+THINGS = [
+    "cats",
+    "dogs",
+    "rivers",
+    "stars",
+    "bridges",
+    "poems",
+    "ships",
+    "clocks",
+    "maps",
+    "songs",
+    "trees",
+    "storms",
+]
+MANNERS = {"short": 40, "plain": 150, "long": 380}  # asked manner -> output tokens
+
+
+def records() -> Iterator[dict[str, Any]]:
+    for number in range(600):
+        manner = list(MANNERS)[number % 3]
+        thing, other = THINGS[number % 12], THINGS[(number // 12) % 12]
+        prompt = f"Tell me about {thing} and {other}, number {number}. The answer should be {manner}."
+        yield {"prompt": prompt, "output_tokens": MANNERS[manner]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, the served model's tokenizer, and a checkpoint trained on them through the command line."""
+    from predictor.scratch import train_tokenizer
+
+    base = tmp_path_factory.mktemp("length")
+    data = list(records())
+    (base / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    (base / "served").mkdir()
+    train_tokenizer((record["prompt"] for record in data), "tiny").save(
+        str(base / "served" / "tokenizer.json")
+    )
+    (base / "served" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    arguments = (
+        f"--data {base}/data.jsonl --out {base}/checkpoint --served-model {base}/served --from-scratch tiny"
+        " --bucket-tokens 100 --bucket-count 4 --input-tokens 32 --max-steps 75 --learning-rate 0.003"
+        " --seed 1 --class-weights --json"
+    )
+    done = CliRunner().invoke(train_app, arguments.split())
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output.strip().splitlines()[-1])
+    assert report["ok"]
+    assert report["figures"]["accuracy"] > 0.8  # chance and the commonest bucket: about 1/3
+    return base
+
+
+@pytest.fixture
+def settings(folder: Path, tmp_path: Path) -> PredictorSettings:
+    shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
+    return PredictorSettings(
+        checkpoint=tmp_path / "checkpoint", model=str(folder / "served"), timeout_ms=20_000, queue_depth=64
+    )
+
+
+def test_metadata_tells_what_was_trained(folder: Path) -> None:
+    meta = read_meta(folder / "checkpoint")
+    assert (meta.bucket_tokens, meta.bucket_count, meta.input_tokens, meta.seed) == (100, 4, 32, 1)
+    assert sum(meta.examples.values()) == 600
+    assert sum(map(sum, meta.scores.confusion)) == meta.examples["test"] == meta.scores.examples
+    assert meta.scores.accuracy > 2 * 0.34 > meta.scores.majority
+    assert len(meta.data_digest) == 64
+    assert meta.class_weights
+
+
+def test_evaluation_beats_the_baselines(folder: Path) -> None:
+    arguments = ["--checkpoint", str(folder / "checkpoint"), "--data", str(folder / "data.jsonl"), "--json"]
+    done = CliRunner().invoke(evaluate_app, [*arguments, "--aim-p99-ms", "20000"])
+    report = json.loads(done.output.strip().splitlines()[-1])
+    assert done.exit_code == 0
+    assert report["ok"]
+    assert report["figures"]["accuracy"] == read_meta(folder / "checkpoint").scores.accuracy
+    assert report["figures"]["accuracy"] > report["figures"]["accuracy_observed"] + 0.2
+    missed = CliRunner().invoke(evaluate_app, [*arguments, "--aim-accuracy", "1.1"])
+    assert missed.exit_code == 1
+    assert not json.loads(missed.output.strip().splitlines()[-1])["ok"]
+
+
+async def test_served_over_http_from_text_and_from_ids(serve: Any, settings: PredictorSettings) -> None:
+    served = Tokenizer.from_file(f"{settings.model}/tokenizer.json")
+    async with serve(settings) as client:
+        about = (await client.post("/v1/model/reload")).json()
+        assert (about["source"], about["reads_token_ids"]) == ("classifier", True)
+        right = 0
+        for record in list(records())[:60]:
+            by_text = (await client.post("/v1/predict", json={"prompt": record["prompt"]})).json()
+            ids = served.encode(record["prompt"]).ids
+            body = {"prompt_token_ids": ids, "prompt_tokens": len(ids)}
+            by_ids = (await client.post("/v1/predict", json=body)).json()
+            assert by_text["source"] == by_ids["source"] == "classifier"
+            assert by_text["bucket"] == by_ids["bucket"]
+            right += by_text["lower_tokens"] <= record["output_tokens"] < by_text["upper_tokens"]
+        assert right > 48
+        for text in ("", "</s>", "<pad>", "x" * 500_000, "\x00 \U0001f600"):
+            assert (await client.post("/v1/predict", json={"prompt": text})).status_code == 200
+        assert (await client.post("/v1/predict", json={"prompt_token_ids": []})).status_code == 200
+        assert (await client.post("/v1/predict", json={"prompt_token_ids": [10**9]})).status_code == 200
+
+
+def test_a_real_process_loads_it_beside_serving(settings: PredictorSettings) -> None:
+    environment = {**os.environ, **settings.to_environment(), "POLYPHASE_PREDICTOR_PORT": "0"}
+    command = [sys.executable, "-m", "predictor"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            lines = iter(process.stderr)
+            address = next(found[1] for line in lines if (found := re.search(r"running on (http\S+)", line)))
+            body = {
+                "prompt": next(one["prompt"] for one in records() if one["output_tokens"] == MANNERS["long"])
+            }
+            early = httpx.post(f"{address}/v1/predict", json=body, timeout=30).json()
+            assert early["source"] in ("observed", "classifier")
+            states = (json.loads(line).get("state") for line in lines)
+            assert next(state for state in states if state) == "loaded"
+            found = httpx.post(f"{address}/v1/predict", json=body, timeout=30).json()
+            assert (found["source"], found["bucket"]) == ("classifier", 3)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("damage", ["weights", "no weights", "tokenizer", "buckets", "no metadata"])
+async def test_a_damaged_checkpoint_is_told_and_serving_goes_on(
+    serve: Any, settings: PredictorSettings, damage: str
+) -> None:
+    assert settings.checkpoint is not None
+    weights = settings.checkpoint / "model.safetensors"
+    meta = settings.checkpoint / META_FILE
+    if damage == "weights":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage == "no weights":
+        weights.unlink()
+    elif damage == "tokenizer":
+        (settings.checkpoint / "tokenizer.json").write_text("{")
+    elif damage == "buckets":
+        meta.write_text(meta.read_text().replace('"bucket_count": 4', '"bucket_count": 5'))
+    else:
+        meta.unlink()
+    async with serve(settings) as client:
+        assert (await client.post("/v1/model/reload")).status_code == 503
+        about = (await client.get("/v1/model")).json()
+        assert (about["source"], about["checkpoint"]["state"]) == ("observed", "broken")
+        assert str(settings.checkpoint) in about["checkpoint"]["error"]
+        assert (await client.post("/v1/predict", json={"prompt": "x"})).json()["source"] == "observed"
