@@ -1,0 +1,29 @@
+"""Settings of the dashboard. Not `settings.py`: Streamlit puts this folder first on `sys.path`."""
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from shared.runtime.settings import ServiceSettings
+
+Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9._\[\]:-]+(/[^\s]*)?$")]
+OptionalUrl = Annotated[str, Field(pattern=r"^$|^https?://[A-Za-z0-9._\[\]:-]+(/[^\s]*)?$")]
+
+
+class DashboardSettings(ServiceSettings):
+    """Prefix `POLYPHASE_DASHBOARD_`."""
+
+    model_config = SettingsConfigDict(env_prefix="POLYPHASE_DASHBOARD_", frozen=True, extra="forbid")
+
+    monitor_url: Url = "http://127.0.0.1:8200"
+    scheduler_url: Url = "http://127.0.0.1:8100"
+    gateway_url: OptionalUrl = "http://127.0.0.1:8000"  # empty: not shown
+    predictor_url: OptionalUrl = ""  # empty: not shown
+
+    refresh_s: float = Field(2.0, ge=0.5, le=60.0)
+    read_timeout_s: float = Field(1.5, gt=0)  # of one read; all run at once
+    drain_timeout_s: float = Field(30.0, gt=0)  # given with each drain and flip
+    requests_shown: int = Field(50, ge=1, le=500)
+    flips_shown: int = Field(20, ge=1, le=1_000)
+    cards_shown: int = Field(12, ge=1, le=60)  # with more instances than this, a table

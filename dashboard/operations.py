@@ -1,0 +1,119 @@
+"""Actions on instances: what is asked before, what runs meanwhile, what is said after."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from dashboard.records import AuditEntry, InstanceRow
+from dashboard.units import duration
+from shared.domain.instance import InstanceState, Role
+from shared.errors import PolyphaseError
+
+
+class Action(StrEnum):
+    """What can be done to an instance."""
+
+    DRAIN = "drain"
+    RESUME = "resume"
+    FLIP = "flip"
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """An action that somebody wants, with what the page knew of the instance when it was asked for."""
+
+    action: Action
+    instance_id: str
+    role: Role
+    inflight: int
+    last_ready: bool  # no other instance of its role would be ready
+    force: bool = False
+
+    def forced(self) -> "Intent":
+        """The same, overriding the monitor's refusal to take the last ready instance of a role."""
+        return replace(self, force=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an operation stands: `state` is "running", "succeeded", "refused" or "failed"."""
+
+    state: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A confirmed action, under way or ended."""
+
+    intent: Intent
+    future: "Future[AuditEntry]"
+    started_s: float = field(default_factory=time.time)
+    key: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+
+    def outcome(self, now_s: float) -> Outcome:
+        """What to tell of it at `now_s` (unix seconds)."""
+        action, target = self.intent.action, self.intent.instance_id
+        if not self.future.done():
+            taken = duration(max(0.0, now_s - self.started_s))
+            return Outcome("running", f"{_DOING[action]} {target}: {taken} so far.")
+        error = self.future.exception()
+        if error is None:
+            return Outcome("succeeded", _told(self.future.result()))
+        said = error.message if isinstance(error, PolyphaseError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, PolyphaseError) and error.http_status == 409:
+            return Outcome("refused", f"{action.capitalize()} of {target} was refused: {said}")
+        return Outcome("failed", f"{action.capitalize()} of {target} failed: {said}")
+
+
+def intend(action: Action, row: InstanceRow, rows: Sequence[InstanceRow]) -> Intent:
+    """The wish to act on `row`, one of `rows`."""
+    ready = [r.instance_id for r in rows if r.role is row.role and r.state is InstanceState.READY]
+    last = ready == [row.instance_id]
+    return Intent(action, row.instance_id, row.role, row.load.inflight, last)
+
+
+def question(intent: Intent) -> str:
+    """The one question to say yes or no to."""
+    match intent.action:
+        case Action.FLIP:
+            return f"Flip {intent.instance_id} from {intent.role.value} to {intent.role.other.value}?"
+        case Action.DRAIN:
+            return f"Drain {intent.instance_id}?"
+        case Action.RESUME:
+            return f"Resume {intent.instance_id}?"
+
+
+def consequences(intent: Intent, drain_timeout_s: float) -> str:
+    """What will happen after a yes."""
+    role, jobs = intent.role.value, _jobs(intent.inflight)
+    limit = f"at most {duration(drain_timeout_s)}"
+    match intent.action:
+        case Action.FLIP:
+            first = f"It first drains {jobs} ({limit})" if intent.inflight else "It has no jobs to drain"
+            return f"{first}, then changes its role and takes {intent.role.other.value} work."
+        case Action.DRAIN:
+            work = f"finishes {jobs} (this waits {limit})" if intent.inflight else "has no jobs to finish"
+            return f"It takes no new {role} work and {work}. It stays drained until it is resumed."
+        case Action.RESUME:
+            return f"It takes new {role} work again."
+
+
+def _told(entry: AuditEntry) -> str:
+    drain = f"Drain {duration(entry.drain_s)}" if entry.drain_s is not None else "No drain"
+    if entry.kind == Action.FLIP:
+        flip = f"flip {duration(entry.flip_s)}" if entry.flip_s is not None else "flip time not reported"
+        return f"{entry.instance_id} is now {entry.to_role} (was {entry.from_role}). {drain}, {flip}."
+    if entry.kind == Action.DRAIN:
+        return f"{entry.instance_id} is drained and takes no new work. {drain}."
+    return f"{entry.instance_id} takes {entry.to_role} work again."
+
+
+def _jobs(count: int) -> str:
+    return f"{count} job" if count == 1 else f"{count} jobs"
+
+
+_DOING = {Action.DRAIN: "Draining", Action.RESUME: "Resuming", Action.FLIP: "Flipping"}

@@ -1,0 +1,166 @@
+"""The parts of the page that only show: header, totals, SLO attainment, the audit."""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from dashboard import look, units
+from dashboard.dashboard_settings import DashboardSettings
+from dashboard.data import Read, Snapshot
+from dashboard.records import AuditEntry, ClusterSummary, LengthSource, PoliciesInForce, PolicyChoice
+from shared.domain.instance import InstanceState, Role
+from shared.policy.slo import SloReport
+
+NO_MONITOR = "Nothing to show while the cluster monitor does not answer."
+
+
+def header(snapshot: Snapshot, settings: DashboardSettings) -> None:
+    """The name, the model and whether each service answers."""
+    asked: list[tuple[str, str | None]] = [
+        ("monitor", snapshot.monitor_error),
+        ("scheduler", snapshot.scheduler_error),
+        ("gateway", snapshot.gateway.error if snapshot.gateway else None),
+        ("predictor", snapshot.predictor.error if snapshot.predictor else None),
+    ]
+    dots = "".join(
+        look.dot(name, look.BAD if error else look.GOOD, error or "answers")
+        for name, error in asked
+        if error is not None
+    )
+    model = snapshot.cluster.value.model if snapshot.cluster.value else ""
+    live = look.soft(f"refreshed every {settings.refresh_s:g} s")
+    parts = f"<b>Polyphase</b>{look.soft(model)}<span class='pp-services'>{dots}{live}</span>"
+    st.html(look.page(f'<div class="pp-head">{parts}</div>'))
+
+
+def outages(snapshot: Snapshot, settings: DashboardSettings) -> None:
+    """One notice for each service that does not answer as it should."""
+    missing = [
+        ("The cluster monitor", settings.monitor_url, snapshot.monitor_error,
+         "Instances, SLO attainment and actions are missing until it answers. Serving goes on without it."),
+        ("The global scheduler", settings.scheduler_url, snapshot.scheduler_error,
+         "Requests and policies are missing until it answers."),
+        ("The gateway", settings.gateway_url, snapshot.gateway.error if snapshot.gateway else "",
+         "It takes no requests."),
+        ("The predictor", settings.predictor_url, snapshot.predictor.error if snapshot.predictor else "",
+         "Requests are served without a predicted output length."),
+    ]  # fmt: skip
+    for name, url, error, meaning in missing:
+        if error:
+            said = error.replace("`", "'")  # it ends no block of code
+            st.error(
+                f"**{name} at `{url}` does not answer as it should.** {meaning}\n\n```text\n{said}\n```",
+                icon=":material/cloud_off:",
+            )
+
+
+def totals(snapshot: Snapshot) -> None:
+    """The cluster in five figures, and the policies in force."""
+    facts = [*_policy_facts(snapshot.policies.value), *_length_facts(snapshot.predictor)]
+    if snapshot.cluster.value is not None:
+        st.html(look.page(look.tiles(*_tiles(snapshot.cluster.value))))
+    if facts:
+        line = "".join(f"<span>{look.soft(name)} {look.strong(value)}</span>" for name, value in facts)
+        st.html(look.page(f'<div class="pp-facts">{line}</div>'))
+
+
+def slo(cluster: Read[ClusterSummary]) -> None:
+    """Attainment of each class over each window, with percentiles."""
+    st.subheader("SLO attainment", anchor=False)
+    if cluster.value is None:
+        st.html(look.empty(NO_MONITOR))
+        return
+    if not any(report.requests for report in cluster.value.slo):
+        st.html(look.empty("No request has ended within the windows."))
+        return
+    heads = ["Class", "Window", "Requests", "Both met", "TTFT met", "TPOT met"]
+    heads += ["TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99"]
+    st.html(look.page(look.table(heads, [_slo_row(report) for report in cluster.value.slo])))
+
+
+def audit(flips: Read[list[AuditEntry]], now_s: float) -> None:
+    """Flips, drains and resumes, whoever did them."""
+    st.subheader("Flips, drains and resumes", anchor=False)
+    if flips.value is None:
+        st.html(look.empty(NO_MONITOR))
+        return
+    if not flips.value:
+        st.html(look.empty("Nobody has flipped, drained or resumed an instance yet."))
+        return
+    heads = ["When", "What", "Instance", "By", "Drain", "Flip", "Total", "Result"]
+    st.html(look.page(look.table(heads, [_audit_row(entry, now_s) for entry in flips.value])))
+
+
+def attainment_now(reports: Sequence[SloReport]) -> tuple[float | None, int, float]:
+    """Attainment over all classes in the shortest window, its number of requests, its length in seconds."""
+    window_s = min((report.window_s for report in reports), default=0.0)
+    counted = [r for r in reports if r.window_s == window_s and r.requests and r.attainment is not None]
+    requests = sum(report.requests for report in counted)
+    if not requests:
+        return None, 0, window_s
+    return sum((r.attainment or 0.0) * r.requests for r in counted) / requests, requests, window_s
+
+
+def _tiles(cluster: ClusterSummary) -> list[str]:
+    met, requests, window_s = attainment_now(cluster.slo)
+    total = {name: units.count(value) for name, value in cluster.totals.items()}
+    running, waiting = total.get("running", "0"), total.get("waiting", "0")
+    ended = f"{units.count(requests)} requests, last {units.duration(window_s)}"
+    return [
+        *(_role_tile(cluster, role) for role in Role),
+        look.tile("Jobs in flight", total.get("inflight", "0"), f"{running} running, {waiting} waiting"),
+        look.tile("Queued for prefill", f"{total.get('queued_prefill_tokens', '0')} tokens",
+                  f"of {total.get('queued_prefill', '0')} jobs"),
+        look.tile("SLO attainment now", units.share(met), ended if requests else "no request ended lately"),
+    ]  # fmt: skip
+
+
+def _role_tile(cluster: ClusterSummary, role: Role) -> str:
+    states = cluster.instances.get(role.value, {})
+    others = [s for s in InstanceState if s is not InstanceState.READY and states.get(s)]
+    note = ", ".join(f"{states[state]} {state.value}" for state in others)
+    value = f"{cluster.count(role, InstanceState.READY)} of {cluster.count(role)}"
+    return look.tile(f"{role.value.capitalize()} instances ready", value, note or "none in another state")
+
+
+def _policy_facts(policies: PoliciesInForce | None) -> list[tuple[str, str]]:
+    if policies is None:
+        return []
+    chosen = (("Placement", policies.placement), ("Split", policies.split), ("Dispatch", policies.dispatch))
+    return [(name, _policy(choice)) for name, choice in chosen]
+
+
+def _policy(choice: PolicyChoice) -> str:
+    parameters = ", ".join(f"{name} = {value}" for name, value in choice.parameters.items())
+    return f"{choice.name} ({parameters})" if parameters else choice.name
+
+
+def _length_facts(lengths: Read[LengthSource] | None) -> list[tuple[str, str]]:
+    if lengths is None or lengths.value is None:
+        return []
+    source, seen = lengths.value.source, lengths.value.observed.observations
+    said = "classifier" if source == "classifier" else f"observed lengths ({units.count(seen)} answers seen)"
+    broken = " – its checkpoint is broken" if lengths.value.checkpoint.state == "broken" else ""
+    return [("Output lengths from", said + broken)]
+
+
+def _slo_row(report: SloReport) -> list[str]:
+    met = [
+        look.bar("", value, units.share(value), look.GOOD)
+        for value in (report.attainment, report.ttft_attainment, report.tpot_attainment)
+    ]
+    percentiles = [
+        " / ".join(look.text(units.duration(figures.get(p))) for p in ("p50", "p90", "p99"))
+        for figures in (report.ttft_s, report.tpot_s)
+    ]
+    about = (units.duration(report.window_s), units.count(report.requests))
+    return [look.strong(report.slo), *(look.text(value) for value in about), *met, *percentiles]
+
+
+def _audit_row(entry: AuditEntry, now_s: float) -> list[str]:
+    what = f"{entry.kind} {entry.from_role} → {entry.to_role}" if entry.kind == "flip" else entry.kind
+    colour = {"succeeded": look.GOOD, "failed": look.BAD}.get(entry.result, look.CAUTION)
+    result = look.badge(entry.result, colour) + (f" {look.soft(entry.error)}" if entry.error else "")
+    times = (units.duration(value) for value in (entry.drain_s, entry.flip_s, entry.total_s))
+    when = look.soft(units.ago(entry.started_s, now_s))
+    return [when, look.text(what), look.strong(entry.instance_id), look.soft(entry.who), *times, result]

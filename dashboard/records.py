@@ -1,0 +1,109 @@
+"""What the services answer, as types. Fields that the page does not use are ignored."""
+
+from typing import Any
+
+import msgspec
+
+from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, Role
+from shared.policy.slo import SloReport
+
+EMULATED = "emulated"
+
+
+class InstanceRow(msgspec.Struct, frozen=True):
+    """One item of the monitor's `GET /instances`."""
+
+    instance_id: str
+    role: Role
+    state: InstanceState
+    info: InstanceInfo
+    load: InstanceLoad = InstanceLoad()
+    operation: str = ""  # the flip, drain or resume under way
+    death: str = ""  # why it is dead
+
+    @property
+    def emulated(self) -> bool:
+        """Whether no model runs there."""
+        return self.info.compatibility.engine == EMULATED
+
+    @property
+    def operable(self) -> bool:
+        """Whether the monitor would take an action on it at all."""
+        return self.state in (InstanceState.READY, InstanceState.DRAINING) and not self.operation
+
+    @property
+    def kv_usage(self) -> float | None:
+        """Share of the KV blocks in use, 0..1; None before its first load report."""
+        if not self.load.time_s or self.info.total_blocks <= 0:
+            return None
+        return min(1.0, max(0.0, 1.0 - self.load.free_blocks / self.info.total_blocks))
+
+
+class ClusterSummary(msgspec.Struct, frozen=True):
+    """The monitor's `GET /cluster`."""
+
+    model: str = ""
+    instances: dict[str, dict[str, int]] = {}  # role -> state -> how many
+    totals: dict[str, int] = {}  # of the instances that are not dead
+    slo: list[SloReport] = []
+
+    def count(self, role: Role, state: InstanceState | None = None) -> int:
+        """Instances of that role, in that state or in any but dead."""
+        states = self.instances.get(role.value, {})
+        if state is not None:
+            return states.get(state.value, 0)
+        return sum(states.values()) - states.get(InstanceState.DEAD.value, 0)
+
+
+class AuditEntry(msgspec.Struct, frozen=True):
+    """One item of the monitor's `GET /flips`, and its answer to a drain, resume or flip."""
+
+    operation_id: str
+    kind: str  # "flip", "drain", "resume"
+    instance_id: str
+    from_role: str
+    to_role: str
+    who: str
+    started_s: float
+    result: str  # "running", "succeeded", "failed"
+    drain_s: float | None = None
+    flip_s: float | None = None
+    total_s: float | None = None
+    error: str = ""
+
+
+class PolicyChoice(msgspec.Struct, frozen=True):
+    """A policy by name, with its parameters."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class PoliciesInForce(msgspec.Struct, frozen=True):
+    """The scheduler's `GET /policies`."""
+
+    placement: PolicyChoice
+    split: PolicyChoice
+    dispatch: PolicyChoice
+
+
+class CheckpointStatus(msgspec.Struct, frozen=True):
+    """What the predictor says of its checkpoint."""
+
+    state: str
+    error: str | None = None
+
+
+class ObservedStatus(msgspec.Struct, frozen=True):
+    """What the predictor learnt from finished answers."""
+
+    observations: int = 0
+    accuracy: float | None = None
+
+
+class LengthSource(msgspec.Struct, frozen=True):
+    """The predictor's `GET /v1/model`."""
+
+    source: str  # "classifier" or "observed"
+    checkpoint: CheckpointStatus
+    observed: ObservedStatus = ObservedStatus()

@@ -1,0 +1,78 @@
+"""The page understands what the services themselves produce, field by field."""
+
+from dataclasses import asdict
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from dashboard.records import AuditEntry, InstanceRow, LengthSource, PoliciesInForce
+from predictor.service import Predictor
+from predictor.settings import PredictorSettings
+from services.cluster_monitor.audit import Audit
+from services.cluster_monitor.edge import DrainIn, FlipIn
+from services.cluster_monitor.record import Record
+from services.cluster_monitor.routes import router as monitor_routes
+from services.global_scheduler.policy_set import PolicySet
+from services.global_scheduler.reports import plain
+from services.global_scheduler.routes import router as scheduler_routes
+from services.global_scheduler.settings import SchedulerSettings
+from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
+from shared.domain.job import Phase
+from shared.policy.slo import SloOutcome, SloReport, SloWindows
+from shared.wire.messages import JobReport
+
+
+def record() -> Record:
+    same = Compatibility("f00d", "emulated", "1", 1, KvGeometry(6, 4, 64))
+    info = InstanceInfo("p0", 1, "m", same, "H100", "bfloat16", 1, 16, 10, 2048, 512, "tcp://a:1", "http://a:2", ())
+    return Record(info, Role.PREFILL, cast(Any, SimpleNamespace(connected=True)), 1.0, 1.0)
+
+
+def test_instances() -> None:
+    row = msgspec.convert(record().describe(), InstanceRow)
+    assert (row.instance_id, row.role, row.emulated) == ("p0", Role.PREFILL, True)
+    assert row.kv_usage is None  # no load report yet
+
+
+def test_audit() -> None:
+    audit = Audit(cast(Any, SimpleNamespace(put=lambda *_: None)), CollectorRegistry())
+    entry = audit.begin("flip", record(), Role.DECODE, "dashboard")
+    entry.drain_s, entry.flip_s = 1.5, 0.0004
+    audit.end(entry)
+    known = msgspec.convert(audit.newest(1)[0], AuditEntry)
+    assert (known.kind, known.to_role, known.result, known.flip_s) == ("flip", "decode", "succeeded", 0.0004)
+
+
+def test_slo() -> None:
+    windows = SloWindows((60.0,), Random(1))
+    windows.add(SloOutcome("default", 1.0, 0.1, None, 2.0, 0.2), 1.0)
+    report = msgspec.convert(asdict(windows.reports(1.0)[0]), SloReport)
+    assert (report.requests, report.attainment, report.ttft_s["p99"]) == (1, 1.0, 0.1)
+
+
+def test_policies() -> None:
+    known = msgspec.convert(PolicySet(SchedulerSettings()).describe(), PoliciesInForce)
+    assert known.placement.name == SchedulerSettings().placement
+
+
+def test_requests() -> None:
+    report = JobReport("job", "gateway-0", Phase.DECODE, 1.0, 10)
+    assert msgspec.convert(plain(report), JobReport) == report
+
+
+def test_predictor() -> None:
+    described = Predictor(PredictorSettings()).describe()
+    assert msgspec.convert(described, LengthSource, str_keys=True).source == "observed"
+
+
+def test_paths_and_bodies() -> None:
+    paths = {route.path for router in (monitor_routes, scheduler_routes) for route in cast(Any, router.routes)}
+    for path in ("/instances", "/cluster", "/flips", "/requests", "/requests/{job_id}/timeline", "/policies"):
+        assert path in paths
+    for what in ("drain", "resume", "flip"):
+        assert f"/instances/{{instance_id}}/{what}" in paths
+    assert FlipIn(force=False, drain_timeout_s=30.0)
+    assert DrainIn(timeout_s=30.0)
