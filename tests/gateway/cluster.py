@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
+import zmq
 from prometheus_client import CollectorRegistry
 
 from gateway.job import Job, JobSpec
@@ -57,6 +58,16 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
+async def listen(server: RpcServer) -> RpcServer:
+    """Start a server; libzmq frees the address of a closed socket a little later."""
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                return await server.__aenter__()
+            except zmq.ZMQError:
+                await asyncio.sleep(0.02)
+
+
 @dataclass
 class Worker:
     """One instance. `before_token(n)` runs before the n-th token of each decode and may raise or wait."""
@@ -82,8 +93,7 @@ class Worker:
 
     async def start(self) -> None:
         handlers = {PREFILL: self.prefill, DECODE: self.decode, PREFETCH: self.prefetch, RELEASE: self.release}
-        self.server = RpcServer(self.sockets, self.address, handlers)
-        await self.server.__aenter__()
+        self.server = await listen(RpcServer(self.sockets, self.address, handlers))
 
     async def stop(self) -> None:
         if self.server is not None:
@@ -158,8 +168,8 @@ class Cluster:
         await self.scheduler.__aexit__(None, None, None)
 
     async def scheduler_up(self) -> None:
-        self.scheduler = RpcServer(self.sockets, self.scheduler_address, {PLACE: self.place, REPORT: self.report})
-        await self.scheduler.__aenter__()
+        server = RpcServer(self.sockets, self.scheduler_address, {PLACE: self.place, REPORT: self.report})
+        self.scheduler = await listen(server)
 
     async def place(self, request: PlaceRequest, _: ServerCall) -> Route:
         self.places.append(request)

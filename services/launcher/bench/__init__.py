@@ -1,0 +1,1 @@
+"""What `polyphase bench …` measures."""
