@@ -125,7 +125,7 @@ class ConnectionWatch:
         self._on_event(int(parse_monitor_message(frames)["event"]))
 
     def close(self) -> None:
-        """Stop watching."""
-        self._events.close()
+        """Stop watching. First the source of events: with nobody to take them libzmq's own thread would block."""
         if not self._socket.closed:
             self._socket.disable_monitor()
+        self._events.close()
