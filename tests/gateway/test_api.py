@@ -1,0 +1,224 @@
+"""The real API layer over a cluster without engines: shapes, errors, cancellation, and errors inside a stream."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import uvicorn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cluster import Cluster, answer, running_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+MODEL = Path(__file__).parents[2] / "models" / "demo"
+PROMPT = [400, 401, 402, 403]
+
+
+class Api:
+    """The application and the cluster behind it."""
+
+    def __init__(self, client: httpx.AsyncClient, cluster: Cluster) -> None:
+        self.client = client
+        self.cluster = cluster
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        full = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **body}
+        return await self.client.post("/v1/completions", json=full)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def api() -> AsyncIterator[Api]:
+    from gateway.app import prepare_environment, running
+    from gateway.auth import KeyRing
+    from gateway.settings import GatewaySettings
+
+    prepare_environment()
+    async with running_cluster() as cluster:
+        settings = GatewaySettings(
+            schedulers=(cluster.scheduler_address,), model=str(MODEL), served_model_name="demo", patience_s=0.5,
+            max_model_len=2048, max_body_bytes=100_000,
+        )  # fmt: skip
+        async with (
+            running(settings, KeyRing(())) as app,
+            listening(app) as url,
+            httpx.AsyncClient(base_url=url, timeout=20) as client,
+        ):
+            yield Api(client, cluster)
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """A real server: only a real connection can be broken."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    await serving
+
+
+@pytest.fixture(autouse=True)
+def fresh(api: Api) -> None:
+    for worker in (api.cluster.prefill, *api.cluster.decodes):
+        worker.before_token = worker.refuse = None
+        worker.prefills.clear()
+        worker.decodes.clear()
+        worker.cancelled.clear()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def events(response: httpx.Response) -> list[Any]:
+    lines = [line async for line in response.aiter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+async def test_models(api: Api) -> None:
+    assert (await api.client.get("/v1/models")).json()["data"][0]["id"] == "demo"
+
+
+async def test_a_completion_has_the_cluster_s_tokens_and_the_right_usage(api: Api) -> None:
+    body = (await api.complete(return_token_ids=True)).json()
+    assert body["choices"][0]["token_ids"] == answer(PROMPT, 6)
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"] == {
+        "prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10, "prompt_tokens_details": None,
+        "completion_tokens_details": None,
+    }  # fmt: skip
+
+
+async def test_a_stream_has_the_same_tokens(api: Api) -> None:
+    chunks = await events(await api.complete(stream=True, return_token_ids=True))
+    tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"] or ()]
+    assert tokens == answer(PROMPT, 6)
+
+
+async def test_n_answers_are_n_jobs(api: Api) -> None:
+    body = (await api.complete(n=3, temperature=0.7, return_token_ids=True)).json()
+    assert [choice["token_ids"] for choice in body["choices"]] == [answer(PROMPT, 6)] * 3
+    assert body["usage"]["completion_tokens"] == 18
+    assert len(api.cluster.prefill.prefills) == 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"seed": 5}, {"presence_penalty": 0.5}, {"min_tokens": 3}, {"repetition_penalty": 1.2},
+     {"structured_outputs": {"choice": ["a", "b"]}}],
+)  # fmt: skip
+async def test_what_depends_on_earlier_tokens_is_not_carried(api: Api, body: dict[str, Any]) -> None:
+    assert (await api.complete(**body)).status_code == 200
+    assert not api.cluster.prefill.prefills[0].want_token
+
+
+async def test_prompt_logprobs_stay_on_one_instance(api: Api) -> None:
+    task = asyncio.create_task(api.complete(prompt_logprobs=1))
+    await until(lambda: bool(api.cluster.decodes[0].decodes))
+    await task
+    assert not api.cluster.prefill.prefills
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_every_api_answers(api: Api, path: str) -> None:
+    message = [{"role": "user", "content": "Hello"}]
+    body: dict[str, Any] = {"model": "demo", "messages": message, "max_tokens": 4}
+    if path == "/v1/responses":
+        body = {"model": "demo", "input": "Hello", "max_output_tokens": 4}
+    response = await api.client.post(path, json=body)
+    assert response.status_code == 200, response.text
+
+
+async def test_a_stop_string_ends_the_job_everywhere(api: Api) -> None:
+    full = (await api.complete(max_tokens=40)).json()["choices"][0]["text"]
+    stop = full[len(full) // 2 :][:6]
+    decode = api.cluster.decodes[0]
+    decode.cancelled.clear()
+
+    async def slow(count: int) -> None:
+        await asyncio.sleep(0.005 if count < 39 else 30)  # the last token never comes unless the job is stopped
+
+    decode.before_token = slow
+    choice = (await api.complete(max_tokens=40, stop=[stop])).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == full[: full.index(stop)]
+    await asyncio.wait_for(decode.cancelled.wait(), 2)
+
+
+async def test_a_client_that_leaves_stops_its_job(api: Api) -> None:
+    decode = api.cluster.decodes[0]
+    decode.before_token = lambda count: asyncio.sleep(0) if count < 2 else asyncio.Event().wait()
+    task = asyncio.create_task(api.complete(max_tokens=50))
+    await until(lambda: bool(decode.decodes))
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.wait_for(decode.cancelled.wait(), 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [({"max_tokens": -1}, 400), ({"temperature": "hot"}, 400), ({"prompt": list(range(300, 3000))}, 400),
+     ({"max_tokens": 10**9}, 400), ({"model": "other"}, 404), ({"prompt": None}, 400), ({"n": 0}, 400),
+     ({"prompt": [10**9]}, 400), ({"logprobs": 10**6}, 400), ({"top_p": 7}, 400)],
+)  # fmt: skip
+async def test_bad_input_gets_a_4xx_in_openai_s_shape(api: Api, body: dict[str, Any], status: int) -> None:
+    response = await api.complete(**body)
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["message"]
+    assert not api.cluster.prefill.prefills
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"[]", b"\xff\xfe", b'{"model": 5'])
+async def test_malformed_json_is_a_400(api: Api, content: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    response = await api.client.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"]
+
+
+async def test_a_large_body_is_a_413(api: Api) -> None:
+    assert (await api.complete(prompt="x" * 200_000)).status_code == 413
+
+
+async def test_transfer_parameters_of_a_client_are_ignored(api: Api) -> None:
+    body = (await api.complete(kv_transfer_params={"import": {"transfer_id": "x"}}, return_token_ids=True)).json()
+    assert body["choices"][0]["token_ids"] == answer(PROMPT, 6)
+
+
+async def test_a_job_that_fails_before_its_first_token_gets_its_status(api: Api) -> None:
+    workers, api.cluster.decodes = api.cluster.decodes, []
+    try:
+        response = await api.complete()
+        assert response.status_code == 503, response.text
+        assert "decode" in response.json()["error"]["message"]
+    finally:
+        api.cluster.decodes = workers
+
+
+async def test_a_stream_that_fails_ends_in_a_typed_error(api: Api) -> None:
+    workers = list(api.cluster.decodes)
+
+    async def lose_all(count: int) -> None:
+        if count == 3:
+            api.cluster.decodes.clear()
+            raise RuntimeError("a bug in the engine")
+
+    for worker in workers:
+        worker.before_token = lose_all
+    try:
+        chunks = await events(await api.complete(stream=True))
+        assert chunks[-1]["error"]["code"] in (500, 503)
+        assert chunks[-1]["error"]["message"]
+    finally:
+        api.cluster.decodes += workers

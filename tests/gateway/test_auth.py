@@ -1,0 +1,63 @@
+"""API keys."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gateway.auth import ApiKey, KeyRing, create_key, digest_of, load_keys
+from shared.errors import InvalidRequest, Unauthorized
+
+
+def test_a_key_is_kept_only_as_its_digest() -> None:
+    secret, key = create_key("team")
+    assert secret not in repr(key)
+    assert key.digest == digest_of(secret)
+    assert create_key("team")[0] != secret
+
+
+def test_without_keys_everybody_is_let_in() -> None:
+    assert KeyRing(()).identify("") is None
+
+
+def test_the_right_key_is_found_in_either_header() -> None:
+    secret, key = create_key("team")
+    ring = KeyRing((key,))
+    assert ring.identify(f"Bearer {secret}") == key
+    assert ring.identify(f"bearer  {secret} ") == key
+    assert ring.identify("", secret) == key
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", "Basic abc", "\x00", "Bearer " + "x" * 10_000])
+def test_a_wrong_key_is_refused(header: str) -> None:
+    _, key = create_key("team")
+    with pytest.raises(Unauthorized):
+        KeyRing((key,)).identify(header)
+
+
+def test_a_keys_file_is_read(tmp_path: Path) -> None:
+    _, key = create_key("team", 2.0, 5)
+    file = tmp_path / "keys.yaml"
+    file.write_text(
+        yaml.safe_dump([{"name": key.name, "digest": key.digest, "requests_per_s": 2.0, "burst": 5}])
+    )
+    assert load_keys(file) == (key,)
+
+
+@pytest.mark.parametrize(
+    "text", ["- {name: a}", "- {name: a, digest: short}", "{", "- {name: a, digest: x, nope: 1}", "- 5"]
+)
+def test_a_broken_keys_file_names_itself(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"keys\.yaml"):
+        load_keys(file)
+
+
+def test_a_missing_keys_file_is_an_error_not_an_open_door(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest):
+        load_keys(tmp_path / "none.yaml")
+
+
+def test_keys_compare_by_value() -> None:
+    assert ApiKey("a", "b") == ApiKey("a", "b")
