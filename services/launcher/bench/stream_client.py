@@ -47,9 +47,7 @@ async def stream_completion(host: str, port: int, body: dict[str, object]) -> St
         writer.close()
 
 
-async def run_load(
-    host: str, port: int, bodies: Sequence[dict[str, object]], concurrency: int
-) -> list[StreamResult]:
+async def run_load(host: str, port: int, bodies: Sequence[dict[str, object]], concurrency: int) -> list[StreamResult]:
     """All requests, `concurrency` at a time, in order of their sending."""
     pending = list(enumerate(bodies))[::-1]
     results: dict[int, StreamResult] = {}

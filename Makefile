@@ -1,0 +1,50 @@
+# Needs Python 3.11+, pip and make. `make demo` and `make test` are all that a newcomer has to know.
+PYTHON ?= python3
+VENV ?= .venv
+# torch's CPU build comes from wherever pip looks; where it finds none, from PyTorch's own index, for this one package.
+TORCH ?= torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ARGS ?=
+# Further options of pytest, such as PYTEST_ARGS='-k gateway'.
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup up demo test test-fast lint clean
+.DEFAULT_GOAL := help
+
+help: ## Show this.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## Set everything up in .venv; quick when nothing changed.
+
+# vLLM's dependencies bring CUDA builds of three packages that break `import transformers` beside a CPU torch.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 …" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): a few minutes the first time"
+	@$(BIN)/pip install -q '$(TORCH)' 2>/dev/null || $(BIN)/pip install -q --index-url $(TORCH_INDEX) '$(TORCH)'
+	@$(BIN)/pip install -q -e '.[cpu,dev]'
+	@$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null || true
+	@touch $@
+
+up: setup ## Start the suite and keep it running; ARGS='--model … --port …'.
+	@exec $(BIN)/polyphase up $(ARGS)
+
+demo: setup ## Start a suite, check every promise on it, report; ARGS='--json --keep'.
+	@exec $(BIN)/polyphase demo $(ARGS)
+
+test: setup lint ## All tests.
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: setup ## Tests without real engines.
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+lint: setup ## ruff and mypy.
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+clean: ## Remove the environment, caches and the data of local suites.
+	rm -rf $(VENV) .polyphase .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The `polyphase` command: starts and supervises the suite from one cluster file."""

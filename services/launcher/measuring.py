@@ -1,0 +1,72 @@
+"""Commands that measure: a run of a bench, its table for people, and one JSON line for machines."""
+
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+# name → module and function; each gives {"figures": {name_unit: number}, "aims": {name: {want, got, met}}}.
+BENCHES: dict[str, tuple[str, str]] = {
+    "overhead": ("services.launcher.bench.overhead", "run_overhead_bench"),
+    "kv": ("services.launcher.bench.kv", "run_kv_bench"),
+    "cost": ("services.launcher.bench.cost", "run_cost_bench"),
+    "sim": ("services.launcher.bench.sim", "run_sim_bench"),
+    "papers": ("services.launcher.bench.papers", "run_papers_bench"),
+}
+Bench = Callable[..., dict[str, Any]]
+
+
+def find_bench(name: str) -> Bench | None:
+    """The function of a bench; None for one that this version does not have."""
+    module, function = BENCHES[name]
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.startswith(error.name):
+            return None
+        raise
+    bench: Bench = getattr(found, function)
+    return bench
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object of a measuring command: ok iff every aim is met."""
+    figures, aims = result.get("figures", {}), result.get("aims", {})
+    return {"ok": all(aim["met"] for aim in aims.values()), "figures": figures, "aims": aims}
+
+
+def report(console: Console, result: dict[str, Any], as_json: bool) -> bool:
+    """Print a result; with `as_json` its last line is the JSON object. Whether every aim is met."""
+    answer = summary(result)
+    console.print(_figures(answer["figures"]))
+    if answer["aims"]:
+        console.print(_aims(answer["aims"]))
+    if as_json:
+        print_json(answer)
+    return bool(answer["ok"])
+
+
+def print_json(answer: Any) -> None:
+    """One line, unstyled and unwrapped."""
+    print(json.dumps(answer, default=str), flush=True)
+
+
+def _figures(figures: dict[str, Any]) -> Table:
+    table = Table(title="Figures", title_justify="left", box=None, padding=(0, 2))
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.4g}" if isinstance(value, int | float) else str(value))
+    return table
+
+
+def _aims(aims: dict[str, dict[str, Any]]) -> Table:
+    table = Table(title="Aims", title_justify="left", box=None, padding=(0, 2))
+    for column in ("", "aim", "want", "got"):
+        table.add_column(column)
+    for name, aim in aims.items():
+        table.add_row("[green]✔[/]" if aim["met"] else "[red]✘[/]", name, str(aim["want"]), str(aim["got"]))
+    return table

@@ -1,0 +1,243 @@
+"""From a cluster file to the processes of one host: programs, environments, ports, health checks."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from gateway.settings import GatewaySettings
+from predictor.settings import PredictorSettings
+from services.cluster_monitor.settings import MonitorSettings
+from services.global_scheduler.settings import SchedulerSettings
+from services.launcher import ports
+from services.launcher.cluster_file import LOCAL, PROJECT, Cluster, InstanceSection, describe
+from services.launcher.ports import PortUse
+from services.worker.settings import WorkerSettings
+from shared.errors import InvalidRequest
+from shared.runtime.settings import ServiceSettings
+
+_OURS = "POLYPHASE_"
+_UNSET = "POLYPHASE_NOT_FROM_THE_ENVIRONMENT_"  # settings come from the cluster file alone
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to keep running. `health_url` answers 200 once it is ready; empty: ready when it runs."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    health_url: str = ""
+    ports: tuple[PortUse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one host runs, and where to find the rest."""
+
+    model: str
+    processes: tuple[ProcessSpec, ...]
+    instance_ids: tuple[str, ...]  # of this host
+    api_url: str
+    monitor_url: str
+    scheduler_urls: tuple[str, ...]
+    predictor_url: str
+    dashboard_url: str
+    runs_control: bool
+
+    @property
+    def port_uses(self) -> tuple[PortUse, ...]:
+        """Every port that is listened on here."""
+        return tuple(use for process in self.processes for use in process.ports)
+
+
+def make_plan(cluster: Cluster, data_dir: Path, host_name: str = "", where: str = "cluster file") -> Plan:
+    """What `host_name` runs. Raises InvalidRequest that names the key at fault."""
+    return _Planner(cluster, data_dir, host_name, where).plan()
+
+
+class _Planner:
+    """Knows the addresses of everything in the file."""
+
+    def __init__(self, cluster: Cluster, data_dir: Path, host_name: str, where: str) -> None:
+        self._cluster = cluster
+        self._where = where
+        self._here = _own_host(cluster, host_name)
+        self._control = cluster.hosts.get(cluster.control, "127.0.0.1")
+        self._base = cluster.ports
+        self._database = cluster.database_url or f"sqlite:///{(data_dir / 'polyphase.db').resolve()}"
+        self._env = _child_environment(cluster.model)
+        self._curve = {"curve_public": cluster.curve_public, "curve_secret": cluster.curve_secret}
+
+    def plan(self) -> Plan:
+        c = self._cluster
+        runs_control = self._here == (c.control or LOCAL)
+        instances = self._instances()
+        processes = [*(self._control_plane() if runs_control else ()), *instances]
+        with_dashboard = runs_control and c.dashboard.enabled
+        if with_dashboard:
+            processes.append(self._dashboard())
+        if not processes:
+            raise InvalidRequest(f"{self._where}: nothing is to run on host {self._here!r}")
+        plan = Plan(
+            model=c.served_model_name or c.model, processes=tuple(processes),
+            instance_ids=tuple(spec.name for spec in instances),
+            api_url=f"http://{self._gateway_host}:{c.gateway.port}", monitor_url=self._http(ports.MONITOR),
+            scheduler_urls=tuple(self._http(self._scheduler_port(i)) for i in range(c.scheduler.count)),
+            predictor_url=self._http(ports.PREDICTOR) if c.predictor.enabled else "",
+            dashboard_url=f"http://127.0.0.1:{c.dashboard.port}" if with_dashboard else "",
+            runs_control=runs_control,
+        )  # fmt: skip
+        ports.check_distinct(plan.port_uses)
+        return plan
+
+    @property
+    def _gateway_host(self) -> str:
+        return self._cluster.gateway.host or self._control
+
+    def _control_plane(self) -> list[ProcessSpec]:
+        c = self._cluster
+        specs = [self._monitor(), *(self._scheduler(index) for index in range(c.scheduler.count))]
+        if c.gateway.enabled:
+            specs.append(self._gateway())
+        if c.predictor.enabled:
+            specs.append(self._predictor())
+        return specs
+
+    def _monitor(self) -> ProcessSpec:
+        port = self._base + ports.MONITOR
+        values = {
+            "http_host": self._control, "http_port": port, "database_url": self._database,
+            "heartbeat_address": self._zmq(1), "broadcast_address": self._zmq(2), **self._curve,
+        }  # fmt: skip
+        settings = self._settings(MonitorSettings, "monitor", self._cluster.monitor.extra, values)
+        uses = (port, port + 1, port + 2)
+        return self._process("monitor", "services.cluster_monitor", settings, self._control, port, uses,
+                             self._cluster.monitor.env)  # fmt: skip
+
+    def _scheduler(self, index: int) -> ProcessSpec:
+        c, offset = self._cluster, self._scheduler_port(index)
+        port = self._base + offset
+        values = {
+            "scheduler_id": f"scheduler-{index}", "http_host": self._control, "http_port": port,
+            "rpc_address": self._zmq(offset + 1), "broadcast_address": self._zmq(2),
+            "monitor_url": self._http(ports.MONITOR), "predictor_url": self._predictor_url,
+            "database_url": self._database, **self._curve,
+        }  # fmt: skip
+        settings = self._settings(SchedulerSettings, "scheduler", c.scheduler.extra, values)
+        name = "scheduler" if c.scheduler.count == 1 else f"scheduler-{index}"
+        uses = (port, port + 1)
+        return self._process(name, "services.global_scheduler", settings, self._control, port, uses,
+                             c.scheduler.env)  # fmt: skip
+
+    def _gateway(self) -> ProcessSpec:
+        c = self._cluster
+        addresses = tuple(self._zmq(self._scheduler_port(i) + 1) for i in range(c.scheduler.count))
+        values = {
+            "host": self._gateway_host, "port": c.gateway.port, "schedulers": addresses, "model": c.model,
+            "served_model_name": c.served_model_name, "max_model_len": c.max_model_len, **self._curve,
+        }  # fmt: skip
+        settings = self._settings(GatewaySettings, "gateway", c.gateway.extra, values)
+        return self._process("gateway", "gateway", settings, self._gateway_host, c.gateway.port,
+                             (c.gateway.port,), c.gateway.env)  # fmt: skip
+
+    def _predictor(self) -> ProcessSpec:
+        port = self._base + ports.PREDICTOR
+        values = {"host": self._control, "port": port, "model": self._cluster.model}
+        settings = self._settings(PredictorSettings, "predictor", self._cluster.predictor.extra, values)
+        return self._process("predictor", "predictor", settings, self._control, port, (port,),
+                             self._cluster.predictor.env)  # fmt: skip
+
+    def _dashboard(self) -> ProcessSpec:
+        c, port = self._cluster, self._cluster.dashboard.port
+        argv = (
+            sys.executable, "-P", "-m", "streamlit", "run", str(PROJECT / "dashboard" / "app.py"),
+            "--server.port", str(port), "--server.address", "127.0.0.1", "--server.headless", "true",
+            "--browser.gatherUsageStats", "false",
+        )  # fmt: skip
+        env = {
+            "POLYPHASE_DASHBOARD_MONITOR_URL": self._http(ports.MONITOR),
+            "POLYPHASE_DASHBOARD_SCHEDULER_URL": self._http(self._scheduler_port(0)),
+            "POLYPHASE_DASHBOARD_GATEWAY_URL": f"http://{self._gateway_host}:{c.gateway.port}",
+            "POLYPHASE_DASHBOARD_PREDICTOR_URL": self._predictor_url,
+        }
+        health = f"http://127.0.0.1:{port}/_stcore/health"
+        uses = (PortUse("dashboard", "127.0.0.1", port),)
+        return ProcessSpec("dashboard", argv, {**self._env, **env, **c.dashboard.env}, health, uses)
+
+    def _instances(self) -> list[ProcessSpec]:
+        """Ports follow from the whole file, so that every host comes to the same ones."""
+        entries = [(entry, name) for entry in self._cluster.instances for name in entry.ids]
+        ranks = [int(entry.extra.get("tensor_parallel", 1)) for entry, _ in entries]
+        firsts = ports.instance_ports(self._base, ranks)
+        default = self._cluster.control or LOCAL
+        return [
+            self._instance(entry, name, first, count)
+            for (entry, name), first, count in zip(entries, firsts, ranks, strict=True)
+            if (entry.host or default) == self._here and entry.enabled
+        ]
+
+    def _instance(self, entry: InstanceSection, name: str, first: int, ranks: int) -> ProcessSpec:
+        host = self._cluster.hosts.get(entry.host or self._cluster.control, "127.0.0.1")
+        values = {
+            "instance_id": name, "role": entry.role, "model": self._cluster.model, "host": host,
+            "rpc_port": first, "http_port": first + 1, "kv_port": first + 2,
+            "max_model_len": self._cluster.max_model_len, "monitor_url": self._http(ports.MONITOR),
+            "heartbeat_address": self._zmq(1), "broadcast_address": self._zmq(2),
+            "predictor_url": self._predictor_url, **self._curve,
+        }  # fmt: skip
+        settings = self._settings(WorkerSettings, f"instances.{entry.id}", entry.extra, values)
+        uses = tuple(range(first, first + 2 + ranks))
+        return self._process(name, "services.worker", settings, host, first + 1, uses, entry.env)
+
+    def _settings(
+        self, kind: type[ServiceSettings], at: str, extra: dict[str, Any], values: dict[str, Any]
+    ) -> ServiceSettings:
+        try:
+            return kind(_env_prefix=_UNSET, **{**values, **extra})
+        except ValidationError as error:
+            raise InvalidRequest(describe(self._where, error, at)) from error
+
+    def _process(
+        self, name: str, module: str, settings: ServiceSettings, host: str, http: int, uses: tuple[int, ...],
+        env: dict[str, str],
+    ) -> ProcessSpec:  # fmt: skip
+        return ProcessSpec(
+            name, (sys.executable, "-P", "-m", module), {**self._env, **settings.to_environment(), **env},
+            f"http://{host}:{http}/health", tuple(PortUse(name, host, port) for port in uses),
+        )  # fmt: skip
+
+    @property
+    def _predictor_url(self) -> str:
+        return self._http(ports.PREDICTOR) if self._cluster.predictor.enabled else ""
+
+    @staticmethod
+    def _scheduler_port(index: int) -> int:
+        return ports.SCHEDULERS + 2 * index
+
+    def _http(self, offset: int) -> str:
+        return f"http://{self._control}:{self._base + offset}"
+
+    def _zmq(self, offset: int) -> str:
+        return f"tcp://{self._control}:{self._base + offset}"
+
+
+def _own_host(cluster: Cluster, name: str) -> str:
+    known = list(cluster.hosts) or [LOCAL]
+    if not name and len(known) == 1:
+        return known[0]
+    if name not in known:
+        raise InvalidRequest(f"--host-name must say which of the file's hosts this is: {', '.join(known)}")
+    return name
+
+
+def _child_environment(model: str) -> dict[str, str]:
+    """Ours without POLYPHASE_…: what is not in the cluster file does not count."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
+    env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
+    if Path(model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    return env

@@ -1,0 +1,104 @@
+"""The state file of a running suite: where everything is, for the other commands and for tests."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from services.launcher.plan import Plan
+from services.launcher.supervisor import Status
+from shared.errors import Conflict, NotFound
+
+NAME = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningProcess:
+    """One supervised process."""
+
+    name: str
+    pid: int
+    state: str
+    restarts: int
+    took_s: float
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteState:
+    """Everything in the file."""
+
+    launcher_pid: int
+    launcher_started_s: float
+    model: str
+    api_url: str
+    monitor_url: str
+    scheduler_urls: tuple[str, ...]
+    predictor_url: str
+    dashboard_url: str
+    instance_ids: tuple[str, ...]
+    processes: tuple[RunningProcess, ...]
+
+    @property
+    def alive(self) -> bool:
+        """Whether the launcher that wrote it still runs."""
+        try:
+            started = psutil.Process(self.launcher_pid).create_time()
+        except psutil.Error:
+            return False
+        return abs(started - self.launcher_started_s) < 1.0
+
+    def pid(self, name: str) -> int:
+        """Of one process. Raises NotFound, also while it is being restarted."""
+        for process in self.processes:
+            if process.name == name and process.pid:
+                return process.pid
+        raise NotFound(f"no running process {name!r}; known: {', '.join(p.name for p in self.processes)}")
+
+
+def describe(plan: Plan, statuses: Iterable[Status]) -> SuiteState:
+    """The state of the suite that this process runs."""
+    processes = tuple(
+        RunningProcess(s.name, s.pid, s.state.value, s.restarts, round(s.took_s, 3), str(s.log))
+        for s in statuses
+    )
+    return SuiteState(
+        os.getpid(), psutil.Process().create_time(), plan.model, plan.api_url, plan.monitor_url,
+        plan.scheduler_urls, plan.predictor_url, plan.dashboard_url, plan.instance_ids, processes,
+    )  # fmt: skip
+
+
+def write(data_dir: Path, state: SuiteState) -> None:
+    """Replace the file in one step: a reader never sees half of it."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    fresh = data_dir / f"{NAME}.{os.getpid()}"
+    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
+    fresh.replace(data_dir / NAME)
+
+
+def read(data_dir: Path) -> SuiteState:
+    """The running suite. Raises NotFound when none runs there."""
+    try:
+        state = msgspec.json.decode((data_dir / NAME).read_bytes(), type=SuiteState)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise NotFound(f"no suite runs with its data in {data_dir}: start one with `polyphase up`") from error
+    if not state.alive:
+        raise NotFound(f"the suite in {data_dir} is not running any more: start it with `polyphase up`")
+    return state
+
+
+def refuse_second(data_dir: Path) -> None:
+    """Raises Conflict when a suite already runs there."""
+    try:
+        state = read(data_dir)
+    except NotFound:
+        return
+    raise Conflict(f"a suite already runs with its data in {data_dir} (process {state.launcher_pid})")
+
+
+def remove(data_dir: Path) -> None:
+    """The suite is over."""
+    (data_dir / NAME).unlink(missing_ok=True)

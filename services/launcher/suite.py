@@ -1,0 +1,167 @@
+"""A running suite as a handle: where it is, who runs, and the few things that checks and tests do to it."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from services.launcher import state_file
+from services.launcher.process import tail
+from services.launcher.state_file import SuiteState
+from shared.clients.monitor import MonitorClient
+from shared.clients.scheduler import SchedulerAdmin
+from shared.domain.instance import InstanceState, Role
+from shared.errors import DeadlineExceeded, PolyphaseError
+
+POLL_S = 0.05
+READY_S = 120.0
+
+
+class Suite:
+    """Reads the state file anew on each use: pids change when the launcher restarts something."""
+
+    def __init__(self, data_dir: Path, load: Callable[[], SuiteState] | None = None) -> None:
+        self.data_dir = data_dir
+        self._load = load or (lambda: state_file.read(data_dir))
+
+    @property
+    def state(self) -> SuiteState:
+        """As it is now. Raises NotFound when the suite is not running."""
+        return self._load()
+
+    def monitor(self) -> MonitorClient:
+        """A client of the monitor, to be closed."""
+        return MonitorClient(self.state.monitor_url)
+
+    def schedulers(self) -> tuple[SchedulerAdmin, ...]:
+        """A client of each scheduler, to be closed."""
+        return tuple(SchedulerAdmin(url) for url in self.state.scheduler_urls)
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal to a process, by its name in the plan; its pid. The launcher starts it again."""
+        pid = self.state.pid(name)
+        os.kill(pid, number)
+        return pid
+
+    async def restarted(self, name: str, old_pid: int, timeout_s: float = READY_S) -> float:
+        """Wait until the launcher says that `name` is ready again under another pid; the seconds it took."""
+        began = time.monotonic()
+
+        def again() -> bool:
+            process = next(p for p in self.state.processes if p.name == name)
+            return process.state == "ready" and process.pid not in (0, old_pid)
+
+        await until(again, timeout_s, f"{name} to be started again")
+        return time.monotonic() - began
+
+    async def instances(self) -> dict[str, dict[str, Any]]:
+        """All instances that the monitor knows, by id."""
+        async with self.monitor() as monitor:
+            return {entry["instance_id"]: entry for entry in await monitor.instances()}
+
+    async def ready(self, role: Role) -> list[str]:
+        """The instances of that role that may get work."""
+        found = await self.instances()
+        return [i for i, entry in found.items() if entry["role"] == role.value and entry["state"] == "ready"]
+
+    async def wait_ready(self, names: Collection[str] = (), timeout_s: float = READY_S) -> None:
+        """Wait until the monitor calls these instances (default: all of this suite) ready."""
+        wanted = set(names or self.state.instance_ids)
+        async with self.monitor() as monitor:
+            await _all_ready(monitor, wanted, timeout_s, self.data_dir / "logs")
+
+    async def wait_idle(self, timeout_s: float = 30.0) -> float:
+        """Wait until fresh reports show no job, KV block or staged KV at any instance; the seconds it took."""
+        began, now_s = time.monotonic(), time.time()
+        async with self.monitor() as monitor:
+
+            async def idle() -> bool:
+                entries = [e for e in await monitor.instances() if e["state"] != "dead"]
+                return all(e["load"]["time_s"] > now_s and _idle(e) for e in entries)
+
+            await until(idle, timeout_s, "the instances to be idle")
+        return time.monotonic() - began
+
+    async def set_policies(self, change: dict[str, Any]) -> None:
+        """Change the policies of all schedulers."""
+        for scheduler in self.schedulers():
+            async with scheduler:
+                await scheduler.set_policies(change)
+
+    def memory_bytes(self) -> int:
+        """Proportional set size of the launcher and everything below it."""
+        return memory_of([self.state.launcher_pid])
+
+
+def memory_of(pids: Sequence[int]) -> int:
+    """PSS of these processes and their descendants: shared pages count once."""
+    total = 0
+    for pid in pids:
+        try:
+            root = psutil.Process(pid)
+            for process in (root, *root.children(recursive=True)):
+                total += _pss(process)
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+async def until(condition: Callable[[], Any], timeout_s: float, what: str, poll_s: float = POLL_S) -> None:
+    """Poll until `condition()` (plain or async) is true. Raises DeadlineExceeded that says what was awaited."""
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            found = condition()
+            if await found if asyncio.iscoroutine(found) else found:
+                return
+        except PolyphaseError:
+            if time.monotonic() > give_up:
+                raise
+        if time.monotonic() > give_up:
+            raise DeadlineExceeded(f"waited {timeout_s:.0f} s for {what}")
+        await asyncio.sleep(poll_s)
+
+
+async def _all_ready(monitor: MonitorClient, wanted: set[str], timeout_s: float, logs: Path) -> None:
+    seen: dict[str, str] = {}
+
+    async def ready() -> bool:
+        seen.update({entry["instance_id"]: entry["state"] for entry in await monitor.instances()})
+        return all(seen.get(name) == InstanceState.READY.value for name in wanted)
+
+    try:
+        await until(ready, timeout_s, "instances")
+    except DeadlineExceeded as error:
+        missing = sorted(name for name in wanted if seen.get(name) != InstanceState.READY.value)
+        said = [f"{name}: {seen.get(name, 'not registered')}; {_last_error(logs / f'{name}.log')}" for name in missing]
+        raise DeadlineExceeded(f"not ready after {timeout_s:.0f} s:\n" + "\n".join(said)) from error
+
+
+def _last_error(log: Path) -> str:
+    """What a process last complained of, such as the monitor's reason to refuse it; else where its log is."""
+    for line in reversed(tail(log, lines=200).splitlines()):
+        if '"level": "error"' in line:
+            found = json.loads(line) if line.startswith("{") else {}
+            return f"{found.get('event', '')}: {found.get('reason', '')}" if found else line
+    return f"its log is {log}"
+
+
+def _idle(entry: dict[str, Any]) -> bool:
+    load, info = entry["load"], entry["info"]
+    return not load["inflight"] and not load["staged_bytes"] and load["free_blocks"] >= info["total_blocks"]
+
+
+def _pss(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except (psutil.Error, AttributeError):
+        try:
+            return int(process.memory_info().rss)
+        except psutil.Error:
+            return 0

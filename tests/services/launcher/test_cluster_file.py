@@ -1,0 +1,103 @@
+"""The cluster file: what is shipped loads, what is wrong is named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.launcher.cluster_file import CLUSTERS, PROJECT, load_cluster, resolve_model
+from services.launcher.plan import make_plan
+from shared.cost.catalogue import Catalogue
+from shared.errors import InvalidRequest
+
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "model": "org/some-model",
+    "instances": [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "count": 2}],
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    file = folder / "c.yaml"
+    file.write_text(yaml.safe_dump({**SMALL, **changes}))
+    return file
+
+
+@pytest.mark.parametrize("file", sorted(CLUSTERS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_shipped_clusters_load_and_plan(file: Path, tmp_path: Path) -> None:
+    cluster = load_cluster(file)
+    plan = make_plan(cluster, tmp_path)
+    assert set(plan.instance_ids) == set(cluster.instance_ids)
+    assert {entry.role.value for entry in cluster.instances} == {"prefill", "decode"}
+
+
+def test_a_bare_name_means_a_shipped_cluster() -> None:
+    assert load_cluster(Path("laptop")).name == "laptop"
+
+
+def test_the_emulated_cluster_says_so_and_has_32_known_accelerators() -> None:
+    cluster = load_cluster(Path("emulated-mixed"))
+    assert "emulated" in cluster.name
+    assert len(cluster.instance_ids) == 32
+    known = Catalogue.built_in()
+    for entry in cluster.instances:
+        assert entry.extra["engine"] == "emulated"
+        assert known.get(entry.extra["accelerator"])
+
+
+def test_count_names_each_instance(tmp_path: Path) -> None:
+    assert load_cluster(write(tmp_path)).instance_ids == ("p", "d-0", "d-1")
+
+
+def test_defaults_apply_and_an_instance_overrides_them(tmp_path: Path) -> None:
+    instances = [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "block_size": 128}]
+    cluster = load_cluster(write(tmp_path, instance_defaults={"block_size": 64}, instances=instances))
+    assert [entry.extra["block_size"] for entry in cluster.instances] == [64, 128]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"modell": "x"}, ("c.yaml", "modell")),
+        ({"gateway": {"prot": 1}}, ("c.yaml", "gateway", "prot", "unknown key")),
+        ({"gateway": {"schedulers": []}}, ("c.yaml", "gateway", "schedulers")),
+        ({"gateway": {"port": 0}}, ("c.yaml", "gateway.port")),
+        ({"instances": []}, ("c.yaml", "instances")),
+        ({"instances": [{"id": "p", "role": "both"}]}, ("c.yaml", "instances.0.role")),
+        ({"instances": [{"id": "p", "role": "prefill", "blocksize": 1}]}, ("instances.0", "blocksize", "block_size")),
+        ({"instances": [{"id": "p", "role": "prefill", "rpc_port": 1}]}, ("instances.0", "rpc_port")),
+        ({"instances": [{"id": "p", "role": "prefill"}] * 2}, ("c.yaml", "'p'", "twice")),
+        ({"instances": [{"id": "p", "role": "prefill", "host": "moon"}]}, ("p", "moon", "hosts")),
+        ({"hosts": {"a": "10.0.0.1"}}, ("control",)),
+        ({"hosts": {"a": "10.0.0.1", "b": "10.0.0.2"}, "control": "a"}, ("curve_public", "polyphase keys curve")),
+        ({"curve_public": "x"}, ("curve_public", "curve_secret")),
+    ],
+)
+def test_errors_name_file_and_key(tmp_path: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        load_cluster(write(tmp_path, **changes))
+    for word in words:
+        assert word in error.value.message
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "", "just words"])
+def test_not_a_mapping(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"c\.yaml"):
+        load_cluster(file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"nowhere\.yaml"):
+        load_cluster(tmp_path / "nowhere.yaml")
+
+
+def test_models_resolve_to_folders_or_stay_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    assert resolve_model("mine") == str(tmp_path / "mine")
+    assert resolve_model("models/demo") == str(PROJECT / "models" / "demo")
+    assert resolve_model("org/name") == "org/name"

@@ -1,0 +1,80 @@
+"""API keys and CurveZMQ pairs."""
+
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import zmq
+
+from gateway.auth import KeyRing, load_keys
+from services.launcher.keys import add_key, curve_pair, init_folder
+from shared.errors import Conflict, InvalidRequest
+from shared.wire.sockets import Curve, Sockets
+
+
+def test_the_gateway_accepts_a_new_key(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "keys.yaml"
+    first, second = add_key(file, "ann", 2.5, 5), add_key(file, "bob")
+    ring = KeyRing(load_keys(file))
+    ann, bob = ring.identify(f"Bearer {first}"), ring.identify(f"Bearer {second}")
+    assert ann is not None
+    assert bob is not None
+    assert (ann.name, ann.requests_per_s, ann.burst, bob.name) == ("ann", 2.5, 5, "bob")
+
+
+def test_the_secret_is_not_in_the_file_and_nobody_else_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    secret = add_key(file, "ann")
+    assert secret not in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_name_is_given_once(tmp_path: Path) -> None:
+    add_key(tmp_path / "k", "ann")
+    before = (tmp_path / "k").read_text()
+    with pytest.raises(Conflict, match="ann"):
+        add_key(tmp_path / "k", "ann")
+    assert (tmp_path / "k").read_text() == before
+
+
+def test_bad_input_leaves_the_file_alone(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest):
+        add_key(tmp_path / "k", "ann", -1.0)
+    assert not (tmp_path / "k").exists()
+    (tmp_path / "k").write_text("- {name: x, digest: short}")
+    with pytest.raises(InvalidRequest):
+        add_key(tmp_path / "k", "ann")
+
+
+def test_a_folder_for_containers_is_made_once(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    assert init_folder(folder) == ["keys.yaml", "api-key", "curve.env"]
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert init_folder(folder) == []
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in folder.iterdir())
+    secret = (folder / "api-key").read_text().strip()
+    assert KeyRing(load_keys(folder / "keys.yaml")).identify("", secret) is not None
+
+
+def test_a_shell_reads_the_curve_file(tmp_path: Path) -> None:
+    init_folder(tmp_path)
+    script = f". {tmp_path}/curve.env; printf '%s' \"$POLYPHASE_WORKER_CURVE_SECRET\""
+    secret = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert len(secret) == 40
+    assert (tmp_path / "curve.env").read_text().count(secret) == 4
+
+
+def test_a_curve_pair_works() -> None:
+    pair = curve_pair()
+    sockets = Sockets(Curve(pair["curve_public"], pair["curve_secret"]))
+    try:
+        server = sockets.bind(zmq.PAIR, "tcp://127.0.0.1:*")
+        client = sockets.connect(zmq.PAIR, "")
+        client.connect(server.getsockopt_string(zmq.LAST_ENDPOINT))
+        client.send(b"hello")
+        assert server.poll(5_000)
+        assert server.recv() == b"hello"
+    finally:
+        sockets.close()

@@ -1,0 +1,35 @@
+"""Commands that measure: the JSON line and the exit code say the same."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from services.launcher import measuring
+
+MET = {"want": "<= 2", "got": 1, "met": True}
+MISSED = {"want": "<= 2", "got": 3, "met": False}
+
+
+@pytest.mark.parametrize(("aims", "ok"), [({}, True), ({"a": MET}, True), ({"a": MET, "b": MISSED}, False)])
+def test_ok_iff_every_aim_is_met(
+    aims: dict[str, dict[str, object]], ok: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = io.StringIO()
+    result = {"figures": {"x_ms": 1.5}, "aims": aims}
+    assert measuring.report(Console(file=text), result, as_json=True) is ok
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == {"ok": ok, "figures": {"x_ms": 1.5}, "aims": aims}
+    assert "x_ms" in text.getvalue()
+
+
+def test_a_bench_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measuring.BENCHES, "none", ("services.launcher.bench.none", "run"))
+    assert measuring.find_bench("none") is None
+
+
+def test_a_bench_that_is_broken_is_not_taken_for_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measuring.BENCHES, "bad", ("services.launcher.measuring", "no_such_function"))
+    with pytest.raises(AttributeError):
+        measuring.find_bench("bad")

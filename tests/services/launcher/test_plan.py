@@ -1,0 +1,139 @@
+"""From the cluster file to processes: environments that the processes read back, addresses, hosts."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.settings import GatewaySettings
+from predictor.settings import PredictorSettings
+from services.cluster_monitor.settings import MonitorSettings
+from services.global_scheduler.settings import SchedulerSettings
+from services.launcher.cluster_file import Cluster
+from services.launcher.plan import Plan, ProcessSpec, make_plan
+from services.worker.settings import WorkerSettings
+from shared.errors import InvalidRequest
+from shared.runtime.settings import ServiceSettings
+
+CURVE = {"curve_public": "p" * 40, "curve_secret": "s" * 40}
+INSTANCES = [
+    {"id": "p", "role": "prefill", "engine": "emulated", "tensor_parallel": 2},
+    {"id": "d", "role": "decode", "engine": "emulated", "env": {"OMP_NUM_THREADS": "3"}},
+]
+
+
+def cluster(**changes: Any) -> Cluster:
+    return Cluster.model_validate({"name": "c", "model": "org/m", "instances": INSTANCES, **changes})
+
+
+def process(plan: Plan, name: str) -> ProcessSpec:
+    return next(each for each in plan.processes if each.name == name)
+
+
+def loaded(kind: type[ServiceSettings], spec: ProcessSpec, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the process would read from its environment."""
+    for key in list(os.environ):
+        if key.startswith("POLYPHASE_"):
+            monkeypatch.delenv(key)
+    for key, value in spec.env.items():
+        monkeypatch.setenv(key, value)
+    return kind.load()
+
+
+def test_every_process_is_there_once(tmp_path: Path) -> None:
+    plan = make_plan(cluster(), tmp_path)
+    assert [each.name for each in plan.processes] == [
+        "monitor", "scheduler", "gateway", "predictor", "p", "d", "dashboard",
+    ]  # fmt: skip
+    assert plan.instance_ids == ("p", "d")
+
+
+def test_addresses_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(cluster(scheduler={"count": 2}, ports=20000), tmp_path)
+    monitor = loaded(MonitorSettings, process(plan, "monitor"), monkeypatch)
+    gateway = loaded(GatewaySettings, process(plan, "gateway"), monkeypatch)
+    schedulers = [loaded(SchedulerSettings, process(plan, f"scheduler-{i}"), monkeypatch) for i in range(2)]
+    predictor = loaded(PredictorSettings, process(plan, "predictor"), monkeypatch)
+    workers = [loaded(WorkerSettings, process(plan, name), monkeypatch) for name in ("p", "d")]
+    assert gateway.schedulers == tuple(each.rpc_address for each in schedulers)
+    assert len({each.scheduler_id for each in schedulers}) == 2
+    for each in (*schedulers, *workers):
+        assert each.broadcast_address == monitor.broadcast_address
+        assert each.monitor_url == plan.monitor_url == f"http://127.0.0.1:{monitor.http_port}"
+        assert each.predictor_url == plan.predictor_url == f"http://127.0.0.1:{predictor.port}"
+    for worker in workers:
+        assert worker.heartbeat_address == monitor.heartbeat_address
+    assert plan.scheduler_urls == tuple(f"http://127.0.0.1:{each.http_port}" for each in schedulers)
+    assert monitor.database_url == schedulers[0].database_url == f"sqlite:///{tmp_path}/polyphase.db"
+
+
+def test_settings_of_the_file_reach_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"gateway": {"max_queued_jobs": 7, "slo": {"default": {"ttft_s": 0.5}}}, "scheduler": {"split": "none"}}
+    plan = make_plan(cluster(**changes, **CURVE), tmp_path)
+    gateway = loaded(GatewaySettings, process(plan, "gateway"), monkeypatch)
+    assert (gateway.max_queued_jobs, gateway.slo["default"].ttft_s) == (7, 0.5)
+    assert gateway.curve_public == CURVE["curve_public"]
+    assert loaded(SchedulerSettings, process(plan, "scheduler"), monkeypatch).split == "none"
+    assert process(plan, "d").env["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_users_environment_does_not_leak_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYPHASE_WORKER_BLOCK_SIZE", "999")
+    monkeypatch.setenv("POLYPHASE_GATEWAY_PORT", "1")
+    plan = make_plan(cluster(), tmp_path)
+    assert plan.api_url.endswith(":8000")
+    assert "POLYPHASE_WORKER_BLOCK_SIZE" not in process(plan, "p").env
+
+
+def test_children_are_told_not_to_phone_home(tmp_path: Path) -> None:
+    plan = make_plan(cluster(model=str(tmp_path)), tmp_path)
+    for each in plan.processes:
+        assert each.env["VLLM_NO_USAGE_STATS"] == each.env["DO_NOT_TRACK"] == "1"
+        assert each.env["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_rank_each_has_its_kv_port(tmp_path: Path) -> None:
+    plan = make_plan(cluster(), tmp_path)
+    assert len(process(plan, "p").ports) == 4  # rpc, http, two ranks
+    ports = [use.port for use in plan.port_uses]
+    assert len(ports) == len(set(ports))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gateway": {"max_body_bytes": -1}}, ("file.yaml", "gateway.max_body_bytes")),
+        ({"instances": [{**INSTANCES[0], "block_size": "x"}]}, ("file.yaml", "instances.p.block_size")),
+        ({"scheduler": {"queue_rows": 0}}, ("file.yaml", "scheduler.queue_rows")),
+        ({"gateway": {"port": 18100}}, ("18100", "monitor", "gateway")),
+        ({"ports": 65530}, ("65535",)),
+    ],
+)
+def test_bad_values_are_named(tmp_path: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        make_plan(cluster(**changes), tmp_path, where="file.yaml")
+    for word in words:
+        assert word in error.value.message
+
+
+def hosts() -> Cluster:
+    instances = [{**INSTANCES[0], "host": "a"}, {**INSTANCES[1], "host": "b"}]
+    return cluster(hosts={"a": "10.0.0.1", "b": "10.0.0.2"}, control="a", instances=instances, **CURVE)
+
+
+def test_a_host_runs_what_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, other = make_plan(hosts(), tmp_path, "a"), make_plan(hosts(), tmp_path, "b")
+    assert head.runs_control
+    assert "d" not in [each.name for each in head.processes]
+    assert [each.name for each in other.processes] == ["d"]
+    worker = loaded(WorkerSettings, process(other, "d"), monkeypatch)
+    assert worker.host == "10.0.0.2"
+    assert worker.monitor_url == head.monitor_url == "http://10.0.0.1:18100"
+    assert worker.kv_endpoints[0].startswith("tcp://10.0.0.2:")
+
+
+def test_with_several_hosts_one_must_say_which(tmp_path: Path) -> None:
+    for name in ("", "c"):
+        with pytest.raises(InvalidRequest, match="a, b"):
+            make_plan(hosts(), tmp_path, name)

@@ -1,0 +1,120 @@
+"""`polyphase up` for real: emulated instances, every service and process real."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from services.launcher.ports import free_range
+from services.launcher.suite import Suite, until
+
+pytestmark = pytest.mark.slow
+START_S = 200.0
+
+
+def cluster(folder: Path) -> Path:
+    base = free_range()
+    content = {
+        "name": "test", "model": "models/demo", "served_model_name": "m", "ports": base,
+        "gateway": {"port": base + 240}, "dashboard": {"enabled": False}, "predictor": {"enabled": False},
+        "instance_defaults": {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30},
+        "instances": [{"id": "p", "role": "prefill", "count": 2}, {"id": "d", "role": "decode", "count": 2}],
+    }  # fmt: skip
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+async def polyphase(*words: str) -> tuple[int, str]:
+    command = [sys.executable, "-c", "from services.launcher.cli import main; main()", *words]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    output, _ = await process.communicate()
+    return process.returncode or 0, output.decode()
+
+
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, Suite]]:
+    file, data = cluster(folder), folder / "data"
+    command = [sys.executable, "-c", "from services.launcher.cli import main; main()", "up"]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--cluster", str(file), "--data-dir", str(data), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(START_S):
+            while b"Ctrl-C" not in (line := await process.stdout.readline()):
+                assert line, "polyphase up ended"
+        yield process, Suite(data)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def ask(suite: Suite) -> httpx.Response:
+    body: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 5}
+    async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
+        return await http.post(f"{suite.state.api_url}/v1/completions", json=body)
+
+
+def pids(suite: Suite) -> list[int]:
+    return [process.pid for process in suite.state.processes]
+
+
+async def test_serves_is_operated_and_stops(tmp_path: Path) -> None:
+    async with running(tmp_path) as (launcher, suite):
+        assert (await ask(suite)).json()["usage"]["completion_tokens"] == 5
+        where = ["--data-dir", str(suite.data_dir)]
+        code, text = await polyphase("status", *where)
+        assert code == 0
+        assert "p-1" in text
+        code, text = await polyphase("flip", "p-1", *where, "--json")
+        assert code == 0, text
+        assert json.loads(text.splitlines()[-1])["flip_s"] < 0.01
+        assert (await suite.instances())["p-1"]["role"] == "decode"
+        code, text = await polyphase("flip", "p-0", *where)  # the last prefill instance
+        assert code == 1
+        assert "last ready prefill" in text
+        for what, state in (("drain", "draining"), ("resume", "ready")):
+            assert (await polyphase(what, "d-0", *where))[0] == 0
+            assert (await suite.instances())["d-0"]["state"] == state
+        code, text = await polyphase("up", "--cluster", str(tmp_path / "cluster.yaml"), *where)
+        assert code == 1
+        assert "already runs" in text
+        started = pids(suite)
+        launcher.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(launcher.wait(), 30) == 0
+        assert not any(psutil.pid_exists(pid) for pid in started)
+        assert not (suite.data_dir / "state.json").exists()
+
+
+async def test_a_killed_instance_comes_back_and_none_outlives_the_launcher(tmp_path: Path) -> None:
+    async with running(tmp_path) as (launcher, suite):
+        old = suite.kill("d-0")
+        await suite.restarted("d-0", old)
+        await suite.wait_ready()
+        assert (await ask(suite)).is_success
+        started = pids(suite)
+        launcher.kill()
+        await launcher.wait()
+        await until(lambda: not any(_alive(pid) for pid in started), 10, "every process to end")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
