@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
@@ -16,7 +17,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from gateway.auth import KeyRing, load_keys
-from gateway.core import ClusterCore, ClusterLLM
+from gateway.core import ClusterCore, ClusterLLM, JobRunner
 from gateway.limits import Limits
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
@@ -35,12 +36,12 @@ _TASKS = ("generate",)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-async def serve(settings: GatewaySettings) -> None:
-    """Serve until SIGTERM or SIGINT. Raises InvalidRequest for settings that cannot work."""
+async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; `runner` takes the pipeline's place. Raises InvalidRequest for bad settings."""
     keys = KeyRing(load_keys(settings.api_keys_file) if settings.api_keys_file else ())
     if keys.open and settings.host not in _LOOPBACK:
         raise InvalidRequest(f"listening on {settings.host} needs API keys (api_keys_file); without, only loopback")
-    async with running(settings, keys) as app:
+    async with running(settings, keys, runner) as app:
         config = uvicorn.Config(
             app, host=settings.host, port=settings.port, log_config=None, access_log=False,
             timeout_graceful_shutdown=SHUTDOWN_S, timeout_keep_alive=30,
@@ -49,7 +50,9 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 @asynccontextmanager
-async def running(settings: GatewaySettings, keys: KeyRing) -> AsyncIterator[Limits]:
+async def running(
+    settings: GatewaySettings, keys: KeyRing, runner: JobRunner | None = None
+) -> AsyncIterator[Limits]:
     """The whole application with everything behind it started; stopped in reverse at the end of the block."""
     async with AsyncExitStack() as stack:
         curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
@@ -61,11 +64,12 @@ async def running(settings: GatewaySettings, keys: KeyRing) -> AsyncIterator[Lim
         reporter = Reporter(schedulers, metrics)
         tasks = await stack.enter_async_context(background())
         tasks.every("reports", PERIOD_S, reporter.flush)
-        core = ClusterCore(settings, Pipeline(settings, clients, schedulers, reporter))
+        core = ClusterCore(settings, runner or Pipeline(settings, clients, schedulers, reporter))
         stack.push_async_callback(core.close)
         metrics.queued.set_function(lambda: core.queued)
         app = await _vllm_app(settings, core, stack)
-        yield Limits(app, settings, keys, metrics, lambda: core.queued, lambda: schedulers.connected)
+        healthy = (lambda: True) if runner else (lambda: schedulers.connected)
+        yield Limits(app, settings, keys, metrics, lambda: core.queued, healthy)
         reporter.flush()
 
 
@@ -102,10 +106,8 @@ def prepare_environment() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "0")
 
 
-def run(settings: GatewaySettings) -> None:
+def run(settings: GatewaySettings, runner: JobRunner | None = None) -> None:
     """Run the gateway on its own event loop."""
-    import uvloop
-
     prepare_environment()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(settings))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
+        loop.run(serve(settings, runner))

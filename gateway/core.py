@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from http import HTTPStatus
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -26,7 +26,6 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from gateway.context import caller
 from gateway.job import Job, JobSpec
-from gateway.pipeline import Pipeline
 from gateway.settings import GatewaySettings
 from shared.domain.job import Slo
 from shared.errors import PolyphaseError
@@ -39,13 +38,21 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetitio
 _PIN_SEED = 0x5EED
 
 
+class JobRunner(Protocol):
+    """Runs a job to its end: the pipeline, or what a measurement puts in its place."""
+
+    async def run(self, job: Job) -> None:
+        """Returns when all tokens were accepted, or raises why not."""
+        ...
+
+
 class ClusterCore:
     """The part of vLLM's EngineCoreClient that AsyncLLM calls."""
 
     engine_ranks_managed = (0,)
     resources = SimpleNamespace(engine_dead=False)
 
-    def __init__(self, settings: GatewaySettings, pipeline: Pipeline) -> None:
+    def __init__(self, settings: GatewaySettings, pipeline: JobRunner) -> None:
         self._settings = settings
         self._pipeline = pipeline
         self._jobs: dict[str, asyncio.Task[None]] = {}

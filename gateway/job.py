@@ -34,7 +34,7 @@ class JobSpec:
     cache_salt: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """The gateway's view of one request; the pipeline advances it."""
 
