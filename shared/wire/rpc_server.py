@@ -167,7 +167,8 @@ class RpcServer:
 
     def _queue(self, peer: bytes, envelope: Envelope) -> None:
         if not self._outgoing:
-            self._loop.call_soon(self._flush)
+            # One turn later: a handler that was woken by its last item gets to add its reply.
+            self._loop.call_soon(self._loop.call_soon, self._flush)
         self._outgoing[peer].append(envelope)
 
     def _flush(self) -> None:
