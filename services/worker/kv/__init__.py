@@ -1,0 +1,84 @@
+"""KV transfer between instances: export from the prefill side, import on the decode side.
+
+How a worker uses it
+--------------------
+
+1. The engine gets the connector through its `KVTransferConfig`::
+
+    KVTransferConfig(
+        kv_connector="PolyphaseConnector",
+        kv_connector_module_path="services.worker.kv.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={
+            # Required.
+            "endpoints": ["tcp://10.0.0.3:7100", ...],  # one a tensor-parallel rank, as in KvHandle.endpoints
+            "events": "ipc:///run/.../events",          # where KvEvents listens; bind it first
+            "control_key": "random text",               # the worker makes it, KvControl presents it
+            "instance_id": "p0",
+            "generation": 1732100000000000000,          # InstanceInfo.generation
+            "fingerprint": "…",                         # Compatibility.fingerprint
+            # Optional, with their defaults.
+            "staging_bytes": 256 << 20,                 # bound of one rank's export pool
+            "stage_wait_s": 0.05,                       # the engine waits this long at most for room in it
+            "lease_s": 60.0,                            # staged KV that nobody pulls lives this long
+            "pull_timeout_s": 30.0,                     # longest import, unless the request says otherwise
+            "connect_timeout_s": 2.0,                   # an exporter that cannot be reached fails this fast
+            "inbox_bytes": 64 << 20,                    # bound of one rank's prefetched KV
+            "curve_public": "", "curve_secret": "",     # CurveZMQ pair of the cluster (Z85)
+            "fault": "",                                # fault injection for tests: "zero" or "corrupt"
+        },
+    )
+
+2. Each request says what it wants in `SamplingParams(extra_args={"kv_transfer_params": …})`:
+
+   - export: `{"export": {"transfer_id": str, "codec": "raw" | "int8" | "int4" | "fp8"}}`. The prompt's KV is
+     staged chunk by chunk while it is computed, from token 0, local prefix-cache hits included. The worker makes
+     the `KvHandle` itself (`tokens` = prompt length of that request) and may send it before the prefill has
+     begun: pulls wait. An aborted request drops its staging. After a normal end the staging lives until every
+     importer rank has confirmed, `release` is called, or the lease ends. A transfer id is used once.
+   - import: `{"import": msgspec.to_builtins(handle), "deadline_s": 10.0}` (seconds from now, optional). The
+     prompt must begin with the handle's tokens. A failed import is recomputed by the engine; it is never an
+     error of the request.
+   - both keys together are allowed: an instance in the middle.
+
+   With a lossy codec the importing request MUST have `cache_salt=lossy_salt(transfer_id)`: approximate KV lands
+   in the importer's prefix cache and would be served to exact requests otherwise. The connector refuses to
+   import lossy KV into a request without that salt; it recomputes, with the error "unsalted".
+
+3. Events reach the worker process (`services.worker.kv.events`)::
+
+    async with KvEvents(address) as events:  # binds; the address of "events"
+        async for event in events:           # StagedChunk | StagingFailed | PullEnded
+            ...
+
+   - `StagedChunk(transfer_id, rank, token_end, last, staged_bytes)`: tokens [0, token_end) can be pulled from
+     that rank, whose pool holds `staged_bytes` in all.
+   - `StagingFailed(transfer_id, rank, reason)`: no room; pulls of it fail at once and the importer recomputes.
+   - `PullEnded(transfer_id, rank, ok, error, tokens, wire_bytes, started_s, ended_s, prefetched)`: exactly one a
+     rank for each request that had an import. `ok and tokens == 0`: all was cached locally and nothing was
+     pulled; the connector has told the exporter that it may release. `not ok`: the engine recomputes, and `error`
+     begins with a code of `errors.KvFault`; for a request that was aborted the code is "cancelled".
+
+4. Control goes to the instance's own ranks (`services.worker.kv.control`)::
+
+    async with KvControl(endpoints, control_key) as control:
+        # Drop staged KV on all ranks; idempotent.
+        await control.release(transfer_id)
+        # Start pulling before the engine has blocks for it.
+        await control.prefetch(handle, tokens=0, timeout_s=10.0)
+        # Forget a prefetch.
+        await control.drop(transfer_id)
+        # tuple[RankStats, ...] in rank order.
+        await control.stats()
+
+   Every call has a `timeout_s` and raises `DeadlineExceeded` of `shared.errors`, also for a wrong key.
+
+   A prefetch fetches from token 0 and is best effort: where it fails, the import pulls for itself.
+
+Aborting a request that waits for KV releases the exporter's staging for it: both legs are one job.
+"""
+
+from services.worker.kv.errors import lossy_salt
+
+__all__ = ["lossy_salt"]

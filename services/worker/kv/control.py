@@ -1,0 +1,124 @@
+"""The worker's handle on its own ranks' KV endpoints."""
+
+import asyncio
+from types import TracebackType
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from services.worker.kv.frames import (
+    MAX_MESSAGE_BYTES,
+    Answer,
+    Control,
+    Drop,
+    Prefetch,
+    RankStats,
+    Release,
+    Stats,
+    decode_answer,
+    encode_message,
+)  # fmt: skip
+from shared.domain.kv import KvHandle
+from shared.errors import DeadlineExceeded, PolyphaseError
+
+_TIMEOUT_S = 2.0
+
+
+class KvControl:
+    """Calls every rank of one instance; enter it on the event loop that uses it.
+
+    All calls raise DeadlineExceeded when a rank does not answer in `timeout_s` seconds, a wrong key included.
+    """
+
+    def __init__(self, endpoints: tuple[str, ...] | list[str], key: str, curve: tuple[str, str] | None = None) -> None:
+        """`key` is "control_key" of the connector's configuration; `curve` the cluster's pair (public,
+        secret).
+        """
+        self._endpoints = tuple(endpoints)
+        self._key = key
+        self._curve = curve
+        self._context: zmq.asyncio.Context | None = None
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._answers: dict[tuple[int, int], asyncio.Future[Answer]] = {}
+        self._readers: list[asyncio.Task[None]] = []
+        self._last_call = 0
+
+    async def __aenter__(self) -> "KvControl":
+        self._context = zmq.asyncio.Context()
+        for rank, endpoint in enumerate(self._endpoints):
+            dealer = self._context.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            if self._curve:
+                dealer.curve_publickey, dealer.curve_secretkey = (key.encode() for key in self._curve)
+                dealer.curve_serverkey = self._curve[0].encode()
+            dealer.connect(endpoint)
+            self._sockets.append(dealer)
+            self._readers.append(asyncio.create_task(self._read(rank, dealer)))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        for each in self._sockets:
+            each.close()
+        if self._context is not None:
+            self._context.term()
+
+    async def release(self, transfer_id: str, timeout_s: float = _TIMEOUT_S) -> None:
+        """Drop what is staged for the transfer, and refuse later pulls of it. Idempotent."""
+        await self._call(Release(transfer_id), timeout_s)
+
+    async def prefetch(self, handle: KvHandle, *, tokens: int = 0, timeout_s: float) -> None:
+        """Begin to pull tokens [0, tokens) of the handle, all when 0, before the engine has blocks for them.
+
+        Best effort: without room, or after `timeout_s` seconds without an import of it, nothing of it is
+        left.
+        """
+        await self._call(Prefetch(handle, tokens or handle.tokens, timeout_s), _TIMEOUT_S)
+
+    async def drop(self, transfer_id: str, timeout_s: float = _TIMEOUT_S) -> None:
+        """Forget a prefetch. An import that the engine has begun goes on."""
+        await self._call(Drop(transfer_id), timeout_s)
+
+    async def stats(self, timeout_s: float = _TIMEOUT_S) -> tuple[RankStats, ...]:
+        """State of every rank, in rank order."""
+        answers = await self._call(Stats(), timeout_s)
+        return tuple(answer.stats or RankStats() for answer in answers)
+
+    async def _call(self, operation: Release | Prefetch | Drop | Stats, timeout_s: float) -> list[Answer]:
+        self._last_call += 1
+        call = self._last_call
+        message = encode_message(Control(call, self._key, operation))
+        loop = asyncio.get_running_loop()
+        waiting = {(rank, call): loop.create_future() for rank in range(len(self._sockets))}
+        self._answers.update(waiting)
+        try:
+            async with asyncio.timeout(timeout_s):
+                for each in self._sockets:
+                    await each.send(message)
+                answers: list[Answer] = list(await asyncio.gather(*waiting.values()))
+        except TimeoutError:
+            raise DeadlineExceeded(f"a KV endpoint did not answer {type(operation).__name__}") from None
+        finally:
+            for key in waiting:
+                self._answers.pop(key, None)
+        for answer in answers:
+            if answer.error:
+                raise PolyphaseError(answer.error)
+        return answers
+
+    async def _read(self, rank: int, dealer: zmq.asyncio.Socket) -> None:
+        while True:
+            frame = await dealer.recv()
+            try:
+                answer = decode_answer(frame)
+            except msgspec.MsgspecError:
+                continue
+            future = self._answers.get((rank, answer.call))
+            if future is not None and not future.done():
+                future.set_result(answer)

@@ -1,0 +1,40 @@
+"""Why a transfer failed, and the salt that keeps approximate KV away from exact requests."""
+
+from enum import StrEnum
+
+
+class KvFault(StrEnum):
+    """Stable codes; they begin `PullEnded.error` and travel from the exporter to the importer."""
+
+    UNKNOWN = "unknown_transfer"  # nothing was staged under that id before the deadline
+    STALE = "stale_generation"  # the exporter has been restarted since the handle was made
+    FINGERPRINT = "fingerprint_mismatch"  # another model
+    EXPIRED = "expired_lease"
+    RELEASED = "released"  # dropped by its owner, or taken by all its importers
+    REFUSED = "refused"  # the exporter had no room to stage it
+    INVALID = "invalid_request"
+    CODEC = "codec"  # the exporter could not code it (values that are not finite)
+    TIMEOUT = "timeout"
+    UNREACHABLE = "unreachable"
+    PEER_LOST = "peer_lost"
+    CHECKSUM = "checksum"
+    PROTOCOL = "protocol"  # frames that do not belong together, overlap, or leave gaps
+    CANCELLED = "cancelled"
+    UNSALTED = "unsalted"  # lossy KV for a request whose blocks exact requests could find
+    SKIPPED = "skipped"  # the engine did not want external KV for this request
+    STOPPED = "stopped"  # this side is shutting down
+    INTERNAL = "internal"
+
+
+class KvError(Exception):
+    """A transfer cannot go on; the importer recomputes. `fault` is stable, the message is for people."""
+
+    def __init__(self, fault: KvFault, message: str = "") -> None:
+        super().__init__(f"{fault.value}: {message}" if message else fault.value)
+        self.fault = fault
+        self.message = message
+
+
+def lossy_salt(transfer_id: str) -> str:
+    """Cache salt of a request that imports lossy KV: its blocks are found by no other request."""
+    return f"lossy-kv:{transfer_id}"

@@ -1,0 +1,213 @@
+"""Messages of the KV protocol, msgpack-coded msgspec structs.
+
+Importer to exporter: `Pull`, `Credit`, `Cancel`, `Confirm`. Exporter to importer: `Frame` (followed by its
+payload as a second ZeroMQ part), `Failed`. Worker process to its own ranks: `Control`, answered by `Answer`.
+
+A pull names the tokens and heads it wants and grants an amount of payload bytes; the exporter sends frames as
+they become staged while the grant lasts; the importer grants more as it consumes. Every frame describes
+itself, and the importer knows by the ranges when it has everything.
+"""
+
+import msgspec
+import xxhash
+
+from services.worker.kv.errors import KvError, KvFault
+from shared.domain.kv import Codec, KvHandle
+
+FRAME_BYTES = 1 << 20  # target of a payload: 64 KB and 64 MB frames reach half the rate of a plain socket
+MAX_FRAME_BYTES = 8 << 20  # bound of a payload that a receiver accepts
+MAX_MESSAGE_BYTES = 64 << 10  # bound of everything else
+WINDOW_BYTES = 8 << 20  # payload in flight for one pull and peer
+MAX_WINDOW_BYTES = 64 << 20  # an exporter grants no more than this, whatever is asked
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages; the tag is the class name."""
+
+
+class Pull(Message, frozen=True):
+    """Wants tokens [token_start, token_end) of heads [head_start, head_end), numbered over the whole model.
+
+    `rank` of `ranks` importers asks; `consumers` of those pull from this exporter rank.
+    """
+
+    pull_id: int
+    transfer_id: str
+    generation: int
+    fingerprint: str
+    token_start: int
+    token_end: int
+    head_start: int
+    head_end: int
+    rank: int
+    ranks: int
+    consumers: int
+    credit_bytes: int
+    timeout_s: float
+
+
+class Credit(Message, frozen=True):
+    """The importer has consumed that much payload and grants as much again."""
+
+    pull_id: int
+    credit_bytes: int
+
+
+class Cancel(Message, frozen=True):
+    """The importer does not want the rest."""
+
+    pull_id: int
+
+
+class Confirm(Message, frozen=True):
+    """Importer `rank` is done with the transfer, well or not; after `consumers` of these it is released."""
+
+    transfer_id: str
+    generation: int
+    rank: int
+    consumers: int
+
+
+class Frame(Message, frozen=True):
+    """Header of one payload: KV [layer_end - layer_start, 2, tokens, heads, head_dim] in `dtype`, coded by
+    `codec`.
+
+    Tokens and heads are ranges numbered over the prompt and the whole model; `rank` of `ranks` exporters sent
+    it.
+    """
+
+    pull_id: int
+    sequence: int
+    transfer_id: str
+    generation: int
+    codec: Codec
+    dtype: str
+    layer_start: int
+    layer_end: int
+    layers: int  # of the model
+    token_start: int
+    token_end: int
+    head_start: int
+    head_end: int
+    head_dim: int
+    rank: int
+    ranks: int
+    checksum: int  # xxh3_64 of the payload
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Shape of the KV."""
+        layers = self.layer_end - self.layer_start
+        return layers, 2, self.token_end - self.token_start, self.head_end - self.head_start, self.head_dim
+
+
+class Failed(Message, frozen=True):
+    """The pull ends here; `fault` is a KvFault."""
+
+    pull_id: int
+    fault: str
+    message: str
+
+
+class Release(Message, frozen=True):
+    """Control: drop what is staged for the transfer."""
+
+    transfer_id: str
+
+
+class Prefetch(Message, frozen=True):
+    """Control: pull tokens [0, tokens) of the handle into the inbox."""
+
+    handle: KvHandle
+    tokens: int
+    timeout_s: float
+
+
+class Drop(Message, frozen=True):
+    """Control: forget a prefetch."""
+
+    transfer_id: str
+
+
+class Stats(Message, frozen=True):
+    """Control: report counters and levels."""
+
+
+class Control(Message, frozen=True):
+    """A control operation for this rank. `key` proves that its owner asks."""
+
+    call: int
+    key: str
+    operation: Release | Prefetch | Drop | Stats
+
+
+class RankStats(msgspec.Struct, frozen=True):
+    """State of one rank. Counts and byte totals are since its start."""
+
+    rank: int = 0
+    staged_bytes: int = 0
+    staging_limit_bytes: int = 0
+    transfers: int = 0  # staged, in part or in full
+    serving: int = 0  # pulls of peers under way
+    pulling: int = 0  # own pulls under way, prefetches included
+    inbox_bytes: int = 0  # prefetched payload that waits for its blocks
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    pulls_served: int = 0
+    pulls_refused: int = 0  # of peers, with an error
+    pulls_ok: int = 0
+    pulls_failed: int = 0
+    prefetches: int = 0  # begun
+    staging_failed: int = 0
+    leases_expired: int = 0
+    dropped_messages: int = 0  # garbage, oversized or unknown
+    events_lost: int = 0
+
+
+class Answer(Message, frozen=True):
+    """To a control operation; `error` is empty when it was done."""
+
+    call: int
+    error: str = ""
+    stats: RankStats | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Pull | Credit | Cancel | Confirm | Control)
+_replies = msgspec.msgpack.Decoder(Frame | Failed)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+def encode_message(message: Message) -> bytes:
+    """Any message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode_request(part: Buffer) -> Pull | Credit | Cancel | Confirm | Control:
+    """What an importer or the worker sent. Raises msgspec.MsgspecError."""
+    request: Pull | Credit | Cancel | Confirm | Control = _requests.decode(part)
+    return request
+
+
+def decode_reply(part: Buffer) -> Frame | Failed:
+    """What an exporter sent. Raises msgspec.MsgspecError."""
+    reply: Frame | Failed = _replies.decode(part)
+    return reply
+
+
+def decode_answer(part: Buffer) -> Answer:
+    """What a rank answered to its worker. Raises msgspec.MsgspecError."""
+    return _answers.decode(part)
+
+
+def checksum(payload: Buffer) -> int:
+    """Checksum of a payload."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+def verify(frame: Frame, payload: Buffer) -> None:
+    """Raise KvError(CHECKSUM) unless the payload is what was sent."""
+    if checksum(payload) != frame.checksum:
+        raise KvError(KvFault.CHECKSUM, f"layers {frame.layer_start}.. tokens {frame.token_start}..")

@@ -1,0 +1,109 @@
+"""Real endpoints on loopback, with KV that tells where it came from: exporters, importers, and what arrived."""
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from services.worker.kv.endpoint import EndpointSettings, Faults, KvEndpoint
+from services.worker.kv.importing import ImportShape, Load, PullLimits, PullResult
+from services.worker.kv.server import ExportIdentity
+from services.worker.kv.serving import ExportShape
+from shared.domain.kv import Codec, KvHandle
+
+LAYERS, KV_HEADS, DIM = 3, 4, 8
+KEY = "key"
+WAIT_S = 20.0
+
+
+def model_kv(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """KV of the whole model: [layers, 2, tokens, heads, dim]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(LAYERS, 2, tokens, KV_HEADS, DIM, generator=generator).to(dtype)
+
+
+class Capture:
+    """A destination that keeps what is written, and can hold the puller up."""
+
+    def __init__(self, start: int, end: int, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+        self.start = start
+        self.kv = torch.full((LAYERS, 2, end - start, KV_HEADS, DIM), float("nan"), dtype=dtype)
+        self.writes: list[tuple[int, int]] = []  # layer, first token
+        self.before: Callable[[], object] = lambda: None
+
+    def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
+        self.before()
+        self.writes.append((layer, token_start))
+        first = token_start - self.start
+        self.kv[layer, :, first : first + kv.shape[1], head_start : head_start + kv.shape[2]] = kv
+
+
+@dataclass
+class Rig:
+    """Endpoints of one test; `close` ends them all."""
+
+    folder: Path
+    generation: int = 7
+    fingerprint: str = "model"
+    endpoints: list[KvEndpoint] = field(default_factory=list)
+    results: "queue.Queue[PullResult]" = field(default_factory=queue.Queue)
+
+    def endpoint(
+        self, rank: int = 0, ranks: int = 1, *, address: str = "tcp://127.0.0.1:*", generation: int = 0,
+        dtype: torch.dtype = torch.float32, limits: PullLimits | None = None, faults: Faults | None = None,
+        staging_bytes: int = 64 << 20, lease_s: float = 60.0,
+        curve: tuple[str, str] | None = None,
+    ) -> KvEndpoint:  # fmt: skip
+        each = KV_HEADS // ranks
+        made = KvEndpoint(
+            EndpointSettings(
+                address, f"ipc://{self.folder}/events",
+                ExportIdentity(generation or self.generation, self.fingerprint, KEY),
+                staging_bytes=staging_bytes, stage_wait_s=0.01, lease_s=lease_s, limits=limits or PullLimits(),
+                curve=curve,
+            ),
+            ExportShape(LAYERS, rank * each, (rank + 1) * each, DIM, dtype, rank, ranks),
+            ImportShape(LAYERS, KV_HEADS, DIM, rank, ranks),
+            self.results.put, faults,
+        )  # fmt: skip
+        self.endpoints.append(made)
+        return made
+
+    def handle(self, exporters: list[KvEndpoint], tokens: int, name: str = "t", **more: object) -> KvHandle:
+        fields = {
+            "transfer_id": name, "instance_id": "exporter", "generation": self.generation,
+            "fingerprint": self.fingerprint, "endpoints": tuple(e.address for e in exporters), "tokens": tokens,
+            "dtype": "float32", "codec": Codec.RAW,
+        }  # fmt: skip
+        return KvHandle(**(fields | more))  # type: ignore[arg-type]
+
+    def load(
+        self, importer: KvEndpoint, handle: KvHandle, start: int = 0, end: int = 0, timeout_s: float = WAIT_S,
+        capture: Capture | None = None,
+    ) -> Capture:  # fmt: skip
+        end = end or handle.tokens
+        capture = capture or Capture(start, end)
+        importer.load(Load(f"request-{handle.transfer_id}", handle, start, end, capture, timeout_s))
+        return capture
+
+    def result(self) -> PullResult:
+        return self.results.get(timeout=WAIT_S)
+
+    def close(self) -> None:
+        for endpoint in self.endpoints:
+            endpoint.stop()
+
+
+def stage(
+    exporter: KvEndpoint, kv: torch.Tensor, name: str = "t", start: int = 0, end: int = 0, last: bool = True,
+    codec: Codec = Codec.RAW, heads: slice = slice(None),
+) -> None:  # fmt: skip
+    """Stage tokens [start, end) of the model's KV, of the exporter's heads."""
+
+    def fill(first: int, until: int, out: torch.Tensor) -> None:
+        out.copy_(kv[:, :, first:until, heads])
+
+    exporter.stage(name, codec, start, end or kv.shape[2], last, fill)

@@ -1,0 +1,134 @@
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from services.worker.kv.errors import KvError, KvFault
+from services.worker.kv.staging import Segment, StagingPool
+from shared.domain.kv import Codec
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stage(
+    pool: StagingPool, name: str, start: int, end: int, size: int = 100, last: bool = True, wait_s: float = 0.0
+) -> int:
+    def segments() -> Iterator[Segment]:
+        yield Segment(start, end, torch.zeros(1))
+
+    return pool.append(name, Codec.RAW, segments, size, last, wait_s)
+
+
+def fault_of(pool: StagingPool, name: str) -> KvFault:
+    with pytest.raises(KvError) as raised:
+        pool.open(name)
+    return raised.value.fault
+
+
+def test_chunks_add_up_until_the_last() -> None:
+    changes: list[int] = []
+    pool = StagingPool(1000, 10, on_change=lambda: changes.append(1))
+    assert pool.open("t") is None
+    assert stage(pool, "t", 0, 5, last=False) == 100
+    assert stage(pool, "t", 5, 9) == 200
+    transfer = pool.open("t")
+    assert transfer is not None
+    assert (transfer.token_end, transfer.complete, len(transfer.segments)) == (9, True, 2)
+    assert len(changes) == 2
+
+
+def test_the_bound_refuses_and_marks_the_transfer_failed() -> None:
+    pool = StagingPool(250, 10)
+    stage(pool, "a", 0, 5)
+    stage(pool, "b", 0, 5, last=False)
+    with pytest.raises(KvError) as raised:
+        stage(pool, "b", 5, 9)
+    assert raised.value.fault is KvFault.REFUSED
+    assert fault_of(pool, "b") is KvFault.REFUSED
+    assert (pool.staged_bytes, pool.staging_failed) == (100, 1)
+    with pytest.raises(KvError):
+        stage(pool, "b", 5, 9)  # for good, also when there is room again
+
+
+def test_room_that_comes_in_time_is_waited_for() -> None:
+    pool = StagingPool(150, 10)
+    stage(pool, "a", 0, 5)
+    release = threading.Timer(0.05, pool.release, ["a"])
+    release.start()
+    stage(pool, "b", 0, 5, wait_s=5)
+    release.join()
+    assert pool.staged_bytes == 100
+
+
+def test_leases_end_and_are_renewed_by_readers() -> None:
+    clock = Clock()
+    pool = StagingPool(1000, 10, clock=clock)
+    stage(pool, "a", 0, 5)
+    stage(pool, "b", 0, 5)
+    clock.now += 8
+    pool.open("b")
+    clock.now += 8
+    assert pool.expire() == ["a"]
+    assert fault_of(pool, "a") is KvFault.EXPIRED
+    assert pool.open("b") is not None
+    assert (pool.staged_bytes, pool.leases_expired) == (100, 1)
+
+
+def test_release_is_idempotent_and_remembered() -> None:
+    pool = StagingPool(1000, 10)
+    stage(pool, "a", 0, 5)
+    assert pool.release("a")
+    assert not pool.release("a")
+    assert fault_of(pool, "a") is KvFault.RELEASED
+    with pytest.raises(KvError):
+        stage(pool, "a", 5, 9)
+    assert pool.staged_bytes == 0
+
+
+def test_the_last_importer_rank_releases() -> None:
+    pool = StagingPool(1000, 10)
+    stage(pool, "a", 0, 5)
+    assert not pool.confirm("a", 0, 2)
+    assert not pool.confirm("a", 0, 2)  # the same one again
+    assert pool.confirm("a", 1, 2)
+    assert pool.staged_bytes == 0
+
+
+def test_a_confirmation_may_come_before_the_first_chunk() -> None:
+    pool = StagingPool(1000, 10)
+    assert not pool.confirm("a", 0, 2)
+    assert pool.confirm("a", 1, 2)
+    with pytest.raises(KvError):
+        stage(pool, "a", 0, 5)
+
+
+def test_a_release_while_the_copy_runs_wins() -> None:
+    pool = StagingPool(1000, 10)
+
+    def segments() -> Iterator[Segment]:
+        pool.release("a")
+        yield Segment(0, 5, torch.zeros(1))
+
+    with pytest.raises(KvError):
+        pool.append("a", Codec.RAW, segments, 100, True)
+    assert pool.staged_bytes == 0
+
+
+def test_a_copy_that_fails_gives_its_room_back() -> None:
+    pool = StagingPool(1000, 10)
+
+    def segments() -> Iterator[Segment]:
+        raise RuntimeError("no device")
+        yield
+
+    with pytest.raises(RuntimeError):
+        pool.append("a", Codec.RAW, segments, 100, True)
+    assert pool.staged_bytes == 0
+    assert fault_of(pool, "a") is KvFault.INTERNAL
