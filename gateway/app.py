@@ -22,8 +22,8 @@ from gateway.limits import Limits
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import PERIOD_S, Reporter
-from gateway.schedulers import Schedulers
 from gateway.settings import GatewaySettings
+from shared.clients.scheduler import SchedulerClient
 from shared.errors import InvalidRequest
 from shared.runtime.http import SHUTDOWN_S
 from shared.runtime.logs import get_log
@@ -59,7 +59,7 @@ async def running(
         sockets = Sockets(curve)
         stack.callback(sockets.close)
         clients = stack.enter_context(RpcClients(sockets))
-        schedulers = Schedulers(clients, settings.schedulers)
+        schedulers = SchedulerClient(clients, settings.schedulers)
         metrics = GatewayMetrics(settings.served_model_name or settings.model)
         reporter = Reporter(schedulers, metrics)
         tasks = await stack.enter_async_context(background())
@@ -70,7 +70,7 @@ async def running(
         app = await _vllm_app(settings, core, stack)
         healthy = (lambda: True) if runner else (lambda: schedulers.connected)
         yield Limits(app, settings, keys, metrics, lambda: core.queued, healthy)
-        reporter.flush()
+        await reporter.flush()
 
 
 async def _vllm_app(settings: GatewaySettings, core: ClusterCore, stack: AsyncExitStack) -> FastAPI:

@@ -8,8 +8,8 @@ import time
 
 from gateway.job import Job
 from gateway.reports import Reporter
-from gateway.schedulers import Schedulers
 from gateway.settings import GatewaySettings
+from shared.clients.scheduler import SchedulerClient
 from shared.domain.job import Phase
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.route import InstanceRef, Reason, Route
@@ -18,7 +18,6 @@ from shared.runtime.logs import get_log
 from shared.timeline import Span
 from shared.wire.messages import (
     DecodeRequest,
-    PlaceRequest,
     PrefetchRequest,
     PrefillReply,
     PrefillRequest,
@@ -30,6 +29,7 @@ from shared.wire.methods import DECODE, PREFETCH, PREFILL, RELEASE
 from shared.wire.rpc_client import RpcClients
 
 log = get_log(__name__)
+PLACE_S = 2.0
 RETRY_S = 0.1
 
 
@@ -37,7 +37,7 @@ class Pipeline:
     """Runs jobs to their end. `run` returns when the client has everything, or raises why it cannot."""
 
     def __init__(
-        self, settings: GatewaySettings, clients: RpcClients, schedulers: Schedulers, reporter: Reporter
+        self, settings: GatewaySettings, clients: RpcClients, schedulers: SchedulerClient, reporter: Reporter
     ) -> None:
         self._settings = settings
         self._clients = clients
@@ -100,7 +100,7 @@ class Pipeline:
             view = type(view)(view.job_id, view.prompt_tokens, view.max_tokens, view.slo, view.prediction, True)
         while True:
             try:
-                route = await self._schedulers.place(PlaceRequest(view, tuple(job.failed_instances)))
+                route = await self._schedulers.place(view, exclude=tuple(job.failed_instances), timeout_s=PLACE_S)
                 break
             except PolyphaseError as error:
                 if not error.retriable and not isinstance(error, DeadlineExceeded):

@@ -4,18 +4,20 @@ from collections import deque
 
 from gateway.job import Job
 from gateway.metrics import GatewayMetrics
-from gateway.schedulers import Schedulers
-from shared.wire.messages import JobReport, JobReports
+from shared.clients.scheduler import SchedulerClient
+from shared.errors import PolyphaseError
+from shared.wire.messages import JobReport
 
 PERIOD_S = 0.1
 _KEPT = 10_000  # final reports kept while no scheduler is there
 _BATCH = 200
+_REPORT_S = 2.0
 
 
 class Reporter:
     """Keeps the newest report of each job until the next `flush`."""
 
-    def __init__(self, schedulers: Schedulers, metrics: GatewayMetrics) -> None:
+    def __init__(self, schedulers: SchedulerClient, metrics: GatewayMetrics) -> None:
         self._schedulers = schedulers
         self._metrics = metrics
         self._open: dict[str, Job] = {}
@@ -30,15 +32,15 @@ class Reporter:
         else:
             self._open[job.spec.job_id] = job
 
-    def flush(self) -> None:
+    async def flush(self) -> None:
         """Send what has gathered, in messages of bounded size; final reports wait for a scheduler if need be."""
-        if not self._schedulers.connected:
-            return
         changed, self._open = self._open, {}
         waiting = [job.report() for job in changed.values()]
         while self._final or waiting:
             batch = [self._final.popleft() for _ in range(min(_BATCH, len(self._final)))]
             batch += [waiting.pop() for _ in range(min(_BATCH - len(batch), len(waiting)))]
-            if not self._schedulers.report(JobReports(batch)):
+            try:
+                await self._schedulers.report(batch, timeout_s=_REPORT_S)
+            except PolyphaseError:  # none is there: the jobs go on, and what they were is told later
                 self._final.extendleft(report for report in reversed(batch) if report.phase.final)
                 return

@@ -24,6 +24,11 @@ class SchedulerClient:
         for address in addresses:
             clients.to(address)  # connect now, not at the first request
 
+    @property
+    def connected(self) -> bool:
+        """Whether any scheduler is there."""
+        return any(self._clients.to(address).connected for address in self._addresses)
+
     async def place(self, job: JobView, *, exclude: tuple[str, ...] = (), timeout_s: float) -> Route:
         """A route for `job`. Raises Busy, Unavailable, InvalidRequest, PeerLost, DeadlineExceeded."""
         lost: PeerLost | None = None

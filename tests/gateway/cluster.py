@@ -14,8 +14,8 @@ from gateway.job import Job, JobSpec
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import Reporter
-from gateway.schedulers import Schedulers
 from gateway.settings import GatewaySettings
+from shared.clients.scheduler import SchedulerClient
 from shared.domain.job import Slo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.route import InstanceRef, Route
@@ -203,7 +203,7 @@ async def running_cluster(**changes: object) -> AsyncIterator[Cluster]:
         address = free_address()
         settings = GatewaySettings(schedulers=(address,), model="demo", **changes)  # type: ignore[arg-type]
         clients = stack.enter_context(RpcClients(sockets))
-        schedulers = Schedulers(clients, settings.schedulers)
+        schedulers = SchedulerClient(clients, settings.schedulers)
         reporter = Reporter(schedulers, GatewayMetrics("demo", CollectorRegistry()))
         pipeline = Pipeline(settings, clients, schedulers, reporter)
         cluster = Cluster(

@@ -253,7 +253,7 @@ async def test_reports_reach_the_scheduler_with_the_timeline_at_the_end() -> Non
     async with running_cluster() as cluster:
         job, _ = make_job(PROMPT, 5)
         await cluster.pipeline.run(job)
-        cluster.reporter.flush()
+        await cluster.reporter.flush()
         await until(lambda: bool(cluster.reports))
         last = cluster.reports[-1]
         assert last.phase is Phase.COMPLETED
