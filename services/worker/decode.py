@@ -82,14 +82,15 @@ class DecodeService:
 
         self._engine.submit(_engine_request(request_id, request), step)
         last = await ended
+        ended_s = time.time()
         if last.finish_reason == "error":
             raise EngineFailed(f"{request.job.job_id}: {last.stop_reason or 'the engine gave up'}")
-        return DecodeReply(self._transfer(request.handle), queued_s, started_s, time.time())
+        return DecodeReply(await self._transfer(request.handle), queued_s, started_s, ended_s)
 
-    def _transfer(self, handle: KvHandle | None) -> TransferReport:
+    async def _transfer(self, handle: KvHandle | None) -> TransferReport:
         if handle is None:
             return TransferReport(TransferOutcome.LOCAL)
-        return self._kv.import_report(handle.transfer_id)
+        return await self._kv.import_report(handle.transfer_id)
 
 
 def _engine_request(request_id: str, request: DecodeRequest) -> EngineRequest:

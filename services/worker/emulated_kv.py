@@ -30,7 +30,7 @@ class EmulatedPort:
     def forget(self, transfer_id: str) -> None:
         """Nothing is kept."""
 
-    def import_report(self, transfer_id: str) -> TransferReport:
+    async def import_report(self, transfer_id: str) -> TransferReport:
         """An import that cost nothing."""
         return TransferReport(TransferOutcome.PULLED)
 

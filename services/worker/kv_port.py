@@ -14,6 +14,8 @@ from shared.runtime.tasks import Background
 log = get_log(__name__)
 CONTROL_S = 2.0
 _REFRESH_S = 1.0
+_REPORT_S = 1.0  # the engine may end a short job before the ranks' events are here
+_KEPT = 1000  # reports that nobody asked for
 
 
 class KvPort(Protocol):
@@ -40,7 +42,7 @@ class KvPort(Protocol):
         """Begin what runs in the background."""
         ...
 
-    def import_report(self, transfer_id: str) -> TransferReport:
+    async def import_report(self, transfer_id: str) -> TransferReport:
         """What became of an import; asked for after the engine is done with the job."""
         ...
 
@@ -67,6 +69,7 @@ class ConnectorPort:
         self._staged: dict[int, int] = {}
         self._callbacks: dict[str, Callable[[], None]] = {}
         self._pulls: dict[str, list[PullEnded]] = {}
+        self._reports: dict[str, asyncio.Event] = {}  # who waits for the last of them
 
     @property
     def staged_bytes(self) -> int:
@@ -103,10 +106,27 @@ class ConnectorPort:
             elif isinstance(event, StagingFailed):
                 log.warning("KV could not be staged", transfer_id=event.transfer_id, reason=event.reason)
             else:
-                self._pulls.setdefault(event.transfer_id, []).append(event)
+                self._take(event)
 
-    def import_report(self, transfer_id: str) -> TransferReport:
+    def _take(self, event: PullEnded) -> None:
+        pulls = self._pulls.setdefault(event.transfer_id, [])
+        pulls.append(event)
+        if (waiting := self._reports.get(event.transfer_id)) and len(pulls) == len(self._template.endpoints):
+            waiting.set()
+        if len(self._pulls) > _KEPT:
+            del self._pulls[next(iter(self._pulls))]
+
+    async def import_report(self, transfer_id: str) -> TransferReport:
         """All ranks in one: it failed if one failed, it lasted from the first start to the last end."""
+        if len(self._pulls.get(transfer_id, ())) < len(self._template.endpoints):
+            complete = self._reports[transfer_id] = asyncio.Event()
+            try:
+                async with asyncio.timeout(_REPORT_S):
+                    await complete.wait()
+            except TimeoutError:
+                log.warning("not every rank told how its import ended", transfer_id=transfer_id)
+            finally:
+                del self._reports[transfer_id]
         pulls = self._pulls.pop(transfer_id, [])
         failed = next((pull for pull in pulls if not pull.ok), None)
         if failed is not None:

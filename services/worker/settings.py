@@ -58,7 +58,6 @@ class WorkerSettings(ServiceSettings):
     prefill_order: str = "fcfs"
     prefill_batch: int = Field(16, gt=0)  # jobs in the engine at once, as a prefill instance
     dispatch: str = "power_of_two"
-    decode_admission: str = "greedy"
     policy_seed: int = 0
 
     def address(self, port: int) -> str:

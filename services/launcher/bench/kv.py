@@ -45,6 +45,7 @@ def run_kv_bench(sizes_mb: tuple[int, ...] = (1, 8, 64), repeats: int = 9) -> di
     Returns {"figures": {name_unit: number}, "aims": {name: {"want", "got", "met"}}}. Rates count KV bytes, not wire
     bytes, so that codecs compare.
     """
+    torch.set_num_threads(1)  # as an instance's KV threads have it; two would wait for each other on two cores
     figures: dict[str, float] = {}
     aims: dict[str, dict[str, Any]] = {}
     with TemporaryDirectory() as folder, _exporter(folder) as pipe, _Importer(folder, pipe) as importer:

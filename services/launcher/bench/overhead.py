@@ -98,8 +98,9 @@ def _cluster() -> Cluster:
 @asynccontextmanager
 async def _api_layer_alone(folder: Path) -> AsyncIterator[Target]:
     settings = GatewaySettings(
-        schedulers=("tcp://127.0.0.1:9",), model=str(MODEL), served_model_name="demo", port=ALONE_PORT, max_queued_jobs=4096
-    )
+        schedulers=("tcp://127.0.0.1:9",), model=str(MODEL), served_model_name="demo", port=ALONE_PORT,
+        max_queued_jobs=4096,
+    )  # fmt: skip
     environment = {**os.environ, **settings.to_environment(), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     command = [sys.executable, "-m", "gateway.alone"]
     with (folder / "alone.log").open("wb") as log:

@@ -184,7 +184,7 @@ class VllmEngine:
     def _snapshot(self) -> None:
         scheduler = self._scheduler
         pool = scheduler.kv_cache_manager.block_pool
-        waiting = len(scheduler.waiting) + len(getattr(scheduler, "skipped_waiting", ()))
+        waiting = len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
         # Block 0 is vLLM's null block: it is never free and never used.
         self._stats = EngineStats(
             running=len(scheduler.running), waiting=waiting, free_blocks=pool.get_num_free_blocks(),

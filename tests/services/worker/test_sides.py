@@ -81,7 +81,7 @@ class ScriptedPort:
     def forget(self, transfer_id: str) -> None:
         self.callbacks.pop(transfer_id, None)
 
-    def import_report(self, transfer_id: str) -> TransferReport:
+    async def import_report(self, transfer_id: str) -> TransferReport:
         return TransferReport(TransferOutcome.PULLED, tokens=3)
 
     async def release(self, transfer_ids: list[str]) -> None:
