@@ -138,21 +138,33 @@ def _bench() -> None:
     """Measure."""
 
 
+@bench_app.command("cost")
+def bench_cost(
+    data: Annotated[Path, typer.Option(help="The folder that holds `profiles/`.")] = Path("../shared/data"),
+    as_json: Json = False,
+) -> None:
+    """The cost model beside published measurements."""
+    _measure("cost", as_json, data)
+
+
 def _add_bench(name: str, text: str) -> None:
     def command(as_json: Json = False) -> None:
-        bench = measuring.find_bench(name)
-        if bench is None:
-            print(f"this version has no bench {name!r}", file=sys.stderr)
-            raise typer.Exit(2)
-        if not measuring.report(Console(), bench(), as_json):
-            raise typer.Exit(1)
+        _measure(name, as_json)
 
     bench_app.command(name, help=text)(command)
 
 
+def _measure(name: str, as_json: bool, *arguments: Path) -> None:
+    bench = measuring.find_bench(name)
+    if bench is None:
+        print(f"this version has no bench {name!r}", file=sys.stderr)
+        raise typer.Exit(2)
+    if not measuring.report(Console(), bench(*arguments), as_json):
+        raise typer.Exit(1)
+
+
 _add_bench("overhead", "What the control plane costs: CPU a request and a token, added TTFT.")
 _add_bench("kv", "KV transfer between two processes, beside a plain socket.")
-_add_bench("cost", "The cost model beside published measurements.")
 _add_bench("sim", "The simulator beside the real stack.")
 _add_bench("papers", "The simulator beside the papers' results.")
 

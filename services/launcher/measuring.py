@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# name → module and function; each gives {"figures": {name_unit: number}, "aims": {name: {want, got, met}}}.
+# name → module and function; each gives {"figures": {name_unit: number}, "aims": {name: {want, got, met}}} and may add
+# "notes": [text].
 BENCHES: dict[str, tuple[str, str]] = {
     "overhead": ("services.launcher.bench.overhead", "run_overhead_bench"),
     "kv": ("services.launcher.bench.kv", "run_kv_bench"),
@@ -44,6 +45,8 @@ def report(console: Console, result: dict[str, Any], as_json: bool) -> bool:
     console.print(_figures(answer["figures"]))
     if answer["aims"]:
         console.print(_aims(answer["aims"]))
+    for note in result.get("notes", ()):
+        console.print(note, style="dim", markup=False)
     if as_json:
         print_json(answer)
     return bool(answer["ok"])

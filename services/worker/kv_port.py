@@ -13,7 +13,7 @@ from shared.runtime.tasks import Background
 
 log = get_log(__name__)
 CONTROL_S = 2.0
-_REFRESH_S = 1.0
+_REFRESH_S = 0.25
 _REPORT_S = 1.0  # the engine may end a short job before the ranks' events are here
 _KEPT = 1000  # reports that nobody asked for
 
