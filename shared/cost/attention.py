@@ -1,0 +1,126 @@
+"""The time of attention on one device: decodes alone, and prefill chunks with or without decodes in one kernel."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shared.cost.operators import Device, Extremum, Memory, Numeric
+from shared.cost.roofline import smooth_max
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention's shape on one rank."""
+
+    query: int
+    kv: int
+    flops: float  # of one query against one position, over all query heads
+    kv_bytes: float  # of one position, over all KV heads
+    query_bytes: float  # of one token's query and output
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """One query token for each sequence: the KV is read once, by one work item for each sequence and KV head.
+
+    For a given number of sequences the time is piecewise linear in their total context.
+    """
+
+    overhead_s: float
+    long_s: float  # more when the context is split over several units (beyond 128 tokens)
+    grouped_s: float  # more with several KV heads of grouped queries
+    depth_s: float  # latency of one position along the context, while units are idle ...
+    depth_tokens: float  # ... up to that many positions ...
+    depth_items: float  # ... fading with the number of work items
+    item_s: float  # cost of a work item once all units are busy
+    splits: float  # ways in which one KV head's context is divided over units
+    ungrouped_splits: float  # the same without grouped queries
+    compute: float  # share of the peak rate
+    memory: Memory
+
+    def fixed_s(self, count: Numeric, heads: Heads, device: Device, low: Extremum) -> Numeric:
+        """What does not depend on the context."""
+        items = count * heads.kv
+        several = low(1.0, (items - low(items, 8.0)) / 8.0)
+        grouped = low(1.0, heads.query - heads.kv) * low(1.0, heads.kv - 1.0) * several
+        idle = low(items, device.units)
+        return self.overhead_s + self.grouped_s * grouped + self.item_s * (items - idle)
+
+    def depth_at(self, count: Numeric, mean_context: Numeric, heads: Heads, low: Extremum) -> Numeric:
+        """Latency along a context of that length."""
+        return self.depth_s / (1.0 + count * heads.kv / self.depth_items) * low(mean_context, self.depth_tokens)
+
+    def busy(self, count: Numeric, heads: Heads, device: Device, low: Extremum, high: Extremum) -> Numeric:
+        """Share of the units that have work, hence of the bandwidth that can be drawn."""
+        grouped = low(1.0, heads.query - heads.kv)  # 1 or 0
+        with_groups = low(1.0, heads.kv * high(self.splits, 2.0 * count) / device.units)
+        without = low(1.0, count * heads.kv * self.ungrouped_splits / device.units)
+        return grouped * with_groups + (1.0 - grouped) * without
+
+    def cold_position_s(self, heads: Heads, device: Device) -> float:
+        """Seconds of one position of context when all units are busy and KV comes from memory."""
+        return smooth_max(
+            heads.flops / (device.flops * self.compute),
+            heads.kv_bytes / (device.bandwidth * self.memory.share),
+            4.0,
+        )
+
+    def time_s(self, count: Numeric, context: Numeric, heads: Heads, device: Device) -> Numeric:
+        """Seconds of a table's row: `count` sequences of `context` positions each, KV in the cache where it fits."""
+        total = self.fixed_s(count, heads, device, np.minimum) + self.long_s * (context > 128)
+        total = total + self.depth_at(count, context, heads, np.minimum)
+        positions = count * context
+        memory_s = self.memory.time_s(positions * heads.kv_bytes + count * heads.query_bytes, device)
+        memory_s = memory_s / self.busy(count, heads, device, np.minimum, np.maximum)
+        compute_s = positions * heads.flops / (device.flops * self.compute)
+        return total + (compute_s**4.0 + memory_s**4.0) ** 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenAttention:
+    """One kernel over prefill chunks and, in a mixed batch, decodes too."""
+
+    overhead_s: float
+    compute: float  # share of the peak rate
+    tile_rows: float  # query rows that a tile computes, wanted or not
+    depth_s: float  # latency of one position along the longest context
+    sharpness: float
+    memory: Memory
+    decode_rows: float  # query rows computed for a decode inside a mixed batch
+    decode_item_s: float  # cost of each decode and query head inside a mixed batch
+    packs_groups: bool  # query heads that share a KV head share its tile
+    group_cache_bytes: float = 1e12  # one KV head's contexts beyond that are read once for each query head
+    triangle: float = 0.5  # share of the chunk's own square that is computed: 0.5 skips all of the future, 1 nothing
+
+    def positions(self, tokens: Numeric, context: Numeric, high: Extremum) -> Numeric:
+        """Query-key pairs that a causal chunk computes, whole tiles counted."""
+        return high(tokens, self.tile_rows) * (context + self.triangle * tokens + self.tile_rows / 2.0)
+
+    def decode_positions(self, contexts: Numeric, heads: Heads) -> Numeric:
+        """Query-key pairs that decodes of that total context compute inside a mixed batch."""
+        share = heads.kv / heads.query if self.packs_groups else 1.0
+        return self.decode_rows * share * contexts
+
+    def decode_bytes(self, contexts: Numeric, heads: Heads) -> Numeric:
+        """KV bytes that decodes of that total context read inside a mixed batch."""
+        moved = contexts * heads.kv_bytes
+        group = 1.0 if self.packs_groups else heads.query / heads.kv
+        missed = 1.0 / (1.0 + (self.group_cache_bytes * heads.kv / (moved + 1.0)) ** 8.0)
+        return moved * (1.0 + (group - 1.0) * missed)
+
+    def time_s(
+        self,
+        positions: Numeric,
+        moved: Numeric,
+        longest: Numeric,
+        decodes: Numeric,
+        heads: Heads,
+        device: Device,
+    ) -> Numeric:
+        """Seconds. `positions`, `moved`: over all sequences; `longest`: of their contexts; `decodes`: their number."""
+        p = self.sharpness
+        compute_s = positions * heads.flops / (device.flops * self.compute)
+        memory_s = self.memory.time_s(moved, device)
+        depth_s = self.depth_s * longest
+        items_s = self.decode_item_s * decodes * heads.query
+        return self.overhead_s + items_s + (compute_s**p + memory_s**p + depth_s**p) ** (1.0 / p)

@@ -1,0 +1,182 @@
+"""The accelerators that the cost model knows, as data: memory, bandwidth, matrix rates, links, price, source."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shared.cost.data_file import parse_yaml
+from shared.errors import InvalidRequest, NotFound
+
+BUILT_IN = Path(__file__).with_name("accelerators.yaml")
+
+# Names that engines and papers use for one precision.
+_PRECISIONS: Mapping[str, str] = {
+    "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32",
+    "fp8_block": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "float8": "fp8", "nvfp4": "fp4", "mxfp4": "fp4",
+    "int8_wo": "int8",
+}  # fmt: skip
+_BYTES: Mapping[str, float] = {
+    "fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5, "int4": 0.5
+}  # fmt: skip
+# What computes in place of a precision that the device's matrix unit lacks.
+_FALLBACK: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp8": ("bf16", "fp16", "fp32"),
+    "int8": ("bf16", "fp16", "fp32"), "fp4": ("fp8", "bf16", "fp16", "fp32"), "int4": ("bf16", "fp16", "fp32"),
+    "fp32": ("bf16", "fp16"),
+}  # fmt: skip
+
+
+def precision_of(dtype: str) -> str:
+    """The short name of a precision: `bfloat16` -> `bf16`. An unknown one is an error that names the known ones."""
+    short = _PRECISIONS.get(dtype, dtype)
+    if short not in _BYTES:
+        raise InvalidRequest(f"unknown precision {dtype!r}; known: {', '.join(sorted(_BYTES))}")
+    return short
+
+
+def bytes_of(dtype: str) -> float:
+    """Bytes of one element of that precision."""
+    return _BYTES[precision_of(dtype)]
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Bandwidth of one accelerator's links, bytes/s in one direction."""
+
+    scale_up: float
+    pcie: float
+    network: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One accelerator. Rates are dense peaks from its source; efficiencies are kept apart, see `efficiency`."""
+
+    name: str
+    vendor: str
+    memory_bytes: float
+    bandwidth_bytes_s: float
+    compute_units: int
+    matrix_flops: Mapping[str, float]  # operations/s by precision
+    mode: str  # what `matrix_flops` counts
+    links: Links
+    price_usd_hour: float
+    source: str
+    price_source: str = ""
+    aliases: tuple[str, ...] = ()
+
+    def flops(self, dtype: str) -> float:
+        """Dense peak, operations/s, of that precision or of the one that computes in its place (weight-only)."""
+        precision = precision_of(dtype)
+        for candidate in (precision, *_FALLBACK[precision]):
+            if candidate in self.matrix_flops:
+                return self.matrix_flops[candidate]
+        raise InvalidRequest(f"accelerator {self.name!r} has no matrix rate for {dtype!r}")
+
+
+class _LinksEntry(msgspec.Struct, forbid_unknown_fields=True):
+    scale_up: float
+    pcie: float
+    network: float
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """One entry of an accelerator file, in its units."""
+
+    vendor: str
+    memory_gib: float
+    bandwidth_gb_s: float
+    compute_units: int
+    matrix_tflops: dict[str, float]
+    mode: str
+    links: _LinksEntry
+    price_usd_hour: float
+    source: str
+    price_source: str = ""
+    aliases: list[str] = []
+
+
+class Catalogue:
+    """Accelerators by name; names match without regard to case, spaces, dashes and underscores."""
+
+    def __init__(self, accelerators: Iterable[Accelerator]) -> None:
+        self._by_name = {accelerator.name: accelerator for accelerator in accelerators}
+        self._index: dict[str, str] = {}
+        for accelerator in self._by_name.values():
+            for name in (accelerator.name, *accelerator.aliases):
+                self._index[_key(name)] = accelerator.name
+
+    @classmethod
+    def built_in(cls) -> "Catalogue":
+        """The accelerators that ship with the product."""
+        return cls(parse_accelerators(BUILT_IN.read_text(encoding="utf-8"), str(BUILT_IN.name)))
+
+    def with_file(self, path: Path) -> "Catalogue":
+        """This catalogue and the user's file; an entry of the same name replaces ours."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
+        own = parse_accelerators(text, str(path))
+        return Catalogue((*self._by_name.values(), *own))
+
+    def get(self, name: str) -> Accelerator:
+        """The accelerator of that name or alias; an unknown name is an error that names the nearest ones."""
+        found = self._index.get(_key(name))
+        if found is None:
+            raise NotFound(self._unknown(name))
+        return self._by_name[found]
+
+    def names(self) -> tuple[str, ...]:
+        """All names, in the order of the files."""
+        return tuple(self._by_name)
+
+    def all(self) -> tuple[Accelerator, ...]:
+        """All accelerators, in the order of the files."""
+        return tuple(self._by_name.values())
+
+    def _unknown(self, name: str) -> str:
+        near = difflib.get_close_matches(_key(name), list(self._index), n=4, cutoff=0.5)
+        close = dict.fromkeys(self._index[key] for key in near)
+        hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(self._by_name)}."
+        return f"unknown accelerator {name!r}; {hint} Add your own in a YAML file of the catalogue's form."
+
+
+def parse_accelerators(text: str, where: str) -> tuple[Accelerator, ...]:
+    """Accelerators of one YAML text; an error names `where`, the entry and the key."""
+    return tuple(_accelerator(name, entry, where) for name, entry in parse_yaml(text, where).items())
+
+
+def _accelerator(name: str, raw: object, where: str) -> Accelerator:
+    try:
+        entry = msgspec.convert(raw, _Entry, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{where}: accelerator {name!r}: {error}") from error
+    for key in ("memory_gib", "bandwidth_gb_s", "compute_units"):
+        if not getattr(entry, key) > 0:
+            raise InvalidRequest(f"{where}: accelerator {name!r}: {key} must be positive")
+    rates = {precision_of(precision): rate * 1e12 for precision, rate in entry.matrix_tflops.items()}
+    if not rates or min(rates.values()) <= 0:
+        raise InvalidRequest(f"{where}: accelerator {name!r}: matrix_tflops needs positive rates")
+    links = Links(entry.links.scale_up * 1e9, entry.links.pcie * 1e9, entry.links.network * 1e9)
+    return Accelerator(
+        name=name,
+        vendor=entry.vendor,
+        memory_bytes=entry.memory_gib * 2.0**30,
+        bandwidth_bytes_s=entry.bandwidth_gb_s * 1e9,
+        compute_units=entry.compute_units,
+        matrix_flops=rates,
+        mode=entry.mode,
+        links=links,
+        price_usd_hour=entry.price_usd_hour,
+        source=entry.source,
+        price_source=entry.price_source,
+        aliases=tuple(entry.aliases),
+    )
+
+
+def _key(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())

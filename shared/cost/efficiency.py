@@ -1,0 +1,105 @@
+"""Fitted constants of every operator, by device: read from YAML, defaults where a device has no table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from shared.cost.attention import DecodeAttention, VarlenAttention
+from shared.cost.catalogue import precision_of
+from shared.cost.data_file import read_yaml
+from shared.cost.operators import Collective, Elementwise, Gemm
+from shared.errors import InvalidRequest
+
+T = TypeVar("T")
+SHIPPED = Path(__file__).with_name("efficiencies.yaml")
+# Which precision's constants stand in for one that was not fitted.
+_STAND_IN: Mapping[str, tuple[str, ...]] = {
+    "fp16": ("bf16",), "fp32": ("bf16",), "fp8": ("int8", "bf16"), "int8": ("fp8", "bf16"),
+    "fp4": ("fp8", "bf16"), "int4": ("bf16",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiencies:
+    """Fitted constants of one device; mappings go from a precision (weights, or KV) to constants."""
+
+    gemm: Mapping[str, Gemm]
+    decode: Mapping[str, DecodeAttention]
+    varlen: Mapping[str, VarlenAttention]
+    elementwise: Elementwise
+    collective: Collective
+    step_s: float = 0.0  # what a step costs besides its kernels: scheduling, launches, sampling
+    sequence_s: float = 0.0  # the same for each sequence
+    sources: tuple[str, ...] = ()  # tables that the constants come from; none: stand-ins
+
+    def gemm_for(self, precision: str) -> Gemm:
+        """Constants of a matrix product with weights of that precision."""
+        return _pick(self.gemm, precision)
+
+    def decode_for(self, precision: str) -> DecodeAttention:
+        """Constants of decode attention over KV of that precision."""
+        return _pick(self.decode, precision)
+
+    def varlen_for(self, precision: str) -> VarlenAttention:
+        """Constants of prefill and mixed attention over KV of that precision."""
+        return _pick(self.varlen, precision)
+
+
+class EfficiencyTable:
+    """Efficiencies of all devices. An operator that a device lacks is taken from a device like it, then by default."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "efficiencies") -> None:
+        self.date = str(raw.get("date", ""))
+        self._where = where
+        self._default: Mapping[str, Any] = raw.get("default") or {}
+        self._devices: Mapping[str, Mapping[str, Any]] = raw.get("devices") or {}
+        self._like: Mapping[str, str] = raw.get("like") or {}
+
+    @classmethod
+    def from_file(cls, path: Path = SHIPPED) -> "EfficiencyTable":
+        """The table in a YAML file; by default the one that ships with the product."""
+        return cls(read_yaml(path), path.name)
+
+    def fitted(self) -> tuple[str, ...]:
+        """Names of devices that have constants of their own."""
+        return tuple(self._devices)
+
+    def for_device(self, name: str) -> Efficiencies:
+        """Constants of the accelerator of that (catalogue) name."""
+        merged: dict[str, Any] = {}
+        for layer in (self._default, *self._chain(name)):
+            for key, value in layer.items():
+                nested = isinstance(value, Mapping) and key in ("gemm", "decode", "varlen")
+                merged[key] = {**merged.get(key, {}), **value} if nested else value
+        if name not in self._devices:
+            merged["sources"] = ()
+        try:
+            return msgspec.convert(merged, Efficiencies, strict=False)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"{self._where}: device {name!r}: {error}") from error
+
+    def _chain(self, name: str) -> list[Mapping[str, Any]]:
+        """Constants of the device and of those it is like, the most general first."""
+        layers: list[Mapping[str, Any]] = []
+        seen: set[str] = set()
+        while name and name not in seen:
+            seen.add(name)
+            layers.insert(0, self._devices.get(name, {}))
+            name = self._like.get(name, "")
+        return layers
+
+    def with_device(self, name: str, constants: Mapping[str, Any]) -> "EfficiencyTable":
+        """This table with one device's constants replaced or added, operator by operator."""
+        devices = {**self._devices, name: {**self._devices.get(name, {}), **constants}}
+        raw = {"date": self.date, "default": self._default, "like": self._like, "devices": devices}
+        return EfficiencyTable(raw, self._where)
+
+
+def _pick(by_precision: Mapping[str, T], precision: str) -> T:
+    for candidate in (precision_of(precision), *_STAND_IN.get(precision, ())):
+        if candidate in by_precision:
+            return by_precision[candidate]
+    return next(iter(by_precision.values()))

@@ -1,0 +1,138 @@
+"""The papers' linear costs, fitted by least squares to measured steps or to a step model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.cost.step import Batch, StepModel
+from shared.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class HuaweiCost:
+    """p1…p8 of one (machine, t). Source: Huawei eqs 3–4 (R). b: requests in a padded batch; lengths in tokens."""
+
+    p1: float
+    p2: float
+    p3: float
+    p4: float
+    p5: float
+    p6: float
+    p7: float
+    p8: float
+
+    def prefill_s(self, batch: float, prompt: float) -> float:
+        """T_pre(b, S) = p1·b·S + p2·b + p3·S + p4."""
+        return self.p1 * batch * prompt + self.p2 * batch + self.p3 * prompt + self.p4
+
+    def decode_step_s(self, batch: float, length: float) -> float:
+        """One iteration at length l: p5·b·l + p6·b + p7·l + p8."""
+        return self.p5 * batch * length + self.p6 * batch + self.p7 * length + self.p8
+
+    def decode_s(self, batch: float, prompt: float, output: float) -> float:
+        """T_dec = (p5·b + p7)·(O·S + O(O+1)/2) + (p6·b + p8)·O."""
+        walked = output * prompt + output * (output + 1.0) / 2.0
+        return (self.p5 * batch + self.p7) * walked + (self.p6 * batch + self.p8) * output
+
+
+@dataclass(frozen=True, slots=True)
+class PartialPrefillCost:
+    """Prefill of a prompt's first part. Source: Cronus eq. 2: T = k_p·L_p + b_p."""
+
+    k_p: float
+    b_p: float
+
+    def time_s(self, tokens: float) -> float:
+        """Seconds of a prefill of that many tokens."""
+        return self.k_p * tokens + self.b_p
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedCost:
+    """One chunked iteration. Source: Cronus eq. 3: t = k_ctxp·L_ctx + k_ctxd·ΣL_decode + b_c."""
+
+    k_ctxp: float
+    k_ctxd: float
+    b_c: float
+
+    def time_s(self, prefill_context: float, decode_context: float) -> float:
+        """Seconds of one iteration with a full token budget."""
+        return self.k_ctxp * prefill_context + self.k_ctxd * decode_context + self.b_c
+
+
+def fit_huawei(prefills: Sequence[tuple[int, int, float]], decodes: Sequence[tuple[int, int, float]]) -> HuaweiCost:
+    """From (batch, prompt tokens, seconds) of prefills and (batch, length, seconds) of decode iterations."""
+    p = [*_solve(prefills, "prefill"), *_solve(decodes, "decode")]
+    return HuaweiCost(*p)
+
+
+def fit_partial_prefill(samples: Sequence[tuple[int, float]]) -> PartialPrefillCost:
+    """From (tokens, seconds) of prefills."""
+    table = np.array([(tokens, 1.0) for tokens, _ in samples])
+    k_p, b_p = _least_squares(table, [seconds for _, seconds in samples], "partial prefill")
+    return PartialPrefillCost(k_p, b_p)
+
+
+def fit_chunked(samples: Sequence[tuple[int, int, float]]) -> ChunkedCost:
+    """From (prefill context, total decode context, seconds) of iterations that use the whole token budget."""
+    table = np.array([(prefill, decode, 1.0) for prefill, decode, _ in samples])
+    k_ctxp, k_ctxd, b_c = _least_squares(table, [seconds for *_, seconds in samples], "chunked iteration")
+    return ChunkedCost(k_ctxp, k_ctxd, b_c)
+
+
+def huawei_of(model: StepModel, batches: Sequence[int] = (2, 4, 8, 16, 32), longest: int = 2048) -> HuaweiCost:
+    """p1…p8 of a step model, from the light profile that the paper describes (b = 2, 4, 8, …)."""
+    lengths = [longest // 8, longest // 4, longest // 2, longest]
+    grid = [(b, length) for b in batches for length in lengths]
+    prefills = [(b, n, model.step_time_s(Batch(((n, 0),) * b))) for b, n in grid]
+    decodes = [(b, n, model.decode_time_s(b, b * n)) for b, n in grid]
+    return fit_huawei(prefills, decodes)
+
+
+def partial_prefill_of(model: StepModel, longest: int = 2048) -> PartialPrefillCost:
+    """k_p and b_p of a step model over prompts up to `longest`."""
+    sizes = sorted({max(1, longest * i // 16) for i in range(1, 17)})
+    return fit_partial_prefill([(n, model.prefill_time_s(n)) for n in sizes])
+
+
+def chunked_of(model: StepModel, budget: int = 512, decodes: int = 64, longest: int = 4096) -> ChunkedCost:
+    """k_ctxp, k_ctxd and b_c of a step model for chunked iterations of `budget` tokens, decodes included."""
+    running = min(decodes, budget // 2)
+    samples = []
+    for context in range(0, longest + 1, max(1, longest // 8)):
+        for mean in range(0, longest + 1, max(1, longest // 8)):
+            batch = Batch(((budget - running, context),), running, running * mean)
+            samples.append((context, running * mean, model.step_time_s(batch)))
+    return fit_chunked(samples)
+
+
+def saturation_tokens(time_s: Callable[[int], float], share: float = 0.9, most: int = 16384) -> int:
+    """The least power of two of prefill tokens per step that reaches `share` of the best throughput.
+
+    Sets ChunkSize (TetriInfer: 512 for OPT-13B on a V100): beyond it a longer chunk delays decodes and gains little.
+    """
+    sizes = [1 << power for power in range(4, most.bit_length()) if 1 << power <= most]
+    rates = [size / time_s(size) for size in sizes]
+    best = max(rates)
+    return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= share * best)
+
+
+def _solve(samples: Sequence[tuple[int, int, float]], what: str) -> tuple[float, ...]:
+    table = np.array([(b * n, b, n, 1.0) for b, n, _ in samples], dtype=np.float64)
+    return _least_squares(table, [seconds for *_, seconds in samples], what)
+
+
+def _least_squares(table: NDArray[np.float64], seconds: Sequence[float], what: str) -> tuple[float, ...]:
+    """Least squares of relative errors, so that short steps count as much as long ones."""
+    columns = table.shape[1] if table.ndim == 2 else 0
+    if len(seconds) < columns or columns == 0:
+        raise InvalidRequest(f"{what}: {len(seconds)} samples are too few for {columns or 'any'} coefficients")
+    measured = np.asarray(seconds, dtype=np.float64)
+    if not np.all(np.isfinite(measured) & (measured > 0)):
+        raise InvalidRequest(f"{what}: sample times must be positive and finite")
+    solution, _, rank, _ = np.linalg.lstsq(table / measured[:, None], np.ones(len(measured)), rcond=None)
+    if rank < columns:
+        raise InvalidRequest(f"{what}: the samples do not vary enough to tell {columns} coefficients apart")
+    return tuple(float(x) for x in solution)

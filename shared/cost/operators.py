@@ -1,0 +1,171 @@
+"""The time of each kind of operator on one device, as closed forms of a few fitted constants.
+
+Every form works on numbers and on arrays alike: `step` calls it with numbers, `fit` with whole tables.
+All are physical: FLOPs over an effective rate, bytes over an effective bandwidth, what a launch costs, and how work
+divides into tiles over the device's units. Source: FORMULAS section 1 for the smooth roofline; the rest is ours (F).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# A float or a float array. numpy's types cannot say that the result is of the kind of the arguments.
+Numeric = Any
+Extremum = Callable[..., Any]  # max and min for numbers, np.maximum and np.minimum for arrays
+
+# Output tiles that matrix kernels use, and the ways to split the inner dimension.
+_TILES: tuple[tuple[int, int], ...] = (
+    (256, 128), (128, 256), (128, 128), (64, 256), (128, 64), (64, 128), (64, 64), (32, 64), (16, 64), (16, 128)
+)  # fmt: skip
+_SPLITS: tuple[int, ...] = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The peaks that an operator's time is a share of."""
+
+    flops: float  # operations/s of the operator's precision
+    bandwidth: float  # bytes/s
+    units: int  # streaming multiprocessors, compute units
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Effective bandwidth as shares of the peak: from memory, and from the cache for what fits in it."""
+
+    share: float  # beyond the cache
+    cache_share: float  # within it; may exceed 1
+    cache_bytes: float
+    steepness: float = 8.0
+
+    def time_s(self, moved: Numeric, device: Device, *, cold: bool = False) -> Numeric:
+        """Seconds to move that many bytes; `cold` when nothing can be in the cache (weights, KV)."""
+        # A cold transfer gains nothing from the cache, but a small one can still be slow.
+        warm = min(self.cache_share, self.share) if cold else self.cache_share
+        hit = 1.0 / (1.0 + (moved / self.cache_bytes) ** self.steepness)
+        return moved / device.bandwidth * ((1.0 - hit) / self.share + hit / warm)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """Cost of quantising a matrix product's activations in a kernel of its own: rows over units, k elements each."""
+
+    launch_s: float
+    element_s: float
+    exponent: float
+    rows_per_unit: float
+    ramp: float
+    spill_s_byte: float = 0.0  # beyond the cache
+    spill_bytes: float = 1e9
+
+    def time_s(self, m: Numeric, k: Numeric, units: int) -> Numeric:
+        """Seconds for m rows of k elements."""
+        rows = (1.0 + (m / (units * self.rows_per_unit)) ** self.ramp) ** (1.0 / self.ramp)
+        moved = 3.0 * m * k
+        spilled = moved / (1.0 + (self.spill_bytes / moved) ** 8.0)
+        return self.launch_s + self.element_s * k**self.exponent * rows + self.spill_s_byte * spilled
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """y[m, n] = x[m, k] · W[k, n]: waves of output tiles against memory traffic, under a smooth maximum."""
+
+    overhead_s: float
+    compute: float  # share of the peak rate with large tiles
+    tile_penalty: float  # exponent of the loss with smaller tiles
+    depth_s: float  # latency of one step along k
+    split_s: float  # cost of splitting k over several units
+    sharpness: float
+    weights: Memory
+    activations: Memory
+    quantisation: Quantisation | None = None
+
+    def time_s(
+        self,
+        m: Numeric,
+        n: Numeric,
+        k: Numeric,
+        width: float,
+        device: Device,
+        *,
+        cold: bool = False,
+        count: Numeric = 1.0,
+    ) -> Numeric:
+        """Seconds. `width`: bytes of a weight. `count`: weight matrices that share the rows (experts).
+
+        `cold` is how an engine runs it: weights come from memory, and quantisation is fused into the operator before.
+        """
+        tiles_s = self._tiles_s(m, n, k, device, count)
+        memory_s = self.weights.time_s(count * n * k * width, device, cold=cold)
+        memory_s = (
+            memory_s + self.activations.time_s(2.0 * m * k, device) + self.activations.time_s(2.0 * m * n, device)
+        )
+        p = self.sharpness
+        total = self.overhead_s + (tiles_s**p + memory_s**p) ** (1.0 / p)
+        if self.quantisation and not cold:
+            total = total + self.quantisation.time_s(m, k, device.units)
+        return total
+
+    def _tiles_s(self, m: Numeric, n: Numeric, k: Numeric, device: Device, count: Numeric) -> Numeric:
+        """The best of the tile shapes: whole waves over the units, each as long as one tile's walk along k."""
+        unit_flops = device.flops / device.units
+        best: Numeric = None
+        for rows, columns in _TILES:
+            tiles = count * np.ceil(m / count / rows) * np.ceil(n / columns)
+            size = 2.0 / (1.0 / rows + 1.0 / columns) / 128.0
+            rate = unit_flops * self.compute * min(1.0, size**self.tile_penalty)
+            for split in _SPLITS:
+                depth = k / split
+                waves = np.ceil(tiles * split / device.units)
+                time = waves * (2.0 * rows * columns) * depth / rate + self.depth_s * depth
+                time = time + (self.split_s if split > 1 else 0.0)
+                best = time if best is None else np.minimum(best, time)
+        return best
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """Norms, activations, rotary embedding, residuals: a launch and memory traffic."""
+
+    overhead_s: float
+    memory: Memory
+
+    def time_s(self, moved: Numeric, device: Device) -> Numeric:
+        """Seconds of one operator that moves that many bytes."""
+        return self.overhead_s + self.memory.time_s(moved, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """All-reduce inside a scale-up domain: the faster of a direct exchange and a ring, as engines choose by size."""
+
+    latency_s: float  # of the direct exchange ...
+    latency_rank_s: float  # ... for each rank
+    share: float  # of the link
+    ring_latency_s: float
+    ring_share: float
+    contention: float = 0.0  # exponent of the loss when more than two ranks share the link
+
+    def all_reduce_s(self, moved: Numeric, ranks: Numeric, link: float, low: Extremum = np.minimum) -> Numeric:
+        """Seconds to sum `moved` bytes. Source: 2(n−1)/n of the bytes cross each link."""
+        crossing = 2.0 * (ranks - 1.0) / ranks * moved / link * (ranks / 2.0) ** self.contention
+        direct = self.latency_s + self.latency_rank_s * ranks + crossing / self.share
+        return low(direct, self.ring_latency_s + crossing / self.ring_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A gated or plain MLP: product, activation, product."""
+
+    gemm: Gemm
+    activation: Elementwise
+
+    def time_s(
+        self, tokens: Numeric, up: Numeric, width: Numeric, hidden: Numeric, element: float, device: Device
+    ) -> Numeric:
+        """Seconds. `up`: columns of the first product, twice `width` when gated; `element`: bytes of a weight."""
+        first = self.gemm.time_s(tokens, up, hidden, element, device)
+        second = self.gemm.time_s(tokens, hidden, width, element, device)
+        return first + self.activation.time_s(tokens * (up + width) * 2.0, device) + second

@@ -1,0 +1,143 @@
+"""The time of one engine step: any mix of prefill chunks and decodes, under tensor and pipeline parallelism."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from shared.cost.catalogue import Accelerator, bytes_of, precision_of
+from shared.cost.efficiency import Efficiencies, EfficiencyTable
+from shared.cost.geometry import ModelGeometry
+from shared.cost.layers import LayerCost
+from shared.errors import InvalidRequest
+
+_BLOCK = 512  # token counts priced at once
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step computes.
+
+    prefill: (tokens computed now, tokens computed before) of each chunk. Decodes: their number, and their total
+    context without the tokens under way.
+    """
+
+    prefill: tuple[tuple[int, int], ...] = ()
+    decode_count: int = 0
+    decode_context_tokens: int = 0
+
+    @classmethod
+    def of(cls, prefill: Iterable[tuple[int, int]] = (), decode_contexts: Iterable[int] = ()) -> "Batch":
+        """A batch from the contexts of its decode requests."""
+        contexts = tuple(decode_contexts)
+        return cls(tuple(prefill), len(contexts), sum(contexts))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that pass through the weight matrices."""
+        return self.decode_count + sum(tokens for tokens, _ in self.prefill)
+
+
+class StepModel:
+    """Step times of one model on one instance: constants, and a memo of what depends on token counts alone.
+
+    Deterministic: equal arguments give equal times, in any order of calls.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        geometry: ModelGeometry,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        dtype: str | None = None,
+        efficiencies: Efficiencies | None = None,
+        kv_dtype: str | None = None,
+    ) -> None:
+        if tensor_parallel < 1 or pipeline_parallel < 1:
+            raise InvalidRequest("tensor_parallel and pipeline_parallel must be at least 1")
+        if pipeline_parallel > geometry.layers:
+            raise InvalidRequest(
+                f"pipeline_parallel {pipeline_parallel} exceeds the {geometry.layers} layers of {geometry.name}"
+            )
+        self.accelerator = accelerator
+        self.geometry = geometry
+        self.tensor_parallel = tensor_parallel
+        self.pipeline_parallel = pipeline_parallel
+        self.dtype = precision_of(dtype or geometry.dtype)
+        self.kv_dtype = precision_of(kv_dtype or ("bf16" if bytes_of(self.dtype) < 2 else self.dtype))
+        self.efficiencies = efficiencies or EfficiencyTable.from_file().for_device(accelerator.name)
+        self._layers = LayerCost(
+            accelerator,
+            geometry,
+            tensor_parallel,
+            pipeline_parallel,
+            self.dtype,
+            self.kv_dtype,
+            self.efficiencies,
+        )
+        self._dense: dict[int, list[float]] = {}
+        self._heads: dict[int, list[float]] = {}
+
+    def step_time_s(self, batch: Batch) -> float:
+        """Seconds from the start of a step to its tokens; 0 for an empty batch."""
+        count, contexts = batch.decode_count, batch.decode_context_tokens
+        if not batch.prefill:
+            return self.decode_time_s(count, contexts)
+        tokens = count + sum(new for new, _ in batch.prefill)
+        attention = self._layers.mixed_attention_s(batch.prefill, count, contexts)
+        return self._dense_s(tokens) + attention + self._head_s(count + len(batch.prefill))
+
+    def decode_time_s(self, count: int, context_tokens: int) -> float:
+        """Seconds of a step of `count` decodes whose contexts sum to `context_tokens`."""
+        if count == 0:
+            return 0.0
+        return self._dense_s(count) + self._head_s(count) + self._layers.decode_attention_s(count, context_tokens)
+
+    def prefill_time_s(self, tokens: int, context: int = 0) -> float:
+        """Seconds of a step that computes one chunk of `tokens` after `context` earlier tokens."""
+        return self.step_time_s(Batch(((tokens, context),)))
+
+    def decode_span_s(self, count: int, context_tokens: int, steps: int) -> float:
+        """Seconds of `steps` decode steps in a row, each context longer by one token at every step.
+
+        Exact: within rounding the sum of `decode_time_s(count, context_tokens + i·count)`, because that is
+        piecewise linear in the context.
+        """
+        if count == 0 or steps <= 0:
+            return 0.0
+        total = steps * (self._dense_s(count) + self._head_s(count))
+        start = 0
+        mean = context_tokens / count
+        for stop in (*self._kinks_after(mean, steps), steps):
+            first = self._layers.decode_attention_s(count, context_tokens + start * count)
+            last = self._layers.decode_attention_s(count, context_tokens + (stop - 1) * count)
+            total += (first + last) / 2.0 * (stop - start)
+            start = stop
+        return total
+
+    def _kinks_after(self, mean_context: float, steps: int) -> list[int]:
+        """Steps, in order, at which the decode time may change its slope: segments in between are linear."""
+        found: set[int] = set()
+        for kink in self._layers.decode_kinks:
+            # The steps around a kink stand alone, so that no segment spans it.
+            before = math.ceil(kink - mean_context) - 2
+            found.update(step for step in range(before, before + 4) if 0 < step < steps)
+        return sorted(found)
+
+    def _dense_s(self, tokens: int) -> float:
+        block = tokens // _BLOCK
+        known = self._dense.get(block)
+        if known is None:
+            counts = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.float64)
+            known = self._dense[block] = [float(x) for x in self._layers.dense_s(np.maximum(counts, 1.0))]
+        return known[tokens % _BLOCK]
+
+    def _head_s(self, sequences: int) -> float:
+        block = sequences // _BLOCK
+        known = self._heads.get(block)
+        if known is None:
+            counts = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.float64)
+            known = self._heads[block] = [float(x) for x in self._layers.head_s(np.maximum(counts, 1.0))]
+        return known[sequences % _BLOCK]

@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import pytest
+
+from shared.cost.catalogue import Catalogue, bytes_of, precision_of
+from shared.errors import InvalidRequest, NotFound
+
+# Issue 3: what the catalogue must know, by the names that people use.
+WANTED = (
+    "T4", "V100-16", "V100-32", "A10", "A30", "A40", "A100-40-PCIe", "A100-80-PCIe", "A100-40", "A100-80",
+    "A5000", "A6000", "3090Ti", "4090", "L4", "L40S", "RTX PRO 6000", "H100 PCIe", "H100 SXM", "H200", "B200",
+    "MI210", "MI250", "MI300X", "Gaudi 2", "Gaudi 3", "Ascend 910B", "CPU",
+)  # fmt: skip
+
+ENTRY = """
+Mine:
+  vendor: Acme
+  memory_gib: 16
+  bandwidth_gb_s: 500
+  compute_units: 10
+  matrix_tflops: {fp16: 50}
+  mode: dense
+  links: {scale_up: 10, pcie: 16, network: 1}
+  price_usd_hour: 0.1
+  source: me
+"""
+
+
+@pytest.fixture(scope="module")
+def catalogue() -> Catalogue:
+    return Catalogue.built_in()
+
+
+def test_holds_what_the_issue_lists(catalogue: Catalogue) -> None:
+    for name in WANTED:
+        assert catalogue.get(name).memory_bytes > 0
+    assert len(catalogue.names()) >= 24
+    assert len({a.vendor for a in catalogue.all()}) >= 4
+
+
+def test_every_entry_is_complete_and_plausible(catalogue: Catalogue) -> None:
+    for a in catalogue.all():
+        assert a.source
+        assert a.mode
+        assert 0 < a.price_usd_hour < 20
+        assert 4e9 < a.memory_bytes < 500e9
+        assert 1e11 < a.bandwidth_bytes_s < 1e13
+        assert 1e12 < a.flops("bf16") < 1e16
+        assert a.links.pcie > 0
+        assert a.links.scale_up > 0
+        assert a.links.network > 0
+
+
+def test_dense_rates_not_sparse_ones(catalogue: Catalogue) -> None:
+    # The data sheets print 1979 and 624 for these with sparsity.
+    assert catalogue.get("H100").flops("bf16") == pytest.approx(989.4e12)
+    assert catalogue.get("A100").flops("fp16") == pytest.approx(312e12)
+    assert catalogue.get("A6000").flops("fp16") == pytest.approx(154.8e12)
+
+
+def test_a_missing_precision_computes_in_another(catalogue: Catalogue) -> None:
+    assert catalogue.get("V100").flops("bf16") == catalogue.get("V100").flops("fp16")
+    assert catalogue.get("A100").flops("fp8") == catalogue.get("A100").flops("bf16")  # weight-only
+
+
+@pytest.mark.parametrize("name", ["a100-sxm-80", "A100_SXM_80", "A100", "a100 80gb"])
+def test_names_match_loosely(catalogue: Catalogue, name: str) -> None:
+    assert catalogue.get(name).name == "A100-SXM-80"
+
+
+def test_an_unknown_name_gets_near_matches(catalogue: Catalogue) -> None:
+    with pytest.raises(NotFound, match=r"unknown accelerator 'H10O'; did you mean H100-SXM"):
+        catalogue.get("H10O")
+    with pytest.raises(NotFound, match=r"known: T4"):
+        catalogue.get("???")
+
+
+def test_users_add_and_replace(catalogue: Catalogue, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(ENTRY + ENTRY.replace("Mine:", "T4:"), encoding="utf-8")
+    extended = catalogue.with_file(own)
+    assert extended.get("mine").bandwidth_bytes_s == 500e9
+    assert extended.get("T4").vendor == "Acme"
+    assert catalogue.get("T4").vendor == "NVIDIA"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("  memory_gib: 16\n", ""), r"own.yaml: accelerator 'Mine': .*memory_gib"),
+        (("memory_gib: 16", "memory_gib: -1"), r"accelerator 'Mine': memory_gib must be positive"),
+        (("fp16: 50", "fp16: 0"), r"accelerator 'Mine': matrix_tflops needs positive rates"),
+        (("fp16: 50", "fp17: 50"), r"unknown precision 'fp17'"),
+        (("vendor", "vendr"), r"accelerator 'Mine': .*vend"),
+        (("{fp16: 50}", "{fp16: 50"), r"own.yaml: not valid YAML"),
+    ],
+)
+def test_a_bad_file_names_file_entry_and_key(
+    catalogue: Catalogue, tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(ENTRY.replace(*change), encoding="utf-8")
+    with pytest.raises(InvalidRequest, match=said):
+        catalogue.with_file(own)
+
+
+def test_a_missing_file_is_named(catalogue: Catalogue, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"cannot read .*none.yaml"):
+        catalogue.with_file(tmp_path / "none.yaml")
+
+
+def test_precisions() -> None:
+    assert precision_of("bfloat16") == "bf16"
+    assert bytes_of("float16") == 2
+    assert bytes_of("nvfp4") == 0.5
+    with pytest.raises(InvalidRequest, match="unknown precision 'q3'"):
+        precision_of("q3")

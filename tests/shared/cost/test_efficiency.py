@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import pytest
+
+from shared.cost.efficiency import EfficiencyTable
+from shared.cost.library import Library
+from shared.errors import InvalidRequest
+
+
+def test_every_device_of_the_catalogue_has_constants(library: Library) -> None:
+    for name in library.catalogue.names():
+        constants = library.efficiencies.for_device(name)
+        assert 0.2 < constants.gemm_for("bf16").compute <= 1.1
+        assert 0.2 < constants.decode_for("bf16").memory.share <= 1.1
+
+
+def test_constants_name_their_date_and_tables(library: Library) -> None:
+    table = library.efficiencies
+    assert table.date.startswith("20")
+    for name in table.fitted():
+        assert table.for_device(name).sources
+        library.catalogue.get(name)
+    assert table.for_device("A10").sources == ()  # stands on another's
+
+
+def test_like_another_and_by_default() -> None:
+    library = Library.built_in()
+    of = library.efficiencies.for_device
+    assert of("A100-SXM-40").gemm == of("A100-SXM-80").gemm
+    assert of("A10").gemm == of("A40").gemm  # A10 is like A40, which has its own products ...
+    assert of("A10").decode == of("A100-SXM-80").decode  # ... and is like an A100 otherwise
+    assert of("MI300X").gemm == of("Ascend-910B").gemm
+
+
+def test_precisions_stand_in_for_each_other(library: Library) -> None:
+    h100 = library.efficiencies.for_device("H100-SXM")
+    assert h100.gemm_for("fp16") == h100.gemm_for("bf16")
+    assert h100.gemm_for("fp8") != h100.gemm_for("bf16")
+    assert h100.gemm_for("int4") == h100.gemm_for("bf16")
+
+
+def test_one_devices_constants_replaced(library: Library) -> None:
+    faster = library.efficiencies.with_device("MI300X", {"step_s": 0.0, "sources": ["mine"]})
+    assert faster.for_device("MI300X").step_s == 0.0
+    assert faster.for_device("MI300X").sources == ("mine",)
+    assert library.efficiencies.for_device("MI300X").step_s > 0.0
+
+
+def test_a_bad_constant_names_file_and_device() -> None:
+    table = EfficiencyTable.from_file().with_device("A40", {"step_s": "soon"})
+    with pytest.raises(InvalidRequest, match=r"efficiencies.yaml: device 'A40': .*step_s"):
+        table.for_device("A40")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"cannot read .*none.yaml"):
+        EfficiencyTable.from_file(tmp_path / "none.yaml")

@@ -1,0 +1,128 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.cost.models import bundled_geometry, bundled_names, geometry_from_config, geometry_from_file
+from shared.errors import InvalidRequest, NotFound
+
+# Parameters of the published checkpoints, to the last weight.
+PARAMETERS = {
+    "OPT-125M": 125_239_296, "OPT-13B": 12_853_473_280, "LLaMA-30B": 32_528_943_616, "Llama-2-7B": 6_738_415_616,
+    "Llama-2-70B": 68_976_648_192, "Llama-3-8B": 8_030_261_248, "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496, "Llama-3.2-1B": 1_235_814_400, "Mistral-7B": 7_241_732_096,
+    "Qwen2-7B": 7_615_616_512, "Qwen2.5-14B": 14_770_033_664, "Qwen3-8B": 8_190_735_360, "Qwen3-32B": 32_762_123_264,
+    "Gemma-2-9B": 9_241_705_984, "Mixtral-8x7B": 46_702_792_704, "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560, "DeepSeek-V2-Lite": 15_706_484_224, "DeepSeek-V3": 671_026_419_200,
+}  # fmt: skip
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
+def test_parameters_are_those_of_the_checkpoint(name: str, count: int) -> None:
+    assert bundled_geometry(name).parameters() == count
+
+
+def test_a_tiny_llama_by_hand() -> None:
+    g = geometry_from_config(LLAMA)
+    attention = 64 * 64 + 2 * 64 * 32 + 64 * 64  # q, k and v, o
+    mlp = 3 * 64 * 128
+    norms = 2 * 64
+    assert g.parameters() == 2 * 100 * 64 + 2 * (attention + mlp + norms) + 64
+    assert g.kv_bytes_per_token() == 2 * 2 * 2 * 16 * 2  # K and V, layers, heads, width, bytes
+
+
+def test_active_parameters_of_a_mixture() -> None:
+    g = bundled_geometry("Mixtral-8x7B")
+    assert g.active_parameters() == 12_879_925_248
+    assert g.experts is not None
+    assert g.experts.expected_active(1) == pytest.approx(2.0)
+    assert g.experts.expected_active(1000) == pytest.approx(8.0)
+
+
+def test_grouped_queries_not_hidden_size() -> None:
+    # FORMULAS: taking kappa from the hidden size makes it 4 times too big for Llama-3-8B.
+    g = bundled_geometry("Llama-3-8B")
+    assert g.kv_bytes_per_token() == 131_072
+    assert 2 * g.layers * g.hidden * 2 == 4 * 131_072
+
+
+def test_latent_attention_keeps_one_latent_a_token() -> None:
+    g = bundled_geometry("DeepSeek-V3")
+    assert g.kv_bytes_per_token() == 61 * (512 + 64) * 2
+    assert g.kv_geometry().bytes_per_token(2.0) == g.kv_bytes_per_token()
+
+
+def test_sliding_windows() -> None:
+    gemma = bundled_geometry("Gemma-2-9B")
+    assert (gemma.window_tokens, gemma.window_layers) == (4096, 21)
+    assert bundled_geometry("Mistral-7B").window_layers == 32
+    assert bundled_geometry("Mixtral-8x7B").window_layers == 0
+    gemma3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 12, "sliding_window": 512}
+    assert geometry_from_config(gemma3).window_layers == 10
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Meta-Llama-3-8B", "llama-3-8b", "Qwen/Qwen3-32B", "facebook/opt-125m"])
+def test_hub_ids_and_loose_names(name: str) -> None:
+    assert bundled_geometry(name).parameters() > 0
+
+
+def test_every_bundled_model_reads() -> None:
+    for name in bundled_names():
+        g = bundled_geometry(name)
+        assert g.active_parameters() <= g.parameters()
+        assert g.decode_flops(100) > 2 * 0.5 * (g.active_parameters() - g.vocab * g.hidden)
+
+
+def test_an_unknown_model_lists_the_bundled_ones() -> None:
+    with pytest.raises(NotFound, match=r"no bundled geometry for the model 'GPT-5'; bundled: OPT-125M"):
+        bundled_geometry("GPT-5")
+
+
+def test_an_unknown_architecture_is_a_clear_error() -> None:
+    with pytest.raises(InvalidRequest, match=r"mine: unknown architecture MambaForCausalLM; known: LlamaForCausalLM"):
+        geometry_from_config({**LLAMA, "architectures": ["MambaForCausalLM"]}, "mine")
+    with pytest.raises(InvalidRequest, match=r"unknown architecture model_type 'rwkv'"):
+        geometry_from_config({"model_type": "rwkv"})
+
+
+def test_model_type_serves_where_architectures_are_missing() -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    assert geometry_from_config({**config, "model_type": "llama"}).architecture == "LlamaForCausalLM"
+
+
+def test_text_part_of_a_multimodal_config() -> None:
+    inner = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner}
+    assert geometry_from_config(outer).hidden == 64
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
+def test_a_missing_or_bad_key_is_named(key: str) -> None:
+    for bad in (None, 0, -3, "many"):
+        with pytest.raises(InvalidRequest, match=f"{key} must be a positive integer"):
+            geometry_from_config({**LLAMA, key: bad})
+
+
+def test_quantised_checkpoints_say_their_precision() -> None:
+    assert geometry_from_config({**LLAMA, "quantization_config": {"quant_method": "fp8"}}).dtype == "fp8"
+    assert geometry_from_config({**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}}).dtype == "int4"
+    assert geometry_from_config({**LLAMA, "torch_dtype": "float16"}).dtype == "fp16"
+
+
+def test_from_a_file_or_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    assert geometry_from_file(folder).name == "tiny"
+    assert geometry_from_file(folder / "config.json").name == "tiny"
+    (folder / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(InvalidRequest, match=r"cannot read the model config .*config.json"):
+        geometry_from_file(folder)
+    with pytest.raises(InvalidRequest, match="cannot read the model config"):
+        geometry_from_file(tmp_path / "nowhere.json")

@@ -1,0 +1,163 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.cost.library import Library
+from shared.cost.step import Batch, StepModel
+from shared.errors import InvalidRequest
+
+# Devices with tables of their own, like another, and with defaults only; models of each kind of attention and MLP.
+PAIRS = (
+    ("A100", "Llama-3-8B", 1), ("H100", "Qwen3-32B", 2), ("4090", "Llama-3.1-8B", 1), ("A10", "Qwen2-7B", 1),
+    ("MI300X", "Mixtral-8x7B", 1), ("V100", "OPT-13B", 2), ("H200", "DeepSeek-V2-Lite", 1), ("CPU", "OPT-125M", 1),
+    ("L40S", "Gemma-2-9B", 1), ("Gaudi3", "Qwen3-30B-A3B", 1), ("T4", "Mistral-7B", 2),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(library: Library) -> tuple[StepModel, ...]:
+    return tuple(library.step_model(device, model, degree) for device, model, degree in PAIRS)
+
+
+CHUNKS = st.lists(st.tuples(st.integers(1, 2048), st.integers(0, 8192)), max_size=4)
+BATCHES = st.builds(
+    lambda chunks, count, mean: Batch(tuple(chunks), count, count * mean),
+    CHUNKS,
+    st.integers(0, 256),
+    st.integers(1, 8192),
+)
+KINDS = st.integers(0, len(PAIRS) - 1)
+
+
+def test_an_empty_step_costs_nothing(models: tuple[StepModel, ...]) -> None:
+    assert models[0].step_time_s(Batch()) == 0.0
+    assert models[0].decode_span_s(0, 0, 10) == 0.0
+    assert models[0].decode_span_s(4, 100, 0) == 0.0
+
+
+def test_a_batch_from_its_contexts() -> None:
+    batch = Batch.of([(512, 100)], [10, 20, 30])
+    assert batch == Batch(((512, 100),), 3, 60)
+    assert batch.tokens == 515
+
+
+def test_orders_of_magnitude(library: Library) -> None:
+    a100 = library.step_model("A100", "Llama-3-8B")
+    # 16 GB of weights at 2 TB/s are 8 ms; a prompt of 1024 tokens is 16 TFLOP, 53 ms at 312 TFLOPS.
+    assert 8e-3 < a100.decode_time_s(1, 1000) < 14e-3
+    assert 53e-3 < a100.prefill_time_s(1024) < 90e-3
+    assert a100.decode_time_s(64, 64_000) < 2.5 * a100.decode_time_s(1, 1000)
+
+
+def test_a_decode_step_reads_all_weights_and_kv_at_no_more_than_the_peak(models: tuple[StepModel, ...]) -> None:
+    for model in models:
+        if model.geometry.experts or model.geometry.window_layers:
+            continue
+        least = model.geometry.step_bytes(16, 16_000) / model.tensor_parallel / model.accelerator.bandwidth_bytes_s
+        assert model.decode_time_s(16, 16_000) > 0.95 * least
+
+
+@settings(max_examples=200, deadline=None)
+@given(KINDS, BATCHES, st.integers(1, 512))
+def test_more_work_never_takes_less(models: tuple[StepModel, ...], kind: int, batch: Batch, more: int) -> None:
+    model = models[kind]
+    base = model.step_time_s(batch) * (1 - 1e-9)
+    if batch.prefill:
+        (tokens, context), *rest = batch.prefill
+        others = tuple(rest)
+        assert (
+            model.step_time_s(
+                Batch(((tokens + more, context), *others), batch.decode_count, batch.decode_context_tokens)
+            )
+            >= base
+        )
+        assert (
+            model.step_time_s(
+                Batch(((tokens, context + more), *others), batch.decode_count, batch.decode_context_tokens)
+            )
+            >= base
+        )
+    if batch.decode_count:
+        assert model.step_time_s(Batch(batch.prefill, batch.decode_count, batch.decode_context_tokens + more)) >= base
+        longer = batch.decode_context_tokens + batch.decode_context_tokens // batch.decode_count
+        assert model.step_time_s(Batch(batch.prefill, batch.decode_count + 1, longer)) >= base
+    grown = Batch((*batch.prefill, (more, 0)), batch.decode_count, batch.decode_context_tokens)
+    assert model.step_time_s(grown) >= base
+
+
+@settings(max_examples=100, deadline=None)
+@given(KINDS, BATCHES, BATCHES)
+def test_one_step_is_cheaper_than_two(models: tuple[StepModel, ...], kind: int, one: Batch, other: Batch) -> None:
+    model = models[kind]
+    both = Batch(
+        (*one.prefill, *other.prefill),
+        one.decode_count + other.decode_count,
+        one.decode_context_tokens + other.decode_context_tokens,
+    )
+    apart = model.step_time_s(one) + model.step_time_s(other)
+    together = model.step_time_s(both)
+    # Kernels that do not pack query heads lose that in a mixed batch (RTX 4090's table: 2.8 times the attention).
+    mixes = bool(both.prefill) and both.decode_count > 0
+    assert together <= apart * (4.0 if mixes else 1.1)
+    assert together >= max(model.step_time_s(one), model.step_time_s(other)) * (1 - 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(KINDS, st.integers(1, 200), st.integers(1, 9000), st.integers(1, 3000))
+def test_a_span_is_its_steps(models: tuple[StepModel, ...], kind: int, count: int, mean: int, steps: int) -> None:
+    model = models[kind]
+    one_by_one = sum(model.decode_time_s(count, count * mean + i * count) for i in range(steps))
+    assert model.decode_span_s(count, count * mean, steps) == pytest.approx(one_by_one, rel=1e-9)
+
+
+def test_tensor_parallelism_helps_a_large_model_but_not_for_free(library: Library) -> None:
+    times = [library.step_model("H100", "Llama-3.1-70B", t, 1, "fp8").decode_time_s(32, 32_000) for t in (1, 2, 4, 8)]
+    for one, two in pairwise(times):
+        assert one / 2.0 < two < one
+
+
+def test_tensor_parallelism_over_a_slow_link_costs_more(library: Library) -> None:
+    fast, slow = (library.step_model(name, "Llama-3-8B", 4) for name in ("A100-SXM-80", "L40S"))
+    alone = [library.step_model(name, "Llama-3-8B") for name in ("A100-SXM-80", "L40S")]
+    gain_fast = alone[0].prefill_time_s(2048) / fast.prefill_time_s(2048)
+    gain_slow = alone[1].prefill_time_s(2048) / slow.prefill_time_s(2048)
+    assert gain_fast > gain_slow
+
+
+def test_pipeline_parallelism_adds_hops_to_a_step(library: Library) -> None:
+    one, two = (library.step_model("A100", "Llama-2-70B", 2, stages) for stages in (1, 2))
+    assert one.decode_time_s(8, 8000) < two.decode_time_s(8, 8000) < 1.05 * one.decode_time_s(8, 8000)
+
+
+def test_a_chunked_prompt_costs_more_than_a_whole_one(library: Library) -> None:
+    model = library.step_model("A100", "Llama-3-8B")
+    chunks = sum(model.prefill_time_s(512, context) for context in range(0, 4096, 512))
+    assert model.prefill_time_s(4096) < chunks < 1.5 * model.prefill_time_s(4096)
+
+
+def test_precision_of_weights_and_kv(library: Library) -> None:
+    half, quarter = (library.step_model("H100", "Llama-3-8B", 1, 1, dtype) for dtype in ("bf16", "fp8"))
+    assert quarter.decode_time_s(1, 100) < 0.7 * half.decode_time_s(1, 100)
+    assert quarter.kv_dtype == "bf16"
+
+
+def test_the_order_of_calls_changes_nothing(library: Library) -> None:
+    batches = [Batch(((512, 7),), 3, 99), Batch((), 200, 90_000), Batch(((3000, 0), (1, 5)), 0, 0)]
+    first, second = (library.step_model("A10", "Llama-3-8B") for _ in range(2))
+    forward = [first.step_time_s(batch) for batch in batches]
+    assert [second.step_time_s(batch) for batch in reversed(batches)] == forward[::-1]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "said"),
+    [((0, 1), "at least 1"), ((1, 0), "at least 1"), ((1, 99), "exceeds the 32 layers of Llama-3-8B")],
+)
+def test_impossible_degrees(library: Library, degrees: tuple[int, int], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        library.step_model("A100", "Llama-3-8B", *degrees)
+
+
+def test_a_library_knows_models_by_hub_id(library: Library) -> None:
+    assert library.geometry("Qwen/Qwen3-32B").layers == 64
