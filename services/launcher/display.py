@@ -63,8 +63,8 @@ class StartDisplay:
         for status in self._statuses.values():
             mark, style = _MARKS[status.state]
             table.add_row(
-                f"[{style}]{mark}[/] {status.name}", Text(status.state.value, style), _seconds(status),
-                str(status.pid or ""),
+                f"[{style}]{mark}[/] {status.name}", Text(f"{status.state.value} {status.note}", style),
+                _seconds(status), str(status.pid or ""),
             )  # fmt: skip
         return table
 

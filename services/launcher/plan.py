@@ -19,19 +19,29 @@ from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
 
+# What the fork server imports, and the environment that it needs for that.
+PRELOAD = (
+    "services.worker.app", "services.worker.engines.vllm", "services.worker.kv.connector", "gateway.app",
+    "shared.runtime.http",
+)  # fmt: skip
+_PRELOAD_ENV = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _OURS = "POLYPHASE_"
 _UNSET = "POLYPHASE_NOT_FROM_THE_ENVIRONMENT_"  # settings come from the cluster file alone
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process to keep running. `health_url` answers 200 once it is ready; empty: ready when it runs."""
+    """One process to keep running. `health_url` answers 200 once it is ready; empty: ready when it runs.
+
+    One with a `module` may also be forked from a process that has imported the engine; see `fork_server`.
+    """
 
     name: str
     argv: tuple[str, ...]
     env: dict[str, str]
     health_url: str = ""
     ports: tuple[PortUse, ...] = ()
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,15 @@ class Plan:
     predictor_url: str
     dashboard_url: str
     runs_control: bool
+
+    @property
+    def fork_env(self) -> dict[str, str] | None:
+        """The fork server's environment; None when too few processes would be forked to be worth it."""
+        forked = [process for process in self.processes if process.module]
+        if len(forked) < 2:
+            return None
+        shared = {key: value for key, value in forked[0].env.items() if not key.startswith(_OURS)}
+        return {**shared, **_PRELOAD_ENV}
 
     @property
     def port_uses(self) -> tuple[PortUse, ...]:
@@ -208,6 +227,7 @@ class _Planner:
         return ProcessSpec(
             name, (sys.executable, "-P", "-m", module), {**self._env, **settings.to_environment(), **env},
             f"http://{host}:{http}/health", tuple(PortUse(name, host, port) for port in uses),
+            module if not env and _forkable(settings) else "",
         )  # fmt: skip
 
     @property
@@ -223,6 +243,17 @@ class _Planner:
 
     def _zmq(self, offset: int) -> str:
         return f"tcp://{self._control}:{self._base + offset}"
+
+
+def _forkable(settings: ServiceSettings) -> bool:
+    """Whether it imports the engine, and nothing of it but the engine's own CPU code at one thread, before a fork.
+
+    CUDA cannot be used across a fork, and how many threads a library has is settled when it is loaded.
+    """
+    if isinstance(settings, WorkerSettings):
+        plain = settings.tensor_parallel == settings.threads == 1
+        return settings.engine == "vllm" and settings.accelerator == "cpu" and plain
+    return isinstance(settings, GatewaySettings)
 
 
 def _own_host(cluster: Cluster, name: str) -> str:

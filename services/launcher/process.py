@@ -4,12 +4,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from services.launcher import child
-from services.launcher.plan import ProcessSpec
 
 STOP_S = 8.0  # from SIGTERM to SIGKILL; services give their own clean-up 5 s
 _TAIL_BYTES = 64 << 10
@@ -18,18 +17,18 @@ _TAIL_BYTES = 64 << 10
 class Child:
     """A started process. Its pid is also the id of its process group."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.pid = process.pid
+    def __init__(self, pid: int, ended: asyncio.Future[int]) -> None:
+        self.pid = pid
+        self._ended = ended
 
     @property
     def running(self) -> bool:
         """Whether it has not ended yet."""
-        return self._process.returncode is None
+        return not self._ended.done()
 
     async def wait(self) -> int:
         """Its exit code, negative for a signal; whatever it left behind in its group is killed."""
-        code = await self._process.wait()
+        code = await asyncio.shield(self._ended)
         self._signal(signal.SIGKILL)
         return code
 
@@ -46,16 +45,16 @@ class Child:
             os.killpg(self.pid, number)
 
 
-async def start(spec: ProcessSpec, log: Path) -> Child:
-    """Start it with its output appended to `log`. Call on the main thread only: see `child`."""
+async def spawn(program: Sequence[str], env: dict[str, str], log: Path, pass_fds: Sequence[int] = ()) -> Child:
+    """Start a program with its output appended to `log`. Call on the main thread only: see `child`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     wrapper = (sys.executable, "-S", "-E", str(Path(child.__file__)), str(os.getpid()))
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
-            *wrapper, *spec.argv, env=spec.env, stdin=asyncio.subprocess.DEVNULL, stdout=output,
-            stderr=output, start_new_session=True,
+            *wrapper, *program, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True, pass_fds=pass_fds,
         )  # fmt: skip
-    return Child(process)
+    return Child(process.pid, asyncio.ensure_future(process.wait()))
 
 
 async def stop_all(children: Iterable[Child], bound_s: float = STOP_S) -> None:

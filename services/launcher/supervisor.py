@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Any, NoReturn, TypeVar
 
 import httpx
 
-from services.launcher.plan import ProcessSpec
-from services.launcher.process import STOP_S, Child, start, stop_all, tail
+from services.launcher.fork_client import ForkServer
+from services.launcher.plan import PRELOAD, ProcessSpec
+from services.launcher.process import STOP_S, Child, spawn, stop_all, tail
 from shared.errors import NotFound, Unavailable
 
 
@@ -67,10 +68,13 @@ Changed = Callable[[Status], None]
 class Supervisor:
     """All processes of this host. Made by `supervising`."""
 
-    def __init__(self, specs: Sequence[ProcessSpec], logs: Path, changed: Changed, limits: Limits) -> None:
+    def __init__(
+        self, specs: Sequence[ProcessSpec], logs: Path, changed: Changed, limits: Limits, forks: ForkServer | None
+    ) -> None:
         self._http = httpx.AsyncClient(timeout=2.0, trust_env=False)
-        slots = asyncio.Semaphore(limits.at_once)
-        self._keepers = {spec.name: Keeper(spec, logs, changed, limits, slots, self._http) for spec in specs}
+        self._forks = forks
+        starter = Starter(asyncio.Semaphore(limits.at_once), forks)
+        self._keepers = {spec.name: Keeper(spec, logs, changed, limits, starter, self._http) for spec in specs}
         self._keeping = asyncio.create_task(self._keep_all())
 
     @property
@@ -107,6 +111,8 @@ class Supervisor:
         await stop_all([k.child for k in self._keepers.values() if k.child is not None], stop_s)
         for keeper in self._keepers.values():
             keeper.stopped()
+        if self._forks is not None:
+            await self._forks.close()
         await self._http.aclose()
 
     async def _all_ready(self) -> None:
@@ -119,28 +125,52 @@ class Supervisor:
                 group.create_task(keeper.keep(), name=f"keep {keeper.status.name}")
 
 
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """Starts processes, a few at a time; forked where that is possible."""
+
+    slots: asyncio.Semaphore
+    forks: ForkServer | None
+
+    @asynccontextmanager
+    async def turn(self, spec: ProcessSpec) -> AsyncIterator[None]:
+        """Hold one of the slots, which nobody holds while the fork server still imports."""
+        if spec.module and self.forks is not None:
+            await self.forks.ready()
+        async with self.slots:
+            yield
+
+    async def start(self, spec: ProcessSpec, log: Path) -> Child:
+        """A new process."""
+        if spec.module and self.forks is not None and await self.forks.ready():
+            with suppress(Unavailable):
+                return await self.forks.fork(spec, log)
+        return await spawn(spec.argv, spec.env, log)
+
+
 class Keeper:
     """Keeps one process running."""
 
     def __init__(
-        self, spec: ProcessSpec, logs: Path, changed: Changed, limits: Limits, slots: asyncio.Semaphore,
-        http: httpx.AsyncClient,
-    ) -> None:  # fmt: skip
+        self, spec: ProcessSpec, logs: Path, changed: Changed, limits: Limits, starter: Starter, http: httpx.AsyncClient
+    ) -> None:
         self.status = Status(spec.name, logs / f"{spec.name}.log")
         self.child: Child | None = None
         self.was_ready = asyncio.Event()
         self._spec = spec
         self._changed = changed
         self._limits = limits
-        self._slots = slots
+        self._starter = starter
         self._http = http
         self._failures = 0
         self._on_purpose = False
 
     async def keep(self) -> None:
         """Start; then start again whenever it ends. Raises StartFailed if the first start fails."""
+        if self._spec.module and self._starter.forks is not None:
+            self._set(State.WAITING, note="for the engine's import")
         while True:
-            async with self._slots:
+            async with self._starter.turn(self._spec):
                 fault = await self._start()
             if fault and not self.was_ready.is_set():
                 self._set(State.FAILED, note=fault)
@@ -166,8 +196,8 @@ class Keeper:
     async def _start(self) -> str:
         """Why it did not become healthy, or nothing."""
         began = time.monotonic()
-        self.child = await start(self._spec, self.status.log)
-        self._set(State.STARTING, pid=self.child.pid)
+        self.child = await self._starter.start(self._spec, self.status.log)
+        self._set(State.STARTING, pid=self.child.pid, note="")
         ended = asyncio.ensure_future(self.child.wait())
         try:
             async with asyncio.timeout(self._limits.start_s):
@@ -216,11 +246,16 @@ class Keeper:
 
 @asynccontextmanager
 async def supervising(
-    specs: Sequence[ProcessSpec], logs: Path, changed: Changed, limits: Limits | None = None
-) -> AsyncIterator[Supervisor]:
-    """Run the processes for the length of the block, and stop every one at its end, however it ends."""
+    specs: Sequence[ProcessSpec], logs: Path, changed: Changed, limits: Limits | None = None,
+    fork_env: dict[str, str] | None = None, preload: Sequence[str] = PRELOAD,
+) -> AsyncIterator[Supervisor]:  # fmt: skip
+    """Run the processes for the length of the block, and stop every one at its end, however it ends.
+
+    With `fork_env`, those that have a module are forked from a process that has imported `preload`.
+    """
     limits = limits or Limits()
-    supervisor = Supervisor(specs, logs, changed, limits)
+    forks = await ForkServer.start(fork_env, preload, logs / "fork-server.log") if fork_env is not None else None
+    supervisor = Supervisor(specs, logs, changed, limits, forks)
     try:
         yield supervisor
     finally:

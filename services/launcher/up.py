@@ -74,7 +74,8 @@ async def running_suite(
     began = time.monotonic()
     listener = _Listener()
     limits = Limits(at_once=max(3, os.cpu_count() or 1))
-    async with supervising(plan.processes, data_dir / "logs", listener.changed, limits) as supervisor:
+    logs = data_dir / "logs"
+    async with supervising(plan.processes, logs, listener.changed, limits, plan.fork_env) as supervisor:
 
         def save() -> None:
             state_file.write(data_dir, state_file.describe(plan, supervisor.statuses))

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from dataclasses import dataclass
 
 from services.launcher.demo import jobs
 from services.launcher.demo.client import Answer, ApiClient, Ask
@@ -16,14 +17,22 @@ KILL_AFTER = 40
 PROMPTS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """An instance that was killed."""
+
+    victim: str
+    pid: int
+
+
 async def check_decode_loss(suite: Suite, api: ApiClient, prompts: Prompts) -> Section:
     """kill -9 of the decode instance in the middle of a stream."""
     section = Section("kill -9 of a decode instance in the middle of a stream")
     prompt = prompts.of_length(120, seed=21)
     (plain,) = await reference(suite, api, [prompt], LONG_TOKENS)
     name = f"demo-{uuid.uuid4().hex[:12]}"
-    answer, victim, pid = await _stream_and_kill(suite, api, Ask(prompt, LONG_TOKENS, name, name))
-    section.lines.append(f"{victim} (process {pid}) was killed after {KILL_AFTER} of {LONG_TOKENS} tokens")
+    answer, loss = await _stream_and_kill(suite, api, Ask(prompt, LONG_TOKENS, name, name))
+    section.lines.append(f"{loss.victim} (process {loss.pid}) was killed after {KILL_AFTER} of {LONG_TOKENS} tokens")
     section.equal("the stream ended well", ("", "length"), (answer.error, answer.finish_reason))
     section.check("text identical to an undisturbed run", answer.text == plain.text, "identical",
                   _difference(plain.tokens, answer.tokens))  # fmt: skip
@@ -33,7 +42,7 @@ async def check_decode_loss(suite: Suite, api: ApiClient, prompts: Prompts) -> S
     section.check("the job went on elsewhere", record.attempts > 1, "a second attempt", f"{record.attempts} attempts")
     gap = _longest_gap_s(record)
     section.figures["decode_loss_gap_s"] = gap
-    await _back(section, suite, Role.DECODE, victim, pid)
+    await _back(section, suite, Role.DECODE, loss)
     return section
 
 
@@ -45,28 +54,29 @@ async def check_prefill_loss(suite: Suite, api: ApiClient, prompts: Prompts) -> 
     wanted = asks(chosen, 16)
     running = [asyncio.create_task(api.stream(ask)) for ask in wanted]
     victim = await _busiest_prefill(suite)
-    pid = suite.kill(victim)
+    loss = Loss(victim, suite.kill(victim))
     answers = await asyncio.gather(*running)
-    section.lines.append(f"{victim} (process {pid}) was killed with {len(chosen)} requests under way")
+    section.lines.append(f"{victim} (process {loss.pid}) was killed with {len(chosen)} requests under way")
     section.equal("requests answered", len(chosen), sum(not answer.error for answer in answers))
     same = sum(a.tokens == b.tokens for a, b in zip(plain, answers, strict=True))
     section.equal("identical", f"{len(chosen)}/{len(chosen)}", f"{same}/{len(chosen)}")
     found = await jobs.records(suite, [ask.request_id for ask in wanted])
     again = sum(r.attempts > 1 or "recomputed" in r.outcomes for r in found)
     section.check("some had to be done again", again > 0, "at least one", again)
-    await _back(section, suite, Role.PREFILL, victim, pid)
+    await _back(section, suite, Role.PREFILL, loss)
     return section
 
 
-async def _stream_and_kill(suite: Suite, api: ApiClient, ask: Ask) -> tuple[Answer, str, int]:
-    victim, pid = "", 0
+async def _stream_and_kill(suite: Suite, api: ApiClient, ask: Ask) -> tuple[Answer, Loss]:
+    loss = None
     async with api.streaming(ask) as events:
         answer = Answer()
         async for answer in events:
-            if not victim and len(answer.tokens) >= KILL_AFTER:
+            if loss is None and len(answer.tokens) >= KILL_AFTER:
                 victim = (await jobs.find_row(suite, ask.request_id))["decode_instance"]
-                pid = suite.kill(victim)
-    return answer, victim, pid
+                loss = Loss(victim, suite.kill(victim))
+    assert loss is not None, f"the stream had only {len(answer.tokens)} tokens: {answer.error}"
+    return answer, loss
 
 
 async def _busiest_prefill(suite: Suite) -> str:
@@ -84,11 +94,12 @@ async def _busiest_prefill(suite: Suite) -> str:
     return found
 
 
-async def _back(section: Section, suite: Suite, role: Role, victim: str, pid: int) -> None:
-    took = await suite.restarted(victim, pid)
+async def _back(section: Section, suite: Suite, role: Role, loss: Loss) -> None:
+    await suite.restarted(loss.victim, loss.pid)
     await suite.wait_ready()
-    section.check(f"the launcher started {victim} again", True, "ready", f"ready, {took:.1f} s later")
-    section.figures[f"restart_{role.value}_s"] = took
+    state = next(process for process in suite.state.processes if process.name == loss.victim)
+    section.check(f"the launcher started {loss.victim} again", True, "ready", f"ready after {state.took_s:.1f} s")
+    section.figures[f"restart_{role.value}_s"] = state.took_s
 
 
 def _longest_gap_s(record: jobs.JobRecord) -> float:

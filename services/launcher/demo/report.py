@@ -18,7 +18,7 @@ def show_section(console: Console, number: int, section: Section) -> None:
     title = f"{mark} [bold]{number}. {escape(section.title)}[/]  [dim]{section.took_s:.1f} s[/]"
     console.print(Rule(title, align="left", style="dim"))
     if section.table is not None:
-        console.print(_table(*section.table))
+        console.print(_table(*section.table, terse=len(section.table[1]) > 10))
     for line in section.lines:
         console.print(f"  [dim]{escape(line)}[/]")
     terse = section.table is not None and len(section.checks) > 10
@@ -62,10 +62,10 @@ def _check(check: Check) -> str:
     return f"  {mark} {escape(check.name)}{got}{want}"
 
 
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]], terse: bool) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="ellipsis" if terse else "fold", no_wrap=terse)
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     return table

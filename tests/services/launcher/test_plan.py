@@ -117,6 +117,25 @@ def test_bad_values_are_named(tmp_path: Path, changes: dict[str, Any], words: tu
         assert word in error.value.message
 
 
+@pytest.mark.parametrize(
+    ("changes", "forked"),
+    [
+        ({"engine": "vllm", "accelerator": "cpu"}, True),
+        ({"engine": "vllm", "accelerator": "A10"}, False),  # CUDA does not survive a fork
+        ({"engine": "vllm", "accelerator": "cpu", "tensor_parallel": 2}, False),
+        ({"engine": "vllm", "accelerator": "cpu", "threads": 2}, False),
+        ({"engine": "vllm", "accelerator": "cpu", "env": {"A": "b"}}, False),  # may matter at import
+        ({"engine": "emulated"}, False),
+    ],
+)
+def test_only_what_survives_a_fork_is_forked(tmp_path: Path, changes: dict[str, Any], forked: bool) -> None:
+    plan = make_plan(cluster(instances=[{"id": "x", "role": "prefill", **changes}]), tmp_path)
+    assert process(plan, "x").module == ("services.worker" if forked else "")
+    assert process(plan, "gateway").module == "gateway"
+    assert (plan.fork_env is not None) is forked  # for the gateway alone it is not worth it
+    assert not any(key.startswith("POLYPHASE_") for key in plan.fork_env or ())
+
+
 def hosts() -> Cluster:
     instances = [{**INSTANCES[0], "host": "a"}, {**INSTANCES[1], "host": "b"}]
     return cluster(hosts={"a": "10.0.0.1", "b": "10.0.0.2"}, control="a", instances=instances, **CURVE)
