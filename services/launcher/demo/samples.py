@@ -4,8 +4,8 @@ from services.launcher.demo.client import ApiClient
 from services.launcher.demo.findings import Section
 
 QUESTIONS = (
-    "Hello!", "What is the capital of France?", "Count from 1 to 12.", "Say river stone.",
-    "Tell me a short story about a fox.", "List three animals.",
+    "Hello!", "What is the capital of France?", "What is prefill?", "List the days of the week.",
+    "Tell me a short story about a fox.", "Write a short story about a dragon.",
 )  # fmt: skip
 
 
