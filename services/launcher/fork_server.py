@@ -1,9 +1,9 @@
 """Imports the engine once and forks processes that need it: an import costs 10 s of CPU, a fork nothing to speak of.
 
 Run as `python -m services.launcher.fork_server DESCRIPTOR MODULE…`: the descriptor is one end of a socket pair, the
-modules are imported first. JSON lines in: {"name", "module", "env", "log"}. Lines out, in this order for each process:
-{"ready"} once, {"pid"} for a request, {"exited", "code"} when that process has ended. It ends with its launcher, and
-what it forked ends with it. Nothing here may start a thread: only the forking one would live on in a child.
+modules are imported first. JSON lines in: {"name", "module", "env", "log"}. Lines out: {"ready"} once, {"pid"} for each
+request in turn, {"exited", "code"} when a process has ended. It ends with its launcher, and what it forked ends with
+it. Nothing here may start a thread: only the forking one would live on in a child.
 """
 
 import gc
@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import Any
 
 from services.launcher.child import name_process, tie_to_parent
@@ -41,26 +42,37 @@ def _serve(channel: socket.socket) -> Request | None:
     os.set_blocking(wake_write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    lines = channel.makefile("r")
     _say(channel, {"ready": True})
+    received = b""
     while True:
         readable, _, _ = select.select([channel, wake_read], [], [])
         if wake_read in readable:
             os.read(wake_read, 512)
             _reap(channel)
         if channel in readable:
-            line = lines.readline()  # the launcher writes whole lines and waits for each answer
-            if not line:
+            data = channel.recv(1 << 16)
+            if not data:
                 return None
-            request: Request = json.loads(line)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            server = os.getpid()
-            pid = os.fork()
-            if not pid:
-                _settle(request, server, (channel.fileno(), wake_read, wake_write))
-                return request
-            _say(channel, {"pid": pid})
+            *lines, received = (received + data).split(b"\n")
+            for line in lines:
+                request: Request = json.loads(line)
+                if _fork(channel, request, (channel.fileno(), wake_read, wake_write)):
+                    return request
+
+
+def _fork(channel: socket.socket, request: Request, inherited: tuple[int, ...]) -> bool:
+    """Whether this is the new process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    server = os.getpid()
+    pid = os.fork()
+    if not pid:
+        _settle(request, server, inherited)
+        return True
+    with suppress(OSError):  # it may have done so, or even ended, already
+        os.setpgid(pid, pid)  # before anybody knows the pid: signals go to the group
+    _say(channel, {"pid": pid})
+    return False
 
 
 def _reap(channel: socket.socket) -> None:
@@ -80,7 +92,7 @@ def _say(channel: socket.socket, message: dict[str, Any]) -> None:
 
 def _settle(request: Request, server: int, inherited: tuple[int, ...]) -> None:
     """Make a forked process independent of the server's terminal, signals, descriptors, output and environment."""
-    os.setsid()
+    os.setpgid(0, 0)
     tie_to_parent(server)
     name_process(request["name"])
     signal.set_wakeup_fd(-1)
