@@ -63,9 +63,13 @@ def _check(check: Check) -> str:
 
 
 def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]], terse: bool) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for column in columns:
-        table.add_column(column, overflow="ellipsis" if terse else "fold", no_wrap=terse)
+    table = Table(box=None, padding=(0, 2), header_style="dim", expand=terse)
+    for index, column in enumerate(columns):
+        if terse and index < len(columns) - 1:  # a long list: one line a row, and only the last column gives way
+            table.add_column(column, width=max(len(column), *(len(row[index]) for row in rows)))
+        else:
+            share = 1 if terse else None
+            table.add_column(column, overflow="ellipsis" if terse else "fold", no_wrap=terse, ratio=share)
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     return table
