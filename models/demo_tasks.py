@@ -67,7 +67,7 @@ def count(rng: random.Random, facts: Facts) -> Exchange:
 
 def say(rng: random.Random, facts: Facts) -> Exchange:
     """Say some given words."""
-    words = " ".join(rng.sample(facts["words"].split(), rng.randint(1, 8)))
+    words = " ".join(rng.sample(facts["words"].split(), rng.randint(1, 12)))
     return rng.choice((f"Say {words}.", f'Say "{words}".', f"Repeat after me: {words}", f"Say: {words}")), words
 
 

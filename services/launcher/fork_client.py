@@ -14,6 +14,8 @@ from services.launcher.plan import ProcessSpec
 from services.launcher.process import Child, spawn
 from shared.errors import Unavailable
 
+FORK_S = 10.0
+
 
 class ForkServer:
     """Forks processes that share what `preload` imports. Made by `start`, ended by `close`."""
@@ -41,14 +43,18 @@ class ForkServer:
         return await asyncio.shield(self._ready)
 
     async def fork(self, spec: ProcessSpec, log: Path) -> Child:
-        """A new process that runs `spec.module`. Raises Unavailable when the server is gone."""
+        """A new process that runs `spec.module`. Raises Unavailable when the server is gone or does not answer."""
         if self._reading.done():
             raise Unavailable("the fork server has ended")
         asked: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
         self._asked.append(asked)
         request = {"name": spec.name, "module": spec.module, "env": spec.env, "log": str(log)}
         self._writer.write(json.dumps(request).encode() + b"\n")
-        return await asyncio.shield(asked)
+        try:
+            async with asyncio.timeout(FORK_S):
+                return await asked  # cancelled by the timeout: a process that comes later is not wanted
+        except TimeoutError:
+            raise Unavailable(f"the fork server did not fork within {FORK_S:.0f} s") from None
 
     async def close(self) -> None:
         """End it, and with it whatever it forked and is still there."""
@@ -66,7 +72,8 @@ class ForkServer:
         if not self._ready.done():
             self._ready.set_result(False)
         for asked in self._asked:
-            asked.set_exception(Unavailable("the fork server has ended"))
+            if not asked.done():
+                asked.set_exception(Unavailable("the fork server has ended"))
         for ended in self._children.values():  # the kernel kills what it forked
             ended.set_result(-signal.SIGKILL)
 
@@ -76,6 +83,10 @@ class ForkServer:
         elif "pid" in message:
             ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
             self._children[message["pid"]] = ended
-            self._asked.popleft().set_result(Child(message["pid"], ended))
+            child, asked = Child(message["pid"], ended), self._asked.popleft()
+            if asked.done():
+                child.kill()
+            else:
+                asked.set_result(child)
         else:
             self._children.pop(message["exited"]).set_result(message["code"])
