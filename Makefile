@@ -35,8 +35,12 @@ up: setup ## Start the suite and keep it running; ARGS='--model … --port …'.
 demo: setup ## Start a suite, check every promise on it, report; ARGS='--json --keep'.
 	@exec $(BIN)/polyphase demo $(ARGS)
 
+# Tests that start engines or suites get a process of their own: what one leaves behind cannot disturb the others.
 test: setup lint ## All tests.
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow tests/services/worker $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow tests/e2e $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow --ignore tests/services/worker --ignore tests/e2e $(PYTEST_ARGS)
 
 test-fast: setup ## Tests without real engines.
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
