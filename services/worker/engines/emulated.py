@@ -1,10 +1,12 @@
 """An engine without a model: real time, taken from the cost model, and deterministic tokens.
 
-With it the whole stack, every service real, runs as a mixed cluster on a laptop. KV is metadata and a delay. What it
-answers is no language, and every place that shows an instance says "emulated".
+With it the whole stack, every service real, runs as a mixed cluster on a laptop. KV is metadata only: a transfer takes
+no time. What it answers is no language, and every place that shows an instance says "emulated".
 """
 
 import asyncio
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +16,10 @@ from shared.cost.catalogue import Catalogue
 from shared.cost.models import bundled_geometry, geometry_from_file
 from shared.cost.step import Batch, StepModel
 from shared.domain.instance import Compatibility, KvGeometry
+from shared.runtime.logs import get_log
 from shared.wire.messages import WIRE_VERSION
+
+log = get_log(__name__)
 
 _TOKENS = 997  # a prime, so that the tokens of two positions rarely agree
 _FIRST = 300  # below it tokenizers keep their special tokens and single bytes
@@ -52,7 +57,7 @@ class EmulatedEngine:
         self._total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * s.block_size)))
         self._free = self._total
         self._task = asyncio.get_running_loop().create_task(self._steps(), name="emulated-engine")
-        self._task.add_done_callback(_propagate)
+        self._task.add_done_callback(_stop_with_engine)
         kv = KvGeometry(geometry.layers, geometry.kv_heads, geometry.head_dim)
         compatibility = Compatibility(f"emulated:{geometry.name}", "emulated", "1", WIRE_VERSION, kv)
         return EngineInfo(compatibility, self._total, s.max_model_len, s.block_size)
@@ -143,6 +148,7 @@ def _token(position: int) -> int:
     return _FIRST + position * 7919 % _TOKENS
 
 
-def _propagate(task: "asyncio.Task[None]") -> None:
+def _stop_with_engine(task: "asyncio.Task[None]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        raise error
+        log.critical("the emulated engine died; stopping the process", exc_info=error)
+        os.kill(os.getpid(), signal.SIGTERM)
