@@ -64,6 +64,9 @@ class Pipeline:
         except PolyphaseError as error:
             job.phase, outcome = Phase.FAILED, error.code
             raise
+        except Exception:  # a bug of ours: the status table must not show the job as under way for ever
+            job.phase, outcome = Phase.FAILED, PolyphaseError.code
+            raise
         finally:
             job.timeline.ended_s = time.time()
             job.timeline.outcome = outcome

@@ -268,3 +268,19 @@ async def test_many_jobs_at_once_do_not_mix() -> None:
         await asyncio.gather(*(cluster.pipeline.run(job) for job, _ in jobs))
         for index, (_, steps) in enumerate(jobs):
             assert tokens_of(steps) == answer([index, index + 1, 7], 12)
+
+
+async def test_a_bug_of_ours_ends_the_job_in_the_status_table_too() -> None:
+    async with running_cluster() as cluster:
+        job, _ = make_job(PROMPT, 5)
+
+        def broken(_: object) -> None:
+            raise ZeroDivisionError("a bug")
+
+        job.emit = broken
+        with pytest.raises(ZeroDivisionError):
+            await cluster.pipeline.run(job)
+        assert job.phase is Phase.FAILED
+        await cluster.reporter.flush()
+        await until(lambda: bool(cluster.reports))
+        assert cluster.reports[-1].outcome == "internal_error"
