@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.cluster_monitor.audit import Audit
+from services.cluster_monitor.auto_flips import AutoFlips
 from services.cluster_monitor.broadcaster import Broadcaster
 from services.cluster_monitor.flips import Operations
 from services.cluster_monitor.heartbeats import Heartbeats
@@ -20,6 +21,8 @@ from services.cluster_monitor.routes import State, router
 from services.cluster_monitor.settings import MonitorSettings
 from services.cluster_monitor.slo import SloService
 from shared.errors import PolyphaseError
+from shared.policy import registry as policies
+from shared.policy.role_flip import RoleFlip
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
@@ -35,13 +38,14 @@ log = get_log(__name__)
 
 
 def create_app(settings: MonitorSettings) -> FastAPI:
-    """The service."""
+    """The service. Raises InvalidRequest for an unknown policy before anything starts."""
     metrics = CollectorRegistry()
+    role_flip = policies.role_flip(settings.role_flip, settings.role_flip_parameters) if settings.role_flip else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.monitor = await _start(stack, settings, metrics)
+            app.state.monitor = await _start(stack, settings, metrics, role_flip)
             yield
 
     app = service_app("cluster_monitor", lifespan, metrics)
@@ -49,7 +53,9 @@ def create_app(settings: MonitorSettings) -> FastAPI:
     return app
 
 
-async def _start(stack: AsyncExitStack, settings: MonitorSettings, metrics: CollectorRegistry) -> State:
+async def _start(
+    stack: AsyncExitStack, settings: MonitorSettings, metrics: CollectorRegistry, role_flip: RoleFlip | None
+) -> State:
     engine = open_engine(settings.database_url)
     stack.push_async_callback(engine.dispose)
     store = WriteBehind(engine, metrics, capacity=settings.queue_rows)
@@ -74,7 +80,11 @@ async def _start(stack: AsyncExitStack, settings: MonitorSettings, metrics: Coll
     tasks.start("write-behind", store.run())
     tasks.start("recall", _recall(settings, store, engine, memory, audit))
     _repeat(tasks, settings, beats, broadcaster, history, slo, engine, store)
-    return State(registry, memory, Operations(settings, registry, audit), audit, slo, broadcaster, store)
+    operations = Operations(settings, registry, audit)
+    if role_flip is not None:
+        auto = AutoFlips(role_flip, broadcaster.view, operations, tasks)
+        tasks.every("role-flip", settings.role_flip_period_s, auto.step)
+    return State(registry, memory, operations, audit, slo, broadcaster, store)
 
 
 def _sockets(stack: AsyncExitStack, settings: MonitorSettings) -> Sockets:

@@ -38,6 +38,7 @@ class Entry:
     total_s: float | None = None
     result: str = "running"
     error: str = ""
+    why: str | None = None  # the reasons, where a policy decided
     operation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -72,7 +73,7 @@ class Audit:
         """Operations, newest first."""
         return list(self._entries)[:limit]
 
-    def begin(self, kind: str, record: Record, to_role: Role, who: str) -> Entry:
+    def begin(self, kind: str, record: Record, to_role: Role, who: str, why: str | None = None) -> Entry:
         """Note that an operation starts."""
         entry = Entry(
             kind,
@@ -82,6 +83,7 @@ class Audit:
             to_role.value,
             who,
             time.time(),
+            why=why,
         )
         row = asdict(entry)
         self._entries.appendleft(row)

@@ -24,6 +24,7 @@ Http = Annotated[str, Field(pattern=r"^https?://[^\s]{1,255}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Edge(BaseModel):
@@ -48,6 +49,44 @@ class CompatibilityIn(_Edge):
     geometry: GeometryIn
 
 
+class PartialPrefillIn(_Edge):
+    """PartialPrefillCost."""
+
+    k_p: Seconds
+    b_p: Finite
+
+
+class ChunkedIn(_Edge):
+    """ChunkedCost."""
+
+    k_ctxp: Finite
+    k_ctxd: Finite
+    b_c: Finite
+
+
+class HuaweiIn(_Edge):
+    """HuaweiCost."""
+
+    p1: Finite
+    p2: Finite
+    p3: Finite
+    p4: Finite
+    p5: Finite
+    p6: Finite
+    p7: Finite
+    p8: Finite
+
+
+class RatesIn(_Edge):
+    """Rates."""
+
+    prefill: PartialPrefillIn | None = None
+    chunked: ChunkedIn | None = None
+    batch: HuaweiIn | None = None
+    price_per_hour: Seconds = 0.0
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+
+
 class Registration(_Edge):
     """InstanceInfo and the role at the moment."""
 
@@ -66,8 +105,7 @@ class Registration(_Edge):
     rpc: Tcp
     http: Http
     kv_endpoints: Annotated[list[Tcp], Field(max_length=1024)]
-    prefill_s_per_token: Seconds = 0.0
-    prefill_base_s: Seconds = 0.0
+    rates: RatesIn = RatesIn()
 
     def to_info(self) -> InstanceInfo:
         """As the domain has it."""

@@ -48,7 +48,9 @@ class Operations:
             await self._resume(record)
         return self._result(entry)
 
-    async def flip(self, instance_id: str, *, force: bool, drain_timeout_s: float | None, who: str) -> dict[str, Any]:
+    async def flip(
+        self, instance_id: str, *, force: bool, drain_timeout_s: float | None, who: str, why: str | None = None
+    ) -> dict[str, Any]:
         """Drain, flip, verify, resume. When a step fails the instance gets work again in the role it has.
 
         Raises Conflict for the last ready instance of a role unless forced, DeadlineExceeded when it does not
@@ -57,7 +59,7 @@ class Operations:
         record = self._operable(instance_id)
         self._check_last(record, force)
         target = record.role.other
-        async with self._operation("flip", record, target, who) as entry:
+        async with self._operation("flip", record, target, who, why) as entry:
             try:
                 await self._drain(record, entry, drain_timeout_s)
                 await self._change(record, entry, target)
@@ -84,8 +86,10 @@ class Operations:
             )
 
     @asynccontextmanager
-    async def _operation(self, kind: str, record: Record, to_role: Role, who: str) -> AsyncIterator[Entry]:
-        entry = self._audit.begin(kind, record, to_role, who)
+    async def _operation(
+        self, kind: str, record: Record, to_role: Role, who: str, why: str | None = None
+    ) -> AsyncIterator[Entry]:
+        entry = self._audit.begin(kind, record, to_role, who, why)
         record.operation = kind
         self._registry.settle(record)  # a drain or flip takes it out of the ready set before anything else
         error = ""

@@ -1,5 +1,7 @@
 """Settings of the cluster monitor."""
 
+from typing import Any
+
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
@@ -7,7 +9,7 @@ from shared.runtime.settings import ServiceSettings
 
 
 class MonitorSettings(ServiceSettings):
-    """Prefix `POLYPHASE_MONITOR_`; tuples are JSON."""
+    """Prefix `POLYPHASE_MONITOR_`; tuples and dicts are JSON."""
 
     model_config = SettingsConfigDict(env_prefix="POLYPHASE_MONITOR_", frozen=True, extra="forbid")
 
@@ -26,6 +28,10 @@ class MonitorSettings(ServiceSettings):
     drain_timeout_s: float = Field(30.0, gt=0)  # of a flip or drain that names none
     rpc_timeout_s: float = Field(2.0, gt=0)  # of a flip's steps other than the drain
     verify_timeout_s: float = Field(1.0, gt=0)  # for the heartbeat that shows the new role
+
+    role_flip: str = ""  # a policy that flips roles by itself; empty: only people do
+    role_flip_parameters: dict[str, Any] = Field(default_factory=dict)
+    role_flip_period_s: float = Field(1.0, gt=0)  # between two questions to it
 
     slo_windows_s: tuple[float, ...] = (60.0, 300.0)
 

@@ -8,6 +8,7 @@ from services.global_scheduler.policy_set import PolicySet
 from shared.domain.instance import ClusterView
 from shared.domain.route import Route
 from shared.errors import PolyphaseError
+from shared.policy.ledger import WorkloadLedger
 from shared.policy.live import LiveIndex
 from shared.policy.placement import assignments, place
 from shared.runtime.logs import get_log
@@ -42,12 +43,20 @@ class Placer:
         """The newest broadcast."""
         return self._live.current.view if self._live.known else None
 
+    @property
+    def ledger(self) -> WorkloadLedger:
+        """Work that was placed here and is not over."""
+        return self._live.ledger
+
     async def handle(self, request: PlaceRequest, _: ServerCall) -> Route:
         """The PLACE method."""
         return self.place(request)
 
     def place(self, request: PlaceRequest) -> Route:
-        """Decide, and count it until the loads show it. Raises Busy, Unavailable, InvalidRequest."""
+        """Decide, and count it: its load until broadcasts show it, its work until the job ends.
+
+        Raises Busy, Unavailable, InvalidRequest.
+        """
         started = time.perf_counter()
         now = time.time()
         try:
@@ -59,5 +68,10 @@ class Placer:
             raise
         for assignment in assignments(request.job, route, now):
             self._live.book(assignment)
+        self.ledger.add(request.job.job_id, route, now)
         self._metrics.placed(route, time.perf_counter() - started)
         return route
+
+    def ended(self, job_id: str) -> None:
+        """A job is over, however it ended."""
+        self.ledger.complete(job_id)

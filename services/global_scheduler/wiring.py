@@ -11,7 +11,7 @@ from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.instance import ClusterView
 from shared.domain.route import Route
 from shared.wire.broadcast import Subscriber
-from shared.wire.messages import PlaceRequest
+from shared.wire.messages import JobReports, PlaceRequest
 from shared.wire.methods import PLACE, REPORT
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
@@ -45,7 +45,13 @@ async def open_rpc(
         reports.learn_targets(request)
         return await placer.handle(request, call)
 
-    server = RpcServer(sockets, settings.rpc_address, {PLACE: place, REPORT: reports.handle})
+    async def report(told: JobReports, call: ServerCall) -> None:
+        await reports.handle(told, call)
+        for one in told.reports:
+            if one.phase.final:
+                placer.ended(one.job_id)
+
+    server = RpcServer(sockets, settings.rpc_address, {PLACE: place, REPORT: report})
     return await stack.enter_async_context(server)
 
 

@@ -1,65 +1,13 @@
 """The papers' linear costs, fitted by least squares to measured steps or to a step model."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.cost.step import Batch, StepModel
+from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
 from shared.errors import InvalidRequest
-
-
-@dataclass(frozen=True, slots=True)
-class HuaweiCost:
-    """p1…p8 of one (machine, t). Source: Huawei eqs 3–4 (R). b: requests in a padded batch; lengths in tokens."""
-
-    p1: float
-    p2: float
-    p3: float
-    p4: float
-    p5: float
-    p6: float
-    p7: float
-    p8: float
-
-    def prefill_s(self, batch: float, prompt: float) -> float:
-        """T_pre(b, S) = p1·b·S + p2·b + p3·S + p4."""
-        return self.p1 * batch * prompt + self.p2 * batch + self.p3 * prompt + self.p4
-
-    def decode_step_s(self, batch: float, length: float) -> float:
-        """One iteration at length l: p5·b·l + p6·b + p7·l + p8."""
-        return self.p5 * batch * length + self.p6 * batch + self.p7 * length + self.p8
-
-    def decode_s(self, batch: float, prompt: float, output: float) -> float:
-        """T_dec = (p5·b + p7)·(O·S + O(O+1)/2) + (p6·b + p8)·O."""
-        walked = output * prompt + output * (output + 1.0) / 2.0
-        return (self.p5 * batch + self.p7) * walked + (self.p6 * batch + self.p8) * output
-
-
-@dataclass(frozen=True, slots=True)
-class PartialPrefillCost:
-    """Prefill of a prompt's first part. Source: Cronus eq. 2: T = k_p·L_p + b_p."""
-
-    k_p: float
-    b_p: float
-
-    def time_s(self, tokens: float) -> float:
-        """Seconds of a prefill of that many tokens."""
-        return self.k_p * tokens + self.b_p
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkedCost:
-    """One chunked iteration. Source: Cronus eq. 3: t = k_ctxp·L_ctx + k_ctxd·ΣL_decode + b_c."""
-
-    k_ctxp: float
-    k_ctxd: float
-    b_c: float
-
-    def time_s(self, prefill_context: float, decode_context: float) -> float:
-        """Seconds of one iteration with a full token budget."""
-        return self.k_ctxp * prefill_context + self.k_ctxd * decode_context + self.b_c
 
 
 def fit_huawei(prefills: Sequence[tuple[int, int, float]], decodes: Sequence[tuple[int, int, float]]) -> HuaweiCost:
@@ -91,10 +39,10 @@ def huawei_of(model: StepModel, batches: Sequence[int] = (2, 4, 8, 16, 32), long
     return fit_huawei(prefills, decodes)
 
 
-def partial_prefill_of(model: StepModel, longest: int = 2048) -> PartialPrefillCost:
-    """k_p and b_p of a step model over prompts up to `longest`."""
+def partial_prefill_of(model: StepModel, longest: int = 2048, chunk: int = 0) -> PartialPrefillCost:
+    """k_p and b_p of a step model over prompts up to `longest`, in steps of `chunk` tokens (0: in one step)."""
     sizes = sorted({max(1, longest * i // 16) for i in range(1, 17)})
-    return fit_partial_prefill([(n, model.prefill_time_s(n)) for n in sizes])
+    return fit_partial_prefill([(n, _chunks_s(model, n, chunk or n)) for n in sizes])
 
 
 def chunked_of(model: StepModel, budget: int = 512, decodes: int = 64, longest: int = 4096) -> ChunkedCost:
@@ -108,6 +56,12 @@ def chunked_of(model: StepModel, budget: int = 512, decodes: int = 64, longest: 
     return fit_chunked(samples)
 
 
+def rates_of(model: StepModel, budget: int = 512, price_per_hour: float = 0.0, weight: float = 1.0) -> Rates:
+    """All that policies want to know of an instance that runs like `model`, in steps of `budget` tokens."""
+    partial = partial_prefill_of(model, chunk=budget)
+    return Rates(partial, chunked_of(model, budget), huawei_of(model), price_per_hour, weight)
+
+
 def saturation_tokens(time_s: Callable[[int], float], share: float = 0.9, most: int = 16384) -> int:
     """The least power of two of prefill tokens per step that reaches `share` of the best throughput.
 
@@ -117,6 +71,10 @@ def saturation_tokens(time_s: Callable[[int], float], share: float = 0.9, most: 
     rates = [size / time_s(size) for size in sizes]
     best = max(rates)
     return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= share * best)
+
+
+def _chunks_s(model: StepModel, tokens: int, chunk: int) -> float:
+    return sum(model.prefill_time_s(min(chunk, tokens - done), done) for done in range(0, tokens, chunk))
 
 
 def _solve(samples: Sequence[tuple[int, int, float]], what: str) -> tuple[float, ...]:

@@ -99,32 +99,39 @@ class StepModel:
         """Seconds of a step that computes one chunk of `tokens` after `context` earlier tokens."""
         return self.step_time_s(Batch(((tokens, context),)))
 
-    def decode_span_s(self, count: int, context_tokens: int, steps: int) -> float:
-        """Seconds of `steps` decode steps in a row, each context longer by one token at every step.
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
+        """The next `steps` decode steps, each context longer by one token at every step, as runs of linear growth.
 
-        Exact: within rounding the sum of `decode_time_s(count, context_tokens + i·count)`, because that is
+        Each run is (steps in it, seconds of its first step, seconds of its last). Exact, because the decode time is
         piecewise linear in the context.
         """
+        fixed = self._dense_s(count) + self._head_s(count)
+        attention = self._layers.decode_attention_s
+        runs = []
+        start = 0
+        for stop in (*self._kinks_after(context_tokens / count, steps), steps):
+            first = attention(count, context_tokens + start * count)
+            last = attention(count, context_tokens + (stop - 1) * count)
+            runs.append((stop - start, fixed + first, fixed + last))
+            start = stop
+        return tuple(runs)
+
+    def decode_span_s(self, count: int, context_tokens: int, steps: int) -> float:
+        """Seconds of `steps` decode steps in a row: within rounding the sum of their `decode_time_s`."""
         if count == 0 or steps <= 0:
             return 0.0
-        total = steps * (self._dense_s(count) + self._head_s(count))
-        start = 0
-        mean = context_tokens / count
-        for stop in (*self._kinks_after(mean, steps), steps):
-            first = self._layers.decode_attention_s(count, context_tokens + start * count)
-            last = self._layers.decode_attention_s(count, context_tokens + (stop - 1) * count)
-            total += (first + last) / 2.0 * (stop - start)
-            start = stop
-        return total
+        runs = self.decode_segments(count, context_tokens, steps)
+        return sum(taken * (first + last) / 2.0 for taken, first, last in runs)
 
     def _kinks_after(self, mean_context: float, steps: int) -> list[int]:
         """Steps, in order, at which the decode time may change its slope: segments in between are linear."""
-        found: set[int] = set()
+        found: list[int] = []
         for kink in self._layers.decode_kinks:
-            # The steps around a kink stand alone, so that no segment spans it.
-            before = math.ceil(kink - mean_context) - 2
-            found.update(step for step in range(before, before + 4) if 0 < step < steps)
-        return sorted(found)
+            if mean_context - 2.0 < kink < mean_context + steps + 2.0:
+                # The steps around a kink stand alone, so that no segment spans it.
+                before = math.ceil(kink - mean_context) - 2
+                found.extend(step for step in range(before, before + 4) if 0 < step < steps)
+        return sorted(set(found)) if found else found
 
     def _dense_s(self, tokens: int) -> float:
         block = tokens // _BLOCK

@@ -26,10 +26,16 @@ class Link:
             )
 
 
+def wire_share(codec: Codec, dtype_bytes: float = 2.0) -> float:
+    """Bytes on the wire for each byte of KV as it is stored."""
+    if codec is Codec.RAW:
+        return 1.0
+    return min(_BITS[codec], 8.0 * dtype_bytes) / (8.0 * dtype_bytes)
+
+
 def wire_bytes(geometry: ModelGeometry, tokens: int, codec: Codec = Codec.RAW, dtype_bytes: float = 2.0) -> float:
     """Bytes that `tokens` tokens of KV take on the wire. RAW sends elements as they are stored."""
-    bits = 8.0 * dtype_bytes if codec is Codec.RAW else min(_BITS[codec], 8.0 * dtype_bytes)
-    return tokens * geometry.kv_bytes_per_token(bits / 8.0)
+    return tokens * geometry.kv_bytes_per_token(dtype_bytes) * wire_share(codec, dtype_bytes)
 
 
 def transfer_time_s(

@@ -4,6 +4,8 @@ from enum import StrEnum
 
 import msgspec
 
+from shared.domain.rates import Rates
+
 
 class Role(StrEnum):
     """What an instance does at the moment; any instance can do either."""
@@ -69,9 +71,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     rpc: str
     http: str
     kv_endpoints: tuple[str, ...]  # one a tensor-parallel rank
-    # Measured, not named: the linear prefill cost t = k_p * tokens + b_p (Cronus, eq. 2), or 0 when unknown.
-    prefill_s_per_token: float = 0.0
-    prefill_base_s: float = 0.0
+    rates: Rates = Rates()
 
     @property
     def kv_bytes_per_token(self) -> float:

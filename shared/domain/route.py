@@ -18,11 +18,19 @@ class InstanceRef(msgspec.Struct, frozen=True):
     rpc: str
 
 
+class Work(msgspec.Struct, frozen=True):
+    """What a placement counts on its instance until the job is complete, in the unit of the policy that chose it."""
+
+    score: float
+    tokens: int  # of KV: prompt and predicted output
+
+
 class Route(msgspec.Struct, frozen=True):
     """A placement. `split` is the number of prompt tokens that the prefill instance computes.
 
     split == 0: the decode instance does it all, `prefill` is None. `decode` is None when the prefill
-    instance's dispatcher is to choose it from fresher loads.
+    instance's dispatcher is to choose it from fresher loads. `work` is for the ledger of whoever placed the job, if
+    its policy keeps one.
     """
 
     prefill: InstanceRef | None
@@ -30,3 +38,4 @@ class Route(msgspec.Struct, frozen=True):
     split: int
     policy: str
     reasons: tuple[Reason, ...] = ()
+    work: Work | None = None

@@ -1,1 +1,1 @@
-"""Decisions, pure: placement, split, dispatch, order, admission, SLO. Each comes with its reasons."""
+"""Decisions, pure: placement, split, dispatch, order, admission, role flips, SLO. Each comes with its reasons."""

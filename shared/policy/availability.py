@@ -15,9 +15,10 @@ def context_of(job: JobView, role: Role) -> int:
     return job.prompt_tokens + (job.max_tokens if role is Role.DECODE else 0)
 
 
-def fits(job: JobView, view: InstanceView, role: Role) -> bool:
-    """Whether the instance's context is long enough."""
-    return context_of(job, role) <= view.info.max_model_len
+def usable(view: InstanceView, context_tokens: int, exclude: Collection[str]) -> bool:
+    """Whether the instance's context is long enough and nobody excluded it."""
+    info = view.info
+    return info.max_model_len >= context_tokens and not (exclude and info.instance_id in exclude)
 
 
 def why_none(job: JobView, role: Role, index: ClusterIndex, exclude: Collection[str]) -> PolyphaseError:
@@ -27,10 +28,11 @@ def why_none(job: JobView, role: Role, index: ClusterIndex, exclude: Collection[
     Unavailable else.
     """
     ready = index.view.ready(role)
-    usable = [view for view in ready if view.instance_id not in exclude]
-    if usable:
-        return _too_long(job, role, usable)
-    counts = {state: index.states[(role, state)] for state in InstanceState if index.states[(role, state)]}
+    left = [view for view in ready if view.instance_id not in exclude]
+    if left:
+        return _too_long(job, role, left)
+    states = index.states
+    counts = {state: states[(role, state)] for state in InstanceState if states[(role, state)]}
     seen = ", ".join(f"{count} {state.value}" for state, count in counts.items()) or "none registered"
     if ready:
         failed = ", ".join(sorted(view.instance_id for view in ready))
@@ -41,8 +43,8 @@ def why_none(job: JobView, role: Role, index: ClusterIndex, exclude: Collection[
     return Unavailable(message, retry_after_s=RETRY_S)
 
 
-def _too_long(job: JobView, role: Role, usable: Iterable[InstanceView]) -> PolyphaseError:
-    longest = max(view.info.max_model_len for view in usable)
+def _too_long(job: JobView, role: Role, views: Iterable[InstanceView]) -> PolyphaseError:
+    longest = max(view.info.max_model_len for view in views)
     return InvalidRequest(
         f"the job needs a context of {context_of(job, role)} tokens; "
         f"the longest of the ready {role.value} instances is {longest}"

@@ -5,6 +5,18 @@ from typing import ClassVar, Protocol
 
 from shared.domain.job import JobView
 from shared.domain.route import Reason
+from shared.errors import InvalidRequest
+from shared.policy.lengths import PredictedEnd, predicted_tokens
+
+UNPREDICTED_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RunningDecode:
+    """A job that runs: its context now, and how many more tokens it is predicted to produce, at least 0."""
+
+    context_tokens: int
+    predicted_remaining_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +26,8 @@ class DecodeMemory:
     free_blocks: int
     block_size: int  # tokens
     total_blocks: int
-    reserved_tokens: int = 0  # prompt + predicted tokens of the jobs that run, for policies that reserve
+    reserved_tokens: int = 0  # prompt + predicted tokens of the jobs that run
+    running: tuple[RunningDecode, ...] = ()  # the jobs that run, for policies with `needs_running`
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +39,13 @@ class Admission:
 
 
 class DecodeAdmission(Protocol):
-    """Decides for one job against the memory of its instance."""
+    """Decides for one job against the memory of its instance.
+
+    `needs_running` says whether the driver has to list the jobs that run.
+    """
 
     name: ClassVar[str]
+    needs_running: ClassVar[bool]
 
     def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
         """Decide. `now` is unix seconds."""
@@ -40,9 +57,83 @@ class Greedy:
     """Admit iff the prompt fits now. Source: TetriInfer 3.4 (vLLM's own rule)."""
 
     name: ClassVar[str] = "greedy"
+    needs_running: ClassVar[bool] = False
 
     def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
         """See `DecodeAdmission`."""
-        need = -(-job.prompt_tokens // memory.block_size)
+        need = _blocks(job.prompt_tokens, memory)
         figures: dict[str, float | str] = {"need_blocks": need, "free_blocks": memory.free_blocks}
         return Admission(need <= memory.free_blocks, (Reason("admission:greedy", figures),))
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveStatic:
+    """Admit iff all that runs and the job fit at their predicted full lengths, and the prompt fits now.
+
+    Source: TetriInfer 3.4, reserve-static; 5.2.3 for the lower end of the predicted range. F: the prompt must fit,
+    too, because jobs outgrow their predictions; and where nothing is reserved the prompt alone decides, so that no job
+    waits for ever.
+    """
+
+    name: ClassVar[str] = "reserve_static"
+    needs_running: ClassVar[bool] = False
+    end: PredictedEnd = PredictedEnd.LOWER
+    unpredicted_tokens: int = UNPREDICTED_TOKENS
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.unpredicted_tokens)
+
+    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
+        """See `DecodeAdmission`."""
+        need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
+        room = memory.total_blocks * memory.block_size - memory.reserved_tokens
+        figures: dict[str, float | str] = {"need_tokens": need, "unreserved_tokens": room}
+        fits = _blocks(job.prompt_tokens, memory) <= memory.free_blocks
+        return Admission(
+            fits and (need <= room or memory.reserved_tokens <= 0), (Reason("admission:reserve_static", figures),)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveDynamic:
+    """Admit iff memory is left when the first of the batch is predicted to end, the job included.
+
+    With k the shortest predicted remaining length, every context grows by k; each is rounded up to whole blocks.
+    Source: TetriInfer 3.4, reserve-dynamic; 5.2.3 for the lower end of the predicted range. F: the prompt must fit now;
+    it alone decides where nothing runs.
+    """
+
+    name: ClassVar[str] = "reserve_dynamic"
+    needs_running: ClassVar[bool] = True
+    end: PredictedEnd = PredictedEnd.LOWER
+    unpredicted_tokens: int = UNPREDICTED_TOKENS
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.unpredicted_tokens)
+
+    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
+        """See `DecodeAdmission`."""
+        length = predicted_tokens(job, self.end, self.unpredicted_tokens)
+        grows = min([length, *[one.predicted_remaining_tokens for one in memory.running]])
+        size, more = memory.block_size, grows + memory.block_size - 1  # to round up
+        need = (job.prompt_tokens + more) // size
+        need += sum([(one.context_tokens + more) // size for one in memory.running])
+        figures: dict[str, float | str] = {
+            "grows_tokens": grows,
+            "need_blocks": need,
+            "total_blocks": memory.total_blocks,
+        }
+        fits = _blocks(job.prompt_tokens, memory) <= memory.free_blocks
+        return Admission(
+            fits and (need <= memory.total_blocks or not memory.running),
+            (Reason("admission:reserve_dynamic", figures),),
+        )
+
+
+def _blocks(tokens: int, memory: DecodeMemory) -> int:
+    return -(-tokens // memory.block_size)
+
+
+def _check(name: str, unpredicted_tokens: int) -> None:
+    if unpredicted_tokens < 0:
+        raise InvalidRequest(f"{name}: unpredicted_tokens must not be negative")

@@ -1,6 +1,6 @@
 """Dispatch: which decode instance a job gets."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Protocol
@@ -9,12 +9,16 @@ from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.availability import fits, why_none
+from shared.policy.availability import context_of, usable, why_none
 from shared.policy.choice import Choice
 from shared.policy.index import ClusterIndex
 from shared.policy.lengths import PredictedEnd, is_heavy, predicted_tokens
 
 DRAWS = 8  # random looks before all instances are looked at
+UNPREDICTED_TOKENS = 128
+
+Accept = Callable[[InstanceView], bool]
+Figures = dict[str, float | str]
 
 
 class DispatchPolicy(Protocol):
@@ -64,10 +68,8 @@ class RandomDispatch:
         rng: Random,
     ) -> Choice | None:
         """See `DispatchPolicy`."""
-        drawn = _draw(candidates, 1, lambda view: _usable(job, view, exclude), rng)
-        if not drawn:
-            return None
-        return Choice(drawn[0], (Reason("dispatch:random", {"chosen": drawn[0].instance_id}),))
+        drawn = _draw(candidates, 1, _beta(job, exclude), rng)
+        return _chosen("dispatch:random", drawn[0], {}) if drawn else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,10 @@ class PowerOfTwo:
 
     name: ClassVar[str] = "power_of_two"
     end: PredictedEnd = PredictedEnd.LOWER
-    unpredicted_tokens: int = 128
+    unpredicted_tokens: int = UNPREDICTED_TOKENS
 
     def __post_init__(self) -> None:
-        if self.unpredicted_tokens < 0:
-            raise InvalidRequest("power_of_two: unpredicted_tokens must not be negative")
+        _check(self.name, self.unpredicted_tokens)
 
     def choose(
         self,
@@ -99,35 +100,82 @@ class PowerOfTwo:
     ) -> Choice | None:
         """See `DispatchPolicy`."""
         need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
-        pair = _draw(candidates, 2, lambda view: _usable(job, view, exclude) and free_tokens(view) >= need, rng)
+        pair = _draw(candidates, 2, _alpha(job, exclude, need), rng)
         if not pair:
-            return self._fullest_of_beta(job, candidates, exclude, need)
+            return _fullest_of_beta(self.name, job, candidates, exclude, need)
         heavy = is_heavy(job)
-        ranked = sorted(pair, key=lambda view: _rank(view, heavy))
-        figures: dict[str, float | str] = {
-            "need_tokens": need,
-            "heavy": "yes" if heavy else "no",
-            "chosen": ranked[0].instance_id,
-            "ratio": round(interference(ranked[0], heavy), 4),
-        }
-        if len(ranked) > 1:
-            figures["runner_up"] = ranked[1].instance_id
-            figures["runner_up_ratio"] = round(interference(ranked[1], heavy), 4)
-        return Choice(ranked[0], (Reason("dispatch:power_of_two", figures),))
+        best, rank = pair[0], _rank(pair[0], heavy)
+        figures: Figures = {"need_tokens": need, "heavy": "yes" if heavy else "no"}
+        if len(pair) > 1:
+            other, its_rank = pair[1], _rank(pair[1], heavy)
+            if its_rank < rank:
+                best, rank, other, its_rank = other, its_rank, best, rank
+            figures["runner_up"] = other.info.instance_id
+            figures["runner_up_ratio"] = round(its_rank[0], 4)
+        figures["ratio"] = round(rank[0], 4)
+        return _chosen("dispatch:power_of_two", best, figures)
 
-    def _fullest_of_beta(
-        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], need: int
+
+@dataclass(frozen=True, slots=True)
+class LeastInterference:
+    """As `power_of_two`, with all instances looked at instead of two. A decision costs O(instances)."""
+
+    name: ClassVar[str] = "least_interference"
+    end: PredictedEnd = PredictedEnd.LOWER
+    unpredicted_tokens: int = UNPREDICTED_TOKENS
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.unpredicted_tokens)
+
+    def choose(
+        self,
+        job: JobView,
+        candidates: Sequence[InstanceView],
+        exclude: Collection[str],
+        now: float,
+        rng: Random,
     ) -> Choice | None:
-        beta = [view for view in candidates if _usable(job, view, exclude)]
-        if not beta:
-            return None
-        chosen = max(beta, key=lambda view: (free_tokens(view), view.instance_id))
-        figures: dict[str, float | str] = {
-            "need_tokens": need,
-            "chosen": chosen.instance_id,
-            "free_tokens": free_tokens(chosen),
-        }
-        return Choice(chosen, (Reason("dispatch:power_of_two, none has the memory: most free", figures),))
+        """See `DispatchPolicy`."""
+        need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
+        heavy = is_heavy(job)
+        alpha = list(filter(_alpha(job, exclude, need), candidates))
+        if not alpha:
+            return _fullest_of_beta(self.name, job, candidates, exclude, need)
+        best = min(alpha, key=lambda view: _rank(view, heavy))
+        figures: Figures = {"need_tokens": need, "looked_at": len(alpha), "ratio": round(interference(best, heavy), 4)}
+        return _chosen("dispatch:least_interference", best, figures)
+
+
+@dataclass(frozen=True, slots=True)
+class WorstCase:
+    """Every heavy decode goes to the same instance, the first by id, until its memory is full, then to the next.
+
+    Source: TetriInfer 5.2.3, "imbalance", a worst case to compare with. F: light decodes go anywhere at random.
+    """
+
+    name: ClassVar[str] = "worst_case"
+    end: PredictedEnd = PredictedEnd.LOWER
+    unpredicted_tokens: int = UNPREDICTED_TOKENS
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.unpredicted_tokens)
+
+    def choose(
+        self,
+        job: JobView,
+        candidates: Sequence[InstanceView],
+        exclude: Collection[str],
+        now: float,
+        rng: Random,
+    ) -> Choice | None:
+        """See `DispatchPolicy`."""
+        need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
+        alpha = _alpha(job, exclude, need)
+        heavy = is_heavy(job)
+        found = next(filter(alpha, candidates), None) if heavy else next(iter(_draw(candidates, 1, alpha, rng)), None)
+        if found is None:
+            return _fullest_of_beta(self.name, job, candidates, exclude, need)
+        return _chosen("dispatch:worst_case", found, {"need_tokens": need, "heavy": "yes" if heavy else "no"})
 
 
 def free_tokens(view: InstanceView) -> int:
@@ -141,26 +189,62 @@ def interference(view: InstanceView, heavy: bool) -> float:
     Source: TetriInfer 3.3.4, with the "+1" of FORMULAS 2 (F).
     """
     load = view.load
-    return (load.heavy_decodes + int(heavy)) / (load.light_decodes + int(not heavy) + 1)
+    lights = max(0, load.decoding - load.heavy_decodes)
+    return (load.heavy_decodes + 1) / (lights + 1) if heavy else load.heavy_decodes / (lights + 2)
 
 
 def _rank(view: InstanceView, heavy: bool) -> tuple[float, int, int]:
-    return (interference(view, heavy), view.load.decoding, -free_tokens(view))
+    return interference(view, heavy), view.load.decoding, -free_tokens(view)
 
 
-def _usable(job: JobView, view: InstanceView, exclude: Collection[str]) -> bool:
-    return view.instance_id not in exclude and fits(job, view, Role.DECODE)
+def _alpha(job: JobView, exclude: Collection[str], need: int) -> Accept:
+    """The job's context fits there, and so do `need` tokens now."""
+    context = context_of(job, Role.DECODE)
+
+    def accept(view: InstanceView) -> bool:
+        return view.load.free_blocks * view.info.block_size >= need and usable(view, context, exclude)
+
+    return accept
 
 
-def _draw(candidates: Sequence[InstanceView], count: int, accept: "_Accept", rng: Random) -> list[InstanceView]:
+def _beta(job: JobView, exclude: Collection[str]) -> Accept:
+    context = context_of(job, Role.DECODE)
+    return lambda view: usable(view, context, exclude)
+
+
+def _fullest_of_beta(
+    name: str, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], need: int
+) -> Choice | None:
+    beta = list(filter(_beta(job, exclude), candidates))
+    if not beta:
+        return None
+    chosen = max(beta, key=lambda view: (free_tokens(view), view.info.instance_id))
+    figures: Figures = {"need_tokens": need, "free_tokens": free_tokens(chosen)}
+    return _chosen(f"dispatch:{name}, none has the memory: most free", chosen, figures)
+
+
+def _chosen(what: str, view: InstanceView, figures: Figures) -> Choice:
+    figures["chosen"] = view.info.instance_id
+    return Choice(view, (Reason(what, figures),))
+
+
+def _draw(candidates: Sequence[InstanceView], count: int, accept: Accept, rng: Random) -> list[InstanceView]:
     """Up to `count` accepted instances, uniformly at random. Looks at all only when few looks succeed."""
-    drawn = rng.sample(range(len(candidates)), min(DRAWS, len(candidates)))
-    accepted = [candidates[at] for at in drawn if accept(candidates[at])]
-    if len(accepted) < count and len(candidates) > len(drawn):
-        accepted = [view for view in candidates if accept(view)]
-        return rng.sample(accepted, min(count, len(accepted)))
-    return accepted[:count]
+    total, seen, found = len(candidates), [], []
+    for _ in range(DRAWS if total > count else 0):
+        at = int(rng.random() * total)
+        if at in seen:
+            continue
+        seen.append(at)
+        view = candidates[at]
+        if accept(view):
+            found.append(view)
+            if len(found) == count:
+                return found
+    found = list(filter(accept, candidates))
+    return rng.sample(found, min(count, len(found)))
 
 
-class _Accept(Protocol):
-    def __call__(self, view: InstanceView, /) -> bool: ...
+def _check(name: str, unpredicted_tokens: int) -> None:
+    if unpredicted_tokens < 0:
+        raise InvalidRequest(f"{name}: unpredicted_tokens must not be negative")

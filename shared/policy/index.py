@@ -4,131 +4,114 @@ Built once a broadcast, O(n log n); a decision then looks at a few entries, and 
 comparisons. Pure: no clock, no I/O; the driver says when to build and what to book.
 """
 
-from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from math import log
+from collections.abc import Callable, Hashable, Iterable
+from copy import copy
 from random import Random
-from statistics import median
-
-import msgspec
+from typing import Any, TypeVar, cast
 
 from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
+from shared.policy.backlog import Backlog
+from shared.policy.ledger import WorkloadLedger
+from shared.policy.ready import Assignment, ReadySet
+from shared.policy.speeds import chunked_rate, prefill_rate
 
-CLASS_WIDTH = 1.1  # instances whose speeds differ by less count as equally fast
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """Work given to an instance at `time_s` (unix seconds), perhaps not yet in the instance's load."""
-
-    instance_id: str
-    time_s: float
-    prefill_tokens: int = 0
-    decode_tokens: int = 0  # prompt tokens that a decode job brings; 0 when it is no decode job
-    heavy: bool = False
-
-
-class PrefillBacklog:
-    """Ready prefill instances by speed and backlog. Backlogs are seconds of prefill that wait.
-
-    backlog = k_p * queued tokens + b_p * queued jobs. An instance without a measured rate gets the median of
-    the measured ones, or 1 s a token when none is measured: then backlogs are plain token counts.
-    Source: Cronus eq. 2 for the cost of a prefill.
-    """
-
-    def __init__(self, views: Iterable[InstanceView], rng: Random) -> None:
-        self.views = tuple(sorted(views, key=lambda view: view.instance_id))
-        known = [v.info.prefill_s_per_token for v in self.views if v.info.prefill_s_per_token > 0]
-        self._unknown_rate = median(known) if known else 1.0
-        self._by_id = {view.instance_id: view for view in self.views}
-        # Ties break at random, once a broadcast: several schedulers must not all like the same idle instance.
-        self._keys = {v.instance_id: (self._backlog(v), rng.random(), v.instance_id) for v in self.views}
-        # By class of speed: within one the shortest backlog is (nearly) the best for a prompt of any length.
-        self._order: dict[int, list[tuple[float, float, str]]] = {}
-        for view in self.views:
-            self._order.setdefault(self._class(view), []).append(self._keys[view.instance_id])
-        for keys in self._order.values():
-            keys.sort()
-
-    def __len__(self) -> int:
-        return len(self.views)
-
-    def rate(self, view: InstanceView) -> float:
-        """Seconds a prompt token takes there."""
-        return view.info.prefill_s_per_token or self._unknown_rate
-
-    def classes(self) -> Iterator[Iterator[tuple[float, InstanceView]]]:
-        """For each class of speed, backlog in seconds and instance, least backlog first."""
-        for keys in self._order.values():
-            yield ((backlog_s, self._by_id[instance_id]) for backlog_s, _, instance_id in keys)
-
-    def book(self, instance_id: str, tokens: int) -> None:
-        """Count `tokens` more on that instance; unknown ids are ignored."""
-        key, view = self._keys.get(instance_id), self._by_id.get(instance_id)
-        if key is None or view is None:
-            return
-        keys = self._order[self._class(view)]
-        del keys[bisect_left(keys, key)]
-        raised = (key[0] + self.rate(view) * tokens + view.info.prefill_base_s, key[1], instance_id)
-        self._keys[instance_id] = raised
-        insort(keys, raised)
-
-    def _class(self, view: InstanceView) -> int:
-        return round(log(self.rate(view)) / log(CLASS_WIDTH))
-
-    def _backlog(self, view: InstanceView) -> float:
-        load = view.load
-        return self.rate(view) * load.queued_prefill_tokens + view.info.prefill_base_s * load.queued_prefill
-
-
-class DecodeSet:
-    """Ready decode instances; booked jobs show in the loads of `views`."""
-
-    def __init__(self, views: Iterable[InstanceView]) -> None:
-        self.views = sorted(views, key=lambda view: view.instance_id)
-        self._position = {view.instance_id: at for at, view in enumerate(self.views)}
-
-    def __len__(self) -> int:
-        return len(self.views)
-
-    def book(self, instance_id: str, tokens: int, heavy: bool) -> None:
-        """Count one decode job of `tokens` prompt tokens more there; unknown ids are ignored."""
-        at = self._position.get(instance_id)
-        if at is None:
-            return
-        view = self.views[at]
-        load, block_size = view.load, max(1, view.info.block_size)
-        raised = msgspec.structs.replace(
-            load,
-            decoding=load.decoding + 1,
-            heavy_decodes=load.heavy_decodes + int(heavy),
-            context_tokens=load.context_tokens + tokens,
-            free_blocks=max(0, load.free_blocks - -(-tokens // block_size)),
-        )
-        self.views[at] = msgspec.structs.replace(view, load=raised)
+__all__ = ["Assignment", "ClusterIndex"]
+Made = TypeVar("Made")
 
 
 class ClusterIndex:
-    """One broadcast, indexed, plus the assignments that it cannot know yet."""
+    """One broadcast, indexed, plus the assignments that it cannot know yet.
 
-    def __init__(self, view: ClusterView, pending: Iterable[Assignment] = (), *, rng: Random, turn: int = 0) -> None:
+    coupled: no instance has the prefill role, so each computes whole jobs, and placement chooses among those with the
+    decode role. turn: decisions booked so far, over all broadcasts: what round-robin counts by. ledger: what the
+    driver remembers of its placements.
+    """
+
+    def __init__(
+        self,
+        view: ClusterView,
+        pending: Iterable[Assignment] = (),
+        *,
+        rng: Random,
+        turn: int = 0,
+        ledger: WorkloadLedger | None = None,
+    ) -> None:
         self.view = view
-        self.turn = turn  # decisions booked so far, over all broadcasts: what round-robin counts by
-        self.states: Counter[tuple[Role, InstanceState]] = Counter((v.role, v.state) for v in view.instances)
-        self.prefill = PrefillBacklog(view.ready(Role.PREFILL), rng)
-        self.decode = DecodeSet(view.ready(Role.DECODE))
+        self.turn = turn
+        self.ledger = WorkloadLedger() if ledger is None else ledger
+        prefills: list[InstanceView] = []
+        decodes: list[InstanceView] = []
+        self.coupled = True
+        prefill, ready = Role.PREFILL, InstanceState.READY
+        for one in view.instances:
+            if one.role is prefill:
+                self.coupled = False
+                if one.state is ready:
+                    prefills.append(one)
+            elif one.state is ready:
+                decodes.append(one)
+        self.prefill = ReadySet(prefills)
+        self.decode = ReadySet(decodes)
+        self._rng = rng
+        self._backlog: Backlog | None = None
+        self._made: dict[Hashable, Any] = {}
         for assignment in pending:
             self._apply(assignment)
+
+    @property
+    def placing(self) -> Role:
+        """The role among whose instances placement chooses."""
+        return Role.DECODE if self.coupled else Role.PREFILL
+
+    @property
+    def candidates(self) -> ReadySet:
+        """The instances among which placement chooses."""
+        return self.decode if self.coupled else self.prefill
+
+    @property
+    def backlog(self) -> Backlog:
+        """The candidates by what waits at them. Built when first asked for: dispatchers never do."""
+        if self._backlog is None:
+            speed = chunked_rate if self.coupled else _prefill_rate
+            self._backlog = Backlog(self.candidates.views, self._rng, speed)
+        return self._backlog
+
+    @property
+    def states(self) -> "Counter[tuple[Role, InstanceState]]":
+        """How many instances are in which state."""
+        return Counter((v.role, v.state) for v in self.view.instances)
+
+    def cached(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """`make()`, once a broadcast and key. It may only rest on what bookings do not change."""
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = make()
+        return cast(Made, found)
 
     def book(self, assignment: Assignment) -> None:
         """Let later decisions see this one."""
         self.turn += 1
         self._apply(assignment)
 
+    def for_dispatch(self) -> "ClusterIndex":
+        """The same broadcast for one more dispatcher: decode jobs booked on either do not show on the other.
+
+        Cheap: one copy of a list. Only dispatch may use it; it shares everything else.
+        """
+        twin = copy(self)
+        twin.decode = self.decode.copy()
+        twin._backlog = None
+        return twin
+
     def _apply(self, assignment: Assignment) -> None:
-        if assignment.prefill_tokens:
-            self.prefill.book(assignment.instance_id, assignment.prefill_tokens)
-        if assignment.decode_tokens:
-            self.decode.book(assignment.instance_id, assignment.decode_tokens, assignment.heavy)
+        placed = self.candidates.book(assignment)
+        if placed is None:
+            if not self.coupled:
+                self.decode.book(assignment)
+        elif self._backlog is not None:
+            self._backlog.refresh(placed)
+
+
+def _prefill_rate(view: InstanceView) -> tuple[float, float]:
+    return prefill_rate(view.info.rates)

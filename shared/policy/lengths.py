@@ -24,12 +24,8 @@ def predicted_tokens(job: JobView, end: PredictedEnd, unpredicted_tokens: int) -
     if job.prediction is None:
         return min(job.max_tokens, unpredicted_tokens)
     lower, upper = job.prediction.lower_tokens, job.prediction.upper_tokens
-    length = {
-        PredictedEnd.LOWER: lower,
-        PredictedEnd.MIDDLE: (lower + upper) // 2,
-        PredictedEnd.UPPER: upper,
-    }[end]
-    return min(job.max_tokens, length)
+    middle = (lower + upper) // 2
+    return min(job.max_tokens, lower if end is PredictedEnd.LOWER else upper if end is PredictedEnd.UPPER else middle)
 
 
 def is_heavy(job: JobView) -> bool:

@@ -10,15 +10,20 @@ from random import Random
 from shared.domain.instance import ClusterView
 from shared.errors import Unavailable
 from shared.policy.index import Assignment, ClusterIndex
+from shared.policy.ledger import WorkloadLedger
 
 REACH_S = 0.03  # time a job takes from the decision into the instance's load
 FORGET_S = 1.0  # an assignment older than this is in every load, whatever the clocks of the hosts say
 
 
 class LiveIndex:
-    """The newest broadcast and the own assignments that it does not show yet. Times are unix seconds."""
+    """The newest broadcast and the own assignments that it does not show yet. Times are unix seconds.
+
+    `ledger` lives as long as this does: add each placement to it and complete it when its job ends.
+    """
 
     def __init__(self) -> None:
+        self.ledger = WorkloadLedger()
         self._index: ClusterIndex | None = None
         self._recent: deque[Assignment] = deque()
 
@@ -43,7 +48,8 @@ class LiveIndex:
             if now - a.time_s < FORGET_S and a.time_s + REACH_S > taken_s.get(a.instance_id, 0.0)
         )
         turn = self._index.turn if self._index else 0
-        self._index = ClusterIndex(view, self._recent, rng=rng, turn=turn)
+        self.ledger.settle(view, now)
+        self._index = ClusterIndex(view, self._recent, rng=rng, turn=turn, ledger=self.ledger)
 
     def book(self, assignment: Assignment) -> None:
         """Count a decision until a load shows it."""

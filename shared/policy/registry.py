@@ -6,26 +6,51 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from shared.errors import InvalidRequest
-from shared.policy.decode_admission import DecodeAdmission, Greedy
-from shared.policy.dispatch import DispatchPolicy, PowerOfTwo, RandomDispatch
+from shared.policy.cronus import CronusSplit
+from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
+from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo, RandomDispatch, WorstCase
+from shared.policy.least_load import LeastLoad
 from shared.policy.lengths import PredictedEnd
-from shared.policy.placement import LeastLoad, Placement, RoundRobin
+from shared.policy.placement import Placement
+from shared.policy.plan_routes import PlanRoute, PlanRoutes, parse_routes
 from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
+from shared.policy.role_flip import IdleFlip, PressureFlip, RoleFlip
+from shared.policy.rounds import RoundRobin, Single, Weighted
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split
+from shared.policy.workload import Memory, Penalty, Workload
 
 Policy = TypeVar("Policy")
 Parameters = Mapping[str, Any]
 
-PLACEMENT: dict[str, Callable[..., Placement]] = {"least_load": LeastLoad, "round_robin": RoundRobin}
+PLACEMENT: dict[str, Callable[..., Placement]] = {
+    "least_load": LeastLoad,
+    "round_robin": RoundRobin,
+    "weighted": Weighted,
+    "single": Single,
+    "workload": Workload,
+    "memory": Memory,
+    "plan": PlanRoutes,
+}
 SPLIT: dict[str, Callable[..., Split]] = {
     "full": FullSplit,
     "none": NoSplit,
     "fraction": FractionSplit,
     "random": RandomSplit,
+    "cronus": CronusSplit,
 }
-DISPATCH: dict[str, Callable[..., DispatchPolicy]] = {"power_of_two": PowerOfTwo, "random": RandomDispatch}
+DISPATCH: dict[str, Callable[..., DispatchPolicy]] = {
+    "power_of_two": PowerOfTwo,
+    "random": RandomDispatch,
+    "least_interference": LeastInterference,
+    "worst_case": WorstCase,
+}
 PREFILL_ORDER: dict[str, Callable[..., PrefillOrder]] = {"fcfs": Fcfs, "sjf": Sjf, "ljf": Ljf}
-DECODE_ADMISSION: dict[str, Callable[..., DecodeAdmission]] = {"greedy": Greedy}
+DECODE_ADMISSION: dict[str, Callable[..., DecodeAdmission]] = {
+    "greedy": Greedy,
+    "reserve_static": ReserveStatic,
+    "reserve_dynamic": ReserveDynamic,
+}
+ROLE_FLIP: dict[str, Callable[..., RoleFlip]] = {"idle": IdleFlip, "pressure": PressureFlip}
 
 
 def placement(name: str, parameters: Parameters | None = None) -> Placement:
@@ -53,6 +78,11 @@ def decode_admission(name: str, parameters: Parameters | None = None) -> DecodeA
     return _make("decode admission", DECODE_ADMISSION, name, parameters)
 
 
+def role_flip(name: str, parameters: Parameters | None = None) -> RoleFlip:
+    """A policy of role flips. Raises InvalidRequest that names the choices."""
+    return _make("role flip", ROLE_FLIP, name, parameters)
+
+
 def parameters_of(factory: Any) -> tuple[str, ...]:
     """The parameters that a policy takes."""
     return tuple(field.name for field in fields(factory))
@@ -71,16 +101,19 @@ def _make(kind: str, choices: Mapping[str, Callable[..., Policy]], name: str, pa
     return factory(**{key: _checked(f"{name}.{key}", known[key].type, value) for key, value in given.items()})
 
 
-_ENUMS: dict[type, type[StrEnum]] = {PredictedEnd: PredictedEnd}
+_ENUMS: dict[type, type[StrEnum]] = {PredictedEnd: PredictedEnd, Penalty: Penalty}
+_PARSERS: dict[Any, Callable[[str, Any], Any]] = {tuple[PlanRoute, ...]: parse_routes}
 
 
 def _checked(where: str, kind: Any, value: Any) -> Any:
+    if kind in _PARSERS:
+        return _PARSERS[kind](where, value)
     if kind in _ENUMS:
         choices = [member.value for member in _ENUMS[kind]]
         if value not in choices:
             raise InvalidRequest(f"{where} must be one of {', '.join(choices)}, not {value!r}")
         return _ENUMS[kind](value)
     accepted = (int, float) if kind is float else (kind,)
-    if isinstance(value, bool) or not isinstance(value, accepted):
+    if (isinstance(value, bool) and kind is not bool) or not isinstance(value, accepted):
         raise InvalidRequest(f"{where} must be of type {kind.__name__}, not {value!r}")
     return float(value) if kind is float else value

@@ -5,14 +5,15 @@ from math import ceil
 from random import Random
 from typing import ClassVar, Protocol
 
+import msgspec
+
 from shared.domain.instance import InstanceView
 from shared.domain.job import JobView
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
 
 
-@dataclass(frozen=True, slots=True)
-class SplitChoice:
+class SplitChoice(msgspec.Struct, frozen=True):
     """Tokens [0, tokens) are the prefill instance's; the decode instance computes the rest."""
 
     tokens: int

@@ -109,6 +109,7 @@ flips = Table(
     Column("total_s", Double),
     Column("result", String, nullable=False),  # "running", "succeeded", "failed"
     Column("error", Text, nullable=False),
+    Column("why", Text),  # the reasons of a policy; null for people
     Index("flips_started", "started_s"),
 )
 

@@ -8,7 +8,7 @@ from shared.domain.kv import Codec, KvHandle, TransferReport
 from shared.domain.route import InstanceRef, Reason
 from shared.timeline import RequestTimeline
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class PlaceRequest(msgspec.Struct):

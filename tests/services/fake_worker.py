@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
+
 from shared.clients.monitor import MonitorClient
 from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, KvGeometry, Role
 from shared.errors import EngineFailed
@@ -58,7 +60,7 @@ class FakeWorker:
 
     def beat(self) -> None:
         role = self.role.other if self.lie_about_role else self.role
-        load = InstanceLoad(time_s=time.time(), free_blocks=self.load.free_blocks)
+        load = msgspec.structs.replace(self.load, time_s=time.time())
         info = self.info
         self.publisher.publish(Heartbeat(info.instance_id, info.generation, role, self.draining, load))
 

@@ -11,21 +11,31 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from shared.cost.calibrate import TableFit, fit_tables
 from shared.cost.library import Library
 from shared.cost.memory import kv_capacity_tokens
-from shared.cost.replay import Limits, Outcome, Request, replay
 from shared.cost.step import StepModel
 from shared.cost.tables import read_tables
+from shared.domain.instance import Role
 from shared.errors import InvalidRequest, NotFound
+from shared.policy.dispatch import RandomDispatch
+from shared.policy.placement import LeastLoad, Policies
+from shared.policy.split import NoSplit
+from shared.sim.cluster import simulate
+from shared.sim.outcomes import Outcomes
+from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
+from shared.sim.workload import Workload
 
 # Issue 3, "what it must show": the most that each error may be, in percent.
 _TABLE_AIMS: Mapping[str, float] = {"gemm": 15.0, "mlp": 8.0, "decode": 12.0, "prefill": 18.0}
 _RUN_AIMS: Mapping[str, float] = {"ttft": 20.0, "tpot": 10.0, "jct": 10.0}
 _SILICON_AIM = 18.0
 _MODES: Mapping[str, str] = {"fp8": "fp8", "nvfp4": "fp4", "int4": "int4", "int8": "int8"}
+
+_COUPLED = RunSpec(policies=Policies(LeastLoad(), NoSplit(), RandomDispatch()))
 
 Result = dict[str, Any]
 
@@ -73,11 +83,11 @@ def run_errors(folder: Path, library: Library, result: Result) -> None:
     except NotFound as error:
         result["notes"].append(f"{folder.name}: {error.message}")
         return
-    outcomes = replay(run.model, run.requests, run.limits)
+    outcomes = simulate(run.workload, run.instances, _COUPLED).outcomes
     name = _word(folder.name)
     for what, aim in _RUN_AIMS.items():
         measured = fmean(getattr(outcome, f"{what}_s") for outcome in run.measured)
-        predicted = fmean(getattr(outcome, f"{what}_s") for outcome in outcomes)
+        predicted = _mean_s(outcomes, what)
         off = 100.0 * (predicted / measured - 1.0)
         result["figures"][f"{name}_{what}_measured_ms"] = round(1e3 * measured, 2)
         result["figures"][f"{name}_{what}_predicted_ms"] = round(1e3 * predicted, 2)
@@ -123,26 +133,46 @@ def _silicon_error(row: Mapping[Any, Any], library: Library, models: dict[Any, S
     concurrency, prompt, output = int(row["batch_size"]), int(row["isl"]), int(row["osl"])
     room = kv_capacity_tokens(model.accelerator, model.geometry, tensor_parallel=key[2], dtype=dtype)
     backend = str(row["backend"])
-    limits = Limits(
+    limits = EngineLimits(
         batched_tokens=8192,  # all three engines' default for a server on such a GPU
         sequences=1024,
-        kv_tokens=room,
         reserves_output=backend == "trtllm",
         prefill_first=backend == "sglang",
     )
-    turns = 3 if output <= 2048 else 2
-    outcomes = replay(model, [Request(0.0, prompt, output)] * (concurrency * turns), limits, concurrency)
-    return 1e3 * fmean(outcome.tpot_s for outcome in outcomes) / float(row["silicon_tpot_ms"]) - 1.0
+    requests = concurrency * (3 if output <= 2048 else 2)
+    workload = Workload(backend, np.zeros(requests), np.full(requests, prompt), np.full(requests, output))
+    outcomes = simulate(workload, (_coupled(model, limits, room),), replace(_COUPLED, concurrency=concurrency)).outcomes
+    if not outcomes.completed.all():
+        raise InvalidRequest(f"a request of {prompt} + {output} tokens does not fit the KV capacity of {room} tokens")
+    return 1e3 * _mean_s(outcomes, "tpot") / float(row["silicon_tpot_ms"]) - 1.0
+
+
+def _coupled(model: StepModel, limits: EngineLimits, kv_tokens: int, at: int = 0) -> InstanceSpec:
+    """An instance that computes whole requests."""
+    return InstanceSpec(str(at), model, Role.DECODE, kv_tokens, model.geometry.kv_bytes_per_token(), limits)
+
+
+def _mean_s(outcomes: Outcomes, what: str) -> float:
+    """Mean of a latency; a request of one token has a TPOT of 0."""
+    return float(np.nan_to_num(getattr(outcomes, f"{what}_s")).mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Times of one request as it was measured, seconds. `tpot_s` is 0 for a single output token."""
+
+    ttft_s: float
+    tpot_s: float
+    jct_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A measured run: what was asked, under which limits, and how it went."""
+    """A measured run: what was asked, of which instances, and how it went; requests in order of arrival."""
 
-    model: StepModel
-    requests: tuple[Request, ...]
-    limits: Limits
-    measured: tuple[Outcome, ...]
+    instances: tuple[InstanceSpec, ...]
+    workload: Workload
+    measured: tuple[Measured, ...]
 
 
 def read_run(folder: Path, library: Library) -> Run:
@@ -150,8 +180,6 @@ def read_run(folder: Path, library: Library) -> Run:
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     asked = meta["engine_kwargs"]
     degree, stages = int(asked.get("tensor_parallel_size", 1)), int(asked.get("pipeline_parallel_size", 1))
-    if int(asked.get("data_parallel_size", 1)) > 1:
-        raise NotFound("a data-parallel run needs the simulator, not this replay")
     model = library.step_model(_hardware(folder), str(meta["model"]), degree, stages)
     total = (meta.get("hardware") or {}).get("device_total_memory_bytes")
     device = replace(model.accelerator, memory_bytes=float(total)) if total else model.accelerator
@@ -160,14 +188,14 @@ def read_run(folder: Path, library: Library) -> Run:
         device, model.geometry, tensor_parallel=degree, pipeline_parallel=stages,
         utilisation=float(asked.get("gpu_memory_utilization") or 0.9),
     )  # fmt: skip
-    limits = Limits(
+    limits = EngineLimits(
         batched_tokens=int(asked.get("max_num_batched_tokens") or 8192),
         sequences=int(asked.get("max_num_seqs") or 256),
-        kv_tokens=int(room),
         block_tokens=int((meta.get("kv_cache") or {}).get("block_size") or 16),
     )
-    requests, measured = _read_requests(folder / "requests.jsonl")
-    return Run(model, requests, limits, measured)
+    workload, measured = _read_requests(folder)
+    copies = range(int(asked.get("data_parallel_size") or 1))
+    return Run(tuple(_coupled(model, limits, int(room), at) for at in copies), workload, measured)
 
 
 def _hardware(folder: Path) -> str:
@@ -182,20 +210,25 @@ def _hardware(folder: Path) -> str:
     return folder.name.split("_")[0]
 
 
-def _read_requests(path: Path) -> tuple[tuple[Request, ...], tuple[Outcome, ...]]:
+def _read_requests(folder: Path) -> tuple[Workload, tuple[Measured, ...]]:
     """Requests and outcomes. Arrivals are wall-clock times, the engine's own a monotonic clock: the least gap between
     arrival and queueing tells their offset."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = sorted((json.loads(line) for line in lines if line.strip()), key=lambda row: float(row["arrival_time"]))
     offset = min(row["queued_ts"] - row["arrival_time"] for row in rows)
-    begin = min(row["arrival_time"] for row in rows)
-    requests, measured = [], []
+    measured = []
     for row in rows:
         arrival = row["arrival_time"] + offset
         gaps = row["output_toks"] - 1
         tpot = (row["last_token_ts"] - row["first_token_ts"]) / gaps if gaps else 0.0
-        measured.append(Outcome(row["first_token_ts"] - arrival, tpot, row["last_token_ts"] - arrival))
-        requests.append(Request(row["arrival_time"] - begin, int(row["input_toks"]), int(row["output_toks"])))
-    return tuple(requests), tuple(measured)
+        measured.append(Measured(row["first_token_ts"] - arrival, tpot, row["last_token_ts"] - arrival))
+    workload = Workload(
+        folder.name,
+        np.array([row["arrival_time"] - rows[0]["arrival_time"] for row in rows]),
+        np.array([int(row["input_toks"]) for row in rows]),
+        np.array([int(row["output_toks"]) for row in rows]),
+    )
+    return workload, tuple(measured)
 
 
 def failed_aims(result: Result) -> Sequence[str]:

@@ -1,8 +1,17 @@
 import msgspec
 import pytest
 
-from services.cluster_monitor.edge import CompatibilityIn, GeometryIn, Registration
+from services.cluster_monitor.edge import (
+    ChunkedIn,
+    CompatibilityIn,
+    GeometryIn,
+    HuaweiIn,
+    PartialPrefillIn,
+    RatesIn,
+    Registration,
+)
 from shared.domain.instance import Compatibility, InstanceInfo, InstanceState, KvGeometry, Role
+from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
 from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound
 from shared.store.reading import read_instances
 from tests.services.cluster_monitor.conftest import Cluster, Start
@@ -18,6 +27,10 @@ OTHER = msgspec.structs.replace(FIT, fingerprint="fp-2")
         (Registration, InstanceInfo, {"role"}),
         (CompatibilityIn, Compatibility, set()),
         (GeometryIn, KvGeometry, set()),
+        (RatesIn, Rates, set()),
+        (PartialPrefillIn, PartialPrefillCost, set()),
+        (ChunkedIn, ChunkedCost, set()),
+        (HuaweiIn, HuaweiCost, set()),
     ],
 )
 def test_the_edge_mirrors_the_domain(edge: type, domain: type, extra: set[str]) -> None:
@@ -50,10 +63,11 @@ async def test_the_first_sets_the_model_until_the_last_has_left(cluster: Cluster
 async def test_registering_again_changes_nothing_but_measured_rates(cluster: Cluster) -> None:
     (worker,) = await cluster.workers(p0=Role.PREFILL)
     record = cluster.state.registry.get("p0")
-    faster = msgspec.structs.replace(worker.info, prefill_s_per_token=1e-4)
+    rates = Rates(prefill=PartialPrefillCost(1e-4, 2e-3), chunked=ChunkedCost(1e-6, 1e-7, 0.01))
+    faster = msgspec.structs.replace(worker.info, rates=rates)
     await cluster.client.register(faster, Role.PREFILL)
     assert cluster.state.registry.get("p0") is record
-    assert record.info.prefill_s_per_token == 1e-4
+    assert record.info.rates == rates
     assert record.state is InstanceState.READY
 
 
@@ -122,7 +136,8 @@ async def test_an_address_where_nobody_listens_ends_as_dead_and_is_dropped_later
     "changes",
     [
         {"rpc": "udp://nowhere"}, {"rpc": "tcp://127.0.0.1:99999"}, {"block_size": 0}, {"instance_id": "a b"},
-        {"kv_endpoints": ["nonsense"]}, {"prefill_s_per_token": -1}, {"surprise": 1}, {"role": "boss"},
+        {"kv_endpoints": ["nonsense"]}, {"rates": {"prefill": {"k_p": -1, "b_p": 0}}}, {"surprise": 1},
+        {"role": "boss"},
     ],
     ids=lambda changes: next(iter(changes)),
 )  # fmt: skip

@@ -5,10 +5,10 @@ import pytest
 import zmq
 
 from shared.domain.instance import InstanceState, Role
-from shared.domain.job import JobView
+from shared.domain.job import JobView, Phase
 from shared.errors import Busy, InvalidRequest, PeerLost, Unavailable
 from tests.services.control_plane import tcp, text, until
-from tests.services.global_scheduler.conftest import Scheduler
+from tests.services.global_scheduler.conftest import Scheduler, report
 
 CLUSTER = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE}
 
@@ -87,7 +87,7 @@ async def test_policies_change_while_it_runs(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"split": {"name": "best"}}, "known: fraction, full, none, random"),
+        ({"split": {"name": "best"}}, "known: cronus, fraction, full, none, random"),
         ({"split": {"name": "full", "parameters": {"x": 1}}}, "no parameter 'x'"),
         ({"splitt": {"name": "full"}}, "splitt"),
         ({"placement": {"name": "round_robin"}, "split": {"name": "best"}}, "unknown split"),
@@ -104,7 +104,7 @@ def test_an_unknown_policy_in_the_settings_stops_the_start() -> None:
     from services.global_scheduler.app import create_app
     from services.global_scheduler.settings import SchedulerSettings
 
-    with pytest.raises(InvalidRequest, match="known: least_load, round_robin"):
+    with pytest.raises(InvalidRequest, match="known: least_load, memory, plan"):
         create_app(SchedulerSettings(placement="best"))
 
 
@@ -127,6 +127,19 @@ async def test_garbage_on_both_sockets_is_dropped_and_counted(scheduler: Schedul
     hostile.close()
     await scheduler.hear(**CLUSTER)
     assert await scheduler.client.place(job(), timeout_s=5)
+
+
+async def test_work_counts_until_a_report_says_that_the_job_is_over(scheduler: Scheduler) -> None:
+    await scheduler.admin.set_policies({"placement": {"name": "workload", "parameters": {"penalty": "linear"}}})
+    await scheduler.hear(d0=Role.DECODE, d1=Role.DECODE)
+    routes = {f"j{n}": await scheduler.client.place(job(n), timeout_s=5) for n in range(10)}
+    assert Counter(route.decode.instance_id for route in routes.values() if route.decode) == {"d0": 5, "d1": 5}
+    ledger = scheduler.state.placer.ledger
+    assert len(ledger) == 10
+    assert ledger.score("d0") == ledger.score("d1") > 0
+    phases = (Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED, Phase.DECODE)
+    await scheduler.client.report([report(job_id, phases[at % 4]) for at, job_id in enumerate(routes)], timeout_s=5)
+    assert len(ledger) == 2
 
 
 async def test_another_scheduler_is_asked_when_one_is_away(scheduler: Scheduler) -> None:

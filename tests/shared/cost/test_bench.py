@@ -6,8 +6,9 @@ import pytest
 
 from services.launcher.bench.cost import failed_aims, read_run, run_cost_bench, run_errors
 from shared.cost.library import Library
-from shared.cost.replay import Limits, Request
+from shared.cost.step import StepModel
 from shared.errors import NotFound
+from shared.sim.spec import EngineLimits
 
 META: dict[str, Any] = {
     "model": "meta-llama/Llama-3.1-8B",
@@ -33,9 +34,13 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_run_is_read_on_one_clock(run: Path, library: Library) -> None:
     got = read_run(run, library)
-    assert got.model.accelerator.name == "RTX-4090"
-    assert got.limits == Limits(512, 16, 41408, 32)
-    assert got.requests == (Request(0.0, 100, 11), Request(1.0, 50, 1))
+    (instance,) = got.instances
+    assert isinstance(instance.model, StepModel)
+    assert instance.model.accelerator.name == "RTX-4090"
+    assert (instance.limits, instance.kv_tokens) == (EngineLimits(512, 16, 32), 41408)
+    assert got.workload.arrival_s.tolist() == [0.0, 1.0]
+    assert got.workload.prompt_tokens.tolist() == [100, 50]
+    assert got.workload.output_tokens.tolist() == [11, 1]
     # The second was queued a quarter of a second late: its time to first token counts from its arrival.
     assert [o.ttft_s for o in got.measured] == [0.5, 0.5]
     assert got.measured[0].tpot_s == pytest.approx(0.1)
@@ -45,14 +50,16 @@ def test_a_run_is_read_on_one_clock(run: Path, library: Library) -> None:
 def test_the_cluster_file_names_the_hardware(run: Path, library: Library) -> None:
     config = {"nodes": [{"instances": [{"hardware": "RTXPRO6000"}]}]}
     (run / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert read_run(run, library).model.accelerator.name == "RTX-PRO-6000-Server"
+    model = read_run(run, library).instances[0].model
+    assert isinstance(model, StepModel)
+    assert model.accelerator.name == "RTX-PRO-6000-Server"
 
 
 def test_kv_capacity_is_worked_out_where_the_run_does_not_say(run: Path, library: Library) -> None:
     bare = {**META, "hardware": {"device_total_memory_bytes": 25250627584}}
     del bare["kv_cache"]
     (run / "meta.json").write_text(json.dumps(bare), encoding="utf-8")
-    assert read_run(run, library).limits.kv_tokens == pytest.approx(41408, rel=0.02)
+    assert read_run(run, library).instances[0].kv_tokens == pytest.approx(41408, rel=0.02)
 
 
 def test_a_run_of_an_unknown_model_is_a_note(run: Path, library: Library) -> None:

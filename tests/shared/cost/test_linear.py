@@ -2,16 +2,17 @@ import pytest
 
 from shared.cost.library import Library
 from shared.cost.linear import (
-    HuaweiCost,
     chunked_of,
     fit_chunked,
     fit_huawei,
     fit_partial_prefill,
     huawei_of,
     partial_prefill_of,
+    rates_of,
     saturation_tokens,
 )
 from shared.cost.step import Batch
+from shared.domain.rates import HuaweiCost
 from shared.errors import InvalidRequest
 
 TRUE = HuaweiCost(1e-5, 2e-4, 3e-6, 4e-3, 5e-8, 6e-5, 7e-7, 8e-3)
@@ -27,7 +28,7 @@ def test_huawei_recovers_its_coefficients() -> None:
     fitted = fit_huawei(
         [(b, n, TRUE.prefill_s(b, n)) for b, n in GRID], [(b, n, TRUE.decode_step_s(b, n)) for b, n in GRID]
     )
-    for name in HuaweiCost.__dataclass_fields__:
+    for name in HuaweiCost.__struct_fields__:
         assert getattr(fitted, name) == pytest.approx(getattr(TRUE, name), rel=1e-6)
 
 
@@ -50,6 +51,19 @@ def test_linear_costs_follow_the_step_model(library: Library) -> None:
     assert partial.time_s(1024) == pytest.approx(model.prefill_time_s(1024), rel=0.1)
     step = model.step_time_s(Batch(((448, 2000),), 64, 64_000))
     assert chunked.time_s(2000, 64_000) == pytest.approx(step, rel=0.15)
+
+
+def test_rates_are_of_steps_within_the_budget(library: Library) -> None:
+    model = library.step_model("A10", "Llama-3-8B")
+    rates = rates_of(model, 256, price_per_hour=1.5, weight=2.0)
+    assert (rates.price_per_hour, rates.weight) == (1.5, 2.0)
+    assert rates.prefill == partial_prefill_of(model, chunk=256)
+    assert rates.chunked == chunked_of(model, 256)
+    assert rates.batch == huawei_of(model)
+    assert rates.prefill is not None
+    in_chunks = sum(model.prefill_time_s(256, done) for done in range(0, 1024, 256))
+    assert rates.prefill.time_s(1024) == pytest.approx(in_chunks, rel=0.1)
+    assert rates.prefill.time_s(1024) > partial_prefill_of(model).time_s(1024)
 
 
 def test_saturation_of_a_flat_then_linear_cost() -> None:

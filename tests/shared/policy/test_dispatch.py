@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 
 from shared.domain.instance import InstanceView
 from shared.errors import InvalidRequest, Unavailable
-from shared.policy.dispatch import PowerOfTwo, RandomDispatch, choose_decode, free_tokens, interference
+from shared.policy import registry
+from shared.policy.dispatch import (
+    DispatchPolicy,
+    LeastInterference,
+    PowerOfTwo,
+    RandomDispatch,
+    WorstCase,
+    choose_decode,
+    free_tokens,
+    interference,
+)
+from shared.policy.index import Assignment
 from shared.policy.lengths import PredictedEnd
 from tests.shared.policy.views import decode, index, job, predicted
 
@@ -28,14 +39,15 @@ EXAMPLES: list[tuple[str, list[tuple[int, int, int]], Any, str]] = [
 
 @pytest.mark.parametrize(("what", "loads", "prediction", "winner"), EXAMPLES, ids=[e[0] for e in EXAMPLES])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_power_of_two_by_example(
-    what: str, loads: list[tuple[int, int, int]], prediction: Any, winner: str, seed: int
+@pytest.mark.parametrize("policy", [PowerOfTwo(), LeastInterference()], ids=lambda policy: policy.name)
+def test_the_less_disturbed_of_two_by_example(
+    what: str, loads: list[tuple[int, int, int]], prediction: Any, winner: str, policy: DispatchPolicy, seed: int
 ) -> None:
     views = [
         decode(f"d{at}", decoding=decoding, heavy_decodes=heavy, free_blocks=free)
         for at, (decoding, heavy, free) in enumerate(loads)
     ]
-    choice = PowerOfTwo().choose(job(100, 1000, prediction=prediction), views, (), 0.0, Random(seed))
+    choice = policy.choose(job(100, 1000, prediction=prediction), views, (), 0.0, Random(seed))
     assert choice is not None
     assert choice.instance.instance_id == winner
     assert choice.reasons[0].figures["chosen"] == winner
@@ -62,7 +74,7 @@ def test_the_end_of_the_predicted_range_decides_the_need(end: PredictedEnd, take
 def test_excluded_instances_are_never_chosen() -> None:
     views = [decode(f"d{at}") for at in range(20)]
     exclude = {f"d{at}" for at in range(19)}
-    for policy in (PowerOfTwo(), RandomDispatch()):
+    for policy in (PowerOfTwo(), RandomDispatch(), LeastInterference(), WorstCase()):
         choice = policy.choose(job(), views, exclude, 0.0, Random(3))
         assert choice is not None
         assert choice.instance.instance_id == "d19"
@@ -93,7 +105,7 @@ def test_booked_jobs_show_in_the_next_decision() -> None:
     for _ in range(10):
         choice = choose_decode(PowerOfTwo(), job(16, 64), cluster, (), 0.0, rng)
         counts[choice.instance.instance_id] += 1
-        cluster.decode.book(choice.instance.instance_id, 16, heavy=False)
+        cluster.book(Assignment(choice.instance.instance_id, 0.0, decode_tokens=16))
     assert counts["a"] in (5, 6)
     assert sum(view.load.decoding for view in cluster.decode.views) == 11
 
@@ -103,9 +115,57 @@ def test_choose_decode_says_why_there_is_none() -> None:
         choose_decode(PowerOfTwo(), job(), index(), (), 0.0, Random(0))
 
 
-def test_a_negative_parameter_is_refused() -> None:
+@pytest.mark.parametrize("made", [PowerOfTwo, LeastInterference, WorstCase])
+def test_a_negative_parameter_is_refused(made: Any) -> None:
     with pytest.raises(InvalidRequest, match="unpredicted_tokens"):
-        PowerOfTwo(unpredicted_tokens=-1)
+        made(unpredicted_tokens=-1)
+
+
+def test_least_interference_looks_at_all() -> None:
+    views = [decode(f"d{at:02}", decoding=4, heavy_decodes=4 - (at == 37)) for at in range(50)]
+    choice = LeastInterference().choose(job(100, 64), views, (), 0.0, Random(0))
+    assert choice is not None
+    assert choice.instance.instance_id == "d37"
+    assert choice.reasons[0].figures["looked_at"] == 50
+
+
+def test_the_worst_case_piles_heavy_decodes_up_and_scatters_light_ones() -> None:
+    cluster, rng, policy = index(*(decode(f"d{at}", free_blocks=40) for at in range(4))), Random(0), WorstCase()
+    heavies: list[str] = []
+    for _ in range(6):  # 100 prompt tokens and at least 200 more: 19 blocks of memory, 7 of them taken at once
+        chosen = choose_decode(policy, job(100, 1000, prediction=HEAVY), cluster, (), 0.0, rng).instance.instance_id
+        cluster.book(Assignment(chosen, 0.0, decode_tokens=100, heavy=True))
+        heavies.append(chosen)
+    assert heavies == ["d0", "d0", "d0", "d0", "d1", "d1"]
+    lights = Counter(
+        choose_decode(policy, job(100, 1000, prediction=LIGHT), cluster, (), 0.0, rng).instance.instance_id
+        for _ in range(400)
+    )
+    assert set(lights) == {"d0", "d1", "d2", "d3"}
+    assert min(lights.values()) > 60
+
+
+@given(
+    st.sampled_from(sorted(registry.DISPATCH)),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60), st.sampled_from([90, 4096])), max_size=12),
+    st.sets(st.sampled_from(["d0", "d1", "d2"])), st.integers(1, 400), st.sampled_from([None, HEAVY, LIGHT]),
+    st.integers(0, 1000),
+)  # fmt: skip
+def test_any_choice_is_a_candidate_that_fits(
+    name: str, loads: list[tuple[int, int, int]], exclude: set[str], prompt: int, prediction: Any, seed: int
+) -> None:
+    views = [
+        decode(f"d{at}", decoding=n, free_blocks=free, max_model_len=longest)
+        for at, (n, free, longest) in enumerate(loads)
+    ]
+    asked, policy = job(prompt, 64, prediction=prediction), registry.dispatch(name)
+    choice = policy.choose(asked, views, exclude, 0.0, Random(seed))
+    assert choice == policy.choose(asked, views, exclude, 0.0, Random(seed))
+    fitting = [v for v in views if v.instance_id not in exclude and v.info.max_model_len >= prompt + 64]
+    assert (choice is None) == (not fitting)
+    if choice is not None:
+        assert choice.instance in fitting
+        assert choice.reasons[0].figures["chosen"] == choice.instance.instance_id
 
 
 @given(

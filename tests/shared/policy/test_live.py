@@ -3,6 +3,7 @@ from random import Random
 
 import pytest
 
+from shared.domain.route import InstanceRef, Route, Work
 from shared.errors import Unavailable
 from shared.policy.index import Assignment
 from shared.policy.live import FORGET_S, LiveIndex
@@ -10,7 +11,7 @@ from tests.shared.policy.views import decode, prefill, view
 
 
 def backlogs(live: LiveIndex) -> dict[str, float]:
-    return {v.instance_id: backlog for ordered in live.current.prefill.classes() for backlog, v in ordered}
+    return {instance_id: waits_s for keys in live.current.backlog.classes() for waits_s, _, instance_id in keys}
 
 
 def test_before_the_first_broadcast_there_is_nothing_to_decide_on() -> None:
@@ -67,6 +68,18 @@ def test_idle_instances_are_liked_differently_after_each_broadcast() -> None:
     live, rng, first = LiveIndex(), Random(0), Counter[str]()
     for step in range(300):
         live.update(view(prefill("a"), prefill("b"), prefill("c")), step / 10, rng)
-        (ordered,) = live.current.prefill.classes()
-        first[next(ordered)[1].instance_id] += 1
+        (keys,) = live.current.backlog.classes()
+        first[keys[0][2]] += 1
     assert min(first.values()) > 60
+
+
+def test_the_ledger_outlives_broadcasts_until_its_instance_is_gone() -> None:
+    live, rng = LiveIndex(), Random(0)
+    live.update(view(decode("d", inflight=1)), 10.0, rng)
+    live.ledger.add("j", Route(None, InstanceRef("d", 1, ""), 0, "workload", work=Work(2.0, 30)), 10.0)
+    for step in range(1, 4):
+        live.update(view(decode("d", inflight=1)), 10.0 + step, rng)
+        assert live.current.ledger is live.ledger
+        assert (live.ledger.score("d"), live.ledger.tokens_at("d")) == (2.0, 30)
+    live.update(view(decode("e")), 14.0, rng)
+    assert len(live.ledger) == 0

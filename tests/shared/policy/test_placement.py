@@ -3,7 +3,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.domain.instance import InstanceState, InstanceView, Role
@@ -82,11 +82,11 @@ def test_exclusion_is_honoured_by_both_policies() -> None:
 @pytest.mark.parametrize(
     "instances",
     [
-        [decode("d")],
+        [prefill("p", state=InstanceState.UNRESPONSIVE), decode("d")],
         [prefill("p", state=InstanceState.DRAINING), decode("d")],
         [prefill("p", max_model_len=99), decode("d")],
     ],
-    ids=["no prefill instance", "prefill draining", "prompt too long for prefill"],
+    ids=["prefill silent", "prefill draining", "prompt too long for prefill"],
 )
 def test_without_prefill_the_decode_instance_does_it_all(instances: list[InstanceView]) -> None:
     route = place(job(100), index(*instances), policies(), 0.0, Random(0))
@@ -94,6 +94,32 @@ def test_without_prefill_the_decode_instance_does_it_all(instances: list[Instanc
     assert route.split == 0
     assert route.decode is not None
     assert any(reason.what.startswith("local:") for reason in route.reasons)
+
+
+@pytest.mark.parametrize("placement", sorted(registry.PLACEMENT))
+@pytest.mark.parametrize("local_only", [False, True])
+def test_in_a_coupled_cluster_placement_chooses_who_does_it_all(placement: str, local_only: bool) -> None:
+    cluster = index(decode("a", max_model_len=149), decode("b"), decode("c"))
+    route = place(job(100, 50, local_only=local_only), cluster, policies(placement), 0.0, Random(0), ("b",))
+    assert (route.prefill, route.split, route.policy) == (None, 0, placement)
+    assert route.decode is not None
+    assert route.decode.instance_id == "c"
+    assert any(reason.what.startswith("placement:") for reason in route.reasons)
+    with pytest.raises(Unavailable, match="just failed this job"):
+        place(job(), cluster, policies(placement), 0.0, Random(0), ("a", "b", "c"))
+    with pytest.raises(InvalidRequest, match="is 4096"):
+        place(job(5000), cluster, policies(placement), 0.0, Random(0))
+
+
+def test_what_a_route_books() -> None:
+    asked = job(100, 1000)
+    split = place(asked, index(prefill("p"), decode("d")), policies(split="fraction", fraction=0.3), 0.0, Random(0))
+    assert [(a.instance_id, a.prefill_tokens, a.decode_tokens, a.heavy) for a in assignments(asked, split, 0.0)] == [
+        ("p", 30, 0, False), ("d", 70, 100, True)
+    ]  # fmt: skip
+    whole = place(asked, index(decode("d")), policies(), 0.0, Random(0))
+    (booked,) = assignments(asked, whole, 0.0)
+    assert (booked.instance_id, booked.prefill_tokens, booked.decode_tokens) == ("d", 100, 100)
 
 
 def test_local_only_never_uses_a_prefill_instance() -> None:
@@ -164,9 +190,10 @@ def clusters(draw: st.DrawFn) -> list[InstanceView]:
     ]
 
 
+@settings(deadline=None)
 @given(
-    clusters(), st.integers(1, 500), st.sampled_from(["least_load", "round_robin"]),
-    st.sampled_from(["full", "none", "random"]), st.sets(st.sampled_from(["i0", "i1"])), st.integers(0, 99),
+    clusters(), st.integers(1, 500), st.sampled_from(sorted(registry.PLACEMENT)),
+    st.sampled_from(sorted(registry.SPLIT)), st.sets(st.sampled_from(["i0", "i1"])), st.integers(0, 99),
 )  # fmt: skip
 def test_any_route_holds_what_it_promises(
     instances: list[InstanceView], prompt: int, placement: str, split: str, exclude: set[str], seed: int
@@ -199,9 +226,11 @@ def test_any_route_holds_what_it_promises(
 @given(clusters(), st.integers(1, 90))
 def test_least_load_finds_the_least_score(instances: list[InstanceView], prompt: int) -> None:
     cluster = ClusterIndex(view(*instances), rng=Random(1))
-    choice = registry.placement("least_load").choose(job(prompt), cluster, (), 0.0, Random(1))
+    choice = registry.placement("least_load").choose(job(prompt, 5), cluster, (), 0.0, Random(1))
     scores = {
-        v.instance_id: cluster.prefill.rate(v) * (v.load.queued_prefill_tokens + prompt) for v in cluster.prefill.views
+        instance_id: waits_s + cluster.backlog.cost_s(instance_id, prompt)
+        for keys in cluster.backlog.classes()
+        for waits_s, _, instance_id in keys
     }
     if choice is None:
         assert not scores

@@ -5,9 +5,14 @@ import pytest
 
 from shared.errors import InvalidRequest
 from shared.policy import registry
+from shared.policy.cronus import CronusSplit
+from shared.policy.decode_admission import ReserveStatic
 from shared.policy.dispatch import PowerOfTwo
 from shared.policy.lengths import PredictedEnd
+from shared.policy.plan_routes import PlanRoute, PlanRoutes
+from shared.policy.role_flip import IdleFlip
 from shared.policy.split import FractionSplit
+from shared.policy.workload import Penalty, Workload
 
 
 def test_every_name_makes_its_policy() -> None:
@@ -17,6 +22,7 @@ def test_every_name_makes_its_policy() -> None:
         (registry.DISPATCH, registry.dispatch),
         (registry.PREFILL_ORDER, registry.prefill_order),
         (registry.DECODE_ADMISSION, registry.decode_admission),
+        (registry.ROLE_FLIP, registry.role_flip),
     ]
     for table, make in makers:
         for name in table:
@@ -27,12 +33,20 @@ def test_parameters_are_checked_and_converted() -> None:
     assert registry.split("fraction", {"fraction": 1}) == FractionSplit(1.0)
     made = registry.dispatch("power_of_two", {"end": "upper", "unpredicted_tokens": 7})
     assert made == PowerOfTwo(PredictedEnd.UPPER, 7)
+    assert registry.placement("workload", {"penalty": "linear"}) == Workload(penalty=Penalty.LINEAR)
+    assert registry.split("cronus", {"include_zero": False, "budget": 256}) == CronusSplit(False, 256)
+    assert registry.decode_admission("reserve_static", {"end": "upper"}) == ReserveStatic(PredictedEnd.UPPER)
+    assert registry.role_flip("idle", {"for_s": 5}) == IdleFlip(for_s=5.0)
+    routes = [["p", "d", 3], ["", "e", 0.5]]
+    assert registry.placement("plan", {"routes": routes}) == PlanRoutes(
+        (PlanRoute("p", "d", 3.0), PlanRoute("", "e", 0.5))
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "name", "parameters", "says"),
     [
-        (registry.placement, "best", {}, "known: least_load, round_robin"),
+        (registry.placement, "best", {}, "known: least_load, memory, plan, round_robin, single, weighted, workload"),
         (registry.split, "full", {"fraction": 0.5}, "no parameter 'fraction'; it takes no parameters"),
         (registry.split, "fraction", {"share": 0.5}, "it takes fraction"),
         (registry.split, "fraction", {"fraction": "half"}, "must be of type float"),
@@ -40,6 +54,24 @@ def test_parameters_are_checked_and_converted() -> None:
         (registry.split, "fraction", {"fraction": float("nan")}, "0..1"),
         (registry.dispatch, "power_of_two", {"end": "top"}, "one of lower, middle, upper"),
         (registry.prefill_order, "sjf", {"window": 1.5}, "must be of type int"),
+        (registry.placement, "workload", {"penalty": "steep"}, "one of exp, power, linear"),
+        (registry.placement, "workload", {"theta": 0}, "theta must be positive"),
+        (registry.placement, "memory", {"unpredicted_tokens": -1}, "must not be negative"),
+        (registry.placement, "single", {"instance": 7}, "must be of type str"),
+        (registry.placement, "plan", {"routes": [["p", "d"]]}, "must list .prefill, decode, share., not .'p', 'd'."),
+        (registry.placement, "plan", {"routes": [["p", "d", "x"]]}, "must list"),
+        (registry.placement, "plan", {"routes": 5}, "must list"),
+        (registry.placement, "plan", {"routes": [["p", "d", 0]]}, "a positive share"),
+        (registry.placement, "plan", {"routes": [["p", "", 1]]}, "needs a decode instance"),
+        (registry.placement, "plan", {"routes": [["p", "d", 1], ["p", "d", 2]]}, "listed twice"),
+        (registry.split, "cronus", {"include_zero": 1}, "must be of type bool"),
+        (registry.split, "cronus", {"budget": -1}, "budget must not be negative"),
+        (registry.split, "cronus", {"budget": True}, "must be of type int"),
+        (registry.decode_admission, "reserve_static", {"unpredicted_tokens": -1}, "must not be negative"),
+        (registry.decode_admission, "reserve_dynamic", {"end": "best"}, "one of lower, middle, upper"),
+        (registry.role_flip, "lazy", {}, "unknown role flip policy 'lazy'; known: idle, pressure"),
+        (registry.role_flip, "idle", {"threshold_share": 0}, "threshold_share must lie in 0..1"),
+        (registry.role_flip, "pressure", {"ratio": 0.5}, "ratio must be at least 1"),
     ],
 )
 def test_mistakes_are_named(make: Any, name: str, parameters: dict[str, Any], says: str) -> None:

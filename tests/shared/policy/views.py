@@ -14,6 +14,7 @@ from shared.domain.instance import (
     Role,
 )
 from shared.domain.job import JobView, LengthPrediction
+from shared.domain.rates import PartialPrefillCost, Rates
 from shared.policy.index import ClusterIndex
 
 FIT = Compatibility("fp", "emulated", "1", 1, KvGeometry(2, 2, 64))
@@ -26,8 +27,11 @@ def instance(
     *,
     rate: float = 0.0,
     base: float = 0.0,
+    rates: Rates | None = None,
     max_model_len: int = 4096,
     block_size: int = 16,
+    total_blocks: int = 1000,
+    chunk_size: int = 512,
     **load: Any,
 ) -> InstanceView:
     info = InstanceInfo(
@@ -39,16 +43,15 @@ def instance(
         dtype="bfloat16",
         tensor_parallel=1,
         block_size=block_size,
-        total_blocks=1000,
+        total_blocks=total_blocks,
         max_model_len=max_model_len,
-        chunk_size=512,
+        chunk_size=chunk_size,
         rpc=f"tcp://127.0.0.1:{1000 + sum(map(ord, instance_id))}",
         http="http://h:1",
         kv_endpoints=(),
-        prefill_s_per_token=rate,
-        prefill_base_s=base,
+        rates=rates or Rates(prefill=PartialPrefillCost(rate, base) if rate else None),
     )
-    return InstanceView(info, role, state, InstanceLoad(**{"free_blocks": 1000, **load}))
+    return InstanceView(info, role, state, InstanceLoad(**{"free_blocks": total_blocks, **load}))
 
 
 def prefill(instance_id: str, **more: Any) -> InstanceView:

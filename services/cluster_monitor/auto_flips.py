@@ -1,0 +1,51 @@
+"""Role flips that a policy decides: the thin driver between it and the operations that carry a flip out."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from services.cluster_monitor.flips import Operations
+from shared.domain.instance import ClusterView
+from shared.domain.route import Reason
+from shared.errors import PolyphaseError
+from shared.policy.role_flip import FlipDecision, RoleFlip
+from shared.runtime.logs import get_log
+from shared.runtime.tasks import Background
+
+log = get_log(__name__)
+
+
+class AutoFlips:
+    """Asks a policy at each `step`; its decisions run as operations like any other, with their reasons in the audit."""
+
+    def __init__(
+        self, policy: RoleFlip, view: Callable[[], ClusterView], operations: Operations, tasks: Background
+    ) -> None:
+        self._policy = policy
+        self._view = view
+        self._operations = operations
+        self._tasks = tasks
+        self._state = policy.start()
+        log.info("roles flip by themselves", policy=policy.name)
+
+    def step(self) -> None:
+        """Ask once."""
+        now = asyncio.get_running_loop().time()
+        self._state, decision = self._policy.step(self._state, self._view(), now)
+        if decision is not None:
+            self._tasks.start(f"role flip of {decision.instance_id}", self._flip(decision))
+
+    async def _flip(self, decision: FlipDecision) -> None:
+        who = f"role_flip:{self._policy.name}"
+        why = in_words(decision.reasons)
+        try:
+            await self._operations.flip(decision.instance_id, force=False, drain_timeout_s=None, who=who, why=why)
+        except PolyphaseError as error:  # the policy decides again when its conditions hold again
+            log.warning("a flip failed", instance_id=decision.instance_id, who=who, error=error.message)
+
+
+def in_words(reasons: Iterable[Reason]) -> str:
+    """Reasons as one line for the audit."""
+    return "; ".join(
+        f"{reason.what} ({', '.join(f'{name} {value}' for name, value in reason.figures.items())})"
+        for reason in reasons
+    )

@@ -1,0 +1,222 @@
+"""A simulation file: accelerators that need not exist, and how they are run. Strict: errors name file and key."""
+
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from services.launcher.cluster_file import CLUSTERS, describe
+from shared.cost.data_file import read_yaml
+from shared.cost.memory import RESERVE_BYTES, UTILISATION
+from shared.domain.instance import Role
+from shared.domain.kv import Codec
+from shared.errors import InvalidRequest
+from shared.sim.spec import FirstToken
+
+Count = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class LinkEntry(_Part):
+    """A network port. `gbps`: nominal, 10^9 bits a second each way; `efficiency`: the share that is reached."""
+
+    gbps: Positive
+    latency_s: Seconds = 1e-3
+    efficiency: Annotated[float, Field(gt=0, le=1)] = 0.58
+
+
+class PolicyEntry(BaseModel):
+    """A policy by name; further keys are its parameters. A bare name will do."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, data: Any) -> Any:
+        return {"name": data} if isinstance(data, str) else data
+
+
+class PolicyEntries(_Part):
+    """The policies; those that are left out are the live services' defaults."""
+
+    placement: PolicyEntry | None = None
+    split: PolicyEntry | None = None
+    dispatch: PolicyEntry | None = None
+    prefill_order: PolicyEntry | None = None
+    decode_admission: PolicyEntry | None = None
+    role_flip: PolicyEntry | None = None
+
+
+class SloEntry(_Part):
+    """Targets, seconds."""
+
+    ttft_s: Positive = 2.0
+    tpot_s: Positive = 0.2
+
+
+class PredictionEntry(_Part):
+    """The length predictor: see `shared.sim.prediction.Prediction`."""
+
+    width_tokens: Count = 200
+    buckets: Count = 10
+    accuracy: Share = 1.0
+    confusion: tuple[tuple[float, ...], ...] | None = None
+
+
+class LossEntry(_Part):
+    """An instance dies, and may come back empty."""
+
+    instance: str
+    at_s: Seconds
+    back_s: Seconds | None = None
+
+
+class FlipEntry(_Part):
+    """An instance is drained and changes its role."""
+
+    instance: str
+    at_s: Seconds
+
+
+class RunEntry(_Part):
+    """The cluster beside its engines; see `shared.sim.spec.RunSpec`. Seconds."""
+
+    broadcast_s: Positive = 0.1
+    gateway_s: Seconds = 0.0
+    hop_s: Seconds = 0.0
+    token_s: Seconds = 0.0
+    flip_s: Seconds = 0.006
+    role_flip_every_s: Positive = 1.0
+    patience_s: Annotated[float, Field(ge=0)] = float("inf")
+    codec: Codec = Codec.RAW
+    first_token: FirstToken = FirstToken.PREFILL
+    streaming: bool = True
+
+
+class InstanceEntry(_Part):
+    """One instance, or `count` alike ones, named id-0, id-1, …
+
+    kv_cache_bytes: KV over all of its accelerators; by default what the memory leaves beside the weights.
+    price_usd_hour: of one accelerator. link: a name of `links`, or one in place; by default `links.default`, else the
+    catalogue's network for each of its accelerators. step_s, prefill_s_per_token: fixed times instead of the model's.
+    """
+
+    id: Id | None = None
+    accelerator: str
+    role: Role
+    count: Annotated[int, Field(gt=0, le=10_000)] = 1
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    kv_cache_bytes: Count | None = None
+    memory_utilisation: Annotated[float, Field(gt=0, le=1)] = UTILISATION
+    reserve_bytes: Seconds = RESERVE_BYTES
+    chunk_size: Count = 2048
+    max_seqs: Count = 256
+    block_size: Count = 16
+    max_model_len: Count | None = None
+    prefill_first: bool = False
+    reserves_output: bool = False
+    prefix_cache: bool = False
+    max_prefills: Count | None = None
+    price_usd_hour: Seconds | None = None
+    weight: Positive = 1.0
+    link: str | LinkEntry | None = None
+    step_s: Positive | None = None
+    prefill_s_per_token: Seconds = 0.0
+
+    @property
+    def name(self) -> str:
+        """Its id, or one made of what it is."""
+        kind = "".join(letter if letter.isalnum() else "-" for letter in self.accelerator.lower()).strip("-")
+        return self.id or f"{self.role.value}-{kind}"
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The instances that this entry stands for."""
+        return (self.name,) if self.count == 1 else tuple(f"{self.name}-{at}" for at in range(self.count))
+
+
+class SimFile(_Part):
+    """The whole file. `calibration`: efficiencies, `accelerators`: catalogue entries of your own; paths beside it."""
+
+    name: str = ""
+    model: str  # a bundled name, or a config.json or its folder
+    max_model_len: Count | None = None  # default: the model's own
+    calibration: Path | None = None
+    accelerators: Path | None = None
+    instance_defaults: dict[str, Any] = {}
+    instances: tuple[InstanceEntry, ...] = Field(min_length=1)
+    links: dict[str, LinkEntry] = {}
+    policies: PolicyEntries = PolicyEntries()
+    prediction: PredictionEntry | None = None
+    slo: SloEntry = SloEntry()
+    losses: tuple[LossEntry, ...] = ()
+    flips: tuple[FlipEntry, ...] = ()
+    run: RunEntry = RunEntry()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("instances"), list):
+            return data
+        defaults = data.get("instance_defaults") or {}
+        merged = [{**defaults, **entry} if isinstance(entry, dict) else entry for entry in data["instances"]]
+        return {**data, "instances": merged}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        seen: set[str] = set()
+        for name in (name for entry in self.instances for name in entry.ids):
+            if name in seen:
+                raise ValueError(f"instances: {name!r} is there twice; give them an `id` each")
+            seen.add(name)
+        for entry in self.instances:
+            if isinstance(entry.link, str) and entry.link not in self.links:
+                known = ", ".join(self.links) or "none"
+                raise ValueError(f"instances: {entry.name}: link {entry.link!r} is not in `links` (known: {known})")
+        for key, named in (("losses", self.losses), ("flips", self.flips)):
+            for event in named:
+                if event.instance not in seen:
+                    raise ValueError(f"{key}: no instance {event.instance!r}; known: {', '.join(sorted(seen))}")
+        return self
+
+
+def find_file(file: Path) -> Path:
+    """The file, or the one shipped under that bare name."""
+    shipped = CLUSTERS / f"{file}.yaml"
+    return shipped if not file.exists() and shipped.exists() else file
+
+
+def is_sim_file(file: Path) -> bool:
+    """Whether it is one of ours rather than a cluster file: no section of a live service, no engine, accelerators."""
+    data = read_yaml(file)
+    if set(data) & {"gateway", "scheduler", "monitor", "predictor", "dashboard", "served_model_name", "hosts", "ports"}:
+        return False
+    entries = data.get("instances")
+    rows = [data.get("instance_defaults"), *(entries if isinstance(entries, list) else ())]
+    keys = {str(key) for row in rows if isinstance(row, dict) for key in row}
+    return "engine" not in keys and ("accelerator" in keys or not {"name", "model"} <= set(data))
+
+
+def load_sim_file(file: Path) -> SimFile:
+    """Read a simulation file; the paths in it are taken from its folder. Raises InvalidRequest."""
+    try:
+        read = SimFile.model_validate(read_yaml(file))
+    except ValidationError as error:
+        raise InvalidRequest(describe(file, error)) from error
+    beside = {
+        key: file.parent / path for key in ("calibration", "accelerators") if (path := getattr(read, key)) is not None
+    }
+    model = file.parent / read.model
+    return read.model_copy(update=beside | ({"model": str(model)} if model.exists() else {}))

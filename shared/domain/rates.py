@@ -1,0 +1,67 @@
+"""What an instance costs, as numbers: linear forms that a decision evaluates in a microsecond."""
+
+import msgspec
+
+
+class HuaweiCost(msgspec.Struct, frozen=True):
+    """p1…p8 of one (machine, t). Source: Huawei eqs 3–4 (R). b: requests in a padded batch; lengths in tokens."""
+
+    p1: float
+    p2: float
+    p3: float
+    p4: float
+    p5: float
+    p6: float
+    p7: float
+    p8: float
+
+    def prefill_s(self, batch: float, prompt: float) -> float:
+        """T_pre(b, S) = p1·b·S + p2·b + p3·S + p4."""
+        return self.p1 * batch * prompt + self.p2 * batch + self.p3 * prompt + self.p4
+
+    def decode_step_s(self, batch: float, length: float) -> float:
+        """One iteration at length l: p5·b·l + p6·b + p7·l + p8."""
+        return self.p5 * batch * length + self.p6 * batch + self.p7 * length + self.p8
+
+    def decode_s(self, batch: float, prompt: float, output: float) -> float:
+        """T_dec = (p5·b + p7)·(O·S + O(O+1)/2) + (p6·b + p8)·O."""
+        walked = output * prompt + output * (output + 1.0) / 2.0
+        return (self.p5 * batch + self.p7) * walked + (self.p6 * batch + self.p8) * output
+
+
+class PartialPrefillCost(msgspec.Struct, frozen=True):
+    """Prefill of a prompt's first part. Source: Cronus eq. 2: T = k_p·L_p + b_p."""
+
+    k_p: float
+    b_p: float
+
+    def time_s(self, tokens: float) -> float:
+        """Seconds of a prefill of that many tokens."""
+        return self.k_p * tokens + self.b_p
+
+
+class ChunkedCost(msgspec.Struct, frozen=True):
+    """One chunked iteration. Source: Cronus eq. 3: t = k_ctxp·L_ctx + k_ctxd·ΣL_decode + b_c."""
+
+    k_ctxp: float
+    k_ctxd: float
+    b_c: float
+
+    def time_s(self, prefill_context: float, decode_context: float) -> float:
+        """Seconds of one iteration with a full token budget."""
+        return self.k_ctxp * prefill_context + self.k_ctxd * decode_context + self.b_c
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Measured, not named: what policies know of an instance's speed and price. None: not measured.
+
+    prefill: a prompt, or its first part, on this instance alone. chunked: one step of a full chunk beside its decodes.
+    batch: prefill and decode of padded batches. price_per_hour: USD for the whole instance. weight: its share of the
+    requests under weighted placement.
+    """
+
+    prefill: PartialPrefillCost | None = None
+    chunked: ChunkedCost | None = None
+    batch: HuaweiCost | None = None
+    price_per_hour: float = 0.0
+    weight: float = 1.0

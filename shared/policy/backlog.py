@@ -1,0 +1,78 @@
+"""Instances by speed and by the prefill that waits at them, in the order in which a placement asks for them."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+from math import log
+from random import Random
+from statistics import median
+
+from shared.domain.instance import InstanceView
+
+CLASS_WIDTH = 1.1  # instances whose speeds differ by less count as equally fast
+_LOG_WIDTH = log(CLASS_WIDTH)
+
+Speed = Callable[[InstanceView], tuple[float, float]]
+Key = tuple[float, float, str]
+
+
+class Backlog:
+    """Instances by speed and backlog. Backlogs are seconds of prefill that wait.
+
+    backlog = s * queued tokens + base * queued jobs, where `speed` gives (s, base) of an instance. One without a
+    measured speed gets the median of the measured ones, or 1 s a token when none is measured: then backlogs are plain
+    token counts. Source: Cronus eq. 2 for the form.
+    """
+
+    def __init__(self, views: Iterable[InstanceView], rng: Random, speed: Speed) -> None:
+        self._speed = speed
+        speeds = [(view, *speed(view)) for view in views]
+        known = [per_token_s for _, per_token_s, _ in speeds if per_token_s > 0]
+        self._unknown_s = median(known) if known else 1.0
+        self._rates: dict[str, tuple[float, float]] = {}
+        self._keys: dict[str, Key] = {}
+        self._class_of: dict[str, int] = {}
+        # By class of speed: within one the shortest backlog is (nearly) the best for a prompt of any length.
+        self._order: dict[int, list[Key]] = {}
+        classes: dict[float, int] = {}
+        for view, per_token_s, per_job_s in speeds:
+            instance_id, load, per_token_s = view.info.instance_id, view.load, per_token_s or self._unknown_s
+            waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
+            found = classes.get(per_token_s)
+            if found is None:
+                found = classes[per_token_s] = _class(per_token_s)
+            self._rates[instance_id] = per_token_s, per_job_s
+            self._class_of[instance_id] = found
+            # Ties break at random, once a broadcast: several schedulers must not all like the same idle instance.
+            key = self._keys[instance_id] = waits_s, rng.random(), instance_id
+            self._order.setdefault(found, []).append(key)
+        for keys in self._order.values():
+            keys.sort()
+
+    def classes(self) -> Iterable[Sequence[Key]]:
+        """For each class of speed (backlog in seconds, tie-break, instance id), least backlog first."""
+        return self._order.values()
+
+    def cost_s(self, instance_id: str, tokens: int) -> float:
+        """Seconds that a prefill of `tokens` takes there, once it is its turn."""
+        per_token_s, per_job_s = self._rates[instance_id]
+        return per_token_s * tokens + per_job_s
+
+    def refresh(self, view: InstanceView) -> None:
+        """Take in a changed load; unknown instances are ignored."""
+        instance_id, load = view.info.instance_id, view.load
+        key = self._keys.get(instance_id)
+        if key is None:
+            return
+        keys = self._order[self._class_of[instance_id]]
+        del keys[bisect_left(keys, key)]
+        per_token_s, per_job_s = self._speed(view)
+        per_token_s = per_token_s or self._unknown_s
+        waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
+        self._rates[instance_id] = per_token_s, per_job_s
+        self._class_of[instance_id] = found = _class(per_token_s)
+        self._keys[instance_id] = key = waits_s, key[1], instance_id
+        insort(self._order.setdefault(found, []), key)
+
+
+def _class(per_token_s: float) -> int:
+    return round(log(per_token_s) / _LOG_WIDTH)

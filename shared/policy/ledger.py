@@ -1,0 +1,145 @@
+"""What a scheduler remembers of its own placements, over all broadcasts: work not yet complete, and turns taken.
+
+Owned by the driver, which adds each placement and completes it; policies only read it.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.domain.instance import ClusterView, InstanceState
+from shared.domain.route import Route
+
+SETTLE_S = 1.0  # a job placed so long ago shows in the load of its instance
+FORGET_S = 3600.0  # no job takes longer: its completion was lost
+
+
+class _Entry(NamedTuple):
+    slot: int
+    score: float
+    tokens: int
+    time_s: float
+
+
+class Rotation:
+    """Keys in turn, each as often as its weight says. Among those with equal weights it is a plain round.
+
+    The next key is the one with the least (served + 1/2) / weight (Webster's order), so that with weights 4 and 1 the
+    turns are a a b a a. Keys with a weight of 0 or less have no turn.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.weights = weights
+        self._next = {key: 0.5 / weight for key, weight in weights.items() if weight > 0}
+        self._order = sorted((turn, key) for key, turn in self._next.items())
+
+    def order(self) -> Iterator[str]:
+        """Whose turn it is, then whose it would be without that one, and so on."""
+        return (key for _, key in self._order)
+
+    def took(self, key: str) -> None:
+        """Count a turn; unknown keys are ignored."""
+        turn = self._next.get(key)
+        if turn is None:
+            return
+        del self._order[bisect_left(self._order, (turn, key))]
+        self._next[key] = turn + 1.0 / self.weights[key]
+        insort(self._order, (self._next[key], key))
+
+
+class WorkloadLedger:
+    """Work of unfinished jobs by instance, the same number added and taken off; and the turns of rotations.
+
+    Source: Huawei 4.2, the mapper's list of workloads and its hook at completion. Times are on the driver's clock.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+        self._slots: dict[str, int] = {}
+        self._jobs: list[int] = []  # unfinished ones by slot
+        self.scores: NDArray[np.float64] = np.zeros(16)  # by slot: Q of the paper
+        self.tokens: NDArray[np.float64] = np.zeros(16)  # by slot: prompt and predicted tokens of unfinished jobs
+        self._rotations: dict[str, Rotation] = {}
+
+    def __len__(self) -> int:
+        """Unfinished jobs."""
+        return len(self._entries)
+
+    def add(self, job_id: str, route: Route, now: float = 0.0) -> None:
+        """Count a placement. A job that is placed again leaves its former place."""
+        prefill = route.prefill.instance_id if route.prefill else ""
+        decode = route.decode.instance_id if route.decode else ""
+        for rotation in self._rotations.values():
+            rotation.took(prefill or decode)
+            rotation.took(pair_key(prefill, decode))
+        self.complete(job_id)
+        if route.work is None:
+            return
+        slot = self.slot(prefill or decode)
+        self._entries[job_id] = _Entry(slot, route.work.score, route.work.tokens, now)
+        self.scores[slot] += route.work.score
+        self.tokens[slot] += route.work.tokens
+        self._jobs[slot] += 1
+
+    def complete(self, job_id: str) -> None:
+        """Take off what was added for a job; jobs without an entry are ignored."""
+        entry = self._entries.pop(job_id, None)
+        if entry is None:
+            return
+        slot = entry.slot
+        self._jobs[slot] -= 1
+        # With its last job an instance's sums are 0 exactly: rounding errors end there.
+        left = self._jobs[slot] > 0
+        self.scores[slot] = max(0.0, self.scores[slot] - entry.score) if left else 0.0
+        self.tokens[slot] = max(0.0, self.tokens[slot] - entry.tokens) if left else 0.0
+
+    def settle(self, view: ClusterView, now: float) -> None:
+        """Forget work whose completion was missed: on instances that are gone or idle, or older than an hour."""
+        if not self._entries:
+            return
+        busy = {v.info.instance_id: v.load.inflight > 0 for v in view.instances if v.state is not InstanceState.DEAD}
+        by_slot = {slot: busy.get(instance_id) for instance_id, slot in self._slots.items()}
+        for job_id, entry in list(self._entries.items()):
+            age_s = now - entry.time_s
+            if by_slot[entry.slot] is None or age_s > FORGET_S or (age_s > SETTLE_S and not by_slot[entry.slot]):
+                self.complete(job_id)
+
+    def score(self, instance_id: str) -> float:
+        """Sum of the unfinished jobs' scores there."""
+        slot = self._slots.get(instance_id)
+        return 0.0 if slot is None else float(self.scores[slot])
+
+    def tokens_at(self, instance_id: str) -> int:
+        """Sum of the unfinished jobs' prompt and predicted tokens there."""
+        slot = self._slots.get(instance_id)
+        return 0 if slot is None else int(self.tokens[slot])
+
+    def slot(self, instance_id: str) -> int:
+        """Position of an instance in `scores` and `tokens`."""
+        slot = self._slots.setdefault(instance_id, len(self._slots))
+        if slot == len(self._jobs):
+            self._jobs.append(0)
+            if slot >= len(self.scores):
+                self.scores = np.concatenate((self.scores, np.zeros(len(self.scores))))
+                self.tokens = np.concatenate((self.tokens, np.zeros(len(self.tokens))))
+        return slot
+
+    def slots(self, instance_ids: Sequence[str]) -> NDArray[np.intp]:
+        """Positions of several."""
+        return np.fromiter((self.slot(one) for one in instance_ids), np.intp, len(instance_ids))
+
+    def rotation(self, name: str, weights: Mapping[str, float]) -> Rotation:
+        """The turns of that name. When keys or weights have changed, counting starts anew: nobody catches up."""
+        known = self._rotations.get(name)
+        if known is None or (known.weights is not weights and known.weights != weights):
+            known = self._rotations[name] = Rotation(weights)
+        known.weights = weights
+        return known
+
+
+def pair_key(prefill: str, decode: str) -> str:
+    """A pair of instances as a key of a rotation; either id may be empty."""
+    return f"{prefill}>{decode}"

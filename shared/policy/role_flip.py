@@ -1,0 +1,196 @@
+"""Role flips: which instance changes its role, and when. Pure, with the state that a decision needs made explicit.
+
+The driver asks at regular intervals, keeps the state that it is given, and carries a decision out: drain, then flip.
+A decision counts as a flip whether or not it succeeds; a failed one is decided again when its conditions held anew.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
+from shared.domain.route import Reason
+from shared.errors import InvalidRequest
+from shared.policy.speeds import queued_prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class FlipState:
+    """What a policy remembers between two steps. Times are on the clock of `now`.
+
+    since: from when on each condition has held without a break, by its name.
+    """
+
+    since: Mapping[str, float] = field(default_factory=dict)
+    last_flip_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlipDecision:
+    """This instance is to take that role, and why."""
+
+    instance_id: str
+    to: Role
+    reasons: tuple[Reason, ...] = ()
+
+
+class RoleFlip(Protocol):
+    """Decides on at most one flip at a time."""
+
+    name: ClassVar[str]
+
+    def start(self) -> FlipState:
+        """The state before the first step."""
+        ...
+
+    def step(self, state: FlipState, view: ClusterView, now: float) -> tuple[FlipState, FlipDecision | None]:
+        """Take a view of the cluster. `now` is in seconds and does not decrease from step to step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class IdleFlip:
+    """An instance whose load stayed under `threshold_share` for `for_s` flips, if the other role has work.
+
+    Source: TetriInfer 3.5 (under 10 % for a minute; idle for a minute in 5.1). F: never the last ready instance of a
+    role, never while another drains, and not when the other role is idle, too: nothing would be won.
+    """
+
+    name: ClassVar[str] = "idle"
+    threshold_share: float = 0.1
+    for_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not (0.0 < self.threshold_share <= 1.0 and self.for_s >= 0.0):
+            raise InvalidRequest("idle: threshold_share must lie in 0..1 and for_s must not be negative")
+
+    def start(self) -> FlipState:
+        """See `RoleFlip`."""
+        return FlipState()
+
+    def step(self, state: FlipState, view: ClusterView, now: float) -> tuple[FlipState, FlipDecision | None]:
+        """See `RoleFlip`."""
+        ready = _ready(view)
+        idle = [v for role in Role for v in ready[role] if load_share(v) < self.threshold_share]
+        since = _held(state, [_key(v) for v in idle], now)
+        held = FlipState(since, state.last_flip_s)
+        if _draining(view):
+            return held, None
+        highest = {role: max(map(load_share, ready[role]), default=0.0) for role in Role}
+        for chosen in sorted(idle, key=lambda v: (since[_key(v)], v.instance_id)):
+            idle_s, others = now - since[_key(chosen)], highest[chosen.role.other]
+            if idle_s < self.for_s:
+                break
+            if len(ready[chosen.role]) < 2 or others < self.threshold_share:
+                continue
+            figures: dict[str, float | str] = {
+                "load_share": round(load_share(chosen), 4),
+                "idle_s": round(idle_s, 3),
+                "threshold_share": self.threshold_share,
+                "highest_load_of_other_role": round(others, 4),
+            }
+            decision = FlipDecision(chosen.instance_id, chosen.role.other, (Reason("role_flip:idle", figures),))
+            left = {key: start_s for key, start_s in since.items() if key != _key(chosen)}
+            return FlipState(left, now), decision
+        return held, None
+
+
+@dataclass(frozen=True, slots=True)
+class PressureFlip:
+    """The role under more pressure gets an instance of the other: `ratio` times as much, for `for_s` on end.
+
+    Pressure is demand over capacity, 1 where a role is at its limit. prefill: seconds of queued prefill per ready
+    instance, over `queue_s`. decode: the share of its KV that the jobs that run and wait want. The least loaded
+    instance goes. A flip that would turn the order of the pressures round, were all work spread evenly, is not made,
+    so constant loads never flip an instance back; `cooldown_s` passes between two flips.
+    Source: none of the papers; TetriInfer 3.5 leaves the policy open.
+    """
+
+    name: ClassVar[str] = "pressure"
+    ratio: float = 2.0
+    least: float = 0.5  # below this the busier role needs no help
+    queue_s: float = 1.0
+    for_s: float = 5.0
+    cooldown_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.ratio < 1.0 or min(self.least, self.for_s, self.cooldown_s) < 0.0 or self.queue_s <= 0.0:
+            raise InvalidRequest("pressure: ratio must be at least 1, queue_s positive, the others not negative")
+
+    def start(self) -> FlipState:
+        """See `RoleFlip`."""
+        return FlipState()
+
+    def step(self, state: FlipState, view: ClusterView, now: float) -> tuple[FlipState, FlipDecision | None]:
+        """See `RoleFlip`."""
+        ready = _ready(view)
+        pressures = {role: self._pressure(role, ready[role]) for role in Role}
+        high = max(Role, key=lambda role: pressures[role])
+        wanted = [high.value] if self._unequal(pressures, high) else []
+        since = _held(state, wanted, now)
+        held = FlipState(since, state.last_flip_s)
+        cooling = state.last_flip_s is not None and now - state.last_flip_s < self.cooldown_s
+        if not wanted or now - since[high.value] < self.for_s or cooling or _draining(view):
+            return held, None
+        givers, takers = ready[high.other], ready[high]
+        if len(givers) < 2 or not takers or not _stays_in_order(pressures, high, len(givers), len(takers)):
+            return held, None
+        chosen = min(givers, key=lambda v: (load_share(v), v.instance_id))
+        figures: dict[str, float | str] = {
+            "prefill_pressure": round(pressures[Role.PREFILL], 4),
+            "decode_pressure": round(pressures[Role.DECODE], 4),
+            "held_s": round(now - since[high.value], 3),
+            "load_share": round(load_share(chosen), 4),
+        }
+        return FlipState({}, now), FlipDecision(chosen.instance_id, high, (Reason("role_flip:pressure", figures),))
+
+    def _unequal(self, pressures: Mapping[Role, float], high: Role) -> bool:
+        return pressures[high] >= self.least and pressures[high] > self.ratio * pressures[high.other]
+
+    def _pressure(self, role: Role, views: Sequence[InstanceView]) -> float:
+        if not views:
+            return 0.0
+        if role is Role.PREFILL:
+            return sum(queued_prefill_s(v) for v in views) / len(views) / self.queue_s
+        return sum(_wanted_share(v) for v in views) / len(views)
+
+
+def load_share(view: InstanceView) -> float:
+    """How much of an instance is in use, 0..1.
+
+    decode: its KV. prefill: its KV, or the prompt tokens that wait as a share of one chunk, whichever is more.
+    """
+    load, info = view.load, view.info
+    used = min(1.0, max(0.0, (info.total_blocks - load.free_blocks) / max(1, info.total_blocks)))
+    if view.role is Role.DECODE:
+        return used
+    return max(used, min(1.0, load.queued_prefill_tokens / max(1, info.chunk_size)))
+
+
+def _wanted_share(view: InstanceView) -> float:
+    """The share of its KV that all of its jobs would take, if those that wait were like those that run."""
+    load, used = view.load, load_share(view)
+    if load.waiting > 0:
+        return used * (1.0 + load.waiting / load.running) if load.running > 0 else used + 1.0
+    return used
+
+
+def _stays_in_order(pressures: Mapping[Role, float], high: Role, givers: int, takers: int) -> bool:
+    after_low = pressures[high.other] * givers / (givers - 1)
+    return pressures[high] * takers / (takers + 1) >= after_low
+
+
+def _ready(view: ClusterView) -> dict[Role, tuple[InstanceView, ...]]:
+    return {role: view.ready(role) for role in Role}
+
+
+def _draining(view: ClusterView) -> bool:
+    return any(v.state is InstanceState.DRAINING for v in view.instances)
+
+
+def _key(view: InstanceView) -> str:
+    return f"{view.instance_id} as {view.role.value}"
+
+
+def _held(state: FlipState, holding: Sequence[str], now: float) -> dict[str, float]:
+    return {key: state.since.get(key, now) for key in holding}

@@ -1,0 +1,221 @@
+"""One engine in virtual time: when its steps begin and end, and what they bring.
+
+Decode steps between which nothing can change are one event (`Glide`); with `stepwise` every step is one, with the same
+results.
+"""
+
+from typing import Protocol
+
+from shared.cost.step import Batch
+from shared.policy.decode_admission import DecodeAdmission
+from shared.sim.entry import Entry, EntryQueue
+from shared.sim.glide import Glide
+from shared.sim.memory import KvMemory
+from shared.sim.scheduler import Chunk, Scheduler
+from shared.sim.spec import EngineLimits, StepTimes
+from shared.sim.tally import Tally
+
+NEVER = float("inf")
+
+
+class EngineEvents(Protocol):
+    """What an engine tells its driver. `now` is the moment at which it is so."""
+
+    def admitted(self, entry: Entry, now: float) -> None:
+        """Blocks are reserved for an entry that takes its KV from the network."""
+        ...
+
+    def chunk(self, entry: Entry, now: float) -> None:
+        """A prefill chunk of it is computed, and more are to come."""
+        ...
+
+    def token(self, entry: Entry, now: float) -> None:
+        """Its first output token on this engine is there; told when the event ends, with the token's own time."""
+        ...
+
+    def done(self, entry: Entry, now: float) -> None:
+        """It has given all of its tokens, and its blocks are free."""
+        ...
+
+    def preempted(self, entry: Entry) -> None:
+        """It lost its blocks and waits to be computed again."""
+        ...
+
+
+class Engine:
+    """State of one engine. The driver calls `run` at `due_s`, which any call may change."""
+
+    def __init__(
+        self,
+        model: StepTimes,
+        limits: EngineLimits,
+        kv_tokens: int,
+        waiting: EntryQueue,
+        admission: DecodeAdmission,
+        events: EngineEvents,
+        *,
+        prefix_block_tokens: int = 0,
+        stepwise: bool = False,
+    ) -> None:
+        self._model = model
+        self._events = events
+        self._stepwise = stepwise
+        memory = KvMemory(limits, kv_tokens, prefix_block_tokens)
+        self.scheduler = Scheduler(limits, memory, waiting, admission, events.admitted, self._preempted)
+        self._chunks: list[Chunk] = []  # of the step under way
+        self._decodes = False  # whether that step has the group in it
+        self._started_s = 0.0
+        self._glide: Glide | None = None  # instead of a step
+        self._glide_steps = 0  # how many steps it has
+        self._look_steps = 0  # after how many of them the engine looks up; 0: it does not
+        self.due_s = NEVER
+        self.booked_s = NEVER  # the driver's: for when it has an event
+        self.tally = Tally()
+
+    def add(self, entry: Entry, now: float) -> None:
+        """Queue an entry."""
+        self.scheduler.add(entry)
+        self._disturb(now)
+
+    def kv_arrived(self, entry: Entry, now: float) -> None:
+        """The KV of an admitted entry is here."""
+        self.scheduler.kv_arrived(entry)
+        self._disturb(now)
+
+    def run(self, now: float) -> None:
+        """The step or glide that is due at `now` ends; the next one begins."""
+        if self._glide is not None:
+            if self._look_steps and self.scheduler.admit_beside(self._glide_steps, now):
+                self._look_steps = 0
+                self.due_s = self._glide.end_s(self._glide_steps)
+                return
+            self._end_glide()
+        elif self._chunks:
+            self._end_step(now)
+        self._begin(now)
+
+    def cancel(self, entry: Entry, now: float) -> None:
+        """Forget an entry, wherever it is; a running one leaves at the end of the step under way."""
+        if self.scheduler.cancel(entry) and self._glide is not None:
+            self._disturb(now)
+        elif self.due_s == NEVER:
+            self._begin(now)  # its blocks may have been what another waits for
+
+    def halt(self, now: float) -> list[Entry]:
+        """The engine dies. Everything that was here, as of the last step that has ended."""
+        if self._glide is not None:
+            self._glide_steps, self._look_steps = min(self._glide_steps, self._glide.steps_done(now)), 0
+            last_s = self._glide.end_s(self._glide_steps)
+            if self._glide_steps:
+                self._end_glide()
+        else:
+            last_s = self._started_s
+        self.due_s = NEVER
+        return self.scheduler.everybody(last_s)
+
+    def state_at(self, now: float) -> tuple[int, int]:
+        """Total context of the decodes and free blocks, as of the last step that has ended."""
+        group, free = self.scheduler.group, self.scheduler.memory.free
+        if self._glide is None:
+            return group.context_tokens, free
+        done = min(self._glide.steps_done(now), self._glide_steps)
+        return group.context_tokens + done * group.count, free - self.scheduler.memory.growth(group, done)
+
+    def _disturb(self, now: float) -> None:
+        """Something has come: begin at once when idle, else at the end of the decode step under way."""
+        if self.due_s == NEVER:
+            self._begin(now)
+        elif self._glide is not None and not self._look_steps and self.scheduler.could_change(now):
+            # The engine looks up when the step under way ends. If it then only reserves blocks, the glide goes on.
+            steps = self._glide.steps_begun(now)
+            if steps < self._glide_steps:
+                self._look_steps = steps
+                self.due_s = self._glide.end_s(steps)
+
+    def _begin(self, now: float) -> None:
+        scheduler = self.scheduler
+        chunks = scheduler.plan(now)
+        group = scheduler.group
+        if chunks:
+            self._chunks, self._decodes, self._started_s = chunks, scheduler.decodes_with(chunks), now
+            if group.count and not self._decodes:
+                scheduler.let_wait(now)
+            prefill = tuple((tokens, entry.computed) for entry, tokens in chunks)
+            decodes, context = (group.count, group.context_tokens) if self._decodes else (0, 0)
+            self.due_s = now + self._model.step_time_s(Batch(prefill, decodes, context))
+        elif group.count:
+            steps = 1 if self._stepwise else scheduler.steps_ahead()
+            self._glide = Glide(now, self._model.decode_segments(group.count, group.context_tokens, steps))
+            self._glide_steps = steps
+            self.due_s = self._glide.end_s(steps)
+        else:
+            self.due_s = NEVER
+
+    def _end_glide(self) -> None:
+        glide, steps = self._glide, self._look_steps or self._glide_steps
+        assert glide is not None
+        self._glide, self._look_steps = None, 0
+        now = glide.end_s(steps)
+        self.tally.glide(glide, steps, self.scheduler.group.count, len(self.scheduler.fresh))
+        self.tally.busy_s += now - glide.start_s
+        self._end_decodes(steps, glide.start_s + glide.first_step_s, now)
+
+    def _end_step(self, now: float) -> None:
+        chunks, self._chunks = self._chunks, []
+        took_s = now - self._started_s
+        self.tally.busy_s += took_s
+        self.tally.steps += 1
+        if self._decodes:
+            self._decodes = False
+            self.tally.decodes(took_s, self.scheduler.group.count, len(self.scheduler.fresh))
+            self._end_decodes(1, now, now)
+        for entry, tokens in chunks:
+            self._end_chunk(entry, tokens, now)
+
+    def _end_decodes(self, steps: int, first_s: float, now: float) -> None:
+        """`first_s`: the end of the first of the steps, which gives fresh entries their first token here."""
+        scheduler = self.scheduler
+        fresh, scheduler.fresh = scheduler.fresh, []
+        for entry in fresh:
+            self._token(entry, first_s)
+        scheduler.memory.grow(scheduler.group, steps)
+        self.tally.peak(scheduler.memory)
+        for entry in scheduler.group.advance(steps):
+            entry.last_token_s = now
+            self._done(entry, now)
+
+    def _end_chunk(self, entry: Entry, tokens: int, now: float) -> None:
+        scheduler = self.scheduler
+        entry.computed += tokens
+        scheduler.queued_tokens -= tokens
+        self.tally.prefill_tokens += tokens
+        if entry.cancelled:
+            return
+        if entry.missing > 0:
+            self._events.chunk(entry, now)
+            return
+        del scheduler.prefilling[entry]
+        scheduler.memory.keep_prefix(entry)
+        entry.tokens += 1
+        entry.left -= 1
+        self._token(entry, now)
+        if entry.left > 0:
+            scheduler.join(entry)
+        else:
+            self._done(entry, now)
+
+    def _token(self, entry: Entry, now: float) -> None:
+        if entry.last_token_s >= 0.0:
+            self.tally.gaps.add(now - entry.last_token_s)
+        entry.last_token_s = now
+        if not entry.cancelled:
+            self._events.token(entry, now)
+
+    def _done(self, entry: Entry, now: float) -> None:
+        self.scheduler.finish(entry)
+        if not entry.cancelled:
+            self._events.done(entry, now)
+
+    def _preempted(self, entry: Entry) -> None:
+        self.tally.preemptions += 1
+        self._events.preempted(entry)

@@ -1,0 +1,83 @@
+"""All instances of a run, and what decisions know of them: broadcasts, as old as the live services' are."""
+
+from collections.abc import Sequence
+from random import Random
+
+from shared.domain.instance import ClusterView, InstanceState, Role
+from shared.errors import InvalidRequest
+from shared.policy.index import ClusterIndex
+from shared.policy.ledger import WorkloadLedger
+from shared.sim.engine import EngineEvents
+from shared.sim.instance import SimInstance
+from shared.sim.spec import InstanceSpec, RunSpec
+
+
+class Fleet:
+    """The instances, by position and by id.
+
+    Loads are taken when a decision needs them and the last ones are `broadcast_s` old, so a decision sees loads of at
+    most that age, as under a steady broadcast; instances that come, go or change their role are seen at once.
+    """
+
+    def __init__(
+        self, specs: Sequence[InstanceSpec], run: RunSpec, events: EngineEvents, prefix_tokens: int, rng: Random
+    ) -> None:
+        if not specs:
+            raise InvalidRequest("a cluster needs at least one instance")
+        self.instances = [SimInstance(at, spec, run, events, prefix_tokens) for at, spec in enumerate(specs)]
+        self.by_id = {instance.spec.instance_id: instance for instance in self.instances}
+        if len(self.by_id) < len(specs):
+            ids = [spec.instance_id for spec in specs]
+            raise InvalidRequest(f"instance id {next(i for i in ids if ids.count(i) > 1)!r} is used twice")
+        self.ledger = WorkloadLedger()
+        self._broadcast_s = run.broadcast_s
+        self._rng = rng
+        self._limited = any(spec.max_prefills is not None for spec in specs)
+        self._index: ClusterIndex | None = None
+        self._taken_s = 0.0
+        self._sequence = 0
+        self._turn = 0
+        self._dispatchers: dict[int, ClusterIndex] = {}
+
+    def index(self, now: float) -> ClusterIndex:
+        """What the global scheduler decides on at `now`; book its decisions there."""
+        if self._index is None or now - self._taken_s >= self._broadcast_s:
+            turn = self._index.turn if self._index is not None else self._turn
+            self._index = ClusterIndex(self.view(now), rng=self._rng, turn=turn, ledger=self.ledger)
+            self._taken_s = now
+            self._dispatchers.clear()
+        return self._index
+
+    def dispatch_index(self, instance: SimInstance, now: float) -> ClusterIndex:
+        """What the dispatcher of a prefill instance decides on: the broadcast, and its own decisions since then."""
+        index = self.index(now)
+        own = self._dispatchers.get(instance.index)
+        if own is None:
+            own = self._dispatchers[instance.index] = index.for_dispatch()
+        return own
+
+    def view(self, now: float) -> ClusterView:
+        """All instances as they are."""
+        self._sequence += 1
+        return ClusterView(self._sequence, now, tuple(instance.view(now) for instance in self.instances))
+
+    def changed(self) -> None:
+        """An instance came, went or changed its role: the next decision is to know."""
+        if self._index is not None:
+            self._turn = self._index.turn
+        self._index = None
+        self._dispatchers.clear()
+
+    def full_ids(self) -> frozenset[str]:
+        """Instances that take no more prompts for now."""
+        if not self._limited:
+            return frozenset()
+        return frozenset(instance.spec.instance_id for instance in self.instances if instance.full)
+
+    def all_full(self) -> bool:
+        """Whether every instance that computes prompts has as many as it takes: then prompts wait at the gateway."""
+        if not self._limited:
+            return False
+        ready = [i for i in self.instances if i.state is InstanceState.READY]
+        takers = [i for i in ready if i.role is Role.PREFILL] or ready
+        return bool(takers) and all(instance.full for instance in takers)

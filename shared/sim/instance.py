@@ -1,0 +1,175 @@
+"""One simulated instance: its engines, its role, its counts, and what a broadcast says of it."""
+
+from shared.domain.instance import (
+    Compatibility,
+    InstanceInfo,
+    InstanceLoad,
+    InstanceState,
+    InstanceView,
+    KvGeometry,
+    Role,
+)
+from shared.sim.engine import Engine, EngineEvents
+from shared.sim.entry import Entry, EntryQueue
+from shared.sim.flight import Flight
+from shared.sim.network import Port
+from shared.sim.outcomes import Gaps, InstanceUse
+from shared.sim.spec import InstanceSpec, RunSpec
+
+_NOWHERE = Compatibility("simulated", "simulated", "1", 0, KvGeometry(1, 1, 1))
+
+
+class SimInstance:
+    """An instance while a run lasts. A loss replaces its engines by empty ones."""
+
+    def __init__(self, index: int, spec: InstanceSpec, run: RunSpec, events: EngineEvents, prefix_tokens: int) -> None:
+        self.index = index
+        self.spec = spec
+        self.role = spec.role
+        self.state = InstanceState.READY
+        self.port = Port(spec.link)
+        self.flights: dict[Flight, None] = {}  # all that have a leg here
+        self.prefills = 0  # prompts that came here and are not computed yet
+        self.decoding = 0
+        self.heavy = 0
+        self.flips = 0
+        self.generation = 0
+        self._run = run
+        self._events = events
+        self._prefix_tokens = prefix_tokens
+        self._gone: list[Engine] = []
+        self._role_since_s = 0.0
+        self._role_s = dict.fromkeys(Role, 0.0)
+        self._idle: InstanceView | None = None
+        self.info = _info(spec, self.generation)
+        self.engines = self._make_engines()
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no more prompts for now."""
+        most = self.spec.max_prefills
+        return most is not None and self.prefills >= most
+
+    def engine_for(self, entry: Entry) -> Engine:
+        """The lane with the fewest requests takes it."""
+        if len(self.engines) == 1:
+            return self.engines[0]
+        return min(self.engines, key=lambda engine: engine.scheduler.count)
+
+    def view(self, now: float) -> InstanceView:
+        """What the monitor broadcasts of it."""
+        if not self.flights:
+            return self._idle_view()
+        context = free = queued = running = waiting = 0
+        for engine in self.engines:
+            of_engine, free_of_engine = engine.state_at(now)
+            context += of_engine
+            free += free_of_engine
+            scheduler = engine.scheduler
+            queued += scheduler.queued_tokens
+            running += len(scheduler.running)
+            waiting += scheduler.blocked
+        load = InstanceLoad(
+            now, self.prefills, queued, running, waiting, self.decoding, self.heavy, context, free, 0, len(self.flights)
+        )
+        return InstanceView(self.info, self.role, self.state, load)
+
+    def _idle_view(self) -> InstanceView:
+        """An instance without work looks the same until its role or state changes."""
+        seen = self._idle
+        if seen is None or seen.role is not self.role or seen.state is not self.state or seen.info is not self.info:
+            free = sum(engine.scheduler.memory.total for engine in self.engines)
+            seen = self._idle = InstanceView(self.info, self.role, self.state, InstanceLoad(free_blocks=free))
+        return seen
+
+    def take_role(self, role: Role, now: float) -> None:
+        """Flip."""
+        self.end_role(now)
+        self.role = role
+        self.flips += 1
+
+    def end_role(self, now: float) -> None:
+        """Count the time in the present role up to now; a dead instance has none."""
+        if self.state is not InstanceState.DEAD:
+            self._role_s[self.role] += now - self._role_since_s
+        self._role_since_s = now
+
+    def die(self, now: float) -> list[Flight]:
+        """Everything here is lost. The requests that it concerns."""
+        self.end_role(now)
+        self.state = InstanceState.DEAD
+        for engine in self.engines:
+            engine.halt(now)
+        lost = list(self.flights)
+        self.flights.clear()
+        self.prefills = self.decoding = self.heavy = 0
+        self._gone += self.engines
+        self.engines = []
+        return lost
+
+    def revive(self, now: float) -> None:
+        """Back, empty, in the role that it had."""
+        self.end_role(now)
+        self.state = InstanceState.READY
+        self.generation += 1
+        self.info = _info(self.spec, self.generation)
+        self.port.clear(now)
+        self.engines = self._make_engines()
+
+    def use(self) -> InstanceUse:
+        """What it did in all."""
+        tallies = [engine.tally for engine in (*self._gone, *self.engines)]
+        return InstanceUse(
+            instance_id=self.spec.instance_id,
+            accelerator=self.spec.accelerator,
+            accelerators=self.spec.accelerators,
+            price_per_hour=self.spec.price_per_hour,
+            busy_s=sum(t.busy_s for t in tallies) / self.spec.lanes,
+            role_s={role.value: seconds for role, seconds in self._role_s.items()},
+            prefill_tokens=sum(t.prefill_tokens for t in tallies),
+            decode_tokens=sum(t.decode_tokens for t in tallies),
+            steps=sum(t.steps for t in tallies),
+            preemptions=sum(t.preemptions for t in tallies),
+            peak_kv_share=max(t.peak_share for t in tallies),
+            flips=self.flips,
+        )
+
+    def gaps(self) -> Gaps:
+        """All gaps between tokens that it made."""
+        return Gaps().merge(engine.tally.gaps for engine in (*self._gone, *self.engines))
+
+    def _make_engines(self) -> list[Engine]:
+        spec, run = self.spec, self._run
+        return [
+            Engine(
+                spec.model,
+                spec.limits,
+                spec.kv_tokens // spec.lanes,
+                EntryQueue(run.prefill_order),
+                run.decode_admission,
+                self._events,
+                prefix_block_tokens=self._prefix_tokens,
+                stepwise=run.stepwise,
+            )
+            for _ in range(spec.lanes)
+        ]
+
+
+def _info(spec: InstanceSpec, generation: int) -> InstanceInfo:
+    return InstanceInfo(
+        instance_id=spec.instance_id,
+        generation=generation,
+        model="simulated",
+        compatibility=_NOWHERE,
+        accelerator=spec.accelerator,
+        dtype="bfloat16",
+        tensor_parallel=1,
+        block_size=spec.limits.block_tokens,
+        total_blocks=spec.kv_tokens // spec.limits.block_tokens,
+        max_model_len=min(spec.limits.max_model_len, spec.kv_tokens // spec.lanes),
+        chunk_size=spec.limits.batched_tokens,
+        rpc="",
+        http="",
+        kv_endpoints=(),
+        rates=spec.rates,
+    )

@@ -1,0 +1,286 @@
+"""What an engine's next step computes: continuous batching with chunked prefill, paged KV and preemption.
+
+The order of work is that of vLLM's V1 scheduler: running requests first, one token budget for decodes and prefill
+chunks, then waiting requests in order; when blocks run out the youngest running request gives its up and is computed
+again. Knows no time but the `now` that policies are asked with.
+"""
+
+from collections.abc import Callable
+
+from shared.policy.decode_admission import DecodeAdmission, Greedy
+from shared.sim.entry import Entry, EntryQueue
+from shared.sim.gate import AdmissionGate
+from shared.sim.group import DecodeGroup
+from shared.sim.memory import KvMemory
+from shared.sim.spec import EngineLimits
+
+Chunk = tuple[Entry, int]  # and how many of its tokens the step computes
+
+
+class Scheduler:
+    """Who waits, who runs, and who holds which blocks.
+
+    `admitted` is called with an entry whose blocks are reserved and whose KV may come; `preempted` with one that lost
+    its blocks.
+    """
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        memory: KvMemory,
+        waiting: EntryQueue,
+        admission: DecodeAdmission,
+        admitted: Callable[[Entry, float], None],
+        preempted: Callable[[Entry], None],
+    ) -> None:
+        self._limits = limits
+        self._admitted = admitted
+        self._preempted = preempted
+        self.memory = memory
+        self.waiting = waiting
+        self.awaiting: dict[Entry, None] = {}  # blocks reserved, KV under way
+        self.arrived: list[Entry] = []  # their KV is here; they join with the next step
+        self.running: dict[Entry, None] = {}  # in order of admission
+        self.prefilling: dict[Entry, None] = {}  # of those, the ones whose prompt is not computed yet
+        self.group = DecodeGroup(limits.block_tokens)  # of those, the others
+        self.fresh: list[Entry] = []  # of the group, those that the coming step decodes for the first time
+        self.leaving: list[Entry] = []  # cancelled while running
+        self.queued_tokens = 0  # prompt tokens not yet computed
+        self._gate: AdmissionGate | None = None
+        if not isinstance(admission, Greedy):  # for greedy the blocks decide
+            self._gate = AdmissionGate(admission, memory, self.group, limits.block_tokens)
+        self._chunks: list[Chunk] = []
+        self._now = 0.0
+        self._preempting = False  # in the last plan, so that nobody could start
+
+    @property
+    def blocked(self) -> int:
+        """Requests that wait for blocks, a place or their KV."""
+        return self.waiting.count + len(self.awaiting) + len(self.arrived)
+
+    @property
+    def count(self) -> int:
+        """Requests here."""
+        return len(self.running) + self.blocked
+
+    def add(self, entry: Entry) -> None:
+        """Queue an entry."""
+        self.waiting.push(entry)
+        if not entry.remote:
+            self.queued_tokens += entry.missing
+
+    def kv_arrived(self, entry: Entry) -> None:
+        """The KV of an admitted entry is here."""
+        del self.awaiting[entry]
+        self.arrived.append(entry)
+        if entry.missing > 1:
+            self.queued_tokens += entry.missing
+
+    def plan(self, now: float) -> list[Chunk]:
+        """The prefill chunks of the coming step. The group decodes beside them, unless prefill goes first."""
+        self._chunks = []
+        self._now = now
+        self._preempting = False
+        self.memory.reserved = 0
+        if self.leaving:
+            self._drop_leaving()
+        if self.arrived:
+            self._take_arrived()
+        if self._limits.prefill_first:
+            self._prefill(self._limits.batched_tokens, now)
+            if not self._chunks:
+                self._preempting |= self._make_room()
+        else:
+            preempted = self._preempting = self._make_room()
+            budget = self._limits.batched_tokens - self.group.count
+            if not preempted:
+                self._prefill(budget, now)
+            elif self.prefilling:
+                self._continue_prefills(budget)
+        return self._chunks
+
+    def decodes_with(self, chunks: list[Chunk]) -> bool:
+        """Whether the group has a part in a step of these chunks."""
+        return self.group.count > 0 and not (chunks and self._limits.prefill_first)
+
+    def let_wait(self, now: float) -> None:
+        """The group is passed over by a step that begins now: the gap to its next tokens is longer than a step."""
+        waiting = set(self.fresh)
+        for entry in self.running:
+            if entry not in self.prefilling and entry not in waiting:
+                entry.last_token_s = now
+                self.fresh.append(entry)
+
+    def join(self, entry: Entry) -> None:
+        """A prompt is computed: it decodes from now on."""
+        self.group.join(entry)
+        if self._limits.prefill_first:  # perhaps not at once
+            self.fresh.append(entry)
+
+    def steps_ahead(self) -> int:
+        """Decode steps until the batch changes by itself: somebody is done, blocks run out, others may start."""
+        if self._preempting and self.waiting.count:
+            return 1
+        most = self.group.steps_to_finish()
+        return most if self._limits.reserves_output else self.group.affordable(self.memory.free, most)
+
+    def could_change(self, now: float) -> bool:
+        """Whether somebody who does not run could join at the next step."""
+        if self.leaving:
+            return True
+        if len(self.running) >= self._limits.sequences:
+            return False
+        if self.arrived:
+            return True
+        entry = self.waiting.peek(now)
+        return entry is not None and self.memory.could_start(entry, self._limits.batched_tokens - self.group.count)
+
+    def admit_beside(self, steps: int, now: float) -> bool:
+        """Reserve blocks for waiting entries whose KV is elsewhere, while the group takes its `steps` steps.
+
+        False when anything else has to change, or when blocks are so few that the group might feel it.
+        """
+        if self.arrived or self.leaving or self._gate is not None:
+            return False
+        self.memory.reserved = self.memory.growth(self.group, steps)
+        while len(self.running) < self._limits.sequences and (entry := self.waiting.peek(now)) is not None:
+            if not entry.remote or not self.memory.hold(entry, entry.computed):
+                return False
+            self.awaiting[self.waiting.pop()] = None
+            self._admitted(entry, now)
+        return True
+
+    def cancel(self, entry: Entry) -> bool:
+        """Forget an entry. True when it runs: then it leaves with the next plan."""
+        entry.cancelled = True
+        if self.waiting.remove(entry):
+            self.queued_tokens -= 0 if entry.remote else entry.missing
+        elif entry in self.awaiting:
+            del self.awaiting[entry]
+            self.memory.release(entry)
+        elif entry in self.arrived:
+            self.arrived.remove(entry)
+            self.queued_tokens -= entry.missing if entry.missing > 1 else 0
+            self.memory.release(entry)
+        elif entry in self.running:
+            self.leaving.append(entry)
+            return True
+        return False
+
+    def finish(self, entry: Entry) -> None:
+        """A running entry is done."""
+        del self.running[entry]
+        self.memory.release(entry)
+
+    def everybody(self, last_s: float) -> list[Entry]:
+        """All entries of an engine that ends, decodes with their counts up to date; `last_s`: of the last step."""
+        for entry in self.running:
+            if entry not in self.prefilling:
+                self.group.leave(entry)
+                entry.last_token_s = last_s
+        found = [*self.running, *self.arrived, *self.awaiting]
+        while self.waiting.peek(last_s) is not None:
+            found.append(self.waiting.pop())
+        return [entry for entry in found if not entry.cancelled]
+
+    def _drop_leaving(self) -> None:
+        for entry in self.leaving:
+            if entry not in self.running:
+                continue  # it was done in that very step
+            if entry in self.prefilling:
+                del self.prefilling[entry]
+                self.queued_tokens -= entry.missing
+            else:
+                self.group.leave(entry)
+            self.finish(entry)
+        self.leaving.clear()
+
+    def _take_arrived(self) -> None:
+        while self.arrived and len(self.running) < self._limits.sequences:
+            entry = self.arrived.pop(0)
+            self.running[entry] = None
+            if entry.missing == 1:
+                self.group.join(entry)
+                self.fresh.append(entry)
+            else:
+                self.prefilling[entry] = None
+
+    def _make_room(self) -> bool:
+        """Set blocks apart for the decodes of the coming step; whether anybody had to be preempted for it."""
+        if self._limits.reserves_output:
+            return False
+        group, memory = self.group, self.memory
+        if not group.count:
+            return False
+        preempted = False
+        while (wanted := group.blocks_for(1)) > memory.free:
+            self._preempt()
+            preempted = True
+        memory.reserved = wanted
+        return preempted
+
+    def _prefill(self, budget: int, now: float) -> None:
+        """Chunks for those that run, and for those that may start, unless blocks ran out."""
+        left = self._continue_prefills(budget) if self.prefilling else budget
+        if left is not None and self.waiting.count:
+            self._admit(left, now)
+
+    def _continue_prefills(self, budget: int) -> int | None:
+        """What is left of the budget; None when blocks ran out and somebody was preempted."""
+        preempted = False
+        for entry in tuple(self.prefilling):
+            if budget <= 0:
+                break
+            tokens = min(entry.missing, budget)
+            while entry in self.running and not self.memory.hold(entry, entry.computed + tokens):
+                self._preempt()
+                preempted = True
+            if entry in self.running:
+                self._chunks.append((entry, tokens))
+                budget -= tokens
+        if preempted:
+            self._preempting = True
+            return None
+        return budget
+
+    def _preempt(self) -> None:
+        """The youngest running request gives its blocks up and waits, before all others."""
+        entry = next(reversed(self.running))
+        del self.running[entry]
+        if entry in self.prefilling:
+            del self.prefilling[entry]
+            self.queued_tokens -= entry.missing
+            self._chunks = [chunk for chunk in self._chunks if chunk[0] is not entry]
+        else:
+            self.group.leave(entry)
+            entry.last_token_s = self._now if entry.last_token_s >= 0.0 else entry.last_token_s
+            self.fresh = [fresh for fresh in self.fresh if fresh is not entry]
+            if self.memory.reserved:
+                self.memory.reserved = self.group.blocks_for(1)
+        self.memory.release(entry)
+        entry.computed = 0
+        entry.remote = False
+        self.queued_tokens += entry.missing
+        self.waiting.push_front(entry)
+        self._preempted(entry)
+
+    def _admit(self, budget: int, now: float) -> None:
+        while len(self.running) < self._limits.sequences and (entry := self.waiting.peek(now)) is not None:
+            if self._gate is not None and not self._gate.opens(entry, now, (*self.running, *self.awaiting)):
+                return
+            if entry.remote:
+                if not self.memory.hold(entry, entry.computed):
+                    return
+                self.awaiting[self.waiting.pop()] = None
+                self._admitted(entry, now)
+                continue
+            if budget <= 0:
+                return
+            self.queued_tokens -= self.memory.take_cached(entry)
+            tokens = min(entry.missing, budget)
+            if not self.memory.start(entry, tokens):
+                return
+            self.running[self.waiting.pop()] = None
+            self.prefilling[entry] = None
+            self._chunks.append((entry, tokens))
+            budget -= tokens

@@ -1,0 +1,167 @@
+"""What is simulated: instances, how they are run, and what happens to them on the way."""
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Protocol
+
+from shared.cost.step import Batch
+from shared.cost.transfer import Link
+from shared.domain.instance import Role
+from shared.domain.job import Slo
+from shared.domain.kv import Codec
+from shared.domain.rates import Rates
+from shared.errors import InvalidRequest
+from shared.policy.decode_admission import DecodeAdmission, Greedy
+from shared.policy.dispatch import PowerOfTwo
+from shared.policy.placement import LeastLoad, Policies
+from shared.policy.prefill_order import Fcfs, PrefillOrder
+from shared.policy.role_flip import RoleFlip
+from shared.policy.split import FullSplit
+from shared.sim.prediction import Prediction
+
+
+class StepTimes(Protocol):
+    """What a batch costs on an instance; `shared.cost.step.StepModel` and `shared.sim.pipeline.Pipeline` are such."""
+
+    def step_time_s(self, batch: Batch) -> float:
+        """Seconds of one step."""
+        ...
+
+    def decode_time_s(self, count: int, context_tokens: int) -> float:
+        """Seconds of a step of `count` decodes whose contexts sum to `context_tokens`."""
+        ...
+
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
+        """The next `steps` decode steps as runs in which the step time grows linearly.
+
+        Each run is (steps in it, seconds of its first step, seconds of its last).
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """An engine's limits and its order of work.
+
+    batched_tokens: tokens of a step, prefill and decode together (chunk size). sequences: requests that run at once.
+    prefill_first: prefill in steps of its own, before any decode (vLLM before chunked prefill).
+    reserves_output: a request starts only when its whole output has room, so that none is preempted.
+    prefix_cache: blocks of finished prompts are kept while there is room, for workloads that name their prefixes.
+    """
+
+    batched_tokens: int = 2048
+    sequences: int = 256
+    block_tokens: int = 16
+    max_model_len: int = 1 << 20
+    prefill_first: bool = False
+    reserves_output: bool = False
+    prefix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sequences < 1 or self.block_tokens < 1 or self.batched_tokens < 1:
+            raise InvalidRequest(f"engine limits must be at least 1: {self}")
+        if self.sequences > self.batched_tokens:
+            raise InvalidRequest(
+                f"batched_tokens {self.batched_tokens} must be at least sequences {self.sequences}: each running "
+                "request needs a token of every step"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """One instance. Alike ones should share one `model`, which remembers what it has computed.
+
+    kv_tokens: KV capacity. kv_bytes_per_token: of its KV, as stored. link: its network port, for KV that comes or goes.
+    lanes: batches in flight at once, each with its share of requests and memory (pipeline parallelism; 1 else).
+    max_prefills: prompts that it takes before it has computed them (Cronus: two in the low-end instance); the rest
+    waits at the gateway. price_per_hour: USD for the whole instance. rates: what policies know of its speed.
+    """
+
+    instance_id: str
+    model: StepTimes
+    role: Role
+    kv_tokens: int
+    kv_bytes_per_token: float
+    limits: EngineLimits = field(default_factory=EngineLimits)
+    link: Link = field(default_factory=lambda: Link(12.5e9))
+    accelerator: str = ""
+    accelerators: int = 1
+    price_per_hour: float = 0.0
+    lanes: int = 1
+    max_prefills: int | None = None
+    rates: Rates = field(default_factory=Rates)
+
+    def __post_init__(self) -> None:
+        if self.kv_tokens < self.limits.block_tokens * self.lanes:
+            raise InvalidRequest(f"{self.instance_id}: KV for {self.kv_tokens} tokens is less than one block")
+
+    def renamed(self, instance_id: str, role: Role | None = None) -> "InstanceSpec":
+        """One more of the same kind."""
+        return replace(self, instance_id=instance_id, role=role or self.role)
+
+
+class FirstToken(StrEnum):
+    """Who gives the first token."""
+
+    PREFILL = "prefill"  # the prefill instance, before the KV transfer
+    DECODE = "decode"  # the decode instance, after it (the papers' baselines count the transfer into TTFT)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """An instance dies at `at_s` and comes back, empty, at `back_s` (never, if None)."""
+
+    instance_id: str
+    at_s: float
+    back_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """An order to drain an instance and change its role."""
+
+    instance_id: str
+    at_s: float
+
+
+def default_policies() -> Policies:
+    """What the live services use unless told otherwise."""
+    return Policies(placement=LeastLoad(), split=FullSplit(), dispatch=PowerOfTwo())
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """How a cluster is run. Repeatable: the same spec and workload give the same result.
+
+    broadcast_s: age at which the loads that decisions see are taken anew. gateway_s: from arrival to placement;
+    hop_s: from a decision to the instance; token_s: from an engine's token to the client. flip_s: a role flip, without
+    its drain (TetriInfer: 5–7 ms). role_flip is asked every `role_flip_every_s`. streaming: KV leaves chunk by chunk
+    while the prompt is still being computed. patience_s: how long a request that finds every instance busy tries again.
+    concurrency: a closed loop of so many clients; the workload's arrivals count for nothing, a request is sent when one
+    has ended.
+    sample_s: spacing of the load timeline, 0 for none. stepwise: one event an engine step, for checking macro-steps.
+    """
+
+    label: str = "default"
+    policies: Policies = field(default_factory=default_policies)
+    prefill_order: PrefillOrder = field(default_factory=Fcfs)
+    decode_admission: DecodeAdmission = field(default_factory=Greedy)
+    role_flip: RoleFlip | None = None
+    role_flip_every_s: float = 1.0
+    prediction: Prediction | None = None
+    codec: Codec = Codec.RAW
+    first_token: FirstToken = FirstToken.PREFILL
+    streaming: bool = True
+    slo: Slo = field(default_factory=Slo)
+    losses: tuple[Loss, ...] = ()
+    flips: tuple[Flip, ...] = ()
+    broadcast_s: float = 0.1
+    gateway_s: float = 0.0
+    hop_s: float = 0.0
+    token_s: float = 0.0
+    flip_s: float = 0.006
+    patience_s: float = float("inf")
+    concurrency: int = 0
+    sample_s: float = 0.0
+    seed: int = 0
+    stepwise: bool = False

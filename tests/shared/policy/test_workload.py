@@ -1,0 +1,165 @@
+from math import e
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.domain.instance import InstanceView
+from shared.domain.rates import HuaweiCost, Rates
+from shared.domain.route import Route
+from shared.policy import registry
+from shared.policy.choice import Choice
+from shared.policy.index import ClusterIndex
+from shared.policy.ledger import WorkloadLedger
+from shared.policy.placement import Policies, place
+from shared.policy.workload import Memory, Penalty, Workload, batch_time_s
+from tests.shared.policy.views import decode, job, predicted, prefill, view
+
+FAST = HuaweiCost(1e-5, 0.0, 0.0, 0.01, 0.0, 1e-4, 0.0, 0.01)
+SLOW = HuaweiCost(4e-5, 0.0, 0.0, 0.04, 0.0, 4e-4, 0.0, 0.04)
+
+
+def machine(instance_id: str, cost: HuaweiCost | None, blocks: int = 1000, **load: Any) -> InstanceView:
+    return decode(instance_id, rates=Rates(batch=cost), total_blocks=blocks, **load)
+
+
+def indexed(ledger: WorkloadLedger, *views: InstanceView, seed: int = 0) -> ClusterIndex:
+    return ClusterIndex(view(*views), rng=Random(seed), ledger=ledger)
+
+
+def chosen(choice: Choice | None) -> str:
+    assert choice is not None
+    return choice.instance.instance_id
+
+
+def test_a_batch_that_fills_the_instance_by_hand() -> None:
+    # 16000 tokens hold 10 jobs of 1600. Prefill: 1e-5 * 10 * 1500 + 0.01; 100 steps of 1e-4 * 10 + 0.01.
+    assert batch_time_s(FAST, 16_000, 1500, 100) == pytest.approx((0.16 + 1.1) / 10)
+    assert batch_time_s(FAST, 1000, 1500, 100) == pytest.approx(0.025 + 100 * 0.0101)  # one at least
+    assert batch_time_s(FAST, 16_000, 1600, 0) == pytest.approx((0.16 + 0.01) / 10)  # a prefill instance
+
+
+@pytest.mark.parametrize(
+    ("penalty", "factor"), [(Penalty.EXP, e), (Penalty.POWER, 2**0.5), (Penalty.LINEAR, 2.0)], ids=str
+)
+def test_penalties_at_half_full(penalty: Penalty, factor: float) -> None:
+    ledger = WorkloadLedger()
+    policy, policies = Workload(penalty=penalty), registry.dispatch("random")
+    one = machine("a", FAST)
+    asked = job(1500, 100)
+    run = Policies(policy, registry.split("full"), policies)
+    # Five jobs of 1600 tokens are half of 16000.
+    works = []
+    for number in range(6):
+        route = place(asked, indexed(ledger, one), run, 0.0, Random(0))
+        ledger.add(f"j{number}", route)
+        assert route.work is not None
+        works.append(route.work)
+    assert works[0].score == pytest.approx(0.126)
+    assert works[5].score == pytest.approx(0.126 * factor)
+    assert ledger.tokens_at("a") == 6 * 1600
+    assert ledger.score("a") == pytest.approx(sum(work.score for work in works))
+
+
+EXAMPLES: list[tuple[str, list[tuple[HuaweiCost | None, int]], list[int], str]] = [
+    # Machines as (cost, blocks of 16 tokens); unfinished jobs of 1600 tokens on each; who gets the next.
+    ("both idle: the stronger", [(SLOW, 1000), (FAST, 1000)], [0, 0], "m1"),
+    ("a few jobs do not outweigh a fourfold speed", [(SLOW, 1000), (FAST, 1000)], [0, 2], "m1"),
+    ("a long queue does", [(SLOW, 1000), (FAST, 1000)], [0, 5], "m0"),
+    ("alike but for memory: the roomier, both half full", [(FAST, 1000), (FAST, 4000)], [1, 1], "m1"),
+    ("a kind that nobody measured counts as the mean", [(None, 1000), (FAST, 1000)], [0, 1], "m0"),
+]
+
+
+@pytest.mark.parametrize(("what", "machines", "jobs", "winner"), EXAMPLES, ids=[x[0] for x in EXAMPLES])
+def test_workload_by_example(
+    what: str, machines: list[tuple[HuaweiCost | None, int]], jobs: list[int], winner: str
+) -> None:
+    ledger, asked = WorkloadLedger(), job(1500, 100)
+    views = [machine(f"m{at}", cost, blocks) for at, (cost, blocks) in enumerate(machines)]
+    run = Policies(Workload(), registry.split("full"), registry.dispatch("random"))
+    for one, count in zip(views, jobs, strict=True):
+        for number in range(count):
+            ledger.add(f"{one.instance_id}-{number}", place(asked, indexed(ledger, one), run, 0.0, Random(0)))
+    assert chosen(Workload().choose(asked, indexed(ledger, *views), (), 0.0, Random(0))) == winner
+
+
+def test_memory_only_looks_at_memory() -> None:
+    views = [machine("slow", SLOW, 4000), machine("fast", FAST, 1000)]
+    ledger, asked = WorkloadLedger(), job(1500, 100)
+    run = Policies(Memory(), registry.split("full"), registry.dispatch("random"))
+    counts = {"slow": 0, "fast": 0}
+    for number in range(25):
+        route = place(asked, indexed(ledger, *views, seed=number), run, 0.0, Random(number))
+        ledger.add(f"j{number}", route)
+        assert route.decode is not None
+        counts[route.decode.instance_id] += 1
+    assert counts["slow"] > counts["fast"] >= 5
+
+
+def test_predicted_lengths_count() -> None:
+    ledger = WorkloadLedger()
+    long, short = job(100, 1000, prediction=predicted(400, 600)), job(100, 1000, prediction=predicted(0, 200))
+    for asked, tokens in ((long, 600), (short, 200), (job(100, 1000), 228)):
+        choice = Workload().choose(asked, indexed(ledger, machine("a", FAST)), (), 0.0, Random(0))
+        assert choice is not None
+        assert choice.work is not None
+        assert choice.work.tokens == tokens
+
+
+def test_on_prefill_instances_only_the_prompt_counts() -> None:
+    views = [prefill("p", rates=Rates(batch=FAST)), decode("d")]
+    choice = Workload().choose(job(1600, 1000), indexed(WorkloadLedger(), *views), (), 0.0, Random(0))
+    assert choice is not None
+    assert choice.work is not None
+    assert (choice.work.score, choice.work.tokens) == (pytest.approx(0.017), 1600)
+
+
+def test_equals_take_turns_over_broadcasts() -> None:
+    views = [machine(f"m{at}", FAST) for at in range(5)]
+    seen = {chosen(Workload().choose(job(), indexed(WorkloadLedger(), *views), (), 0.0, Random(s))) for s in range(60)}
+    assert len(seen) == 5
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["workload", "memory"]),
+    st.lists(
+        st.tuples(st.sampled_from([None, FAST, SLOW]), st.sampled_from([100, 1000]), st.sampled_from([90, 4096])),
+        max_size=10,
+    ),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3000), st.integers(0, 500)), max_size=30),
+    st.sets(st.sampled_from(["m0", "m1"])),
+    st.sampled_from(["exp", "power", "linear"]),
+)
+def test_the_chosen_has_the_least_sum(
+    name: str, machines: list[Any], history: list[tuple[int, int, int]], exclude: set[str], penalty: str
+) -> None:
+    views = [machine(f"m{at}", cost, blocks, max_model_len=m) for at, (cost, blocks, m) in enumerate(machines)]
+    policy = registry.placement(name, {"penalty": penalty} if name == "workload" else {})
+    ledger, open_jobs = WorkloadLedger(), []
+    for number, (end, prompt, output) in enumerate(history):
+        asked = job(prompt, output, job_id=f"j{number}")
+        cluster = indexed(ledger, *views)
+        choice = policy.choose(asked, cluster, exclude, 0.0, Random(0))
+        assert choice == policy.choose(asked, cluster, exclude, 0.0, Random(0))
+        fitting = [v for v in views if v.instance_id not in exclude and v.info.max_model_len >= prompt + output]
+        assert (choice is None) == (not fitting)
+        if choice is None:
+            continue
+        assert choice.work is not None
+        assert choice.instance.instance_id in {v.instance_id for v in fitting}
+        total = ledger.score(choice.instance.instance_id) + choice.work.score
+        alone = [policy.choose(asked, indexed(ledger, v), (), 0.0, Random(0)) for v in fitting]
+        if all(v.info.rates.batch for v in views) or name == "memory":  # else "the mean" differs when alone
+            sums = [ledger.score(c.instance.instance_id) + c.work.score for c in alone if c and c.work]
+            assert total == pytest.approx(min(sums))
+        ledger.add(asked.job_id, Route(None, choice.ref, 0, name, work=choice.work))
+        open_jobs.append(asked.job_id)
+        if end < 3:
+            ledger.complete(open_jobs.pop(0))
+    for job_id in open_jobs:
+        ledger.complete(job_id)
+    assert not ledger.scores.any()
