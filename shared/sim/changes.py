@@ -66,7 +66,8 @@ class Changes:
         instance.take_role(instance.role.other, now)
         instance.state = InstanceState.READY
         self._sim.fleet.changed()
-        self._sim.retry_held(now)
+        self._sim.handover.retry(now)
+        self._sim.intake.retry(now)
 
     def _lose(self, loss: Loss, now: float) -> None:
         instance = self._sim.fleet.by_id[loss.instance_id]
@@ -82,7 +83,8 @@ class Changes:
     def _return(self, instance: SimInstance, now: float) -> None:
         instance.revive(now)
         self._sim.fleet.changed()
-        self._sim.retry_held(now)
+        self._sim.handover.retry(now)
+        self._sim.intake.retry(now)
 
     def _ask(self, _: None, now: float) -> None:
         self._periodic -= 1

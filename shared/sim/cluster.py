@@ -1,10 +1,9 @@
 """A run: requests through a cluster in virtual time, by the policies that serve them live.
 
-One request's way, top-down: it arrives, is placed, computed on the prefill instance, handed over (`handover`: dispatch
-and KV transfer) and decoded to its end. What happens to instances on the way (flips, losses) is in `changes`.
+One request's way: it arrives and is placed (`intake`), is computed on the prefill instance, handed over (`handover`:
+dispatch and KV transfer) and decoded to its end. What happens to instances on the way (flips, losses) is in `changes`.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from random import Random
@@ -12,10 +11,7 @@ from typing import Any
 
 import msgspec
 
-from shared.domain.route import Route
-from shared.errors import Busy, InvalidRequest, Unavailable
 from shared.policy.lengths import is_heavy
-from shared.policy.placement import assignments, place
 from shared.sim.changes import Changes
 from shared.sim.engine import NEVER, Engine
 from shared.sim.entry import Entry
@@ -23,6 +19,7 @@ from shared.sim.fleet import Fleet
 from shared.sim.flight import Flight
 from shared.sim.handover import Handover
 from shared.sim.instance import SimInstance
+from shared.sim.intake import Intake
 from shared.sim.outcomes import Gaps, SimResult, Status
 from shared.sim.record import Record
 from shared.sim.spec import InstanceSpec, RunSpec
@@ -67,15 +64,12 @@ class Simulation:
         prefix_tokens = workload.prefix_block_tokens if workload.prefixes is not None else 0
         self.fleet = Fleet(instances, run, self, prefix_tokens, self.rng)
         self._changes = Changes(self)
-        self._held: deque[Flight] = deque()  # no instance can take them now
+        self.intake = Intake(self)
         self.handover = Handover(self, instances)
 
     def result(self) -> SimResult:
         """Handle every event in order of time."""
-        for row in range(min(self.run.concurrency, self.record.count)):
-            self._send_next(row, 0.0)
-        if not self.run.concurrency:
-            self.at(self.record.arrival_s(0), self._arrive, 0)
+        self.intake.start()
         self._changes.start()
         heap = self._heap
         now = 0.0
@@ -90,86 +84,7 @@ class Simulation:
         self._pushed += 1
         heappush(self._heap, (time_s, self._pushed, handler, subject))
 
-    # A request arrives and is placed.
-
-    def _send_next(self, row: int, now: float) -> None:
-        """The next request of a closed loop."""
-        self.at(self.record.sent(row, now), self._arrive, row)
-
-    def _arrive(self, row: int, now: float) -> None:
-        if row + 1 < self.record.count and not self.run.concurrency:
-            self.at(self.record.arrival_s(row + 1), self._arrive, row + 1)
-        flight = self.record.flight(row)
-        if self._held or self.fleet.all_full():
-            self._hold(flight, now)
-        else:
-            self._place(flight, now)
-
-    def _place(self, flight: Flight, now: float) -> bool:
-        """Whether the request has a place now, or never will have."""
-        index = self.fleet.index(now)
-        try:
-            route = place(flight.job, index, self.run.policies, now, self.rng, self.fleet.full_ids())
-        except InvalidRequest:
-            self._end(flight, Status.IMPOSSIBLE, now)
-            return True
-        except (Busy, Unavailable):
-            self._hold(flight, now)
-            return False
-        for assignment in assignments(flight.job, route, now):
-            index.book(assignment)
-        self.fleet.ledger.add(flight.job.job_id, route, now)
-        self._begin(flight, route, now)
-        return True
-
-    def _hold(self, flight: Flight, now: float) -> None:
-        self._held.append(flight)
-        if self.run.patience_s != NEVER:
-            self.at(self.record.arrival_s(flight.row) + self.run.patience_s, self._lose_patience, flight)
-
-    def _lose_patience(self, flight: Flight, now: float) -> None:
-        if flight in self._held:
-            self._held.remove(flight)
-            self._end(flight, Status.REFUSED, now)
-
-    def retry_held(self, now: float) -> None:
-        """Something has become free, or an instance has come: who waits may try again, in order."""
-        self.handover.retry(now)
-        while self._held and not self.fleet.all_full():
-            flight = self._held.popleft()
-            if not self._place(flight, now):
-                self._held.rotate(1)  # `_hold` put it last; it is first in line
-                return
-
-    # Prefill.
-
-    def _begin(self, flight: Flight, route: Route, now: float) -> None:
-        flight.split = route.split
-        if route.decode is not None:
-            flight.decode = self.fleet.by_id[route.decode.instance_id]
-        if route.prefill is None:
-            assert flight.decode is not None
-            self.count_decode(flight, flight.decode)
-            self._wait_prefill(flight, flight.decode)
-            flight.decode_entry = Entry(
-                flight,
-                flight.job.prompt_tokens,
-                flight.output_left,
-                prefix=flight.prefix,
-                last_token_s=flight.last_token_s,
-            )
-            self.submit(flight.decode, flight.decode_entry, now)
-            return
-        flight.prefill = self.fleet.by_id[route.prefill.instance_id]
-        flight.prefill.flights[flight] = None
-        self._wait_prefill(flight, flight.prefill)
-        last_token_s = flight.last_token_s if self.handover.carried(flight) else -1.0
-        flight.prefill_entry = Entry(flight, flight.split, 1, prefix=flight.prefix, last_token_s=last_token_s)
-        self.submit(flight.prefill, flight.prefill_entry, now)
-
-    def _wait_prefill(self, flight: Flight, instance: SimInstance) -> None:
-        flight.waits_prefill = True
-        instance.prefills += 1
+    # A leg of a request on an engine.
 
     def count_decode(self, flight: Flight, instance: SimInstance) -> None:
         """From now on the instance has the request's decode."""
@@ -220,8 +135,7 @@ class Simulation:
             instance = flight.prefill if entry is flight.prefill_entry else flight.decode
             assert instance is not None
             instance.prefills -= 1
-            if self._held and not instance.full:
-                self.at(now, self._retry, None)
+            self.intake.computed(instance, now)
         if entry is flight.prefill_entry:
             if not self.handover.carried(flight):
                 return
@@ -231,9 +145,6 @@ class Simulation:
         if flight.first_token_s < 0.0:
             flight.first_token_s = now
             self.record.first_token(flight, now)
-
-    def _retry(self, _: None, now: float) -> None:
-        self.retry_held(now)
 
     def admitted(self, entry: Entry, now: float) -> None:
         """See `EngineEvents`."""
@@ -260,19 +171,19 @@ class Simulation:
     # The end.
 
     def _finish(self, flight: Flight, now: float) -> None:
-        self._end(flight, Status.COMPLETED, now)
+        self.end(flight, Status.COMPLETED, now)
         for instance in (flight.prefill, flight.decode):
             if instance is not None:
                 self.leave(instance, flight, now)
         flight.prefill_entry = flight.decode_entry = None  # the two hold each other
 
-    def _end(self, flight: Flight, status: Status, now: float) -> None:
+    def end(self, flight: Flight, status: Status, now: float) -> None:
+        """The request is over, one way or another."""
         self.record.end(flight, status, now)
         self.fleet.ledger.complete(flight.job.job_id)
         if self._progress is not None and self.record.ended % PROGRESS_EVERY == 0:
             self._progress(self.record.ended)
-        if (row := self.record.next_to_send()) is not None:
-            self._send_next(row, now)
+        self.intake.ended(now)
 
     def leave(self, instance: SimInstance, flight: Flight, now: float) -> None:
         """The request has no leg on that instance any more."""
@@ -306,7 +217,7 @@ class Simulation:
         )
         flight.begin(again, flight.output_left - given)
         flight.attempt += 1
-        self._place(flight, now)
+        self.intake.place(flight, now)
 
     @property
     def pending(self) -> int:
@@ -316,7 +227,7 @@ class Simulation:
     def _report(self, now: float) -> SimResult:
         for instance in self.fleet.instances:
             instance.end_role(now)
-        for flight in self._held:
+        for flight in self.intake.held:
             self.record.end(flight, Status.REFUSED, now)
         outcomes = self.record.outcomes
         done = outcomes.completed

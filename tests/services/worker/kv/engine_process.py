@@ -3,9 +3,11 @@
 Tokens in, tokens out: no tokenizer, no front end. `Engine` in `engine_client.py` is the other side.
 """
 
+import ctypes
 import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -24,6 +26,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
+
+PR_SET_PDEATHSIG = 1
 
 
 class Driver:
@@ -110,5 +114,6 @@ class Driver:
 
 if __name__ == "__main__":
     faulthandler.enable()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # pytest may be killed: an engine must not outlive it
     torch.cpu._init_amx()  # see connector_worker; engines without our connector need it too
     Driver(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])).run()
