@@ -117,6 +117,46 @@ class PowerOfTwo:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """Two random instances with enough memory: a heavy decode goes to the one with fewer heavy ones, a light decode to
+    the one with fewer decodes.
+
+    Ours: it does what TetriInfer 3.3.4 says it wants, heavy decodes spread evenly, where the ratio of `power_of_two`
+    draws all decodes to instances that have many light ones already.
+    """
+
+    name: ClassVar[str] = "spread"
+    end: PredictedEnd = PredictedEnd.LOWER
+    unpredicted_tokens: int = UNPREDICTED_TOKENS
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.unpredicted_tokens)
+
+    def choose(
+        self,
+        job: JobView,
+        candidates: Sequence[InstanceView],
+        exclude: Collection[str],
+        now: float,
+        rng: Random,
+    ) -> Choice | None:
+        """See `DispatchPolicy`."""
+        need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
+        pair = _draw(candidates, 2, _alpha(job, exclude, need), rng)
+        if not pair:
+            return _fullest_of_beta(self.name, job, candidates, exclude, need)
+        heavy = is_heavy(job)
+        best = min(pair, key=lambda view: _count(view, heavy))
+        figures: Figures = {
+            "need_tokens": need,
+            "heavy": "yes" if heavy else "no",
+            "heavy_decodes": best.load.heavy_decodes,
+            "decodes": best.load.decoding,
+        }
+        return _chosen("dispatch:spread", best, figures)
+
+
+@dataclass(frozen=True, slots=True)
 class LeastInterference:
     """As `power_of_two`, with all instances looked at instead of two. A decision costs O(instances)."""
 
@@ -195,6 +235,11 @@ def interference(view: InstanceView, heavy: bool) -> float:
 
 def _rank(view: InstanceView, heavy: bool) -> tuple[float, int, int]:
     return interference(view, heavy), view.load.decoding, -free_tokens(view)
+
+
+def _count(view: InstanceView, heavy: bool) -> tuple[int, int, int]:
+    load = view.load
+    return load.heavy_decodes if heavy else load.decoding, load.decoding, -free_tokens(view)
 
 
 def _alpha(job: JobView, exclude: Collection[str], need: int) -> Accept:

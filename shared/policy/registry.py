@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from shared.errors import InvalidRequest
 from shared.policy.cronus import CronusSplit
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
-from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo, RandomDispatch, WorstCase
+from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo, RandomDispatch, Spread, WorstCase
 from shared.policy.least_load import LeastLoad
 from shared.policy.lengths import PredictedEnd
 from shared.policy.placement import Placement
@@ -41,6 +41,7 @@ SPLIT: dict[str, Callable[..., Split]] = {
 DISPATCH: dict[str, Callable[..., DispatchPolicy]] = {
     "power_of_two": PowerOfTwo,
     "random": RandomDispatch,
+    "spread": Spread,
     "least_interference": LeastInterference,
     "worst_case": WorstCase,
 }

@@ -24,14 +24,17 @@ class KvMemory:
 
     def could_start(self, entry: Entry, budget: int) -> bool:
         """Whether `entry`, which waits, has room now."""
-        if entry.remote:
-            return -(-entry.computed // self._block) <= self.free
-        tokens = entry.tokens + entry.left if self._reserves_output else entry.computed + min(entry.missing, budget)
-        return -(-tokens // self._block) <= self.free
+        return -(-self._first(entry, 0 if entry.remote else min(entry.missing, budget)) // self._block) <= self.free
 
     def start(self, entry: Entry, tokens: int) -> bool:
-        """Blocks for the first chunk of an entry, or for all that it will ever need; False when there are too few."""
-        return self.hold(entry, entry.tokens + entry.left if self._reserves_output else entry.computed + tokens)
+        """Blocks for what an entry has and its first chunk of `tokens` tokens, or for all that it will ever need.
+
+        False when there are too few.
+        """
+        return self.hold(entry, self._first(entry, tokens))
+
+    def _first(self, entry: Entry, tokens: int) -> int:
+        return entry.tokens + entry.left if self._reserves_output else entry.computed + tokens
 
     def hold(self, entry: Entry, tokens: int) -> bool:
         """Blocks for `tokens` tokens in all; False, and nothing changes, when there are too few."""

@@ -144,7 +144,7 @@ class Scheduler:
             return False
         self.memory.reserved = self.memory.growth(self.group, steps)
         while len(self.running) < self._limits.sequences and (entry := self.waiting.peek(now)) is not None:
-            if not entry.remote or not self.memory.hold(entry, entry.computed):
+            if not entry.remote or not self.memory.start(entry, 0):
                 return False
             self.awaiting[self.waiting.pop()] = None
             self._admitted(entry, now)
@@ -269,7 +269,7 @@ class Scheduler:
             if self._gate is not None and not self._gate.opens(entry, now, (*self.running, *self.awaiting)):
                 return
             if entry.remote:
-                if not self.memory.hold(entry, entry.computed):
+                if not self.memory.start(entry, 0):
                     return
                 self.awaiting[self.waiting.pop()] = None
                 self._admitted(entry, now)

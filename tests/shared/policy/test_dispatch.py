@@ -14,6 +14,7 @@ from shared.policy.dispatch import (
     LeastInterference,
     PowerOfTwo,
     RandomDispatch,
+    Spread,
     WorstCase,
     choose_decode,
     free_tokens,
@@ -74,7 +75,7 @@ def test_the_end_of_the_predicted_range_decides_the_need(end: PredictedEnd, take
 def test_excluded_instances_are_never_chosen() -> None:
     views = [decode(f"d{at}") for at in range(20)]
     exclude = {f"d{at}" for at in range(19)}
-    for policy in (PowerOfTwo(), RandomDispatch(), LeastInterference(), WorstCase()):
+    for policy in (PowerOfTwo(), RandomDispatch(), Spread(), LeastInterference(), WorstCase()):
         choice = policy.choose(job(), views, exclude, 0.0, Random(3))
         assert choice is not None
         assert choice.instance.instance_id == "d19"
@@ -115,7 +116,7 @@ def test_choose_decode_says_why_there_is_none() -> None:
         choose_decode(PowerOfTwo(), job(), index(), (), 0.0, Random(0))
 
 
-@pytest.mark.parametrize("made", [PowerOfTwo, LeastInterference, WorstCase])
+@pytest.mark.parametrize("made", [PowerOfTwo, Spread, LeastInterference, WorstCase])
 def test_a_negative_parameter_is_refused(made: Any) -> None:
     with pytest.raises(InvalidRequest, match="unpredicted_tokens"):
         made(unpredicted_tokens=-1)
@@ -191,3 +192,10 @@ def test_memory_is_respected_when_any_instance_has_it(
         assert free_tokens(choice.instance) >= need
     else:
         assert free_tokens(choice.instance) == max(free_tokens(view) for view in views)
+
+
+def test_spread_sends_heavy_decodes_where_fewer_are_and_light_ones_where_fewer_decode() -> None:
+    views = [decode("a", decoding=9, heavy_decodes=1), decode("b", decoding=3, heavy_decodes=3)]
+    heavy, light = job(100, 600), job(100, 64)
+    assert {Spread().choose(heavy, views, (), 0.0, Random(seed)).instance.instance_id for seed in range(5)} == {"a"}  # type: ignore[union-attr]
+    assert {Spread().choose(light, views, (), 0.0, Random(seed)).instance.instance_id for seed in range(5)} == {"b"}  # type: ignore[union-attr]

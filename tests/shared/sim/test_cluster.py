@@ -176,6 +176,17 @@ def test_preemption_recomputes() -> None:
     assert simulate(work, reserved).instances[0].preemptions == 0
 
 
+def test_reserved_outputs_count_for_kv_that_comes_over_the_network() -> None:
+    work = workload(*((0.0, 100, 100) for _ in range(4)))
+    limits = EngineLimits(batched_tokens=256, sequences=64, reserves_output=True)
+    result = simulate(work, pair(kv_tokens=420, limits=limits))
+    check(result, work)
+    rows = result.outcomes
+    for at in rows.last_token_s:  # two of 200 tokens fit, three do not
+        assert ((rows.first_token_s + rows.transfer_s < at) & (rows.last_token_s >= at)).sum() <= 2
+    assert result.instances[1].preemptions == 0
+
+
 def test_an_engine_that_prefills_first_lets_decodes_wait() -> None:
     limits = EngineLimits(batched_tokens=4096, sequences=64, prefill_first=True)
     work = workload((0.0, 10, 50), (0.1, 2000, 5))
