@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 
 from services.launcher import keys, measuring, operate
+from services.launcher.calibrate.command import calibrate_app
+from services.launcher.simulate.command import simulate_command
 from services.launcher.up import UpOptions, up
 from shared.errors import PolyphaseError
 
@@ -21,6 +23,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="API keys; the keys for traffi
 bench_app = typer.Typer(no_args_is_help=True, help="Measure. Exit code 0 only if every aim is met.")
 app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")
+app.add_typer(calibrate_app, name="calibrate")
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="State, logs and database of the suite.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")]
@@ -138,13 +141,15 @@ def _bench() -> None:
     """Measure."""
 
 
-@bench_app.command("cost")
-def bench_cost(
-    data: Annotated[Path, typer.Option(help="The folder that holds `profiles/`.")] = Path("../shared/data"),
-    as_json: Json = False,
-) -> None:
-    """The cost model beside published measurements."""
-    _measure("cost", as_json, data)
+DataFolder = Annotated[Path, typer.Option("--data", help="The folder of public traces and measurements.")]
+DATA = Path("../shared/data")
+
+
+def _add_bench_on_data(name: str, text: str) -> None:
+    def command(data: DataFolder = DATA, as_json: Json = False) -> None:
+        _measure(name, as_json, data)
+
+    bench_app.command(name, help=text)(command)
 
 
 def _add_bench(name: str, text: str) -> None:
@@ -165,8 +170,23 @@ def _measure(name: str, as_json: bool, *arguments: Path) -> None:
 
 _add_bench("overhead", "What the control plane costs: CPU a request and a token, added TTFT.")
 _add_bench("kv", "KV transfer between two processes, beside a plain socket.")
-_add_bench("sim", "The simulator beside the real stack.")
-_add_bench("papers", "The simulator beside the papers' results.")
+_add_bench("policy", "What a decision of each policy costs with 10, 100 and 1,000 instances.")
+_add_bench_on_data("cost", "The cost model beside published measurements.")
+_add_bench_on_data("sim", "How fast the simulator is, and macro-steps beside stepping.")
+_add_bench("live", "The simulator beside a live cluster, calibrated on it: means, and which policy is better.")
+
+
+@bench_app.command("papers")
+def bench_papers(
+    data: DataFolder = DATA,
+    write_docs: Annotated[Path | None, typer.Option(help="Write papers.md and its charts into this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The simulator beside the papers' results."""
+    _measure("papers", as_json, data, *([write_docs] if write_docs else []))
+
+
+app.command("simulate")(simulate_command)
 
 
 @app.command("predictor", context_settings=_PASS_ON)

@@ -13,7 +13,9 @@ from rich.table import Table
 BENCHES: dict[str, tuple[str, str]] = {
     "overhead": ("services.launcher.bench.overhead", "run_overhead_bench"),
     "kv": ("services.launcher.bench.kv", "run_kv_bench"),
+    "policy": ("services.launcher.bench.policy", "run_policy_bench"),
     "cost": ("services.launcher.bench.cost", "run_cost_bench"),
+    "live": ("services.launcher.bench.live", "run_live_bench"),
     "sim": ("services.launcher.bench.sim", "run_sim_bench"),
     "papers": ("services.launcher.bench.papers", "run_papers_bench"),
 }

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, Query, Response
 
 from services.worker.decode import DecodeService
 from services.worker.dispatcher import Dispatcher
@@ -73,7 +73,18 @@ def create_app(settings: WorkerSettings) -> FastAPI:
             "load": msgspec.to_builtins(running.telemetry.load()),
             "flips": running.roles.flips,
             "refused": running.telemetry.refused,
+            "threads": settings.threads,
+            "max_seqs": settings.max_seqs,
         }
+
+    @app.get("/steps")
+    async def steps(
+        since: Annotated[int, Query(ge=-1)] = -1, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
+    ) -> Response:
+        """A StepPage: the engine's steps from number `since` on; without it the newest ones."""
+        running: Instance = app.state.instance
+        page = running.engine.steps.page(running.info.instance_id, running.info.generation, since, limit)
+        return Response(msgspec.json.encode(page), media_type="application/json")
 
     return app
 
@@ -117,7 +128,7 @@ async def _start_engine(
         emulated = EmulatedEngine(settings)
         stack.push_async_callback(emulated.close)
         info = await emulated.start()
-        return emulated, info, EmulatedPort(_handle_template(settings, info, generation))
+        return emulated, info, EmulatedPort(_handle_template(settings, info, generation), emulated.link)
     from services.worker.engines.vllm import VllmEngine
     from services.worker.fingerprint import fingerprint
 
@@ -148,14 +159,20 @@ def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int
 
 def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int) -> InstanceInfo:
     host = settings.advertise_host or settings.host
-    return InstanceInfo(
+    info = InstanceInfo(
         instance_id=settings.instance_id, generation=generation, model=settings.model,
         compatibility=engine.compatibility, accelerator=settings.accelerator, dtype=settings.dtype,
         tensor_parallel=settings.tensor_parallel, block_size=engine.block_size, total_blocks=engine.total_blocks,
         max_model_len=engine.max_model_len, chunk_size=settings.chunk_size,
         rpc=settings.address(settings.rpc_port), http=f"http://{host}:{settings.http_port}",
-        kv_endpoints=settings.kv_endpoints,
+        kv_endpoints=settings.kv_endpoints, rates=engine.rates,
     )  # fmt: skip
+    if not settings.rates_file:
+        return info
+    from shared.cost.calibration import Calibration, Kind, merged_rates
+
+    found = Calibration.read(Path(settings.rates_file)).of(Kind.of(info, settings.threads))
+    return msgspec.structs.replace(info, rates=merged_rates(info.rates, found.rates))
 
 
 def _handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState) -> Handlers:

@@ -23,6 +23,7 @@ class DecodeService:
         self._kv = kv
         self._roles = roles
         self._active: dict[str, DecodeRequest] = {}
+        self._uncomputed: dict[str, int] = {}  # prompt tokens to prefill here, of requests without a token yet
         self._sequence = 0
 
     @property
@@ -40,6 +41,16 @@ class DecodeService:
         """Prompt tokens of all of them; what they generated is not counted."""
         return sum(len(request.prompt_token_ids) for request in self._active.values())
 
+    @property
+    def queued(self) -> int:
+        """Jobs whose prompt, or part of it, is to be prefilled here and is not yet."""
+        return len(self._uncomputed)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of those."""
+        return sum(self._uncomputed.values())
+
     async def prefetch(self, request: PrefetchRequest, call: ServerCall) -> None:
         """Start pulling before the decode arrives. Cancelling drops what came."""
         transfer_id = request.handle.transfer_id
@@ -55,10 +66,13 @@ class DecodeService:
             self._sequence += 1
             request_id = f"{request.job.job_id}#d{self._sequence}"
             self._active[request_id] = request
+            if (tokens := _to_prefill(request)) > 0:
+                self._uncomputed[request_id] = tokens
             try:
                 return await self._run(request_id, request, call)
             finally:
                 del self._active[request_id]
+                self._uncomputed.pop(request_id, None)
                 self._engine.abort(request_id)
                 if request.handle is not None:
                     self._kv.forget(request.handle.transfer_id)
@@ -71,6 +85,7 @@ class DecodeService:
         def step(output: EngineOutput) -> None:
             nonlocal started_s
             started_s = started_s or time.time()
+            self._uncomputed.pop(request_id, None)
             if output.finish_reason != "error":
                 call.send(
                     TokenStep(
@@ -91,6 +106,12 @@ class DecodeService:
         if handle is None:
             return TransferReport(TransferOutcome.LOCAL)
         return await self._kv.import_report(handle.transfer_id)
+
+
+def _to_prefill(request: DecodeRequest) -> int:
+    """Prompt tokens without KV, but for the last one: its step is the first decode."""
+    imported = request.handle.tokens if request.handle is not None else 0
+    return max(0, len(request.prompt_token_ids) - 1 - imported)
 
 
 def _engine_request(request_id: str, request: DecodeRequest) -> EngineRequest:

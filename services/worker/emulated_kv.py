@@ -1,18 +1,62 @@
-"""The KV side of an emulated instance: handles and reports without bytes."""
+"""The KV side of an emulated instance: handles, times and reports without bytes."""
 
+import time
 from collections.abc import Callable
 
+from shared.cost.catalogue import bytes_of
+from shared.cost.geometry import ModelGeometry
+from shared.cost.transfer import Link, wire_bytes
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.runtime.tasks import Background
 
+_KEPT = 1000  # reports that nobody asked for
+
+
+class EmulatedLink:
+    """How long this instance's imports take: in turn through its port of `gbps` Gb/s; 0 takes no time.
+
+    Counted as the simulator does (`shared.sim.network`), but for what the exporters' ports would add.
+    """
+
+    def __init__(self, geometry: ModelGeometry, gbps: float, dtype: str) -> None:
+        self._geometry = geometry
+        self._link = Link(gbps * 1e9 / 8.0) if gbps > 0 else None
+        self._width = bytes_of(dtype)
+        self._free_s = 0.0  # monotonic time from which the port is idle
+        self._reports: dict[str, TransferReport] = {}
+
+    def pull(self, handle: KvHandle) -> float:
+        """Begin an import; seconds until all of it is here."""
+        moved = wire_bytes(self._geometry, handle.tokens, handle.codec, self._width)
+        now, waits_s = time.monotonic(), 0.0
+        if self._link is not None:
+            self._free_s = max(self._free_s, now) + moved / (self._link.bandwidth_bytes_s * self._link.efficiency)
+            waits_s = self._free_s - now + self._link.latency_s
+        started_s = time.time()
+        self._reports[handle.transfer_id] = TransferReport(
+            TransferOutcome.PULLED, handle.tokens, int(moved), started_s, started_s + waits_s
+        )
+        if len(self._reports) > _KEPT:
+            del self._reports[next(iter(self._reports))]
+        return waits_s
+
+    def report(self, transfer_id: str) -> TransferReport:
+        """What became of an import."""
+        return self._reports.pop(transfer_id, TransferReport(TransferOutcome.PULLED))
+
+    def forget(self, transfer_id: str) -> None:
+        """Nobody will ask."""
+        self._reports.pop(transfer_id, None)
+
 
 class EmulatedPort:
-    """Exports are always ready, imports are always there; nothing is moved."""
+    """Exports are always ready; imports take their time in the engine. Nothing is moved."""
 
     staged_bytes = 0
 
-    def __init__(self, template: KvHandle) -> None:
+    def __init__(self, template: KvHandle, link: EmulatedLink) -> None:
         self._template = template
+        self._link = link
 
     def start(self, tasks: Background) -> None:
         """Nothing runs in the background."""
@@ -20,25 +64,24 @@ class EmulatedPort:
     def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
         """A handle of ours."""
         t = self._template
-        return KvHandle(
-            transfer_id, t.instance_id, t.generation, t.fingerprint, t.endpoints, tokens, t.dtype, codec
-        )
+        return KvHandle(transfer_id, t.instance_id, t.generation, t.fingerprint, t.endpoints, tokens, t.dtype, codec)
 
     def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
         """No chunk is ever staged ahead of the rest."""
 
     def forget(self, transfer_id: str) -> None:
-        """Nothing is kept."""
+        """Nothing else is kept."""
+        self._link.forget(transfer_id)
 
     async def import_report(self, transfer_id: str) -> TransferReport:
-        """An import that cost nothing."""
-        return TransferReport(TransferOutcome.PULLED)
+        """What the engine did."""
+        return self._link.report(transfer_id)
 
     async def release(self, transfer_ids: list[str]) -> None:
         """Nothing is staged."""
 
     async def prefetch(self, handle: KvHandle, timeout_s: float) -> None:
-        """Nothing to fetch."""
+        """An import begins with the decode."""
 
     async def drop(self, transfer_id: str) -> None:
         """Nothing was fetched."""

@@ -50,10 +50,13 @@ class WorkerSettings(ServiceSettings):
     pull_timeout_s: float = Field(10.0, gt=0)
     kv_fault: str = ""  # fault injection for tests: see services.worker.kv
 
+    rates_file: str = ""  # what `polyphase calibrate live` wrote; without it an instance knows nothing of its speed
+
     # An emulated engine's time: "cost" from the cost model of `accelerator` and `emulated_model`, or a fixed step.
     emulated_model: str = "Llama-3-8B"
     emulated_step_s: float | None = None
     emulated_prefill_s_per_token: float | None = None
+    emulated_link_gbps: float = Field(0.0, ge=0)  # of its network port, Gb/s; 0: KV transfers take no time
 
     prefill_order: str = "fcfs"
     prefill_batch: int = Field(16, gt=0)  # jobs in the engine at once, as a prefill instance

@@ -49,7 +49,8 @@ class Telemetry:
         """The present load."""
         stats = self._engine.stats()
         return InstanceLoad(
-            time_s=time.time(), queued_prefill=self._queue.waiting, queued_prefill_tokens=self._queue.queued_tokens,
+            time_s=time.time(), queued_prefill=self._queue.waiting + self._decodes.queued,
+            queued_prefill_tokens=self._queue.queued_tokens + self._decodes.queued_tokens,
             running=stats.running, waiting=stats.waiting, decoding=len(self._decodes.active),
             heavy_decodes=self._decodes.heavy, context_tokens=self._decodes.context_tokens,
             free_blocks=stats.free_blocks, staged_bytes=self._kv.staged_bytes, inflight=self._roles.inflight,
@@ -58,9 +59,7 @@ class Telemetry:
     def beat(self) -> None:
         """Publish one heartbeat."""
         self._publisher.publish(
-            Heartbeat(
-                self.info.instance_id, self.info.generation, self._roles.role, self._roles.draining, self.load()
-            )
+            Heartbeat(self.info.instance_id, self.info.generation, self._roles.role, self._roles.draining, self.load())
         )
 
     def seen(self, view: ClusterView) -> None:

@@ -14,37 +14,43 @@ class StreamResult:
     ttft_s: float
     total_s: float
     chunks: int  # events that carried a token
+    last_s: float = 0.0  # the last of those
 
 
 class StreamFailed(Exception):
     """The server answered something else than a complete stream."""
 
 
-async def stream_completion(host: str, port: int, body: dict[str, object]) -> StreamResult:
-    """Send one streaming request on a connection of its own and read it to the end."""
+async def stream_completion(host: str, port: int, body: dict[str, object], api_key: str = "") -> StreamResult:
+    """Send one streaming request on a connection of its own and read it to the end. Raises StreamFailed, OSError."""
     payload = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(host, port)
     try:
         began = time.perf_counter()
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-            b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload
+            b"Connection: close\r\n%sContent-Length: %d\r\n\r\n" % (_authorization(api_key), len(payload)) + payload
         )
         status = await reader.readline()
         if b" 200 " not in status:
             raise StreamFailed(f"{status!r}: {(await reader.read(2000))[-500:]!r}")
-        first, chunks = 0.0, 0
+        first, last, chunks = 0.0, 0.0, 0
         while line := await reader.readline():
             if line.startswith(b"data: {"):
                 if line.startswith(b'data: {"error"'):
                     raise StreamFailed(line.decode())
-                first = first or time.perf_counter() - began
+                last = time.perf_counter() - began
+                first = first or last
                 chunks += 1
             elif line.startswith(b"data: [DONE]"):
-                return StreamResult(first, time.perf_counter() - began, chunks)
+                return StreamResult(first, time.perf_counter() - began, chunks, last)
         raise StreamFailed("the stream ended without [DONE]")
     finally:
         writer.close()
+
+
+def _authorization(api_key: str) -> bytes:
+    return b"Authorization: Bearer %s\r\n" % api_key.encode() if api_key else b""
 
 
 async def run_load(host: str, port: int, bodies: Sequence[dict[str, object]], concurrency: int) -> list[StreamResult]:

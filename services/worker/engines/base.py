@@ -5,8 +5,10 @@ from typing import Protocol
 
 import msgspec
 
+from services.worker.step_log import StepLog
 from shared.domain.instance import Compatibility
 from shared.domain.kv import Codec, KvHandle
+from shared.domain.rates import Rates
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
@@ -51,12 +53,13 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the engine turned out to be, once started."""
+    """What the engine turned out to be, once started. Empty rates: nobody measured it."""
 
     compatibility: Compatibility
     total_blocks: int
     max_model_len: int
     block_size: int
+    rates: Rates = Rates()
 
 
 Sink = Callable[[EngineOutput], None]
@@ -64,6 +67,11 @@ Sink = Callable[[EngineOutput], None]
 
 class Engine(Protocol):
     """Continuous batching behind five calls. All are made, and all sinks are called, on the event loop."""
+
+    @property
+    def steps(self) -> StepLog:
+        """The newest steps."""
+        ...
 
     async def start(self) -> EngineInfo:
         """Load and warm up. Raises EngineFailed with the cause."""

@@ -1,21 +1,27 @@
 """An engine without a model: real time, taken from the cost model, and deterministic tokens.
 
 With it the whole stack, every service real, runs as a mixed cluster on a laptop. KV is metadata only: a transfer takes
-no time. What it answers is no language, and every place that shows an instance says "emulated".
+the time that `EmulatedLink` computes. What it answers is no language, and every place that shows an instance says
+"emulated".
 """
 
 import asyncio
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.worker.emulated_kv import EmulatedLink
 from services.worker.engines.base import EngineInfo, EngineOutput, EngineRequest, EngineStats, Sink
 from services.worker.settings import WorkerSettings
+from services.worker.step_log import StepLog
 from shared.cost.catalogue import Catalogue
+from shared.cost.linear import rates_of
 from shared.cost.models import bundled_geometry, geometry_from_file
 from shared.cost.step import Batch, StepModel
 from shared.domain.instance import Compatibility, KvGeometry
+from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
 from shared.runtime.logs import get_log
 from shared.wire.messages import WIRE_VERSION
 
@@ -23,6 +29,7 @@ log = get_log(__name__)
 
 _TOKENS = 997  # a prime, so that the tokens of two positions rarely agree
 _FIRST = 300  # below it tokenizers keep their special tokens and single bytes
+_LATE_S = 0.005  # a timer that fires late makes the next step so much shorter, at most: the mean keeps to the model
 
 
 @dataclass(slots=True)
@@ -30,12 +37,20 @@ class _Request:
     request: EngineRequest
     sink: Sink
     blocks: int
-    computed: int = 0  # prompt tokens in the KV cache
-    generated: int = 0
+    tokens: int  # prompt, and what was generated
+    computed: int = 0  # of those, what is in the KV cache
+    left: int = 0  # tokens to generate
+    ready_s: float = 0.0  # monotonic time at which its imported KV is there
 
     @property
-    def prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def missing(self) -> int:
+        """Tokens to compute before the next one is out."""
+        return self.tokens - self.computed
+
+    @property
+    def decodes(self) -> bool:
+        """One token after some context; the last one of a prompt whose KV was imported costs the same."""
+        return self.missing == 1 and self.computed > 0
 
 
 class EmulatedEngine:
@@ -47,6 +62,7 @@ class EmulatedEngine:
         self._running: dict[str, _Request] = {}
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self.steps = StepLog()
 
     async def start(self) -> EngineInfo:
         """Size the KV cache for the accelerator and begin to step."""
@@ -54,18 +70,20 @@ class EmulatedEngine:
         name = s.emulated_model
         geometry = geometry_from_file(Path(name)) if Path(name).exists() else bundled_geometry(name)
         self._model = StepModel(Catalogue.built_in().get(s.accelerator), geometry, s.tensor_parallel, dtype=s.dtype)
+        self.link = EmulatedLink(geometry, s.emulated_link_gbps, s.dtype)
         self._total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * s.block_size)))
         self._free = self._total
         self._task = asyncio.get_running_loop().create_task(self._steps(), name="emulated-engine")
         self._task.add_done_callback(_stop_with_engine)
         kv = KvGeometry(geometry.layers, geometry.kv_heads, geometry.head_dim)
         compatibility = Compatibility(f"emulated:{geometry.name}", "emulated", "1", WIRE_VERSION, kv)
-        return EngineInfo(compatibility, self._total, s.max_model_len, s.block_size)
+        return EngineInfo(compatibility, self._total, s.max_model_len, s.block_size, _rates(s, self._model))
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
         """Queue it; it starts when its prompt fits."""
-        blocks = -(-(len(request.prompt_token_ids) + request.max_tokens) // self._settings.block_size)
-        self._waiting.append(_Request(request, sink, min(blocks, self._total)))
+        prompt = len(request.prompt_token_ids)
+        blocks = -(-(prompt + request.max_tokens) // self._settings.block_size)
+        self._waiting.append(_Request(request, sink, min(blocks, self._total), prompt, left=request.max_tokens))
         self._work.set()
 
     def abort(self, request_id: str) -> None:
@@ -85,62 +103,94 @@ class EmulatedEngine:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _steps(self) -> None:
-        loop = asyncio.get_running_loop()
+        due = 0.0
         while True:
-            self._admit()
-            if not self._running:
-                self._work.clear()
-                await self._work.wait()
+            began = time.monotonic()  # the loop's own clock may tick in milliseconds
+            self._admit(began)
+            chunks, decodes = self._batch(began)
+            if not chunks and not decodes:
+                await self._wait(began)
+                due = time.monotonic()
                 continue
-            chunks, decodes = self._batch()
-            due = loop.time() + self._duration(chunks, decodes)
-            await asyncio.sleep(due - loop.time())
+            batch = _batch_of(chunks, decodes)
+            due = max(due, began - _LATE_S) + self._duration(batch)
+            await asyncio.sleep(due - began)
             self._finish_step(chunks, decodes)
+            seconds = time.monotonic() - began
+            self.steps.add(seconds, 0.0, batch.prefill, batch.decode_count, batch.decode_context_tokens)
 
-    def _admit(self) -> None:
+    async def _wait(self, now: float) -> None:
+        """Until there is new work or the next import is complete."""
+        self._work.clear()
+        ready_s = min((entry.ready_s for entry in self._running.values()), default=None)
+        try:
+            async with asyncio.timeout(None if ready_s is None else ready_s - now):
+                await self._work.wait()
+        except TimeoutError:
+            pass
+
+    def _admit(self, now: float) -> None:
         while self._waiting and len(self._running) < self._settings.max_seqs:
             entry = self._waiting[0]
             if entry.blocks > self._free:
                 return
             del self._waiting[0]
             self._free -= entry.blocks
-            if entry.request.import_from is not None:
-                entry.computed = min(entry.request.import_from.tokens, entry.prompt - 1)
+            if (handle := entry.request.import_from) is not None:
+                entry.computed = min(handle.tokens, entry.tokens - 1)
+                entry.ready_s = now + self.link.pull(handle)
             self._running[entry.request.request_id] = entry
 
-    def _batch(self) -> tuple[list[tuple[_Request, int]], list[_Request]]:
-        decodes = [entry for entry in self._running.values() if entry.computed >= entry.prompt]
+    def _batch(self, now: float) -> tuple[list[tuple[_Request, int]], list[_Request]]:
+        """Every decode, and chunks up to the step's token budget."""
+        here = [entry for entry in self._running.values() if entry.ready_s <= now]
+        decodes = [entry for entry in here if entry.decodes]
         budget = self._settings.chunk_size - len(decodes)
         chunks = []
-        for entry in self._running.values():
-            tokens = min(entry.prompt - entry.computed, budget)
+        for entry in here:
+            tokens = 0 if entry.decodes else min(entry.missing, budget)
             if tokens > 0:
                 chunks.append((entry, tokens))
                 budget -= tokens
         return chunks, decodes
 
-    def _duration(self, chunks: list[tuple[_Request, int]], decodes: list[_Request]) -> float:
+    def _duration(self, batch: Batch) -> float:
         s = self._settings
         if s.emulated_step_s is not None:
             per_token = s.emulated_prefill_s_per_token or 0.0
-            return s.emulated_step_s + per_token * sum(tokens for _, tokens in chunks)
-        contexts = sum(entry.prompt + entry.generated for entry in decodes)
-        prefill = tuple((tokens, entry.computed) for entry, tokens in chunks)
-        return self._model.step_time_s(Batch(prefill, len(decodes), contexts))
+            return s.emulated_step_s + per_token * (batch.tokens - batch.decode_count)
+        return self._model.step_time_s(batch)
 
     def _finish_step(self, chunks: list[tuple[_Request, int]], decodes: list[_Request]) -> None:
-        for entry, tokens in chunks:
+        for entry, tokens in (*((entry, 1) for entry in decodes), *chunks):
             entry.computed += tokens
-        for entry in [*decodes, *(entry for entry, _ in chunks if entry.computed >= entry.prompt)]:
-            if self._running.get(entry.request.request_id) is not entry:
-                continue  # aborted during the step
-            token = _token(entry.prompt + entry.generated)
-            entry.generated += 1
-            ended = entry.generated >= entry.request.max_tokens
-            if ended:
+            if entry.missing or self._running.get(entry.request.request_id) is not entry:
+                continue  # not done with its prompt, or aborted during the step
+            token = _token(entry.tokens)
+            entry.tokens += 1
+            entry.left -= 1
+            if not entry.left:
                 del self._running[entry.request.request_id]
                 self._free += entry.blocks
-            entry.sink(EngineOutput([token], "length" if ended else ""))
+            entry.sink(EngineOutput([token], "" if entry.left else "length"))
+
+
+def _batch_of(chunks: list[tuple[_Request, int]], decodes: list[_Request]) -> Batch:
+    prefill = tuple((tokens, entry.computed) for entry, tokens in chunks)
+    return Batch(prefill, len(decodes), sum(entry.computed for entry in decodes))
+
+
+def _rates(settings: WorkerSettings, model: StepModel) -> Rates:
+    """What an instance that runs at these times would have been measured at."""
+    step_s = settings.emulated_step_s
+    if step_s is None:
+        return rates_of(model, settings.chunk_size, model.accelerator.price_usd_hour * settings.tensor_parallel)
+    per_token = settings.emulated_prefill_s_per_token or 0.0
+    return Rates(
+        PartialPrefillCost(per_token + step_s / settings.chunk_size, step_s / 2.0),  # the last step is half full
+        ChunkedCost(0.0, 0.0, step_s + per_token * settings.chunk_size),
+        HuaweiCost(per_token, 0.0, 0.0, step_s, 0.0, 0.0, 0.0, step_s),
+    )
 
 
 def _token(position: int) -> int:

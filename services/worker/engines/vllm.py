@@ -25,8 +25,10 @@ from vllm.v1.executor import Executor
 
 from services.worker.engines.base import EngineInfo, EngineOutput, EngineRequest, EngineStats, Sink
 from services.worker.engines.logprobs import encode_logprobs, encode_prompt_logprobs
+from services.worker.engines.step_observer import StepObserver
 from services.worker.fingerprint import fingerprint
 from services.worker.settings import WorkerSettings
+from services.worker.step_log import StepLog
 from shared.domain.instance import Compatibility, KvGeometry
 from shared.errors import EngineFailed
 from shared.runtime.logs import get_log
@@ -50,6 +52,7 @@ class VllmEngine:
         self._stopping = False
         self._stats = EngineStats()
         self._thread: threading.Thread | None = None
+        self.steps = StepLog()
 
     async def start(self) -> EngineInfo:
         """Load the model. Raises EngineFailed."""
@@ -121,6 +124,7 @@ class VllmEngine:
         config = EngineArgs(**{**arguments, **s.engine_args}).create_engine_config(UsageContext.ENGINE_CONTEXT)
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         self._scheduler = self._core.engine_core.scheduler
+        self._observer = StepObserver(self._scheduler, self.steps, own_cpu=_computes_here(s))
         self._snapshot()
         model = config.model_config
         geometry = KvGeometry(
@@ -136,6 +140,7 @@ class VllmEngine:
 
     def _steps(self) -> None:
         while not self._stopping:
+            self._observer.began()
             while self._commands:
                 self._commands.popleft()()
             if self._scheduler.has_requests():
@@ -144,6 +149,7 @@ class VllmEngine:
                 if outputs.outputs:
                     batch = [(output.request_id, _convert(output)) for output in outputs.outputs]
                     self._loop.call_soon_threadsafe(self._deliver, batch)
+                self._observer.ended()
                 continue
             self._snapshot()
             with self._wake:
@@ -168,9 +174,7 @@ class VllmEngine:
         extra = dict(params.extra_args or {})
         extra.pop("kv_transfer_params", None)  # only we may set them
         if request.export_to:
-            extra["kv_transfer_params"] = {
-                "export": {"transfer_id": request.export_to, "codec": request.codec.value}
-            }
+            extra["kv_transfer_params"] = {"export": {"transfer_id": request.export_to, "codec": request.codec.value}}
         elif request.import_from is not None:
             extra["kv_transfer_params"] = {"import": msgspec.to_builtins(request.import_from)}
         params.extra_args = extra or None
@@ -207,6 +211,11 @@ class VllmEngine:
         for sink in sinks.values():
             sink(EngineOutput([], finish_reason="error", stop_reason=f"engine died: {cause}"))
         os.kill(os.getpid(), signal.SIGTERM)  # without its engine an instance is of no use
+
+
+def _computes_here(settings: WorkerSettings) -> bool:
+    """Whether a step's work is done by the engine's thread, and by nothing else."""
+    return settings.accelerator == "cpu" and settings.tensor_parallel == settings.threads == 1
 
 
 def _convert(output: Any) -> EngineOutput:

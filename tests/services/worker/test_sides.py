@@ -215,6 +215,19 @@ async def test_a_decode_streams_steps_and_reports_the_transfer() -> None:
     assert reply.transfer.outcome is TransferOutcome.PULLED
 
 
+async def test_prompts_that_a_decode_instance_has_to_compute_count_as_queued_until_their_first_token() -> None:
+    side = Side(Role.DECODE)
+    handle = KvHandle("t1", "p0", 1, "fp", (), 2, "bfloat16")
+    for given, queued, tokens in ((None, 1, 2), (handle, 0, 0)):  # the last token is the first decode's
+        task = await side.decode(decode_request(given))
+        assert (side._decode.queued, side._decode.queued_tokens) == (queued, tokens)
+        side.engine.step(EngineOutput([5], ""))
+        assert (side._decode.queued, side._decode.queued_tokens) == (0, 0)
+        side.engine.step(EngineOutput([6], "stop"))
+        await task
+        side.engine.arrived.clear()
+
+
 async def test_a_local_decode_says_so() -> None:
     side = Side(Role.DECODE)
     task = await side.decode(decode_request())

@@ -18,7 +18,7 @@ NOTHING = Calibrated(Calibration("d", "c", ControlPlane(), ()), (), 0, 0.0)
 
 def judged(*rounds: dict[str, tuple[Means, Means]]) -> dict[str, Any]:
     made = [
-        live.Round(NOTHING, {label: (Replay(seen, 0.0), said) for label, (seen, said) in pairs.items()})
+        live.Round((NOTHING,), {label: (Replay(seen, 0.0), said) for label, (seen, said) in pairs.items()})
         for pairs in rounds
     ]
     return live.judged(replace(REAL, variants=REAL.variants[:2]), made)

@@ -1,0 +1,70 @@
+"""How much of this machine others use while it is measured: processes that are no part of the suite."""
+
+import asyncio
+import os
+import time
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+_PERIOD_S = 2.0
+
+
+class HostWatch:
+    """Measures the cores that foreign processes use, from the moment it is entered. Without a launcher: none, ever.
+
+    Use as an async context manager. Ours are this process, the launcher's and all of its descendants.
+    """
+
+    def __init__(self, launcher_pid: int) -> None:
+        self._launcher_pid = launcher_pid
+        self._ours: dict[int, psutil.Process] = {}
+        self._used_s = self._watched_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def mean_cores(self) -> float:
+        """The mean so far; 0 before the first sample."""
+        return self._used_s / self._watched_s if self._watched_s else 0.0
+
+    async def _watch(self) -> None:
+        if not self._launcher_pid:
+            return
+        while True:
+            self._look()
+            began_s, before = time.monotonic(), self._foreign_s()
+            await asyncio.sleep(_PERIOD_S)
+            self._used_s += max(0.0, self._foreign_s() - before)
+            self._watched_s += time.monotonic() - began_s
+
+    def _look(self) -> None:
+        try:
+            launcher = psutil.Process(self._launcher_pid)
+            found = [psutil.Process(os.getpid()), launcher, *launcher.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            found = [psutil.Process(os.getpid())]
+        self._ours = {process.pid: process for process in found}
+
+    def _foreign_s(self) -> float:
+        """CPU seconds so far that none of ours has used; what a hypervisor takes away counts, too."""
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0)
+        return float(sum(times) - idle - sum(_cpu_s(process) for process in self._ours.values()))
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    try:
+        used = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return used.user + used.system

@@ -1,0 +1,61 @@
+"""Watches the steps of vLLM's engine core: what was scheduled, and how long it took."""
+
+import time
+from typing import Any
+
+from services.worker.step_log import Chunks, StepLog
+
+
+class StepObserver:
+    """`began` and `ended` around each turn of the engine's loop, on the engine's thread; costs some microseconds.
+
+    What a step computes is known to the scheduler alone, so its `schedule` is wrapped to see what it returns.
+    """
+
+    def __init__(self, scheduler: Any, log: StepLog, *, own_cpu: bool) -> None:
+        self._log = log
+        self._own_cpu = own_cpu  # whether the calling thread computes, rather than processes or a device elsewhere
+        self._schedule = scheduler.schedule
+        self._plan: Any = None
+        self._began_s = self._cpu_s = 0.0
+        scheduler.schedule = self._scheduled
+
+    def _scheduled(self, *args: Any, **kwargs: Any) -> Any:
+        self._plan = plan = self._schedule(*args, **kwargs)
+        return plan
+
+    def began(self) -> None:
+        """A turn of the loop begins."""
+        self._plan = None
+        self._cpu_s = time.thread_time() if self._own_cpu else 0.0
+        self._began_s = time.perf_counter()
+
+    def ended(self) -> None:
+        """The turn's tokens are on their way; a turn in which nothing was computed leaves no record."""
+        plan = self._plan
+        if plan is None or not plan.total_num_scheduled_tokens:
+            return
+        seconds = time.perf_counter() - self._began_s
+        cpu_s = time.thread_time() - self._cpu_s if self._own_cpu else 0.0
+        self._log.add(seconds, cpu_s, *batch_of(plan))
+
+
+def batch_of(plan: Any) -> tuple[Chunks, int, int]:
+    """Prefill chunks, number of decodes and their total context, of a vLLM SchedulerOutput.
+
+    One token after some context is a decode to the engine, whatever it is to the request: the last token of a
+    prompt whose KV was imported costs the same.
+    """
+    cached, new, scheduled = plan.scheduled_cached_reqs, plan.scheduled_new_reqs, plan.num_scheduled_tokens
+    if not new and plan.total_num_scheduled_tokens == len(scheduled) == len(cached.req_ids):
+        return (), len(scheduled), sum(cached.num_computed_tokens)  # the usual step: nothing but decodes
+    chunks, decodes, context = [], 0, 0
+    known = [(request.req_id, request.num_computed_tokens) for request in new]
+    for name, computed in (*zip(cached.req_ids, cached.num_computed_tokens, strict=True), *known):
+        tokens = scheduled.get(name, 0)
+        if tokens == 1 and computed:
+            decodes += 1
+            context += computed
+        elif tokens:
+            chunks.append((tokens, computed))
+    return tuple(chunks), decodes, context

@@ -1,0 +1,181 @@
+"""What a calibration found out, as a file: workers report its rates, the simulator takes its step times."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from shared.cost.data_file import read_yaml
+from shared.cost.library import Library
+from shared.cost.step import Batch, StepModel
+from shared.domain.instance import InstanceInfo
+from shared.domain.rates import Rates
+from shared.errors import InvalidRequest, NotFound
+
+_EMULATED = "emulated:"  # how an emulated instance's fingerprint names its model
+_HEAD = (
+    "# Written by `polyphase calibrate live`. Times in seconds, lengths in tokens; errors are of steps that nothing\n"
+    "# was fitted to. Workers report the rates of their kind when this file is their `rates_file`.\n"
+)
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """What instances must have in common to be alike in speed. `model`: its name, or its folder's."""
+
+    engine: str
+    accelerator: str
+    model: str
+    dtype: str
+    tensor_parallel: int
+    threads: int
+
+    @classmethod
+    def of(cls, info: InstanceInfo, threads: int) -> "Kind":
+        """The kind of an instance; `threads` is the worker's setting."""
+        name = Path(geometry_name(info)).name
+        return cls(info.compatibility.engine, info.accelerator, name, info.dtype, info.tensor_parallel, threads)
+
+    def __str__(self) -> str:
+        parts = f"tensor_parallel {self.tensor_parallel}, threads {self.threads}"
+        return f"{self.engine} on {self.accelerator}, {self.model}, {self.dtype}, {parts}"
+
+
+def geometry_name(info: InstanceInfo) -> str:
+    """Under which name the library finds the geometry of an instance's model."""
+    fingerprint = info.compatibility.fingerprint
+    return fingerprint.removeprefix(_EMULATED) if fingerprint.startswith(_EMULATED) else info.model
+
+
+class CalibratedKind(msgspec.Struct, frozen=True):
+    """One kind of instance.
+
+    A step takes scale × the step model × slowdown[busy neighbours on its host]. The step model is the catalogue's
+    accelerator with compute and bandwidth times these factors; step_s and sequence_s are what a step and each of its
+    sequences cost besides. saturation_tokens: the least chunk that reaches 90 % of the best prefill throughput.
+    bias_percent: predicted total over measured total − 1.
+    """
+
+    kind: Kind
+    geometry: str  # a bundled model, or the path of a config.json or its folder
+    instances: tuple[str, ...]
+    samples: int
+    mape_percent: float
+    naive_mape_percent: float
+    bias_percent: float
+    compute_factor: float
+    bandwidth_factor: float
+    step_s: float
+    sequence_s: float
+    scale: float
+    slowdown: tuple[float, ...]
+    saturation_tokens: int
+    rates: Rates
+
+    def step_times(self, library: Library) -> "ScaledSteps":
+        """Step times of an instance that has its host to itself."""
+        kind = self.kind
+        model = library.step_model(kind.accelerator, self.geometry, kind.tensor_parallel, 1, kind.dtype)
+        device = model.accelerator
+        fitted = replace(
+            device,
+            bandwidth_bytes_s=device.bandwidth_bytes_s * self.bandwidth_factor,
+            matrix_flops={name: rate * self.compute_factor for name, rate in device.matrix_flops.items()},
+        )
+        costs = replace(model.efficiencies, step_s=self.step_s, sequence_s=self.sequence_s)
+        return ScaledSteps(StepModel(fitted, model.geometry, kind.tensor_parallel, 1, kind.dtype, costs), self.scale)
+
+
+class ControlPlane(msgspec.Struct, frozen=True):
+    """What the services add, seconds. gateway_s: sending of a request to its placement; hop_s: from a decision to the
+
+    instance; token_s: from an engine's token to the client. link_latency_s and link_bytes_s: KV transfers; the
+    bandwidth is 0 where it is too great, or transfers were too few, to be seen.
+    """
+
+    gateway_s: float = 0.0
+    hop_s: float = 0.0
+    token_s: float = 0.0
+    link_latency_s: float = 0.0
+    link_bytes_s: float = 0.0
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """The whole file."""
+
+    date: str
+    cluster: str  # what was calibrated, in words
+    control: ControlPlane
+    kinds: tuple[CalibratedKind, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> "Calibration":
+        """From a file. Raises InvalidRequest that names the file and what is wrong."""
+        try:
+            return msgspec.convert(read_yaml(path), cls)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"{path}: {error}") from error
+
+    def to_yaml(self) -> str:
+        """The text of the file."""
+        plain = _rounded(msgspec.to_builtins(self))
+        body = yaml.safe_dump(plain, sort_keys=False, width=118, default_flow_style=None, allow_unicode=True)
+        return f"{_HEAD}{body}"
+
+    def of(self, kind: Kind) -> CalibratedKind:
+        """What was found for instances of that kind. Raises NotFound that names those there are."""
+        for one in self.kinds:
+            if one.kind == kind:
+                return one
+        raise NotFound(f"not calibrated: {kind}; there are: {'; '.join(str(one.kind) for one in self.kinds)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledSteps:
+    """Step times of a model, all times `factor`."""
+
+    model: StepModel
+    factor: float = 1.0
+
+    def times(self, factor: float) -> "ScaledSteps":
+        """The same, longer by one more factor."""
+        return ScaledSteps(self.model, self.factor * factor)
+
+    def step_time_s(self, batch: Batch) -> float:
+        """See StepModel."""
+        return self.factor * self.model.step_time_s(batch)
+
+    def decode_time_s(self, count: int, context_tokens: int) -> float:
+        """See StepModel."""
+        return self.factor * self.model.decode_time_s(count, context_tokens)
+
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
+        """See StepModel."""
+        runs = self.model.decode_segments(count, context_tokens, steps)
+        return tuple((taken, self.factor * first, self.factor * last) for taken, first, last in runs)
+
+
+def scaled_rates(rates: Rates, factor: float) -> Rates:
+    """Rates of an instance that takes `factor` times as long for everything."""
+
+    def scaled(cost: Any) -> Any:
+        return None if cost is None else type(cost)(**{k: v * factor for k, v in msgspec.to_builtins(cost).items()})
+
+    return msgspec.structs.replace(
+        rates, prefill=scaled(rates.prefill), chunked=scaled(rates.chunked), batch=scaled(rates.batch)
+    )
+
+
+def merged_rates(known: Rates, calibrated: Rates) -> Rates:
+    """Calibrated costs; price and weight as they were known."""
+    return msgspec.structs.replace(calibrated, price_per_hour=known.price_per_hour, weight=known.weight)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value

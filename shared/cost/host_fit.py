@@ -1,0 +1,91 @@
+"""Calibration of instances that share a host: step times, and what their neighbours cost them, fitted together."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shared.cost.fit import mape
+from shared.cost.live import LiveFit, TimedStep, fit_live
+from shared.cost.shared_host import NEAR, Curve, Floats, slowdown_at, slowdown_curve
+from shared.cost.step import Batch, StepModel
+from shared.errors import InvalidRequest
+
+_ROUNDS = 3
+_OF_A_SORT = 40  # steps of one sort that are fitted: the rare ones must count, too
+_LEAST = 32  # steps in all
+
+
+@dataclass(frozen=True, slots=True)
+class HostFit:
+    """Step times = scale × the fitted model × slowdown at the number of busy neighbours.
+
+    scale: the fit keeps to typical steps, this to their mean. mape, naive_mape: shares, on steps that nothing was
+    fitted to; naive is the accelerator as the catalogue has it. bias: their predicted over their measured total − 1.
+    """
+
+    live: LiveFit
+    scale: float
+    slowdown: Curve
+    samples: int
+    mape: float
+    naive_mape: float
+    bias: float
+
+
+def fit_on_host(model: StepModel, steps: Sequence[TimedStep], others: Floats, seed: int = 0) -> HostFit:
+    """Fit to a random half of the steps and judge on the other.
+
+    others: for each step how many other instances of its host were busy. Raises InvalidRequest for too few steps.
+    """
+    if len(steps) < _LEAST:
+        raise InvalidRequest(f"{len(steps)} timed steps are too few to calibrate, {_LEAST} are needed")
+    order = np.random.default_rng(seed).permutation(len(steps))
+    seen, unseen = order[: (len(steps) + 1) // 2], order[(len(steps) + 1) // 2 :]
+    live, scale, slowdown = _fit([steps[at] for at in seen], others[seen], model, seed)
+    fitted = live.step_model(model.geometry, model.tensor_parallel, model.dtype)
+    judged = [steps[at] for at in unseen]
+    measured = np.array([step.seconds for step in judged])
+    predicted = scale * _times(fitted, judged) * slowdown_at(slowdown, others[unseen])
+    return HostFit(
+        live, scale, slowdown, len(steps), mape(predicted, measured), mape(_times(model, judged), measured),
+        float(predicted.sum() / measured.sum()) - 1.0,
+    )  # fmt: skip
+
+
+def _fit(steps: Sequence[TimedStep], others: Floats, model: StepModel, seed: int) -> tuple[LiveFit, float, Curve]:
+    """In turn: the model from times without the neighbours' part, then that part from the model."""
+    seconds = np.array([step.seconds for step in steps])
+    chosen = _balanced(steps, seed)
+    curve: Curve = (1.0,)
+    for _ in range(_ROUNDS):
+        alone = seconds / slowdown_at(curve, others)
+        live = fit_live(model, [replace(steps[at], seconds=float(alone[at])) for at in chosen], seed)
+        times = _times(live.step_model(model.geometry, model.tensor_parallel, model.dtype), steps)
+        quiet = others <= NEAR
+        if not quiet.any():
+            quiet = np.ones(len(steps), dtype=np.bool_)
+        scale = float(alone[quiet].sum() / times[quiet].sum())
+        curve = slowdown_curve(others, seconds, scale * times)
+    return live, scale, curve
+
+
+def _balanced(steps: Sequence[TimedStep], seed: int) -> list[int]:
+    """Positions of steps, a bounded number of each sort."""
+    sorts: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for at in np.random.default_rng(seed).permutation(len(steps)):
+        sorts[_sort(steps[at].batch)].append(int(at))
+    return sorted(at for found in sorts.values() for at in found[:_OF_A_SORT])
+
+
+def _sort(batch: Batch) -> tuple[int, ...]:
+    """What makes steps alike: orders of magnitude of their parts."""
+    prefill = batch.tokens - batch.decode_count
+    mean = batch.decode_context_tokens // max(1, batch.decode_count)
+    parts = (prefill, len(batch.prefill), sum(before for _, before in batch.prefill), batch.decode_count, mean // 64)
+    return tuple(part.bit_length() for part in parts)
+
+
+def _times(model: StepModel, steps: Sequence[TimedStep]) -> Floats:
+    return np.array([model.step_time_s(step.batch) for step in steps])

@@ -1,0 +1,73 @@
+"""Instances that share a host's cores: how much slower a step gets while others compute, measured and expected."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Curve = tuple[float, ...]  # at [k]: how many times longer a step takes while k other instances of the host are busy
+
+NEAR = 0.25  # a step with so nearly k others busy says something of the curve at k
+_LEAST_STEPS = 20  # fewer say too little
+
+
+def others_busy(intervals: Mapping[str, tuple[Floats, Floats]]) -> dict[str, Floats]:
+    """For each step of each instance, how many others were busy on average while it ran.
+
+    intervals: starts and ends of the instances' steps, shape [n] each, in order of time; one clock for all.
+    """
+    busy = {name: _busy_until(*times) for name, times in intervals.items()}
+    found = {}
+    for name, (starts, ends) in intervals.items():
+        total = np.zeros(len(starts))
+        for other, (moments, seconds) in busy.items():
+            if other != name and len(moments):
+                total += np.interp(ends, moments, seconds) - np.interp(starts, moments, seconds)
+        found[name] = total / np.maximum(ends - starts, 1e-9)
+    return found
+
+
+def _busy_until(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
+    """Seconds of work done by each start and end. Steps of one engine cannot overlap; clocks may say that they do."""
+    starts = np.maximum(starts, np.concatenate(([-np.inf], np.maximum.accumulate(ends)[:-1])))
+    ends = np.maximum(ends, starts)
+    moments = np.stack((starts, ends), axis=1).ravel()
+    done = np.cumsum(ends - starts)
+    return moments, np.stack((done - (ends - starts), done), axis=1).ravel()
+
+
+def slowdown_curve(others: Floats, seconds: Floats, alone_s: Floats) -> Curve:
+    """The curve from steps, shape [n] each: how many others were busy, the time taken, and the time when alone.
+
+    Starts at 1, never falls, and ends at the most others that enough steps have seen.
+    """
+    curve = [1.0]
+    for count in range(1, int(others.max(initial=0.0) + NEAR) + 1):
+        near = np.abs(others - count) <= NEAR
+        if near.sum() < _LEAST_STEPS:
+            break
+        curve.append(max(curve[-1], float(seconds[near].sum() / alone_s[near].sum())))
+    return tuple(curve)
+
+
+def slowdown_at(curve: Curve, others: Floats) -> Floats:
+    """The curve at any number of others, shape [n]; beyond its end it goes on as steeply as it ended."""
+    reach = len(curve) - 1
+    slope = curve[-1] - curve[-2] if reach else 0.0
+    within = np.asarray(np.interp(others, np.arange(reach + 1), curve), dtype=np.float64)
+    return np.asarray(within + slope * np.maximum(0.0, others - reach))
+
+
+def expected_slowdown(curve: Curve, busy_shares: Iterable[float]) -> float:
+    """The mean of the curve when each other instance is busy that share of the time, independently of the rest."""
+    chances: Floats = np.ones(1)
+    for share in busy_shares:
+        p = min(max(share, 0.0), 1.0)
+        chances = np.asarray(np.convolve(chances, (1.0 - p, p)), dtype=np.float64)
+    return float(chances @ slowdown_at(curve, np.arange(len(chances), dtype=np.float64)))
+
+
+def joined(parts: Sequence[Floats]) -> Floats:
+    """One array of several; of shape [0] for none."""
+    return np.concatenate(parts) if parts else np.zeros(0)

@@ -1,0 +1,130 @@
+"""The emulated engine: tokens, batches, times, and imports that take theirs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from services.worker.engines.base import EngineOutput, EngineRequest
+from services.worker.engines.emulated import EmulatedEngine
+from services.worker.settings import WorkerSettings
+from shared.domain.kv import KvHandle, TransferOutcome
+from shared.wire.steps import StepRecord
+
+STEP_S = 0.002
+
+
+def settings(**more: Any) -> WorkerSettings:
+    values = {
+        "instance_id": "d0", "model": "m", "engine": "emulated", "accelerator": "A100-SXM-80", "rpc_port": 1,
+        "http_port": 2, "kv_port": 3, "monitor_url": "", "heartbeat_address": "", "broadcast_address": "",
+        "kv_cache_bytes": 1 << 30, "chunk_size": 64, "max_seqs": 8, "emulated_step_s": STEP_S, **more,
+    }  # fmt: skip
+    return WorkerSettings(**values)
+
+
+@asynccontextmanager
+async def engine(**more: Any) -> AsyncIterator[EmulatedEngine]:
+    running = EmulatedEngine(settings(**more))
+    await running.start()
+    try:
+        yield running
+    finally:
+        await running.close()
+
+
+def request(name: str, prompt: int, output: int, handle: KvHandle | None = None) -> EngineRequest:
+    return EngineRequest(name, [1] * prompt, b"", output, import_from=handle)
+
+
+def handle(tokens: int) -> KvHandle:
+    return KvHandle("t", "p0", 1, "f", (), tokens, "bfloat16")
+
+
+async def finish(running: EmulatedEngine, *requests: EngineRequest) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {one.request_id: [] for one in requests}
+    ended = {one.request_id: asyncio.Event() for one in requests}
+
+    def sink(name: str) -> Any:
+        def take(output: EngineOutput) -> None:
+            tokens[name] += output.tokens
+            if output.finish_reason:
+                ended[name].set()
+
+        return take
+
+    for one in requests:
+        running.submit(one, sink(one.request_id))
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(event.wait() for event in ended.values()))
+    return tokens
+
+
+def steps(running: EmulatedEngine) -> tuple[StepRecord, ...]:
+    return running.steps.page("d0", 1, 0, 1000).steps
+
+
+async def test_a_prompt_goes_in_chunks_and_then_token_by_token() -> None:
+    async with engine() as running:
+        tokens = await finish(running, request("a", 100, 3))
+        assert len(tokens["a"]) == 3
+        batches = [(s.prefill, s.decode_count, s.decode_context_tokens) for s in steps(running)]
+        assert batches == [(((64, 0),), 0, 0), (((36, 64),), 0, 0), ((), 1, 100), ((), 1, 101)]
+        assert running.stats().running == 0
+
+
+async def test_tokens_do_not_depend_on_who_gives_them() -> None:
+    async with engine() as running:
+        whole = await finish(running, request("a", 20, 4))
+        later = await finish(running, request("b", 21, 3, handle(20)))
+        assert whole["a"][1:] == later["b"]
+
+
+async def test_a_chunk_shares_the_step_with_decodes() -> None:
+    async with engine() as running:
+        await finish(running, request("a", 10, 6), request("b", 200, 1))
+        assert any(step.prefill and step.decode_count for step in steps(running))
+        assert all(sum(n for n, _ in step.prefill) + step.decode_count <= 64 for step in steps(running))
+
+
+async def test_steps_keep_to_the_model_on_average() -> None:
+    async with engine(emulated_step_s=0.004) as running:
+        await finish(running, request("a", 10, 100))
+        took = [step.seconds for step in steps(running)]
+        assert sum(took) / len(took) == pytest.approx(0.004, rel=0.25)
+
+
+async def test_an_import_takes_its_time_on_the_link() -> None:
+    async with engine(emulated_link_gbps=1.0) as running:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await finish(running, request("a", 33, 1, handle(32)))
+        # 32 tokens of Llama-3-8B, 128 KiB each, at 0.58 of 1 Gb/s, and a millisecond.
+        expected_s = 32 * 131072 / (0.58 * 1.25e8) + 1e-3
+        assert loop.time() - began >= expected_s
+        report = running.link.report("t")
+        assert report.outcome is TransferOutcome.PULLED
+        assert (report.tokens, report.wire_bytes) == (32, 32 * 131072)
+        assert report.ended_s - report.started_s == pytest.approx(expected_s, rel=0.01)
+        assert [(s.prefill, s.decode_count) for s in steps(running)] == [((), 1)]
+
+
+async def test_imports_wait_for_each_other_and_work_goes_on_meanwhile() -> None:
+    async with engine(emulated_link_gbps=1.0) as running:
+        first = running.link.pull(handle(32))
+        second = running.link.pull(handle(32))
+        assert second > 1.5 * first
+        await finish(running, request("a", 33, 1, handle(32)), request("b", 10, 20))
+        assert steps(running)[0].prefill == ((10, 0),)
+
+
+async def test_an_aborted_request_gives_its_blocks_back() -> None:
+    async with engine() as running:
+        free = running.stats().free_blocks
+        running.submit(request("a", 10, 1000), lambda _: None)
+        await finish(running, request("b", 10, 2))
+        assert running.stats().free_blocks < free
+        running.abort("a")
+        assert running.stats().free_blocks == free

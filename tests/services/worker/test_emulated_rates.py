@@ -1,0 +1,44 @@
+from typing import Any
+
+import pytest
+
+from services.worker.engines.emulated import EmulatedEngine
+from services.worker.settings import WorkerSettings
+from shared.cost.library import Library
+from shared.domain.rates import HuaweiCost, PartialPrefillCost, Rates
+
+
+async def rates(**changes: Any) -> Rates:
+    fields: dict[str, Any] = {
+        "instance_id": "e0", "engine": "emulated", "model": "m", "rpc_port": 1, "http_port": 2, "kv_port": 3,
+        "monitor_url": "http://h:1", "heartbeat_address": "tcp://127.0.0.1:1", "accelerator": "A100",
+        "broadcast_address": "tcp://127.0.0.1:2", "kv_cache_bytes": 1 << 30, "chunk_size": 512, **changes,
+    }  # fmt: skip
+    engine = EmulatedEngine(WorkerSettings(**fields))
+    try:
+        return (await engine.start()).rates
+    finally:
+        await engine.close()
+
+
+async def test_an_emulated_instance_reports_what_its_cost_model_says() -> None:
+    library = Library.built_in()
+    model, found = library.step_model("A100", "Llama-3-8B", dtype="bf16"), await rates()
+    assert found.prefill is not None
+    assert found.chunked is not None
+    assert found.batch is not None
+    in_chunks = sum(model.prefill_time_s(512, done) for done in range(0, 2048, 512))
+    assert found.prefill.time_s(2048) == pytest.approx(in_chunks, rel=0.1)
+    assert found.batch.decode_step_s(16, 1000) == pytest.approx(model.decode_time_s(16, 16_000), rel=0.15)
+    assert found.price_per_hour == model.accelerator.price_usd_hour
+    slower = (await rates(accelerator="A10")).prefill
+    assert slower is not None
+    assert slower.k_p > 1.5 * found.prefill.k_p
+
+
+async def test_one_with_a_fixed_step_reports_that() -> None:
+    found = await rates(emulated_step_s=0.01, emulated_prefill_s_per_token=1e-4)
+    assert found.prefill == PartialPrefillCost(1e-4 + 0.01 / 512, 0.005)
+    assert found.chunked is not None
+    assert found.chunked.time_s(1000, 9000) == pytest.approx(0.01 + 0.0512)
+    assert found.batch == HuaweiCost(1e-4, 0, 0, 0.01, 0, 0, 0, 0.01)
