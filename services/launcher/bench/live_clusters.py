@@ -84,9 +84,9 @@ REAL = Scenario(
     variants=(
         Variant("full", {"split": "full"}),
         Variant("none", {"split": "none"}),
-        Variant("single", {"placement": "single"}),
+        Variant("fraction", {"split": "fraction"}),
     ),
-    prompt_tokens=600.0, output_tokens=24.0, share=0.45, requests=100, streaming=True, drifts=True,
+    prompt_tokens=300.0, output_tokens=32.0, share=0.45, requests=100, streaming=True, drifts=True,
 )  # fmt: skip
 
 EMULATED = Scenario(

@@ -141,9 +141,14 @@ class Engine:
                             return event
                     await self._changed.wait()
 
-    def pulls(self) -> Counter[str]:
-        """How imports ended here so far: "ok", "cached", or an error's code."""
-        ended = [event for event in self.events if isinstance(event, PullEnded)]
+    async def pulls(self, at_least: int = 1) -> Counter[str]:
+        """How imports ended here so far: "ok", "cached", or an error's code.
+
+        Waits until there are `at_least` of them: word of an import comes on another socket than the request's tokens.
+        """
+        async with self._changed, asyncio.timeout(30):
+            while len(ended := [event for event in self.events if isinstance(event, PullEnded)]) < at_least:
+                await self._changed.wait()
         return Counter(("ok" if e.tokens else "cached") if e.ok else e.error.partition(":")[0] for e in ended)
 
     async def _send(self, **message: Any) -> None:

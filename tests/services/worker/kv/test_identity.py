@@ -65,7 +65,7 @@ async def test_one_after_the_other(cluster: Cluster) -> None:
     await cluster.fresh()
     outputs = [await handed_over(cluster.p, cluster.d, text) for text in cluster.prompts]
     assert identical(outputs, cluster.references) == len(LENGTHS)
-    assert cluster.d.pulls() == {"ok": len(LENGTHS)}
+    assert await cluster.d.pulls(len(LENGTHS)) == {"ok": len(LENGTHS)}
     await emptied(cluster.p)
 
 
@@ -73,7 +73,7 @@ async def test_all_at_once_with_chunks_that_leave_while_the_prompt_is_prefilled(
     await cluster.fresh()
     outputs = await asyncio.gather(*(handed_over(cluster.p, cluster.d, text) for text in cluster.prompts))
     assert identical(outputs, cluster.references) == len(LENGTHS)
-    assert cluster.d.pulls() == {"ok": len(LENGTHS)}
+    assert await cluster.d.pulls(len(LENGTHS)) == {"ok": len(LENGTHS)}
     chunks = [event for event in cluster.p.events if isinstance(event, StagedChunk)]
     assert len(chunks) > len(LENGTHS)
     await emptied(cluster.p)
@@ -96,15 +96,16 @@ async def test_any_split(cluster: Cluster) -> None:
         )
         assert identical(outputs, [reference for _, reference, _ in part]) == len(part)
     # What a neighbour's prompt has left in the cache is not pulled again.
-    assert set(cluster.d.pulls()) <= {"ok", "cached"}
-    assert cluster.d.pulls()["ok"] >= 60
+    pulled = await cluster.d.pulls(60)
+    assert set(pulled) <= {"ok", "cached"}
+    assert pulled["ok"] >= 60
 
 
 async def test_roles_reversed_and_both_directions_at_once(cluster: Cluster) -> None:
     await cluster.fresh()
     outputs = await asyncio.gather(*(handed_over(cluster.d, cluster.p, text) for text in cluster.prompts))
     assert identical(outputs, cluster.references) == len(LENGTHS)
-    assert cluster.p.pulls() == {"ok": len(LENGTHS)}
+    assert await cluster.p.pulls(len(LENGTHS)) == {"ok": len(LENGTHS)}
 
     await cluster.fresh()
     pairs = [(cluster.p, cluster.d), (cluster.d, cluster.p)]
@@ -112,7 +113,9 @@ async def test_roles_reversed_and_both_directions_at_once(cluster: Cluster) -> N
         *(handed_over(*pairs[index % 2], text) for index, text in enumerate(cluster.prompts))
     )
     assert identical(outputs, cluster.references) == len(LENGTHS)
-    assert cluster.p.pulls() + cluster.d.pulls() == {"ok": len(LENGTHS)}
+    to_p = len(LENGTHS) // 2
+    assert await cluster.p.pulls(to_p) == {"ok": to_p}
+    assert await cluster.d.pulls(len(LENGTHS) - to_p) == {"ok": len(LENGTHS) - to_p}
 
 
 async def test_the_first_token_is_carried(cluster: Cluster) -> None:
@@ -124,7 +127,7 @@ async def test_the_first_token_is_carried(cluster: Cluster) -> None:
         handle = cluster.p.handle(transfer_id, len(text))
         outputs.append(first + await cluster.d.generate(text + first, NEW_TOKENS - 1, importing(handle)))
     assert identical(outputs, cluster.references) == len(LENGTHS)
-    assert cluster.d.pulls() == {"ok": len(LENGTHS)}
+    assert await cluster.d.pulls(len(LENGTHS)) == {"ok": len(LENGTHS)}
 
 
 async def test_only_what_is_not_cached_is_pulled(cluster: Cluster) -> None:
@@ -136,7 +139,7 @@ async def test_only_what_is_not_cached_is_pulled(cluster: Cluster) -> None:
     assert (ended.ok, ended.tokens) == (True, 1000 - 512)  # whole blocks of 128 were cached
 
     assert await handed_over(cluster.p, cluster.d, text, split=500) == reference
-    assert cluster.d.pulls() == {"ok": 1, "cached": 1}
+    assert await cluster.d.pulls(2) == {"ok": 1, "cached": 1}
     await emptied(cluster.p)  # although nothing was pulled
 
 
@@ -157,7 +160,7 @@ async def test_zeroed_kv_would_be_noticed(cluster: Cluster) -> None:
     await cluster.fresh()
     await cluster.d.ask("fault", zero=True, corrupt=False)
     outputs = [await handed_over(cluster.p, cluster.d, text) for text in cluster.prompts]
-    assert cluster.d.pulls() == {"ok": len(LENGTHS)}
+    assert await cluster.d.pulls(len(LENGTHS)) == {"ok": len(LENGTHS)}
     assert identical(outputs, cluster.references) < len(LENGTHS) / 2
 
 
@@ -166,7 +169,7 @@ async def test_corruption_is_recomputed(cluster: Cluster) -> None:
     await cluster.p.ask("fault", zero=False, corrupt=True)
     outputs = await asyncio.gather(*(handed_over(cluster.p, cluster.d, text) for text in cluster.prompts))
     assert identical(outputs, cluster.references) == len(LENGTHS)
-    assert cluster.d.pulls() == {"checksum": len(LENGTHS)}
+    assert await cluster.d.pulls(len(LENGTHS)) == {"checksum": len(LENGTHS)}
     await emptied(cluster.p)
 
 
@@ -175,18 +178,18 @@ async def test_lossy_kv_stays_away_from_exact_requests(cluster: Cluster, codec: 
     await cluster.fresh()
     texts, references = cluster.prompts[-6:], cluster.references[-6:]
     outputs = [await handed_over(cluster.p, cluster.d, text, codec=codec) for text in texts]
-    assert cluster.d.pulls() == {"ok": 6}
+    assert await cluster.d.pulls(6) == {"ok": 6}
     assert all(len(output) == NEW_TOKENS for output in outputs)
     exact = [await handed_over(cluster.p, cluster.d, text) for text in texts]
     assert identical(exact, references) == 6
-    assert cluster.d.pulls() == {"ok": 12}
+    assert await cluster.d.pulls(12) == {"ok": 12}
 
 
 async def test_lossy_kv_is_refused_without_a_salt(cluster: Cluster) -> None:
     await cluster.fresh()
     text, reference = cluster.prompts[-1], cluster.references[-1]
     assert await handed_over(cluster.p, cluster.d, text, codec=Codec.INT4, salt=False) == reference
-    assert cluster.d.pulls() == {"unsalted": 1}
+    assert await cluster.d.pulls(1) == {"unsalted": 1}
     await emptied(cluster.p)
 
 
@@ -197,7 +200,7 @@ async def test_waiting_for_kv_ends_at_its_deadline_and_leaves_the_cpu_alone(clus
     output = await cluster.d.generate(cluster.prompts[10], NEW_TOKENS, importing(handle, deadline_s=2.0))
     after = await cluster.d.ask("levels")
     assert output == cluster.references[10]
-    (code,) = cluster.d.pulls()
+    (code,) = await cluster.d.pulls()
     assert code in ("timeout", "unknown_transfer")
     assert (after["cpu_s"] - before["cpu_s"]) / (after["now_s"] - before["now_s"]) < 0.6
 
@@ -230,7 +233,7 @@ async def test_an_aborted_prefill_drops_its_staging(cluster: Cluster) -> None:
     doomed.cancel()
     handle = cluster.p.handle("doomed", len(text))
     assert await cluster.d.generate(text, NEW_TOKENS, importing(handle)) == cluster.references[-1]
-    assert cluster.d.pulls() == {"released": 1}
+    assert await cluster.d.pulls(1) == {"released": 1}
 
 
 async def test_a_killed_exporter_is_recomputed(cluster: Cluster) -> None:
@@ -242,5 +245,5 @@ async def test_a_killed_exporter_is_recomputed(cluster: Cluster) -> None:
     cluster.p.kill()
     output = await asyncio.wait_for(cluster.d.generate(text, NEW_TOKENS, importing(handle)), 15)
     assert output == reference
-    (code,) = cluster.d.pulls()
+    (code,) = await cluster.d.pulls()
     assert code in ("unreachable", "peer_lost")

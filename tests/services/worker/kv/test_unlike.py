@@ -59,7 +59,7 @@ async def test_two_ranks_to_one(cluster: Cluster) -> None:
     await cluster.fresh()
     outputs = await asyncio.gather(*(handed_over(cluster.two, cluster.one, text) for text in cluster.prompts))
     assert identical(outputs, cluster.references) == COUNT
-    assert cluster.one.pulls() == {"ok": COUNT}
+    assert await cluster.one.pulls(COUNT) == {"ok": COUNT}
     await emptied(cluster.two)
 
 
@@ -67,7 +67,7 @@ async def test_one_rank_to_two(cluster: Cluster) -> None:
     await cluster.fresh()
     outputs = await asyncio.gather(*(handed_over(cluster.one, cluster.two, text) for text in cluster.prompts))
     assert identical(outputs, cluster.references) == COUNT
-    assert cluster.two.pulls() == {"ok": 2 * COUNT}  # one a rank
+    assert await cluster.two.pulls(2 * COUNT) == {"ok": 2 * COUNT}  # one a rank
     await emptied(cluster.one)
 
 
@@ -79,14 +79,14 @@ async def test_bfloat16_between_block_sizes(cluster: Cluster) -> None:
         await cluster.fresh()
         outputs = [await handed_over(source, target, text) for text in cluster.prompts]
         assert identical(outputs, references) == COUNT
-        assert target.pulls() == {"ok": COUNT}
+        assert await target.pulls(COUNT) == {"ok": COUNT}
 
 
 async def test_bfloat16_to_float32(cluster: Cluster) -> None:
     """Not identical, but the same model: most first tokens agree."""
     await cluster.fresh()
     outputs = [await handed_over(cluster.half, cluster.one, text) for text in cluster.prompts]
-    assert cluster.one.pulls() == {"ok": COUNT}
+    assert await cluster.one.pulls(COUNT) == {"ok": COUNT}
     firsts = sum(output[0] == reference[0] for output, reference in zip(outputs, cluster.references, strict=True))
     assert firsts > COUNT / 2
 
@@ -100,7 +100,7 @@ async def test_preemption_under_a_tight_kv_space(cluster: Cluster) -> None:
     outputs = await asyncio.gather(*(handed_over(cluster.one, cluster.tight, text, new_tokens=200) for text in texts))
     assert identical(outputs, references) == len(texts)
     assert (await cluster.tight.ask("levels"))["preemptions"] > 0
-    assert cluster.tight.pulls() == {"ok": len(texts)}
+    assert await cluster.tight.pulls(len(texts)) == {"ok": len(texts)}
 
     await cluster.fresh()
     big = [text + text + text[:300] for text in texts]
@@ -108,4 +108,4 @@ async def test_preemption_under_a_tight_kv_space(cluster: Cluster) -> None:
     await cluster.fresh()
     outputs = await asyncio.gather(*(handed_over(cluster.tight, cluster.one, text) for text in big))
     assert identical(outputs, references) == len(big)
-    assert cluster.one.pulls() == {"ok": len(big)}
+    assert await cluster.one.pulls(len(big)) == {"ok": len(big)}
