@@ -52,10 +52,10 @@ def geometry_name(info: InstanceInfo) -> str:
 class CalibratedKind(msgspec.Struct, frozen=True):
     """One kind of instance.
 
-    A step takes scale × the step model × slowdown[busy neighbours on its host]. The step model is the catalogue's
-    accelerator with compute and bandwidth times these factors; step_s and sequence_s are what a step and each of its
-    sequences cost besides. saturation_tokens: the least chunk that reaches 90 % of the best prefill throughput.
-    bias_percent: predicted total over measured total − 1.
+    A step takes (scale × the step model + chunk_s × prefill chunks) × slowdown[busy neighbours on its host]. The step
+    model is the catalogue's accelerator with compute and bandwidth times these factors; step_s and sequence_s are what
+    a step and each of its sequences cost besides. saturation_tokens: the least chunk that reaches 90 % of the best
+    prefill throughput. bias_percent: predicted total over measured total − 1.
     """
 
     kind: Kind
@@ -70,6 +70,7 @@ class CalibratedKind(msgspec.Struct, frozen=True):
     step_s: float
     sequence_s: float
     scale: float
+    chunk_s: float
     slowdown: tuple[float, ...]
     saturation_tokens: int
     rates: Rates
@@ -85,7 +86,9 @@ class CalibratedKind(msgspec.Struct, frozen=True):
             matrix_flops={name: rate * self.compute_factor for name, rate in device.matrix_flops.items()},
         )
         costs = replace(model.efficiencies, step_s=self.step_s, sequence_s=self.sequence_s)
-        return ScaledSteps(StepModel(fitted, model.geometry, kind.tensor_parallel, 1, kind.dtype, costs), self.scale)
+        return ScaledSteps(
+            StepModel(fitted, model.geometry, kind.tensor_parallel, 1, kind.dtype, costs), self.scale, self.chunk_s
+        )
 
 
 class ControlPlane(msgspec.Struct, frozen=True):
@@ -134,18 +137,23 @@ class Calibration(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ScaledSteps:
-    """Step times of a model, all times `factor`."""
+    """Step times of a model, all times `factor`, and `chunk_s` more for each prefill chunk."""
 
     model: StepModel
     factor: float = 1.0
+    chunk_s: float = 0.0
 
     def times(self, factor: float) -> "ScaledSteps":
         """The same, longer by one more factor."""
-        return ScaledSteps(self.model, self.factor * factor)
+        return ScaledSteps(self.model, self.factor * factor, self.chunk_s * factor)
 
     def step_time_s(self, batch: Batch) -> float:
         """See StepModel."""
-        return self.factor * self.model.step_time_s(batch)
+        return self.factor * self.model.step_time_s(batch) + self.chunk_s * len(batch.prefill)
+
+    def prefill_time_s(self, tokens: int) -> float:
+        """Seconds of a step of one chunk without earlier context."""
+        return self.step_time_s(Batch(((tokens, 0),)))
 
     def decode_time_s(self, count: int, context_tokens: int) -> float:
         """See StepModel."""
@@ -157,14 +165,20 @@ class ScaledSteps:
         return tuple((taken, self.factor * first, self.factor * last) for taken, first, last in runs)
 
 
-def scaled_rates(rates: Rates, factor: float) -> Rates:
-    """Rates of an instance that takes `factor` times as long for everything."""
+def scaled_rates(rates: Rates, factor: float, chunk_s: float = 0.0, chunk: int = 512) -> Rates:
+    """Rates of an instance that takes `factor` times as long, and `chunk_s` more for each chunk of `chunk` tokens."""
 
-    def scaled(cost: Any) -> Any:
-        return None if cost is None else type(cost)(**{k: v * factor for k, v in msgspec.to_builtins(cost).items()})
+    def scaled(cost: Any, **more: float) -> Any:
+        if cost is None:
+            return None
+        plain = {name: value * factor + more.get(name, 0.0) for name, value in msgspec.to_builtins(cost).items()}
+        return type(cost)(**plain)
 
     return msgspec.structs.replace(
-        rates, prefill=scaled(rates.prefill), chunked=scaled(rates.chunked), batch=scaled(rates.batch)
+        rates,
+        prefill=scaled(rates.prefill, k_p=chunk_s / chunk, b_p=chunk_s / 2.0),  # the last chunk is half full on average
+        chunked=scaled(rates.chunked, b_c=chunk_s),
+        batch=scaled(rates.batch, p2=chunk_s),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import nnls
 
 from shared.cost.fit import mape
 from shared.cost.live import LiveFit, TimedStep, fit_live
@@ -12,21 +13,24 @@ from shared.cost.shared_host import NEAR, Curve, Floats, slowdown_at, slowdown_c
 from shared.cost.step import Batch, StepModel
 from shared.errors import InvalidRequest
 
-_ROUNDS = 3
+_ROUNDS = 4
 _OF_A_SORT = 40  # steps of one sort that are fitted: the rare ones must count, too
 _LEAST = 32  # steps in all
+_KERNEL_SHARE = 0.2  # of a step, at least
 
 
 @dataclass(frozen=True, slots=True)
 class HostFit:
-    """Step times = scale × the fitted model × slowdown at the number of busy neighbours.
+    """Step times = (scale × the fitted model + chunk_s × prefill chunks) × slowdown at the number of busy neighbours.
 
-    scale: the fit keeps to typical steps, this to their mean. mape, naive_mape: shares, on steps that nothing was
-    fitted to; naive is the accelerator as the catalogue has it. bias: their predicted over their measured total − 1.
+    scale: the fit keeps to typical steps, this to their mean. chunk_s: what a prefill chunk costs besides its tokens
+    (taking the request in, staging its KV). mape, naive_mape: shares, on steps that nothing was fitted to; naive is the
+    accelerator as the catalogue has it. bias: their predicted over their measured total − 1.
     """
 
     live: LiveFit
     scale: float
+    chunk_s: float
     slowdown: Curve
     samples: int
     mape: float
@@ -43,32 +47,49 @@ def fit_on_host(model: StepModel, steps: Sequence[TimedStep], others: Floats, se
         raise InvalidRequest(f"{len(steps)} timed steps are too few to calibrate, {_LEAST} are needed")
     order = np.random.default_rng(seed).permutation(len(steps))
     seen, unseen = order[: (len(steps) + 1) // 2], order[(len(steps) + 1) // 2 :]
-    live, scale, slowdown = _fit([steps[at] for at in seen], others[seen], model, seed)
-    fitted = live.step_model(model.geometry, model.tensor_parallel, model.dtype)
+    live, scale, chunk_s, slowdown = _fit([steps[at] for at in seen], others[seen], model, seed)
     judged = [steps[at] for at in unseen]
     measured = np.array([step.seconds for step in judged])
-    predicted = scale * _times(fitted, judged) * slowdown_at(slowdown, others[unseen])
+    alone = scale * _times(_fitted(live, model), judged) + chunk_s * _chunks(judged)
+    predicted = alone * slowdown_at(slowdown, others[unseen])
     return HostFit(
-        live, scale, slowdown, len(steps), mape(predicted, measured), mape(_times(model, judged), measured),
+        live, scale, chunk_s, slowdown, len(steps), mape(predicted, measured), mape(_times(model, judged), measured),
         float(predicted.sum() / measured.sum()) - 1.0,
     )  # fmt: skip
 
 
-def _fit(steps: Sequence[TimedStep], others: Floats, model: StepModel, seed: int) -> tuple[LiveFit, float, Curve]:
-    """In turn: the model from times without the neighbours' part, then that part from the model."""
-    seconds = np.array([step.seconds for step in steps])
-    chosen = _balanced(steps, seed)
+def _fit(
+    steps: Sequence[TimedStep], others: Floats, model: StepModel, seed: int
+) -> tuple[LiveFit, float, float, Curve]:
+    """In turn: the model from times without the parts of neighbours and chunks, then those parts from the model."""
+    seconds, chunks, chosen = np.array([step.seconds for step in steps]), _chunks(steps), _balanced(steps, seed)
+    quiet = others <= NEAR
+    if not quiet.any():
+        quiet = np.ones(len(steps), dtype=np.bool_)
     curve: Curve = (1.0,)
     for _ in range(_ROUNDS):
         alone = seconds / slowdown_at(curve, others)
-        live = fit_live(model, [replace(steps[at], seconds=float(alone[at])) for at in chosen], seed)
-        times = _times(live.step_model(model.geometry, model.tensor_parallel, model.dtype), steps)
-        quiet = others <= NEAR
-        if not quiet.any():
-            quiet = np.ones(len(steps), dtype=np.bool_)
-        scale = float(alone[quiet].sum() / times[quiet].sum())
-        curve = slowdown_curve(others, seconds, scale * times)
-    return live, scale, curve
+        chunk_s = _chunk_cost([steps[at].batch for at in chosen], alone[chosen])
+        kernels = np.maximum(alone - chunk_s * chunks, _KERNEL_SHARE * alone)
+        live = fit_live(model, [replace(steps[at], seconds=float(kernels[at])) for at in chosen], seed)
+        times = _times(_fitted(live, model), steps)
+        scale = float((alone - chunk_s * chunks)[quiet].sum() / times[quiet].sum())
+        curve = slowdown_curve(others, seconds, scale * times + chunk_s * chunks)
+    return live, scale, chunk_s, curve
+
+
+def _chunk_cost(batches: Sequence[Batch], alone: Floats) -> float:
+    """Seconds a chunk, in a sum of parts that grow with a step's counts; least squares of relative errors, none < 0."""
+    table = np.array([_counts(batch) for batch in batches])
+    parts, _ = nnls(table / alone[:, None], np.ones(len(alone)))
+    return float(parts[0])
+
+
+def _counts(batch: Batch) -> tuple[float, ...]:
+    """Chunks first; a step itself, tokens and pairs of attention of its prefills, its decodes and their context."""
+    tokens = sum(new for new, _ in batch.prefill)
+    pairs = sum(new * (before + new / 2.0) for new, before in batch.prefill)
+    return len(batch.prefill), 1.0, tokens, pairs, batch.decode_count, batch.decode_context_tokens
 
 
 def _balanced(steps: Sequence[TimedStep], seed: int) -> list[int]:
@@ -85,6 +106,14 @@ def _sort(batch: Batch) -> tuple[int, ...]:
     mean = batch.decode_context_tokens // max(1, batch.decode_count)
     parts = (prefill, len(batch.prefill), sum(before for _, before in batch.prefill), batch.decode_count, mean // 64)
     return tuple(part.bit_length() for part in parts)
+
+
+def _fitted(live: LiveFit, model: StepModel) -> StepModel:
+    return live.step_model(model.geometry, model.tensor_parallel, model.dtype)
+
+
+def _chunks(steps: Sequence[TimedStep]) -> Floats:
+    return np.array([float(len(step.batch.prefill)) for step in steps])
 
 
 def _times(model: StepModel, steps: Sequence[TimedStep]) -> Floats:

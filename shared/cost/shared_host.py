@@ -1,6 +1,6 @@
-"""Instances that share a host's cores: how much slower a step gets while others compute, measured and expected."""
+"""Instances that share a host's cores: how much slower a step gets while others compute."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,15 +57,6 @@ def slowdown_at(curve: Curve, others: Floats) -> Floats:
     slope = curve[-1] - curve[-2] if reach else 0.0
     within = np.asarray(np.interp(others, np.arange(reach + 1), curve), dtype=np.float64)
     return np.asarray(within + slope * np.maximum(0.0, others - reach))
-
-
-def expected_slowdown(curve: Curve, busy_shares: Iterable[float]) -> float:
-    """The mean of the curve when each other instance is busy that share of the time, independently of the rest."""
-    chances: Floats = np.ones(1)
-    for share in busy_shares:
-        p = min(max(share, 0.0), 1.0)
-        chances = np.asarray(np.convolve(chances, (1.0 - p, p)), dtype=np.float64)
-    return float(chances @ slowdown_at(curve, np.arange(len(chances), dtype=np.float64)))
 
 
 def joined(parts: Sequence[Floats]) -> Floats:

@@ -3,18 +3,21 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from shared.cost.calibration import Calibration, ControlPlane, Kind, ScaledSteps
 from shared.cost.library import Library
-from shared.cost.shared_host import Curve, expected_slowdown
+from shared.cost.shared_host import Curve, slowdown_at
 from shared.cost.transfer import Link
 from shared.domain.instance import InstanceInfo, Role
 from shared.sim.cluster import simulate
-from shared.sim.outcomes import SimResult
+from shared.sim.outcomes import LoadTimeline, SimResult
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
 from shared.sim.workload import Workload
 
 _UNSEEN_BYTES_S = 1e12  # of a link too fast to be measured
 _ROUNDS = 4
+_SAMPLES = 4000  # of who is busy, over the arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +92,15 @@ def simulate_on_hosts(
 ) -> SimResult:
     """A run in which instances of one host slow each other down, by how busy the run finds them to be.
 
-    In turn: simulate, and lengthen each instance's steps by its expected slowdown at the others' busy shares. That
-    takes the moments at which neighbours compute for independent of each other.
+    In turn: simulate, and lengthen each instance's steps by the mean of its slowdown over the moments at which it
+    computes. Which neighbours compute at the same moments is in that; which of its steps they lengthen is not.
     """
+    span_s = float(workload.arrival_s[-1] - workload.arrival_s[0])
+    run = replace(run, sample_s=run.sample_s or max(span_s, 1.0) / _SAMPLES)
     factors = dict.fromkeys(neighbours, 1.0)
     result = simulate(workload, instances, run)
     for _ in range(_ROUNDS):
-        busy = {use.instance_id: use.busy_s / result.duration_s for use in result.instances if result.duration_s > 0}
-        wanted = {name: _slowdown(name, neighbours, busy) for name in neighbours}
+        wanted = _slowdowns([spec.instance_id for spec in instances], neighbours, result.timeline)
         if all(abs(wanted[name] / factors[name] - 1.0) < 1e-3 for name in wanted):
             break
         factors = wanted
@@ -104,10 +108,19 @@ def simulate_on_hosts(
     return result
 
 
-def _slowdown(name: str, neighbours: Mapping[str, Neighbours], busy: Mapping[str, float]) -> float:
-    mine = neighbours[name]
-    shares = [busy.get(other, 0.0) for other, at in neighbours.items() if other != name and at.host == mine.host]
-    return expected_slowdown(mine.slowdown, shares)
+def _slowdowns(
+    names: Sequence[str], neighbours: Mapping[str, Neighbours], timeline: LoadTimeline | None
+) -> dict[str, float]:
+    """For each instance the mean over the samples at which it is busy; an instance with work in it counts as busy."""
+    assert timeline is not None
+    busy = (timeline.decoding > 0) | (timeline.queued_prefill_tokens > 0)
+    found = {}
+    for at, name in enumerate(names):
+        host = neighbours[name].host
+        beside = [other for other, them in enumerate(names) if other != at and neighbours[them].host == host]
+        others = busy[busy[:, at]][:, beside].sum(axis=1).astype(np.float64)
+        found[name] = float(slowdown_at(neighbours[name].slowdown, others).mean()) if len(others) else 1.0
+    return found
 
 
 def _slower(spec: InstanceSpec, factors: Mapping[str, float]) -> InstanceSpec:

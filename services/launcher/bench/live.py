@@ -33,7 +33,7 @@ from services.launcher.demo.run import on_free_ports
 from services.launcher.up import RunningSuite, running_suite
 
 AIM_PERCENT = 15.0
-TOLD_APART = 0.1  # a live difference between the policies of less than this share decides nothing
+TOLD_APART = 0.15  # a live difference between the policies of less than this share decides nothing
 TRIES = 3  # of each measurement, when others use this machine meanwhile ...
 QUIET_CORES = 0.15  # ... by more than this
 SEED = 7

@@ -108,5 +108,5 @@ EMULATED = Scenario(
         Variant("round_robin", {"placement": "round_robin"}),
         Variant("none", {"split": "none"}),
     ),
-    prompt_tokens=700.0, output_tokens=40.0, share=1.0, requests=150, streaming=False,
+    prompt_tokens=700.0, output_tokens=40.0, share=1.0, requests=100, streaming=False,
 )  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shared.cost.calibration import CalibratedKind, Kind, geometry_name, scaled_rates
+from shared.cost.calibration import CalibratedKind, Kind, ScaledSteps, geometry_name, scaled_rates
 from shared.cost.host_fit import HostFit, fit_on_host
 from shared.cost.library import Library
 from shared.cost.linear import rates_of, saturation_tokens
@@ -40,14 +40,15 @@ def _fit(
     beside = joined([others[name] for name in names])
     fit = fit_on_host(model, timed, beside)
     fitted = fit.live.step_model(model.geometry, kind.tensor_parallel, kind.dtype)
+    times = ScaledSteps(fitted, fit.scale, fit.chunk_s)
     chunk = min(one.info.chunk_size for one in group)
     return CalibratedKind(
         kind=kind, geometry=geometry, instances=tuple(names), samples=fit.samples,
         mape_percent=100.0 * fit.mape, naive_mape_percent=100.0 * fit.naive_mape, bias_percent=100.0 * fit.bias,
         **_factors(model, fit), step_s=fit.live.efficiencies.step_s, sequence_s=fit.live.efficiencies.sequence_s,
-        scale=fit.scale, slowdown=fit.slowdown,
-        saturation_tokens=saturation_tokens(fitted.prefill_time_s, most=max(32, group[0].info.max_model_len)),
-        rates=scaled_rates(rates_of(fitted, chunk), fit.scale),
+        scale=fit.scale, chunk_s=fit.chunk_s, slowdown=fit.slowdown,
+        saturation_tokens=saturation_tokens(times.prefill_time_s, most=max(32, group[0].info.max_model_len)),
+        rates=scaled_rates(rates_of(fitted, chunk), fit.scale, fit.chunk_s, chunk),
     )  # fmt: skip
 
 

@@ -27,8 +27,8 @@ def calibrated(**more: object) -> CalibratedKind:
     values: dict[str, object] = {
         "kind": KIND, "geometry": "Llama-3-8B", "instances": ("p0", "d0"), "samples": 100, "mape_percent": 12.5,
         "naive_mape_percent": 90.0, "bias_percent": -0.5, "compute_factor": 0.5, "bandwidth_factor": 0.25,
-        "step_s": 2e-3, "sequence_s": 1e-4, "scale": 1.1, "slowdown": (1.0, 1.25), "saturation_tokens": 256,
-        "rates": RATES, **more,
+        "step_s": 2e-3, "sequence_s": 1e-4, "scale": 1.1, "chunk_s": 3e-3, "slowdown": (1.0, 1.25),
+        "saturation_tokens": 256, "rates": RATES, **more,
     }  # fmt: skip
     return CalibratedKind(**values)  # type: ignore[arg-type]
 
@@ -76,6 +76,8 @@ def test_step_times_are_those_of_the_fitted_model(library: Library) -> None:
     times = calibrated().step_times(library)
     batch = Batch(((512, 0),), 4, 400)
     assert times.step_time_s(batch) > 1.1 * 2.0 * (plain.step_time_s(batch) - plain.efficiencies.step_s) * 0.9
+    assert times.step_time_s(batch) - 1.1 * times.model.step_time_s(batch) == pytest.approx(3e-3)
+    assert times.prefill_time_s(64) == times.step_time_s(Batch(((64, 0),)))
     assert times.decode_time_s(2, 200) == pytest.approx(times.step_time_s(Batch((), 2, 200)))
     steps = times.decode_segments(2, 200, 10)
     assert sum(taken for taken, _, _ in steps) == 10
@@ -88,5 +90,9 @@ def test_rates_scale_and_keep_their_price() -> None:
     assert twice.prefill == PartialPrefillCost(2e-4, 0.02)
     assert twice.batch == HuaweiCost(2, 4, 6, 8, 10, 12, 14, 16)
     assert scaled_rates(Rates(), 2.0) == Rates()
+    chunked = scaled_rates(RATES, 1.0, 0.008, 400)
+    assert chunked.prefill == PartialPrefillCost(1e-4 + 2e-5, 0.014)
+    assert chunked.chunked == ChunkedCost(1e-6, 1e-7, 0.058)
+    assert chunked.batch == HuaweiCost(1, 2.008, 3, 4, 5, 6, 7, 8)
     known = Rates(price_per_hour=3.0, weight=2.0)
     assert merged_rates(known, RATES) == msgspec.structs.replace(RATES, price_per_hour=3.0, weight=2.0)

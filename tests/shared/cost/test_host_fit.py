@@ -13,6 +13,7 @@ from shared.cost.step import Batch, StepModel
 from shared.errors import InvalidRequest
 
 CURVE = (1.0, 1.25, 1.8)
+CHUNK_S = 0.2
 
 
 def batches(rng: np.random.Generator, count: int) -> list[Batch]:
@@ -34,14 +35,17 @@ def test_speed_and_neighbours_are_told_apart(library: Library) -> None:
     steps = batches(rng, 900)
     others = rng.choice([0.0, 1.0, 2.0], len(steps), p=[0.5, 0.3, 0.2])
     noise = np.exp(rng.normal(0.0, 0.05, len(steps)))
-    seconds = [truth.step_time_s(b) * k * n for b, k, n in zip(steps, slowdown_at(CURVE, others), noise, strict=True)]
+    alone = np.array([truth.step_time_s(batch) + CHUNK_S * len(batch.prefill) for batch in steps])
+    seconds = alone * slowdown_at(CURVE, others) * noise
     found = fit_on_host(model, [TimedStep(b, s) for b, s in zip(steps, seconds, strict=True)], others)
     assert found.slowdown == pytest.approx(CURVE, rel=0.06)
     assert found.mape < 0.1 < found.naive_mape
     assert abs(found.bias) < 0.05
     alone = found.live.step_model(model.geometry, 1, "float32")
     for batch in (Batch((), 4, 1200), Batch(((256, 0),), 0, 0), Batch(((128, 0),), 4, 800)):
-        assert found.scale * alone.step_time_s(batch) == pytest.approx(truth.step_time_s(batch), rel=0.1)
+        chunks = len(batch.prefill)
+        want_s = truth.step_time_s(batch) + CHUNK_S * chunks
+        assert found.scale * alone.step_time_s(batch) + found.chunk_s * chunks == pytest.approx(want_s, rel=0.1)
 
 
 def test_too_few_steps(library: Library) -> None:

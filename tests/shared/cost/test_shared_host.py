@@ -1,9 +1,9 @@
-"""Neighbours on one host: overlap of steps, the curve of slow-downs, and its expectation."""
+"""Neighbours on one host: overlap of steps, and the curve of slow-downs."""
 
 import numpy as np
 import pytest
 
-from shared.cost.shared_host import expected_slowdown, others_busy, slowdown_at, slowdown_curve
+from shared.cost.shared_host import others_busy, slowdown_at, slowdown_curve
 
 
 def interval(*pairs: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
@@ -43,10 +43,3 @@ def test_a_curve_never_falls_and_ends_where_too_little_was_seen() -> None:
 def test_beyond_its_end_a_curve_goes_on_as_steeply() -> None:
     assert slowdown_at((1.0, 1.2, 1.6), np.array([0.5, 2.0, 3.0])) == pytest.approx([1.1, 1.6, 2.0])
     assert slowdown_at((1.0,), np.array([0.0, 5.0])) == pytest.approx([1.0, 1.0])
-
-
-def test_expectation_over_independent_neighbours() -> None:
-    assert expected_slowdown((1.0, 1.5, 2.5), []) == 1.0
-    assert expected_slowdown((1.0, 1.5, 2.5), [1.0, 1.0]) == pytest.approx(2.5)
-    assert expected_slowdown((1.0, 1.5, 2.5), [0.5, 0.5]) == pytest.approx(0.25 * 1.0 + 0.5 * 1.5 + 0.25 * 2.5)
-    assert expected_slowdown((1.0, 2.0), [1.7]) == pytest.approx(2.0)  # a share is at most 1

@@ -30,7 +30,7 @@ INSTANCES = (live("p0", Role.PREFILL), live("d0", Role.DECODE))
 
 def calibration(*slowdown: float) -> Calibration:
     kind = CalibratedKind(
-        INSTANCES[0].kind, "Llama-3-8B", ("p0", "d0"), 100, 5.0, 50.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0,
+        INSTANCES[0].kind, "Llama-3-8B", ("p0", "d0"), 100, 5.0, 50.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0,
         slowdown, 512, Rates(),
     )  # fmt: skip
     return Calibration("d", "c", CONTROL, (kind,))
