@@ -12,11 +12,11 @@ import msgspec
 from dashboard.dashboard_settings import DashboardSettings
 from dashboard.operations import Action, Intent
 from dashboard.records import AuditEntry, ClusterSummary, InstanceRow, LengthSource, PoliciesInForce
-from shared.clients.http import JsonClient
-from shared.clients.monitor import MonitorClient
-from shared.clients.scheduler import SchedulerAdmin
 from shared.errors import PolyphaseError, Unavailable
 from shared.timeline import RequestTimeline
+from shared.wire.clients.http import JsonClient
+from shared.wire.clients.monitor import MonitorClient
+from shared.wire.clients.scheduler import SchedulerAdmin
 from shared.wire.messages import JobReport
 
 WHO = "dashboard"  # stands in the audit

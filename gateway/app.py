@@ -23,11 +23,11 @@ from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import PERIOD_S, Reporter
 from gateway.settings import GatewaySettings
-from shared.clients.scheduler import SchedulerClient
 from shared.errors import InvalidRequest
 from shared.runtime.http import SHUTDOWN_S
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
+from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Curve, Sockets
 

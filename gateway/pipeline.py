@@ -9,13 +9,13 @@ import time
 from gateway.job import Job
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
-from shared.clients.scheduler import SchedulerClient
 from shared.domain.job import Phase
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Busy, DeadlineExceeded, PolyphaseError, Unavailable, WrongRole
 from shared.runtime.logs import get_log
 from shared.timeline import Span
+from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import (
     DecodeRequest,
     PrefetchRequest,

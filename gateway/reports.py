@@ -4,8 +4,8 @@ from collections import deque
 
 from gateway.job import Job
 from gateway.metrics import GatewayMetrics
-from shared.clients.scheduler import SchedulerClient
 from shared.errors import PolyphaseError
+from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import JobReport
 
 PERIOD_S = 0.1

@@ -1,10 +1,40 @@
 """What holds for all tests."""
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from shared.cost.library import Library
 
 # Machines are shared and noisy: no test is judged by its time. In CI the same examples are drawn each time, so that a
 # rare one is found by who changes the code and not by who merges.
 settings.register_profile("default", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("default")
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    return Library.built_in()
+
+
+@pytest.fixture(scope="session")
+def profiles() -> Path:
+    """Public profiles of operators and runs."""
+    return _public("profiles")
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """Public traces of requests."""
+    return _public("traces")
+
+
+def _public(name: str) -> Path:
+    """A folder of public data: in POLYPHASE_DATA, or in `shared/data` beside the repository. The project has none."""
+    named = os.environ.get("POLYPHASE_DATA")
+    folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not (folder / name).is_dir():
+        pytest.skip(f"no public data at {folder / name}: set POLYPHASE_DATA to a folder that holds `{name}/`")
+    return folder / name

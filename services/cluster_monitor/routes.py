@@ -15,9 +15,9 @@ from services.cluster_monitor.flips import Operations
 from services.cluster_monitor.memory import Memory
 from services.cluster_monitor.registry import Registry
 from services.cluster_monitor.slo import SloService
-from shared.clients.monitor import ACTOR_HEADER
 from shared.domain.instance import Role
 from shared.store.write_behind import WriteBehind
+from shared.wire.clients.monitor import ACTOR_HEADER
 
 
 @dataclass(frozen=True, slots=True)

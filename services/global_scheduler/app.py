@@ -14,12 +14,12 @@ from services.global_scheduler.reports import Reports
 from services.global_scheduler.routes import State, router
 from services.global_scheduler.settings import SchedulerSettings
 from services.global_scheduler.wiring import open_broadcast, open_rpc, open_sockets, watch
-from shared.clients.http import JsonClient
 from shared.runtime.http import service_app
 from shared.runtime.tasks import background
 from shared.store.database import open_engine
 from shared.store.retention import Retention
 from shared.store.write_behind import WriteBehind
+from shared.wire.clients.http import JsonClient
 
 FORWARD_S = 1.0
 

@@ -6,9 +6,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as PrometheusCounter
 
-from shared.clients.http import JsonClient
 from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
+from shared.wire.clients.http import JsonClient
 
 log = get_log(__name__)
 CAPACITY = 10_000

@@ -9,7 +9,7 @@ from shared.domain.instance import ClusterView
 from shared.domain.route import Route
 from shared.errors import PolyphaseError
 from shared.policy.ledger import WorkloadLedger
-from shared.policy.live import LiveIndex
+from shared.policy.load_tracker import LoadTracker
 from shared.policy.placement import assignments, place
 from shared.runtime.logs import get_log
 from shared.wire.messages import PlaceRequest
@@ -25,7 +25,7 @@ class Placer:
         self._policies = policies
         self._metrics = metrics
         self._rng = Random(seed)
-        self._live = LiveIndex()
+        self._live = LoadTracker()
         self._heard_s = 0.0
 
     def update(self, view: ClusterView) -> None:

@@ -10,8 +10,6 @@ import typer
 from rich.console import Console
 
 from services.launcher import keys, measuring, operate
-from services.launcher.calibrate.command import calibrate_app
-from services.launcher.simulate.command import simulate_command
 from services.launcher.up import UpOptions, up
 from shared.errors import PolyphaseError
 
@@ -23,7 +21,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="API keys; the keys for traffi
 bench_app = typer.Typer(no_args_is_help=True, help="Measure. Exit code 0 only if every aim is met.")
 app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")
-app.add_typer(calibrate_app, name="calibrate")
+app.add_typer(measuring.from_lab("calibrate.command", "calibrate_app"), name="calibrate")
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="State, logs and database of the suite.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")]
@@ -59,8 +57,7 @@ def demo_command(
     data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Default: a temporary folder.")] = None,
 ) -> None:
     """Start a suite on free ports, put it through everything it promises, and report."""
-    from services.launcher.demo.run import demo
-
+    demo = measuring.from_lab("demo.run", "demo")
     options = UpOptions(cluster, model)
     if not asyncio.run(demo(options, data_dir, Console(), as_json=as_json, keep=keep)):
         raise typer.Exit(1)
@@ -160,11 +157,7 @@ def _add_bench(name: str, text: str) -> None:
 
 
 def _measure(name: str, as_json: bool, *arguments: Path) -> None:
-    bench = measuring.find_bench(name)
-    if bench is None:
-        print(f"this version has no bench {name!r}", file=sys.stderr)
-        raise typer.Exit(2)
-    if not measuring.report(Console(), bench(*arguments), as_json):
+    if not measuring.report(Console(), measuring.find_bench(name)(*arguments), as_json):
         raise typer.Exit(1)
 
 
@@ -186,7 +179,7 @@ def bench_papers(
     _measure("papers", as_json, data, *([write_docs] if write_docs else []))
 
 
-app.command("simulate")(simulate_command)
+app.command("simulate")(measuring.from_lab("simulate.command", "simulate_command"))
 
 
 @app.command("predictor", context_settings=_PASS_ON)

@@ -11,27 +11,25 @@ from rich.table import Table
 # name → module and function; each gives {"figures": {name_unit: number}, "aims": {name: {want, got, met}}} and may add
 # "notes": [text].
 BENCHES: dict[str, tuple[str, str]] = {
-    "overhead": ("services.launcher.bench.overhead", "run_overhead_bench"),
-    "kv": ("services.launcher.bench.kv", "run_kv_bench"),
-    "policy": ("services.launcher.bench.policy", "run_policy_bench"),
-    "cost": ("services.launcher.bench.cost", "run_cost_bench"),
-    "live": ("services.launcher.bench.live", "run_live_bench"),
-    "sim": ("services.launcher.bench.sim", "run_sim_bench"),
-    "papers": ("services.launcher.bench.papers", "run_papers_bench"),
+    "overhead": ("bench.overhead", "run_overhead_bench"),
+    "kv": ("bench.kv", "run_kv_bench"),
+    "policy": ("bench.policy", "run_policy_bench"),
+    "cost": ("bench.cost", "run_cost_bench"),
+    "live": ("bench.live", "run_live_bench"),
+    "sim": ("bench.sim", "run_sim_bench"),
+    "papers": ("papers", "run_papers_bench"),
 }
 Bench = Callable[..., dict[str, Any]]
 
 
-def find_bench(name: str) -> Bench | None:
-    """The function of a bench; None for one that this version does not have."""
-    module, function = BENCHES[name]
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and module.startswith(error.name):
-            return None
-        raise
-    bench: Bench = getattr(found, function)
+def from_lab(module: str, name: str) -> Any:
+    """`name` of a module of `lab`, loaded by name: what serves imports nothing of what measures."""
+    return getattr(importlib.import_module(f"lab.{module}"), name)
+
+
+def find_bench(name: str) -> Bench:
+    """The function of a bench."""
+    bench: Bench = from_lab(*BENCHES[name])
     return bench
 
 

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from services.launcher import state_file
-from shared.clients.monitor import MonitorClient
 from shared.errors import NotFound
+from shared.wire.clients.monitor import MonitorClient
 
 _STYLES = {
     "ready": "green", "starting": "yellow", "draining": "magenta", "unresponsive": "red", "dead": "red",

@@ -21,7 +21,7 @@ from shared.runtime.settings import ServiceSettings
 
 # What the fork server imports, and the environment that it needs for that.
 PRELOAD = (
-    "services.worker.app", "services.worker.engines.vllm", "services.worker.kv.connector", "gateway.app",
+    "services.worker.app", "services.worker.engines.vllm", "services.worker.kv.vllm.connector", "gateway.app",
     "shared.runtime.http",
 )  # fmt: skip
 _PRELOAD_ENV = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

@@ -14,10 +14,10 @@ import psutil
 from services.launcher import state_file
 from services.launcher.process import tail
 from services.launcher.state_file import SuiteState
-from shared.clients.monitor import MonitorClient
-from shared.clients.scheduler import SchedulerAdmin
 from shared.domain.instance import InstanceState, Role
 from shared.errors import DeadlineExceeded, PolyphaseError
+from shared.wire.clients.monitor import MonitorClient
+from shared.wire.clients.scheduler import SchedulerAdmin
 
 POLL_S = 0.05
 READY_S = 120.0

@@ -12,20 +12,19 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import FastAPI, Query, Response
 
-from services.worker.decode import DecodeService
-from services.worker.dispatcher import Dispatcher
 from services.worker.engines.base import Engine, EngineInfo
+from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.dispatcher import Dispatcher
+from services.worker.jobs.lengths import LengthClient
+from services.worker.jobs.prefill import PrefillService
+from services.worker.jobs.prefill_queue import PrefillQueue
+from services.worker.jobs.roles import RoleState
 from services.worker.kv.control import KvControl
 from services.worker.kv.events import KvEvents
-from services.worker.kv_port import ConnectorPort, KvPort
-from services.worker.length_client import LengthClient
+from services.worker.kv.port import ConnectorPort, KvPort
 from services.worker.metrics import WorkerMetrics
-from services.worker.prefill import PrefillService
-from services.worker.prefill_queue import PrefillQueue
-from services.worker.roles import RoleState
 from services.worker.settings import WorkerSettings
 from services.worker.telemetry import HEARTBEAT_S, Telemetry
-from shared.clients.monitor import MonitorClient
 from shared.domain.instance import ClusterView, InstanceInfo
 from shared.domain.kv import KvHandle
 from shared.policy import registry
@@ -33,6 +32,7 @@ from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
 from shared.wire.broadcast import Publisher, Subscriber
+from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, ResumeRequest
 from shared.wire.methods import DECODE, DRAIN, FLIP, PREFETCH, PREFILL, RELEASE, RESUME
 from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
@@ -122,8 +122,8 @@ async def _start_engine(
 ) -> tuple[Engine, EngineInfo, KvPort]:
     # Each engine imports what the other does without: vLLM and torch, or the cost model.
     if settings.engine == "emulated":
-        from services.worker.emulated_kv import EmulatedPort
         from services.worker.engines.emulated import EmulatedEngine
+        from services.worker.kv.emulated import EmulatedPort
 
         emulated = EmulatedEngine(settings)
         stack.push_async_callback(emulated.close)
@@ -169,7 +169,7 @@ def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int
     )  # fmt: skip
     if not settings.rates_file:
         return info
-    from shared.cost.calibration import Calibration, Kind, merged_rates
+    from shared.cost.rates_file import Calibration, Kind, merged_rates
 
     found = Calibration.read(Path(settings.rates_file)).of(Kind.of(info, settings.threads))
     return msgspec.structs.replace(info, rates=merged_rates(info.rates, found.rates))

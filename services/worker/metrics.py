@@ -6,9 +6,9 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.worker.dispatcher import Dispatcher
-from services.worker.length_client import LengthClient
-from services.worker.roles import RoleState
+from services.worker.jobs.dispatcher import Dispatcher
+from services.worker.jobs.lengths import LengthClient
+from services.worker.jobs.roles import RoleState
 from services.worker.telemetry import Telemetry
 from shared.domain.instance import InstanceInfo
 from shared.wire.rpc_server import RpcServer

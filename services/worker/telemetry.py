@@ -2,16 +2,16 @@
 
 import time
 
-from services.worker.decode import DecodeService
 from services.worker.engines.base import Engine
-from services.worker.kv_port import KvPort
-from services.worker.prefill_queue import PrefillQueue
-from services.worker.roles import RoleState
-from shared.clients.monitor import MonitorClient
+from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.prefill_queue import PrefillQueue
+from services.worker.jobs.roles import RoleState
+from services.worker.kv.port import KvPort
 from shared.domain.instance import ClusterView, InstanceInfo, InstanceLoad
 from shared.errors import Incompatible, PolyphaseError
 from shared.runtime.logs import get_log
 from shared.wire.broadcast import Publisher
+from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import Heartbeat
 
 log = get_log(__name__)

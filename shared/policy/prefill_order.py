@@ -72,7 +72,7 @@ class Ljf:
         return sorted(range(len(jobs)), key=lambda at: -jobs[at].prompt_tokens)
 
 
-class PrefillQueue(Generic[Item]):
+class OrderedQueue(Generic[Item]):
     """Jobs waiting for prefill, each with its driver's `item`, window by window in the policy's order."""
 
     def __init__(self, policy: PrefillOrder) -> None:

@@ -3,7 +3,7 @@
 from collections import deque
 from typing import TYPE_CHECKING
 
-from shared.policy.prefill_order import Fcfs, PrefillOrder, PrefillQueue
+from shared.policy.prefill_order import Fcfs, OrderedQueue, PrefillOrder
 
 if TYPE_CHECKING:
     from shared.sim.engine import Engine
@@ -68,7 +68,7 @@ class EntryQueue:
         self._front: deque[Entry] = deque()
         # In order of arrival a plain queue does: windows would change nothing.
         self._plain: deque[Entry] | None = deque() if isinstance(order, Fcfs) else None
-        self._ordered: PrefillQueue[Entry] = PrefillQueue(order)
+        self._ordered: OrderedQueue[Entry] = OrderedQueue(order)
 
     def push(self, entry: Entry) -> None:
         """Add at the end."""

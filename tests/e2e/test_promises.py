@@ -7,9 +7,9 @@ import pytest
 import pytest_asyncio
 from rich.console import Console
 
-from services.launcher.demo import run
-from services.launcher.demo.client import ApiClient
-from services.launcher.demo.prompts import Prompts
+from lab.demo import run
+from lab.demo.client import ApiClient
+from lab.demo.prompts import Prompts
 from services.launcher.up import UpOptions, cluster_of, running_suite
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

@@ -15,11 +15,11 @@ from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
-from shared.clients.scheduler import SchedulerClient
 from shared.domain.job import Slo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.route import InstanceRef, Route
 from shared.errors import Unavailable
+from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import (
     DecodeReply,
     DecodeRequest,

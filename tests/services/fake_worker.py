@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from shared.clients.monitor import MonitorClient
 from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, KvGeometry, Role
 from shared.errors import EngineFailed
 from shared.wire.broadcast import Publisher
+from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, Heartbeat, ResumeRequest
 from shared.wire.methods import DRAIN, FLIP, RESUME
 from shared.wire.rpc_server import RpcServer, ServerCall

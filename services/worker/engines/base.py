@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from services.worker.step_log import StepLog
+from services.worker.engines.step_log import StepLog
 from shared.domain.instance import Compatibility
 from shared.domain.kv import Codec, KvHandle
 from shared.domain.rates import Rates

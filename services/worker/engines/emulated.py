@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.worker.emulated_kv import EmulatedLink
 from services.worker.engines.base import EngineInfo, EngineOutput, EngineRequest, EngineStats, Sink
+from services.worker.engines.step_log import StepLog
+from services.worker.kv.emulated import EmulatedLink
 from services.worker.settings import WorkerSettings
-from services.worker.step_log import StepLog
 from shared.cost.catalogue import Catalogue
 from shared.cost.linear import rates_of
 from shared.cost.models import bundled_geometry, geometry_from_file

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from services.worker.step_log import Chunks, StepLog
+from services.worker.engines.step_log import Chunks, StepLog
 
 
 class StepObserver:

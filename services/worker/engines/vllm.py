@@ -25,10 +25,10 @@ from vllm.v1.executor import Executor
 
 from services.worker.engines.base import EngineInfo, EngineOutput, EngineRequest, EngineStats, Sink
 from services.worker.engines.logprobs import encode_logprobs, encode_prompt_logprobs
+from services.worker.engines.step_log import StepLog
 from services.worker.engines.step_observer import StepObserver
 from services.worker.fingerprint import fingerprint
 from services.worker.settings import WorkerSettings
-from services.worker.step_log import StepLog
 from shared.domain.instance import Compatibility, KvGeometry
 from shared.errors import EngineFailed
 from shared.runtime.logs import get_log
@@ -116,7 +116,7 @@ class VllmEngine:
             "max_num_seqs": s.max_seqs, "kv_cache_memory_bytes": s.kv_cache_bytes,
             "enforce_eager": s.accelerator == "cpu", "async_scheduling": False,
             "kv_transfer_config": KVTransferConfig(
-                kv_connector="PolyphaseConnector", kv_connector_module_path="services.worker.kv.connector",
+                kv_connector="PolyphaseConnector", kv_connector_module_path="services.worker.kv.vllm.connector",
                 kv_role="kv_both", kv_load_failure_policy="recompute",
                 kv_connector_extra_config=self._kv_config,
             ),

@@ -7,7 +7,7 @@ How a worker uses it
 
     KVTransferConfig(
         kv_connector="PolyphaseConnector",
-        kv_connector_module_path="services.worker.kv.connector",
+        kv_connector_module_path="services.worker.kv.vllm.connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={

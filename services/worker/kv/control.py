@@ -7,7 +7,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from services.worker.kv.frames import (
+from services.worker.kv.wire.frames import (
     MAX_MESSAGE_BYTES,
     Answer,
     Control,

@@ -10,10 +10,10 @@ import pytest
 from services.cluster_monitor.app import create_app
 from services.cluster_monitor.routes import State
 from services.cluster_monitor.settings import MonitorSettings
-from shared.clients.monitor import MonitorClient
 from shared.domain.instance import ClusterView, InstanceInfo, InstanceState, Role
 from shared.store.write_behind import WriteBehind
 from shared.wire.broadcast import Subscriber
+from shared.wire.clients.monitor import MonitorClient
 from shared.wire.sockets import Sockets
 from tests.services.control_plane import running, sqlite, tcp, until
 from tests.services.fake_worker import FakeWorker, fake_worker, make_info

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from services.cluster_monitor.settings import MonitorSettings
-from shared.clients.monitor import MonitorClient
 from shared.domain.instance import ClusterView, InstanceState
 from shared.errors import PolyphaseError
 from shared.wire.broadcast import Subscriber
+from shared.wire.clients.monitor import MonitorClient
 from shared.wire.sockets import Sockets
 from tests.services.control_plane import free_port, sqlite, tcp, until
 

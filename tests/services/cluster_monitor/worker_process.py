@@ -3,8 +3,8 @@
 import asyncio
 import sys
 
-from shared.clients.monitor import MonitorClient
 from shared.domain.instance import Role
+from shared.wire.clients.monitor import MonitorClient
 from tests.services.fake_worker import fake_worker, make_info
 
 

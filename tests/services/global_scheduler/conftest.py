@@ -11,11 +11,11 @@ import pytest
 from services.global_scheduler.app import create_app
 from services.global_scheduler.routes import State
 from services.global_scheduler.settings import SchedulerSettings
-from shared.clients.scheduler import SchedulerAdmin, SchedulerClient
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.job import Phase
 from shared.timeline import RequestTimeline
 from shared.wire.broadcast import Publisher
+from shared.wire.clients.scheduler import SchedulerAdmin, SchedulerClient
 from shared.wire.messages import JobReport
 from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets

@@ -52,13 +52,6 @@ def test_keys(tmp_path: Path) -> None:
     assert "curve_secret" in RUN.invoke(cli.app, ["keys", "curve"]).stdout
 
 
-def test_a_bench_that_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "find_bench", lambda name: None)
-    result = RUN.invoke(cli.app, ["bench", "papers"])
-    assert result.exit_code == 2
-    assert "papers" in result.output
-
-
 @pytest.mark.parametrize(("met", "code"), [(True, 0), (False, 1)])
 def test_a_bench_exits_0_iff_its_aims_are_met(monkeypatch: pytest.MonkeyPatch, met: bool, code: int) -> None:
     answer = {"figures": {"a_ms": 1.0}, "aims": {"a": {"want": 1, "got": 1, "met": met}}}

@@ -8,7 +8,7 @@ import pytest
 from services.worker.app import _instance_info
 from services.worker.engines.base import EngineInfo
 from services.worker.settings import WorkerSettings
-from shared.cost.calibration import CalibratedKind, Calibration, ControlPlane, Kind
+from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind
 from shared.domain.instance import Compatibility, KvGeometry
 from shared.domain.rates import PartialPrefillCost, Rates
 from shared.errors import NotFound

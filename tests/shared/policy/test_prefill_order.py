@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
-from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, PrefillQueue, Sjf
+from shared.policy.prefill_order import Fcfs, Ljf, OrderedQueue, PrefillOrder, Sjf
 from tests.shared.policy.views import job
 
 EXAMPLES: list[tuple[PrefillOrder, list[int]]] = [
@@ -18,7 +18,7 @@ EXAMPLES: list[tuple[PrefillOrder, list[int]]] = [
 
 @pytest.mark.parametrize(("policy", "served"), EXAMPLES)
 def test_order_by_example(policy: PrefillOrder, served: list[int]) -> None:
-    queue: PrefillQueue[int] = PrefillQueue(policy)
+    queue: OrderedQueue[int] = OrderedQueue(policy)
     for tokens in (30, 10, 20, 5, 40):
         queue.push(job(tokens), tokens)
     assert queue.tokens == 105
@@ -26,7 +26,7 @@ def test_order_by_example(policy: PrefillOrder, served: list[int]) -> None:
 
 
 def test_nobody_starves_behind_ever_shorter_prompts() -> None:
-    queue: PrefillQueue[str] = PrefillQueue(Sjf())
+    queue: OrderedQueue[str] = OrderedQueue(Sjf())
     queue.push(job(10_000), "long")
     served = []
     for number in range(40):
@@ -41,7 +41,7 @@ def test_equal_lengths_keep_their_order() -> None:
 
 
 def test_a_job_can_leave_wherever_it_is() -> None:
-    queue: PrefillQueue[str] = PrefillQueue(Sjf(window=2))
+    queue: OrderedQueue[str] = OrderedQueue(Sjf(window=2))
     for name in "abcd":
         queue.push(job(5, job_id=name), name)
     assert queue.pop(0.0)[1] == "a"
@@ -59,7 +59,7 @@ def test_a_window_must_hold_somebody() -> None:
 @given(st.lists(st.integers(1, 999)), st.integers(1, 20), st.integers(0, 9))
 def test_every_job_is_served_once_and_no_window_overtakes_another(lengths: list[int], window: int, seed: int) -> None:
     policy = Random(seed).choice([Fcfs(window), Sjf(window), Ljf(window)])
-    queue: PrefillQueue[int] = PrefillQueue(policy)
+    queue: OrderedQueue[int] = OrderedQueue(policy)
     for number, tokens in enumerate(lengths):
         queue.push(job(tokens), number)
     served = [queue.pop(0.0)[1] for _ in lengths]

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from typing import Any
 
+from services.worker.engines.step_log import StepLog
 from services.worker.engines.step_observer import StepObserver, batch_of
-from services.worker.step_log import StepLog
 
 
 def plan(scheduled: dict[str, int], known: dict[str, int] | None = None, new: dict[str, int] | None = None) -> Any:

@@ -20,7 +20,7 @@ def _load(name: str, path: Path) -> None:
 _HERE = Path(__file__).parent
 _load("tiny_models", _HERE.parents[2] / "tiny_models.py")
 _load("kv_rig", _HERE / "rig.py")
-_load("kv_engines", _HERE / "engine_client.py")
+_load("kv_engines", _HERE / "vllm" / "engine_client.py")
 
 from kv_rig import Rig  # noqa: E402
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from services.worker.kv.endpoint import EndpointSettings, Faults, KvEndpoint
-from services.worker.kv.importing import ImportShape, Load, PullLimits, PullResult
-from services.worker.kv.server import ExportIdentity
-from services.worker.kv.serving import ExportShape
+from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
+from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
+from services.worker.kv.wire.server import ExportIdentity
+from services.worker.kv.wire.serving import ExportShape
 from shared.domain.kv import Codec, KvHandle
 
 LAYERS, KV_HEADS, DIM = 3, 4, 8

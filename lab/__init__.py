@@ -1,0 +1,1 @@
+"""What nobody serves with: benches, the papers, the demonstration, simulation, calibration, fitting."""

@@ -1,0 +1,196 @@
+"""How fast staged KV moves between two processes, beside a plain socket that moves the same bytes.
+
+One child process exports: it stages KV and serves it, and it also answers a plain TCP connection with the same amount.
+The parent imports into one tensor a layer. Both kinds of copy are measured in turns.
+"""
+
+import multiprocessing
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from services.worker.kv.wire.endpoint import EndpointSettings, KvEndpoint
+from services.worker.kv.wire.importing import ImportShape, Load, PullResult
+from services.worker.kv.wire.server import ExportIdentity
+from services.worker.kv.wire.serving import ExportShape
+from shared.domain.kv import Codec, KvHandle
+
+LAYERS, HEADS, DIM = 16, 8, 64  # 32 KiB of bfloat16 a token
+_TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * 2
+_IDENTITY = ExportIdentity(generation=1, fingerprint="bench", control_key="bench")
+_WANT = 0.8  # of a plain socket's rate
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One copy."""
+
+    seconds: float
+    cpu_s: float  # of the importing process
+
+
+def run_kv_bench(sizes_mb: tuple[int, ...] = (1, 8, 64), repeats: int = 9) -> dict[str, Any]:
+    """Medians over `repeats` interleaved copies of each size (MiB of bfloat16 KV).
+
+    Returns {"figures": {name_unit: number}, "aims": {name: {"want", "got", "met"}}}. Rates count KV bytes, not wire
+    bytes, so that codecs compare.
+    """
+    torch.set_num_threads(1)  # as an instance's KV threads have it; two would wait for each other on two cores
+    figures: dict[str, float] = {}
+    aims: dict[str, dict[str, Any]] = {}
+    with TemporaryDirectory() as folder, _exporter(folder) as pipe, _Importer(folder, pipe) as importer:
+        for size_mb in sizes_mb:
+            samples = importer.measure(size_mb << 20, repeats)
+            rates = {name: _rate(size_mb << 20, each) for name, each in samples.items()}
+            for name, rate in rates.items():
+                figures[f"{name}_{size_mb}mb_gb_per_s"] = round(rate, 3)
+                figures[f"{name}_{size_mb}mb_import_cpu_ms"] = round(_median_cpu_ms(samples[name]), 2)
+                if name != "socket":
+                    figures[f"{name}_{size_mb}mb_to_socket_ratio"] = round(rate / rates["socket"], 3)
+            if size_mb >= 8:
+                ratio = figures[f"raw_{size_mb}mb_to_socket_ratio"]
+                aims[f"raw_{size_mb}mb_to_socket"] = {"want": _WANT, "got": ratio, "met": ratio >= _WANT}
+    return {"figures": figures, "aims": aims}
+
+
+def _rate(size: int, samples: list[_Sample]) -> float:
+    return size / statistics.median(each.seconds for each in samples) / 1e9
+
+
+def _median_cpu_ms(samples: list[_Sample]) -> float:
+    return statistics.median(each.cpu_s for each in samples) * 1e3
+
+
+class _Importer:
+    """The parent's side: pulls into paged tensors, or reads the plain socket into a buffer."""
+
+    def __init__(self, folder: str, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._kv_address, plain_port = pipe.recv()
+        self._plain = socket.create_connection(("127.0.0.1", plain_port), timeout=60)
+        self._ended = threading.Event()
+        self._result: PullResult | None = None
+        settings = EndpointSettings("tcp://127.0.0.1:*", f"ipc://{folder}/importer", _IDENTITY)
+        export = ExportShape(LAYERS, 0, HEADS, DIM, torch.bfloat16)
+        self._endpoint = KvEndpoint(settings, export, ImportShape(LAYERS, HEADS, DIM), self._on_end)
+        self._count = 0
+
+    def __enter__(self) -> "_Importer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._plain.close()
+        self._endpoint.stop()
+
+    def measure(self, size: int, repeats: int) -> dict[str, list[_Sample]]:
+        """Samples by name: the plain socket and each codec, in turns; the first turn only warms up."""
+        buffer = memoryview(bytearray(size))
+        destination = _Destination(size // _TOKEN_BYTES)
+        samples: dict[str, list[_Sample]] = {"socket": [], "raw": [], "int8": [], "int4": []}
+        for turn in range(repeats + 1):
+            for name, kept in samples.items():
+                sample = self._copy(buffer) if name == "socket" else self._pull(Codec(name), size, destination)
+                if turn:
+                    kept.append(sample)
+        return samples
+
+    def _copy(self, buffer: memoryview) -> _Sample:
+        cpu_s, started = time.process_time(), time.perf_counter()
+        self._plain.sendall(len(buffer).to_bytes(8, "big"))
+        got = 0
+        while got < len(buffer):
+            got += self._plain.recv_into(buffer[got:])
+        return _Sample(time.perf_counter() - started, time.process_time() - cpu_s)
+
+    def _pull(self, codec: Codec, size: int, destination: "_Destination") -> _Sample:
+        self._count += 1
+        tokens = size // _TOKEN_BYTES
+        transfer_id = f"bench-{self._count}"
+        self._pipe.send((transfer_id, codec, tokens))
+        self._pipe.recv()  # staged: what is measured begins with the pull
+        handle = KvHandle(transfer_id, "exporter", 1, "bench", (self._kv_address,), tokens, "bfloat16", codec)
+        self._ended.clear()
+        cpu_s, started = time.process_time(), time.perf_counter()
+        self._endpoint.load(Load(transfer_id, handle, 0, tokens, destination, 60.0))
+        self._ended.wait(60)
+        sample = _Sample(time.perf_counter() - started, time.process_time() - cpu_s)
+        if self._result is None or not self._result.ok:
+            raise RuntimeError(f"the pull failed: {self._result}")
+        return sample
+
+    def _on_end(self, result: PullResult) -> None:
+        self._result = result
+        self._ended.set()
+
+
+class _Destination:
+    """Canonical KV, a tensor a layer. What an engine's own paging costs on top depends on the engine."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, tokens: int) -> None:
+        self._layers = [torch.zeros(2, tokens, HEADS, DIM, dtype=self.dtype) for _ in range(LAYERS)]
+
+    def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
+        """See services.worker.kv.wire.importing.Destination."""
+        self._layers[layer][:, token_start : token_start + kv.shape[1]] = kv
+
+
+@contextmanager
+def _exporter(folder: str) -> Iterator[Connection]:
+    """The child process; it ends with the context."""
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=_export, args=(there, folder), daemon=True)
+    child.start()
+    try:
+        yield here
+    finally:
+        here.send(None)
+        child.join(10)
+        if child.is_alive():
+            child.kill()
+
+
+def _export(pipe: Connection, folder: str) -> None:
+    """The child: stage what the pipe asks for, until it asks for nothing."""
+    torch.set_num_threads(1)
+    server = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_serve_plain, args=(server,), daemon=True).start()
+    settings = EndpointSettings(
+        "tcp://127.0.0.1:*", f"ipc://{Path(folder)}/exporter", _IDENTITY, staging_bytes=512 << 20
+    )
+    shape = ExportShape(LAYERS, 0, HEADS, DIM, torch.bfloat16)
+    endpoint = KvEndpoint(settings, shape, ImportShape(LAYERS, HEADS, DIM), lambda _: None)
+    pipe.send((endpoint.address, server.getsockname()[1]))
+    source = torch.randn(LAYERS, 2, 64, HEADS, DIM).to(torch.bfloat16)
+
+    def fill(start: int, end: int, kv: torch.Tensor) -> None:
+        for first in range(0, end - start, 64):
+            part = kv[:, :, first : first + 64]
+            part.copy_(source[:, :, : part.shape[2]])
+
+    while (order := pipe.recv()) is not None:
+        transfer_id, codec, tokens = order
+        endpoint.stage(transfer_id, codec, 0, tokens, True, fill)
+        pipe.send(True)
+    endpoint.stop()
+
+
+def _serve_plain(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    payload = b""
+    while wanted := connection.recv(8):
+        size = int.from_bytes(wanted, "big")
+        if len(payload) != size:
+            payload = bytes(bytearray(range(256)) * (size // 256))
+        connection.sendall(payload)

@@ -1,0 +1,51 @@
+"""`polyphase calibrate` on the command line."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from services.launcher import measuring
+
+calibrate_app = typer.Typer(no_args_is_help=True, help="Fit the cost model: to operator tables, or to a running suite.")
+
+_Out = Annotated[Path, typer.Option("--out", help="The YAML file to write.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")]
+
+
+@calibrate_app.command("tables")
+def tables_command(
+    folder: Annotated[Path, typer.Argument(help="Laid out as aiconfigurator/, llmservingsim/, vidur/.")],
+    out: _Out,
+    as_json: _Json = False,
+) -> None:
+    """Fit operators to measured tables: an efficiencies file, with errors held out beside the peak roofline's."""
+    from lab.calibrate.from_tables import run_tables
+
+    _report(run_tables(folder, out), out, as_json)
+
+
+@calibrate_app.command("live")
+def live_command(
+    out: _Out,
+    data_dir: Annotated[Path, typer.Option("--data-dir", help="Of the running suite.")] = Path(".polyphase"),
+    api: Annotated[str, typer.Option("--api", help="URL of the API, for a suite that runs elsewhere.")] = "",
+    monitor: Annotated[str, typer.Option("--monitor", help="URL of its monitor.")] = "",
+    scheduler: Annotated[list[str] | None, typer.Option("--scheduler", help="URL of each of its schedulers.")] = None,
+    api_key: Annotated[str, typer.Option("--api-key", help="Where the API asks for one.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the load.")] = 0,
+    as_json: _Json = False,
+) -> None:
+    """Measure a running suite for a minute: step times of each kind of instance, latencies of the services."""
+    from lab.calibrate.running import run_live
+    from lab.calibrate.target import find_target
+
+    target = find_target(data_dir, api, monitor, tuple(scheduler or ()), api_key)
+    _report(run_live(target, out, seed), out, as_json)
+
+
+def _report(result: dict[str, Any], out: Path, as_json: bool) -> None:
+    result.setdefault("notes", []).append(f"written to {out}")
+    if not measuring.report(Console(), result, as_json):
+        raise typer.Exit(1)

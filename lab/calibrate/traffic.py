@@ -1,0 +1,120 @@
+"""Requests of wished lengths at wished moments, through the gateway, with the times that a client sees."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import httpx
+
+from lab.bench.stream_client import StreamFailed, stream_completion
+from lab.calibrate.target import Target
+from shared.errors import Unavailable
+
+_TEXT = "The river ran past stone houses, quiet gardens and a harbour full of copper engines; people came. "
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One request to be. at_s: seconds after the first."""
+
+    prompt_tokens: int
+    output_tokens: int
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request that was. sent_s: unix time; jct_s: until its last token."""
+
+    request_id: str
+    shot: Shot
+    sent_s: float
+    ttft_s: float
+    jct_s: float
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None with fewer than two tokens."""
+        gaps = self.shot.output_tokens - 1
+        return (self.jct_s - self.ttft_s) / gaps if gaps else None
+
+
+class Traffic:
+    """Sends greedy completions of exact lengths; no two prompts begin alike, so that no prefix cache finds any."""
+
+    def __init__(self, target: Target, model: str, tokens: Sequence[int], max_model_len: int, seed: int) -> None:
+        self.max_model_len = max_model_len
+        self._target = target
+        self._model = model
+        self._tokens = tokens
+        self._rng = Random(seed)
+        self._run = secrets.token_hex(3)
+        self._sent = 0
+
+    @classmethod
+    async def to(cls, target: Target, seed: int = 0) -> "Traffic":
+        """For the model behind the API. Raises Unavailable."""
+        headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        async with httpx.AsyncClient(base_url=target.api_url, headers=headers, timeout=10, trust_env=False) as http:
+            try:
+                answer = await http.get("/v1/models")
+                served = answer.raise_for_status().json()["data"][0]
+                answer = await http.post("/tokenize", json={"model": served["id"], "prompt": _TEXT})
+                tokens = answer.raise_for_status().json()["tokens"]
+            except httpx.HTTPError as error:
+                raise Unavailable(f"{target.api_url}: {error}") from error
+        return cls(target, served["id"], tokens, int(served["max_model_len"]), seed)
+
+    async def closed(self, shots: Sequence[Shot], concurrency: int) -> list[Sample]:
+        """All of them, `concurrency` at a time. Raises Unavailable when one fails."""
+        pending = list(shots)[::-1]
+        samples: list[Sample] = []
+
+        async def worker() -> None:
+            while pending:
+                samples.append(await self._send(pending.pop()))
+
+        await _all([worker() for _ in range(concurrency)])
+        return samples
+
+    async def timed(self, shots: Sequence[Shot]) -> list[Sample]:
+        """Each at its time, in their order. Raises Unavailable when one fails."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        samples: dict[int, Sample] = {}
+
+        async def later(number: int, shot: Shot) -> None:
+            await asyncio.sleep(began + shot.at_s - loop.time())
+            samples[number] = await self._send(shot)
+
+        await _all([later(number, shot) for number, shot in enumerate(shots)])
+        return [samples[number] for number in range(len(shots))]
+
+    async def _send(self, shot: Shot) -> Sample:
+        self._sent += 1
+        name = f"m{self._run}n{self._sent}"
+        body: dict[str, object] = {
+            "model": self._model, "prompt": self._rng.choices(self._tokens, k=shot.prompt_tokens),
+            "max_tokens": shot.output_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+            "request_id": name, "cache_salt": name,
+        }  # fmt: skip
+        sent_s = time.time()
+        host, port = self._target.api_address
+        seen = await stream_completion(host, port, body, self._target.api_key)
+        return Sample(name, shot, sent_s, seen.ttft_s, seen.last_s)
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in work:
+                group.create_task(each)
+    except* (StreamFailed, OSError) as failures:
+        first: BaseException = failures
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise Unavailable(f"a request failed: {first}") from None

@@ -1,0 +1,54 @@
+"""Promise 2: when the client leaves, both legs stop and their memory is free within a second."""
+
+import asyncio
+import time
+
+from lab.demo.client import ApiClient, Ask
+from lab.demo.findings import Section
+from lab.demo.identity import asks
+from lab.demo.jobs import records
+from lab.demo.prompts import Prompts
+from services.launcher.suite import Suite
+
+BOUND_S = 1.0
+CROWD = 8
+
+
+async def check_disconnects(suite: Suite, api: ApiClient, prompts: Prompts) -> Section:
+    """Leave in the middle of an answer; then eight at once, most of them still in prefill or transfer."""
+    section = Section("A client that leaves frees what it held")
+    await suite.wait_idle()
+    (one,) = asks([prompts.of_length(1000, seed=51)], max_tokens=900)
+    await _read(api, one, tokens=5)
+    section.at_most("KV and staging free after leaving mid-answer", BOUND_S, await _idle_after(suite))
+    crowd = asks(prompts.various(CROWD, 900, 1100, seed=52), max_tokens=800)
+    await _first_then_all_leave(api, crowd)
+    section.at_most(f"… after {CROWD} leave at the first one's first token", BOUND_S, await _idle_after(suite))
+    found = await records(suite, [ask.request_id for ask in (one, *crowd)])
+    section.equal("jobs recorded as cancelled", CROWD + 1, sum(r.row["phase"] == "cancelled" for r in found))
+    before = sum(r.row["phase"] == "cancelled" and not r.row["output_tokens"] for r in found)
+    section.check("of these before their first token", before > 0, "at least one", before)
+    return section
+
+
+async def _idle_after(suite: Suite) -> float:
+    left = time.monotonic()
+    await suite.wait_idle()
+    return time.monotonic() - left
+
+
+async def _first_then_all_leave(api: ApiClient, crowd: list[Ask]) -> None:
+    reading = [asyncio.create_task(_read(api, ask, tokens=1)) for ask in crowd]
+    await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+    for task in reading:
+        task.cancel()
+    for result in await asyncio.gather(*reading, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result
+
+
+async def _read(api: ApiClient, ask: Ask, tokens: int) -> None:
+    async with api.streaming(ask) as events:
+        async for answer in events:
+            if len(answer.tokens) >= tokens:
+                return

@@ -1,0 +1,150 @@
+"""`polyphase demo`: a suite on free ports, every promise checked on it, a report."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from lab.demo.bad_input import check_bad_input
+from lab.demo.client import ApiClient
+from lab.demo.control_plane import check_control_plane
+from lab.demo.disconnects import check_disconnects
+from lab.demo.failover import check_decode_loss, check_prefill_loss
+from lab.demo.fault_control import check_zeroed_kv
+from lab.demo.findings import Section
+from lab.demo.flips import check_flips
+from lab.demo.identity import check_identity, check_splits
+from lab.demo.overlap import check_first_token
+from lab.demo.prompts import Prompts
+from lab.demo.report import as_result, show_section, show_summary
+from lab.demo.samples import check_samples
+from services.launcher import measuring, ports
+from services.launcher.cluster_file import Cluster
+from services.launcher.up import RunningSuite, UpOptions, cluster_of, running_suite, until_stopped
+from shared.errors import PolyphaseError
+
+READY_S, MEMORY_GIB = 60.0, 8.0
+_GATEWAY, _DASHBOARD = 240, 241  # offsets in the demo's range of free ports
+_BREAKS = (PolyphaseError, AssertionError, OSError, TimeoutError, LookupError, httpx.HTTPError)
+Step = Callable[[], Awaitable[Section]]
+
+
+async def demo(
+    options: UpOptions, data_dir: Path | None, console: Console, *, as_json: bool = False, keep: bool = False
+) -> bool:
+    """Whether everything held. Interrupted, it did not."""
+    began = time.monotonic()
+    sections: list[Section] = []
+    figures: dict[str, float] = {}
+    work = _show(options, data_dir, console, sections, figures, keep)
+    finished = await until_stopped(work, console) is not None
+    figures["total_s"] = time.monotonic() - began
+    if not keep:
+        show_summary(console, sections, figures)
+    result = as_result(sections, figures)
+    if not finished and not keep:
+        result["aims"]["the demo ran to its end"] = {"want": "yes", "got": "interrupted", "met": False}
+    if as_json:
+        measuring.print_json(measuring.summary(result))
+    return bool(measuring.summary(result)["ok"])
+
+
+async def _show(
+    options: UpOptions, data_dir: Path | None, console: Console, sections: list[Section],
+    figures: dict[str, float], keep: bool,
+) -> bool:  # fmt: skip
+    began = time.monotonic()
+    console.print("\n[bold]Polyphase[/] shows what it promises, on this machine, with real engines.\n")
+    with tempfile.TemporaryDirectory(prefix="polyphase-demo-") as folder:
+        where = data_dir or Path(folder)
+        async with running_suite(on_free_ports(cluster_of(options)), where, console) as running:
+            console.print()
+            await running.supervisor.during(check_all(running, console, sections, figures))
+            if keep:
+                figures["total_s"] = time.monotonic() - began
+                show_summary(console, sections, figures)
+                urls = f"{running.plan.api_url}/v1 and {running.plan.dashboard_url}"
+                console.print(f"The suite goes on: {urls}. Ctrl-C ends it.")
+                await running.supervisor.during(asyncio.Event().wait())
+    return True
+
+
+def on_free_ports(cluster: Cluster) -> Cluster:
+    """The same cluster on ports that nobody uses."""
+    base = ports.free_range()
+    gateway = cluster.gateway.model_copy(update={"port": base + _GATEWAY})
+    dashboard = cluster.dashboard.model_copy(update={"port": base + _DASHBOARD})
+    return cluster.model_copy(update={"ports": base, "gateway": gateway, "dashboard": dashboard})
+
+
+async def check_all(
+    running: RunningSuite, console: Console, sections: list[Section], figures: dict[str, float]
+) -> None:
+    """Every check, one after the other; each section is shown as soon as it is there."""
+    async with _api(running) as api:
+        prompts = await Prompts.of(api)
+        for number, step in enumerate(steps(running, api, prompts), 1):
+            with console.status(f"{number} …"):
+                section = await _timed(step)
+            sections.append(section)
+            figures.update(section.figures)
+            show_section(console, number, section)
+
+
+def steps(running: RunningSuite, api: ApiClient, prompts: Prompts) -> tuple[Step, ...]:
+    """The checks in the order of the report."""
+    suite = running.suite
+    return (
+        lambda: _check_start(running),
+        lambda: check_samples(api),
+        lambda: check_identity(suite, api, prompts),
+        lambda: check_splits(suite, api, prompts),
+        lambda: check_zeroed_kv(suite, api, prompts, running.supervisor.restart),
+        lambda: check_first_token(suite, api, prompts),
+        lambda: check_disconnects(suite, api, prompts),
+        lambda: check_flips(suite, api, prompts),
+        lambda: check_decode_loss(suite, api, prompts),
+        lambda: check_prefill_loss(suite, api, prompts),
+        lambda: check_control_plane(suite, api, prompts),
+        lambda: check_bad_input(api),
+    )
+
+
+async def _check_start(running: RunningSuite) -> Section:
+    section = Section("The whole suite is up")
+    memory = running.suite.memory_bytes() / 2**30
+    section.at_most("ready to serve", READY_S, running.took_s)
+    section.check("memory of all processes", memory < MEMORY_GIB, f"under {MEMORY_GIB:g} GiB", f"{memory:.2f} GiB")
+    section.figures |= {"ready_s": running.took_s, "memory_gib": memory}
+    names = [process.name for process in running.plan.processes]
+    section.lines.append(f"{len(names)} processes: {', '.join(names)}")
+    return section
+
+
+async def _timed(step: Step) -> Section:
+    """The section of a step; a step that breaks is one that did not hold."""
+    began = time.monotonic()
+    try:
+        section = await step()
+    except (*_BREAKS, ExceptionGroup) as error:
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        if not isinstance(cause, _BREAKS):
+            raise
+        section = Section(f"A check broke: {type(cause).__name__}")
+        section.check("the check could be made", False, "yes", str(cause)[:1000])
+    section.took_s = time.monotonic() - began
+    return section
+
+
+@asynccontextmanager
+async def _api(running: RunningSuite) -> AsyncIterator[ApiClient]:
+    model = running.plan.model
+    async with ApiClient(running.plan.api_url, model) as api:
+        yield api

@@ -1,0 +1,1 @@
+"""Fits of the cost model: operator tables and recorded steps to coefficients."""

@@ -1,0 +1,131 @@
+"""ZTE: prefill on GPU B and decode on GPU A against GPU A alone (Figs 9, 10), and the P:D study (Fig 7)."""
+
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from lab.papers.chart import Chart
+from lab.papers.clusters import Kind, change, instances, p99_ttft_s
+from lab.papers.rows import Row, Section, gain, order, told
+from lab.papers.testbed import Testbed
+from lab.papers.watermark import Watermark
+from lab.papers.zte_formulas import Discounts, first_token_s, output_token_s
+from shared.cost.transfer import Link
+from shared.domain.instance import Role
+from shared.sim.arrivals import poisson, synthetic
+from shared.sim.cluster import simulate
+from shared.sim.outcomes import SimResult
+from shared.sim.spec import EngineLimits, RunSpec
+
+_MODEL = "Llama-2-7B"
+_RDMA = Link(25e9, efficiency=0.8)
+_TTFT_SLO_S = 2.0
+_ARRIVALS_S = 60.0
+_SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    name: str
+    where: str
+    prompt: int
+    output: int
+    rate: float
+    before: float
+    after: float
+
+
+_CASES = (
+    _Case("512", "Fig 9", 512, 1024, 3.0, 19.3, 22.6),
+    _Case("1024", "Fig 10", 1024, 1024, 2.0, 19.2, 25.0),
+)
+
+
+def zte_section(testbed: Testbed) -> Section:
+    """All of it."""
+    cases = [row for case in _CASES for row in _case_rows(testbed, case)]
+    ratios, chart = _ratio_rows(testbed)
+    rows = (*cases, *ratios, *_formula_rows(testbed))
+    figures = {row.key: row.figure or 0.0 for row in rows}
+    bars = Chart(
+        "zte_split", "ZTE, Figs 9–10: gain in throughput of splitting over GPU B and GPU A", "%",
+        tuple(f"{case.prompt}+{case.output}, {case.rate:g} req/s" for case in _CASES),
+        {"paper": [change(case.after, case.before) for case in _CASES],
+         "ours": [figures[f"gain_{case.name}"] for case in _CASES]},
+    )  # fmt: skip
+    return Section("zte", "ZTE: prefill and decode on GPUs of two vendors", rows, (bars, chart))
+
+
+def _case_rows(testbed: Testbed, case: _Case) -> tuple[Row, ...]:
+    alone = [_run(testbed, case.prompt, case.output, case.rate, 0, 1, seed) for seed in _SEEDS]
+    split = [_run(testbed, case.prompt, case.output, case.rate, 1, 1, seed) for seed in _SEEDS]
+    speeds = [fmean(map(user_tokens_per_s, runs)) for runs in (alone, split)]
+    ttft = [fmean(map(p99_ttft_s, runs)) for runs in (alone, split)]
+    what = f"{case.prompt}+{case.output} at {case.rate:g} req/s"
+    return (
+        gain(f"gain_{case.name}", case.where, f"{what}: throughput, split against integrated",
+             round(change(case.after, case.before)), change(speeds[1], speeds[0])),
+        told(f"alone_{case.name}", case.where, f"{what}: integrated", "tokens/s", f"{case.before:g}", speeds[0]),
+        told(f"split_{case.name}", case.where, f"{what}: split", "tokens/s", f"{case.after:g}", speeds[1]),
+        order(f"ttft_{case.name}", case.where, f"{what}: TTFT within the SLO", "split meets it, integrated does not",
+              f"{ttft[1]:.2f} s against {ttft[0]:.2f} s", ttft[1] <= _TTFT_SLO_S < ttft[0]),
+    )  # fmt: skip
+
+
+def _ratio_rows(testbed: Testbed) -> tuple[tuple[Row, ...], Chart]:
+    """Fig 7: 256+256 tokens at 2 requests a second."""
+    found = {
+        (p, d): fmean(user_tokens_per_s(_run(testbed, 256, 256, 2.0, p, d, seed)) for seed in _SEEDS)
+        for p, d in ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3))
+    }
+    rows = []
+    for two, three in (((2, 1), (3, 1)), ((1, 2), (1, 3))):
+        first, second = change(found[two], found[1, 1]), change(found[three], found[1, 1])
+        names = f"{_name(two)} and {_name(three)}"
+        rows.append(
+            order(f"ratio_{two[0]}p{two[1]}d", "Fig 7", f"throughput of {names} against 1P1D", "both higher, and alike",
+                  f"{first:+.2f} % and {second:+.2f} %", first > 0 and abs(second - first) < 2.0)
+        )  # fmt: skip
+    chart = Chart(
+        "zte_ratio", "ZTE, Fig 7: throughput by P:D, 256+256 at 2 req/s", "tokens/s a request",
+        tuple(map(_name, found)), {"ours": list(found.values())},
+    )  # fmt: skip
+    return tuple(rows), chart
+
+
+def _run(testbed: Testbed, prompt: int, output: int, rate: float, prefills: int, decodes: int, seed: int) -> SimResult:
+    """Without prefill instances the others do it all."""
+    limits = EngineLimits(batched_tokens=4096, prefill_first=prefills == 0)
+    cluster = (
+        *instances(testbed, Kind("ZTE-GPU-B", _MODEL, 1, limits, _RDMA), Role.PREFILL, prefills),
+        *instances(testbed, Kind("ZTE-GPU-A", _MODEL, 1, limits, _RDMA), Role.DECODE, decodes),
+    )
+    workload = poisson(synthetic(round(rate * _ARRIVALS_S), prompt, output), rate, seed)
+    return simulate(workload, cluster, RunSpec(label=f"{prefills}P{decodes}D", decode_admission=Watermark(), seed=seed))
+
+
+def user_tokens_per_s(result: SimResult) -> float:
+    """Mean over requests of output tokens over the time from arrival to the last one."""
+    done = result.outcomes.completed
+    return float(np.mean(result.outcomes.output_tokens[done] / result.outcomes.jct_s[done]))
+
+
+def _formula_rows(testbed: Testbed) -> tuple[Row, ...]:
+    """Eqs 2 and 5 beside the step model, with what it reaches of the peaks as the discount factors."""
+    shares = testbed.coefficients.default
+    first, second = (testbed.catalogue.get(name) for name in ("ZTE-GPU-A", "ZTE-GPU-B"))
+    geometry = testbed.geometry(_MODEL)
+    discounts = Discounts(compute=shares.compute, link=0.8, memory=shares.bandwidth)
+    ttft = testbed.model("ZTE-GPU-B", _MODEL).prefill_time_s(1024)
+    tpot = testbed.model("ZTE-GPU-A", _MODEL).decode_time_s(32, 32 * 1024)
+    return (
+        told("eq2", "eq. 2", "first token of 1024 tokens on GPU B: formula, beside the step model's "
+             f"{1e3 * ttft:.1f} ms", "ms", "–", 1e3 * first_token_s(second, geometry, 1024, discounts)),
+        told("eq5", "eq. 5", "time per output token of 32 requests on GPU A: formula, beside the step model's "
+             f"{1e3 * tpot:.1f} ms", "ms", "–", 1e3 * output_token_s(first, geometry, 32, 1024, discounts)),
+    )  # fmt: skip
+
+
+def _name(ratio: tuple[int, int]) -> str:
+    return f"{ratio[0]}P{ratio[1]}D"

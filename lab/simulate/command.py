@@ -1,0 +1,64 @@
+"""`polyphase simulate` on the command line."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from services.launcher import measuring
+
+_Trace = Annotated[
+    str,
+    typer.Option(
+        "--trace",
+        help="A trace file, or a made workload: azure-conv, azure-code, LPLD, LPHD, HPLD, HPHD, Mixed, or lengths "
+        "such as prompt=1000,output=200,prompt_cv=1,output_cv=0.8.",
+    ),
+]
+_Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        help="Policies joined by +, such as least_load+cronus+power_of_two or "
+        "dispatch=random+fraction:fraction=0.5; again for more, side by side. Default: the file's.",
+    ),
+]
+
+
+def simulate_command(
+    cluster: Annotated[Path, typer.Argument(help="A cluster file, a simulation file, or a name that is shipped.")],
+    trace: _Trace,
+    rate: Annotated[float | None, typer.Option(help="Requests a second. Default: the trace's own times.")] = None,
+    requests: Annotated[int | None, typer.Option(help="The trace's first so many, or how many to make.")] = None,
+    policy: _Policies = None,
+    arrivals: Annotated[str, typer.Option(help="trace, poisson, even, bursts or on_off.")] = "",
+    cv: Annotated[float | None, typer.Option(help="Coefficient of variation of gaps in bursts.")] = None,
+    slo_ttft: Annotated[float | None, typer.Option(help="Seconds. Default: the file's.")] = None,
+    slo_tpot: Annotated[float | None, typer.Option(help="Seconds. Default: the file's.")] = None,
+    accuracy: Annotated[float | None, typer.Option(help="Policies get length predictions, right so often.")] = None,
+    goodput: Annotated[bool, typer.Option("--goodput", help="Search for the highest rate within the SLO.")] = False,
+    target: Annotated[float, typer.Option(help="SLO attainment of --goodput.")] = 0.9,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and policies.")] = 0,
+    lengths: Annotated[Path | None, typer.Option(help="Token counts to draw LPLD … Mixed from.")] = None,
+    trace_format: Annotated[str, typer.Option("--format", help="Of the trace; default: by its keys.")] = "",
+    sort: Annotated[bool, typer.Option("--sort", help="Put times that go backwards in order.")] = False,
+    skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Leave out requests of no tokens.")] = False,
+    calibration: Annotated[Path | None, typer.Option(help="Efficiencies (YAML) in place of ours.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Folder for CSV of figures and requests.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for pages of latency and load.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")] = False,
+) -> None:
+    """What a cluster would do with a workload, in virtual time: latency, SLO attainment, goodput, cost."""
+    from lab.simulate.session import SimulateOptions, run_simulation
+    from lab.simulate.workloads import WorkloadOptions
+
+    workload = WorkloadOptions(
+        trace, requests, rate, arrivals, cv, seed, trace_format, sort, skip_empty, lengths
+    )  # fmt: skip
+    options = SimulateOptions(
+        cluster, workload, tuple(policy or ()), slo_ttft, slo_tpot, accuracy, calibration, goodput, target, csv, plots
+    )
+    result = run_simulation(options, Console())
+    if as_json:
+        measuring.print_json(measuring.summary(result))

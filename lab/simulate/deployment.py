@@ -1,0 +1,197 @@
+"""Instances and a run, as the simulator takes them, made of what a file says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.simulate.from_cluster import read_cluster
+from lab.simulate.policy_words import with_policies
+from lab.simulate.sim_file import InstanceEntry, LinkEntry, SimFile, find_file, is_sim_file, load_sim_file
+from shared.cost.catalogue import Accelerator, bytes_of
+from shared.cost.geometry import ModelGeometry
+from shared.cost.library import Library
+from shared.cost.linear import rates_of
+from shared.cost.memory import require_fit
+from shared.cost.step import Batch, StepModel
+from shared.cost.transfer import Link
+from shared.domain.job import Slo
+from shared.domain.rates import PartialPrefillCost, Rates
+from shared.errors import Incompatible, PolyphaseError
+from shared.sim.prediction import Prediction
+from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A cluster to simulate. `run`: as the file says; the command line may change it."""
+
+    name: str
+    model: str
+    instances: tuple[InstanceSpec, ...]
+    run: RunSpec
+
+
+def load_deployment(file: Path, calibration: Path | None = None) -> Deployment:
+    """Read a cluster file or a simulation file; a bare name means one of those shipped.
+
+    calibration: efficiencies instead of the file's. Raises InvalidRequest or NotFound that name file and key, and
+    Incompatible for an instance that the model does not fit.
+    """
+    file = find_file(file)
+    read = load_sim_file(file) if is_sim_file(file) else read_cluster(file)
+    if calibration is not None:
+        read = read.model_copy(update={"calibration": calibration})
+    return Deployment(read.name or file.stem, read.model, _Maker(read, file).instances(), _run(read, file))
+
+
+def _run(read: SimFile, file: Path) -> RunSpec:
+    said = read.prediction
+    run = RunSpec(
+        label=read.name or file.stem,
+        prediction=Prediction(**said.model_dump()) if said else None,
+        slo=Slo(ttft_s=read.slo.ttft_s, tpot_s=read.slo.tpot_s),
+        losses=tuple(Loss(entry.instance, entry.at_s, entry.back_s) for entry in read.losses),
+        flips=tuple(Flip(entry.instance, entry.at_s) for entry in read.flips),
+        **dict(read.run),
+    )
+    return with_policies(run, read.policies, str(file))
+
+
+class _Maker:
+    """Makes the instances; alike ones share a step model, which remembers what it has computed."""
+
+    def __init__(self, read: SimFile, file: Path) -> None:
+        self._read = read
+        self._file = file
+        self._library = Library.built_in(read.accelerators, read.calibration)
+        try:
+            self._geometry = self._library.geometry(read.model)
+        except PolyphaseError as error:
+            raise type(error)(f"{file}: model: {error.message}") from error
+        self._models: dict[tuple[object, ...], StepModel] = {}
+        self._rates: dict[tuple[object, ...], Rates] = {}
+
+    def instances(self) -> tuple[InstanceSpec, ...]:
+        """All of them, in the order of the file."""
+        made: list[InstanceSpec] = []
+        for entry in self._read.instances:
+            try:
+                one = self._instance(entry)
+            except PolyphaseError as error:
+                raise type(error)(f"{self._file}: instances: {entry.name}: {error.message}") from error
+            made += [one.renamed(name) for name in entry.ids]
+        return tuple(made)
+
+    def _instance(self, entry: InstanceEntry) -> InstanceSpec:
+        device = self._library.catalogue.get(entry.accelerator)
+        ranks = entry.tensor_parallel * entry.pipeline_parallel
+        price = ranks * (device.price_usd_hour if entry.price_usd_hour is None else entry.price_usd_hour)
+        model = self._model(entry, device)
+        longest = entry.max_model_len or self._read.max_model_len or self._geometry.max_position
+        kv_bytes = self._geometry.kv_bytes_per_token(bytes_of(model.kv_dtype))
+        times: StepTimes = FixedSteps(entry.step_s, entry.prefill_s_per_token) if entry.step_s else model
+        return InstanceSpec(
+            instance_id=entry.name,
+            model=times,
+            role=entry.role,
+            kv_tokens=_kv_tokens(entry, device, self._geometry, kv_bytes, longest),
+            kv_bytes_per_token=kv_bytes,
+            limits=EngineLimits(
+                batched_tokens=entry.chunk_size,
+                sequences=entry.max_seqs,
+                block_tokens=entry.block_size,
+                max_model_len=longest,
+                prefill_first=entry.prefill_first,
+                reserves_output=entry.reserves_output,
+                prefix_cache=entry.prefix_cache,
+            ),
+            link=_link(entry, device, self._read.links),
+            accelerator=device.name,
+            accelerators=ranks,
+            price_per_hour=price,
+            lanes=entry.pipeline_parallel,
+            max_prefills=entry.max_prefills,
+            rates=self._fitted(entry, model, price),
+        )
+
+    def _model(self, entry: InstanceEntry, device: Accelerator) -> StepModel:
+        key = (device.name, entry.tensor_parallel, entry.pipeline_parallel, entry.dtype, entry.kv_dtype)
+        if key not in self._models:
+            self._models[key] = StepModel(
+                device,
+                self._geometry,
+                entry.tensor_parallel,
+                entry.pipeline_parallel,
+                entry.dtype,
+                self._library.efficiencies.for_device(device.name),
+                entry.kv_dtype,
+            )
+        return self._models[key]
+
+    def _fitted(self, entry: InstanceEntry, model: StepModel, price: float) -> Rates:
+        if entry.step_s:
+            prefill = PartialPrefillCost(entry.prefill_s_per_token, entry.step_s)
+            return Rates(prefill, price_per_hour=price, weight=entry.weight)
+        key = (id(model), entry.chunk_size, price, entry.weight)
+        if key not in self._rates:
+            self._rates[key] = rates_of(model, entry.chunk_size, price, entry.weight)
+        return self._rates[key]
+
+
+def _kv_tokens(
+    entry: InstanceEntry, device: Accelerator, geometry: ModelGeometry, kv_bytes_per_token: float, longest: int
+) -> int:
+    """KV capacity: what the entry says, if it fits beside the weights, else what they leave."""
+    if entry.kv_cache_bytes is None:
+        return require_fit(
+            device,
+            geometry,
+            longest,
+            tensor_parallel=entry.tensor_parallel,
+            pipeline_parallel=entry.pipeline_parallel,
+            dtype=entry.dtype,
+            kv_dtype=entry.kv_dtype,
+            utilisation=entry.memory_utilisation,
+            reserve_bytes=entry.reserve_bytes,
+        )
+    ranks = entry.tensor_parallel * entry.pipeline_parallel
+    weights = geometry.weight_bytes(bytes_of(entry.dtype or geometry.dtype))
+    if weights + entry.kv_cache_bytes > ranks * device.memory_bytes:
+        raise Incompatible(
+            f"{geometry.name} does not fit {ranks} x {device.name}: weights of {weights / 1e9:.1f} GB and "
+            f"kv_cache_bytes of {entry.kv_cache_bytes / 1e9:.1f} GB in {ranks * device.memory_bytes / 1e9:.1f} GB"
+        )
+    copies = float(entry.tensor_parallel) if geometry.latent else max(1.0, entry.tensor_parallel / geometry.kv_heads)
+    tokens = int(entry.kv_cache_bytes // (kv_bytes_per_token * copies))
+    if tokens < longest:
+        raise Incompatible(f"kv_cache_bytes hold {tokens} tokens, and one request may need {longest} (max_model_len)")
+    return tokens
+
+
+def _link(entry: InstanceEntry, device: Accelerator, links: Mapping[str, LinkEntry]) -> Link:
+    said = entry.link or links.get("default")
+    if isinstance(said, str):
+        said = links[said]
+    if said is None:
+        return Link(device.links.network * entry.tensor_parallel * entry.pipeline_parallel)
+    return Link(said.gbps * 1e9 / 8.0, said.latency_s, said.efficiency)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedSteps:
+    """Steps of `step_s` seconds, and as much again for each prefill token: an emulated engine without a cost model."""
+
+    step_s: float
+    prefill_s_per_token: float = 0.0
+
+    def step_time_s(self, batch: Batch) -> float:
+        """See `StepTimes`."""
+        return self.step_s + self.prefill_s_per_token * sum(tokens for tokens, _ in batch.prefill)
+
+    def decode_time_s(self, count: int, context_tokens: int) -> float:
+        """See `StepTimes`."""
+        return self.step_s
+
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
+        """See `StepTimes`."""
+        return ((steps, self.step_s, self.step_s),)

@@ -1,0 +1,182 @@
+"""What a simulation found: tables for people, CSV for programs."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import isnan
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from lab.simulate.deployment import Deployment
+from lab.simulate.run import Run
+from shared.errors import InvalidRequest
+from shared.sim.metrics import Goodput
+from shared.sim.outcomes import InstanceUse, SimResult, Status
+from shared.sim.workload import Workload
+
+# What the table shows, in this order: title, figure, factor, unit.
+_ROWS: tuple[tuple[str, str, float, str], ...] = (
+    ("completed", "completed", 1.0, ""),
+    ("refused", "refused", 1.0, ""),
+    ("impossible", "impossible", 1.0, ""),
+    ("unfinished", "unfinished", 1.0, ""),
+    *(
+        (f"{name.upper()} {part}", f"{name}_{part}_s", 1000.0 if name in ("tpot", "itl") else 1.0, unit)
+        for name, unit in (("ttft", "s"), ("tpot", "ms"), ("itl", "ms"), ("jct", "s"))
+        for part in ("mean", "p50", "p90", "p99")
+    ),
+    ("SLO attainment, TTFT", "attainment_ttft", 100.0, "%"),
+    ("SLO attainment, TPOT", "attainment_tpot", 100.0, "%"),
+    ("SLO attainment", "attainment", 100.0, "%"),
+    ("goodput", "goodput_requests_per_s", 1.0, "requests/s"),
+    ("throughput", "requests_per_s", 1.0, "requests/s"),
+    ("output", "output_tokens_per_s", 1.0, "tokens/s"),
+    ("mean utilisation", "utilisation_mean", 100.0, "%"),
+    ("KV moved", "kv_gb", 1.0, "GB"),
+    ("preemptions", "preemptions", 1.0, ""),
+    ("cost", "cost_usd", 1.0, "USD"),
+    ("cost of a million output tokens", "usd_per_million_output_tokens", 1.0, "USD"),
+    ("requests per USD", "requests_per_usd", 1.0, ""),
+    ("duration", "duration_s", 1.0, "s"),
+)
+_IF_ANY = {"refused", "impossible", "unfinished", "preemptions"}  # left out of the table where all are 0
+
+
+def show(console: Console, deployment: Deployment, workload: Workload, runs: Sequence[Run]) -> None:
+    """The cluster and the workload in a line each, the figures of all policies beside each other, the instances."""
+    kinds = Counter(f"{spec.accelerator} {spec.role.value}" for spec in deployment.instances)
+    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    console.print(f"{deployment.name}: {Path(deployment.model).name} on {listed}", markup=False)
+    rate = "all at once" if np.isinf(workload.rate) else f"{workload.rate:,.3g} requests/s"
+    slo = runs[0].spec.slo
+    console.print(
+        f"{workload.name}: {len(workload):,} requests, {workload.prompt_tokens.mean():,.0f} + "
+        f"{workload.output_tokens.mean():,.0f} tokens on average, {rate}; SLO: TTFT {slo.ttft_s:g} s, "
+        f"TPOT {1000 * slo.tpot_s:g} ms",
+        markup=False,
+    )
+    console.print(_figures(runs))
+    for run in runs:
+        console.print(_instances(run))
+    if any(run.figures["impossible"] for run in runs):
+        most = max(spec.limits.max_model_len for spec in deployment.instances)
+        console.print(f"impossible: longer than any instance takes (max_model_len {most:,} tokens, or its KV)")
+    for run in runs:
+        if run.goodput is not None and (note := _about(run.goodput)):
+            console.print(f"{run.label}: {note}", markup=False)
+    took = ", ".join(f"{run.wall_s:.2f} s" for run in runs)
+    console.print(f"simulated in {took}", style="dim", markup=False)
+
+
+def _about(found: Goodput) -> str:
+    """What a goodput at either end of the search means."""
+    if not found.bounded:
+        return "no rate misses the SLO: too few requests to tell the goodput"
+    if found.rate == 0.0:
+        rate, attained = found.tried[0]
+        return f"even {rate:g} requests/s miss the target: SLO attainment {100 * attained:.1f} %"
+    return ""
+
+
+def write_csv(folder: Path, runs: Sequence[Run]) -> None:
+    """`summary.csv`, a row a policy, and `requests-POLICY.csv`, a row a request. Raises InvalidRequest."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [{"policy": run.label, **run.figures} for run in runs]
+        pd.DataFrame(rows).to_csv(folder / "summary.csv", index=False)
+        for run in runs:
+            outcomes_table(run.result).to_csv(folder / f"requests-{file_word(run.label)}.csv", index=False)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {error.filename or folder}: {error.strerror}") from error
+
+
+def outcomes_table(result: SimResult) -> pd.DataFrame:
+    """A row a request, in the order of the workload; empty where there is no such time or instance."""
+    o = result.outcomes
+    names = np.array([*(use.instance_id for use in result.instances), ""], dtype=object)  # -1: none
+    return pd.DataFrame(
+        {
+            "request": np.arange(len(o)),
+            "status": np.array([status.name.lower() for status in Status], dtype=object)[o.status],
+            "arrival_s": o.arrival_s,
+            "first_token_s": o.first_token_s,
+            "last_token_s": o.last_token_s,
+            "ttft_s": o.ttft_s,
+            "tpot_s": o.tpot_s,
+            "jct_s": o.jct_s,
+            "prompt_tokens": o.prompt_tokens,
+            "output_tokens": o.output_tokens,
+            "prefill_instance": names[o.prefill_instance],
+            "decode_instance": names[o.decode_instance],
+            "split_tokens": o.split_tokens,
+            "transfer_s": o.transfer_s,
+            "attempts": o.attempts,
+            "preemptions": o.preemptions,
+        }
+    )
+
+
+def file_word(label: str) -> str:
+    """A label as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9_.=+-]+", "-", label).strip("-") or "run"
+
+
+def _figures(runs: Sequence[Run]) -> Table:
+    table = Table(title="Figures", title_justify="left", box=None, padding=(0, 1))
+    table.add_column("", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for run in runs:
+        table.add_column(run.label.replace("+", "\n+ "), justify="right", overflow="fold")
+    for title, name, factor, unit in _ROWS:
+        values = [run.figures.get(name, float("nan")) for run in runs]
+        if all(isnan(value) for value in values) or (name in _IF_ANY and not any(values)):
+            continue
+        table.add_row(title, unit, *("–" if isnan(value) else _number(factor * value) for value in values))
+    return table
+
+
+def _number(value: float) -> str:
+    whole = value == int(value) if abs(value) < 1e15 else False
+    return f"{int(value):,}" if whole else f"{value:,.1f}" if abs(value) >= 100 else f"{value:,.3g}"
+
+
+def _instances(run: Run) -> Table:
+    """Alike instances in a row: those whose names differ only in the number at the end."""
+    table = Table(title=f"Instances: {run.label}", title_justify="left", box=None, padding=(0, 1))
+    table.add_column("", no_wrap=True)
+    table.add_column("accelerator", no_wrap=True)
+    flips = any(use.flips for use in run.result.instances)
+    for column in ("busy", "peak KV", "prefill", "decode", *(("in prefill", "flips") if flips else ())):
+        table.add_column(column, justify="right", no_wrap=True)
+    groups: dict[tuple[str, str], list[InstanceUse]] = {}
+    for use in run.result.instances:
+        groups.setdefault((re.sub(r"-\d+$", "", use.instance_id), use.accelerator), []).append(use)
+    for (name, accelerator), uses in groups.items():
+        in_prefill = _share(sum(use.role_s.get("prefill", 0.0) for use in uses), _total_role_s(uses))
+        table.add_row(
+            name if len(uses) == 1 else f"{name} x {len(uses)}",
+            accelerator,
+            _share(sum(use.busy_s for use in uses), run.result.duration_s * len(uses)),
+            _share(max(use.peak_kv_share for use in uses), 1.0),
+            _tokens(sum(use.prefill_tokens for use in uses)),
+            _tokens(sum(use.decode_tokens for use in uses)),
+            *((in_prefill, str(sum(use.flips for use in uses))) if flips else ()),
+        )
+    return table
+
+
+def _tokens(count: int) -> str:
+    return f"{count / 1e6:,.3g} M" if count >= 1_000_000 else f"{count:,}"
+
+
+def _total_role_s(uses: Sequence[InstanceUse]) -> float:
+    parts: list[Mapping[str, float]] = [use.role_s for use in uses]
+    return sum(seconds for part in parts for seconds in part.values())
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole > 0 else "–"

@@ -1,0 +1,136 @@
+"""One call of `polyphase simulate`: read, run each policy, report."""
+
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lab.simulate.deployment import Deployment, load_deployment
+from lab.simulate.policy_words import with_words
+from lab.simulate.report import show, write_csv
+from lab.simulate.run import Run
+from lab.simulate.workloads import WorkloadOptions, at_rate, make_workload
+from shared.domain.job import Slo
+from shared.errors import InvalidRequest
+from shared.sim.cluster import simulate
+from shared.sim.metrics import goodput, summary
+from shared.sim.outcomes import SimResult
+from shared.sim.prediction import Prediction
+from shared.sim.spec import RunSpec
+from shared.sim.workload import Workload
+
+_SAMPLES = 400  # of a load timeline
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """What the command line says; None leaves it to the file. Times in seconds."""
+
+    cluster: Path
+    workload: WorkloadOptions
+    policies: tuple[str, ...] = ()
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+    accuracy: float | None = None
+    calibration: Path | None = None
+    goodput: bool = False
+    target: float = 0.9
+    csv: Path | None = None
+    plots: Path | None = None
+
+
+def run_simulation(options: SimulateOptions, console: Console) -> dict[str, Any]:
+    """Simulate and report. Returns {"figures": {name_unit: number}}; with several policies names begin with theirs.
+
+    Raises InvalidRequest, NotFound or Incompatible that names what is wrong, before anything runs.
+    """
+    deployment = load_deployment(options.cluster, options.calibration)
+    workload = make_workload(options.workload)
+    specs = run_specs(options, deployment, workload)
+    with _progress() as progress:
+        runs = tuple(_run(options, deployment, workload, spec, progress) for spec in specs)
+    show(console, deployment, workload, runs)
+    if options.csv is not None:
+        write_csv(options.csv, runs)
+    if options.plots is not None:
+        from lab.simulate.plots import write_plots  # plotly takes long to import
+
+        write_plots(options.plots, runs)
+    return {"figures": _figures(runs)}
+
+
+def run_specs(options: SimulateOptions, deployment: Deployment, workload: Workload) -> tuple[RunSpec, ...]:
+    """One run for each policy that was asked for, else the file's. Raises InvalidRequest."""
+    if len(set(options.policies)) < len(options.policies):
+        raise InvalidRequest("--policy: one is there twice")
+    if not 0.0 < options.target <= 1.0:
+        raise InvalidRequest(f"--target must lie in 0..1, not {options.target}")
+    base = replace(deployment.run, seed=options.workload.seed, slo=_slo(options, deployment.run.slo))
+    if options.accuracy is not None:
+        said = base.prediction or Prediction()
+        base = replace(base, prediction=replace(said, accuracy=options.accuracy, confusion=None))
+    if options.plots is not None:
+        span = float(workload.arrival_s[-1] - workload.arrival_s[0])
+        base = replace(base, sample_s=max(span / _SAMPLES, 0.05))
+    return tuple(with_words(base, words) for words in options.policies) or (base,)
+
+
+def _slo(options: SimulateOptions, said: Slo) -> Slo:
+    for name, value in (("--slo-ttft", options.slo_ttft_s), ("--slo-tpot", options.slo_tpot_s)):
+        if value is not None and not value > 0:
+            raise InvalidRequest(f"{name} must be positive, not {value}")
+    return Slo(
+        ttft_s=said.ttft_s if options.slo_ttft_s is None else options.slo_ttft_s,
+        tpot_s=said.tpot_s if options.slo_tpot_s is None else options.slo_tpot_s,
+    )
+
+
+def _run(
+    options: SimulateOptions, deployment: Deployment, workload: Workload, spec: RunSpec, progress: Progress
+) -> Run:
+    started = perf_counter()
+    result = _tracked(deployment, workload, spec, progress, spec.label)
+    wall_s = perf_counter() - started
+    figures = summary(result, spec.slo)
+    found = None
+    if options.goodput:
+        plain = replace(spec, sample_s=0.0)
+
+        def at(rate: float) -> SimResult:
+            label = f"{spec.label}, {rate:.3g} requests/s"
+            return _tracked(deployment, at_rate(workload, options.workload, rate), plain, progress, label)
+
+        found = goodput(at, spec.slo, options.target)
+        figures |= {"goodput_requests_per_s": found.rate, "goodput_attainment": found.attainment}
+    return Run(spec, result, figures, wall_s, found)
+
+
+def _tracked(deployment: Deployment, workload: Workload, spec: RunSpec, progress: Progress, label: str) -> SimResult:
+    task = progress.add_task(label, total=len(workload))
+
+    def advance(ended: int) -> None:
+        progress.update(task, completed=ended)
+
+    result = simulate(workload, deployment.instances, spec, advance)
+    progress.remove_task(task)
+    return result
+
+
+def _progress() -> Progress:
+    """On the error stream, where it does not mix with what is piped on; gone once done."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _figures(runs: tuple[Run, ...]) -> dict[str, float]:
+    """All that are numbers: JSON knows no NaN."""
+    return {
+        f"{run.label}/{name}" if len(runs) > 1 else name: value
+        for run in runs
+        for name, value in run.figures.items()
+        if isfinite(value)
+    }

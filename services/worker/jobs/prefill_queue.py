@@ -1,0 +1,53 @@
+"""The local prefill queue: a policy orders it, a bound keeps the engine's batch small enough to reorder."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from shared.domain.job import JobView
+from shared.policy.prefill_order import OrderedQueue, PrefillOrder
+
+
+class PrefillQueue:
+    """Lets `batch` jobs into the engine at once and takes the next by the policy."""
+
+    def __init__(self, order: PrefillOrder, batch: int) -> None:
+        self._waiting: OrderedQueue[asyncio.Future[None]] = OrderedQueue(order)
+        self._free = batch
+        self._admitted_tokens = 0
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that have not got their turn."""
+        return len(self._waiting)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of all jobs here, in the engine or not yet."""
+        return self._admitted_tokens + self._waiting.tokens
+
+    @asynccontextmanager
+    async def turn(self, job: JobView) -> AsyncIterator[None]:
+        """Wait for a place in the engine and hold it."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.push(job, turn)
+        self._admit()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._free += 1
+                self._admitted_tokens -= job.prompt_tokens
+                self._admit()
+            else:
+                self._waiting.remove(job.job_id)
+
+    def _admit(self) -> None:
+        while self._free > 0 and len(self._waiting):
+            job, turn = self._waiting.pop(time.time())
+            if not turn.done():
+                self._free -= 1
+                self._admitted_tokens += job.prompt_tokens
+                turn.set_result(None)

@@ -1,0 +1,192 @@
+"""The connector's half at each rank: copies KV between the engine's blocks and the KV endpoint."""
+
+import logging
+import threading
+from dataclasses import dataclass
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from services.worker.kv.heads import heads_of
+from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, slots_of, strided_layout
+from services.worker.kv.vllm.metadata import ConnectorSettings, ExportChunk, ImportStart, StepMetadata
+from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
+from services.worker.kv.wire.importing import DTYPES, ImportShape, Load, PullLimits, PullResult
+from services.worker.kv.wire.server import ExportIdentity
+from services.worker.kv.wire.serving import ExportShape
+
+_log = logging.getLogger(__name__)
+_IDLE_WAIT_S = 0.001
+
+
+class WorkerHalf:
+    """One rank. All methods run on the engine's thread; imports end on the puller's."""
+
+    def __init__(self, config: VllmConfig, settings: ConnectorSettings) -> None:
+        self.faults = Faults(corrupt=settings.fault == "corrupt")
+        self.zero_imports = settings.fault == "zero"
+        self.endpoint: KvEndpoint | None = None
+        self._config = config
+        self._settings = settings
+        self._caches: list[torch.Tensor] = []
+        self._layout: KvLayout | None = None
+        self._head_start = 0
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._progress = threading.Event()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+
+    def register(self, caches: dict[str, torch.Tensor]) -> None:
+        """The engine's KV caches exist: find out their layout and open the endpoint. Raises LayoutError or
+        OSError.
+        """
+        self._caches = list(caches.values())
+        first = self._caches[0]
+        if any(each.shape != first.shape or each.dtype != first.dtype for each in self._caches):
+            raise LayoutError("layers have KV caches of different shapes")
+        if first.dtype not in DTYPES.values():
+            raise LayoutError(f"a KV cache of {first.dtype} cannot be moved; use kv_cache_dtype auto")
+        model, parallel = self._config.model_config, self._config.parallel_config
+        head_dim, block_size = model.get_head_size(), self._config.cache_config.block_size
+        self._layout = self._find_layout(first, head_dim, block_size)
+        rank, ranks, kv_heads = (
+            get_tensor_model_parallel_rank(),
+            parallel.tensor_parallel_size,
+            model.get_total_num_kv_heads(),
+        )
+        start, end = heads_of(rank, ranks, kv_heads)
+        if end - start != self._layout.kv_heads:
+            raise LayoutError(f"rank {rank} holds {self._layout.kv_heads} KV heads, not {end - start}")
+        self._head_start = start
+        self.endpoint = KvEndpoint(
+            self._endpoint_settings(rank),
+            ExportShape(len(self._caches), start, end, head_dim, first.dtype, rank, ranks),
+            ImportShape(len(self._caches), kv_heads, head_dim, rank, ranks),
+            self._ended, self.faults,
+        )  # fmt: skip
+
+    def _find_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> KvLayout:
+        if cache.device.type != "cpu":
+            return strided_layout(cache, head_dim, block_size)
+        from vllm import _custom_ops as ops
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        dtype = self._config.cache_config.cache_dtype
+        isa = _get_attn_isa(cache.dtype, block_size, head_dim, dtype)
+        if isa == "amx":
+            # Linux grants AMX on request only, and vLLM 0.32 asks too late: its attention dies of SIGILL
+            # (seen).
+            torch.cpu._init_amx()
+
+        def write(
+            k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+        ) -> None:
+            ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, isa, 1.0, 1.0, dtype)
+
+        layout = CpuLayout(write, cache, head_dim, block_size)
+        _log.info("KV layout (%s): %s", isa, layout.describe())
+        return layout
+
+    def _endpoint_settings(self, rank: int) -> EndpointSettings:
+        s = self._settings
+        return EndpointSettings(
+            address=s.endpoints[rank], events=s.events,
+            identity=ExportIdentity(s.generation, s.fingerprint, s.control_key),
+            staging_bytes=s.staging_bytes, stage_wait_s=s.stage_wait_s, lease_s=s.lease_s,
+            limits=PullLimits(connect_timeout_s=s.connect_timeout_s, inbox_bytes=s.inbox_bytes),
+            curve=(s.curve_public, s.curve_secret) if s.curve_public else None,
+        )  # fmt: skip
+
+    def begin(self, step: StepMetadata) -> None:
+        """Start and end imports; while the engine has nothing but imports to wait for, wait a moment for one."""
+        endpoint = self._endpoint
+        endpoint.check_alive()
+        for start in step.imports:
+            self._waiting += 1
+            endpoint.load(self._load(start))
+        for transfer_id in step.cancels:
+            endpoint.cancel(transfer_id)
+        for skip in step.skips:
+            endpoint.skip(skip.handle, skip.error)
+        for transfer_id in step.drops:
+            endpoint.release(transfer_id)
+        if step.idle and self._waiting:
+            # The engine steps as fast as it can while a request waits for KV; without this it takes a whole
+            # core.
+            self._progress.wait(_IDLE_WAIT_S)
+
+    def _load(self, start: ImportStart) -> Load:
+        assert self._layout is not None
+        slots = slots_of(torch.tensor(start.blocks), self._layout.block_size, start.start, start.end)
+        destination = _Blocks(self._caches, self._layout, slots, start.start, self._head_start, self.zero_imports)
+        return Load(start.request_id, start.handle, start.start, start.end, destination, start.timeout_s)
+
+    def save(self, step: StepMetadata) -> None:
+        """Copy what this step has computed into staging; afterwards the blocks may be freed."""
+        for chunk in step.exports:
+            self._stage(chunk)
+
+    def _stage(self, chunk: ExportChunk) -> None:
+        layout = self._layout
+        assert layout is not None
+        blocks = torch.tensor(chunk.blocks)
+
+        def fill(start: int, end: int, kv: torch.Tensor) -> None:
+            for layer, cache in enumerate(self._caches):
+                layout.gather(cache, blocks, start, end, kv[layer])
+
+        self._endpoint.stage(chunk.transfer_id, chunk.codec, chunk.start, chunk.end, chunk.last, fill)
+
+    def results(self) -> tuple[set[str], set[str]]:
+        """Requests whose import has ended since the last call, and those of them for which it failed."""
+        with self._lock:
+            received, failed = self._received, self._failed
+            self._received, self._failed = set(), set()
+            self._progress.clear()
+        self._waiting -= len(received)
+        return received, failed
+
+    def stop(self) -> None:
+        """Close the endpoint."""
+        if self.endpoint is not None:
+            self.endpoint.stop()
+            self.endpoint = None
+
+    @property
+    def _endpoint(self) -> KvEndpoint:
+        assert self.endpoint is not None, "the engine registers its KV caches first"
+        return self.endpoint
+
+    def _ended(self, result: PullResult) -> None:
+        with self._lock:
+            self._received.add(result.request_id)  # a failed one too, or the engine would wait for ever
+            if not result.ok:
+                self._failed.add(result.request_id)
+            self._progress.set()
+        if not result.ok:
+            _log.warning("import of %s failed: %s", result.transfer_id, result.error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Destination of one import: the engine's blocks, by the slots of its tokens."""
+
+    caches: list[torch.Tensor]
+    layout: KvLayout
+    slots: torch.Tensor
+    token_start: int
+    head_start: int
+    zero: bool  # fault injection: proves that tests would notice wrong KV
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the caches."""
+        return self.caches[0].dtype
+
+    def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
+        """See Destination."""
+        first = token_start - self.token_start
+        slots = self.slots[first : first + kv.shape[1]]
+        self.layout.scatter(self.caches[layer], slots, head_start - self.head_start, kv * 0 if self.zero else kv)

@@ -1,0 +1,1 @@
+"""How KV moves between instances: frames, transport, the serving and the pulling side."""

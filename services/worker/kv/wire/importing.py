@@ -1,0 +1,212 @@
+"""One import, as the importer sees it: what must come from where, what has come, where it goes. No sockets,
+no threads.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from services.worker.kv.codec import decode
+from services.worker.kv.errors import KvError, KvFault
+from services.worker.kv.heads import Source
+from services.worker.kv.wire.frames import WINDOW_BYTES, Buffer, Frame, verify
+from services.worker.kv.wire.transport import Link
+from shared.domain.kv import KvHandle
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Destination(Protocol):
+    """Where imported KV goes. Called on the puller's thread, never after the import has ended."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it wants KV in."""
+
+    def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
+        """KV [2, tokens, heads, head_dim] of one layer; tokens and heads are numbered over prompt and model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportShape:
+    """What this rank needs: its place among the importers, and the model's KV geometry."""
+
+    layers: int
+    kv_heads: int  # of the model
+    head_dim: int
+    rank: int = 0
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The engine has blocks for tokens [token_start, token_end) of the handle. `request_id` is the engine's."""
+
+    request_id: str
+    handle: KvHandle
+    token_start: int
+    token_end: int
+    destination: Destination
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """How an import ended. Times are unix seconds; `error` is empty when `ok`."""
+
+    request_id: str
+    transfer_id: str
+    ok: bool
+    error: str
+    tokens: int
+    wire_bytes: int
+    started_s: float
+    ended_s: float
+    prefetched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PullLimits:
+    """Bounds of the import side."""
+
+    connect_timeout_s: float = 2.0
+    inbox_bytes: int = 64 << 20
+    window_bytes: int = WINDOW_BYTES
+
+
+@dataclass(slots=True)
+class PullCounters:
+    """Counts since the start, and levels; written by the puller's thread only."""
+
+    received_bytes: int = 0
+    ok: int = 0
+    failed: int = 0
+    prefetches: int = 0
+    dropped: int = 0
+    inbox_bytes: int = 0
+    pulling: int = 0
+
+
+class Part:
+    """What one exporter rank contributes to an import."""
+
+    def __init__(
+        self, source: Source, link: Link, pull_id: int, layers: int, tokens: tuple[int, int], window_bytes: int
+    ) -> None:
+        self.source = source
+        self.link = link
+        self.pull_id = pull_id
+        self.owed_bytes = 0  # consumed but not yet granted again
+        self._window_bytes = window_bytes  # payload that the exporter may send ahead
+        self._losses = link.losses
+        self._sequence = 0
+        self._start, self._end = tokens
+        self._seen = np.zeros((layers, self._end - self._start), dtype=bool)
+        self._missing = self._seen.size
+
+    @property
+    def done(self) -> bool:
+        """Whether every layer of every token has come."""
+        return self._missing == 0
+
+    @property
+    def wants_grant(self) -> bool:
+        """Whether enough was consumed to be worth a message: each wakes threads on both sides."""
+        return not self.done and self.owed_bytes >= self._window_bytes // 2
+
+    def take_owed(self) -> int:
+        """What to grant now."""
+        owed, self.owed_bytes = self.owed_bytes, 0
+        return owed
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection broke since this was asked, and with it what was under way."""
+        return self.link.losses > self._losses
+
+    def admit(self, frame: Frame, size_bytes: int, handle: KvHandle, shape: ImportShape) -> None:
+        """Note a frame. Raises KvError(PROTOCOL) unless it is the next one and fits what was asked."""
+        expected = (
+            handle.transfer_id, handle.generation, handle.codec, handle.dtype, shape.layers, shape.head_dim,
+            self.source.head_start, self.source.head_end, self.source.rank, len(handle.endpoints), self._sequence,
+        )  # fmt: skip
+        got = (
+            frame.transfer_id, frame.generation, frame.codec, frame.dtype, frame.layers, frame.head_dim,
+            frame.head_start, frame.head_end, frame.rank, frame.ranks, frame.sequence,
+        )  # fmt: skip
+        if expected != got:
+            raise KvError(KvFault.PROTOCOL, f"frame does not belong to the pull: {got} is not {expected}")
+        inside = self._start <= frame.token_start < frame.token_end <= self._end
+        if not inside or not 0 <= frame.layer_start < frame.layer_end <= shape.layers:
+            raise KvError(KvFault.PROTOCOL, "frame is out of range")
+        tokens = slice(frame.token_start - self._start, frame.token_end - self._start)
+        seen = self._seen[frame.layer_start : frame.layer_end, tokens]
+        if seen.any():
+            raise KvError(KvFault.PROTOCOL, "frame overlaps an earlier one")
+        seen[:] = True
+        self._missing -= seen.size
+        self._sequence += 1
+        self.owed_bytes += size_bytes
+
+
+@dataclass(slots=True)
+class Import:
+    """A transfer under way: a prefetch, a load, or a prefetch that a load has joined."""
+
+    handle: KvHandle
+    token_start: int
+    token_end: int
+    started_s: float
+    deadline_s: float  # monotonic
+    prefetched: bool
+    reachable_by_s: float  # monotonic; peers must be connected by then
+    load: Load | None = None
+    parts: dict[int, Part] = field(default_factory=dict)
+    inbox: list[tuple[Frame, Buffer]] = field(default_factory=list)
+    inbox_bytes: int = 0
+    wire_bytes: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every part has come in full."""
+        return all(part.done for part in self.parts.values())
+
+    def lateness(self, now_s: float) -> KvFault | None:
+        """Why this import must end at that (monotonic) time, if it must."""
+        waiting = [part for part in self.parts.values() if not part.done]
+        if now_s >= self.deadline_s:
+            return KvFault.TIMEOUT
+        if any(part.lost for part in waiting):
+            return KvFault.PEER_LOST
+        if now_s >= self.reachable_by_s and any(not part.link.connected for part in waiting):
+            return KvFault.UNREACHABLE
+        return None
+
+    def result(self, load: Load, error: str, now_s: float) -> PullResult:
+        """What to tell about `load`."""
+        return PullResult(
+            request_id=load.request_id, transfer_id=self.handle.transfer_id, ok=not error, error=error,
+            tokens=0 if error else load.token_end - load.token_start, wire_bytes=self.wire_bytes,
+            started_s=self.started_s, ended_s=now_s, prefetched=self.prefetched,
+        )  # fmt: skip
+
+
+def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
+    """Decode a verified frame and write what the load wants of it. Raises KvError when it cannot be decoded."""
+    start, end = max(frame.token_start, load.token_start), min(frame.token_end, load.token_end)
+    if start >= end:
+        return
+    raw = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8))
+    kv = decode(raw, frame.shape, DTYPES[frame.dtype], frame.codec, load.destination.dtype)
+    kv = kv[:, :, start - frame.token_start : end - frame.token_start]
+    for layer in range(frame.layer_start, frame.layer_end):
+        load.destination.write(layer, start, frame.head_start, kv[layer - frame.layer_start])
+
+
+def check(frame: Frame, payload: Buffer) -> None:
+    """Raise KvError unless the frame is one that we understand, and its payload what was sent."""
+    if frame.dtype not in DTYPES:
+        raise KvError(KvFault.PROTOCOL, f"unknown dtype {frame.dtype}")
+    verify(frame, payload)

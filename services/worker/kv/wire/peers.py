@@ -1,0 +1,83 @@
+"""The importer's connections to exporters, kept and reused, and what it asks of them."""
+
+import logging
+import time
+
+from services.worker.kv.errors import KvError
+from services.worker.kv.heads import sources, unasked
+from services.worker.kv.wire.frames import Confirm, Message, Pull, encode_message
+from services.worker.kv.wire.importing import Import, ImportShape, Part
+from services.worker.kv.wire.transport import Link, Transport
+from shared.domain.kv import KvHandle
+
+_log = logging.getLogger(__name__)
+IDLE_S = 10.0
+
+
+class Peers:
+    """One link an address; belongs to the puller's thread."""
+
+    def __init__(self, transport: Transport, shape: ImportShape, window_bytes: int) -> None:
+        self._transport = transport
+        self._shape = shape
+        self._window_bytes = window_bytes
+        self._links: dict[str, Link] = {}
+        self._last_pull_id = 0
+        self._used_s: dict[str, float] = {}  # monotonic, by address
+
+    def ask(self, wanted: Import, timeout_s: float) -> None:
+        """Send a pull to every exporter rank that has heads of ours. Raises KvError or OSError, parts filled
+        so far.
+        """
+        handle, shape = wanted.handle, self._shape
+        asked = sources(shape.rank, shape.ranks, len(handle.endpoints), shape.kv_heads)
+        window_bytes = max(1, self._window_bytes // len(asked))
+        for source in asked:
+            link = self._link(handle.endpoints[source.rank])
+            self._last_pull_id += 1
+            tokens = (wanted.token_start, wanted.token_end)
+            part = Part(source, link, self._last_pull_id, shape.layers, tokens, window_bytes)
+            wanted.parts[part.pull_id] = part
+            self.send(link, Pull(
+                pull_id=part.pull_id, transfer_id=handle.transfer_id, generation=handle.generation,
+                fingerprint=handle.fingerprint, token_start=wanted.token_start, token_end=wanted.token_end,
+                head_start=source.head_start, head_end=source.head_end, rank=shape.rank, ranks=shape.ranks,
+                consumers=source.consumers, credit_bytes=window_bytes, timeout_s=timeout_s,
+            ))  # fmt: skip
+
+    def confirm(self, handle: KvHandle) -> None:
+        """Tell the exporters that this rank needs no more of the handle; best effort, their leases end
+        anyway.
+        """
+        shape, exporters = self._shape, len(handle.endpoints)
+        try:
+            asked = {each.rank: each.consumers for each in sources(shape.rank, shape.ranks, exporters, shape.kv_heads)}
+            if shape.rank == 0:
+                asked |= dict.fromkeys(unasked(shape.ranks, exporters, shape.kv_heads), 1)
+            for rank, consumers in asked.items():
+                message = Confirm(handle.transfer_id, handle.generation, shape.rank, consumers)
+                self.send(self._link(handle.endpoints[rank]), message)
+        except (KvError, OSError) as error:
+            _log.debug("cannot confirm %s: %s", handle.transfer_id, error)
+
+    def send(self, link: Link, message: Message) -> None:
+        """Send, or not when the peer takes nothing: deadlines find that out."""
+        link.send(encode_message(message))
+
+    def close_lost(self, in_use: set[int]) -> None:
+        """Close links without a connection that nobody has used for a while: else they would try for ever.
+
+        `in_use` holds the id() of links that imports wait for.
+        """
+        idle_s = time.monotonic() - IDLE_S
+        for address, link in list(self._links.items()):
+            if not link.connected and id(link) not in in_use and self._used_s[address] < idle_s:
+                link.close()
+                del self._links[address], self._used_s[address]
+
+    def _link(self, address: str) -> Link:
+        self._used_s[address] = time.monotonic()
+        link = self._links.get(address)
+        if link is None:
+            link = self._links[address] = self._transport.connect(address)
+        return link

@@ -1,0 +1,264 @@
+"""The exporter's endpoint of one rank: a thread that serves pulls from the staging pool, and the worker's
+control.
+"""
+
+import hmac
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from services.worker.kv.errors import KvError, KvFault
+from services.worker.kv.staging import StagingPool
+from services.worker.kv.wire.frames import (
+    MAX_WINDOW_BYTES,
+    Answer,
+    Buffer,
+    Cancel,
+    Confirm,
+    Control,
+    Credit,
+    Drop,
+    Failed,
+    Message,
+    Prefetch,
+    Pull,
+    RankStats,
+    Release,
+    decode_request,
+    encode_message,
+)  # fmt: skip
+from services.worker.kv.wire.serving import ExportShape, Serving
+from services.worker.kv.wire.transport import Listener, Transport
+
+_log = logging.getLogger(__name__)
+_MAX_SERVINGS = 1024
+_MAX_CONSUMERS = 1024
+_TURN_S = 0.5  # leases and deadlines are looked at this often
+
+
+@dataclass(frozen=True, slots=True)
+class ExportIdentity:
+    """Who exports."""
+
+    generation: int
+    fingerprint: str
+    control_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControlHooks:
+    """What control operations reach beyond the staging pool. All are called on the server's thread."""
+
+    prefetch: Callable[[Prefetch], None]
+    drop: Callable[[str], None]
+    stats: Callable[[], RankStats]  # everything that the server itself does not know
+
+
+@dataclass(slots=True)
+class ServerCounters:
+    """Since the start; written by the server's thread only."""
+
+    sent_bytes: int = 0
+    served: int = 0
+    refused: int = 0
+    dropped: int = 0
+
+
+class KvServer:
+    """Serves one rank's staging pool at one address until it is stopped."""
+
+    def __init__(
+        self, address: str, transport: Transport, pool: StagingPool, shape: ExportShape, identity: ExportIdentity,
+        hooks: ControlHooks, corrupt: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """Binds at once. Raises OSError when the address is taken. `corrupt` is fault injection for tests."""
+        self.counters = ServerCounters()
+        self._transport = transport
+        self._listener: Listener = transport.listen(address)
+        self._pool = pool
+        self._shape = shape
+        self._identity = identity
+        self._hooks = hooks
+        self._corrupt = corrupt
+        self._servings: dict[tuple[bytes, int], Serving] = {}
+        self._stopping = False
+        self._expire_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="kv-server", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, the port resolved."""
+        return self._listener.address
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Serve in a thread of its own."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Something was staged or released. Callable from any thread."""
+        self._transport.wake()
+
+    def stop(self) -> None:
+        """End the thread and close the endpoint."""
+        self._stopping = True
+        self._transport.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._transport.wait(_TURN_S)
+                self._receive()
+                while self._pump() and not self._stopping:
+                    self._receive()
+                self._expire()
+        except Exception:
+            _log.exception("the KV server of rank %d ended", self._shape.rank)
+            raise
+        finally:
+            self._transport.close()
+
+    def _receive(self) -> None:
+        while (message := self._listener.receive()) is not None:
+            peer, parts = message
+            try:
+                request = decode_request(parts[0]) if len(parts) == 1 else None
+            except msgspec.MsgspecError:
+                request = None
+            if request is None:
+                self.counters.dropped += 1
+            else:
+                self._handle(peer, request)
+
+    def _handle(self, peer: bytes, request: Pull | Credit | Cancel | Confirm | Control) -> None:
+        match request:
+            case Pull():
+                self._begin(peer, request)
+            case Credit():
+                serving = self._servings.get((peer, request.pull_id))
+                if serving is not None and request.credit_bytes > 0:
+                    serving.credit_bytes = min(MAX_WINDOW_BYTES, serving.credit_bytes + request.credit_bytes)
+            case Cancel():
+                self._servings.pop((peer, request.pull_id), None)
+            case Confirm():
+                if request.generation == self._identity.generation and request.consumers <= _MAX_CONSUMERS:
+                    self._pool.confirm(request.transfer_id, request.rank, request.consumers)
+            case Control():
+                self._control(peer, request)
+
+    def _begin(self, peer: bytes, pull: Pull) -> None:
+        fault = self._objection(pull)
+        if fault is not None:
+            self.counters.refused += 1
+            self._send(peer, Failed(pull.pull_id, fault.value, ""))
+            return
+        deadline_s = time.monotonic() + pull.timeout_s
+        self._servings[peer, pull.pull_id] = Serving(peer, pull, self._shape, deadline_s)
+
+    def _objection(self, pull: Pull) -> KvFault | None:
+        if pull.generation != self._identity.generation:
+            return KvFault.STALE
+        if pull.fingerprint != self._identity.fingerprint:
+            return KvFault.FINGERPRINT
+        tokens = 0 <= pull.token_start < pull.token_end
+        heads = self._shape.head_start <= pull.head_start < pull.head_end <= self._shape.head_end
+        credit = 0 < pull.credit_bytes <= MAX_WINDOW_BYTES
+        timeout = 0 < pull.timeout_s < 3600
+        if not (tokens and heads and credit and timeout) or len(self._servings) >= _MAX_SERVINGS:
+            return KvFault.INVALID
+        return None
+
+    def _pump(self) -> bool:
+        """Send one frame of each pull that can go on; whether any was sent."""
+        sent = False
+        for key, serving in list(self._servings.items()):
+            try:
+                sent |= self._pump_one(key, serving)
+            except KvError as error:
+                self._fail(key, error)
+            except Exception:
+                _log.exception("a pull of %s failed", serving.pull.transfer_id)
+                self._fail(key, KvError(KvFault.INTERNAL))
+        return sent
+
+    def _pump_one(self, key: tuple[bytes, int], serving: Serving) -> bool:
+        transfer = self._pool.open(serving.pull.transfer_id)
+        if transfer is None:
+            return False
+        made = serving.next_frame(transfer, self._identity.generation)
+        if made is None:
+            return False
+        frame, payload = made
+        if not self._send(serving.peer, frame, self._faulty(payload)):
+            self._servings.pop(key, None)
+            return False
+        self.counters.sent_bytes += len(payload)
+        if serving.finished:
+            self._servings.pop(key, None)
+            self.counters.served += 1
+        return True
+
+    def _faulty(self, payload: Buffer) -> Buffer:
+        if not self._corrupt():
+            return payload
+        copy = bytearray(payload)
+        copy[len(copy) // 2] ^= 0x40
+        return copy
+
+    def _fail(self, key: tuple[bytes, int], error: KvError) -> None:
+        serving = self._servings.pop(key)
+        self.counters.refused += 1
+        self._send(serving.peer, Failed(serving.pull.pull_id, error.fault.value, error.message))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        if now < self._expire_s:
+            return
+        self._expire_s = now + _TURN_S
+        self._pool.expire()
+        for key, serving in list(self._servings.items()):
+            if serving.deadline_s <= now:
+                self._fail(key, KvError(KvFault.UNKNOWN, "not staged before the deadline"))
+
+    def _control(self, peer: bytes, control: Control) -> None:
+        if not hmac.compare_digest(control.key.encode(), self._identity.control_key.encode()):
+            self.counters.dropped += 1
+            return
+        stats = None
+        error = ""
+        try:
+            match control.operation:
+                case Release(transfer_id):
+                    self._pool.release(transfer_id)
+                case Prefetch():
+                    self._hooks.prefetch(control.operation)
+                case Drop(transfer_id):
+                    self._hooks.drop(transfer_id)
+                case _:
+                    stats = self._stats()
+        except KvError as raised:
+            error = str(raised)
+        self._send(peer, Answer(control.call, error, stats))
+
+    def _stats(self) -> RankStats:
+        imports = self._hooks.stats()
+        return msgspec.structs.replace(
+            imports, rank=self._shape.rank,
+            staged_bytes=self._pool.staged_bytes, staging_limit_bytes=self._pool.limit_bytes,
+            transfers=len(self._pool), serving=len(self._servings), sent_bytes=self.counters.sent_bytes,
+            pulls_served=self.counters.served, pulls_refused=self.counters.refused,
+            staging_failed=self._pool.staging_failed, leases_expired=self._pool.leases_expired,
+            dropped_messages=imports.dropped_messages + self.counters.dropped,
+        )  # fmt: skip
+
+    def _send(self, peer: bytes, message: Message, payload: Buffer | None = None) -> bool:
+        return self._listener.send(peer, encode_message(message), payload)

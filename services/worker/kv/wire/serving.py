@@ -1,0 +1,120 @@
+"""One peer's pull, as the exporter sees it: which frame is next. No sockets, no threads."""
+
+from dataclasses import dataclass
+
+import torch
+
+from services.worker.kv.codec import encode, payload_bytes
+from services.worker.kv.errors import KvError, KvFault
+from services.worker.kv.staging import Segment, Transfer
+from services.worker.kv.wire.frames import FRAME_BYTES, Buffer, Frame, Pull, checksum
+from shared.domain.kv import Codec
+
+
+@dataclass(frozen=True, slots=True)
+class ExportShape:
+    """What this rank holds: heads [head_start, head_end) of the model's, in `dtype`; `rank` of `ranks`."""
+
+    layers: int
+    head_start: int
+    head_end: int
+    head_dim: int
+    dtype: torch.dtype
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer: K and V, all heads of the rank."""
+        return 2 * (self.head_end - self.head_start) * self.head_dim * self.dtype.itemsize
+
+    def chunk_bytes(self, tokens: int) -> int:
+        """Bytes of that many tokens over all layers."""
+        return self.layers * tokens * self.token_bytes
+
+    def segment_tokens(self) -> int:
+        """Tokens of a segment: as many as leave one layer within a frame, in whole groups of 32 where that
+        fits.
+        """
+        tokens = max(1, FRAME_BYTES // self.token_bytes)
+        return tokens // 32 * 32 or tokens
+
+
+class Serving:
+    """State of one pull: a cursor over segments and layers, and what the importer still grants."""
+
+    def __init__(self, peer: bytes, pull: Pull, shape: ExportShape, deadline_s: float) -> None:
+        self.peer = peer
+        self.pull = pull
+        self.credit_bytes = pull.credit_bytes
+        self.deadline_s = deadline_s
+        self.frames = 0
+        self.sent_bytes = 0
+        self._shape = shape
+        self._segment = 0
+        self._token = pull.token_start
+        self._layer = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all that was wanted has been sent."""
+        return self._token >= self.pull.token_end
+
+    def next_frame(self, transfer: Transfer, generation: int) -> tuple[Frame, Buffer] | None:
+        """The next frame and its payload; None while nothing is staged for it or the grant is used up.
+
+        Raises KvError when the transfer is complete and shorter than what is wanted, or cannot be coded.
+        """
+        if self.credit_bytes <= 0 or self.finished:
+            return None
+        segment = self._find(transfer)
+        if segment is None:
+            if transfer.complete:
+                raise KvError(KvFault.INVALID, f"only {transfer.token_end} tokens were exported")
+            return None
+        end = min(segment.token_end, self.pull.token_end)
+        last_layer = min(self._shape.layers, self._layer + self._layers_per_frame(end - self._token, transfer.codec))
+        cut = self._cut(segment, self._layer, last_layer, end)
+        payload = encode(cut, transfer.codec).numpy().data
+        frame = self._header(transfer, generation, last_layer, end, checksum(payload))
+        self._advance(last_layer, end, len(payload))
+        return frame, payload
+
+    def _find(self, transfer: Transfer) -> Segment | None:
+        while self._segment < len(transfer.segments):
+            segment = transfer.segments[self._segment]
+            if segment.token_end > self._token:
+                return segment
+            self._segment += 1
+        return None
+
+    def _layers_per_frame(self, tokens: int, codec: Codec) -> int:
+        heads = self.pull.head_end - self.pull.head_start
+        one = payload_bytes((1, 2, tokens, heads, self._shape.head_dim), self._shape.dtype, codec)
+        return max(1, FRAME_BYTES // one)
+
+    def _cut(self, segment: Segment, layer: int, last_layer: int, end: int) -> torch.Tensor:
+        """A view where whole segments and all heads are wanted."""
+        first = self.pull.head_start - self._shape.head_start
+        heads = slice(first, first + self.pull.head_end - self.pull.head_start)
+        tokens = slice(self._token - segment.token_start, end - segment.token_start)
+        return segment.kv[layer:last_layer, :, tokens, heads]
+
+    def _header(self, transfer: Transfer, generation: int, last_layer: int, end: int, digest: int) -> Frame:
+        return Frame(
+            pull_id=self.pull.pull_id, sequence=self.frames, transfer_id=transfer.transfer_id,
+            generation=generation, codec=transfer.codec, dtype=str(self._shape.dtype).removeprefix("torch."),
+            layer_start=self._layer, layer_end=last_layer, layers=self._shape.layers,
+            token_start=self._token, token_end=end,
+            head_start=self.pull.head_start, head_end=self.pull.head_end, head_dim=self._shape.head_dim,
+            rank=self._shape.rank, ranks=self._shape.ranks, checksum=digest,
+        )  # fmt: skip
+
+    def _advance(self, last_layer: int, end: int, size_bytes: int) -> None:
+        self.frames += 1
+        self.sent_bytes += size_bytes
+        self.credit_bytes -= size_bytes
+        self._layer = last_layer
+        if last_layer == self._shape.layers:
+            self._layer = 0
+            self._token = end

@@ -1,0 +1,255 @@
+"""How KV messages move: one small protocol, and ZeroMQ over TCP as its implementation.
+
+A `Transport` belongs to one thread, which waits on it, and drains what is ready; only `wake` may be called
+from elsewhere. An RDMA transport (NIXL) would be another `Transport`: its `send` posts a write, its `receive`
+completes one.
+"""
+
+import socket
+from typing import Any, Protocol
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from services.worker.kv.wire.frames import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Buffer
+
+
+class Listener(Protocol):
+    """Export side: many peers, each with an identity."""
+
+    address: str
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        """The next message with its sender, or None when there is none at the moment."""
+
+    def send(self, peer: bytes, header: bytes, payload: Buffer | None = None) -> bool:
+        """Send without blocking or copying the payload, which must not change later; False when the peer is
+        gone.
+        """
+
+
+class Link(Protocol):
+    """Import side: one peer. Reconnects by itself; `losses` rises with each lost connection."""
+
+    address: str
+    connected: bool
+    losses: int
+
+    def receive(self) -> list[Buffer] | None:
+        """The parts of the next message, or None when there is none at the moment. Parts are not copies."""
+
+    def send(self, message: bytes) -> bool:
+        """Send without blocking; False when it cannot be taken."""
+
+    def close(self) -> None:
+        """Disconnect."""
+
+
+class Transport(Protocol):
+    """Makes listeners and links, and waits for all of them at once."""
+
+    def listen(self, address: str) -> Listener:
+        """Bind. Raises OSError when the address cannot be had."""
+
+    def connect(self, address: str) -> Link:
+        """A link to an address, which need not be up yet."""
+
+    def wait(self, timeout_s: float) -> list[Link]:
+        """Wait until a listener or link has something or `wake` is called; the links that have."""
+
+    def wake(self) -> None:
+        """End the current or next wait. Callable from any thread."""
+
+    def close(self) -> None:
+        """Close everything."""
+
+
+class ZmqTransport:
+    """ZeroMQ over TCP: a ROUTER to listen, a DEALER a link. Heartbeats find dead peers within two seconds.
+
+    `curve` is the cluster's key pair (public, secret; Z85): with it all traffic is encrypted and
+    authenticated.
+    """
+
+    def __init__(self, curve: tuple[str, str] | None = None) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._curve = curve
+        self._poller = zmq.Poller()
+        self._links: dict[object, ZmqLink] = {}
+        self._listeners: list[ZmqListener] = []
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._poller.register(self._woken.fileno(), zmq.POLLIN)
+
+    def listen(self, address: str) -> "ZmqListener":
+        """Bind a ROUTER. Raises OSError (zmq.ZMQError is one) when the address is taken."""
+        router = self._socket(zmq.ROUTER, MAX_MESSAGE_BYTES)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._curve:
+            router.curve_server = True
+        try:
+            router.bind(address)
+        except zmq.ZMQError as error:
+            router.close()
+            raise OSError(f"cannot bind {address}: {error}") from error
+        self._poller.register(router, zmq.POLLIN)
+        listener = ZmqListener(router)
+        self._listeners.append(listener)
+        return listener
+
+    def connect(self, address: str) -> "ZmqLink":
+        """Connect a DEALER. Raises OSError when the address makes no sense."""
+        dealer = self._socket(zmq.DEALER, MAX_FRAME_BYTES)
+        if self._curve:
+            dealer.curve_serverkey = self._curve[0].encode()
+        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            dealer.connect(address)
+        except zmq.ZMQError as error:
+            dealer.disable_monitor()
+            dealer.close()
+            raise OSError(f"cannot connect to {address!r}: {error}") from error
+        link = ZmqLink(address, dealer, monitor, self._forget)
+        for each in (dealer, monitor):
+            self._poller.register(each, zmq.POLLIN)
+            self._links[each] = link
+        return link
+
+    def wait(self, timeout_s: float) -> list[Link]:
+        """See Transport."""
+        ready: dict[int, Link] = {}
+        for source, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
+            if source == self._woken.fileno():
+                self._drain_wakes()
+            elif source in self._links:
+                link = self._links[source]
+                link.note_events()
+                ready[id(link)] = link
+        return list(ready.values())
+
+    def wake(self) -> None:
+        """See Transport."""
+        try:
+            self._waker.send(b"\0")
+        except (BlockingIOError, OSError):
+            return  # a wake is pending already, or the transport is closed
+
+    def close(self) -> None:
+        """See Transport."""
+        for link in set(self._links.values()):
+            link.close()
+        for listener in self._listeners:
+            listener.close()
+        self._woken.close()
+        self._waker.close()
+        self._context.destroy(linger=0)
+
+    def _socket(self, kind: int, max_bytes: int) -> zmq.Socket[bytes]:
+        made: zmq.Socket[bytes] = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        made.setsockopt(zmq.SNDHWM, 0)  # credits bound what is under way
+        made.setsockopt(zmq.HEARTBEAT_IVL, 500)
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2_000)
+        made.setsockopt(zmq.HANDSHAKE_IVL, 2_000)
+        made.setsockopt(zmq.RECONNECT_IVL, 50)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        if self._curve:
+            made.curve_publickey = self._curve[0].encode()
+            made.curve_secretkey = self._curve[1].encode()
+        return made
+
+    def _forget(self, *sockets: zmq.Socket[bytes]) -> None:
+        for each in sockets:
+            self._poller.unregister(each)
+            self._links.pop(each, None)
+
+    def _drain_wakes(self) -> None:
+        try:
+            while self._woken.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+
+class ZmqListener:
+    """A bound ROUTER."""
+
+    def __init__(self, router: zmq.Socket[bytes]) -> None:
+        self._router = router
+        self.address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        """See Listener."""
+        try:
+            peer, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return peer, parts
+
+    def send(self, peer: bytes, header: bytes, payload: Buffer | None = None) -> bool:
+        """See Listener."""
+        parts: list[Any] = [peer, header] if payload is None else [peer, header, payload]
+        try:
+            self._router.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Unbind."""
+        self._router.close()
+
+
+class ZmqLink:
+    """A connected DEALER and the monitor of its connection."""
+
+    def __init__(self, address: str, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], forget: "Forget") -> None:
+        self.address = address
+        self.connected = False
+        self.losses = 0
+        self._dealer = dealer
+        self._monitor = monitor
+        self._forget = forget
+
+    def receive(self) -> list[Buffer] | None:
+        """See Link."""
+        try:
+            frames = self._dealer.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return [frame.buffer for frame in frames]
+
+    def send(self, message: bytes) -> bool:
+        """See Link."""
+        try:
+            self._dealer.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def note_events(self) -> None:
+        """Take what the monitor saw."""
+        while True:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            except zmq.Again:
+                return
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.losses += event == zmq.EVENT_DISCONNECTED
+
+    def close(self) -> None:
+        """See Link."""
+        self._forget(self._dealer, self._monitor)
+        self._dealer.disable_monitor()
+        self._dealer.close()
+
+
+class Forget(Protocol):
+    """Takes sockets out of the poller."""
+
+    def __call__(self, *sockets: zmq.Socket[bytes]) -> None:
+        """Take them out; unknown ones are an error."""

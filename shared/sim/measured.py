@@ -1,0 +1,135 @@
+"""A calibrated cluster in the simulator: its instances as specs, and what neighbours on one host cost each other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shared.cost.library import Library
+from shared.cost.rates_file import Calibration, ControlPlane, Kind, ScaledSteps
+from shared.cost.shared_host import Curve, slowdown_at
+from shared.cost.transfer import Link
+from shared.domain.instance import InstanceInfo, Role
+from shared.sim.cluster import simulate
+from shared.sim.outcomes import LoadTimeline, SimResult
+from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
+from shared.sim.workload import Workload
+
+_UNSEEN_BYTES_S = 1e12  # of a link too fast to be measured
+_ROUNDS = 4
+_SAMPLES = 4000  # of who is busy, over the arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class LiveInstance:
+    """An instance as the monitor and its worker describe it. `host`: whose cores it uses."""
+
+    info: InstanceInfo
+    role: Role
+    host: str
+    threads: int = 1
+    max_seqs: int = 256
+
+    @property
+    def kind(self) -> Kind:
+        """What it shares with instances of equal speed."""
+        return Kind.of(self.info, self.threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Where an instance runs, and how much longer its steps take while others on that host are busy."""
+
+    host: str
+    slowdown: Curve
+
+
+def specs_of(
+    instances: Sequence[LiveInstance], calibration: Calibration, library: Library
+) -> tuple[tuple[InstanceSpec, ...], dict[str, Neighbours]]:
+    """Specs of running instances, each as if alone on its host, and their neighbourhoods by id. Raises NotFound."""
+    models: dict[Kind, ScaledSteps] = {}
+    link = _link(calibration.control)
+    specs, neighbours = [], {}
+    for one in instances:
+        found = calibration.of(one.kind)
+        info = one.info
+        neighbours[info.instance_id] = Neighbours(one.host, found.slowdown)
+        specs.append(
+            InstanceSpec(
+                instance_id=info.instance_id,
+                model=models.setdefault(one.kind, found.step_times(library)),
+                role=one.role,
+                kv_tokens=info.total_blocks * info.block_size,
+                kv_bytes_per_token=info.kv_bytes_per_token,
+                limits=EngineLimits(
+                    batched_tokens=info.chunk_size,
+                    sequences=min(one.max_seqs, info.chunk_size),
+                    block_tokens=info.block_size,
+                    max_model_len=info.max_model_len,
+                    reserves_output=one.kind.engine == "emulated",
+                ),
+                link=link,
+                accelerator=info.accelerator,
+                accelerators=info.tensor_parallel,
+                price_per_hour=info.rates.price_per_hour,
+                rates=info.rates,
+            )
+        )
+    return tuple(specs), neighbours
+
+
+def with_control(run: RunSpec, control: ControlPlane) -> RunSpec:
+    """`run` with the measured latencies of the services."""
+    return replace(run, gateway_s=control.gateway_s, hop_s=control.hop_s, token_s=control.token_s)
+
+
+def simulate_on_hosts(
+    workload: Workload,
+    instances: Sequence[InstanceSpec],
+    neighbours: Mapping[str, Neighbours],
+    run: RunSpec,
+) -> SimResult:
+    """A run in which instances of one host slow each other down, by how busy the run finds them to be.
+
+    In turn: simulate, and lengthen each instance's steps by the mean of its slowdown over the moments at which it
+    computes. Which neighbours compute at the same moments is in that; which of its steps they lengthen is not.
+    """
+    span_s = float(workload.arrival_s[-1] - workload.arrival_s[0])
+    run = replace(run, sample_s=run.sample_s or max(span_s, 1.0) / _SAMPLES)
+    factors = dict.fromkeys(neighbours, 1.0)
+    result = simulate(workload, instances, run)
+    for _ in range(_ROUNDS):
+        wanted = _slowdowns([spec.instance_id for spec in instances], neighbours, result.timeline)
+        if all(abs(wanted[name] / factors[name] - 1.0) < 1e-3 for name in wanted):
+            break
+        factors = wanted
+        result = simulate(workload, [_slower(spec, factors) for spec in instances], run)
+    return result
+
+
+def _slowdowns(
+    names: Sequence[str], neighbours: Mapping[str, Neighbours], timeline: LoadTimeline | None
+) -> dict[str, float]:
+    """For each instance the mean over the samples at which it is busy; an instance with work in it counts as busy."""
+    assert timeline is not None
+    busy = (timeline.decoding > 0) | (timeline.queued_prefill_tokens > 0)
+    found = {}
+    for at, name in enumerate(names):
+        host = neighbours[name].host
+        beside = [other for other, them in enumerate(names) if other != at and neighbours[them].host == host]
+        others = busy[busy[:, at]][:, beside].sum(axis=1).astype(np.float64)
+        found[name] = float(slowdown_at(neighbours[name].slowdown, others).mean()) if len(others) else 1.0
+    return found
+
+
+def _slower(spec: InstanceSpec, factors: Mapping[str, float]) -> InstanceSpec:
+    factor = factors.get(spec.instance_id, 1.0)
+    if factor == 1.0:
+        return spec
+    steps = spec.model.times(factor) if isinstance(spec.model, ScaledSteps) else spec.model
+    return replace(spec, model=steps)
+
+
+def _link(control: ControlPlane) -> Link:
+    return Link(control.link_bytes_s or _UNSEEN_BYTES_S, control.link_latency_s, 1.0)

@@ -1,0 +1,85 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.bench.cost import failed_aims, read_run, run_cost_bench, run_errors
+from shared.cost.library import Library
+from shared.cost.step import StepModel
+from shared.errors import NotFound
+from shared.sim.spec import EngineLimits
+
+META: dict[str, Any] = {
+    "model": "meta-llama/Llama-3.1-8B",
+    "engine_kwargs": {"tensor_parallel_size": 1, "max_num_seqs": 16, "max_num_batched_tokens": 512},
+    "kv_cache": {"num_kv_tokens": 41408, "block_size": 32},
+}
+ROWS = [
+    {"input_toks": 100, "output_toks": 11, "arrival_time": 1000.0, "queued_ts": 5.0, "first_token_ts": 5.5,
+     "last_token_ts": 6.5},
+    {"input_toks": 50, "output_toks": 1, "arrival_time": 1001.0, "queued_ts": 6.25, "first_token_ts": 6.5,
+     "last_token_ts": 6.5},
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "profiles" / "llmservingsim" / "bench" / "RTX4090_Llama-3.1-8B"
+    folder.mkdir(parents=True)
+    (folder / "meta.json").write_text(json.dumps(META), encoding="utf-8")
+    (folder / "requests.jsonl").write_text("\n".join(map(json.dumps, ROWS)), encoding="utf-8")
+    return folder
+
+
+def test_a_run_is_read_on_one_clock(run: Path, library: Library) -> None:
+    got = read_run(run, library)
+    (instance,) = got.instances
+    assert isinstance(instance.model, StepModel)
+    assert instance.model.accelerator.name == "RTX-4090"
+    assert (instance.limits, instance.kv_tokens) == (EngineLimits(512, 16, 32), 41408)
+    assert got.workload.arrival_s.tolist() == [0.0, 1.0]
+    assert got.workload.prompt_tokens.tolist() == [100, 50]
+    assert got.workload.output_tokens.tolist() == [11, 1]
+    # The second was queued a quarter of a second late: its time to first token counts from its arrival.
+    assert [o.ttft_s for o in got.measured] == [0.5, 0.5]
+    assert got.measured[0].tpot_s == pytest.approx(0.1)
+    assert got.measured[1].tpot_s == 0.0
+
+
+def test_the_cluster_file_names_the_hardware(run: Path, library: Library) -> None:
+    config = {"nodes": [{"instances": [{"hardware": "RTXPRO6000"}]}]}
+    (run / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model = read_run(run, library).instances[0].model
+    assert isinstance(model, StepModel)
+    assert model.accelerator.name == "RTX-PRO-6000-Server"
+
+
+def test_kv_capacity_is_worked_out_where_the_run_does_not_say(run: Path, library: Library) -> None:
+    bare = {**META, "hardware": {"device_total_memory_bytes": 25250627584}}
+    del bare["kv_cache"]
+    (run / "meta.json").write_text(json.dumps(bare), encoding="utf-8")
+    assert read_run(run, library).instances[0].kv_tokens == pytest.approx(41408, rel=0.02)
+
+
+def test_a_run_of_an_unknown_model_is_a_note(run: Path, library: Library) -> None:
+    (run / "meta.json").write_text(json.dumps({**META, "model": "acme/Unheard-Of"}), encoding="utf-8")
+    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": []}
+    run_errors(run, library, result)
+    assert result["aims"] == {}
+    assert "no bundled geometry for the model 'acme/Unheard-Of'" in result["notes"][0]
+
+
+def test_figures_and_aims_have_the_agreed_form(run: Path, library: Library) -> None:
+    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": []}
+    run_errors(run, library, result)
+    assert set(result["aims"]) == {f"rtx4090_llama_3_1_8b_{w}_mean_off_percent" for w in ("ttft", "tpot", "jct")}
+    for aim in result["aims"].values():
+        assert set(aim) == {"want", "got", "met"}
+    assert all(isinstance(value, float) for value in result["figures"].values())
+    assert set(failed_aims(result)) <= set(result["aims"])
+
+
+def test_no_data_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no profiles below"):
+        run_cost_bench(tmp_path / "nowhere")

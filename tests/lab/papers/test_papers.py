@@ -1,0 +1,154 @@
+"""The papers' experiments in small: what their pieces promise. The bench itself takes a minute and is not run here."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lab.papers.clusters import Kind, instances, requests_per_s, weighed
+from lab.papers.cronus_fit import with_values
+from lab.papers.cronus_stages import CAPACITIES, modelled
+from lab.papers.cronus_systems import SYSTEMS, Column, run_system
+from lab.papers.huawei_ranking import estimated_throughput, packed
+from lab.papers.lengths import CONVERSATION, azure, sharegpt
+from lab.papers.stages import Stage, in_turn, staged
+from lab.papers.testbed import Coefficients
+from lab.papers.testbed import Testbed as Bed  # pytest would collect a name in Test
+from lab.papers.tetriinfer_micro import micro_rows
+from lab.papers.thunderserve_kv import kv_rows
+from lab.papers.watermark import AtopWatermark, Watermark
+from lab.papers.zte_formulas import (
+    Discounts,
+    decode_memory_bytes,
+    first_token_s,
+    output_token_s,
+    prefill_memory_bytes,
+)
+from shared.cost.linear import huawei_of
+from shared.cost.step import Batch
+from shared.cost.transfer import Link
+from shared.domain.instance import Role
+from shared.domain.job import JobView
+from shared.errors import NotFound
+from shared.policy.decode_admission import DecodeMemory, Greedy
+from shared.sim.arrivals import synthetic
+from shared.sim.spec import EngineLimits
+
+
+@pytest.fixture(scope="module")
+def testbed() -> Bed:
+    return Bed()
+
+
+def test_the_stated_coefficients_meet_the_stage_capacities(testbed: Bed) -> None:
+    """On requests of the trace's mean lengths, so near to what the whole trace gives."""
+    workload = synthetic(300, 1014, 247, prompt_cv=1.0, output_cv=0.9, longest_tokens=5000)
+    for capacity in CAPACITIES:
+        if capacity.role is Role.PREFILL:
+            assert modelled(testbed, workload, capacity) == pytest.approx(capacity.measured, rel=0.15)
+
+
+def test_a_fit_gives_each_gpu_its_shares_and_the_rest_the_mean() -> None:
+    known = Coefficients.from_file()
+    found = with_values(known, (0.8, 0.9, 0.2, 0.4, 0.4, 0.1, 0.001, 0.0002))
+    assert (found.devices["A100-SXM-80"].compute, found.devices["A10"].bandwidth) == (0.8, 0.4)
+    assert found.devices["ZTE-GPU-A"] == found.devices["A100-SXM-80"]
+    assert found.default.compute == pytest.approx((0.8 * 0.2 * 0.4) ** (1 / 3))
+    assert found.engine.sequence_s == 0.0002
+
+
+def test_engines_of_then_run_prefill_and_decode_apart(testbed: Bed) -> None:
+    model = testbed.model("A100", "Llama-3-8B")
+    both = model.step_time_s(Batch(((412, 500),), 100, 100_000))
+    apart = model.step_time_s(Batch(((412, 500),))) + model.decode_time_s(100, 100_000)
+    assert max(model.prefill_time_s(412, 500), model.decode_time_s(100, 100_000)) < both < apart
+
+
+def test_gpus_before_ampere_read_shared_heads_again(testbed: Bed) -> None:
+    """Four times the KV in Llama-3, once in OPT, whose heads share nothing."""
+    grown = {}
+    for name in ("Llama-3-8B", "OPT-125M"):
+        old = testbed.model("V100-32-PCIe", name)
+        new = testbed.model("A100", name)
+        grown[name] = [m.decode_time_s(64, 128_000) - m.decode_time_s(64, 64_000) for m in (old, new)]
+    bandwidths = 900 * 0.72, 2039 * 0.815
+    llama, opt = (old / new * bandwidths[0] / bandwidths[1] for old, new in grown.values())
+    assert llama == pytest.approx(4.0, rel=0.2)
+    assert opt == pytest.approx(1.0, rel=0.2)
+
+
+def test_the_watermark_keeps_blocks_free() -> None:
+    policy, job = Watermark(), JobView("a", 160, 10)
+    assert policy.admit(job, DecodeMemory(11, 16, 100), 0.0).admitted
+    assert not policy.admit(job, DecodeMemory(10, 16, 100), 0.0).admitted
+    assert policy.admit(job, DecodeMemory(10, 16, 10), 0.0).admitted  # an empty instance
+    both = AtopWatermark(Greedy())
+    assert both.admit(job, DecodeMemory(11, 16, 100), 0.0).admitted
+    assert not both.admit(job, DecodeMemory(10, 16, 100), 0.0).admitted
+
+
+def test_instances_and_stages(testbed: Bed) -> None:
+    kind = Kind("A100", "Llama-3-8B", limits=EngineLimits(batched_tokens=512), slowed=2.0)
+    first, second = instances(testbed, kind, Role.DECODE, 2, "x")
+    assert (first.instance_id, second.instance_id, first.model) == ("x-0", "x-1", second.model)
+    plain = testbed.model("A100", "Llama-3-8B")
+    assert first.model.decode_time_s(4, 400) == 2.0 * plain.decode_time_s(4, 400)
+    assert weighed(first, 3.0).rates.weight == 3.0
+    link = Link(1e10, 1e-4)
+    halves = (Stage("A100", 16), Stage("A10", 16))
+    spec = staged(testbed, "pp", "Llama-3-8B", halves, Role.DECODE, EngineLimits(), link, link)
+    assert spec.lanes == 2
+    assert spec.kv_tokens < testbed.kv_tokens("A100", "Llama-3-8B")
+    assert in_turn(spec).model.decode_time_s(8, 800) > 1.2 * spec.model.decode_time_s(8, 800)
+    whole = (Stage("A100", 32),)
+    assert staged(testbed, "tp", "Llama-3-8B", whole, Role.DECODE, EngineLimits(), link, link).lanes == 1
+
+
+def test_batches_are_packed_by_their_longest() -> None:
+    requests = [(10, 10), (10, 10), (30, 10), (5, 5)]
+    assert list(packed(80, requests)) == [((10, 10), (10, 10)), ((30, 10), (5, 5))]
+    assert list(packed(1, requests)) == [(request,) for request in requests]
+
+
+def test_more_memory_is_more_estimated_throughput(testbed: Bed) -> None:
+    cost = huawei_of(testbed.model("A100", "Llama-3-8B"))
+    requests = [(200, 200)] * 50
+    assert estimated_throughput(cost, 20_000, requests) > estimated_throughput(cost, 2_000, requests)
+
+
+def test_rows_that_need_no_simulation(testbed: Bed) -> None:
+    """A guard on the cost model: what the papers measured of single steps and transfers stays reproduced."""
+    micro, chart = micro_rows(testbed)
+    assert [row.key for row in (*micro, *kv_rows(testbed)) if not row.met] == ["hp_ld"]
+    assert chart.groups
+
+
+def test_zte_formulas(testbed: Bed) -> None:
+    device, model = testbed.catalogue.get("ZTE-GPU-A"), testbed.geometry("Llama-2-7B")
+    all_of_it = Discounts(1.0, 1.0, 1.0)
+    one = first_token_s(device, model, 1024, all_of_it)
+    assert one == pytest.approx(1024 * 2 * 6.6e9 / 312e12, rel=0.1)
+    assert first_token_s(device, model, 1024, all_of_it, ranks=2) > one / 2
+    assert output_token_s(device, model, 1, 0, all_of_it) == pytest.approx(13.5e9 / 2.039e12, rel=0.02)
+    assert prefill_memory_bytes(model, 0) == model.weight_bytes(2.0)
+    assert decode_memory_bytes(model, 10, 1000) > 10 * 1000 * model.kv_bytes_per_token() + model.weight_bytes(2.0)
+
+
+def test_systems_of_cronus_on_a_few_requests(testbed: Bed) -> None:
+    workload = synthetic(60, 800, 100)
+    rates = {s: requests_per_s(run_system(testbed, Column("A10", "Llama-3-8B"), s, workload)) for s in SYSTEMS}
+    assert rates["Cronus"] > rates["Disagg L-H"] > rates["Disagg H-L"]
+    assert rates["Cronus"] > rates["PP"]
+
+
+def test_lengths_come_from_public_tables(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="holds `traces/`"):
+        sharegpt(tmp_path, 10)
+    path = tmp_path / CONVERSATION
+    path.parent.mkdir(parents=True)
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,3000,44\n2023-11-16 18:15:47,10,5\n")
+    whole, cut = azure(tmp_path, CONVERSATION, 5), azure(tmp_path, CONVERSATION, 5, 2048)
+    assert (whole.prompt_tokens.tolist(), cut.prompt_tokens.tolist()) == ([3000, 10], [2004, 10])
+    assert np.all(cut.output_tokens == whole.output_tokens)
+    assert len(replace(whole, name="x")) == 2

@@ -1,0 +1,68 @@
+"""The local queue: order by policy, a bounded batch, and no place lost when a job is cancelled."""
+
+import asyncio
+
+import pytest
+
+from services.worker.jobs.prefill_queue import PrefillQueue
+from shared.domain.job import JobView
+from shared.policy import registry
+
+
+def job(name: str, tokens: int) -> JobView:
+    return JobView(name, tokens, 16)
+
+
+async def run(queue: PrefillQueue, view: JobView, order: list[str], go: asyncio.Event) -> None:
+    async with queue.turn(view):
+        order.append(view.job_id)
+        await go.wait()
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("fcfs", ["first", "long", "short", "middle"]), ("sjf", ["first", "short", "middle", "long"]),
+     ("ljf", ["first", "long", "middle", "short"])],
+)  # fmt: skip
+async def test_the_policy_orders_those_that_wait(policy: str, expected: list[str]) -> None:
+    queue, order, go = PrefillQueue(registry.prefill_order(policy), 1), list[str](), asyncio.Event()
+    jobs = [job("first", 5), job("long", 900), job("short", 10), job("middle", 100)]
+    async with asyncio.TaskGroup() as group:
+        for view in jobs:
+            group.create_task(run(queue, view, order, go))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert order == ["first"]
+        assert queue.waiting == 3
+        assert queue.queued_tokens == 1015
+        go.set()
+    assert order == expected
+    assert queue.queued_tokens == 0
+
+
+async def test_the_batch_bounds_what_runs_at_once() -> None:
+    queue, order, go = PrefillQueue(registry.prefill_order("fcfs"), 4), list[str](), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        for number in range(10):
+            group.create_task(run(queue, job(str(number), 1), order, go))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(order) == 4
+        go.set()
+    assert len(order) == 10
+
+
+async def test_cancelled_jobs_leave_no_gap() -> None:
+    queue, order, go = PrefillQueue(registry.prefill_order("fcfs"), 1), list[str](), asyncio.Event()
+    running = asyncio.create_task(run(queue, job("running", 3), order, go))
+    waiting = asyncio.create_task(run(queue, job("waiting", 5), order, go))
+    last = asyncio.create_task(run(queue, job("last", 7), order, go))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    running.cancel()
+    await asyncio.gather(waiting, running, return_exceptions=True)
+    go.set()
+    await asyncio.wait_for(last, 5)
+    assert order == ["running", "last"]
+    assert (queue.waiting, queue.queued_tokens) == (0, 0)

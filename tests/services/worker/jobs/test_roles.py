@@ -1,0 +1,53 @@
+"""Drain, flip, resume."""
+
+import asyncio
+
+import pytest
+
+from services.worker.jobs.roles import RoleState
+from shared.domain.instance import Role
+from shared.errors import Conflict, WrongRole
+
+
+async def test_a_job_of_another_role_is_refused() -> None:
+    state = RoleState(Role.PREFILL)
+    with pytest.raises(WrongRole), state.job(Role.DECODE):
+        pass
+    assert state.inflight == 0
+
+
+async def test_a_drain_waits_for_what_was_accepted_and_takes_no_more() -> None:
+    state = RoleState(Role.DECODE)
+    with state.job(Role.DECODE):
+        drain = asyncio.create_task(state.drain(5))
+        await asyncio.sleep(0)
+        with pytest.raises(WrongRole), state.job(Role.DECODE):
+            pass
+        assert not drain.done()
+    reply = await asyncio.wait_for(drain, 1)
+    assert reply.drained
+    assert reply.remaining == 0
+
+
+async def test_a_drain_gives_up_at_its_timeout_and_says_what_is_left() -> None:
+    state = RoleState(Role.DECODE)
+    with state.job(Role.DECODE):
+        reply = await state.drain(0.01)
+        assert not reply.drained
+        assert reply.remaining == 1
+        with pytest.raises(Conflict):
+            state.flip(Role.PREFILL)
+
+
+async def test_a_flip_needs_a_drain_and_takes_far_less_than_ten_milliseconds() -> None:
+    state = RoleState(Role.DECODE)
+    with pytest.raises(Conflict):
+        state.flip(Role.PREFILL)
+    await state.drain(1)
+    reply = state.flip(Role.PREFILL)
+    assert reply.duration_s < 0.01
+    with pytest.raises(WrongRole), state.job(Role.PREFILL):
+        pass  # still draining until resumed
+    state.resume()
+    with state.job(Role.PREFILL):
+        assert state.inflight == 1

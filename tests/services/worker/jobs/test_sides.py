@@ -1,0 +1,254 @@
+"""The prefill and decode sides over an engine that does what the test says."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from services.worker.engines.base import EngineInfo, EngineOutput, EngineRequest, EngineStats, Sink
+from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.dispatcher import Dispatcher
+from services.worker.jobs.lengths import LengthClient
+from services.worker.jobs.prefill import PrefillService
+from services.worker.jobs.prefill_queue import PrefillQueue
+from services.worker.jobs.roles import RoleState
+from shared.domain.instance import Role
+from shared.domain.job import JobView
+from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
+from shared.domain.route import InstanceRef
+from shared.errors import EngineFailed
+from shared.policy import registry
+from shared.runtime.tasks import Background
+from shared.wire.messages import DecodeRequest, PrefillReply, PrefillRequest, PrefillStarted, TokenStep
+from shared.wire.rpc_server import ServerCall
+
+TARGET = InstanceRef("d0", 1, "tcp://127.0.0.1:1")
+
+
+class ScriptedEngine:
+    """Keeps what it is given; the test steps it."""
+
+    def __init__(self) -> None:
+        self.sinks: dict[str, Sink] = {}
+        self.requests: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.arrived = asyncio.Event()
+
+    async def start(self) -> EngineInfo:
+        raise NotImplementedError
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        self.requests.append(request)
+        self.sinks[request.request_id] = sink
+        self.arrived.set()
+
+    def abort(self, request_id: str) -> None:
+        if self.sinks.pop(request_id, None):
+            self.aborted.append(request_id)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def close(self) -> None:
+        """Nothing to stop."""
+
+    def step(self, output: EngineOutput) -> None:
+        request_id, sink = next(iter(self.sinks.items()))
+        if output.finish_reason:
+            del self.sinks[request_id]
+        sink(output)
+
+
+class ScriptedPort:
+    """The KV side, as a list of what was asked."""
+
+    staged_bytes = 0
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+        self.callbacks: dict[str, Callable[[], None]] = {}
+
+    def start(self, tasks: Background) -> None:
+        """Nothing runs."""
+
+    def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
+        return KvHandle(transfer_id, "p0", 1, "f", (), tokens, "bfloat16", codec)
+
+    def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
+        self.callbacks[transfer_id] = callback
+
+    def forget(self, transfer_id: str) -> None:
+        self.callbacks.pop(transfer_id, None)
+
+    async def import_report(self, transfer_id: str) -> TransferReport:
+        return TransferReport(TransferOutcome.PULLED, tokens=3)
+
+    async def release(self, transfer_ids: list[str]) -> None:
+        self.released += transfer_ids
+
+    async def prefetch(self, handle: KvHandle, timeout_s: float) -> None:
+        """Nothing to fetch."""
+
+    async def drop(self, transfer_id: str) -> None:
+        """Nothing was fetched."""
+
+
+class Call:
+    """The caller's end."""
+
+    timeout_s = 5.0
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def send(self, item: object) -> None:
+        self.items.append(item)
+
+
+class FixedDispatcher:
+    """Always the same instance."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def choose(self, job: JobView, exclude: tuple[str, ...] = ()) -> tuple[InstanceRef, tuple[()]]:
+        self.asked += 1
+        return TARGET, ()
+
+
+class Side:
+    """Both sides of an instance, wired as the app does."""
+
+    def __init__(self, role: Role, chunk_size: int = 4) -> None:
+        self.engine, self.port, self.call = ScriptedEngine(), ScriptedPort(), Call()
+        self.roles = RoleState(role)
+        self.dispatcher = FixedDispatcher()
+        queue = PrefillQueue(registry.prefill_order("fcfs"), 4)
+        lengths = LengthClient("", 0.1)
+        dispatcher = cast(Dispatcher, self.dispatcher)
+        self._prefill = PrefillService(self.engine, self.port, self.roles, queue, dispatcher, lengths, chunk_size)
+        self._decode = DecodeService(self.engine, self.port, self.roles)
+
+    async def prefill(self, request: PrefillRequest) -> "asyncio.Task[PrefillReply]":
+        task = asyncio.create_task(self._prefill.prefill(request, cast(ServerCall, self.call)))
+        await asyncio.wait_for(self.engine.arrived.wait(), 5)
+        return task
+
+    async def decode(self, request: DecodeRequest) -> "asyncio.Task[Any]":
+        task = asyncio.create_task(self._decode.decode(request, cast(ServerCall, self.call)))
+        await asyncio.wait_for(self.engine.arrived.wait(), 5)
+        return task
+
+
+def prefill_request(tokens: int = 3, **changes: Any) -> PrefillRequest:
+    view = JobView("job", tokens, changes.pop("max_tokens", 8))
+    return PrefillRequest(view, "t1", list(range(tokens)), b"", 1.0, **changes)
+
+
+def decode_request(handle: KvHandle | None = None) -> DecodeRequest:
+    return DecodeRequest(JobView("job", 3, 8), [1, 2, 3], b"", 1.0, handle)
+
+
+async def test_a_prefill_answers_with_its_token_the_instance_and_the_handle() -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(prefill_request())
+    side.engine.step(EngineOutput([42], "length"))
+    reply = await task
+    assert reply.tokens == [42]
+    assert reply.decode == TARGET
+    assert reply.handle is not None
+    assert reply.handle.tokens == 3
+    assert reply.finish_reason == ""
+    assert side.engine.requests[0].export_to == "t1"
+    assert side.roles.inflight == 0
+
+
+async def test_a_first_token_that_ends_the_answer_needs_no_dispatch() -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(prefill_request())
+    side.engine.step(EngineOutput([2], "stop"))
+    reply = await task
+    assert reply.finish_reason == "stop"
+    assert side.dispatcher.asked == 0
+    assert reply.decode is None
+
+
+async def test_a_long_prompt_names_its_decode_instance_after_the_first_chunk() -> None:
+    side = Side(Role.PREFILL, chunk_size=4)
+    task = await side.prefill(prefill_request(10))
+    side.port.callbacks["t1"]()
+    assert isinstance(side.call.items[0], PrefillStarted)
+    assert side.call.items[0].handle.tokens == 10
+    side.engine.step(EngineOutput([42], "length"))
+    assert (await task).decode == TARGET
+    assert side.dispatcher.asked == 1
+
+
+async def test_a_cancelled_prefill_leaves_nothing_behind() -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(prefill_request())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert side.engine.aborted == ["job#p1"]
+    assert side.port.released == ["t1"]
+    assert side.roles.inflight == 0
+
+
+async def test_an_engine_error_is_an_error_and_frees_the_staging() -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(prefill_request())
+    side.engine.step(EngineOutput([], "error", "no room"))
+    with pytest.raises(EngineFailed, match="no room"):
+        await task
+    assert side.port.released == ["t1"]
+
+
+async def test_a_decode_streams_steps_and_reports_the_transfer() -> None:
+    side = Side(Role.DECODE)
+    task = await side.decode(decode_request(side.port.handle("t1", 3, Codec.RAW)))
+    side.engine.step(EngineOutput([1]))
+    side.engine.step(EngineOutput([2], "stop", 7))
+    reply = await task
+    assert side.call.items == [TokenStep([1]), TokenStep([2], "stop", 7)]
+    assert reply.transfer.outcome is TransferOutcome.PULLED
+
+
+async def test_prompts_that_a_decode_instance_has_to_compute_count_as_queued_until_their_first_token() -> None:
+    side = Side(Role.DECODE)
+    handle = KvHandle("t1", "p0", 1, "fp", (), 2, "bfloat16")
+    for given, queued, tokens in ((None, 1, 2), (handle, 0, 0)):  # the last token is the first decode's
+        task = await side.decode(decode_request(given))
+        assert (side._decode.queued, side._decode.queued_tokens) == (queued, tokens)
+        side.engine.step(EngineOutput([5], ""))
+        assert (side._decode.queued, side._decode.queued_tokens) == (0, 0)
+        side.engine.step(EngineOutput([6], "stop"))
+        await task
+        side.engine.arrived.clear()
+
+
+async def test_a_local_decode_says_so() -> None:
+    side = Side(Role.DECODE)
+    task = await side.decode(decode_request())
+    side.engine.step(EngineOutput([1], "length"))
+    assert (await task).transfer.outcome is TransferOutcome.LOCAL
+
+
+async def test_a_cancelled_decode_aborts_the_engine() -> None:
+    side = Side(Role.DECODE)
+    task = await side.decode(decode_request())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert side.engine.aborted == ["job#d1"]
+    assert side.roles.inflight == 0
+
+
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.FP8])
+async def test_approximate_kv_gets_a_salt_that_exact_requests_never_have(codec: Codec) -> None:
+    side = Side(Role.DECODE)
+    task = await side.decode(decode_request(side.port.handle("t1", 3, codec)))
+    assert "t1" in side.engine.requests[0].cache_salt
+    side.engine.step(EngineOutput([1], "length"))
+    await task

@@ -1,0 +1,220 @@
+"""The test's side of engine processes: start, ask, read KV events and rank statistics, stop."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from tiny_models import VOCABULARY
+
+from services.worker.kv.control import KvControl
+from services.worker.kv.errors import lossy_salt
+from services.worker.kv.events import KvEvent, KvEvents, PullEnded
+from shared.domain.kv import Codec, KvHandle
+
+ROOT = Path(__file__).parents[5]
+FINGERPRINT = "tiny"
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Engine:
+    """One engine process. Start many, then enter each on the event loop of the test."""
+
+    def __init__(self, name: str, model: Path, *, tp: int = 1, connector: bool = True, **options: Any) -> None:
+        self.name = name
+        self.folder = Path(tempfile.mkdtemp(prefix=f"pp-{name}-"))
+        self.endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(tp)]
+        self.generation = time.time_ns()
+        self.dtype = options.setdefault("dtype", "bfloat16")
+        self.extra = {
+            "endpoints": self.endpoints, "events": f"ipc://{self.folder}/events", "control_key": "secret",
+            "instance_id": name, "generation": self.generation, "fingerprint": FINGERPRINT, "pull_timeout_s": 30.0,
+            "staging_bytes": 64 << 20, "inbox_bytes": 32 << 20,
+        } | options.pop("extra", {})  # fmt: skip
+        options = {
+            "model": str(model), "max_model_len": 1280, "block_size": 32, "max_num_batched_tokens": 256,
+            "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20, "tensor_parallel_size": tp,
+        } | options  # fmt: skip
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.bind(f"ipc://{self.folder}/api")
+        self.log = self.folder / "log"
+        arguments = [f"ipc://{self.folder}/api", json.dumps(options), json.dumps(self.extra if connector else None)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("engine_process.py")), *arguments],
+                stdout=log, stderr=log, start_new_session=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
+        self.events: list[KvEvent] = []
+        self._done: dict[str, asyncio.Future[list[int]]] = {}
+        self._answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._ready = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._count = 0
+
+    async def __aenter__(self) -> "Engine":
+        self._kv_events = KvEvents(self.extra["events"])
+        await self._kv_events.__aenter__()
+        self.control = await KvControl(self.endpoints, "secret").__aenter__()
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
+        while not self._ready.is_set():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"{self.name} died: {self.log.read_text()[-4000:]}")
+            try:
+                await asyncio.wait_for(self._ready.wait(), 0.3)
+            except TimeoutError:
+                continue
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            await self._socket.send(b'{"op": "stop"}')
+            try:
+                await asyncio.to_thread(self.process.wait, 10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.control.__aexit__(None, None, None)
+        await self._kv_events.__aexit__(None, None, None)
+        self._socket.close(0)
+        self._context.term()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """The process and its ranks, at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    async def generate(
+        self, prompt: list[int], max_tokens: int, kv: dict[str, Any] | None = None, salt: str | None = None,
+        request_id: str | None = None,
+    ) -> list[int]:  # fmt: skip
+        self._count += 1
+        request_id = request_id or f"{self.name}-{self._count}"
+        self._done[request_id] = asyncio.get_running_loop().create_future()
+        await self._send(op="generate", id=request_id, prompt=prompt, max_tokens=max_tokens, kv=kv, salt=salt)
+        return await asyncio.wait_for(self._done[request_id], 60)
+
+    async def abort(self, request_id: str) -> None:
+        await self._send(op="abort", id=request_id)
+
+    async def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+        await self._send(op=op, **arguments)
+        return await asyncio.wait_for(self._answers.get(), 30)
+
+    def handle(self, transfer_id: str, tokens: int, codec: Codec = Codec.RAW) -> KvHandle:
+        return KvHandle(
+            transfer_id=transfer_id, instance_id=self.name, generation=self.generation, fingerprint=FINGERPRINT,
+            endpoints=tuple(self.endpoints), tokens=tokens, dtype=self.dtype, codec=codec,
+        )  # fmt: skip
+
+    async def wait_event(self, kind: type[KvEvent], transfer_id: str, rank: int = 0) -> Any:
+        """The first event of that kind, rank and transfer, seen already or yet to come."""
+        async with self._changed:
+            async with asyncio.timeout(30):
+                while True:
+                    for event in self.events:
+                        if isinstance(event, kind) and (event.transfer_id, event.rank) == (transfer_id, rank):
+                            return event
+                    await self._changed.wait()
+
+    async def pulls(self, at_least: int = 1) -> Counter[str]:
+        """How imports ended here so far: "ok", "cached", or an error's code.
+
+        Waits until there are `at_least` of them: word of an import comes on another socket than the request's tokens.
+        """
+        async with self._changed, asyncio.timeout(30):
+            while len(ended := [event for event in self.events if isinstance(event, PullEnded)]) < at_least:
+                await self._changed.wait()
+        return Counter(("ok" if e.tokens else "cached") if e.ok else e.error.partition(":")[0] for e in ended)
+
+    async def _send(self, **message: Any) -> None:
+        await self._socket.send(json.dumps(message).encode())
+
+    async def _read(self) -> None:
+        while True:
+            message = json.loads(await self._socket.recv())
+            match message.pop("op"):
+                case "ready":
+                    self.async_scheduling = message["async_scheduling"]
+                    self._ready.set()
+                case "done":
+                    future = self._done.pop(message["id"])
+                    if not future.done():
+                        future.set_result(message["tokens"])
+                case _:
+                    self._answers.put_nowait(message)
+
+    async def _listen(self) -> None:
+        async for event in self._kv_events:
+            async with self._changed:
+                self.events.append(event)
+                self._changed.notify_all()
+
+
+def exporting(transfer_id: str, codec: Codec = Codec.RAW) -> dict[str, Any]:
+    return {"export": {"transfer_id": transfer_id, "codec": codec.value}}
+
+
+def importing(handle: KvHandle, **more: Any) -> dict[str, Any]:
+    return {"import": msgspec.to_builtins(handle), **more}
+
+
+LENGTHS = (
+    1, 2, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300, 511, 513, 777, 1000,
+)  # fmt: skip
+NEW_TOKENS = 16
+
+
+def prompts(seed: int = 1, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    random = Random(seed)
+    return [[random.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+async def handed_over(
+    source: Engine, target: Engine, prompt: list[int], *, split: int = 0, codec: Codec = Codec.RAW, salt: bool = True,
+    new_tokens: int = NEW_TOKENS,
+) -> list[int]:  # fmt: skip
+    """Tokens of `target` for the prompt whose first `split` tokens (all when 0) `source` computes, at the same time."""
+    transfer_id = uuid.uuid4().hex
+    length = split or len(prompt)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(source.generate(prompt[:length], 1, exporting(transfer_id, codec)))
+        handle = source.handle(transfer_id, length, codec)
+        cache_salt = lossy_salt(transfer_id) if codec.lossy and salt else None
+        output = group.create_task(target.generate(prompt, new_tokens, importing(handle), cache_salt))
+    return output.result()
+
+
+async def emptied(engine: Engine) -> None:
+    """Its staging and inbox become empty."""
+    async with asyncio.timeout(20):
+        while any(s.staged_bytes or s.inbox_bytes or s.pulling for s in await engine.control.stats()):
+            await asyncio.sleep(0.01)
+
+
+def identical(outputs: list[list[int]], references: list[list[int]]) -> int:
+    return sum(output == reference for output, reference in zip(outputs, references, strict=True))

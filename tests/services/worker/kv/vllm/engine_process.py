@@ -1,0 +1,119 @@
+"""One vLLM engine with our connector in a process of its own, driven over a ZeroMQ PAIR socket by JSON messages.
+
+Tokens in, tokens out: no tokenizer, no front end. `Engine` in `engine_client.py` is the other side.
+"""
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+)  # fmt: skip
+
+import torch
+import zmq
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.executor import Executor
+
+PR_SET_PDEATHSIG = 1
+
+
+class Driver:
+    """Answers requests on the socket and steps the engine while it has work."""
+
+    def __init__(self, address: str, options: dict[str, Any], extra: dict[str, Any] | None) -> None:
+        transfer = None
+        if extra is not None:
+            transfer = KVTransferConfig(
+                kv_connector="PolyphaseConnector", kv_connector_module_path="services.worker.kv.vllm.connector",
+                kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config=extra,
+            )  # fmt: skip
+        config = EngineArgs(
+            skip_tokenizer_init=True, enforce_eager=True, kv_transfer_config=transfer, **options
+        ).create_engine_config()
+        self.client = InprocClient(config, Executor.get_class(config), log_stats=False)
+        self.scheduler = self.client.engine_core.scheduler
+        self.tokens: dict[str, list[int]] = {}
+        self.preemptions = 0
+        preempt = self.scheduler._preempt_request
+
+        def counted(*arguments: Any, **more: Any) -> None:
+            self.preemptions += 1
+            preempt(*arguments, **more)
+
+        self.scheduler._preempt_request = counted
+        self.socket = zmq.Context.instance().socket(zmq.PAIR)
+        self.socket.connect(address)
+        self.send(op="ready", async_scheduling=bool(config.scheduler_config.async_scheduling))
+
+    def send(self, **message: Any) -> None:
+        self.socket.send(json.dumps(message).encode())
+
+    def run(self) -> None:
+        while True:
+            busy = self.scheduler.has_requests()
+            while self.socket.poll(0 if busy else 20):
+                message = json.loads(self.socket.recv())
+                if message["op"] == "stop":
+                    self.client.shutdown()
+                    return
+                getattr(self, "do_" + message.pop("op"))(**message)
+                busy = self.scheduler.has_requests()
+            if busy:
+                self.step()
+
+    def step(self) -> None:
+        for output in self.client.get_output().outputs:
+            tokens = self.tokens.setdefault(output.request_id, [])
+            tokens.extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                del self.tokens[output.request_id]
+                self.send(op="done", id=output.request_id, tokens=tokens, reason=str(output.finish_reason))
+
+    def do_generate(
+        self, id: str, prompt: list[int], max_tokens: int, kv: dict[str, Any] | None, salt: str | None
+    ) -> None:
+        extra = {"kv_transfer_params": kv} if kv else None
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+        self.client.add_request(EngineCoreRequest(
+            request_id=id, prompt_token_ids=prompt, mm_features=None, sampling_params=params, pooling_params=None,
+            arrival_time=time.time(), lora_request=None, cache_salt=salt, data_parallel_rank=None,
+        ))  # fmt: skip
+
+    def do_abort(self, id: str) -> None:
+        self.client.abort_requests([id])
+        self.tokens.pop(id, None)
+
+    def do_reset(self) -> None:
+        self.send(op="answer", ok=self.client.reset_prefix_cache())
+
+    def do_fault(self, zero: bool, corrupt: bool) -> None:
+        worker = get_kv_transfer_group().worker
+        worker.zero_imports, worker.faults.corrupt = zero, corrupt
+        self.send(op="answer")
+
+    def do_levels(self) -> None:
+        self.send(
+            op="answer", free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            requests=len(self.scheduler.requests), preemptions=self.preemptions,
+            cpu_s=time.process_time(), now_s=time.monotonic(),
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # pytest may be killed: an engine must not outlive it
+    torch.cpu._init_amx()  # see connector_worker; engines without our connector need it too
+    Driver(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])).run()

@@ -1,0 +1,282 @@
+"""Exporter to importer over real sockets, through all of the endpoint but no engine."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from kv_rig import DIM, KV_HEADS, LAYERS, Capture, Rig, model_kv, stage
+
+from services.worker.kv.wire.endpoint import Faults
+from services.worker.kv.wire.frames import FRAME_BYTES
+from services.worker.kv.wire.importing import PullLimits
+from shared.domain.kv import Codec
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll a level that another thread brings about."""
+    pause = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        pause.wait(0.005)
+    raise AssertionError("did not come about in 10 s")
+
+
+def test_everything_arrives_and_the_exporter_frees_it(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(100)
+    stage(exporter, kv)
+    got = rig.load(importer, rig.handle([exporter], 100))
+    result = rig.result()
+    assert (result.ok, result.error, result.tokens) == (True, "", 100)
+    assert result.wire_bytes == kv.numel() * 4
+    assert torch.equal(got.kv, kv)
+    wait_until(lambda: exporter.staged_bytes == 0)
+
+
+def test_a_pull_may_come_before_the_first_chunk_and_follows_the_chunks(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(96)
+    got = rig.load(importer, rig.handle([exporter], 96))
+    for start in (0, 32, 64):
+        assert rig.results.empty()
+        stage(exporter, kv, start=start, end=start + 32, last=start == 64)
+        wait_until(lambda start=start: any(token >= start for _, token in got.writes) or start == 64)
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv)
+    assert [token for _, token in got.writes] == sorted(token for _, token in got.writes)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (17, 100), (31, 32), (99, 100), (10, 90)])
+def test_any_range_of_tokens(rig: Rig, start: int, end: int) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(100)
+    for first in range(0, 100, 40):
+        stage(exporter, kv, start=first, end=min(100, first + 40), last=first == 80)
+    got = rig.load(importer, rig.handle([exporter], 100), start, end)
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv[:, :, start:end])
+
+
+def test_layers_larger_than_a_frame_are_split_by_tokens(rig: Rig) -> None:
+    tokens = 3 * FRAME_BYTES // (2 * KV_HEADS * DIM * 4) // 2
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(tokens)
+    stage(exporter, kv)
+    got = rig.load(importer, rig.handle([exporter], tokens))
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv)
+    assert len({token for _, token in got.writes}) == 2
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
+def test_unlike_tensor_parallel_degrees(rig: Rig, ranks: tuple[int, int]) -> None:
+    exports, imports = ranks
+    kv = model_kv(50)
+    exporters = [rig.endpoint(rank, exports) for rank in range(exports)]
+    each = KV_HEADS // exports
+    for rank, exporter in enumerate(exporters):
+        stage(exporter, kv, heads=slice(rank * each, (rank + 1) * each))
+    got = Capture(0, 50)
+    for rank in range(imports):
+        rig.load(rig.endpoint(rank, imports), rig.handle(exporters, 50), capture=got)
+    assert all(rig.result().ok for _ in range(imports))
+    assert torch.equal(got.kv, kv)
+    wait_until(lambda: all(exporter.staged_bytes == 0 for exporter in exporters))
+
+
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.FP8])
+def test_lossy_codecs_arrive_approximately_and_smaller(rig: Rig, codec: Codec) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(100)
+    stage(exporter, kv, codec=codec)
+    got = rig.load(importer, rig.handle([exporter], 100, codec=codec))
+    result = rig.result()
+    assert result.ok
+    assert result.wire_bytes < kv.numel() * 4 / 2
+    assert (got.kv - kv).abs().max() < 0.5
+
+
+def test_precision_is_cast_at_the_receiver(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(dtype=torch.bfloat16), rig.endpoint()
+    kv = model_kv(40, torch.bfloat16)
+    stage(exporter, kv)
+    got = rig.load(importer, rig.handle([exporter], 40, dtype="bfloat16"))
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv.float())
+
+
+def test_credit_bounds_what_is_under_way(rig: Rig) -> None:
+    """A receiver that stands still is sent its window and no more than the frame that crosses it."""
+    window = FRAME_BYTES // 16
+    tokens = 4000
+    exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(window_bytes=window))
+    kv = model_kv(tokens)
+    for start in range(0, tokens, 50):
+        stage(exporter, kv, start=start, end=start + 50, last=start + 50 == tokens)
+    frame_bytes = LAYERS * 50 * 2 * KV_HEADS * DIM * 4
+    go_on, reached = threading.Event(), threading.Event()
+    got = Capture(0, tokens)
+    got.before = lambda: (reached.set(), go_on.wait(20))
+    rig.load(importer, rig.handle([exporter], tokens), capture=got)
+    assert reached.wait(20)
+    wait_until(lambda: exporter.server_counters.sent_bytes >= window)
+    threading.Event().wait(0.1)  # time to send too much, if it would
+    assert exporter.server_counters.sent_bytes < window + frame_bytes
+    go_on.set()
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv)
+
+
+def test_two_imports_from_one_peer_share_the_link(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+    captures = {}
+    for name in "abcd":
+        captures[name] = rig.load(importer, rig.handle([exporter], 64, name))
+    for name in "dcba":
+        stage(exporter, kv, name)
+    assert all(rig.result().ok for _ in captures)
+    assert all(torch.equal(capture.kv, kv) for capture in captures.values())
+
+
+def test_corruption_on_the_wire_is_found(rig: Rig) -> None:
+    faults = Faults()
+    exporter, importer, kv = rig.endpoint(faults=faults), rig.endpoint(), model_kv(64)
+    stage(exporter, kv)
+    faults.corrupt = True
+    got = rig.load(importer, rig.handle([exporter], 64))
+    result = rig.result()
+    assert not result.ok
+    assert result.error.startswith("checksum")
+    assert not got.writes
+
+
+def test_values_that_cannot_be_coded_fail_the_pull(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+    kv[1, 0, 3] = float("nan")
+    stage(exporter, kv, codec=Codec.INT8)
+    rig.load(importer, rig.handle([exporter], 64, codec=Codec.INT8))
+    assert rig.result().error.startswith("codec")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [("fingerprint", "another", "fingerprint_mismatch"), ("generation", 6, "stale_generation")],
+)
+def test_what_does_not_match_fails_closed(rig: Rig, field: str, value: object, code: str) -> None:
+    exporter, importer = rig.endpoint(), rig.endpoint()
+    stage(exporter, model_kv(64))
+    got = rig.load(importer, rig.handle([exporter], 64, **{field: value}))
+    result = rig.result()
+    assert not result.ok
+    assert result.error.startswith(code)
+    assert not got.writes
+
+
+def test_a_codec_or_dtype_that_differs_from_the_handle_fails_closed(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(), rig.endpoint()
+    stage(exporter, model_kv(64), "a", codec=Codec.INT8)
+    stage(exporter, model_kv(64), "b")
+    rig.load(importer, rig.handle([exporter], 64, "a"))
+    assert rig.result().error.startswith("protocol")
+    rig.load(importer, rig.handle([exporter], 64, "b", dtype="bfloat16"))
+    assert rig.result().error.startswith("protocol")
+
+
+def test_more_tokens_than_were_exported_fail_closed(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(), rig.endpoint()
+    stage(exporter, model_kv(64))
+    rig.load(importer, rig.handle([exporter], 65))
+    assert rig.result().error.startswith("invalid_request")
+
+
+def test_a_transfer_that_never_comes_ends_at_the_deadline(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(), rig.endpoint()
+    rig.load(importer, rig.handle([exporter], 64), timeout_s=0.3)
+    result = rig.result()
+    assert result.error.partition(":")[0] in ("timeout", "unknown_transfer")
+    assert 0.2 < result.ended_s - result.started_s < 3
+
+
+def test_released_and_refused_transfers_fail_at_once(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(staging_bytes=100), rig.endpoint()
+    stage(exporter, model_kv(64), "refused")
+    exporter.release("released")
+    for name in ("refused", "released"):
+        rig.load(importer, rig.handle([exporter], 64, name))
+        assert rig.result().error.startswith(name)
+
+
+def test_release_ends_a_pull_under_way(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+    got = rig.load(importer, rig.handle([exporter], 64))
+    stage(exporter, kv, end=32, last=False)
+    wait_until(lambda: bool(got.writes))
+    exporter.release("t")
+    assert rig.result().error.startswith("released")
+
+
+def test_leases_end(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(lease_s=0.05), rig.endpoint()
+    stage(exporter, model_kv(64))
+    wait_until(lambda: exporter.staged_bytes == 0)
+    rig.load(importer, rig.handle([exporter], 64))
+    assert rig.result().error.startswith("expired_lease")
+
+
+def test_an_exporter_that_cannot_be_reached_fails_fast(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(connect_timeout_s=0.3))
+    handle = rig.handle([exporter], 64)
+    exporter.stop()
+    rig.endpoints.remove(exporter)
+    rig.load(importer, handle)
+    result = rig.result()
+    assert result.error.startswith("unreachable")
+    assert result.ended_s - result.started_s < 3
+
+
+def test_an_exporter_that_dies_fails_the_pull_and_its_successor_is_reached(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+    got = rig.load(importer, rig.handle([exporter], 64))
+    stage(exporter, kv, end=32, last=False)
+    wait_until(lambda: bool(got.writes))
+    address = exporter.address
+    exporter.stop()
+    rig.endpoints.remove(exporter)
+    assert rig.result().error.startswith("peer_lost")
+
+    successor = rig.endpoint(address=address, generation=8)
+    rig.load(importer, rig.handle([successor], 64, "old"))
+    assert rig.result().error.startswith("stale_generation")
+    stage(successor, kv, "new")
+    got = rig.load(importer, rig.handle([successor], 64, "new", generation=8))
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv)
+
+
+def test_a_cancelled_load_ends_promptly_and_is_not_written_after(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+    got = rig.load(importer, rig.handle([exporter], 64))
+    stage(exporter, kv, end=32, last=False)
+    wait_until(lambda: bool(got.writes))
+    importer.cancel("t")
+    result = rig.result()
+    assert result.error == "cancelled"
+    writes = len(got.writes)
+    stage(exporter, kv, start=32)
+    wait_until(lambda: exporter.staged_bytes == 0)  # the cancellation confirmed: nobody wants it any more
+    assert len(got.writes) == writes
+
+
+def test_stopping_ends_loads_and_later_ones(rig: Rig) -> None:
+    exporter, importer = rig.endpoint(), rig.endpoint()
+    rig.load(importer, rig.handle([exporter], 64))
+    importer.stop()
+    rig.endpoints.remove(importer)
+    assert rig.result().error == "stopped"
+    rig.load(importer, rig.handle([exporter], 64, "later"))
+    assert rig.result().error == "stopped"
+    with pytest.raises(RuntimeError):
+        importer.check_alive()
+
+
+def test_uneven_heads_are_refused(rig: Rig) -> None:
+    exporters = [rig.endpoint(), rig.endpoint(), rig.endpoint()]
+    rig.load(rig.endpoint(), rig.handle(exporters, 64))
+    assert rig.result().error.startswith("invalid_request")

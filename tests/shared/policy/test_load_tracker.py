@@ -1,0 +1,85 @@
+from collections import Counter
+from random import Random
+
+import pytest
+
+from shared.domain.route import InstanceRef, Route, Work
+from shared.errors import Unavailable
+from shared.policy.index import Assignment
+from shared.policy.load_tracker import FORGET_S, LoadTracker
+from tests.shared.policy.views import decode, prefill, view
+
+
+def backlogs(live: LoadTracker) -> dict[str, float]:
+    return {instance_id: waits_s for keys in live.current.backlog.classes() for waits_s, _, instance_id in keys}
+
+
+def test_before_the_first_broadcast_there_is_nothing_to_decide_on() -> None:
+    live = LoadTracker()
+    assert not live.known
+    with pytest.raises(Unavailable, match="no broadcast"):
+        _ = live.current
+
+
+def test_assignments_count_until_a_load_was_taken_after_them() -> None:
+    live, rng = LoadTracker(), Random(0)
+    live.update(view(prefill("p", time_s=10.0)), 10.1, rng)
+    live.book(Assignment("p", 10.15, prefill_tokens=100))
+    assert backlogs(live) == {"p": 100.0}
+    live.update(view(prefill("p", time_s=10.12)), 10.2, rng)  # taken before the assignment: still on top
+    assert backlogs(live) == {"p": 100.0}
+    live.update(view(prefill("p", time_s=10.22, queued_prefill_tokens=100)), 10.3, rng)
+    assert backlogs(live) == {"p": 100.0}  # the load has it now: not twice
+
+
+def test_a_clock_that_lags_does_not_count_for_ever() -> None:
+    live, rng = LoadTracker(), Random(0)
+    live.update(view(prefill("p", time_s=1.0)), 10.0, rng)
+    live.book(Assignment("p", 10.0, prefill_tokens=100))
+    live.update(view(prefill("p", time_s=1.1)), 10.0 + FORGET_S, rng)
+    assert backlogs(live) == {"p": 0.0}
+
+
+def test_a_lost_instance_takes_its_assignments_along() -> None:
+    live, rng = LoadTracker(), Random(0)
+    live.update(view(prefill("p"), prefill("q")), 10.0, rng)
+    live.book(Assignment("p", 10.0, prefill_tokens=100))
+    live.update(view(prefill("q")), 10.1, rng)
+    assert backlogs(live) == {"q": 0.0}
+
+
+def test_decode_assignments_count_too() -> None:
+    live, rng = LoadTracker(), Random(0)
+    live.update(view(decode("d", free_blocks=10)), 10.0, rng)
+    live.book(Assignment("d", 10.0, decode_tokens=33, heavy=True))
+    load = live.current.decode.views[0].load
+    assert (load.decoding, load.heavy_decodes, load.context_tokens, load.free_blocks) == (1, 1, 33, 7)
+
+
+def test_turns_go_on_over_broadcasts() -> None:
+    live, rng = LoadTracker(), Random(0)
+    live.update(view(prefill("p")), 10.0, rng)
+    live.book(Assignment("p", 10.0, prefill_tokens=1))
+    live.update(view(prefill("p")), 10.1, rng)
+    assert live.current.turn == 1
+
+
+def test_idle_instances_are_liked_differently_after_each_broadcast() -> None:
+    live, rng, first = LoadTracker(), Random(0), Counter[str]()
+    for step in range(300):
+        live.update(view(prefill("a"), prefill("b"), prefill("c")), step / 10, rng)
+        (keys,) = live.current.backlog.classes()
+        first[keys[0][2]] += 1
+    assert min(first.values()) > 60
+
+
+def test_the_ledger_outlives_broadcasts_until_its_instance_is_gone() -> None:
+    live, rng = LoadTracker(), Random(0)
+    live.update(view(decode("d", inflight=1)), 10.0, rng)
+    live.ledger.add("j", Route(None, InstanceRef("d", 1, ""), 0, "workload", work=Work(2.0, 30)), 10.0)
+    for step in range(1, 4):
+        live.update(view(decode("d", inflight=1)), 10.0 + step, rng)
+        assert live.current.ledger is live.ledger
+        assert (live.ledger.score("d"), live.ledger.tokens_at("d")) == (2.0, 30)
+    live.update(view(decode("e")), 14.0, rng)
+    assert len(live.ledger) == 0
