@@ -27,7 +27,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from gateway.context import caller
 from gateway.job import Job, JobSpec
 from gateway.settings import GatewaySettings
-from shared.domain.job import Slo
+from shared.domain.job import Generation, Slo
 from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
 from shared.wire.logprobs import decode_rows
@@ -135,11 +135,14 @@ class ClusterCore:
         target = self._settings.slo.get(who.slo) or self._settings.slo["default"]
         prompt = list(request.prompt_token_ids or ())
         return JobSpec(
-            job_id=request.request_id, prompt_token_ids=prompt, sampling=msgspec.msgpack.encode(params),
+            job_id=request.request_id, prompt_token_ids=prompt,
+            generation=Generation(
+                msgspec.msgpack.encode(params), min(request.arrival_time, time.time()), request.cache_salt or "",
+                request.priority,
+            ),
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt), carry=carry,
             local_only=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
-            arrived_s=min(request.arrival_time, time.time()), slo=Slo(who.slo, target.ttft_s, target.tpot_s),
-            priority=request.priority, cache_salt=request.cache_salt or "",
+            slo=Slo(who.slo, target.ttft_s, target.tpot_s),
         )  # fmt: skip
 
     def _emit(self, job_id: str, step: TokenStep) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shared.domain.job import JobView, LengthPrediction, Phase, Slo
+from shared.domain.job import Generation, JobView, LengthPrediction, Phase, Slo
 from shared.domain.route import Reason, Route
 from shared.errors import EngineFailed
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
@@ -24,14 +24,16 @@ class JobSpec:
 
     job_id: str
     prompt_token_ids: list[int]
-    sampling: bytes
+    generation: Generation
     max_tokens: int
     carry: bool
     local_only: bool
-    arrived_s: float
     slo: Slo
-    priority: int = 0
-    cache_salt: str = ""
+
+    @property
+    def arrived_s(self) -> float:
+        """Unix seconds."""
+        return self.generation.arrived_s
 
 
 @dataclass(slots=True, eq=False)

@@ -140,10 +140,9 @@ class Pipeline:
         request = PrefillRequest(
             job=job.view(), transfer_id=job.transfer_id,
             prompt_token_ids=prompt if full else prompt[: route.split],
-            sampling=job.spec.sampling, arrived_s=job.spec.arrived_s, want_token=full and job.spec.carry,
+            generation=job.spec.generation, want_token=full and job.spec.carry,
             export=not (full and job.spec.carry and job.remaining <= 1), codec=self._settings.kv_codec,
-            decode=route.decode, exclude=tuple(job.failed_instances), cache_salt=job.spec.cache_salt,
-            priority=job.spec.priority,
+            decode=route.decode, exclude=tuple(job.failed_instances),
         )  # fmt: skip
         async with _Prefetches(self._clients) as prefetches:
             reply = await self._clients.to(instance.rpc).call(
@@ -179,8 +178,7 @@ class Pipeline:
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
         request = DecodeRequest(
-            job=job.view(), prompt_token_ids=job.prompt, sampling=job.spec.sampling, arrived_s=job.spec.arrived_s,
-            handle=handle, cache_salt=job.spec.cache_salt, priority=job.spec.priority,
+            job=job.view(), prompt_token_ids=job.prompt, generation=job.spec.generation, handle=handle,
         )  # fmt: skip
         job.phase = Phase.DECODE
         reply = await self._clients.to(instance.rpc).call(

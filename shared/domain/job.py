@@ -40,6 +40,18 @@ class LengthPrediction(msgspec.Struct, frozen=True):
     source: str  # "classifier" or "observed"
 
 
+class Generation(msgspec.Struct, frozen=True):
+    """What an engine needs of a request beside its tokens; whoever is between them hands it on.
+
+    `sampling` is the front end's sampling parameters, encoded. `arrived_s` is unix seconds.
+    """
+
+    sampling: bytes
+    arrived_s: float
+    cache_salt: str = ""
+    priority: int = 0
+
+
 class JobView(msgspec.Struct, frozen=True):
     """What a policy may know of a job."""
 

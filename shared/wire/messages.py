@@ -3,12 +3,12 @@
 import msgspec
 
 from shared.domain.instance import InstanceLoad, Role
-from shared.domain.job import JobView, LengthPrediction, Phase
+from shared.domain.job import Generation, JobView, LengthPrediction, Phase
 from shared.domain.kv import Codec, KvHandle, TransferReport
 from shared.domain.route import InstanceRef, Reason
 from shared.timeline import RequestTimeline
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 
 class PlaceRequest(msgspec.Struct):
@@ -48,21 +48,18 @@ class PrefillRequest(msgspec.Struct):
     """Compute KV of `prompt_token_ids` and, if `want_token`, the first token.
 
     `export` says whether anybody will pull the KV. `decode` is set when placement chose it already; else the
-    dispatcher of the prefill instance does. `sampling` is opaque here: the engine reads it.
+    dispatcher of the prefill instance does.
     """
 
     job: JobView
     transfer_id: str
     prompt_token_ids: list[int]
-    sampling: bytes
-    arrived_s: float
+    generation: Generation
     want_token: bool = True
     export: bool = True
     codec: Codec = Codec.RAW
     decode: InstanceRef | None = None
     exclude: tuple[str, ...] = ()
-    cache_salt: str = ""
-    priority: int = 0
 
 
 class PrefillStarted(msgspec.Struct):
@@ -106,21 +103,19 @@ class DecodeRequest(msgspec.Struct):
 
     job: JobView
     prompt_token_ids: list[int]
-    sampling: bytes
-    arrived_s: float
+    generation: Generation
     handle: KvHandle | None = None
-    cache_salt: str = ""
-    priority: int = 0
 
 
 class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Tokens that one engine step gave one job. The last step of a job carries its finish reason.
 
-    `logprobs` and `prompt_logprobs` are opaque here.
+    "abort" and "error" (with its cause as `stop_reason`) stay between an engine and its worker: a gateway gets
+    "stop", "length" or "repetition", or an error. `logprobs` and `prompt_logprobs` are opaque here.
     """
 
     tokens: list[int]
-    finish_reason: str = ""  # "stop" or "length"
+    finish_reason: str = ""
     stop_reason: int | str | None = None
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""

@@ -15,7 +15,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
-from shared.domain.job import Slo
+from shared.domain.job import Generation, Slo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.route import InstanceRef, Route
 from shared.errors import Unavailable
@@ -222,7 +222,7 @@ def make_job(
 ) -> tuple[Job, list[TokenStep]]:
     """A job and the list in which its steps gather."""
     steps: list[TokenStep] = []
-    spec = JobSpec(f"job-{next(_numbers)}", prompt, b"", max_tokens, carry, local_only, 1.0, Slo())
+    spec = JobSpec(f"job-{next(_numbers)}", prompt, Generation(b"", 1.0), max_tokens, carry, local_only, Slo())
     return Job(spec, steps.append, "gateway-0"), steps
 
 

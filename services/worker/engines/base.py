@@ -7,39 +7,28 @@ import msgspec
 
 from services.worker.engines.step_log import StepLog
 from shared.domain.instance import Compatibility
+from shared.domain.job import Generation
 from shared.domain.kv import Codec, KvHandle
 from shared.domain.rates import Rates
+from shared.wire.messages import TokenStep
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """Tokens in. `sampling` is the front end's sampling parameters, encoded.
+    """Tokens in.
 
     With `export_to` set, KV of the prompt is staged under that transfer id while it is computed; with `import_from`
     set, KV of the first `import_from.tokens` prompt tokens is pulled instead of computed. `first_token_only` makes
-    the engine stop after one token, whatever `sampling` says.
+    the engine stop after one token, whatever the sampling parameters say.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling: bytes
+    generation: Generation
     max_tokens: int
     first_token_only: bool = False
     export_to: str = ""
     codec: Codec = Codec.RAW
     import_from: KvHandle | None = None
-    cache_salt: str = ""
-    priority: int = 0
-    arrived_s: float = 0.0
-
-
-class EngineOutput(msgspec.Struct):
-    """What one step gave one request. `finish_reason`: "", "stop", "length", "abort" or "error"."""
-
-    tokens: list[int]
-    finish_reason: str = ""
-    stop_reason: int | str | None = None
-    logprobs: bytes = b""
-    prompt_logprobs: bytes = b""
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -62,7 +51,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     rates: Rates = Rates()
 
 
-Sink = Callable[[EngineOutput], None]
+Sink = Callable[[TokenStep], None]
 
 
 class Engine(Protocol):

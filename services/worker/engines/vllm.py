@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
-from services.worker.engines.base import EngineInfo, EngineOutput, EngineRequest, EngineStats, Sink
+from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink
 from services.worker.engines.logprobs import encode_logprobs, encode_prompt_logprobs
 from services.worker.engines.step_log import StepLog
 from services.worker.engines.step_observer import StepObserver
@@ -32,7 +32,7 @@ from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvGeometry
 from shared.errors import EngineFailed
 from shared.runtime.logs import get_log
-from shared.wire.messages import WIRE_VERSION
+from shared.wire.messages import WIRE_VERSION, TokenStep
 
 log = get_log(__name__)
 _IDLE_S = 0.5
@@ -163,11 +163,11 @@ class VllmEngine:
             self._core.add_request(self._core_request(request))
         except (ValueError, TypeError, msgspec.MsgspecError) as error:
             log.warning("engine refused a request", request_id=request.request_id, error=str(error))
-            output = EngineOutput([], finish_reason="error", stop_reason=str(error))
+            output = TokenStep([], finish_reason="error", stop_reason=str(error))
             self._loop.call_soon_threadsafe(self._deliver, [(request.request_id, output)])
 
     def _core_request(self, request: EngineRequest) -> EngineCoreRequest:
-        params = self._sampling.decode(request.sampling)
+        params = self._sampling.decode(request.generation.sampling)
         params.max_tokens = 1 if request.first_token_only else request.max_tokens
         if request.first_token_only:
             params.min_tokens = 0
@@ -180,9 +180,9 @@ class VllmEngine:
         params.extra_args = extra or None
         return EngineCoreRequest(
             request_id=request.request_id, prompt_token_ids=request.prompt_token_ids, mm_features=None,
-            sampling_params=params, pooling_params=None, arrival_time=request.arrived_s or time.time(),
-            lora_request=None, cache_salt=request.cache_salt or None, data_parallel_rank=None,
-            priority=request.priority,
+            sampling_params=params, pooling_params=None, arrival_time=request.generation.arrived_s or time.time(),
+            lora_request=None, cache_salt=request.generation.cache_salt or None, data_parallel_rank=None,
+            priority=request.generation.priority,
         )  # fmt: skip
 
     def _snapshot(self) -> None:
@@ -197,7 +197,7 @@ class VllmEngine:
 
     # Back on the event loop.
 
-    def _deliver(self, batch: list[tuple[str, EngineOutput]]) -> None:
+    def _deliver(self, batch: list[tuple[str, TokenStep]]) -> None:
         for request_id, output in batch:
             sink = self._sinks.get(request_id)
             if sink is None:
@@ -209,7 +209,7 @@ class VllmEngine:
     def _died(self, cause: str) -> None:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            sink(EngineOutput([], finish_reason="error", stop_reason=f"engine died: {cause}"))
+            sink(TokenStep([], finish_reason="error", stop_reason=f"engine died: {cause}"))
         os.kill(os.getpid(), signal.SIGTERM)  # without its engine an instance is of no use
 
 
@@ -218,8 +218,8 @@ def _computes_here(settings: WorkerSettings) -> bool:
     return settings.accelerator == "cpu" and settings.tensor_parallel == settings.threads == 1
 
 
-def _convert(output: Any) -> EngineOutput:
-    return EngineOutput(
+def _convert(output: Any) -> TokenStep:
+    return TokenStep(
         tokens=list(output.new_token_ids),
         finish_reason="" if output.finish_reason is None else str(output.finish_reason),
         stop_reason=output.stop_reason,

@@ -3,7 +3,9 @@
 import asyncio
 import time
 
-from services.worker.engines.base import Engine, EngineOutput, EngineRequest
+import msgspec
+
+from services.worker.engines.base import Engine, EngineRequest
 from services.worker.jobs.roles import RoleState
 from services.worker.kv import lossy_salt
 from services.worker.kv.port import KvPort
@@ -78,20 +80,16 @@ class DecodeService:
                     self._kv.forget(request.handle.transfer_id)
 
     async def _run(self, request_id: str, request: DecodeRequest, call: ServerCall) -> DecodeReply:
-        ended: asyncio.Future[EngineOutput] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[TokenStep] = asyncio.get_running_loop().create_future()
         queued_s = time.time()
         started_s = 0.0
 
-        def step(output: EngineOutput) -> None:
+        def step(output: TokenStep) -> None:
             nonlocal started_s
             started_s = started_s or time.time()
             self._uncomputed.pop(request_id, None)
             if output.finish_reason != "error":
-                call.send(
-                    TokenStep(
-                        output.tokens, output.finish_reason, output.stop_reason, output.logprobs, output.prompt_logprobs
-                    )
-                )
+                call.send(output)
             if output.finish_reason and not ended.done():
                 ended.set_result(output)
 
@@ -115,13 +113,11 @@ def _to_prefill(request: DecodeRequest) -> int:
 
 
 def _engine_request(request_id: str, request: DecodeRequest) -> EngineRequest:
-    handle = request.handle
-    salt = request.cache_salt
+    handle, generation = request.handle, request.generation
     if handle is not None and handle.codec.lossy:
         # Blocks that hold approximate KV must never be found by a request that wants exact ones.
-        salt = lossy_salt(handle.transfer_id)
+        generation = msgspec.structs.replace(generation, cache_salt=lossy_salt(handle.transfer_id))
     return EngineRequest(
-        request_id=request_id, prompt_token_ids=request.prompt_token_ids, sampling=request.sampling,
-        max_tokens=request.job.max_tokens, import_from=handle, cache_salt=salt, priority=request.priority,
-        arrived_s=request.arrived_s,
+        request_id=request_id, prompt_token_ids=request.prompt_token_ids, generation=generation,
+        max_tokens=request.job.max_tokens, import_from=handle,
     )  # fmt: skip

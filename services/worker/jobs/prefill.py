@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from services.worker.engines.base import Engine, EngineOutput, EngineRequest
+from services.worker.engines.base import Engine, EngineRequest
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.lengths import LengthClient
 from services.worker.jobs.prefill_queue import PrefillQueue
@@ -15,7 +15,7 @@ from shared.domain.job import JobView, LengthPrediction
 from shared.domain.kv import KvHandle
 from shared.domain.route import InstanceRef, Reason
 from shared.errors import EngineFailed
-from shared.wire.messages import PrefillReply, PrefillRequest, PrefillStarted, ReleaseRequest
+from shared.wire.messages import PrefillReply, PrefillRequest, PrefillStarted, ReleaseRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
 
 
@@ -104,10 +104,10 @@ class PrefillService:
         call: ServerCall,
         state: _Dispatch,
         predicted: "asyncio.Task[LengthPrediction | None]",
-    ) -> EngineOutput:
-        ended: asyncio.Future[EngineOutput] = asyncio.get_running_loop().create_future()
+    ) -> TokenStep:
+        ended: asyncio.Future[TokenStep] = asyncio.get_running_loop().create_future()
 
-        def step(output: EngineOutput) -> None:
+        def step(output: TokenStep) -> None:
             state.tokens.extend(output.tokens)
             if output.finish_reason and not ended.done():
                 ended.set_result(output)
@@ -141,7 +141,7 @@ class PrefillService:
         return self._kv.handle(request.transfer_id, len(request.prompt_token_ids), request.codec)
 
 
-def _is_over(last: EngineOutput, request: PrefillRequest) -> bool:
+def _is_over(last: TokenStep, request: PrefillRequest) -> bool:
     """Whether the first token already ended the answer."""
     return request.want_token and (last.finish_reason == "stop" or request.job.max_tokens <= 1)
 
@@ -154,7 +154,6 @@ def _with_prediction(job: JobView, prediction: LengthPrediction | None) -> JobVi
 
 def _engine_request(request_id: str, request: PrefillRequest) -> EngineRequest:
     return EngineRequest(
-        request_id=request_id, prompt_token_ids=request.prompt_token_ids, sampling=request.sampling, max_tokens=1,
+        request_id=request_id, prompt_token_ids=request.prompt_token_ids, generation=request.generation, max_tokens=1,
         first_token_only=True, export_to=request.transfer_id if request.export else "", codec=request.codec,
-        cache_salt=request.cache_salt, priority=request.priority, arrived_s=request.arrived_s,
     )  # fmt: skip

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.worker.engines.base import EngineOutput, EngineRequest
+from services.worker.engines.base import EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
 from services.worker.settings import WorkerSettings
+from shared.domain.job import Generation
 from shared.domain.kv import KvHandle, TransferOutcome
+from shared.wire.messages import TokenStep
 from shared.wire.steps import StepRecord
 
 STEP_S = 0.002
@@ -36,7 +38,7 @@ async def engine(**more: Any) -> AsyncIterator[EmulatedEngine]:
 
 
 def request(name: str, prompt: int, output: int, handle: KvHandle | None = None) -> EngineRequest:
-    return EngineRequest(name, [1] * prompt, b"", output, import_from=handle)
+    return EngineRequest(name, [1] * prompt, Generation(b"", 1.0), output, import_from=handle)
 
 
 def handle(tokens: int) -> KvHandle:
@@ -48,7 +50,7 @@ async def finish(running: EmulatedEngine, *requests: EngineRequest) -> dict[str,
     ended = {one.request_id: asyncio.Event() for one in requests}
 
     def sink(name: str) -> Any:
-        def take(output: EngineOutput) -> None:
+        def take(output: TokenStep) -> None:
             tokens[name] += output.tokens
             if output.finish_reason:
                 ended[name].set()

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.worker.engines.base import EngineInfo, EngineOutput, EngineRequest, EngineStats, Sink
+from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.lengths import LengthClient
@@ -14,7 +14,7 @@ from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.prefill_queue import PrefillQueue
 from services.worker.jobs.roles import RoleState
 from shared.domain.instance import Role
-from shared.domain.job import JobView
+from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.route import InstanceRef
 from shared.errors import EngineFailed
@@ -53,7 +53,7 @@ class ScriptedEngine:
     async def close(self) -> None:
         """Nothing to stop."""
 
-    def step(self, output: EngineOutput) -> None:
+    def step(self, output: TokenStep) -> None:
         request_id, sink = next(iter(self.sinks.items()))
         if output.finish_reason:
             del self.sinks[request_id]
@@ -143,17 +143,17 @@ class Side:
 
 def prefill_request(tokens: int = 3, **changes: Any) -> PrefillRequest:
     view = JobView("job", tokens, changes.pop("max_tokens", 8))
-    return PrefillRequest(view, "t1", list(range(tokens)), b"", 1.0, **changes)
+    return PrefillRequest(view, "t1", list(range(tokens)), Generation(b"", 1.0), **changes)
 
 
 def decode_request(handle: KvHandle | None = None) -> DecodeRequest:
-    return DecodeRequest(JobView("job", 3, 8), [1, 2, 3], b"", 1.0, handle)
+    return DecodeRequest(JobView("job", 3, 8), [1, 2, 3], Generation(b"", 1.0), handle)
 
 
 async def test_a_prefill_answers_with_its_token_the_instance_and_the_handle() -> None:
     side = Side(Role.PREFILL)
     task = await side.prefill(prefill_request())
-    side.engine.step(EngineOutput([42], "length"))
+    side.engine.step(TokenStep([42], "length"))
     reply = await task
     assert reply.tokens == [42]
     assert reply.decode == TARGET
@@ -167,7 +167,7 @@ async def test_a_prefill_answers_with_its_token_the_instance_and_the_handle() ->
 async def test_a_first_token_that_ends_the_answer_needs_no_dispatch() -> None:
     side = Side(Role.PREFILL)
     task = await side.prefill(prefill_request())
-    side.engine.step(EngineOutput([2], "stop"))
+    side.engine.step(TokenStep([2], "stop"))
     reply = await task
     assert reply.finish_reason == "stop"
     assert side.dispatcher.asked == 0
@@ -180,7 +180,7 @@ async def test_a_long_prompt_names_its_decode_instance_after_the_first_chunk() -
     side.port.callbacks["t1"]()
     assert isinstance(side.call.items[0], PrefillStarted)
     assert side.call.items[0].handle.tokens == 10
-    side.engine.step(EngineOutput([42], "length"))
+    side.engine.step(TokenStep([42], "length"))
     assert (await task).decode == TARGET
     assert side.dispatcher.asked == 1
 
@@ -199,7 +199,7 @@ async def test_a_cancelled_prefill_leaves_nothing_behind() -> None:
 async def test_an_engine_error_is_an_error_and_frees_the_staging() -> None:
     side = Side(Role.PREFILL)
     task = await side.prefill(prefill_request())
-    side.engine.step(EngineOutput([], "error", "no room"))
+    side.engine.step(TokenStep([], "error", "no room"))
     with pytest.raises(EngineFailed, match="no room"):
         await task
     assert side.port.released == ["t1"]
@@ -208,8 +208,8 @@ async def test_an_engine_error_is_an_error_and_frees_the_staging() -> None:
 async def test_a_decode_streams_steps_and_reports_the_transfer() -> None:
     side = Side(Role.DECODE)
     task = await side.decode(decode_request(side.port.handle("t1", 3, Codec.RAW)))
-    side.engine.step(EngineOutput([1]))
-    side.engine.step(EngineOutput([2], "stop", 7))
+    side.engine.step(TokenStep([1]))
+    side.engine.step(TokenStep([2], "stop", 7))
     reply = await task
     assert side.call.items == [TokenStep([1]), TokenStep([2], "stop", 7)]
     assert reply.transfer.outcome is TransferOutcome.PULLED
@@ -221,9 +221,9 @@ async def test_prompts_that_a_decode_instance_has_to_compute_count_as_queued_unt
     for given, queued, tokens in ((None, 1, 2), (handle, 0, 0)):  # the last token is the first decode's
         task = await side.decode(decode_request(given))
         assert (side._decode.queued, side._decode.queued_tokens) == (queued, tokens)
-        side.engine.step(EngineOutput([5], ""))
+        side.engine.step(TokenStep([5], ""))
         assert (side._decode.queued, side._decode.queued_tokens) == (0, 0)
-        side.engine.step(EngineOutput([6], "stop"))
+        side.engine.step(TokenStep([6], "stop"))
         await task
         side.engine.arrived.clear()
 
@@ -231,7 +231,7 @@ async def test_prompts_that_a_decode_instance_has_to_compute_count_as_queued_unt
 async def test_a_local_decode_says_so() -> None:
     side = Side(Role.DECODE)
     task = await side.decode(decode_request())
-    side.engine.step(EngineOutput([1], "length"))
+    side.engine.step(TokenStep([1], "length"))
     assert (await task).transfer.outcome is TransferOutcome.LOCAL
 
 
@@ -249,6 +249,6 @@ async def test_a_cancelled_decode_aborts_the_engine() -> None:
 async def test_approximate_kv_gets_a_salt_that_exact_requests_never_have(codec: Codec) -> None:
     side = Side(Role.DECODE)
     task = await side.decode(decode_request(side.port.handle("t1", 3, codec)))
-    assert "t1" in side.engine.requests[0].cache_salt
-    side.engine.step(EngineOutput([1], "length"))
+    assert "t1" in side.engine.requests[0].generation.cache_salt
+    side.engine.step(TokenStep([1], "length"))
     await task
