@@ -3,6 +3,8 @@
 import time
 from random import Random
 
+import msgspec
+
 from services.global_scheduler.metrics import SchedulerMetrics
 from services.global_scheduler.policy_set import PolicySet
 from shared.domain.instance import ClusterView
@@ -69,6 +71,7 @@ class Placer:
         for assignment in assignments(request.job, route, now):
             self._live.book(assignment)
         self.ledger.add(request.job.job_id, route, now)
+        route = msgspec.structs.replace(route, dispatch=self._policies.dispatch)
         self._metrics.placed(route, time.perf_counter() - started)
         return route
 

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel, ConfigDict
 
 from services.global_scheduler.settings import SchedulerSettings
+from shared.domain.route import PolicySpec
 from shared.policy import registry
 from shared.policy.placement import Policies
 from shared.runtime.logs import get_log
@@ -13,13 +15,17 @@ from shared.runtime.logs import get_log
 log = get_log(__name__)
 
 
-class PolicySpec(BaseModel):
-    """One policy by name, with its parameters."""
+class PolicyIn(BaseModel):
+    """PolicySpec."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     parameters: dict[str, Any] = {}
+
+    def to_spec(self) -> PolicySpec:
+        """As the domain has it."""
+        return PolicySpec(self.name, self.parameters)
 
 
 class PoliciesChange(BaseModel):
@@ -27,25 +33,30 @@ class PoliciesChange(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    placement: PolicySpec | None = None
-    split: PolicySpec | None = None
-    dispatch: PolicySpec | None = None
+    placement: PolicyIn | None = None
+    split: PolicyIn | None = None
+    dispatch: PolicyIn | None = None
 
 
 class PolicySet:
-    """Placement, split and dispatch of this scheduler."""
+    """Placement, split and dispatch: this scheduler's, and through its routes the prefill instances' dispatchers'."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._specs = {
-            "placement": PolicySpec(name=settings.placement, parameters=settings.placement_parameters),
-            "split": PolicySpec(name=settings.split, parameters=settings.split_parameters),
-            "dispatch": PolicySpec(name=settings.dispatch, parameters=settings.dispatch_parameters),
+            "placement": PolicySpec(settings.placement, settings.placement_parameters),
+            "split": PolicySpec(settings.split, settings.split_parameters),
+            "dispatch": PolicySpec(settings.dispatch, settings.dispatch_parameters),
         }
         self.current = _build(self._specs)
 
+    @property
+    def dispatch(self) -> PolicySpec:
+        """The dispatch policy in force, for those who are to follow it."""
+        return self._specs["dispatch"]
+
     def change(self, change: PoliciesChange, who: str) -> None:
         """Change all that is given, or nothing. Raises InvalidRequest that names the choices."""
-        wanted = {**self._specs, **{kind: spec for kind, spec in change if spec is not None}}
+        wanted = {**self._specs, **{kind: given.to_spec() for kind, given in change if given is not None}}
         built = _build(wanted)
         before, self._specs, self.current = self._specs, wanted, built
         log.info("policies changed", who=who, before=_plain(before), after=_plain(wanted))
@@ -73,4 +84,4 @@ def _build(specs: Mapping[str, PolicySpec]) -> Policies:
 
 
 def _plain(specs: Mapping[str, PolicySpec]) -> dict[str, Any]:
-    return {kind: spec.model_dump() for kind, spec in specs.items()}
+    return {kind: msgspec.to_builtins(spec) for kind, spec in specs.items()}

@@ -31,6 +31,6 @@ class SchedulerSettings(ServiceSettings):
     placement_parameters: dict[str, Any] = Field(default_factory=dict)
     split: str = "full"
     split_parameters: dict[str, Any] = Field(default_factory=dict)
-    dispatch: str = "power_of_two"  # for local and partial placements; prefill instances have their own
+    dispatch: str = "power_of_two"  # here, and by each route in the prefill instance that it names
     dispatch_parameters: dict[str, Any] = Field(default_factory=dict)
     policy_seed: int | None = None  # None: another one each start

@@ -1,5 +1,7 @@
 """Where a job runs, and why."""
 
+from typing import Any
+
 import msgspec
 
 
@@ -25,12 +27,19 @@ class Work(msgspec.Struct, frozen=True):
     tokens: int  # of KV: prompt and predicted output
 
 
+class PolicySpec(msgspec.Struct, frozen=True):
+    """A policy by its name in `shared.policy.registry`, with its parameters."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+
 class Route(msgspec.Struct, frozen=True):
     """A placement. `split` is the number of prompt tokens that the prefill instance computes.
 
     split == 0: the decode instance does it all, `prefill` is None. `decode` is None when the prefill
-    instance's dispatcher is to choose it from fresher loads. `work` is for the ledger of whoever placed the job, if
-    its policy keeps one.
+    instance's dispatcher is to choose it from fresher loads, by the policy `dispatch`: a live scheduler names the one
+    in force in each route. `work` is for the ledger of whoever placed the job, if its policy keeps one.
     """
 
     prefill: InstanceRef | None
@@ -39,3 +48,4 @@ class Route(msgspec.Struct, frozen=True):
     policy: str
     reasons: tuple[Reason, ...] = ()
     work: Work | None = None
+    dispatch: PolicySpec | None = None

@@ -6,6 +6,7 @@ import zmq
 
 from shared.domain.instance import InstanceState, Role
 from shared.domain.job import JobView, Phase
+from shared.domain.route import PolicySpec
 from shared.errors import Busy, InvalidRequest, PeerLost, Unavailable
 from tests.services.control_plane import tcp, text, until
 from tests.services.global_scheduler.conftest import Scheduler, report
@@ -82,6 +83,17 @@ async def test_policies_change_while_it_runs(scheduler: Scheduler) -> None:
     assert (route.split, route.policy) == (50, "round_robin")
     assert route.decode is not None
     assert route.decode.instance_id == "d0"
+
+
+async def test_each_route_names_the_dispatch_policy_in_force(scheduler: Scheduler) -> None:
+    await scheduler.hear(**CLUSTER)
+    route = await scheduler.client.place(job(), timeout_s=5)
+    assert (route.decode, route.dispatch) == (None, PolicySpec("power_of_two"))
+    spread = {"name": "spread", "parameters": {"unpredicted_tokens": 7}}
+    await scheduler.admin.set_policies({"dispatch": spread})
+    route = await scheduler.client.place(job(1), timeout_s=5)
+    assert route.decode is None  # with the default split it is the prefill instance that dispatches
+    assert route.dispatch == PolicySpec("spread", {"unpredicted_tokens": 7})
 
 
 @pytest.mark.parametrize(
