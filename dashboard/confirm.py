@@ -48,8 +48,7 @@ def _body(session: Session, api: Api, submit: Submit, intent: Intent) -> None:
     force = False
     if intent.last_ready and intent.action is not Action.RESUME:
         st.warning(_last(intent), icon=":material/warning:")
-        if intent.action is Action.FLIP:
-            force = st.checkbox("Flip it all the same (force)", key="force")
+        force = st.checkbox(f"{intent.action.capitalize()} it all the same (force)", key="force")
     with st.container(horizontal=True, horizontal_alignment="right"):
         answered = st.button("Cancel", key="cancel", on_click=session.drop_intent)
         wanted = intent.forced() if force else intent
@@ -65,7 +64,5 @@ def _act(session: Session, api: Api, submit: Submit, asked: Intent, wanted: Inte
 
 
 def _last(intent: Intent) -> str:
-    said = f"{intent.instance_id} is the last ready {intent.role.value} instance."
-    if intent.action is Action.FLIP:
-        return f"{said} The monitor refuses to flip it unless forced."
-    return f"{said} Without it, requests may have to wait or fail."
+    said = f"{intent.instance_id} is the last ready {intent.role.value} instance: without it requests wait or fail."
+    return f"{said} The monitor refuses to {intent.action} it unless forced."

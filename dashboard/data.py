@@ -87,7 +87,7 @@ class Api:
         async with self._monitor() as monitor:
             match intent.action:
                 case Action.DRAIN:
-                    return await monitor.drain(target, timeout_s=timeout_s, who=WHO)
+                    return await monitor.drain(target, force=intent.force, timeout_s=timeout_s, who=WHO)
                 case Action.RESUME:
                     return await monitor.resume(target, who=WHO)
                 case Action.FLIP:

@@ -113,8 +113,9 @@ class Registration(_Edge):
 
 
 class DrainIn(_Edge):
-    """Body of a drain; without a time the setting holds."""
+    """Body of a drain; without a time the setting holds. `force` allows the last ready instance of a role."""
 
+    force: bool = False
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
 
 

@@ -30,12 +30,14 @@ class Operations:
         self._registry = registry
         self._audit = audit
 
-    async def drain(self, instance_id: str, timeout_s: float | None, who: str) -> dict[str, Any]:
+    async def drain(self, instance_id: str, *, force: bool, timeout_s: float | None, who: str) -> dict[str, Any]:
         """Give it no new work and wait for what it has.
 
-        Raises DeadlineExceeded when work is left at the timeout (it goes on draining), Conflict, PeerLost.
+        Raises Conflict for the last ready instance of a role unless forced, DeadlineExceeded when work is left at the
+        timeout (it goes on draining), PeerLost.
         """
         record = self._operable(instance_id)
+        self._check_last(record, force)
         async with self._operation("drain", record, record.role, who) as entry:
             await self._drain(record, entry, timeout_s)
             record.draining = True

@@ -78,7 +78,8 @@ async def forget(monitor: Monitor, instance_id: str) -> dict[str, str]:
 @router.post("/instances/{instance_id}/drain")
 async def drain(monitor: Monitor, instance_id: str, who: Who, body: DrainIn | None = None) -> dict[str, Any]:
     """Give it no new work; answers when it has none left."""
-    return await monitor.operations.drain(instance_id, body.timeout_s if body else None, who)
+    wanted = body or DrainIn()
+    return await monitor.operations.drain(instance_id, force=wanted.force, timeout_s=wanted.timeout_s, who=who)
 
 
 @router.post("/instances/{instance_id}/resume")

@@ -89,13 +89,14 @@ def flip_command(
 @app.command("drain")
 def drain_command(
     instance: str,
+    force: Annotated[bool, typer.Option("--force", help="Even the last ready instance of its role.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for its work to end.")] = 30.0,
     data_dir: DataDir = DATA_DIR,
     monitor: Monitor = "",
     as_json: Json = False,
 ) -> None:
     """Give an instance no new work and wait until it has none."""
-    _operate("drain", instance, data_dir, monitor, as_json, timeout_s=timeout)
+    _operate("drain", instance, data_dir, monitor, as_json, timeout_s=timeout, force=force)
 
 
 @app.command("resume")

@@ -49,7 +49,7 @@ async def act(what: str, instance: str, url: str, *, timeout_s: float, force: bo
         if what == "flip":
             return await monitor.flip(instance, force=force, drain_timeout_s=timeout_s, who=actor())
         if what == "drain":
-            return await monitor.drain(instance, timeout_s=timeout_s, who=actor())
+            return await monitor.drain(instance, force=force, timeout_s=timeout_s, who=actor())
         return await monitor.resume(instance, who=actor())
 
 

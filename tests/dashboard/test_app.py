@@ -150,15 +150,17 @@ def test_a_failure_is_told_apart_from_a_refusal(page: AppTest, cluster: Any) -> 
     assert page.error[0].value == "Drain of p0 failed: p0 did not drain within 30 s: 2 jobs remain"
 
 
-def test_the_last_of_a_role_needs_force(page: AppTest, cluster: Any) -> None:
+@pytest.mark.parametrize("what", ["flip", "drain"])
+def test_the_last_of_a_role_needs_force(page: AppTest, cluster: Any, what: str) -> None:
     cluster.instances = [row for row in cluster.instances if row["instance_id"] != "p1"]
     page.run()
-    button(page, "flip-p0").click().run()
+    button(page, f"{what}-p0").click().run()
     assert "last ready prefill instance" in page.warning[0].value
+    assert f"refuses to {what} it unless forced" in page.warning[0].value
     page.checkbox(key="force").check().run()
     button(page, "confirm").click().run()
     finish(page)
-    assert cluster.posts[0][2]["force"] is True
+    assert (cluster.posts[0][1], cluster.posts[0][2]["force"]) == (what, True)
 
 
 @pytest.mark.parametrize("name", ["MONITOR", "SCHEDULER", "GATEWAY", "PREDICTOR"])

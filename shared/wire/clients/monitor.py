@@ -30,9 +30,11 @@ class MonitorClient(JsonClient):
         answer: dict[str, Any] = await self.call("GET", f"/instances/{instance_id}")
         return answer
 
-    async def drain(self, instance_id: str, *, timeout_s: float, who: str = "") -> dict[str, Any]:
-        """Stop giving it work and wait for what it has."""
-        return await self._operate(instance_id, "drain", {"timeout_s": timeout_s}, timeout_s, who)
+    async def drain(
+        self, instance_id: str, *, force: bool = False, timeout_s: float, who: str = ""
+    ) -> dict[str, Any]:
+        """Stop giving it work and wait for what it has. Raises Conflict as `flip` does."""
+        return await self._operate(instance_id, "drain", {"force": force, "timeout_s": timeout_s}, timeout_s, who)
 
     async def resume(self, instance_id: str, *, who: str = "") -> dict[str, Any]:
         """Give it work again."""

@@ -30,8 +30,14 @@ async def test_the_last_of_a_role_stays_unless_forced(cluster: Cluster) -> None:
     with pytest.raises(Conflict, match="d0 is the last ready decode instance"):
         await cluster.client.flip("d0")
     assert await cluster.client.flips() == []
+    with pytest.raises(Conflict, match="d0 is the last ready decode instance"):
+        await cluster.client.drain("d0", timeout_s=1)
+    assert cluster.seen("d0").state is InstanceState.READY
     await cluster.client.flip("d0", force=True)
     await cluster.wait_ready("d0", Role.PREFILL)
+    await cluster.client.drain("d0", timeout_s=1)
+    await cluster.client.drain("p0", force=True, timeout_s=1)
+    await cluster.wait_state("p0", InstanceState.DRAINING)
 
 
 async def test_two_at_once_on_one_instance_or_on_the_last_two_of_a_role(cluster: Cluster) -> None:
@@ -118,7 +124,7 @@ async def test_a_drain_that_times_out_goes_on_draining(cluster: Cluster) -> None
     (worker,) = await cluster.workers(d0=Role.DECODE)
     worker.drained = False
     with pytest.raises(DeadlineExceeded, match="3 jobs remain"):
-        await cluster.client.drain("d0", timeout_s=0.2)
+        await cluster.client.drain("d0", force=True, timeout_s=0.2)
     await cluster.wait_state("d0", InstanceState.DRAINING)
     assert worker.calls == ["drain"]
 

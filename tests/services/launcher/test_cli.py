@@ -74,10 +74,10 @@ def test_operations_go_to_the_monitor(monkeypatch: pytest.MonkeyPatch, what: str
         return {"instance_id": instance, "flip_s": 0.001}
 
     monkeypatch.setattr(operate, "act", act)
-    words = [what, "p-0", "--monitor", "http://m", *(["--force"] if what == "flip" else [])]
+    words = [what, "p-0", "--monitor", "http://m", *(["--force"] if what != "resume" else [])]
     result = RUN.invoke(cli.app, words)
     assert result.exit_code == 0
-    assert asked == [(what, "p-0", "http://m", what == "flip")]
+    assert asked == [(what, "p-0", "http://m", what != "resume")]
     assert f"{what} p-0" in result.stdout
     assert json.loads(RUN.invoke(cli.app, [*words, "--json"]).stdout)["flip_s"] == 0.001
 
