@@ -36,6 +36,9 @@ class GatewayMetrics:
         )
         self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
         self.queued = Gauge("vllm:num_requests_waiting", "Jobs without a first token.", registry=registry)
+        self.reports_dropped = Counter(
+            "polyphase_gateway_reports_dropped", "Final reports that no scheduler took in time.", registry=registry
+        )
         self.refused = Counter("polyphase_refused", "Requests refused, by cause.", ["cause"], registry=registry)
         self._model = model
 
@@ -56,5 +59,3 @@ class GatewayMetrics:
                 self._transfers.labels(outcome=transfer.outcome.value).inc()
         if job.attempt > 1:
             self._resumes.inc(job.attempt - 1)
-
-

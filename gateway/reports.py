@@ -1,14 +1,17 @@
 """What a gateway tells of its jobs: gathered, so that a short job costs one message and no request waits for it."""
 
+import asyncio
 from collections import deque
 
 from gateway.job import Job
 from gateway.metrics import GatewayMetrics
-from shared.errors import PolyphaseError
+from shared.runtime.logs import get_log
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import JobReport
 
+log = get_log(__name__)
 PERIOD_S = 0.1
+REFRESH_S = 3.0  # between two words of every open job; schedulers drop those that they hear nothing of
 _KEPT = 10_000  # final reports kept while no scheduler is there
 _BATCH = 200
 _REPORT_S = 2.0
@@ -21,26 +24,50 @@ class Reporter:
         self._schedulers = schedulers
         self._metrics = metrics
         self._open: dict[str, Job] = {}
-        self._final: deque[JobReport] = deque(maxlen=_KEPT)
+        self._changed: dict[str, Job] = {}
+        self._final: deque[JobReport] = deque()
+        self._refreshed_mono = 0.0
 
     def report(self, job: Job, outcome: str = "") -> None:
         """Note that a job changed; at its end, with its outcome."""
+        job_id = job.spec.job_id
         if job.phase.final:
-            self._open.pop(job.spec.job_id, None)
-            self._final.append(job.report(outcome))
+            self._open.pop(job_id, None)
+            self._changed.pop(job_id, None)
+            self._keep(job.report(outcome))
             self._metrics.ended(job, outcome)
         else:
-            self._open[job.spec.job_id] = job
+            self._open[job_id] = self._changed[job_id] = job
 
     async def flush(self) -> None:
         """Send what has gathered, in messages of bounded size; final reports wait for a scheduler if need be."""
-        changed, self._open = self._open, {}
+        changed, self._changed = self._changed, {}
         waiting = [job.report() for job in changed.values()]
         while self._final or waiting:
             batch = [self._final.popleft() for _ in range(min(_BATCH, len(self._final)))]
             batch += [waiting.pop() for _ in range(min(_BATCH - len(batch), len(waiting)))]
+            left = batch
             try:
-                await self._schedulers.report(batch, timeout_s=_REPORT_S)
-            except PolyphaseError:  # none is there: the jobs go on, and what they were is told later
-                self._final.extendleft(report for report in reversed(batch) if report.phase.final)
+                left = await self._schedulers.report(batch, timeout_s=_REPORT_S)
+            finally:
+                self._final.extendleft(report for report in reversed(left) if report.phase.final)
+            if left:  # none is there: the jobs go on, and what they were is told later
                 return
+        await self._refresh()
+
+    async def _refresh(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._refreshed_mono < REFRESH_S:
+            return
+        self._refreshed_mono = now
+        jobs = list(self._open.values())
+        for start in range(0, max(1, len(jobs)), _BATCH):
+            some = [job.report() for job in jobs[start : start + _BATCH] if not job.phase.final]
+            await self._schedulers.refresh(some, timeout_s=_REPORT_S)
+
+    def _keep(self, report: JobReport) -> None:
+        self._final.append(report)
+        if len(self._final) > _KEPT:
+            lost = self._final.popleft()
+            self._metrics.reports_dropped.inc()
+            log.error("a final report is dropped: no scheduler took any for long", job_id=lost.job_id, kept=_KEPT)

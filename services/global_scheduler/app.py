@@ -1,13 +1,17 @@
 """Puts the global scheduler together: sockets, policies, the store, HTTP."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.global_scheduler.forward import Forwarder, ForwardMetrics
 from services.global_scheduler.metrics import SchedulerMetrics
+from services.global_scheduler.open_jobs import SWEEP_S, OpenJobs
 from services.global_scheduler.placer import Placer
 from services.global_scheduler.policy_set import PolicySet
 from services.global_scheduler.reports import Reports
@@ -15,12 +19,15 @@ from services.global_scheduler.routes import State, router
 from services.global_scheduler.settings import SchedulerSettings
 from services.global_scheduler.wiring import open_broadcast, open_rpc, open_sockets, watch
 from shared.runtime.http import service_app
+from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
+from shared.store.closing import close_lost
 from shared.store.database import open_engine
 from shared.store.retention import Retention
 from shared.store.write_behind import WriteBehind
 from shared.wire.clients.http import JsonClient
 
+log = get_log(__name__)
 FORWARD_S = 1.0
 
 
@@ -50,12 +57,16 @@ async def _start(
     outcomes = Forwarder("monitor", await _client(stack, settings.monitor_url), "/slo/outcomes", forwarded)
     lengths = Forwarder("predictor", await _client(stack, settings.predictor_url), "/v1/observations", forwarded)
     placer = Placer(policies, metrics, settings.policy_seed)
-    reports = Reports(settings.scheduler_id, settings.ring_jobs, store, metrics, outcomes, lengths)
+    open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
+    name, ring = settings.scheduler_id, settings.ring_jobs
+    reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.ended)
 
     tasks = await stack.enter_async_context(background())
     tasks.start("write-behind", store.run())
     tasks.every("forward-outcomes", FORWARD_S, outcomes.step)
     tasks.every("forward-lengths", FORWARD_S, lengths.step)
+    tasks.every("sweep", SWEEP_S, reports.sweep)
+    tasks.start("former jobs", _close_former(settings, engine, store))
     retention = Retention(engine, {"requests": settings.retention_s}, store.ready)
     tasks.every("retention", settings.prune_period_s, retention.step)
 
@@ -64,6 +75,20 @@ async def _start(
     server = await open_rpc(stack, sockets, settings, placer, reports)
     watch(registry, placer, server, subscriber)
     return State(placer, policies, reports, engine, store)
+
+
+async def _close_former(settings: SchedulerSettings, engine: AsyncEngine, store: WriteBehind) -> None:
+    """Once living gateways have told of their open jobs, what a former life of this scheduler left open is lost."""
+    started_s = time.time()
+    await store.ready.wait()
+    await asyncio.sleep(2 * settings.lost_after_s)
+    try:
+        closed = await close_lost(engine, settings.scheduler_id, started_s)
+    except Exception as error:  # a boundary: housekeeping may fail, serving goes on
+        log.warning("former jobs not closed", error=f"{type(error).__name__}: {error}"[:300])
+        return
+    if closed:
+        log.warning("jobs of a former life are lost", count=closed)
 
 
 async def _client(stack: AsyncExitStack, url: str) -> JsonClient | None:

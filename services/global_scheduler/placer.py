@@ -76,5 +76,5 @@ class Placer:
         return route
 
     def ended(self, job_id: str) -> None:
-        """A job is over, however it ended."""
+        """A job is over here, however it ended."""
         self.ledger.complete(job_id)

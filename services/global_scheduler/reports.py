@@ -1,24 +1,32 @@
 """REPORT: what gateways tell of their jobs goes to memory, to the database, and on to who learns from it."""
 
+import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from services.global_scheduler.forward import Forwarder
 from services.global_scheduler.metrics import SchedulerMetrics
-from shared.domain.job import Phase, Slo
+from services.global_scheduler.open_jobs import OpenJobs
+from shared.domain.job import LOST, Phase, Slo
+from shared.runtime.logs import get_log
 from shared.store.tables import requests
 from shared.store.write_behind import WriteBehind
 from shared.wire.messages import JobReport, JobReports, PlaceRequest
 from shared.wire.rpc_server import ServerCall
 
+log = get_log(__name__)
 MAX_CLASSES = 1_000  # SLO classes remembered; names come from clients' keys
 
 
 class Reports:
-    """The newest jobs by id, and the places where their reports go."""
+    """The newest jobs by id, and the places where their reports go.
+
+    `on_end` is called once for each job that is open here no longer, for whatever reason: its work counts no more.
+    """
 
     def __init__(
         self,
@@ -28,6 +36,8 @@ class Reports:
         metrics: SchedulerMetrics,
         outcomes: Forwarder,
         lengths: Forwarder,
+        open_jobs: OpenJobs,
+        on_end: Callable[[str], None],
     ) -> None:
         self._scheduler_id = scheduler_id
         self._ring_jobs = ring_jobs
@@ -37,12 +47,21 @@ class Reports:
         self._lengths = lengths
         self._jobs: OrderedDict[str, JobReport] = OrderedDict()
         self._classes: dict[str, Slo] = {}
+        self._on_end = on_end
+        self._open = open_jobs
 
     async def handle(self, reports: JobReports, _: ServerCall) -> None:
         """The REPORT method."""
         now = time.time()
+        self._open.alive(reports.origin)
         for report in reports.reports:
             self.take(report, now)
+            if not report.phase.final:
+                self._open.heard(report.job_id, reports.origin)
+
+    def placed(self, job_id: str) -> None:
+        """A job got a route: it is open, even if no report of it ever comes."""
+        self._open.placed(job_id)
 
     def learn_targets(self, request: PlaceRequest) -> None:
         """Remember the targets of the job's SLO class: reports carry its name only."""
@@ -53,15 +72,34 @@ class Reports:
     def take(self, report: JobReport, now: float) -> None:
         """Take one report in. A final phase is taken once; what comes after it was overtaken on the way."""
         known = self._jobs.get(report.job_id)
-        if known is not None and known.phase.final:
+        if known is not None and known.phase.final and known.outcome != LOST:
             return
         self._jobs[report.job_id] = report
         if len(self._jobs) > self._ring_jobs:
             self._jobs.popitem(last=False)
-        self._store.put(requests, self._row(report, now))
+        if known is None or _stage(known) != _stage(report):  # open jobs are told of again every few seconds
+            self._store.put(requests, self._row(report, now))
         if report.phase.final:
+            self._open.ended(report.job_id)
+            self._on_end(report.job_id)
             self._metrics.ended(report)
             self._forward(report, now)
+
+    def sweep(self) -> None:
+        """End what nobody speaks for: jobs of a gateway that is gone are lost; those of another scheduler leave."""
+        swept = self._open.sweep(asyncio.get_running_loop().time())
+        for job_id in swept.elsewhere:
+            self._jobs.pop(job_id, None)
+            self._on_end(job_id)
+        for job_id in swept.lost:
+            known = self._jobs.get(job_id)
+            if known is None:
+                self._on_end(job_id)
+            else:
+                ended = {"phase": Phase.FAILED, "outcome": LOST, "slo_met": False}
+                self.take(msgspec.structs.replace(known, **ended), time.time())
+        if swept.lost:
+            log.warning("jobs lost with their gateway", count=len(swept.lost), first=swept.lost[0])
 
     def newest(self, phase: Phase | None, limit: int) -> list[dict[str, Any]]:
         """Jobs in memory, newest first, without timelines."""
@@ -103,6 +141,11 @@ class Reports:
         if report.timeline is not None:
             row["timeline"] = msgspec.json.encode(report.timeline).decode()
         return row
+
+
+def _stage(report: JobReport) -> tuple[object, ...]:
+    """What of a report is worth a row: not the number of tokens so far."""
+    return report.phase, report.prefill_instance, report.decode_instance, report.split, report.outcome
 
 
 def plain(report: JobReport) -> dict[str, Any]:

@@ -27,6 +27,9 @@ class SchedulerSettings(ServiceSettings):
     prune_period_s: float = Field(60.0, gt=0)
     ring_jobs: int = Field(5_000, ge=1)  # newest jobs kept in memory with their timelines
 
+    # Open jobs of which nobody tells for so long end here; gateways name theirs every 3 s (gateway.reports.REFRESH_S).
+    lost_after_s: float = Field(10.0, gt=0)
+
     placement: str = "least_load"
     placement_parameters: dict[str, Any] = Field(default_factory=dict)
     split: str = "full"

@@ -11,7 +11,7 @@ from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.instance import ClusterView
 from shared.domain.route import Route
 from shared.wire.broadcast import Subscriber
-from shared.wire.messages import JobReports, PlaceRequest
+from shared.wire.messages import PlaceRequest
 from shared.wire.methods import PLACE, REPORT
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
@@ -43,15 +43,11 @@ async def open_rpc(
 
     async def place(request: PlaceRequest, call: ServerCall) -> Route:
         reports.learn_targets(request)
-        return await placer.handle(request, call)
+        route = await placer.handle(request, call)
+        reports.placed(request.job.job_id)
+        return route
 
-    async def report(told: JobReports, call: ServerCall) -> None:
-        await reports.handle(told, call)
-        for one in told.reports:
-            if one.phase.final:
-                placer.ended(one.job_id)
-
-    server = RpcServer(sockets, settings.rpc_address, {PLACE: place, REPORT: report})
+    server = RpcServer(sockets, settings.rpc_address, {PLACE: place, REPORT: reports.handle})
     return await stack.enter_async_context(server)
 
 

@@ -4,6 +4,8 @@ from enum import StrEnum
 
 import msgspec
 
+LOST = "lost"  # outcome of a failed job whose gateway is gone; a later word of the job itself takes its place
+
 
 class Phase(StrEnum):
     """Where a job is. The last three are final."""

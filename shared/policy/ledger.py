@@ -5,6 +5,7 @@ Owned by the driver, which adds each placement and completes it; policies only r
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ class WorkloadLedger:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._slots: dict[str, int] = {}
-        self._jobs: list[int] = []  # unfinished ones by slot
+        self._jobs: list[dict[str, _Entry]] = []  # unfinished ones by slot, oldest first
         self.scores: NDArray[np.float64] = np.zeros(16)  # by slot: Q of the paper
         self.tokens: NDArray[np.float64] = np.zeros(16)  # by slot: prompt and predicted tokens of unfinished jobs
         self._rotations: dict[str, Rotation] = {}
@@ -79,10 +80,10 @@ class WorkloadLedger:
         if route.work is None:
             return
         slot = self.slot(prefill or decode)
-        self._entries[job_id] = _Entry(slot, route.work.score, route.work.tokens, now)
+        entry = _Entry(slot, route.work.score, route.work.tokens, now)
+        self._entries[job_id] = self._jobs[slot][job_id] = entry
         self.scores[slot] += route.work.score
         self.tokens[slot] += route.work.tokens
-        self._jobs[slot] += 1
 
     def complete(self, job_id: str) -> None:
         """Take off what was added for a job; jobs without an entry are ignored."""
@@ -90,21 +91,28 @@ class WorkloadLedger:
         if entry is None:
             return
         slot = entry.slot
-        self._jobs[slot] -= 1
+        del self._jobs[slot][job_id]
         # With its last job an instance's sums are 0 exactly: rounding errors end there.
-        left = self._jobs[slot] > 0
+        left = bool(self._jobs[slot])
         self.scores[slot] = max(0.0, self.scores[slot] - entry.score) if left else 0.0
         self.tokens[slot] = max(0.0, self.tokens[slot] - entry.tokens) if left else 0.0
 
     def settle(self, view: ClusterView, now: float) -> None:
-        """Forget work whose completion was missed: on instances that are gone or idle, or older than an hour."""
+        """Forget work whose completion was missed: on instances that are gone or idle, or older than an hour.
+
+        For every broadcast: O(instances) and what is forgotten. Work that stays is not looked at.
+        """
         if not self._entries:
             return
         busy = {v.info.instance_id: v.load.inflight > 0 for v in view.instances if v.state is not InstanceState.DEAD}
-        by_slot = {slot: busy.get(instance_id) for instance_id, slot in self._slots.items()}
-        for job_id, entry in list(self._entries.items()):
-            age_s = now - entry.time_s
-            if by_slot[entry.slot] is None or age_s > FORGET_S or (age_s > SETTLE_S and not by_slot[entry.slot]):
+        for instance_id, slot in self._slots.items():
+            jobs = self._jobs[slot]
+            there = busy.get(instance_id)
+            kept_s = -inf if there is None else FORGET_S if there else SETTLE_S
+            while jobs:
+                job_id, entry = next(iter(jobs.items()))
+                if now - entry.time_s <= kept_s:
+                    break
                 self.complete(job_id)
 
     def score(self, instance_id: str) -> float:
@@ -121,7 +129,7 @@ class WorkloadLedger:
         """Position of an instance in `scores` and `tokens`."""
         slot = self._slots.setdefault(instance_id, len(self._slots))
         if slot == len(self._jobs):
-            self._jobs.append(0)
+            self._jobs.append({})
             if slot >= len(self.scores):
                 self.scores = np.concatenate((self.scores, np.zeros(len(self.scores))))
                 self.tokens = np.concatenate((self.tokens, np.zeros(len(self.tokens))))

@@ -39,9 +39,13 @@ class JobReport(msgspec.Struct):
 
 
 class JobReports(msgspec.Struct):
-    """Reports of one gateway, gathered over a short while."""
+    """Reports of one gateway, gathered over a short while; none at all says that it lives.
+
+    `origin` names its process: a gateway that was started again is another one.
+    """
 
     reports: list[JobReport]
+    origin: str = ""
 
 
 class PrefillRequest(msgspec.Struct):

@@ -1,19 +1,30 @@
 """The global schedulers: placement and reports over RPC, the status table over HTTP."""
 
+import asyncio
+import uuid
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 from shared.domain.job import JobView
 from shared.domain.route import Route
-from shared.errors import PeerLost, Unavailable
+from shared.errors import DeadlineExceeded, PeerLost, PolyphaseError, Unavailable
+from shared.runtime.logs import get_log
 from shared.wire.clients.http import JsonClient
 from shared.wire.messages import JobReport, JobReports, PlaceRequest
 from shared.wire.methods import PLACE, REPORT
 from shared.wire.rpc_client import RpcClient, RpcClients
 
+log = get_log(__name__)
+JOBS_KEPT = 100_000  # whose scheduler is remembered; the oldest are forgotten first
+
 
 class SchedulerClient:
-    """Calls whichever scheduler is there: connected ones in turn, the others only when none is connected."""
+    """Calls whichever scheduler is there: connected ones in turn, the others only when none is connected.
+
+    A job stays with the scheduler that placed it first: later placements and all reports go there, since it counts the
+    job's work until it hears of the end. Only when that one is gone does another take over.
+    """
 
     def __init__(self, clients: RpcClients, addresses: Sequence[str]) -> None:
         if not addresses:
@@ -21,6 +32,8 @@ class SchedulerClient:
         self._clients = clients
         self._addresses = tuple(addresses)
         self._turn = 0
+        self._origin = uuid.uuid4().hex
+        self._home: OrderedDict[str, str] = OrderedDict()  # job id -> address
         for address in addresses:
             clients.to(address)  # connect now, not at the first request
 
@@ -32,29 +45,77 @@ class SchedulerClient:
     async def place(self, job: JobView, *, exclude: tuple[str, ...] = (), timeout_s: float) -> Route:
         """A route for `job`. Raises Busy, Unavailable, InvalidRequest, PeerLost, DeadlineExceeded."""
         lost: PeerLost | None = None
-        for client in self._in_turn():
+        for client in self._in_order(self._home.get(job.job_id) or self._next()):
             try:
-                return await client.call(PLACE, PlaceRequest(job, exclude), timeout_s=timeout_s)
+                route = await client.call(PLACE, PlaceRequest(job, exclude), timeout_s=timeout_s)
             except PeerLost as error:
                 lost = error
+            except DeadlineExceeded:
+                self._home.pop(job.job_id, None)  # it hangs: the next try is another one's
+                raise
+            else:
+                self._settle(job.job_id, client.address)
+                return route
         assert lost is not None
         raise lost
 
-    async def report(self, reports: list[JobReport], *, timeout_s: float) -> None:
-        """Hand reports over. Raises PeerLost or DeadlineExceeded when none took them; repeating is safe."""
-        lost: PeerLost | None = None
-        for client in self._in_turn():
-            try:
-                return await client.call(REPORT, JobReports(reports), timeout_s=timeout_s)
-            except PeerLost as error:
-                lost = error
-        assert lost is not None
-        raise lost
+    async def report(self, reports: list[JobReport], *, timeout_s: float) -> list[JobReport]:
+        """Hand reports over, each to its job's scheduler; gives back those that nobody took. Repeating is safe."""
+        return await self._hand_over(self._by_home(reports), timeout_s)
 
-    def _in_turn(self) -> list[RpcClient]:
+    async def refresh(self, open_jobs: list[JobReport], *, timeout_s: float) -> None:
+        """Tell each scheduler of its open jobs, and those that have none that this gateway lives."""
+        by_home = self._by_home(open_jobs)
+        for address in self._addresses:
+            if self._clients.to(address).connected:
+                by_home.setdefault(address, [])
+        await self._hand_over(by_home, timeout_s)
+
+    def _by_home(self, reports: list[JobReport]) -> dict[str, list[JobReport]]:
+        gathered: dict[str, list[JobReport]] = {}
+        turn = self._next()
+        for report in reports:
+            gathered.setdefault(self._home.get(report.job_id, turn), []).append(report)
+        return gathered
+
+    async def _hand_over(self, by_home: dict[str, list[JobReport]], timeout_s: float) -> list[JobReport]:
+        # Together: one that hangs must not keep the others' reports.
+        left = await asyncio.gather(*(self._tell(home, some, timeout_s) for home, some in by_home.items()))
+        return [report for some in left for report in some]
+
+    async def _tell(self, home: str, reports: list[JobReport], timeout_s: float) -> list[JobReport]:
+        for client in self._in_order(home):
+            try:
+                await client.call(REPORT, JobReports(reports, self._origin), timeout_s=timeout_s)
+            except PeerLost:
+                continue
+            except PolyphaseError as error:  # it hangs and may have taken them; once its connection ends it is gone
+                log.warning("reports not taken", scheduler=client.address, count=len(reports), reason=error.message)
+                return reports
+            for report in reports:
+                if report.phase.final:
+                    self._home.pop(report.job_id, None)
+                else:
+                    self._settle(report.job_id, client.address)
+            return []
+        return reports
+
+    def _settle(self, job_id: str, address: str) -> None:
+        self._home[job_id] = address
+        self._home.move_to_end(job_id)
+        if len(self._home) > JOBS_KEPT:
+            self._home.popitem(last=False)
+
+    def _next(self) -> str:
+        """Whose turn it is, among the connected ones if there are any."""
         self._turn += 1
         start = self._turn % len(self._addresses)
-        ordered = [self._clients.to(a) for a in (*self._addresses[start:], *self._addresses[:start])]
+        ordered = (*self._addresses[start:], *self._addresses[:start])
+        return next((a for a in ordered if self._clients.to(a).connected), ordered[0])
+
+    def _in_order(self, first: str) -> list[RpcClient]:
+        at = self._addresses.index(first)
+        ordered = [self._clients.to(a) for a in (*self._addresses[at:], *self._addresses[:at])]
         return [c for c in ordered if c.connected] or ordered
 
 

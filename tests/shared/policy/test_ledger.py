@@ -1,4 +1,5 @@
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -58,6 +59,26 @@ def test_settling_forgets_what_cannot_be_there(age_s: float, instances: list, le
     ledger.settle(view(*instances), 100.0 + age_s)
     assert len(ledger) == left
     assert (ledger.score("d") > 0) is (left > 0)
+
+
+def test_what_stays_is_not_looked_at_again() -> None:
+    """A scheduler settles ten times a second: work whose end is never told must not be read each time."""
+
+    class Watched(dict[str, object]):
+        reads = 0
+
+        def items(self) -> Any:
+            self.reads += len(self)
+            return super().items()
+
+    ledger = WorkloadLedger()
+    for number in range(1000):
+        ledger.add(f"j{number}", route("d"), 100.0)
+    ledger._entries = watched = Watched(ledger._entries)  # type: ignore[assignment, arg-type]
+    ledger.settle(view(decode("d", inflight=1)), 200.0)
+    assert (len(ledger), watched.reads) == (1000, 0)
+    ledger.settle(view(decode("d", inflight=0)), 200.0)
+    assert len(ledger) == 0
 
 
 @settings(deadline=None)

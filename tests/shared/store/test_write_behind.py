@@ -59,6 +59,28 @@ async def test_a_final_phase_is_not_overwritten_by_an_older_report(engine: Async
     assert (row["phase"], row["slo_met"]) == ("completed", True)
 
 
+async def test_that_a_job_is_lost_is_only_supposed(engine: AsyncEngine, until: Until) -> None:
+    """A scheduler that heard nothing for long says so; whoever knows more has the last word, in any order."""
+    lost = {"phase": "failed", "final": True, "outcome": "lost"}
+    done = {"phase": "completed", "final": True, "outcome": "stop"}
+    rows = [
+        request_row("mine", phase="decode"), request_row("mine", **lost),
+        request_row("taken over", phase="decode", scheduler_id="s1"), request_row("taken over", **lost),
+        request_row("ended elsewhere", scheduler_id="s1", **done), request_row("ended elsewhere", **lost),
+        request_row("came back", **lost), request_row("came back", scheduler_id="s1", phase="decode"),
+        request_row("ended after all", **lost), request_row("ended after all", **done),
+    ]  # fmt: skip
+    async with writer(engine) as store:
+        for row in rows:
+            store.put(requests, row)
+            await until(lambda: not store.queued and store.ready.is_set(), "written")
+    found = {row["job_id"]: (row["phase"], row["outcome"]) for row in await read_requests(engine, phase=None, limit=9)}
+    assert found == {
+        "mine": ("failed", "lost"), "taken over": ("decode", ""), "ended elsewhere": ("completed", "stop"),
+        "came back": ("decode", ""), "ended after all": ("completed", "stop"),
+    }  # fmt: skip
+
+
 async def test_what_is_queued_at_the_end_is_still_written(engine: AsyncEngine, until: Until) -> None:
     async with writer(engine) as store:
         await until(store.ready.is_set, "schema")
