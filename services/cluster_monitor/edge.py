@@ -127,8 +127,9 @@ class FlipIn(_Edge):
 
 
 class OutcomeIn(_Edge):
-    """SloOutcome."""
+    """SloOutcome. `job_id` tells whether it was counted already: deliveries are repeated when their answer is lost."""
 
+    job_id: Annotated[str, Field(max_length=256)] = ""
     slo: Annotated[str, Field(max_length=128)]
     ended_s: Seconds
     ttft_s: Seconds | None = None

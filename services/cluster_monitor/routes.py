@@ -105,9 +105,8 @@ async def flips(monitor: Monitor, limit: Annotated[int, Query(ge=1, le=1_000)] =
 
 @router.post("/slo/outcomes")
 async def take_outcomes(monitor: Monitor, body: Outcomes) -> dict[str, int]:
-    """Count how requests ended."""
-    monitor.slo.take(outcome.to_outcome() for outcome in body)
-    return {"taken": len(body)}
+    """Count how requests ended, each job once."""
+    return {"taken": monitor.slo.take((outcome.job_id, outcome.to_outcome()) for outcome in body)}
 
 
 @router.get("/slo")

@@ -1,6 +1,7 @@
 """SLO attainment of the cluster: outcomes in, windows out."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import asdict
 from random import Random
@@ -10,6 +11,8 @@ from shared.policy.slo import SloOutcome, SloReport, SloWindows
 from shared.store.tables import slo_windows
 from shared.store.write_behind import WriteBehind
 
+SEEN = 50_000  # jobs remembered, so that none is counted twice
+
 
 class SloService:
     """Outcomes that schedulers hand in, by class and window."""
@@ -17,12 +20,24 @@ class SloService:
     def __init__(self, windows_s: tuple[float, ...], store: WriteBehind) -> None:
         self._windows = SloWindows(windows_s, Random())
         self._store = store
+        self._seen: OrderedDict[str, None] = OrderedDict()
 
-    def take(self, outcomes: Iterable[SloOutcome]) -> None:
-        """Count outcomes, at the moment they are heard of."""
-        now = time.time()
-        for outcome in outcomes:
+    def take(self, outcomes: Iterable[tuple[str, SloOutcome]]) -> int:
+        """Count outcomes by job id, at the moment they are heard of; gives back how many were new.
+
+        A job comes twice when the answer to its delivery was lost, or when two schedulers heard of its end.
+        """
+        now, counted = time.time(), 0
+        for job_id, outcome in outcomes:
+            if job_id in self._seen:
+                continue
+            if job_id:
+                self._seen[job_id] = None
+                if len(self._seen) > SEEN:
+                    self._seen.popitem(last=False)
             self._windows.add(outcome, now)
+            counted += 1
+        return counted
 
     def reports(self) -> list[SloReport]:
         """Every class and window up to now."""

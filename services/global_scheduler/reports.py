@@ -120,6 +120,7 @@ class Reports:
             slo = self._classes.get(report.slo, Slo(report.slo))
             self._outcomes.add(
                 {
+                    "job_id": report.job_id,
                     "slo": report.slo,
                     "ended_s": now,
                     "ttft_s": report.ttft_s,

@@ -78,6 +78,14 @@ async def test_slo_outcomes_become_attainment(cluster: Cluster) -> None:
     assert (await cluster.client.cluster())["slo"][0]["slo"] == "chat"
 
 
+async def test_an_outcome_that_is_delivered_twice_counts_once(cluster: Cluster) -> None:
+    for taken in (2, 0, 1):  # the answer to the first was lost; another scheduler heard of j1, too
+        body = [outcome(job_id="j1"), outcome(job_id="j2" if taken != 1 else "j3")]
+        answer = await request(cluster.transport, "POST", "/slo/outcomes", body)
+        assert answer.json() == {"taken": taken}
+    assert (await cluster.client.slo())[0]["requests"] == 3
+
+
 async def test_bad_outcomes_are_a_400(cluster: Cluster) -> None:
     for body in ({}, [outcome(ttft_s=-1)], [outcome(surprise=1)], "text"):
         answer = await request(cluster.transport, "POST", "/slo/outcomes", body)

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from services.global_scheduler.forward import Forwarder, ForwardMetrics
 from shared.domain.instance import Role
 from shared.domain.job import JobView, Phase, Slo
 from shared.errors import NotFound
 from shared.store.reading import read_request
+from shared.wire.clients.http import JsonClient
 from tests.services.control_plane import free_port, request, text, until
 from tests.services.global_scheduler.conftest import Scheduler, Start, report
 
@@ -122,17 +125,36 @@ async def test_outcomes_and_lengths_are_forwarded_with_the_targets_of_their_clas
     assert taken["/v1/observations"] == [{"prompt_tokens": 100, "output_tokens": 20}]
 
 
-async def test_outcomes_that_nobody_takes_are_dropped_and_counted(start: Start) -> None:
-    nowhere = f"http://127.0.0.1:{free_port()}"
-    scheduler: Scheduler = await start(monitor_url=nowhere)
-    await scheduler.client.report([report("j1"), report("j2")], timeout_s=5)
+async def test_outcomes_wait_for_a_monitor_that_is_away(start: Start) -> None:
+    port = free_port()
+    scheduler: Scheduler = await start(monitor_url=f"http://127.0.0.1:{port}")
+    for first in range(0, 600, 100):  # 563 were lost in one outage once
+        await scheduler.client.report([report(f"j{first + n}") for n in range(100)], timeout_s=5)
 
-    async def counted() -> bool:
-        metrics = await text(scheduler.transport, "/metrics")
-        return 'polyphase_scheduler_forward_dropped_total{to="monitor"} 2.0' in metrics
+    async def shows(line: str) -> bool:
+        return line in await text(scheduler.transport, "/metrics")
 
-    await until(counted, "both counted")
-    assert len(await scheduler.admin.requests()) == 2
+    await until(lambda: shows('polyphase_scheduler_forward_waiting{to="monitor"} 600.0'), "all wait")
+    async with json_sink(port) as taken:
+        await until(lambda: shows('polyphase_scheduler_forwarded_total{to="monitor"} 600.0'), "all delivered")
+        assert [one["job_id"] for one in taken["/slo/outcomes"]] == [f"j{n}" for n in range(600)]
+    assert not await shows("polyphase_scheduler_forward_dropped_total{")
+
+
+async def test_of_too_many_waiting_outcomes_the_oldest_are_dropped_and_counted() -> None:
+    port, registry = free_port(), CollectorRegistry()
+    async with JsonClient(f"http://127.0.0.1:{port}") as client:
+        forwarder = Forwarder("monitor", client, "/slo/outcomes", ForwardMetrics(registry), capacity=10)
+        for number in range(15):
+            forwarder.add({"number": number})
+        await forwarder.step()
+        for number in range(15, 18):
+            forwarder.add({"number": number})
+        async with json_sink(port) as taken:
+            await forwarder.step()
+    assert [one["number"] for one in taken["/slo/outcomes"]] == list(range(8, 18))
+    counts = generate_latest(registry).decode()
+    assert 'polyphase_scheduler_forward_dropped_total{cause="full",to="monitor"} 8.0' in counts
 
 
 async def test_metrics_of_requests_and_placements(scheduler: Scheduler) -> None:
