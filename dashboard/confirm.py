@@ -35,6 +35,8 @@ def results(session: Session, now_s: float) -> None:
                     st.success(outcome.text, icon=":material/check_circle:")
                 case "refused":
                     st.warning(outcome.text, icon=":material/block:")
+                case "unknown":
+                    st.warning(outcome.text, icon=":material/help:")
                 case _:
                     st.error(outcome.text, icon=":material/error:")
             st.button(

@@ -10,7 +10,7 @@ from enum import StrEnum
 from dashboard.records import AuditEntry, InstanceRow
 from dashboard.units import duration
 from shared.domain.instance import InstanceState, Role
-from shared.errors import PolyphaseError
+from shared.errors import OutcomeUnknown, PolyphaseError
 
 
 class Action(StrEnum):
@@ -39,7 +39,7 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an operation stands: `state` is "running", "succeeded", "refused" or "failed"."""
+    """How an operation stands: `state` is "running", "succeeded", "refused", "failed" or "unknown"."""
 
     state: str
     text: str
@@ -64,6 +64,8 @@ class Operation:
         if error is None:
             return Outcome("succeeded", _told(self.future.result()))
         said = error.message if isinstance(error, PolyphaseError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, OutcomeUnknown):
+            return Outcome("unknown", f"{said}. Ask with: polyphase operation {error.operation_id}")
         if isinstance(error, PolyphaseError) and error.http_status == 409:
             return Outcome("refused", f"{action.capitalize()} of {target} was refused: {said}")
         return Outcome("failed", f"{action.capitalize()} of {target} failed: {said}")

@@ -77,6 +77,17 @@ class DeadlineExceeded(PolyphaseError):
     http_status = 504
 
 
+class OutcomeUnknown(PolyphaseError):
+    """It was asked for and no answer came: it may have been carried out, or not. `operation_id`: what to ask for."""
+
+    code = "outcome_unknown"
+    http_status = 504
+
+    def __init__(self, message: str, *, operation_id: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.operation_id = operation_id
+
+
 class PeerLost(PolyphaseError):
     """The connection to the other side broke while a call was under way."""
 
@@ -103,7 +114,7 @@ class EngineFailed(PolyphaseError):
 
 _ALL: tuple[type[PolyphaseError], ...] = (
     PolyphaseError, InvalidRequest, NotFound, Unauthorized, Busy, Unavailable, Conflict, Incompatible,
-    DeadlineExceeded, PeerLost, WrongRole, EngineFailed,
+    DeadlineExceeded, OutcomeUnknown, PeerLost, WrongRole, EngineFailed,
 )  # fmt: skip
 BY_CODE: dict[str, type[PolyphaseError]] = {error.code: error for error in _ALL}
 

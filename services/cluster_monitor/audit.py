@@ -2,8 +2,10 @@
 
 import time
 import uuid
-from collections import deque
+from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from itertools import islice
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -11,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.cluster_monitor.record import Record
 from shared.domain.instance import Role
+from shared.errors import DeadlineExceeded, OutcomeUnknown, PolyphaseError
 from shared.runtime.logs import get_log
 from shared.store.reading import read_flips
 from shared.store.tables import flips
@@ -20,6 +23,44 @@ log = get_log(__name__)
 KEPT = 1_000
 _FLIP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 _DRAIN_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class Result(StrEnum):
+    """How an operation stands."""
+
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    REFUSED = "refused"  # the state of the instance did not allow it; nothing was done
+    EXPIRED = "expired"  # it arrived after its deadline; nothing was done
+    UNKNOWN = "unknown"  # the monitor ended meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Who asks for an operation, and under which terms.
+
+    `deadline_s` is unix time, by the clock of who asks: a request may lie in a socket for as long as this process is
+    frozen, and must not be carried out when nobody waits for it any more. `why`: the reasons, where a policy asks.
+    """
+
+    who: str
+    operation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    deadline_s: float | None = None
+    why: str | None = None
+
+    def left_s(self) -> float | None:
+        """Seconds until the deadline; None without one."""
+        return None if self.deadline_s is None else self.deadline_s - time.time()
+
+    def check_deadline(self) -> None:
+        """Raises DeadlineExceeded once it has passed."""
+        left_s = self.left_s()
+        if left_s is not None and left_s <= 0:
+            raise DeadlineExceeded(
+                f"it arrived {-left_s:.1f} s after its deadline, and nothing was done "
+                "(by the monitor's clock; clocks of hosts must agree)"
+            )
 
 
 @dataclass(slots=True)
@@ -33,13 +74,14 @@ class Entry:
     to_role: str
     who: str
     started_s: float
+    operation_id: str
+    why: str | None = None
     drain_s: float | None = None
     flip_s: float | None = None
     total_s: float | None = None
-    result: str = "running"
+    result: str = Result.RUNNING.value
     error: str = ""
-    why: str | None = None  # the reasons, where a policy decided
-    operation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    code: str | None = None  # of the error
 
 
 class Audit:
@@ -47,7 +89,7 @@ class Audit:
 
     def __init__(self, store: WriteBehind, registry: CollectorRegistry) -> None:
         self._store = store
-        self._entries: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._entries: OrderedDict[str, dict[str, Any]] = OrderedDict()  # by operation id, newest last
         self._operations = Counter(
             "polyphase_operations",
             "Flips, drains and resumes by result",
@@ -64,42 +106,41 @@ class Audit:
 
     async def load(self, engine: AsyncEngine) -> None:
         """Read the newest operations of former lives. Raises Unavailable."""
-        known = {entry["operation_id"] for entry in self._entries}
-        older = [row for row in await read_flips(engine, KEPT) if row["operation_id"] not in known]
-        for row in older[: KEPT - len(self._entries)]:
-            self._entries.append(row)
+        for row in await read_flips(engine, KEPT):  # newest first
+            if row["operation_id"] in self._entries or len(self._entries) >= KEPT:
+                continue
+            if row["result"] == Result.RUNNING:
+                error = OutcomeUnknown("the monitor ended while it was under way")
+                row.update(result=Result.UNKNOWN.value, error=error.message, code=error.code)
+                self._store.put(flips, dict(row))
+            self._entries[row["operation_id"]] = row
+            self._entries.move_to_end(row["operation_id"], last=False)
 
     def newest(self, limit: int) -> list[dict[str, Any]]:
         """Operations, newest first."""
-        return list(self._entries)[:limit]
+        return list(islice(reversed(self._entries.values()), limit))
 
-    def begin(self, kind: str, record: Record, to_role: Role, who: str, why: str | None = None) -> Entry:
-        """Note that an operation starts."""
+    def find(self, operation_id: str) -> dict[str, Any] | None:
+        """One of the newest operations."""
+        return self._entries.get(operation_id)
+
+    def begin(self, kind: str, record: Record, to_role: Role, asked: Asked) -> Entry:
+        """Note that an operation is asked for."""
         entry = Entry(
-            kind,
-            record.instance_id,
-            record.info.generation,
-            record.role.value,
-            to_role.value,
-            who,
-            time.time(),
-            why=why,
-        )
-        row = asdict(entry)
-        self._entries.appendleft(row)
-        self._store.put(flips, dict(row))
+            kind, record.instance_id, record.info.generation, record.role.value, to_role.value, asked.who, time.time(),
+            asked.operation_id, asked.why,
+        )  # fmt: skip
+        self._keep(asdict(entry))
         return entry
 
-    def end(self, entry: Entry, error: str = "") -> dict[str, Any]:
-        """Note how it ended; gives back the whole entry."""
+    def end(self, entry: Entry, result: Result, error: PolyphaseError | None = None) -> None:
+        """Note how it ended."""
         entry.total_s = max(0.0, time.time() - entry.started_s)
-        entry.result, entry.error = ("failed", error) if error else ("succeeded", "")
+        entry.result = result.value
+        if error is not None:
+            entry.error, entry.code = error.message, error.code
         row = asdict(entry)
-        for known in self._entries:
-            if known["operation_id"] == entry.operation_id:
-                known.update(row)
-                break
-        self._store.put(flips, dict(row))
+        self._keep(row)
         self._operations.labels(entry.kind, entry.result).inc()
         if entry.drain_s is not None:
             self._drain.observe(entry.drain_s)
@@ -107,4 +148,9 @@ class Audit:
             self._flip.observe(entry.flip_s)
         level = log.warning if error else log.info
         level("operation ended", **row)
-        return row
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self._entries[row["operation_id"]] = row
+        if len(self._entries) > KEPT:
+            self._entries.popitem(last=False)
+        self._store.put(flips, dict(row))

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
+from services.cluster_monitor.audit import Asked
 from services.cluster_monitor.flips import Operations
 from shared.domain.instance import ClusterView
 from shared.domain.route import Reason
@@ -36,9 +37,9 @@ class AutoFlips:
 
     async def _flip(self, decision: FlipDecision) -> None:
         who = f"role_flip:{self._policy.name}"
-        why = in_words(decision.reasons)
+        asked = Asked(who, why=in_words(decision.reasons))
         try:
-            await self._operations.flip(decision.instance_id, force=False, drain_timeout_s=None, who=who, why=why)
+            await self._operations.flip(decision.instance_id, asked, force=False, drain_timeout_s=None)
         except PolyphaseError as error:  # the policy decides again when its conditions hold again
             log.warning("a flip failed", instance_id=decision.instance_id, who=who, error=error.message)
 

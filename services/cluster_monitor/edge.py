@@ -1,10 +1,12 @@
 """What comes in over HTTP, validated once and turned into the domain's types."""
 
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from services.cluster_monitor.audit import Asked
 from shared.domain.instance import InstanceInfo, Role
 from shared.policy.slo import SloOutcome
 
@@ -112,14 +114,26 @@ class Registration(_Edge):
         return msgspec.convert(self.model_dump(exclude={"role"}), InstanceInfo)
 
 
-class DrainIn(_Edge):
+class OperationIn(_Edge):
+    """Body of any operation. The same `operation_id` again is the same operation. `deadline_s`: unix seconds."""
+
+    operation_id: Name | None = None
+    deadline_s: Finite | None = None
+
+    def to_asked(self, who: str) -> Asked:
+        """As the operations have it."""
+        asked = Asked(who, deadline_s=self.deadline_s)
+        return replace(asked, operation_id=self.operation_id) if self.operation_id else asked
+
+
+class DrainIn(OperationIn):
     """Body of a drain; without a time the setting holds. `force` allows the last ready instance of a role."""
 
     force: bool = False
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
 
 
-class FlipIn(_Edge):
+class FlipIn(OperationIn):
     """Body of a flip. `force` allows the last ready instance of a role."""
 
     force: bool = False

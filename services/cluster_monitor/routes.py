@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from services.cluster_monitor.audit import Audit
 from services.cluster_monitor.broadcaster import Broadcaster
-from services.cluster_monitor.edge import DrainIn, FlipIn, Outcomes, Registration
+from services.cluster_monitor.edge import DrainIn, FlipIn, OperationIn, Outcomes, Registration
 from services.cluster_monitor.flips import Operations
 from services.cluster_monitor.memory import Memory
 from services.cluster_monitor.registry import Registry
@@ -79,22 +79,30 @@ async def forget(monitor: Monitor, instance_id: str) -> dict[str, str]:
 async def drain(monitor: Monitor, instance_id: str, who: Who, body: DrainIn | None = None) -> dict[str, Any]:
     """Give it no new work; answers when it has none left."""
     wanted = body or DrainIn()
-    return await monitor.operations.drain(instance_id, force=wanted.force, timeout_s=wanted.timeout_s, who=who)
+    asked = wanted.to_asked(who)
+    return await monitor.operations.drain(instance_id, asked, force=wanted.force, timeout_s=wanted.timeout_s)
 
 
 @router.post("/instances/{instance_id}/resume")
-async def resume(monitor: Monitor, instance_id: str, who: Who) -> dict[str, Any]:
+async def resume(monitor: Monitor, instance_id: str, who: Who, body: OperationIn | None = None) -> dict[str, Any]:
     """Give it work again."""
-    return await monitor.operations.resume(instance_id, who)
+    return await monitor.operations.resume(instance_id, (body or OperationIn()).to_asked(who))
 
 
 @router.post("/instances/{instance_id}/flip")
 async def flip(monitor: Monitor, instance_id: str, who: Who, body: FlipIn | None = None) -> dict[str, Any]:
     """Change its role; answers when it works in the new one, with drain and flip times apart."""
     wanted = body or FlipIn()
+    asked = wanted.to_asked(who)
     return await monitor.operations.flip(
-        instance_id, force=wanted.force, drain_timeout_s=wanted.drain_timeout_s, who=who
+        instance_id, asked, force=wanted.force, drain_timeout_s=wanted.drain_timeout_s
     )
+
+
+@router.get("/operations/{operation_id}")
+async def operation(monitor: Monitor, operation_id: str) -> dict[str, Any]:
+    """How an operation stands: running, succeeded, failed, refused, expired, or unknown after the monitor's own end."""
+    return monitor.operations.describe(operation_id)
 
 
 @router.get("/flips")

@@ -107,6 +107,18 @@ def resume_command(
     _operate("resume", instance, data_dir, monitor, as_json)
 
 
+@app.command("operation")
+def operation_command(
+    operation_id: str, data_dir: DataDir = DATA_DIR, monitor: Monitor = "", as_json: Json = False
+) -> None:
+    """How a flip, drain or resume stands, by its id: for one whose answer never came."""
+    answer = asyncio.run(operate.operation(operation_id, operate.monitor_url(data_dir, monitor)))
+    if as_json:
+        measuring.print_json(answer)
+    else:
+        operate.show_outcome(Console(), answer["kind"], answer["instance_id"], answer)
+
+
 @keys_app.command("add")
 def keys_add(
     name: str,

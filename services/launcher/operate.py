@@ -1,4 +1,4 @@
-"""`polyphase status`, `flip`, `drain`, `resume`: look at a running suite and act on it."""
+"""`polyphase status`, `flip`, `drain`, `resume`, `operation`: look at a running suite and act on it."""
 
 import getpass
 from pathlib import Path
@@ -9,12 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from services.launcher import state_file
-from shared.errors import NotFound
+from shared.errors import NotFound, OutcomeUnknown
 from shared.wire.clients.monitor import MonitorClient
 
 _STYLES = {
     "ready": "green", "starting": "yellow", "draining": "magenta", "unresponsive": "red", "dead": "red",
 }  # fmt: skip
+
+_NO = "[red]✘[/]"
+_MARKS = {"failed": _NO, "refused": _NO, "expired": _NO, "running": "…", "unknown": "?"}  # of other results: ✔
 
 
 def monitor_url(data_dir: Path, given: str) -> str:
@@ -45,6 +48,20 @@ async def status(data_dir: Path, given: str) -> dict[str, Any]:
 
 async def act(what: str, instance: str, url: str, *, timeout_s: float, force: bool) -> dict[str, Any]:
     """Flip, drain or resume. Raises the monitor's own error."""
+    try:
+        return await _act(what, instance, url, timeout_s=timeout_s, force=force)
+    except OutcomeUnknown as unknown:
+        ask = f"polyphase operation {unknown.operation_id}"
+        raise OutcomeUnknown(f"{unknown.message}; ask with: {ask}", operation_id=unknown.operation_id) from unknown
+
+
+async def operation(operation_id: str, url: str) -> dict[str, Any]:
+    """How an operation stands. Raises NotFound."""
+    async with MonitorClient(url) as monitor:
+        return await monitor.operation(operation_id)
+
+
+async def _act(what: str, instance: str, url: str, *, timeout_s: float, force: bool) -> dict[str, Any]:
     async with MonitorClient(url) as monitor:
         if what == "flip":
             return await monitor.flip(instance, force=force, drain_timeout_s=timeout_s, who=actor())
@@ -68,7 +85,7 @@ def show_status(console: Console, answer: dict[str, Any]) -> None:
 def show_outcome(console: Console, what: str, instance: str, answer: dict[str, Any]) -> None:
     """What the monitor said about an operation, in one line."""
     figures = ", ".join(f"{key} {_short(value)}" for key, value in answer.items() if key != "instance_id")
-    console.print(f"[green]✔[/] {what} {instance}: {figures}")
+    console.print(f"{_MARKS.get(answer.get('result', ''), '[green]✔[/]')} {what} {instance}: {figures}")
 
 
 def _instances(entries: list[dict[str, Any]]) -> Table:

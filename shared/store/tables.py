@@ -107,8 +107,9 @@ flips = Table(
     Column("drain_s", Double),
     Column("flip_s", Double),
     Column("total_s", Double),
-    Column("result", String, nullable=False),  # "running", "succeeded", "failed"
+    Column("result", String, nullable=False),  # services.cluster_monitor.audit.Result
     Column("error", Text, nullable=False),
+    Column("code", String),  # of the error
     Column("why", Text),  # the reasons of a policy; null for people
     Index("flips_started", "started_s"),
 )

@@ -172,10 +172,12 @@ class WriteBehind:
         self._dropped_total.labels(cause).inc(count)
 
     async def _last_attempt(self) -> None:
-        if not self._rows or not self.ready.is_set():
+        if not self._rows:
             return
         try:
             async with asyncio.timeout(LAST_S):
+                if not self.ready.is_set():
+                    await self._migrate()
                 await self.flush()
         except Exception as error:
             log.error("rows lost at shutdown", queued=self.queued, error=_text(error))

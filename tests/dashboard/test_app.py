@@ -6,6 +6,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Button
 
+from services.cluster_monitor.edge import FlipIn
 from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, DeadlineExceeded
 
@@ -83,7 +84,10 @@ def test_nothing_is_posted_before_the_confirmation(page: AppTest, cluster: Any) 
     assert cluster.posts == []
     button(page, "confirm").click().run()
     finish(page)
-    assert cluster.posts == [("p0", "flip", {"force": False, "drain_timeout_s": 30.0}, "dashboard")]
+    ((instance_id, what, body, who),) = cluster.posts
+    assert (instance_id, what, who) == ("p0", "flip", "dashboard")
+    assert (body["force"], body["drain_timeout_s"]) == (False, 30.0)
+    assert FlipIn.model_validate(body).deadline_s
     assert not has(page, "confirm")
     assert page.success[0].value == "p0 is now decode (was prefill). Drain 1.24 s, flip 0.4 ms."
     assert "flip prefill → decode" in html(page)

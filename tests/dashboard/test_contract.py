@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from dashboard.records import AuditEntry, InstanceRow, LengthSource, PoliciesInForce
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings
-from services.cluster_monitor.audit import Audit
+from services.cluster_monitor.audit import Asked, Audit, Result
 from services.cluster_monitor.edge import DrainIn, FlipIn
 from services.cluster_monitor.record import Record
 from services.cluster_monitor.routes import router as monitor_routes
@@ -39,9 +39,9 @@ def test_instances() -> None:
 
 def test_audit() -> None:
     audit = Audit(cast(Any, SimpleNamespace(put=lambda *_: None)), CollectorRegistry())
-    entry = audit.begin("flip", record(), Role.DECODE, "dashboard")
+    entry = audit.begin("flip", record(), Role.DECODE, Asked("dashboard"))
     entry.drain_s, entry.flip_s = 1.5, 0.0004
-    audit.end(entry)
+    audit.end(entry, Result.SUCCEEDED)
     known = msgspec.convert(audit.newest(1)[0], AuditEntry)
     assert (known.kind, known.to_role, known.result, known.flip_s) == ("flip", "decode", "succeeded", 0.0004)
 

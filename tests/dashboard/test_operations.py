@@ -5,7 +5,7 @@ import pytest
 from dashboard.operations import Action, Intent, Operation, consequences, question
 from dashboard.records import AuditEntry
 from shared.domain.instance import Role
-from shared.errors import PeerLost
+from shared.errors import OutcomeUnknown, PeerLost
 
 
 def intent(action: Action, inflight: int = 0) -> Intent:
@@ -42,3 +42,11 @@ def test_failed(error: Exception) -> None:
     outcome = Operation(intent(Action.FLIP), future).outcome(0.0)
     assert outcome.state == "failed"
     assert "p0 is gone" in outcome.text
+
+
+def test_no_answer_is_not_a_failure() -> None:
+    future: Future[AuditEntry] = Future()
+    future.set_exception(OutcomeUnknown("whether the flip of p0 was carried out is unknown", operation_id="4f"))
+    outcome = Operation(intent(Action.FLIP), future).outcome(0.0)
+    assert outcome.state == "unknown"
+    assert outcome.text.endswith("unknown. Ask with: polyphase operation 4f")

@@ -8,6 +8,7 @@ import httpx
 from shared.errors import DeadlineExceeded, PolyphaseError, Unavailable, from_code
 
 TIMEOUT_S = 2.0
+_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 
 
 class JsonClient:
@@ -51,6 +52,11 @@ class JsonClient:
         if response.is_success:
             return response.json() if response.content else None
         raise _error_of(response)
+
+
+def unanswered(error: PolyphaseError) -> bool:
+    """Whether a call that failed may have been carried out all the same: it was sent, and no answer came."""
+    return isinstance(error.__cause__, httpx.HTTPError) and not isinstance(error.__cause__, _NEVER_SENT)
 
 
 def _error_of(response: httpx.Response) -> PolyphaseError:

@@ -1,14 +1,18 @@
 """The cluster monitor's HTTP API."""
 
+import time
+import uuid
 from typing import Any
 
 import msgspec
 
 from shared.domain.instance import InstanceInfo, Role
-from shared.wire.clients.http import JsonClient
+from shared.errors import DeadlineExceeded, OutcomeUnknown, Unavailable
+from shared.wire.clients.http import JsonClient, unanswered
 
 ACTOR_HEADER = "x-polyphase-actor"
-_SLACK_S = 10.0  # what a flip takes beyond its drain, at most
+SLACK_S = 10.0  # what a flip takes beyond its drain, at most: with it, the deadline of an operation
+ANSWER_S = 1.0  # for the answer that the deadline has passed
 
 
 class MonitorClient(JsonClient):
@@ -31,21 +35,30 @@ class MonitorClient(JsonClient):
         return answer
 
     async def drain(
-        self, instance_id: str, *, force: bool = False, timeout_s: float, who: str = ""
+        self, instance_id: str, *, force: bool = False, timeout_s: float, who: str = "", operation_id: str = ""
     ) -> dict[str, Any]:
-        """Stop giving it work and wait for what it has. Raises Conflict as `flip` does."""
-        return await self._operate(instance_id, "drain", {"force": force, "timeout_s": timeout_s}, timeout_s, who)
+        """Stop giving it work and wait for what it has. Raises as `flip` does."""
+        body = {"force": force, "timeout_s": timeout_s}
+        return await self._operate(instance_id, "drain", body, timeout_s, who, operation_id)
 
-    async def resume(self, instance_id: str, *, who: str = "") -> dict[str, Any]:
+    async def resume(self, instance_id: str, *, who: str = "", operation_id: str = "") -> dict[str, Any]:
         """Give it work again."""
-        return await self._operate(instance_id, "resume", {}, 0.0, who)
+        return await self._operate(instance_id, "resume", {}, 0.0, who, operation_id)
 
     async def flip(
-        self, instance_id: str, *, force: bool = False, drain_timeout_s: float = 30.0, who: str = ""
-    ) -> dict[str, Any]:
-        """Change its role. Raises Conflict for the last ready instance of a role, unless forced."""
+        self, instance_id: str, *, force: bool = False, drain_timeout_s: float = 30.0, who: str = "",
+        operation_id: str = "",
+    ) -> dict[str, Any]:  # fmt: skip
+        """Change its role. Raises Conflict for the last ready instance of a role, unless forced; OutcomeUnknown when
+        no answer came: `operation` tells later.
+        """
         body = {"force": force, "drain_timeout_s": drain_timeout_s}
-        return await self._operate(instance_id, "flip", body, drain_timeout_s, who)
+        return await self._operate(instance_id, "flip", body, drain_timeout_s, who, operation_id)
+
+    async def operation(self, operation_id: str) -> dict[str, Any]:
+        """How an operation stands. Raises NotFound for one that never arrived."""
+        answer: dict[str, Any] = await self.call("GET", f"/operations/{operation_id}")
+        return answer
 
     async def forget(self, instance_id: str) -> None:
         """Remove a dead instance from the list."""
@@ -67,14 +80,21 @@ class MonitorClient(JsonClient):
         return answer
 
     async def _operate(
-        self, instance_id: str, what: str, body: dict[str, Any], wait_s: float, who: str
+        self, instance_id: str, what: str, body: dict[str, Any], wait_s: float, who: str, operation_id: str
     ) -> dict[str, Any]:
-        headers = {ACTOR_HEADER: who} if who else {}
-        answer: dict[str, Any] = await self.call(
-            "POST",
-            f"/instances/{instance_id}/{what}",
-            body=body,
-            headers=headers,
-            timeout_s=wait_s + _SLACK_S,
-        )
+        operation_id, limit_s = operation_id or uuid.uuid4().hex, wait_s + SLACK_S
+        terms = {"operation_id": operation_id, "deadline_s": time.time() + limit_s}
+        try:
+            answer: dict[str, Any] = await self.call(
+                "POST",
+                f"/instances/{instance_id}/{what}",
+                body={**body, **terms},
+                headers={ACTOR_HEADER: who} if who else {},
+                timeout_s=limit_s + ANSWER_S,
+            )
+        except (DeadlineExceeded, Unavailable) as error:
+            if not unanswered(error):
+                raise
+            said = f"whether the {what} of {instance_id} was carried out is unknown: {error.message}"
+            raise OutcomeUnknown(said, operation_id=operation_id) from error
         return answer

@@ -124,6 +124,7 @@ async def test_the_audit_outlives_the_monitor(start: Start) -> None:
     first: Cluster = await start()
     await first.workers(p0=Role.PREFILL, p1=Role.PREFILL)
     done = await first.client.flip("p0")
+    await until(lambda: not first.store.queued, "audited in the database")
     await first.stop()
     second: Cluster = await start()
     await until(lambda: second.state.audit.newest(9), "audit read back")
