@@ -3,11 +3,21 @@
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.job import Job
+from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
+from shared.timeline import Span
+from shared.wire.messages import JobReport
 
 _TTFT = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 _TPOT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _E2E = (0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
+_STAGES = {
+    Span.QUEUE: ("vllm:request_queue_time_seconds", "Waiting for prefill."),
+    Span.PREFILL: ("vllm:request_prefill_time_seconds", "In prefill."),
+    Span.DECODE: ("vllm:request_decode_time_seconds", "In decode."),
+}
+# Of a completed request the reason is the engine's own: stop, length or repetition (vllm.v1.engine.FinishReason).
+_REASONS = {Phase.CANCELLED: "abort", Phase.FAILED: "error"}
 
 
 class GatewayMetrics:
@@ -21,6 +31,7 @@ class GatewayMetrics:
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT)
         self._tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean gap between tokens.", _TPOT)
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E)
+        self._stages = {span: histogram(name, text, _E2E) for span, (name, text) in _STAGES.items()}
         self._spans = Histogram(
             "polyphase_request_span_seconds", "Time of each stretch of a request.", ["span"], buckets=_TTFT,
             registry=registry,
@@ -29,23 +40,30 @@ class GatewayMetrics:
             "vllm:request_success", "Requests by how they ended.", ["model_name", "finished_reason"],
             registry=registry,
         )  # fmt: skip
+        self._slo = Counter(
+            "polyphase_slo_requests", "Requests by whether they met their targets; cancelled ones are none.",
+            ["slo", "met"], registry=registry,
+        )  # fmt: skip
         self._tokens = Counter("vllm:generation_tokens", "Tokens generated.", ["model_name"], registry=registry)
         self._prompts = Counter("vllm:prompt_tokens", "Prompt tokens.", ["model_name"], registry=registry)
         self._transfers = Counter(
             "polyphase_kv_transfers", "KV imports by outcome.", ["outcome"], registry=registry
         )
         self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
-        self.queued = Gauge("vllm:num_requests_waiting", "Jobs without a first token.", registry=registry)
+        self.queued = Gauge("polyphase_gateway_queued_jobs", "Jobs without a first token.", registry=registry)
         self.reports_dropped = Counter(
             "polyphase_gateway_reports_dropped", "Final reports that no scheduler took in time.", registry=registry
         )
         self.refused = Counter("polyphase_refused", "Requests refused, by cause.", ["cause"], registry=registry)
         self._model = model
 
-    def ended(self, job: Job, outcome: str) -> None:
-        """Take in a job that is over."""
+    def ended(self, job: Job, report: JobReport) -> None:
+        """Take in a job that is over, with its final report."""
         timeline = job.timeline
-        self._ended.labels(model_name=self._model, finished_reason=outcome).inc()
+        reason = _REASONS.get(report.phase, report.outcome)
+        self._ended.labels(model_name=self._model, finished_reason=reason).inc()
+        if report.phase is not Phase.CANCELLED:
+            self._slo.labels(slo=report.slo, met="yes" if report.slo_met else "no").inc()
         self._prompts.labels(model_name=self._model).inc(timeline.prompt_tokens)
         self._tokens.labels(model_name=self._model).inc(len(job.tokens))
         times = ((self._ttft, timeline.ttft_s), (self._tpot, timeline.tpot_s), (self._e2e, timeline.jct_s))
@@ -53,7 +71,10 @@ class GatewayMetrics:
             if value is not None:
                 metric.observe(value)
         for span in timeline.spans:
-            self._spans.labels(span=span.span.value).observe(span.ended_s - span.started_s)
+            took_s = span.ended_s - span.started_s
+            self._spans.labels(span=span.span.value).observe(took_s)
+            if stage := self._stages.get(span.span):
+                stage.observe(took_s)
         for transfer in timeline.transfers:
             if transfer.outcome is not TransferOutcome.LOCAL:
                 self._transfers.labels(outcome=transfer.outcome.value).inc()

@@ -34,8 +34,9 @@ class Reporter:
         if job.phase.final:
             self._open.pop(job_id, None)
             self._changed.pop(job_id, None)
-            self._keep(job.report(outcome))
-            self._metrics.ended(job, outcome)
+            final = job.report(outcome)
+            self._keep(final)
+            self._metrics.ended(job, final)
         else:
             self._open[job_id] = self._changed[job_id] = job
 

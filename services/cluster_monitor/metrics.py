@@ -1,4 +1,4 @@
-"""Prometheus metrics of the cluster, read at each scrape. Names are vLLM's where it has one."""
+"""Prometheus metrics of the cluster, read at each scrape. What an engine does, its worker tells under vLLM's names."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -18,9 +18,6 @@ from shared.wire.messages import Heartbeat
 
 _LABELS = ("instance_id", "role")
 _LOADS: dict[str, tuple[str, Callable[[Record], float]]] = {
-    "vllm:num_requests_running": ("Requests the engine is stepping", lambda r: r.load.running),
-    "vllm:num_requests_waiting": ("Requests in the engine's queue", lambda r: r.load.waiting),
-    "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0..1", lambda r: _usage(r)),
     "polyphase_instance_queued_prefill": ("Jobs waiting for prefill", lambda r: r.load.queued_prefill),
     "polyphase_instance_queued_prefill_tokens": (
         "Prompt tokens waiting for prefill",
@@ -109,8 +106,3 @@ def count_detections(registry: Registry, metrics: CollectorRegistry) -> None:
             detections.labels(record.state.value).inc()
 
     registry.on_change(changed)
-
-
-def _usage(record: Record) -> float:
-    total = record.info.total_blocks
-    return max(0.0, 1.0 - record.load.free_blocks / total) if record.heard_mono is not None else 0.0

@@ -82,7 +82,6 @@ class Reports:
         if report.phase.final:
             self._open.ended(report.job_id)
             self._on_end(report.job_id)
-            self._metrics.ended(report)
             self._forward(report, now)
 
     def sweep(self) -> None:
@@ -99,6 +98,7 @@ class Reports:
                 ended = {"phase": Phase.FAILED, "outcome": LOST, "slo_met": False}
                 self.take(msgspec.structs.replace(known, **ended), time.time())
         if swept.lost:
+            self._metrics.lost.inc(len(swept.lost))
             log.warning("jobs lost with their gateway", count=len(swept.lost), first=swept.lost[0])
 
     def newest(self, phase: Phase | None, limit: int) -> list[dict[str, Any]]:

@@ -1,9 +1,11 @@
 """The scheduler's ZeroMQ ends: the RPC that gateways call, and the monitor's broadcast."""
 
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from services.global_scheduler.placer import Placer
 from services.global_scheduler.reports import Reports
@@ -15,8 +17,6 @@ from shared.wire.messages import PlaceRequest
 from shared.wire.methods import PLACE, REPORT
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
-
-CAUSES = ("frame", "garbage", "kind", "request", "too_many_calls", "peer_gone", "peer_slow")
 
 
 def open_sockets(stack: AsyncExitStack, settings: SchedulerSettings) -> Sockets:
@@ -51,16 +51,25 @@ async def open_rpc(
     return await stack.enter_async_context(server)
 
 
+class DroppedInput(Collector):
+    """Messages dropped, by socket and cause."""
+
+    def __init__(self, sockets: Mapping[str, Mapping[str, int]]) -> None:
+        self._sockets = sockets
+
+    def collect(self) -> Iterator[Metric]:
+        """One scrape."""
+        family = CounterMetricFamily(
+            "polyphase_wire_dropped", "Messages dropped, by socket and cause", labels=("socket", "cause")
+        )
+        for socket, causes in self._sockets.items():
+            for cause, number in causes.items():
+                family.add_metric((socket, cause), number)
+        yield family
+
+
 def watch(registry: CollectorRegistry, placer: Placer, server: RpcServer, subscriber: Subscriber[ClusterView]) -> None:
     """Metrics of the sockets: dropped input by socket and cause, age of the newest broadcast."""
-    dropped = Gauge(
-        "polyphase_wire_dropped",
-        "Messages dropped, by socket and cause",
-        ["socket", "cause"],
-        registry=registry,
-    )
-    for cause in CAUSES:
-        dropped.labels("rpc", cause).set_function(partial(server.dropped.__getitem__, cause))
-        dropped.labels("broadcast", cause).set_function(partial(subscriber.dropped.__getitem__, cause))
+    registry.register(DroppedInput({"rpc": server.dropped, "broadcast": subscriber.dropped}))
     age = Gauge("polyphase_scheduler_broadcast_age_seconds", "Age of the newest broadcast", registry=registry)
     age.set_function(lambda: placer.broadcast_age_s)

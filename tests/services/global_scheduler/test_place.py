@@ -131,7 +131,7 @@ async def test_garbage_on_both_sockets_is_dropped_and_counted(scheduler: Schedul
         metrics = await text(scheduler.transport, "/metrics")
         causes = (("rpc", "garbage"), ("rpc", "frame"), ("broadcast", "garbage"))
         return all(
-            f'polyphase_wire_dropped{{cause="{cause}",socket="{socket}"}} 0.0' not in metrics
+            f'polyphase_wire_dropped_total{{cause="{cause}",socket="{socket}"}}' in metrics
             for socket, cause in causes
         )
 

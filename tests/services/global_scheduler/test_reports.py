@@ -67,7 +67,6 @@ async def test_reports_are_served_from_memory_and_reach_the_database(scheduler: 
 async def test_a_report_that_was_overtaken_changes_nothing(scheduler: Scheduler) -> None:
     await scheduler.client.report([report("j"), report("j", Phase.DECODE), report("j")], timeout_s=5)
     assert (await scheduler.admin.request("j"))["phase"] == "completed"
-    assert "vllm:generation_tokens_total 20.0" in await text(scheduler.transport, "/metrics")
 
 
 async def test_what_left_the_memory_is_read_from_the_database(start: Start) -> None:
@@ -157,16 +156,9 @@ async def test_of_too_many_waiting_outcomes_the_oldest_are_dropped_and_counted()
     assert 'polyphase_scheduler_forward_dropped_total{cause="full",to="monitor"} 8.0' in counts
 
 
-async def test_metrics_of_requests_and_placements(scheduler: Scheduler) -> None:
+async def test_metrics_of_placements(scheduler: Scheduler) -> None:
     await scheduler.hear(p0=Role.PREFILL, d0=Role.DECODE)
     await scheduler.client.place(JobView("j", 10, 10), timeout_s=5)
-    await scheduler.client.report([report("j"), report("k", slo_met=False)], timeout_s=5)
     metrics = await text(scheduler.transport, "/metrics")
-    for line in (
-        'polyphase_scheduler_placements_total{decode="",kind="full",prefill="p0"} 1.0',
-        'vllm:request_success_total{finished_reason="stop"} 2.0',
-        "vllm:prompt_tokens_total 200.0",
-        "vllm:time_to_first_token_seconds_count 2.0",
-        'polyphase_slo_requests_total{met="no",slo="default"} 1.0',
-    ):
-        assert line in metrics
+    assert 'polyphase_scheduler_placements_total{decode="",kind="full",prefill="p0"} 1.0' in metrics
+    assert "polyphase_scheduler_decision_seconds_count 1.0" in metrics
