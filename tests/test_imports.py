@@ -1,6 +1,7 @@
 """The import law: who may import whom. Reads the sources, so that no import at all has to succeed."""
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,51 @@ def _check_own(name: str, module: str) -> None:
 def test_every_part_of_shared_is_in_the_law() -> None:
     parts = {path.stem for path in (ROOT / "shared").iterdir() if path.suffix == ".py" or path.is_dir()}
     assert parts - {"__init__", "__pycache__"} <= set(SHARED)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Whatever the import is for, and wherever it stands: a circle is read in no order."""
+    modules = {module_of(file): file for file in FILES}
+    graph = {name: imported(name, file, modules) for name, file in modules.items()}
+    assert not (found := circles(graph)), "; ".join(" -> ".join(circle) for circle in found)
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(name: str, file: Path, modules: Mapping[str, Path]) -> set[str]:
+    """Modules of ours that a file names, and the packages that are run on the way to them."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
+            found |= submodules if len(submodules) == len(node.names) else {node.module, *submodules}
+    ways = {module.rsplit(".", depth)[0] for module in found for depth in range(module.count(".") + 1)}
+    own = {name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)}  # its packages run before it
+    return (ways & modules.keys()) - own
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The strongly connected parts of more than one module, sorted."""
+    reach = {name: _reached(name, graph) for name in graph}
+    groups = {tuple(sorted(other for other in reach[name] if name in reach[other])) for name in graph}
+    return [list(group) for group in sorted(groups) if group]
+
+
+def _reached(start: str, graph: Mapping[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    left = [start]
+    while left:
+        for other in graph[left.pop()] - seen:
+            seen.add(other)
+            left.append(other)
+    return seen

@@ -1,15 +1,19 @@
 """What happens to instances during a run: role flips with their drains, losses, returns; and samples of the load."""
 
-from typing import TYPE_CHECKING
+import msgspec
 
 from shared.domain.instance import InstanceState
 from shared.errors import InvalidRequest
+from shared.sim.events import EventLoop, Handler
+from shared.sim.fleet import Fleet
+from shared.sim.handover import Handover
 from shared.sim.instance import SimInstance
-from shared.sim.sampling import Sampler
-from shared.sim.spec import Flip, Loss
-
-if TYPE_CHECKING:
-    from shared.sim.cluster import Handler, Simulation
+from shared.sim.intake import Intake
+from shared.sim.legs import Legs
+from shared.sim.outcomes import LoadTimeline
+from shared.sim.record import Sampler
+from shared.sim.request import SimRequest
+from shared.sim.spec import Flip, Loss, RunSpec
 
 PATIENCE_S = 600.0  # how long a flip policy may look on while requests wait and nothing else happens
 
@@ -17,47 +21,59 @@ PATIENCE_S = 600.0  # how long a flip policy may look on while requests wait and
 class Changes:
     """Carries out orders and policies that concern whole instances."""
 
-    def __init__(self, simulation: "Simulation") -> None:
-        self._sim = simulation
-        self._run = simulation.run
+    def __init__(
+        self, run: RunSpec, loop: EventLoop, fleet: Fleet, legs: Legs, intake: Intake, handover: Handover
+    ) -> None:
+        self._run = run
+        self._loop = loop
+        self._fleet = fleet
+        self._legs = legs
+        self._intake = intake
+        self._handover = handover
         self._policy = self._run.role_flip
         self._state = self._policy.start() if self._policy is not None else None
         self._periodic = 0
         self._worked_s = 0.0
-        self.sampler = Sampler(simulation.fleet) if self._run.sample_s > 0.0 else None
+        self._sampler = Sampler(fleet.instances) if self._run.sample_s > 0.0 else None
 
     def start(self) -> None:
         """Plan what the spec orders. Raises InvalidRequest for an instance that is not there."""
         for loss in self._run.losses:
             self._known(loss.instance_id, "loss")
-            self._sim.at(loss.at_s, self._lose, loss)
+            self._loop.at(loss.at_s, self._lose, loss)
         for flip in self._run.flips:
             self._known(flip.instance_id, "flip")
-            self._sim.at(flip.at_s, self._order, flip)
+            self._loop.at(flip.at_s, self._order, flip)
         if self._policy is not None:
             self._again(self._run.role_flip_every_s, self._ask)
-        if self.sampler is not None:
+        if self._sampler is not None:
             self._again(0.0, self._sample)
 
     def left(self, instance: SimInstance, now: float) -> None:
         """A request has left; if it was the last one of a drain, the role changes."""
-        if instance.state is InstanceState.DRAINING and not instance.flights:
-            self._sim.at(now + self._run.flip_s, self._flipped, (instance, instance.generation))
+        if instance.state is InstanceState.DRAINING and not instance.requests:
+            self._loop.at(now + self._run.flip_s, self._flipped, (instance, instance.generation))
 
     def flip(self, instance: SimInstance, now: float) -> None:
         """Give the instance no new work; once it has none, it takes the other role."""
         if instance.state is not InstanceState.READY:
             return
         instance.state = InstanceState.DRAINING
-        self._sim.fleet.changed()
+        self._fleet.changed()
         self.left(instance, now)
 
-    def _known(self, instance_id: str, what: str) -> None:
-        if instance_id not in self._sim.fleet.by_id:
-            raise InvalidRequest(f"{what}: there is no instance {instance_id!r}")
+    def timeline(self) -> LoadTimeline | None:
+        """The samples, if there are any."""
+        return self._sampler.timeline() if self._sampler is not None else None
+
+    def _known(self, instance_id: str, what: str) -> SimInstance:
+        try:
+            return self._fleet.instance(self._fleet.position(instance_id))
+        except KeyError:
+            raise InvalidRequest(f"{what}: there is no instance {instance_id!r}") from None
 
     def _order(self, flip: Flip, now: float) -> None:
-        self.flip(self._sim.fleet.by_id[flip.instance_id], now)
+        self.flip(self._known(flip.instance_id, "flip"), now)
 
     def _flipped(self, subject: tuple[SimInstance, int], now: float) -> None:
         instance, generation = subject
@@ -65,34 +81,46 @@ class Changes:
             return  # it died meanwhile
         instance.take_role(instance.role.other, now)
         instance.state = InstanceState.READY
-        self._sim.fleet.changed()
-        self._sim.handover.retry(now)
-        self._sim.intake.retry(now)
+        self._fleet.changed()
+        self._handover.retry(now)
+        self._intake.retry(now)
 
     def _lose(self, loss: Loss, now: float) -> None:
-        instance = self._sim.fleet.by_id[loss.instance_id]
+        instance = self._known(loss.instance_id, "loss")
         if instance.state is InstanceState.DEAD:
             return
         lost = instance.die(now)
-        self._sim.fleet.changed()
+        self._fleet.changed()
         if loss.back_s is not None:
-            self._sim.at(max(now, loss.back_s), self._return, instance)
-        for flight in lost:
-            self._sim.restart(flight, now)
+            self._loop.at(max(now, loss.back_s), self._return, instance)
+        for request in lost:
+            self._restart(request, now)
+
+    def _restart(self, request: SimRequest, now: float) -> None:
+        """An instance that the request was on is lost: begin anew with the tokens that the client has."""
+        given = self._legs.drop(request, now)
+        self._handover.forget(request)
+        job = request.job
+        again = msgspec.structs.replace(
+            job, prompt_tokens=job.prompt_tokens + given, max_tokens=max(0, job.max_tokens - given)
+        )
+        request.begin(again, request.output_left - given)
+        request.attempt += 1
+        self._intake.place(request, now)
 
     def _return(self, instance: SimInstance, now: float) -> None:
         instance.revive(now)
-        self._sim.fleet.changed()
-        self._sim.handover.retry(now)
-        self._sim.intake.retry(now)
+        self._fleet.changed()
+        self._handover.retry(now)
+        self._intake.retry(now)
 
     def _ask(self, _: None, now: float) -> None:
         self._periodic -= 1
         assert self._policy is not None
         assert self._state is not None
-        self._state, decision = self._policy.step(self._state, self._sim.fleet.view(now), now)
+        self._state, decision = self._policy.step(self._state, self._fleet.view(now), now)
         if decision is not None:
-            self.flip(self._sim.fleet.by_id[decision.instance_id], now)
+            self.flip(self._known(decision.instance_id, "flip"), now)
         if self._others_ahead():
             self._worked_s = now
         if now - self._worked_s < PATIENCE_S:
@@ -100,15 +128,15 @@ class Changes:
 
     def _sample(self, _: None, now: float) -> None:
         self._periodic -= 1
-        assert self.sampler is not None
-        self.sampler.take(now)
+        assert self._sampler is not None
+        self._sampler.take(now)
         if self._others_ahead():
             self._again(now + self._run.sample_s, self._sample)
 
-    def _again(self, time_s: float, handler: "Handler") -> None:
+    def _again(self, time_s: float, handler: Handler) -> None:
         self._periodic += 1
-        self._sim.at(time_s, handler, None)
+        self._loop.at(time_s, handler, None)
 
     def _others_ahead(self) -> bool:
         """Whether anything but this class's own clockwork is still to happen."""
-        return self._sim.pending > self._periodic
+        return self._loop.pending > self._periodic

@@ -4,40 +4,41 @@ Decode steps between which nothing can change are one event (`Glide`); with `ste
 results.
 """
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shared.cost.step import Batch
 from shared.policy.decode_admission import DecodeAdmission
-from shared.sim.entry import Entry, EntryQueue
+from shared.sim.events import NEVER
 from shared.sim.glide import Glide
 from shared.sim.memory import KvMemory
+from shared.sim.outcomes import Gaps
+from shared.sim.request import Leg
 from shared.sim.scheduler import Chunk, Scheduler
 from shared.sim.spec import EngineLimits, StepTimes
-from shared.sim.tally import Tally
-
-NEVER = float("inf")
+from shared.sim.waiting import WaitingLegs
 
 
 class EngineEvents(Protocol):
     """What an engine tells its driver. `now` is the moment at which it is so."""
 
-    def admitted(self, entry: Entry, now: float) -> None:
-        """Blocks are reserved for an entry that takes its KV from the network."""
+    def admitted(self, leg: Leg, now: float) -> None:
+        """Blocks are reserved for an leg that takes its KV from the network."""
         ...
 
-    def chunk(self, entry: Entry, now: float) -> None:
+    def chunk(self, leg: Leg, now: float) -> None:
         """A prefill chunk of it is computed, and more are to come."""
         ...
 
-    def token(self, entry: Entry, now: float) -> None:
+    def token(self, leg: Leg, now: float) -> None:
         """Its first output token on this engine is there; told when the event ends, with the token's own time."""
         ...
 
-    def done(self, entry: Entry, now: float) -> None:
+    def done(self, leg: Leg, now: float) -> None:
         """It has given all of its tokens, and its blocks are free."""
         ...
 
-    def preempted(self, entry: Entry) -> None:
+    def preempted(self, leg: Leg) -> None:
         """It lost its blocks and waits to be computed again."""
         ...
 
@@ -50,7 +51,7 @@ class Engine:
         model: StepTimes,
         limits: EngineLimits,
         kv_tokens: int,
-        waiting: EntryQueue,
+        waiting: WaitingLegs,
         admission: DecodeAdmission,
         events: EngineEvents,
         *,
@@ -72,14 +73,14 @@ class Engine:
         self.booked_s = NEVER  # the driver's: for when it has an event
         self.tally = Tally()
 
-    def add(self, entry: Entry, now: float) -> None:
-        """Queue an entry."""
-        self.scheduler.add(entry)
+    def add(self, leg: Leg, now: float) -> None:
+        """Queue an leg."""
+        self.scheduler.add(leg)
         self._disturb(now)
 
-    def kv_arrived(self, entry: Entry, now: float) -> None:
-        """The KV of an admitted entry is here."""
-        self.scheduler.kv_arrived(entry)
+    def kv_arrived(self, leg: Leg, now: float) -> None:
+        """The KV of an admitted leg is here."""
+        self.scheduler.kv_arrived(leg)
         self._disturb(now)
 
     def run(self, now: float) -> None:
@@ -94,14 +95,14 @@ class Engine:
             self._end_step(now)
         self._begin(now)
 
-    def cancel(self, entry: Entry, now: float) -> None:
-        """Forget an entry, wherever it is; a running one leaves at the end of the step under way."""
-        if self.scheduler.cancel(entry) and self._glide is not None:
+    def cancel(self, leg: Leg, now: float) -> None:
+        """Forget an leg, wherever it is; a running one leaves at the end of the step under way."""
+        if self.scheduler.cancel(leg) and self._glide is not None:
             self._disturb(now)
         elif self.due_s == NEVER:
             self._begin(now)  # its blocks may have been what another waits for
 
-    def halt(self, now: float) -> list[Entry]:
+    def halt(self, now: float) -> list[Leg]:
         """The engine dies. Everything that was here, as of the last step that has ended."""
         if self._glide is not None:
             self._glide_steps, self._look_steps = min(self._glide_steps, self._glide.steps_done(now)), 0
@@ -140,7 +141,7 @@ class Engine:
             self._chunks, self._decodes, self._started_s = chunks, scheduler.decodes_with(chunks), now
             if group.count and not self._decodes:
                 scheduler.let_wait(now)
-            prefill = tuple((tokens, entry.computed) for entry, tokens in chunks)
+            prefill = tuple((tokens, leg.computed) for leg, tokens in chunks)
             decodes, context = (group.count, group.context_tokens) if self._decodes else (0, 0)
             self.due_s = now + self._model.step_time_s(Batch(prefill, decodes, context))
         elif group.count:
@@ -169,53 +170,85 @@ class Engine:
             self._decodes = False
             self.tally.decodes(took_s, self.scheduler.group.count, len(self.scheduler.fresh))
             self._end_decodes(1, now, now)
-        for entry, tokens in chunks:
-            self._end_chunk(entry, tokens, now)
+        for leg, tokens in chunks:
+            self._end_chunk(leg, tokens, now)
 
     def _end_decodes(self, steps: int, first_s: float, now: float) -> None:
-        """`first_s`: the end of the first of the steps, which gives fresh entries their first token here."""
+        """`first_s`: the end of the first of the steps, which gives fresh legs their first token here."""
         scheduler = self.scheduler
         fresh, scheduler.fresh = scheduler.fresh, []
-        for entry in fresh:
-            self._token(entry, first_s)
+        for leg in fresh:
+            self._token(leg, first_s)
         scheduler.memory.grow(scheduler.group, steps)
         self.tally.peak(scheduler.memory)
-        for entry in scheduler.group.advance(steps):
-            entry.last_token_s = now
-            self._done(entry, now)
+        for leg in scheduler.group.advance(steps):
+            leg.last_token_s = now
+            self._done(leg, now)
 
-    def _end_chunk(self, entry: Entry, tokens: int, now: float) -> None:
+    def _end_chunk(self, leg: Leg, tokens: int, now: float) -> None:
         scheduler = self.scheduler
-        entry.computed += tokens
+        leg.computed += tokens
         scheduler.queued_tokens -= tokens
         self.tally.prefill_tokens += tokens
-        if entry.cancelled:
+        if leg.cancelled:
             return
-        if entry.missing > 0:
-            self._events.chunk(entry, now)
+        if leg.missing > 0:
+            self._events.chunk(leg, now)
             return
-        del scheduler.prefilling[entry]
-        scheduler.memory.keep_prefix(entry)
-        entry.tokens += 1
-        entry.left -= 1
-        self._token(entry, now)
-        if entry.left > 0:
-            scheduler.join(entry)
+        del scheduler.prefilling[leg]
+        scheduler.memory.keep_prefix(leg)
+        leg.tokens += 1
+        leg.left -= 1
+        self._token(leg, now)
+        if leg.left > 0:
+            scheduler.join(leg)
         else:
-            self._done(entry, now)
+            self._done(leg, now)
 
-    def _token(self, entry: Entry, now: float) -> None:
-        if entry.last_token_s >= 0.0:
-            self.tally.gaps.add(now - entry.last_token_s)
-        entry.last_token_s = now
-        if not entry.cancelled:
-            self._events.token(entry, now)
+    def _token(self, leg: Leg, now: float) -> None:
+        if leg.last_token_s >= 0.0:
+            self.tally.gaps.add(now - leg.last_token_s)
+        leg.last_token_s = now
+        if not leg.cancelled:
+            self._events.token(leg, now)
 
-    def _done(self, entry: Entry, now: float) -> None:
-        self.scheduler.finish(entry)
-        if not entry.cancelled:
-            self._events.done(entry, now)
+    def _done(self, leg: Leg, now: float) -> None:
+        self.scheduler.finish(leg)
+        if not leg.cancelled:
+            self._events.done(leg, now)
 
-    def _preempted(self, entry: Entry) -> None:
+    def _preempted(self, leg: Leg) -> None:
         self.tally.preemptions += 1
-        self._events.preempted(entry)
+        self._events.preempted(leg)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Running totals. `gaps` counts every gap between two tokens of a request once."""
+
+    gaps: Gaps = field(default_factory=Gaps)
+    busy_s: float = 0.0
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    peak_share: float = 0.0
+
+    def decodes(self, took_s: float, count: int, fresh: int) -> None:
+        """A step in which `count` requests got a token; the gaps of `fresh` ones are counted by the engine."""
+        self.decode_tokens += count
+        if count > fresh:
+            self.gaps.add(took_s, count - fresh)
+
+    def glide(self, glide: Glide, steps: int, count: int, fresh: int) -> None:
+        """`steps` decode steps of one batch; only in the first of them any are fresh."""
+        self.steps += steps
+        self.decode_tokens += steps * count
+        if fresh:
+            self.gaps.add(glide.first_step_s, -fresh)
+        for length, first, last in glide.runs(steps):
+            self.gaps.add((first + last) / 2.0, length * count)
+
+    def peak(self, memory: KvMemory) -> None:
+        """Remember the most memory that was held."""
+        self.peak_share = max(self.peak_share, 1.0 - memory.free / memory.total)

@@ -13,7 +13,7 @@ from shared.sim.spec import InstanceSpec, RunSpec
 
 
 class Fleet:
-    """The instances, by position and by id.
+    """The instances; by id one has its position.
 
     Loads are taken when a decision needs them and the last ones are `broadcast_s` old, so a decision sees loads of at
     most that age, as under a steady broadcast; instances that come, go or change their role are seen at once.
@@ -25,8 +25,8 @@ class Fleet:
         if not specs:
             raise InvalidRequest("a cluster needs at least one instance")
         self.instances = [SimInstance(at, spec, run, events, prefix_tokens) for at, spec in enumerate(specs)]
-        self.by_id = {instance.spec.instance_id: instance for instance in self.instances}
-        if len(self.by_id) < len(specs):
+        self._positions = {spec.instance_id: at for at, spec in enumerate(specs)}
+        if len(self._positions) < len(specs):
             ids = [spec.instance_id for spec in specs]
             raise InvalidRequest(f"instance id {next(i for i in ids if ids.count(i) > 1)!r} is used twice")
         self.ledger = WorkloadLedger()
@@ -39,6 +39,15 @@ class Fleet:
         self._turn = 0
         self._dispatchers: dict[int, ClusterIndex] = {}
 
+    def instance(self, position: int | None) -> SimInstance:
+        """The instance at a position that must be one."""
+        assert position is not None
+        return self.instances[position]
+
+    def position(self, instance_id: str) -> int:
+        """Where an instance is. Raises KeyError."""
+        return self._positions[instance_id]
+
     def index(self, now: float) -> ClusterIndex:
         """What the global scheduler decides on at `now`; book its decisions there."""
         if self._index is None or now - self._taken_s >= self._broadcast_s:
@@ -48,12 +57,12 @@ class Fleet:
             self._dispatchers.clear()
         return self._index
 
-    def dispatch_index(self, instance: SimInstance, now: float) -> ClusterIndex:
-        """What the dispatcher of a prefill instance decides on: the broadcast, and its own decisions since then."""
+    def dispatch_index(self, position: int, now: float) -> ClusterIndex:
+        """What the dispatcher of the prefill instance there decides on: the broadcast, and its own decisions since."""
         index = self.index(now)
-        own = self._dispatchers.get(instance.index)
+        own = self._dispatchers.get(position)
         if own is None:
-            own = self._dispatchers[instance.index] = index.for_dispatch()
+            own = self._dispatchers[position] = index.for_dispatch()
         return own
 
     def view(self, now: float) -> ClusterView:

@@ -2,7 +2,7 @@
 
 from heapq import heappop, heappush
 
-from shared.sim.entry import Entry
+from shared.sim.request import Leg
 
 
 class DecodeGroup:
@@ -15,53 +15,49 @@ class DecodeGroup:
     def __init__(self, block_tokens: int) -> None:
         self._block = block_tokens
         self._offsets = [0] * block_tokens
-        self._finish: list[tuple[int, int, Entry]] = []
+        self._finish: list[tuple[int, int, Leg]] = []
         self._joined = 0
         self.count = 0
         self.context_tokens = 0
         self.steps = 0
 
-    def join(self, entry: Entry) -> None:
+    def join(self, leg: Leg) -> None:
         """From the next step on it decodes."""
-        entry.base = entry.computed - self.steps
-        entry.finish_step = self.steps + entry.left
-        self._offsets[entry.base % self._block] += 1
+        leg.base = leg.computed - self.steps
+        leg.finish_step = self.steps + leg.left
+        self._offsets[leg.base % self._block] += 1
         self.count += 1
-        self.context_tokens += entry.computed
+        self.context_tokens += leg.computed
         self._joined += 1
-        heappush(self._finish, (entry.finish_step, self._joined, entry))
+        heappush(self._finish, (leg.finish_step, self._joined, leg))
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, leg: Leg) -> None:
         """Take a member out; its own counts are brought up to date."""
-        entry.computed = entry.base + self.steps
-        entry.left = entry.finish_step - self.steps
-        entry.tokens = entry.computed + 1
-        entry.finish_step = -1
-        self._offsets[entry.base % self._block] -= 1
+        leg.computed = leg.base + self.steps
+        leg.left = leg.finish_step - self.steps
+        leg.tokens = leg.computed + 1
+        leg.finish_step = -1
+        self._offsets[leg.base % self._block] -= 1
         self.count -= 1
-        self.context_tokens -= entry.computed
+        self.context_tokens -= leg.computed
 
-    def produced_since(self, entry: Entry, left_before: int) -> int:
-        """Output tokens that a member has got since it had `left_before` to go."""
-        return left_before - (entry.finish_step - self.steps)
-
-    def advance(self, steps: int) -> list[Entry]:
+    def advance(self, steps: int) -> list[Leg]:
         """Take steps, at most `steps_to_finish`; who is done leaves, in order of joining."""
         self.steps += steps
         self.context_tokens += steps * self.count
         done = []
         while self._finish and self._finish[0][0] <= self.steps:
-            _, _, entry = heappop(self._finish)
-            if entry.finish_step == self.steps:  # else it left earlier, or joined again
-                self.leave(entry)
-                done.append(entry)
+            _, _, leg = heappop(self._finish)
+            if leg.finish_step == self.steps:  # else it left earlier, or joined again
+                self.leave(leg)
+                done.append(leg)
         return done
 
     def steps_to_finish(self) -> int:
         """Steps until the next member is done."""
         while True:
-            finish_step, _, entry = self._finish[0]
-            if entry.finish_step == finish_step:
+            finish_step, _, leg = self._finish[0]
+            if leg.finish_step == finish_step:
                 return finish_step - self.steps
             heappop(self._finish)
 

@@ -1,8 +1,7 @@
 """From the prefill instance to the decode instance: dispatch, reservation, KV transfer."""
 
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from random import Random
 
 from shared.cost.transfer import wire_share
 from shared.domain.instance import InstanceState
@@ -10,24 +9,28 @@ from shared.errors import Busy, Unavailable
 from shared.policy.dispatch import choose_decode
 from shared.policy.index import Assignment
 from shared.policy.lengths import is_heavy
-from shared.sim.entry import Entry
-from shared.sim.flight import Flight
-from shared.sim.network import send
-from shared.sim.spec import FirstToken, InstanceSpec
-
-if TYPE_CHECKING:
-    from shared.sim.cluster import Simulation
+from shared.sim.events import EventLoop
+from shared.sim.fleet import Fleet
+from shared.sim.instance import send
+from shared.sim.legs import Legs
+from shared.sim.record import Record
+from shared.sim.request import Leg, SimRequest
+from shared.sim.spec import RunSpec
 
 
 class Handover:
     """Takes a request over when its first chunk or its prefill is done, and brings it to a decode instance."""
 
-    def __init__(self, simulation: "Simulation", instances: Sequence[InstanceSpec]) -> None:
-        self._sim = simulation
-        self._run = simulation.run
-        self._carries = self._run.first_token is FirstToken.PREFILL
-        self._wire_bytes = [spec.kv_bytes_per_token * wire_share(self._run.codec) for spec in instances]  # a token
-        self._waiting: deque[Flight] = deque()  # no decode instance can take them now
+    def __init__(self, run: RunSpec, loop: EventLoop, fleet: Fleet, legs: Legs, record: Record, rng: Random) -> None:
+        self._run = run
+        self._loop = loop
+        self._fleet = fleet
+        self._legs = legs
+        self._record = record
+        self._rng = rng
+        share = wire_share(run.codec)
+        self._wire_bytes = [one.spec.kv_bytes_per_token * share for one in fleet.instances]  # a token
+        self._waiting: deque[SimRequest] = deque()  # no decode instance can take them now
         self.kv_bytes = 0.0
 
     def retry(self, now: float) -> None:
@@ -35,78 +38,66 @@ class Handover:
         for _ in range(len(self._waiting)):
             self.dispatch(self._waiting.popleft(), now)
 
-    def forget(self, flight: Flight) -> None:
+    def forget(self, request: SimRequest) -> None:
         """The request begins anew."""
-        if flight in self._waiting:
-            self._waiting.remove(flight)
+        if request in self._waiting:
+            self._waiting.remove(request)
 
-    def carried(self, flight: Flight) -> bool:
-        """Whether the prefill instance gives an output token, from which decode goes on."""
-        return self._carries and flight.split == flight.job.prompt_tokens
-
-    def tokens_to_decode(self, flight: Flight) -> int:
-        """Output tokens that are left to the decode instance."""
-        return flight.output_left - int(self.carried(flight))
-
-    def dispatch(self, flight: Flight, now: float) -> None:
+    def dispatch(self, request: SimRequest, now: float) -> None:
         """Give the request its decode instance, and have that reserve memory."""
-        left = self.tokens_to_decode(flight)
-        if left == 0 or flight.decode_entry is not None or flight.prefill is None:
+        if request.decode_tokens == 0 or request.decode_leg is not None or request.prefill is None:
             return
-        if flight.decode is not None and flight.decode.state is InstanceState.DEAD:
-            flight.decode = None  # it was bound at placement and has died since
-        if flight.decode is None:
-            index = self._sim.fleet.dispatch_index(flight.prefill, now)
+        if request.decode is not None and self._fleet.instances[request.decode].state is InstanceState.DEAD:
+            request.decode = None  # it was bound at placement and has died since
+        if request.decode is None:
+            index = self._fleet.dispatch_index(request.prefill, now)
             try:
-                choice = choose_decode(self._run.policies.dispatch, flight.job, index, (), now, self._sim.rng)
+                choice = choose_decode(self._run.policies.dispatch, request.job, index, (), now, self._rng)
             except (Busy, Unavailable):
-                if flight not in self._waiting:
-                    self._waiting.append(flight)
+                if request not in self._waiting:
+                    self._waiting.append(request)
                 return
-            flight.decode = self._sim.fleet.by_id[choice.instance.instance_id]
-            tokens, heavy = flight.job.prompt_tokens, is_heavy(flight.job)
-            index.book(Assignment(choice.instance.instance_id, now, decode_tokens=tokens, heavy=heavy))
-        self._sim.count_decode(flight, flight.decode)
-        entry = self._decode_entry(flight, left)
-        flight.decode_entry = entry
-        self._sim.submit(flight.decode, entry, now)
+            chosen = choice.instance.instance_id
+            request.decode = self._fleet.position(chosen)
+            tokens, heavy = request.job.prompt_tokens, is_heavy(request.job)
+            index.book(Assignment(chosen, now, decode_tokens=tokens, heavy=heavy))
+        request.decode_leg = _decode_leg(request)
+        self._legs.start(self._fleet.instances[request.decode], request.decode_leg, now)
 
-    def _decode_entry(self, flight: Flight, left: int) -> Entry:
-        prompt = flight.job.prompt_tokens
-        if self.carried(flight):
-            return Entry(flight, prompt + 1, left, prompt, remote=True, last_token_s=flight.last_token_s)
-        computed = min(flight.split, prompt - 1)
-        return Entry(flight, prompt, left, computed, remote=computed > 0, last_token_s=flight.last_token_s)
-
-    def admitted(self, entry: Entry, now: float) -> None:
+    def admitted(self, leg: Leg, now: float) -> None:
         """The decode instance has blocks for the KV (see `EngineEvents`)."""
-        flight = entry.flight
-        flight.admitted = True
-        if flight.prefill_done_s >= 0.0:
-            self.send(flight, flight.split, now)
-        elif self._run.streaming and flight.prefill_entry is not None:
-            self.send(flight, flight.prefill_entry.computed, now)
+        request = leg.request
+        request.admitted = True
+        if request.prefill_done_s >= 0.0:
+            self.send(request, request.split, now)
+        elif self._run.streaming and request.prefill_leg is not None:
+            self.send(request, request.prefill_leg.computed, now)
 
-    def send(self, flight: Flight, computed: int, now: float) -> None:
+    def send(self, request: SimRequest, computed: int, now: float) -> None:
         """Send what is computed and not sent yet, once there is room for it."""
-        tokens = computed - flight.sent_tokens
-        if not flight.admitted or tokens <= 0:
+        tokens = computed - request.sent_tokens
+        if not request.admitted or tokens <= 0:
             return
-        assert flight.prefill is not None
-        assert flight.decode is not None
-        flight.sent_tokens = computed
-        wire_bytes = tokens * self._wire_bytes[flight.prefill.index]
+        source, target = self._fleet.instance(request.prefill), self._fleet.instance(request.decode)
+        request.sent_tokens = computed
+        wire_bytes = tokens * self._wire_bytes[source.index]
         self.kv_bytes += wire_bytes
-        arrives = send(flight.prefill.port, flight.decode.port, wire_bytes, now)
-        if computed == flight.split:
-            self._sim.at(arrives, self._kv_arrived, flight.decode_entry)
+        arrives = send(source.port, target.port, wire_bytes, now)
+        if computed == request.split:
+            self._loop.at(arrives, self._kv_arrived, request.decode_leg)
 
-    def _kv_arrived(self, entry: Entry, now: float) -> None:
-        flight = entry.flight
-        if entry.cancelled or entry is not flight.decode_entry or entry.engine is None:
+    def _kv_arrived(self, leg: Leg, now: float) -> None:
+        request = leg.request
+        if leg.cancelled or leg is not request.decode_leg or leg.lane is None:
             return
-        self._sim.record.transferred(flight, now)
-        assert flight.prefill is not None
-        self._sim.leave(flight.prefill, flight, now)
-        entry.engine.kv_arrived(entry, now)
-        self._sim.wake(entry.engine)
+        self._record.transferred(request, now)
+        self._legs.leave(self._fleet.instance(request.prefill), request, now)
+        self._legs.kv_arrived(leg, now)
+
+
+def _decode_leg(request: SimRequest) -> Leg:
+    prompt, left, last_token_s = request.job.prompt_tokens, request.decode_tokens, request.last_token_s
+    if request.carried:
+        return Leg(request, prompt + 1, left, prompt, remote=True, last_token_s=last_token_s)
+    computed = min(request.split, prompt - 1)
+    return Leg(request, prompt, left, computed, remote=computed > 0, last_token_s=last_token_s)

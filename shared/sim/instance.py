@@ -1,5 +1,6 @@
-"""One simulated instance: its engines, its role, its counts, and what a broadcast says of it."""
+"""One simulated instance: its engines, its role, its counts, its port, and what a broadcast says of it."""
 
+from shared.cost.transfer import Link
 from shared.domain.instance import (
     Compatibility,
     InstanceInfo,
@@ -10,11 +11,10 @@ from shared.domain.instance import (
     Role,
 )
 from shared.sim.engine import Engine, EngineEvents
-from shared.sim.entry import Entry, EntryQueue
-from shared.sim.flight import Flight
-from shared.sim.network import Port
 from shared.sim.outcomes import Gaps, InstanceUse
+from shared.sim.request import SimRequest
 from shared.sim.spec import InstanceSpec, RunSpec
+from shared.sim.waiting import WaitingLegs
 
 _NOWHERE = Compatibility("simulated", "simulated", "1", 0, KvGeometry(1, 1, 1))
 
@@ -28,7 +28,7 @@ class SimInstance:
         self.role = spec.role
         self.state = InstanceState.READY
         self.port = Port(spec.link)
-        self.flights: dict[Flight, None] = {}  # all that have a leg here
+        self.requests: dict[SimRequest, None] = {}  # all that have a leg here
         self.prefills = 0  # prompts that came here and are not computed yet
         self.decoding = 0
         self.heavy = 0
@@ -50,15 +50,15 @@ class SimInstance:
         most = self.spec.max_prefills
         return most is not None and self.prefills >= most
 
-    def engine_for(self, entry: Entry) -> Engine:
-        """The lane with the fewest requests takes it."""
+    def next_lane(self) -> int:
+        """The lane with the fewest requests takes the next."""
         if len(self.engines) == 1:
-            return self.engines[0]
-        return min(self.engines, key=lambda engine: engine.scheduler.count)
+            return 0
+        return min(range(len(self.engines)), key=lambda lane: self.engines[lane].scheduler.count)
 
     def view(self, now: float) -> InstanceView:
         """What the monitor broadcasts of it."""
-        if not self.flights:
+        if not self.requests:
             return self._idle_view()
         context = free = queued = running = waiting = 0
         for engine in self.engines:
@@ -70,8 +70,10 @@ class SimInstance:
             running += len(scheduler.running)
             waiting += scheduler.blocked
         load = InstanceLoad(
-            now, self.prefills, queued, running, waiting, self.decoding, self.heavy, context, free, 0, len(self.flights)
-        )
+            time_s=now, queued_prefill=self.prefills, queued_prefill_tokens=queued, running=running, waiting=waiting,
+            decoding=self.decoding, heavy_decodes=self.heavy, context_tokens=context, free_blocks=free,
+            inflight=len(self.requests),
+        )  # fmt: skip
         return InstanceView(self.info, self.role, self.state, load)
 
     def _idle_view(self) -> InstanceView:
@@ -94,14 +96,14 @@ class SimInstance:
             self._role_s[self.role] += now - self._role_since_s
         self._role_since_s = now
 
-    def die(self, now: float) -> list[Flight]:
+    def die(self, now: float) -> list[SimRequest]:
         """Everything here is lost. The requests that it concerns."""
         self.end_role(now)
         self.state = InstanceState.DEAD
         for engine in self.engines:
             engine.halt(now)
-        lost = list(self.flights)
-        self.flights.clear()
+        lost = list(self.requests)
+        self.requests.clear()
         self.prefills = self.decoding = self.heavy = 0
         self._gone += self.engines
         self.engines = []
@@ -145,7 +147,7 @@ class SimInstance:
                 spec.model,
                 spec.limits,
                 spec.kv_tokens // spec.lanes,
-                EntryQueue(run.prefill_order),
+                WaitingLegs(run.prefill_order),
                 run.decode_admission,
                 self._events,
                 prefix_block_tokens=self._prefix_tokens,
@@ -173,3 +175,32 @@ def _info(spec: InstanceSpec, generation: int) -> InstanceInfo:
         kv_endpoints=(),
         rates=spec.rates,
     )
+
+
+class Port:
+    """One instance's network port. Outgoing and incoming traffic do not disturb each other (full duplex)."""
+
+    __slots__ = ("in_free_s", "link", "out_free_s", "rate")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.rate = link.bandwidth_bytes_s * link.efficiency
+        self.out_free_s = 0.0
+        self.in_free_s = 0.0
+
+    def clear(self, now: float) -> None:
+        """Forget what was under way (the instance died)."""
+        self.out_free_s = self.in_free_s = now
+
+
+def send(source: Port, target: Port, wire_bytes: float, now: float) -> float:
+    """When `wire_bytes` that are ready at `now` have arrived.
+
+    A transfer has both ports to itself and waits for those before it: under contention the bytes a second are those of
+    fair sharing, and transfers finish in order instead of all late. The longer of the two latencies comes on top, which
+    delays this transfer and nobody else. Rate: the slower port (ThunderServe eq. 1 with effective rates).
+    """
+    begins = max(now, source.out_free_s, target.in_free_s)
+    ends = begins + wire_bytes / min(source.rate, target.rate)
+    source.out_free_s = target.in_free_s = ends
+    return ends + max(source.link.latency_s, target.link.latency_s)

@@ -1,15 +1,28 @@
-"""Paged KV of one engine: who holds how many blocks, and which prefixes are still there."""
+"""KV memory of one engine: who holds how many blocks, who may start to decode, which prefixes are still there."""
 
-from shared.sim.entry import Entry
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from shared.policy.decode_admission import (
+    UNPREDICTED_TOKENS,
+    DecodeAdmission,
+    DecodeMemory,
+    ReserveDynamic,
+    ReserveStatic,
+    RunningDecode,
+)
+from shared.policy.lengths import PredictedEnd, predicted_tokens
 from shared.sim.group import DecodeGroup
-from shared.sim.prefix import PrefixCache
+from shared.sim.request import Leg
 from shared.sim.spec import EngineLimits
 
 
 class KvMemory:
-    """Blocks of one engine. An entry holds the blocks of its computed tokens, or of all when outputs are reserved.
+    """Blocks of one engine. An leg holds the blocks of its computed tokens, or of all when outputs are reserved.
 
-    While an entry decodes, its growth is counted for the whole group (`grow`). `reserved`: blocks that the decodes of
+    While an leg decodes, its growth is counted for the whole group (`grow`). `reserved`: blocks that the decodes of
     the coming step need.
     """
 
@@ -22,28 +35,28 @@ class KvMemory:
         self.free = self.total
         self.reserved = 0
 
-    def could_start(self, entry: Entry, budget: int) -> bool:
-        """Whether `entry`, which waits, has room now."""
-        return -(-self._first(entry, 0 if entry.remote else min(entry.missing, budget)) // self._block) <= self.free
+    def could_start(self, leg: Leg, budget: int) -> bool:
+        """Whether `leg`, which waits, has room now."""
+        return -(-self._first(leg, 0 if leg.remote else min(leg.missing, budget)) // self._block) <= self.free
 
-    def start(self, entry: Entry, tokens: int) -> bool:
-        """Blocks for what an entry has and its first chunk of `tokens` tokens, or for all that it will ever need.
+    def start(self, leg: Leg, tokens: int) -> bool:
+        """Blocks for what an leg has and its first chunk of `tokens` tokens, or for all that it will ever need.
 
         False when there are too few.
         """
-        return self.hold(entry, self._first(entry, tokens))
+        return self.hold(leg, self._first(leg, tokens))
 
-    def _first(self, entry: Entry, tokens: int) -> int:
-        return entry.tokens + entry.left if self._reserves_output else entry.computed + tokens
+    def _first(self, leg: Leg, tokens: int) -> int:
+        return leg.tokens + leg.left if self._reserves_output else leg.computed + tokens
 
-    def hold(self, entry: Entry, tokens: int) -> bool:
+    def hold(self, leg: Leg, tokens: int) -> bool:
         """Blocks for `tokens` tokens in all; False, and nothing changes, when there are too few."""
-        more = -(-tokens // self._block) - entry.blocks
+        more = -(-tokens // self._block) - leg.blocks
         if more > 0:
             if more > self.free - self.reserved:
                 return False
             self.free -= more
-            entry.blocks += more
+            leg.blocks += more
         return True
 
     def grow(self, group: DecodeGroup, steps: int) -> None:
@@ -54,20 +67,99 @@ class KvMemory:
         """Blocks that the next `steps` steps of the decodes take."""
         return 0 if self._reserves_output else group.blocks_for(steps)
 
-    def release(self, entry: Entry) -> None:
+    def release(self, leg: Leg) -> None:
         """Everything that it holds is free."""
-        self.free += max(entry.blocks, -(-entry.computed // self._block)) if entry.blocks else 0
-        entry.blocks = 0
+        self.free += max(leg.blocks, -(-leg.computed // self._block)) if leg.blocks else 0
+        leg.blocks = 0
 
-    def take_cached(self, entry: Entry) -> int:
+    def take_cached(self, leg: Leg) -> int:
         """Count the prefix that is still here as computed; how many tokens that is."""
-        if self._cache is None or entry.computed or not entry.prefix:
+        if self._cache is None or leg.computed or not leg.prefix:
             return 0
-        tokens = self._cache.matched(entry.prefix, self.free) * self._id_tokens
-        entry.computed = min(tokens, entry.tokens - 1)
-        return entry.computed
+        tokens = self._cache.matched(leg.prefix, self.free) * self._id_tokens
+        leg.computed = min(tokens, leg.tokens - 1)
+        return leg.computed
 
-    def keep_prefix(self, entry: Entry) -> None:
+    def keep_prefix(self, leg: Leg) -> None:
         """Its prompt is computed: others may use it."""
-        if self._cache is not None and entry.prefix:
-            self._cache.keep(entry.prefix, self.free)
+        if self._cache is not None and leg.prefix:
+            self._cache.keep(leg.prefix, self.free)
+
+
+class AdmissionGate:
+    """Asks the policy about legs that are to decode here; prompts that are only computed here pass."""
+
+    def __init__(self, policy: DecodeAdmission, memory: KvMemory, group: DecodeGroup, block_tokens: int) -> None:
+        self._policy = policy
+        self._memory = memory
+        self._group = group
+        self._block = block_tokens
+        self._end, self._unpredicted = PredictedEnd.LOWER, UNPREDICTED_TOKENS
+        if isinstance(policy, ReserveStatic | ReserveDynamic):
+            self._end, self._unpredicted = policy.end, policy.unpredicted_tokens
+
+    def opens(self, leg: Leg, now: float, inside: Sequence[Leg]) -> bool:
+        """Whether `leg` may start beside those `inside`, which run or whose KV is under way."""
+        if not leg.decodes:
+            return True
+        job = leg.request.job
+        if leg.given:  # preempted: what it has given is prompt now
+            job = msgspec.structs.replace(job, prompt_tokens=leg.tokens, max_tokens=leg.left)
+        decoding = [other for other in inside if other.decodes]
+        memory = DecodeMemory(
+            free_blocks=self._memory.free - self._memory.reserved,
+            block_size=self._block,
+            total_blocks=self._memory.total,
+            reserved_tokens=sum(self._full_length(other) for other in decoding),
+            running=tuple(map(self._running, decoding)) if self._policy.needs_running else (),
+        )
+        return self._policy.admit(job, memory, now).admitted
+
+    def _full_length(self, leg: Leg) -> int:
+        """Prompt and predicted output, or what it has come to if that is more."""
+        job = leg.request.job
+        return max(self._context(leg), job.prompt_tokens + predicted_tokens(job, self._end, self._unpredicted))
+
+    def _running(self, leg: Leg) -> RunningDecode:
+        context = self._context(leg)
+        return RunningDecode(context, max(0, self._full_length(leg) - context))
+
+    def _context(self, leg: Leg) -> int:
+        if leg.finish_step > self._group.steps:
+            return leg.base + self._group.steps
+        return leg.tokens
+
+
+class PrefixCache:
+    """Ids of prompt blocks, the least recently used forgotten first.
+
+    Cached blocks live in memory that nobody holds, so the room changes with the load: `room_blocks` is handed in.
+    An approximation: a running request's hold on shared blocks is counted in full, once for each request.
+    """
+
+    def __init__(self, blocks_of_id: int) -> None:
+        self._blocks_of_id = max(1, blocks_of_id)
+        self._ids: OrderedDict[int, None] = OrderedDict()
+
+    def matched(self, prefix: tuple[int, ...], room_blocks: int) -> int:
+        """How many ids from the start of `prefix` are held."""
+        self._trim(room_blocks)
+        count = 0
+        for at in prefix:
+            if at not in self._ids:
+                break
+            self._ids.move_to_end(at)
+            count += 1
+        return count
+
+    def keep(self, prefix: tuple[int, ...], room_blocks: int) -> None:
+        """Hold these from now on."""
+        for at in prefix:
+            self._ids[at] = None
+            self._ids.move_to_end(at)
+        self._trim(room_blocks)
+
+    def _trim(self, room_blocks: int) -> None:
+        most = room_blocks // self._blocks_of_id
+        while len(self._ids) > most:
+            self._ids.popitem(last=False)

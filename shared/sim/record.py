@@ -1,21 +1,33 @@
-"""What a run writes down: a row a request."""
+"""What a run writes down: a row a request, and samples of the load."""
 
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from shared.domain.instance import InstanceState, InstanceView, Role
 from shared.domain.job import JobView
-from shared.sim.flight import Flight
-from shared.sim.outcomes import Outcomes, Status
+from shared.sim.instance import SimInstance
+from shared.sim.outcomes import LoadTimeline, Outcomes, Status
+from shared.sim.request import SimRequest
 from shared.sim.spec import RunSpec
 from shared.sim.workload import Workload
 
+_PROGRESS_EVERY = 2000  # requests
+
 
 class Record:
-    """The workload read row by row, and the outcomes written row by row."""
+    """The workload read row by row, and the outcomes written row by row.
 
-    def __init__(self, workload: Workload, run: RunSpec) -> None:
+    `progress` is called now and then with the number of requests that have ended.
+    """
+
+    def __init__(self, workload: Workload, run: RunSpec, progress: Callable[[int], None] | None) -> None:
         self.outcomes = Outcomes.empty(workload)
         self._sent = 0
         self.count = len(workload)
         self.ended = 0
         self._run = run
+        self._progress = progress
         self._prefixes = workload.prefixes
         # Lists: reading one number of an array costs several times as much.
         self._arrival_s: list[float] = (workload.arrival_s + run.gateway_s).tolist()
@@ -24,7 +36,6 @@ class Record:
         said = run.prediction.predict(workload.output_tokens, run.seed) if run.prediction else None
         self._buckets: list[int] | None = said.tolist() if said is not None else None
 
-    @property
     def complete(self) -> bool:
         """Whether every request has ended."""
         return self.ended == self.count
@@ -44,41 +55,80 @@ class Record:
         """The row that follows in a closed loop."""
         return self._sent if self._run.concurrency and self._sent < self.count else None
 
-    def flight(self, row: int) -> Flight:
+    def request(self, row: int) -> SimRequest:
         """The request of a row, as it sets out. It asks for as many tokens as it will get."""
         prediction = None
         if self._buckets is not None and self._run.prediction is not None:
             prediction = self._run.prediction.as_prediction(self._buckets[row])
         output = self._outputs[row]
         job = JobView(str(row), self._prompts[row], output, self._run.slo, prediction)
-        return Flight(row, job, output, self._prefixes[row] if self._prefixes is not None else ())
+        return SimRequest(row, job, output, self._prefixes[row] if self._prefixes is not None else ())
 
-    def first_token(self, flight: Flight, now: float) -> None:
+    def first_token(self, request: SimRequest, now: float) -> None:
         """The client has its first token."""
-        self.outcomes.first_token_s[flight.row] = now + self._run.token_s
+        self.outcomes.first_token_s[request.row] = now + self._run.token_s
 
-    def transferred(self, flight: Flight, now: float) -> None:
+    def transferred(self, request: SimRequest, now: float) -> None:
         """All of its KV is at the decode instance."""
-        self.outcomes.transfer_s[flight.row] = max(0.0, now - flight.prefill_done_s)
+        self.outcomes.transfer_s[request.row] = max(0.0, now - request.prefill_done_s)
 
-    def preempted(self, flight: Flight) -> None:
+    def preempted(self, request: SimRequest) -> None:
         """It lost its blocks once more."""
-        self.outcomes.preemptions[flight.row] += 1
+        self.outcomes.preemptions[request.row] += 1
 
-    def end(self, flight: Flight, status: Status, now: float) -> None:
+    def end(self, request: SimRequest, status: Status, now: float) -> None:
         """It is over."""
-        rows, row = self.outcomes, flight.row
+        rows, row = self.outcomes, request.row
         self.ended += 1
+        if self._progress is not None and self.ended % _PROGRESS_EVERY == 0:
+            self._progress(self.ended)
         rows.status[row] = int(status)
-        if flight.attempt > 1:
-            rows.attempts[row] = flight.attempt
+        if request.attempt > 1:
+            rows.attempts[row] = request.attempt
         if status is not Status.COMPLETED:
             return
         rows.last_token_s[row] = now + self._run.token_s
-        rows.split_tokens[row] = flight.split
-        if flight.prefill is not None:
-            rows.prefill_instance[row] = flight.prefill.index
-        elif flight.decode is not None:
-            rows.prefill_instance[row] = flight.decode.index
-        if flight.decode is not None:
-            rows.decode_instance[row] = flight.decode.index
+        rows.split_tokens[row] = request.split
+        computed = request.decode if request.prefill is None else request.prefill
+        if computed is not None:
+            rows.prefill_instance[row] = computed
+        if request.decode is not None:
+            rows.decode_instance[row] = request.decode
+
+
+class Sampler:
+    """Samples of all instances."""
+
+    def __init__(self, instances: Sequence[SimInstance]) -> None:
+        self._instances = instances
+        self._time_s: list[float] = []
+        self._role: list[list[int]] = []
+        self._decoding: list[list[int]] = []
+        self._queued: list[list[int]] = []
+        self._kv_share: list[list[float]] = []
+
+    def take(self, now: float) -> None:
+        """One sample."""
+        self._time_s.append(now)
+        views = [instance.view(now) for instance in self._instances]
+        self._role.append([-1 if v.state is InstanceState.DEAD else int(v.role is Role.DECODE) for v in views])
+        self._decoding.append([view.load.decoding for view in views])
+        self._queued.append([view.load.queued_prefill_tokens for view in views])
+        self._kv_share.append([_kv_share(view) for view in views])
+
+    def timeline(self) -> LoadTimeline:
+        """All samples."""
+        return LoadTimeline(
+            time_s=np.array(self._time_s, dtype=np.float64),
+            role=np.array(self._role, dtype=np.int8),
+            decoding=np.array(self._decoding, dtype=np.int32),
+            queued_prefill_tokens=np.array(self._queued, dtype=np.int64),
+            kv_share=np.array(self._kv_share, dtype=np.float32),
+        )
+
+
+def _kv_share(view: InstanceView) -> float:
+    """Share of the KV memory that is held; an instance that is gone holds nothing."""
+    if view.state is InstanceState.DEAD:
+        return 0.0
+    return 1.0 - view.load.free_blocks / view.info.total_blocks

@@ -8,19 +8,19 @@ again. Knows no time but the `now` that policies are asked with.
 from collections.abc import Callable
 
 from shared.policy.decode_admission import DecodeAdmission, Greedy
-from shared.sim.entry import Entry, EntryQueue
-from shared.sim.gate import AdmissionGate
 from shared.sim.group import DecodeGroup
-from shared.sim.memory import KvMemory
+from shared.sim.memory import AdmissionGate, KvMemory
+from shared.sim.request import Leg
 from shared.sim.spec import EngineLimits
+from shared.sim.waiting import WaitingLegs
 
-Chunk = tuple[Entry, int]  # and how many of its tokens the step computes
+Chunk = tuple[Leg, int]  # and how many of its tokens the step computes
 
 
 class Scheduler:
     """Who waits, who runs, and who holds which blocks.
 
-    `admitted` is called with an entry whose blocks are reserved and whose KV may come; `preempted` with one that lost
+    `admitted` is called with an leg whose blocks are reserved and whose KV may come; `preempted` with one that lost
     its blocks.
     """
 
@@ -28,23 +28,23 @@ class Scheduler:
         self,
         limits: EngineLimits,
         memory: KvMemory,
-        waiting: EntryQueue,
+        waiting: WaitingLegs,
         admission: DecodeAdmission,
-        admitted: Callable[[Entry, float], None],
-        preempted: Callable[[Entry], None],
+        admitted: Callable[[Leg, float], None],
+        preempted: Callable[[Leg], None],
     ) -> None:
         self._limits = limits
         self._admitted = admitted
         self._preempted = preempted
         self.memory = memory
         self.waiting = waiting
-        self.awaiting: dict[Entry, None] = {}  # blocks reserved, KV under way
-        self.arrived: list[Entry] = []  # their KV is here; they join with the next step
-        self.running: dict[Entry, None] = {}  # in order of admission
-        self.prefilling: dict[Entry, None] = {}  # of those, the ones whose prompt is not computed yet
+        self.awaiting: dict[Leg, None] = {}  # blocks reserved, KV under way
+        self.arrived: list[Leg] = []  # their KV is here; they join with the next step
+        self.running: dict[Leg, None] = {}  # in order of admission
+        self.prefilling: dict[Leg, None] = {}  # of those, the ones whose prompt is not computed yet
         self.group = DecodeGroup(limits.block_tokens)  # of those, the others
-        self.fresh: list[Entry] = []  # of the group, those that the coming step decodes for the first time
-        self.leaving: list[Entry] = []  # cancelled while running
+        self.fresh: list[Leg] = []  # of the group, those that the coming step decodes for the first time
+        self.leaving: list[Leg] = []  # cancelled while running
         self.queued_tokens = 0  # prompt tokens not yet computed
         self._gate: AdmissionGate | None = None
         if not isinstance(admission, Greedy):  # for greedy the blocks decide
@@ -63,18 +63,18 @@ class Scheduler:
         """Requests here."""
         return len(self.running) + self.blocked
 
-    def add(self, entry: Entry) -> None:
-        """Queue an entry."""
-        self.waiting.push(entry)
-        if not entry.remote:
-            self.queued_tokens += entry.missing
+    def add(self, leg: Leg) -> None:
+        """Queue an leg."""
+        self.waiting.push(leg)
+        if not leg.remote:
+            self.queued_tokens += leg.missing
 
-    def kv_arrived(self, entry: Entry) -> None:
-        """The KV of an admitted entry is here."""
-        del self.awaiting[entry]
-        self.arrived.append(entry)
-        if entry.missing > 1:
-            self.queued_tokens += entry.missing
+    def kv_arrived(self, leg: Leg) -> None:
+        """The KV of an admitted leg is here."""
+        del self.awaiting[leg]
+        self.arrived.append(leg)
+        if leg.missing > 1:
+            self.queued_tokens += leg.missing
 
     def plan(self, now: float) -> list[Chunk]:
         """The prefill chunks of the coming step. The group decodes beside them, unless prefill goes first."""
@@ -106,16 +106,16 @@ class Scheduler:
     def let_wait(self, now: float) -> None:
         """The group is passed over by a step that begins now: the gap to its next tokens is longer than a step."""
         waiting = set(self.fresh)
-        for entry in self.running:
-            if entry not in self.prefilling and entry not in waiting:
-                entry.last_token_s = now
-                self.fresh.append(entry)
+        for leg in self.running:
+            if leg not in self.prefilling and leg not in waiting:
+                leg.last_token_s = now
+                self.fresh.append(leg)
 
-    def join(self, entry: Entry) -> None:
+    def join(self, leg: Leg) -> None:
         """A prompt is computed: it decodes from now on."""
-        self.group.join(entry)
+        self.group.join(leg)
         if self._limits.prefill_first:  # perhaps not at once
-            self.fresh.append(entry)
+            self.fresh.append(leg)
 
     def steps_ahead(self) -> int:
         """Decode steps until the batch changes by itself: somebody is done, blocks run out, others may start."""
@@ -132,78 +132,78 @@ class Scheduler:
             return False
         if self.arrived:
             return True
-        entry = self.waiting.peek(now)
-        return entry is not None and self.memory.could_start(entry, self._limits.batched_tokens - self.group.count)
+        leg = self.waiting.peek(now)
+        return leg is not None and self.memory.could_start(leg, self._limits.batched_tokens - self.group.count)
 
     def admit_beside(self, steps: int, now: float) -> bool:
-        """Reserve blocks for waiting entries whose KV is elsewhere, while the group takes its `steps` steps.
+        """Reserve blocks for waiting legs whose KV is elsewhere, while the group takes its `steps` steps.
 
         False when anything else has to change, or when blocks are so few that the group might feel it.
         """
         if self.arrived or self.leaving or self._gate is not None:
             return False
         self.memory.reserved = self.memory.growth(self.group, steps)
-        while len(self.running) < self._limits.sequences and (entry := self.waiting.peek(now)) is not None:
-            if not entry.remote or not self.memory.start(entry, 0):
+        while len(self.running) < self._limits.sequences and (leg := self.waiting.peek(now)) is not None:
+            if not leg.remote or not self.memory.start(leg, 0):
                 return False
             self.awaiting[self.waiting.pop()] = None
-            self._admitted(entry, now)
+            self._admitted(leg, now)
         return True
 
-    def cancel(self, entry: Entry) -> bool:
-        """Forget an entry. True when it runs: then it leaves with the next plan."""
-        entry.cancelled = True
-        if self.waiting.remove(entry):
-            self.queued_tokens -= 0 if entry.remote else entry.missing
-        elif entry in self.awaiting:
-            del self.awaiting[entry]
-            self.memory.release(entry)
-        elif entry in self.arrived:
-            self.arrived.remove(entry)
-            self.queued_tokens -= entry.missing if entry.missing > 1 else 0
-            self.memory.release(entry)
-        elif entry in self.running:
-            self.leaving.append(entry)
+    def cancel(self, leg: Leg) -> bool:
+        """Forget an leg. True when it runs: then it leaves with the next plan."""
+        leg.cancelled = True
+        if self.waiting.remove(leg):
+            self.queued_tokens -= 0 if leg.remote else leg.missing
+        elif leg in self.awaiting:
+            del self.awaiting[leg]
+            self.memory.release(leg)
+        elif leg in self.arrived:
+            self.arrived.remove(leg)
+            self.queued_tokens -= leg.missing if leg.missing > 1 else 0
+            self.memory.release(leg)
+        elif leg in self.running:
+            self.leaving.append(leg)
             return True
         return False
 
-    def finish(self, entry: Entry) -> None:
-        """A running entry is done."""
-        del self.running[entry]
-        self.memory.release(entry)
+    def finish(self, leg: Leg) -> None:
+        """A running leg is done."""
+        del self.running[leg]
+        self.memory.release(leg)
 
-    def everybody(self, last_s: float) -> list[Entry]:
-        """All entries of an engine that ends, decodes with their counts up to date; `last_s`: of the last step."""
-        for entry in self.running:
-            if entry not in self.prefilling:
-                self.group.leave(entry)
-                entry.last_token_s = last_s
+    def everybody(self, last_s: float) -> list[Leg]:
+        """All legs of an engine that ends, decodes with their counts up to date; `last_s`: of the last step."""
+        for leg in self.running:
+            if leg not in self.prefilling:
+                self.group.leave(leg)
+                leg.last_token_s = last_s
         found = [*self.running, *self.arrived, *self.awaiting]
         while self.waiting.peek(last_s) is not None:
             found.append(self.waiting.pop())
-        return [entry for entry in found if not entry.cancelled]
+        return [leg for leg in found if not leg.cancelled]
 
     def _drop_leaving(self) -> None:
-        for entry in self.leaving:
-            if entry not in self.running:
+        for leg in self.leaving:
+            if leg not in self.running:
                 continue  # it was done in that very step
-            if entry in self.prefilling:
-                del self.prefilling[entry]
-                self.queued_tokens -= entry.missing
+            if leg in self.prefilling:
+                del self.prefilling[leg]
+                self.queued_tokens -= leg.missing
             else:
-                self.group.leave(entry)
-            self.finish(entry)
+                self.group.leave(leg)
+            self.finish(leg)
         self.leaving.clear()
 
     def _take_arrived(self) -> None:
         while self.arrived and len(self.running) < self._limits.sequences:
-            entry = self.arrived.pop(0)
-            self.running[entry] = None
-            if entry.missing == 1:
-                self.group.join(entry)
-                self.fresh.append(entry)
+            leg = self.arrived.pop(0)
+            self.running[leg] = None
+            if leg.missing == 1:
+                self.group.join(leg)
+                self.fresh.append(leg)
             else:
-                self.prefilling[entry] = None
+                self.prefilling[leg] = None
 
     def _make_room(self) -> bool:
         """Set blocks apart for the decodes of the coming step; whether anybody had to be preempted for it."""
@@ -228,15 +228,15 @@ class Scheduler:
     def _continue_prefills(self, budget: int) -> int | None:
         """What is left of the budget; None when blocks ran out and somebody was preempted."""
         preempted = False
-        for entry in tuple(self.prefilling):
+        for leg in tuple(self.prefilling):
             if budget <= 0:
                 break
-            tokens = min(entry.missing, budget)
-            while entry in self.running and not self.memory.hold(entry, entry.computed + tokens):
+            tokens = min(leg.missing, budget)
+            while leg in self.running and not self.memory.hold(leg, leg.computed + tokens):
                 self._preempt()
                 preempted = True
-            if entry in self.running:
-                self._chunks.append((entry, tokens))
+            if leg in self.running:
+                self._chunks.append((leg, tokens))
                 budget -= tokens
         if preempted:
             self._preempting = True
@@ -245,42 +245,42 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """The youngest running request gives its blocks up and waits, before all others."""
-        entry = next(reversed(self.running))
-        del self.running[entry]
-        if entry in self.prefilling:
-            del self.prefilling[entry]
-            self.queued_tokens -= entry.missing
-            self._chunks = [chunk for chunk in self._chunks if chunk[0] is not entry]
+        leg = next(reversed(self.running))
+        del self.running[leg]
+        if leg in self.prefilling:
+            del self.prefilling[leg]
+            self.queued_tokens -= leg.missing
+            self._chunks = [chunk for chunk in self._chunks if chunk[0] is not leg]
         else:
-            self.group.leave(entry)
-            entry.last_token_s = self._now if entry.last_token_s >= 0.0 else entry.last_token_s
-            self.fresh = [fresh for fresh in self.fresh if fresh is not entry]
+            self.group.leave(leg)
+            leg.last_token_s = self._now if leg.last_token_s >= 0.0 else leg.last_token_s
+            self.fresh = [fresh for fresh in self.fresh if fresh is not leg]
             if self.memory.reserved:
                 self.memory.reserved = self.group.blocks_for(1)
-        self.memory.release(entry)
-        entry.computed = 0
-        entry.remote = False
-        self.queued_tokens += entry.missing
-        self.waiting.push_front(entry)
-        self._preempted(entry)
+        self.memory.release(leg)
+        leg.computed = 0
+        leg.remote = False
+        self.queued_tokens += leg.missing
+        self.waiting.push_front(leg)
+        self._preempted(leg)
 
     def _admit(self, budget: int, now: float) -> None:
-        while len(self.running) < self._limits.sequences and (entry := self.waiting.peek(now)) is not None:
-            if self._gate is not None and not self._gate.opens(entry, now, (*self.running, *self.awaiting)):
+        while len(self.running) < self._limits.sequences and (leg := self.waiting.peek(now)) is not None:
+            if self._gate is not None and not self._gate.opens(leg, now, (*self.running, *self.awaiting)):
                 return
-            if entry.remote:
-                if not self.memory.start(entry, 0):
+            if leg.remote:
+                if not self.memory.start(leg, 0):
                     return
                 self.awaiting[self.waiting.pop()] = None
-                self._admitted(entry, now)
+                self._admitted(leg, now)
                 continue
             if budget <= 0:
                 return
-            self.queued_tokens -= self.memory.take_cached(entry)
-            tokens = min(entry.missing, budget)
-            if not self.memory.start(entry, tokens):
+            self.queued_tokens -= self.memory.take_cached(leg)
+            tokens = min(leg.missing, budget)
+            if not self.memory.start(leg, tokens):
                 return
             self.running[self.waiting.pop()] = None
-            self.prefilling[entry] = None
-            self._chunks.append((entry, tokens))
+            self.prefilling[leg] = None
+            self._chunks.append((leg, tokens))
             budget -= tokens

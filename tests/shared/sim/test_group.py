@@ -4,15 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.domain.job import JobView
-from shared.sim.entry import Entry
-from shared.sim.flight import Flight
 from shared.sim.group import DecodeGroup
+from shared.sim.request import Leg, SimRequest
 
 BLOCK = 4
 
 
-def member(context: int, left: int) -> Entry:
-    return Entry(Flight(0, JobView("0", context, left), left, ()), context + 1, left, context)
+def member(context: int, left: int) -> Leg:
+    return Leg(SimRequest(0, JobView("0", context, left), left, ()), context + 1, left, context)
 
 
 @given(
@@ -21,17 +20,17 @@ def member(context: int, left: int) -> Entry:
 )
 def test_group_equals_members_one_by_one(plan: list[tuple[int, int, int]], leaves_at: int) -> None:
     group = DecodeGroup(BLOCK)
-    alone: dict[Entry, list[int]] = {}  # entry → [context, left]
+    alone: dict[Leg, list[int]] = {}  # leg → [context, left]
     for step in range(40):
         for context, left, joins_at in plan:
             if joins_at == step:
-                entry = member(context, left)
-                group.join(entry)
-                alone[entry] = [context, left]
+                leg = member(context, left)
+                group.join(leg)
+                alone[leg] = [context, left]
         if step == leaves_at and alone:
-            entry = next(iter(alone))
-            group.leave(entry)
-            assert [entry.computed, entry.left] == alone.pop(entry)
+            leg = next(iter(alone))
+            group.leave(leg)
+            assert [leg.computed, leg.left] == alone.pop(leg)
         assert group.count == len(alone)
         assert group.context_tokens == sum(context for context, _ in alone.values())
         assert group.blocks_for(1) == sum(context % BLOCK == 0 for context, _ in alone.values())
@@ -42,9 +41,9 @@ def test_group_equals_members_one_by_one(plan: list[tuple[int, int, int]], leave
         for state in alone.values():
             state[0] += 1
             state[1] -= 1
-        assert set(done) == {entry for entry, (_, left) in alone.items() if left == 0}
-        for entry in done:
-            assert [entry.computed, entry.left] == alone.pop(entry)
+        assert set(done) == {leg for leg, (_, left) in alone.items() if left == 0}
+        for leg in done:
+            assert [leg.computed, leg.left] == alone.pop(leg)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=10), st.integers(1, 60), st.integers(0, 40))

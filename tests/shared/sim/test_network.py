@@ -3,7 +3,7 @@
 import pytest
 
 from shared.cost.transfer import Link
-from shared.sim.network import Port, send
+from shared.sim.instance import Port, send
 
 FAST, SLOW = Link(10e9, 0.001, 1.0), Link(1e9, 0.002, 1.0)
 

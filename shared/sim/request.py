@@ -1,0 +1,101 @@
+"""One request on its way through the cluster, and its legs on engines: state alone.
+
+Instances are named by their position, as in `SimResult.instances`.
+"""
+
+from shared.domain.job import JobView
+
+
+class SimRequest:
+    """State of a request between its arrival and its last token.
+
+    `job` is what policies see of the present attempt: after a lost instance its prompt has grown by the tokens that the
+    client already has, and `output_left` has shrunk by them.
+    """
+
+    __slots__ = (
+        "admitted", "attempt", "carried", "decode", "decode_leg", "first_token_s", "job", "last_token_s", "output_left",
+        "prefill", "prefill_done_s", "prefill_leg", "prefix", "row", "sent_tokens", "split", "waits_prefill",
+    )  # fmt: skip
+
+    def __init__(self, row: int, job: JobView, output_tokens: int, prefix: tuple[int, ...]) -> None:
+        self.row = row
+        self.prefix = prefix
+        self.attempt = 1
+        self.first_token_s = -1.0
+        self.last_token_s = -1.0  # as far as it is known: while it decodes, its engine knows better
+        self.begin(job, output_tokens)
+
+    def begin(self, job: JobView, output_left: int) -> None:
+        """A new attempt, with nothing computed."""
+        self.job = job
+        self.output_left = output_left
+        self.split = 0
+        self.carried = False  # the prefill instance gives an output token, from which decode goes on
+        self.prefill: int | None = None
+        self.decode: int | None = None
+        self.prefill_leg: Leg | None = None
+        self.decode_leg: Leg | None = None
+        self.prefill_done_s = -1.0
+        self.sent_tokens = 0  # of the split, on the wire or over it
+        self.admitted = False  # the decode instance has blocks for the KV
+        self.waits_prefill = False  # counts as a prompt that an instance has not computed yet
+
+    @property
+    def decode_tokens(self) -> int:
+        """Output tokens that are left to the decode instance."""
+        return self.output_left - self.carried
+
+
+class Leg:
+    """One leg of a request on one engine.
+
+    tokens: tokens whose KV must be there before the next output token. computed: those that have it. left: output
+    tokens to give here. remote: `computed` tokens come over the network, after blocks are reserved for all of `tokens`.
+    lane: which of its instance's engines has it; None on the way there.
+    """
+
+    __slots__ = (
+        "base", "blocks", "cancelled", "computed", "finish_step", "lane", "last_token_s", "left", "prefix", "remote",
+        "request", "tokens", "wanted",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: SimRequest,
+        tokens: int,
+        left: int,
+        computed: int = 0,
+        *,
+        remote: bool = False,
+        prefix: tuple[int, ...] = (),
+        last_token_s: float = -1.0,
+    ) -> None:
+        self.request = request
+        self.tokens = tokens
+        self.left = left
+        self.computed = computed
+        self.remote = remote
+        self.prefix = prefix
+        self.last_token_s = last_token_s  # of the output token before; negative when there is none
+        self.blocks = 0
+        self.base = 0  # while decoding: context less the group's steps
+        self.finish_step = 0  # while decoding: the group's step after which it is done
+        self.wanted = left
+        self.lane: int | None = None
+        self.cancelled = False
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the request decodes here; else its prompt is only computed."""
+        return self is not self.request.prefill_leg
+
+    @property
+    def given(self) -> int:
+        """Output tokens that it has given here; while it decodes, its group knows better."""
+        return self.wanted - self.left
+
+    @property
+    def missing(self) -> int:
+        """Tokens to compute before the next output token; 1 means that it decodes."""
+        return self.tokens - self.computed
