@@ -11,9 +11,7 @@ from lab.papers.watermark import Watermark
 from shared.domain.instance import Role
 from shared.policy.cronus import CronusSplit
 from shared.policy.dispatch import PowerOfTwo
-from shared.policy.least_load import LeastLoad
-from shared.policy.placement import Placement, Policies
-from shared.policy.rounds import Weighted
+from shared.policy.placement import LeastLoad, Placement, Policies, Weighted
 from shared.policy.split import FullSplit, NoSplit, Split
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult

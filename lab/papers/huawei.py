@@ -17,8 +17,7 @@ from lab.papers.watermark import Watermark
 from shared.cost.linear import huawei_of
 from shared.domain.instance import Role
 from shared.policy.dispatch import RandomDispatch
-from shared.policy.placement import Placement, Policies, RoundRobin
-from shared.policy.rounds import Single, Weighted
+from shared.policy.placement import Placement, Policies, RoundRobin, Single, Weighted
 from shared.policy.split import NoSplit
 from shared.policy.workload import Memory
 from shared.policy.workload import Workload as LeastWorkload

@@ -95,11 +95,6 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     staged_bytes: int = 0
     inflight: int = 0  # jobs of any kind accepted and not finished; 0 means drained
 
-    @property
-    def light_decodes(self) -> int:
-        """Decode jobs that are not heavy."""
-        return max(0, self.decoding - self.heavy_decodes)
-
 
 class InstanceView(msgspec.Struct, frozen=True):
     """An instance as policies see it: who it is, what it does, how busy it was at the last broadcast."""

@@ -10,7 +10,7 @@ from shared.domain.job import JobView
 from shared.domain.rates import ChunkedCost, PartialPrefillCost
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.speeds import queued_prefill_s
+from shared.policy.backlog import queued_prefill_s
 from shared.policy.split import SplitChoice
 
 CANDIDATES = 512

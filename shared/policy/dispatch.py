@@ -9,8 +9,7 @@ from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.availability import context_of, usable, why_none
-from shared.policy.choice import Choice
+from shared.policy.choice import Choice, context_of, usable, why_none
 from shared.policy.index import ClusterIndex
 from shared.policy.lengths import PredictedEnd, is_heavy, predicted_tokens
 

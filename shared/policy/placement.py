@@ -1,25 +1,23 @@
 """Placement: where a job runs. Filter the instances, score, pick; then split, and dispatch where needed."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Protocol
 
 import msgspec
 
-from shared.domain.instance import Role
+from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason, Route
 from shared.errors import InvalidRequest
-from shared.policy.availability import context_of, usable, why_none
-from shared.policy.choice import Choice, ref_of
+from shared.policy.choice import Choice, context_of, ref_of, usable, why_none
 from shared.policy.dispatch import DispatchPolicy, choose_decode
 from shared.policy.index import Assignment, ClusterIndex
-from shared.policy.least_load import LeastLoad
 from shared.policy.lengths import is_heavy
-from shared.policy.rounds import RoundRobin
 from shared.policy.split import Split
 
-__all__ = ["LeastLoad", "Placement", "Policies", "RoundRobin", "assignments", "place"]
+LOOK = 2  # instances of each class of speed: the best and a runner-up
 
 
 class Placement(Protocol):
@@ -175,3 +173,109 @@ class _Case:
         if self.exclude:
             figures["excluded"] = ", ".join(sorted(self.exclude))
         return Reason("filter: ready, not excluded, context fits", figures)
+
+
+@dataclass(frozen=True, slots=True)
+class LeastLoad:
+    """The instance that would finish this prefill first.
+
+    score = backlog + k_p * prompt + b_p, in seconds (tokens where no rate is measured). Of each class of speed
+    the two shortest backlogs are scored, so a decision costs O(classes), not O(instances); within a class
+    speeds differ by 10 % at most, and so may the job's own time from the least. In a coupled cluster decodes slow
+    the prefill of their instance down (see `backlog.chunked_rate`).
+    Source: TetriInfer 3.2 (least load); Cronus eq. 2 for the cost of a prefill, eq. 3 beside decodes.
+    """
+
+    name: ClassVar[str] = "least_load"
+
+    def choose(
+        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
+    ) -> Choice | None:
+        """See `Placement`."""
+        backlog, get, tokens = index.backlog, index.candidates.get, job.prompt_tokens
+        context = context_of(job, index.placing)
+        scored: list[tuple[float, int, InstanceView]] = []
+        for keys in backlog.classes():
+            looked = 0
+            for waits_s, _, instance_id in keys:
+                view = get(instance_id)
+                if view is not None and usable(view, context, exclude):
+                    scored.append((waits_s + backlog.cost_s(instance_id, tokens), len(scored), view))
+                    looked += 1
+                    if looked == LOOK:
+                        break
+        if not scored:
+            return None
+        scored.sort()
+        score, _, chosen = scored[0]
+        figures: dict[str, float | str] = {"chosen": chosen.info.instance_id, "score": round(score, 6)}
+        if len(scored) > 1:
+            figures["runner_up"] = scored[1][2].info.instance_id
+            figures["runner_up_score"] = round(scored[1][0], 6)
+        return Choice(chosen, (Reason("placement:least_load", figures),))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """Each candidate in turn, by id; the index counts the turns."""
+
+    name: ClassVar[str] = "round_robin"
+
+    def choose(
+        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
+    ) -> Choice | None:
+        """See `Placement`."""
+        views, context = index.candidates.views, context_of(job, index.placing)
+        for step in range(len(views)):
+            view = views[(index.turn + step) % len(views)]
+            if usable(view, context, exclude):
+                figures: dict[str, float | str] = {"chosen": view.instance_id, "turn": index.turn}
+                return Choice(view, (Reason("placement:round_robin", figures),))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """Each candidate in turn, as often as its `rates.weight` says, spread evenly over the turns.
+
+    Source: Huawei 5.2, WRR. F: the order of the turns (see `ledger.Rotation`).
+    """
+
+    name: ClassVar[str] = "weighted"
+
+    def choose(
+        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
+    ) -> Choice | None:
+        """See `Placement`."""
+        candidates, context = index.candidates, context_of(job, index.placing)
+        weights = index.cached(
+            self.name, lambda: {view.info.instance_id: view.info.rates.weight for view in candidates.views}
+        )
+        for instance_id in index.ledger.rotation(self.name, weights).order():
+            view = candidates.get(instance_id)
+            if view is not None and usable(view, context, exclude):
+                figures: dict[str, float | str] = {"chosen": instance_id, "weight": weights[instance_id]}
+                return Choice(view, (Reason("placement:weighted", figures),))
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """All jobs on one instance: the one named, or the first by id; on the next one only while it cannot take them.
+
+    Source: Huawei 5.2, SI.
+    """
+
+    name: ClassVar[str] = "single"
+    instance: str = ""
+
+    def choose(
+        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
+    ) -> Choice | None:
+        """See `Placement`."""
+        candidates, context = index.candidates, context_of(job, index.placing)
+        named = candidates.get(self.instance)
+        for view in candidates.views if named is None else (named, *candidates.views):
+            if usable(view, context, exclude):
+                return Choice(view, (Reason("placement:single", {"chosen": view.instance_id}),))
+        return None

@@ -10,11 +10,10 @@ from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.availability import context_of, usable
-from shared.policy.choice import Choice
+from shared.policy.choice import Choice, context_of, usable
 from shared.policy.index import ClusterIndex
-from shared.policy.least_load import LeastLoad
 from shared.policy.ledger import pair_key
+from shared.policy.placement import LeastLoad
 
 
 class PlanRoute(NamedTuple):

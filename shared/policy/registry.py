@@ -9,13 +9,11 @@ from shared.errors import InvalidRequest
 from shared.policy.cronus import CronusSplit
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
 from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo, RandomDispatch, Spread, WorstCase
-from shared.policy.least_load import LeastLoad
 from shared.policy.lengths import PredictedEnd
-from shared.policy.placement import Placement
+from shared.policy.placement import LeastLoad, Placement, RoundRobin, Single, Weighted
 from shared.policy.plan_routes import PlanRoute, PlanRoutes, parse_routes
 from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
 from shared.policy.role_flip import IdleFlip, PressureFlip, RoleFlip
-from shared.policy.rounds import RoundRobin, Single, Weighted
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split
 from shared.policy.workload import Memory, Penalty, Workload
 

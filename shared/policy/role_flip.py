@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.speeds import queued_prefill_s
+from shared.policy.backlog import queued_prefill_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from shared.domain.job import JobView
 from shared.domain.rates import HuaweiCost
 from shared.domain.route import Reason, Work
 from shared.errors import InvalidRequest
-from shared.policy.availability import context_of
-from shared.policy.choice import Choice
+from shared.policy.choice import Choice, context_of
 from shared.policy.index import ClusterIndex
 from shared.policy.lengths import PredictedEnd, predicted_tokens
 

@@ -38,7 +38,6 @@ class EngineStats(msgspec.Struct, frozen=True):
     waiting: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
-    preemptions: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -9,8 +9,7 @@ from shared.domain.rates import Rates
 from shared.policy import registry
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
-from shared.policy.placement import Policies, assignments, place
-from shared.policy.rounds import Single
+from shared.policy.placement import Policies, Single, assignments, place
 from tests.shared.policy.views import decode, index, job, prefill, view
 
 
