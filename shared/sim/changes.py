@@ -4,7 +4,7 @@ import msgspec
 
 from shared.domain.instance import InstanceState
 from shared.errors import InvalidRequest
-from shared.sim.events import EventLoop, Handler
+from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.handover import Handover
 from shared.sim.instance import SimInstance
@@ -15,7 +15,7 @@ from shared.sim.record import Sampler
 from shared.sim.request import SimRequest
 from shared.sim.spec import Flip, Loss, RunSpec
 
-PATIENCE_S = 600.0  # how long a flip policy may look on while requests wait and nothing else happens
+_LOOKS_ON_S = 600.0  # how long a flip policy may look on while requests wait and nothing else happens
 
 
 class Changes:
@@ -52,14 +52,17 @@ class Changes:
     def left(self, instance: SimInstance, now: float) -> None:
         """A request has left; if it was the last one of a drain, the role changes."""
         if instance.state is InstanceState.DRAINING and not instance.requests:
-            self._loop.at(now + self._run.flip_s, self._flipped, (instance, instance.generation))
+            self._loop.at(now + self._run.flip_s, self._flipped, (instance, instance.drains))
 
     def flip(self, instance: SimInstance, now: float) -> None:
         """Give the instance no new work; once it has none, it takes the other role."""
         if instance.state is not InstanceState.READY:
             return
         instance.state = InstanceState.DRAINING
+        instance.drains += 1
         self._fleet.changed()
+        if self._run.drain_timeout_s != NEVER:
+            self._loop.at(now + self._run.drain_timeout_s, self._give_up, (instance, instance.drains))
         self.left(instance, now)
 
     def timeline(self) -> LoadTimeline | None:
@@ -76,10 +79,18 @@ class Changes:
         self.flip(self._known(flip.instance_id, "flip"), now)
 
     def _flipped(self, subject: tuple[SimInstance, int], now: float) -> None:
-        instance, generation = subject
-        if instance.state is not InstanceState.DRAINING or instance.generation != generation:
-            return  # it died meanwhile
-        instance.take_role(instance.role.other, now)
+        instance, drain = subject
+        if instance.state is InstanceState.DRAINING and instance.drains == drain:  # else it died meanwhile
+            instance.take_role(instance.role.other, now)
+            self._ready(instance, now)
+
+    def _give_up(self, subject: tuple[SimInstance, int], now: float) -> None:
+        """The drain has taken too long: the instance goes on in the role that it has."""
+        instance, drain = subject
+        if instance.state is InstanceState.DRAINING and instance.drains == drain and instance.requests:
+            self._ready(instance, now)
+
+    def _ready(self, instance: SimInstance, now: float) -> None:
         instance.state = InstanceState.READY
         self._fleet.changed()
         self._handover.retry(now)
@@ -99,20 +110,18 @@ class Changes:
     def _restart(self, request: SimRequest, now: float) -> None:
         """An instance that the request was on is lost: begin anew with the tokens that the client has."""
         given = self._legs.drop(request, now)
-        self._handover.forget(request)
+        self._handover.forget(request, now)
         job = request.job
         again = msgspec.structs.replace(
             job, prompt_tokens=job.prompt_tokens + given, max_tokens=max(0, job.max_tokens - given)
         )
         request.begin(again, request.output_left - given)
         request.attempt += 1
-        self._intake.place(request, now)
+        self._intake.admit(request, now)
 
     def _return(self, instance: SimInstance, now: float) -> None:
         instance.revive(now)
-        self._fleet.changed()
-        self._handover.retry(now)
-        self._intake.retry(now)
+        self._ready(instance, now)
 
     def _ask(self, _: None, now: float) -> None:
         self._periodic -= 1
@@ -123,7 +132,7 @@ class Changes:
             self.flip(self._known(decision.instance_id, "flip"), now)
         if self._others_ahead():
             self._worked_s = now
-        if now - self._worked_s < PATIENCE_S:
+        if now - self._worked_s < _LOOKS_ON_S:
             self._again(now + self._run.role_flip_every_s, self._ask)
 
     def _sample(self, _: None, now: float) -> None:

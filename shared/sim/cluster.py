@@ -12,7 +12,7 @@ from shared.sim.events import EventLoop
 from shared.sim.fleet import Fleet
 from shared.sim.handover import Handover
 from shared.sim.instance import SimInstance
-from shared.sim.intake import Intake
+from shared.sim.intake import Intake, Patience
 from shared.sim.legs import Legs
 from shared.sim.outcomes import Gaps, SimResult, Status
 from shared.sim.record import Record
@@ -53,9 +53,10 @@ class _Simulation:
         self._record = record = Record(workload, run, progress)
         self._fleet = fleet = Fleet(instances, run, self, prefix_tokens, rng)
         self._legs = legs = Legs(run, loop, fleet, self._left)
-        self._intake = Intake(run, loop, fleet, legs, record, rng)
-        self._handover = Handover(run, loop, fleet, legs, record, rng)
-        self._changes = Changes(run, loop, fleet, legs, self._intake, self._handover)
+        patience = Patience(run, loop)
+        self._intake = intake = Intake(run, loop, fleet, legs, record, patience, rng)
+        self._handover = Handover(run, loop, fleet, legs, record, intake, patience, rng)
+        self._changes = Changes(run, loop, fleet, legs, intake, self._handover)
 
     def result(self) -> SimResult:
         """Handle every event in order of time."""
@@ -82,7 +83,7 @@ class _Simulation:
             request.waits_prefill = False
             instance = self._fleet.instance(request.decode if leg.decodes else request.prefill)
             instance.prefills -= 1
-            self._intake.computed(instance, now)
+            self._intake.computed(instance)
         if not leg.decodes:
             if not request.carried:
                 return
@@ -90,8 +91,7 @@ class _Simulation:
                 request.decode_leg.last_token_s = now
         request.last_token_s = now
         if request.first_token_s < 0.0:
-            request.first_token_s = now
-            self._record.first_token(request, now)
+            self._intake.first_token(request, now)
 
     def preempted(self, leg: Leg) -> None:
         """See `EngineEvents`."""
@@ -125,7 +125,7 @@ class _Simulation:
         instances = self._fleet.instances
         for instance in instances:
             instance.end_role(now)
-        for request in self._intake.held:
+        for request in (*self._intake.held, *self._handover.waiting):
             self._record.end(request, Status.REFUSED, now)
         outcomes = self._record.outcomes
         done = outcomes.completed

@@ -131,7 +131,7 @@ class Engine:
             steps = self._glide.steps_begun(now)
             if steps < self._glide_steps:
                 self._look_steps = steps
-                self.due_s = self._glide.end_s(steps)
+                self.due_s = max(now, self._glide.end_s(steps))  # the last bit may be lost in rounding
 
     def _begin(self, now: float) -> None:
         scheduler = self.scheduler

@@ -24,7 +24,13 @@ class EventLoop:
         return len(self._heap)
 
     def at(self, time_s: float, handler: Handler, subject: Any) -> None:
-        """Call `handler(subject, time_s)` then. Events of one moment come in the order in which they were made."""
+        """Call `handler(subject, time_s)` then. Events of one moment come in the order in which they were made.
+
+        Raises RuntimeError for a time that is over: time only goes forward.
+        """
+        if not time_s >= self.now_s:
+            what = getattr(handler, "__qualname__", repr(handler))
+            raise RuntimeError(f"{what}: an event for {time_s!r} s was made at {self.now_s!r} s")
         self._made += 1
         heappush(self._heap, (time_s, self._made, handler, subject))
 

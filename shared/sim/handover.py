@@ -1,6 +1,5 @@
 """From the prefill instance to the decode instance: dispatch, reservation, KV transfer."""
 
-from collections import deque
 from random import Random
 
 from shared.cost.transfer import wire_share
@@ -12,7 +11,9 @@ from shared.policy.lengths import is_heavy
 from shared.sim.events import EventLoop
 from shared.sim.fleet import Fleet
 from shared.sim.instance import send
+from shared.sim.intake import Intake, Patience
 from shared.sim.legs import Legs
+from shared.sim.outcomes import Status
 from shared.sim.record import Record
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import RunSpec
@@ -21,27 +22,44 @@ from shared.sim.spec import RunSpec
 class Handover:
     """Takes a request over when its first chunk or its prefill is done, and brings it to a decode instance."""
 
-    def __init__(self, run: RunSpec, loop: EventLoop, fleet: Fleet, legs: Legs, record: Record, rng: Random) -> None:
+    def __init__(
+        self,
+        run: RunSpec,
+        loop: EventLoop,
+        fleet: Fleet,
+        legs: Legs,
+        record: Record,
+        intake: Intake,
+        patience: Patience,
+        rng: Random,
+    ) -> None:
         self._run = run
         self._loop = loop
         self._fleet = fleet
         self._legs = legs
         self._record = record
+        self._intake = intake
+        self._patience = patience
         self._rng = rng
         share = wire_share(run.codec)
         self._wire_bytes = [one.spec.kv_bytes_per_token * share for one in fleet.instances]  # a token
-        self._waiting: deque[SimRequest] = deque()  # no decode instance can take them now
+        self._waiting: dict[SimRequest, None] = {}  # no decode instance can take them now; in order
         self.kv_bytes = 0.0
 
     def retry(self, now: float) -> None:
-        """Requests whose prefill is done, and that found no decode instance, may try again."""
-        for _ in range(len(self._waiting)):
-            self.dispatch(self._waiting.popleft(), now)
+        """Requests that found no decode instance may try again, in order."""
+        for request in self.waiting:
+            self.dispatch(request, now)
 
-    def forget(self, request: SimRequest) -> None:
-        """The request begins anew."""
-        if request in self._waiting:
-            self._waiting.remove(request)
+    @property
+    def waiting(self) -> list[SimRequest]:
+        """Requests that found no decode instance."""
+        return [request for request in self._waiting if not request.over]
+
+    def forget(self, request: SimRequest, now: float) -> None:
+        """The request waits for no decode instance any more."""
+        self._waiting.pop(request, None)
+        self._patience.end(request, now)
 
     def dispatch(self, request: SimRequest, now: float) -> None:
         """Give the request its decode instance, and have that reserve memory."""
@@ -54,15 +72,25 @@ class Handover:
             try:
                 choice = choose_decode(self._run.policies.dispatch, request.job, index, (), now, self._rng)
             except (Busy, Unavailable):
-                if request not in self._waiting:
-                    self._waiting.append(request)
+                self._wait(request, now)
                 return
+            self.forget(request, now)
             chosen = choice.instance.instance_id
             request.decode = self._fleet.position(chosen)
             tokens, heavy = request.job.prompt_tokens, is_heavy(request.job)
             index.book(Assignment(chosen, now, decode_tokens=tokens, heavy=heavy))
         request.decode_leg = _decode_leg(request)
         self._legs.start(self._fleet.instances[request.decode], request.decode_leg, now)
+
+    def _wait(self, request: SimRequest, now: float) -> None:
+        """Without a decode instance: while its prompt is computed nothing is lost, then its patience runs."""
+        self._waiting[request] = None
+        if request.prefill_done_s >= 0.0:
+            self._patience.begin(request, now, self._give_up)
+
+    def _give_up(self, request: SimRequest, now: float) -> None:
+        del self._waiting[request]
+        self._intake.stop(request, Status.REFUSED, now)
 
     def admitted(self, leg: Leg, now: float) -> None:
         """The decode instance has blocks for the KV (see `EngineEvents`)."""

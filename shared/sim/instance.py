@@ -33,6 +33,7 @@ class SimInstance:
         self.decoding = 0
         self.heavy = 0
         self.flips = 0
+        self.drains = 0
         self.generation = 0
         self._run = run
         self._events = events

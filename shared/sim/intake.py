@@ -6,7 +6,7 @@ from random import Random
 from shared.domain.route import Route
 from shared.errors import Busy, InvalidRequest, Unavailable
 from shared.policy.placement import assignments, place
-from shared.sim.events import NEVER, EventLoop
+from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.instance import SimInstance
 from shared.sim.legs import Legs
@@ -16,16 +16,47 @@ from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import FirstToken, RunSpec
 
 
-class Intake:
-    """Lets requests in as the workload says, places them, keeps those that nobody can take, and sees them out."""
+class Patience:
+    """How long requests wait for an instance: `patience_s` in all, over every wait of a request."""
 
-    def __init__(self, run: RunSpec, loop: EventLoop, fleet: Fleet, legs: Legs, record: Record, rng: Random) -> None:
+    def __init__(self, run: RunSpec, loop: EventLoop) -> None:
+        self._patience_s = run.patience_s
+        self._loop = loop
+
+    def begin(self, request: SimRequest, now: float, give_up: Handler) -> None:
+        """The request waits from now on, if it did not already; `give_up(request, then)` once it has waited enough."""
+        if request.waits_from_s < 0.0:
+            request.waits_from_s = now
+            if self._patience_s != NEVER:
+                ends_s = max(now, now + (self._patience_s - request.waited_s))
+                self._loop.at(ends_s, self._over, (request, now, give_up))
+
+    def end(self, request: SimRequest, now: float) -> None:
+        """It waits no more."""
+        if request.waits_from_s >= 0.0:
+            request.waited_s += now - request.waits_from_s
+            request.waits_from_s = -1.0
+
+    def _over(self, subject: tuple[SimRequest, float, Handler], now: float) -> None:
+        request, since_s, give_up = subject
+        if request.waits_from_s == since_s:
+            give_up(request, now)
+
+
+class Intake:
+    """Lets requests in as the workload says, keeps those that nobody can take, and sees all of them out."""
+
+    def __init__(
+        self, run: RunSpec, loop: EventLoop, fleet: Fleet, legs: Legs, record: Record, patience: Patience, rng: Random
+    ) -> None:
         self._run = run
         self._loop = loop
         self._fleet = fleet
         self._legs = legs
         self._record = record
+        self._patience = patience
         self._rng = rng
+        self._queued = 0  # without a first token
         self.held: deque[SimRequest] = deque()  # no instance can take them now
 
     def start(self) -> None:
@@ -33,29 +64,84 @@ class Intake:
         if not self._run.concurrency:
             self._loop.at(self._record.arrival_s(0), self._arrive, 0)
         for row in range(min(self._run.concurrency, self._record.count)):
-            self._send(row, 0.0)
+            self._loop.at(self._record.sent(row, 0.0), self._arrive, row)
 
-    def end(self, request: SimRequest, status: Status, now: float) -> None:
-        """The request is over, one way or another: in a closed loop its client sends the next one."""
-        self._record.end(request, status, now)
-        self._fleet.ledger.complete(request.job.job_id)
-        if (row := self._record.next_to_send()) is not None:
-            self._send(row, now)
-
-    def computed(self, instance: SimInstance, now: float) -> None:
-        """A prompt is computed there: another one may take its place."""
-        if self.held and not instance.full:
-            self._loop.at(now, self._retry, None)
+    def admit(self, request: SimRequest, now: float) -> None:
+        """Place the request, or let it wait until it can be."""
+        if not self._place(request, now):
+            self._hold(request, now)
 
     def retry(self, now: float) -> None:
         """Something has become free, or an instance has come: who waits may try again, in order."""
         while self.held and not self._fleet.all_full():
             request = self.held.popleft()
-            if not self.place(request, now):
-                self.held.rotate(1)  # `_hold` put it last; it is first in line
+            if not self._place(request, now):
+                self.held.appendleft(request)
                 return
+            self._patience.end(request, now)
 
-    def place(self, request: SimRequest, now: float) -> bool:
+    def computed(self, instance: SimInstance) -> None:
+        """A prompt is computed there: another one may take its place."""
+        if self.held and not instance.full:
+            self._retry_soon()
+
+    def first_token(self, request: SimRequest, now: float) -> None:
+        """The client has its first token."""
+        request.first_token_s = now
+        self._queued -= 1
+        self._record.first_token(request, now)
+
+    def end(self, request: SimRequest, status: Status, now: float) -> None:
+        """The request is over, one way or another: in a closed loop its client sends the next one."""
+        request.over = True
+        self._queued -= request.first_token_s < 0.0
+        self._record.end(request, status, now)
+        self._fleet.ledger.complete(request.job.job_id)
+        if (row := self._record.next_to_send()) is not None:
+            self._loop.at(self._record.sent(row, now), self._arrive, row)
+
+    def stop(self, request: SimRequest, status: Status, now: float) -> None:
+        """End a request that has not got all of its tokens, wherever it is."""
+        self._patience.end(request, now)
+        self._legs.drop(request, now)
+        self.end(request, status, now)
+        if self.held:
+            self._retry_soon()
+
+    def _retry_soon(self) -> None:
+        self._loop.at(self._loop.now_s, lambda _, now: self.retry(now), None)
+
+    def _arrive(self, row: int, now: float) -> None:
+        if row + 1 < self._record.count and not self._run.concurrency:
+            self._loop.at(self._record.arrival_s(row + 1), self._arrive, row + 1)
+        request = self._record.request(row)
+        most = self._run.max_queued_jobs
+        self._queued += 1
+        if most is not None and self._queued > most:
+            self.end(request, Status.REFUSED, now)
+            return
+        if self._run.job_timeout_s != NEVER:
+            self._loop.at(now + self._run.job_timeout_s, self._time_out, request)
+        if self.held or self._fleet.all_full():
+            self._hold(request, now)
+        else:
+            self.admit(request, now)
+
+    def _time_out(self, request: SimRequest, now: float) -> None:
+        if not request.over:
+            if request in self.held:
+                self.held.remove(request)
+            self.stop(request, Status.TIMED_OUT, now)
+
+    def _hold(self, request: SimRequest, now: float) -> None:
+        self.held.append(request)
+        self._patience.begin(request, now, self._refuse)
+
+    def _refuse(self, request: SimRequest, now: float) -> None:
+        self.held.remove(request)
+        self.stop(request, Status.REFUSED, now)
+
+    def _place(self, request: SimRequest, now: float) -> bool:
         """Whether the request has a place now, or never will have."""
         index = self._fleet.index(now)
         try:
@@ -64,39 +150,12 @@ class Intake:
             self.end(request, Status.IMPOSSIBLE, now)
             return True
         except (Busy, Unavailable):
-            self._hold(request)
             return False
         for assignment in assignments(request.job, route, now):
             index.book(assignment)
         self._fleet.ledger.add(request.job.job_id, route, now)
         self._begin(request, route, now)
         return True
-
-    def _send(self, row: int, now: float) -> None:
-        """A client of a closed loop sends its next request."""
-        self._loop.at(self._record.sent(row, now), self._arrive, row)
-
-    def _arrive(self, row: int, now: float) -> None:
-        if row + 1 < self._record.count and not self._run.concurrency:
-            self._loop.at(self._record.arrival_s(row + 1), self._arrive, row + 1)
-        request = self._record.request(row)
-        if self.held or self._fleet.all_full():
-            self._hold(request)
-        else:
-            self.place(request, now)
-
-    def _hold(self, request: SimRequest) -> None:
-        self.held.append(request)
-        if self._run.patience_s != NEVER:
-            self._loop.at(self._record.arrival_s(request.row) + self._run.patience_s, self._lose_patience, request)
-
-    def _lose_patience(self, request: SimRequest, now: float) -> None:
-        if request in self.held:
-            self.held.remove(request)
-            self.end(request, Status.REFUSED, now)
-
-    def _retry(self, _: None, now: float) -> None:
-        self.retry(now)
 
     def _begin(self, request: SimRequest, route: Route, now: float) -> None:
         job = request.job

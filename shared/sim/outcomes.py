@@ -17,9 +17,10 @@ class Status(IntEnum):
     """How a request ended."""
 
     COMPLETED = 0
-    REFUSED = 1  # busy or unavailable for longer than the client waits
+    REFUSED = 1  # too many waited before it, or no instance could take it for longer than its patience
     IMPOSSIBLE = 2  # too long for every instance
     UNFINISHED = 3  # the run was cut off before its end
+    TIMED_OUT = 4  # stopped because it took longer than a job may
 
 
 @dataclass(frozen=True, slots=True)

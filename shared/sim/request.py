@@ -15,13 +15,17 @@ class SimRequest:
 
     __slots__ = (
         "admitted", "attempt", "carried", "decode", "decode_leg", "first_token_s", "job", "last_token_s", "output_left",
-        "prefill", "prefill_done_s", "prefill_leg", "prefix", "row", "sent_tokens", "split", "waits_prefill",
+        "over", "prefill", "prefill_done_s", "prefill_leg", "prefix", "row", "sent_tokens", "split", "waited_s",
+        "waits_from_s", "waits_prefill",
     )  # fmt: skip
 
     def __init__(self, row: int, job: JobView, output_tokens: int, prefix: tuple[int, ...]) -> None:
         self.row = row
         self.prefix = prefix
         self.attempt = 1
+        self.over = False
+        self.waits_from_s = -1.0  # for an instance that can take it; negative while it has one
+        self.waited_s = 0.0  # so, before that
         self.first_token_s = -1.0
         self.last_token_s = -1.0  # as far as it is known: while it decodes, its engine knows better
         self.begin(job, output_tokens)
