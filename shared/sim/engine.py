@@ -23,7 +23,7 @@ class EngineEvents(Protocol):
     """What an engine tells its driver. `now` is the moment at which it is so."""
 
     def admitted(self, leg: Leg, now: float) -> None:
-        """Blocks are reserved for an leg that takes its KV from the network."""
+        """Blocks are reserved for a leg that takes its KV from the network."""
         ...
 
     def chunk(self, leg: Leg, now: float) -> None:
@@ -74,8 +74,8 @@ class Engine:
         self.tally = Tally()
 
     def add(self, leg: Leg, now: float) -> None:
-        """Queue an leg."""
-        self.scheduler.add(leg)
+        """Queue a leg."""
+        self.scheduler.add(leg, now)
         self._disturb(now)
 
     def kv_arrived(self, leg: Leg, now: float) -> None:
@@ -96,14 +96,14 @@ class Engine:
         self._begin(now)
 
     def cancel(self, leg: Leg, now: float) -> None:
-        """Forget an leg, wherever it is; a running one leaves at the end of the step under way."""
-        if self.scheduler.cancel(leg) and self._glide is not None:
+        """Forget a leg, wherever it is; a running one leaves at the end of the step under way."""
+        if self.scheduler.cancel(leg, now) and self._glide is not None:
             self._disturb(now)
         elif self.due_s == NEVER:
             self._begin(now)  # its blocks may have been what another waits for
 
-    def halt(self, now: float) -> list[Leg]:
-        """The engine dies. Everything that was here, as of the last step that has ended."""
+    def halt(self, now: float) -> None:
+        """The engine dies: what was here is as of the last step that has ended."""
         if self._glide is not None:
             self._glide_steps, self._look_steps = min(self._glide_steps, self._glide.steps_done(now)), 0
             last_s = self._glide.end_s(self._glide_steps)
@@ -112,7 +112,7 @@ class Engine:
         else:
             last_s = self._started_s
         self.due_s = NEVER
-        return self.scheduler.everybody(last_s)
+        self.scheduler.stop(last_s)
 
     def state_at(self, now: float) -> tuple[int, int]:
         """Total context of the decodes and free blocks, as of the last step that has ended."""
@@ -213,7 +213,7 @@ class Engine:
             self._events.token(leg, now)
 
     def _done(self, leg: Leg, now: float) -> None:
-        self.scheduler.finish(leg)
+        self.scheduler.finish(leg, now)
         if not leg.cancelled:
             self._events.done(leg, now)
 

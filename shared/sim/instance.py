@@ -148,7 +148,7 @@ class SimInstance:
                 spec.model,
                 spec.limits,
                 spec.kv_tokens // spec.lanes,
-                WaitingLegs(run.prefill_order),
+                WaitingLegs(run.prefill_order, spec.prefill_batch),
                 run.decode_admission,
                 self._events,
                 prefix_block_tokens=self._prefix_tokens,

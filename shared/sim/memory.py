@@ -20,9 +20,9 @@ from shared.sim.spec import EngineLimits
 
 
 class KvMemory:
-    """Blocks of one engine. An leg holds the blocks of its computed tokens, or of all when outputs are reserved.
+    """Blocks of one engine. A leg holds the blocks of its computed tokens, or of all when outputs are reserved.
 
-    While an leg decodes, its growth is counted for the whole group (`grow`). `reserved`: blocks that the decodes of
+    While a leg decodes, its growth is counted for the whole group (`grow`). `reserved`: blocks that the decodes of
     the coming step need.
     """
 
@@ -40,7 +40,7 @@ class KvMemory:
         return -(-self._first(leg, 0 if leg.remote else min(leg.missing, budget)) // self._block) <= self.free
 
     def start(self, leg: Leg, tokens: int) -> bool:
-        """Blocks for what an leg has and its first chunk of `tokens` tokens, or for all that it will ever need.
+        """Blocks for what a leg has and its first chunk of `tokens` tokens, or for all that it will ever need.
 
         False when there are too few.
         """

@@ -20,7 +20,7 @@ Chunk = tuple[Leg, int]  # and how many of its tokens the step computes
 class Scheduler:
     """Who waits, who runs, and who holds which blocks.
 
-    `admitted` is called with an leg whose blocks are reserved and whose KV may come; `preempted` with one that lost
+    `admitted` is called with a leg whose blocks are reserved and whose KV may come; `preempted` with one that lost
     its blocks.
     """
 
@@ -63,9 +63,9 @@ class Scheduler:
         """Requests here."""
         return len(self.running) + self.blocked
 
-    def add(self, leg: Leg) -> None:
-        """Queue an leg."""
-        self.waiting.push(leg)
+    def add(self, leg: Leg, now: float) -> None:
+        """Queue a leg."""
+        self.waiting.push(leg, now)
         if not leg.remote:
             self.queued_tokens += leg.missing
 
@@ -150,9 +150,13 @@ class Scheduler:
             self._admitted(leg, now)
         return True
 
-    def cancel(self, leg: Leg) -> bool:
-        """Forget an leg. True when it runs: then it leaves with the next plan."""
+    def cancel(self, leg: Leg, now: float) -> bool:
+        """Forget a leg. True when it runs: then it leaves with the next plan."""
         leg.cancelled = True
+        if leg in self.running:
+            self.leaving.append(leg)
+            return True
+        self.waiting.gone(leg, now)
         if self.waiting.remove(leg):
             self.queued_tokens -= 0 if leg.remote else leg.missing
         elif leg in self.awaiting:
@@ -162,26 +166,20 @@ class Scheduler:
             self.arrived.remove(leg)
             self.queued_tokens -= leg.missing if leg.missing > 1 else 0
             self.memory.release(leg)
-        elif leg in self.running:
-            self.leaving.append(leg)
-            return True
         return False
 
-    def finish(self, leg: Leg) -> None:
+    def finish(self, leg: Leg, now: float) -> None:
         """A running leg is done."""
         del self.running[leg]
         self.memory.release(leg)
+        self.waiting.gone(leg, now)
 
-    def everybody(self, last_s: float) -> list[Leg]:
-        """All legs of an engine that ends, decodes with their counts up to date; `last_s`: of the last step."""
+    def stop(self, last_s: float) -> None:
+        """The engine ends: bring the counts of its decodes up to date. `last_s`: of the last step."""
         for leg in self.running:
             if leg not in self.prefilling:
                 self.group.leave(leg)
                 leg.last_token_s = last_s
-        found = [*self.running, *self.arrived, *self.awaiting]
-        while self.waiting.peek(last_s) is not None:
-            found.append(self.waiting.pop())
-        return [leg for leg in found if not leg.cancelled]
 
     def _drop_leaving(self) -> None:
         for leg in self.leaving:
@@ -192,7 +190,7 @@ class Scheduler:
                 self.queued_tokens -= leg.missing
             else:
                 self.group.leave(leg)
-            self.finish(leg)
+            self.finish(leg, self._now)
         self.leaving.clear()
 
     def _take_arrived(self) -> None:

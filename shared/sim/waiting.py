@@ -7,58 +7,79 @@ from shared.sim.request import Leg
 
 
 class WaitingLegs:
-    """Legs that wait, in the order of a policy; preempted ones come first. `count`: how many."""
+    """Legs that wait, preempted ones first. `count`: how many.
 
-    __slots__ = ("_front", "_ordered", "_plain", "count")
+    Decodes, and requests that are computed whole where they decode, come first come, first served. Of prompts that are
+    only computed here `batch` are in the engine at once, in the order of arrival, and a policy orders those beyond
+    them: what a worker's prefill queue does. Without a `batch` the engine itself takes the next prompt by the policy,
+    whenever it has room for one.
+    """
 
-    def __init__(self, order: PrefillOrder) -> None:
+    __slots__ = ("_first", "_inside", "_ordered", "_preempted", "_room", "count")
+
+    def __init__(self, order: PrefillOrder, batch: int | None = None) -> None:
         self.count = 0
-        self._front: deque[Leg] = deque()
-        # In order of arrival a plain queue does: windows would change nothing.
-        self._plain: deque[Leg] | None = deque() if isinstance(order, Fcfs) else None
-        self._ordered: OrderedQueue[Leg] = OrderedQueue(order)
+        self._preempted: deque[Leg] = deque()  # and one that a look at the ordered ones has taken out
+        self._first: deque[Leg] = deque()  # first come, first served
+        # In order of arrival, and without a bound, a plain queue does: windows would change nothing.
+        plain = batch is None and isinstance(order, Fcfs)
+        self._ordered: OrderedQueue[Leg] | None = None if plain else OrderedQueue(order)
+        self._room = batch
+        self._inside: set[Leg] = set()  # of the batch, until they are computed
 
-    def push(self, leg: Leg) -> None:
+    def push(self, leg: Leg, now: float) -> None:
         """Add at the end."""
         self.count += 1
-        if self._plain is None:
-            self._ordered.push(leg.request.job, leg)
+        if self._ordered is None or leg.decodes:
+            self._first.append(leg)
         else:
-            self._plain.append(leg)
+            self._ordered.push(leg.request.job, leg)
+            self._let_in(now)
 
     def push_front(self, leg: Leg) -> None:
         """Put back at the head."""
         self.count += 1
-        self._front.appendleft(leg)
+        self._preempted.appendleft(leg)
 
     def peek(self, now: float) -> Leg | None:
-        """The next one, which stays."""
+        """The next one for the engine, which stays."""
         if not self.count:
             return None
-        if self._front:
-            return self._front[0]
-        if self._plain is not None:
-            return self._plain[0]
-        self._front.append(self._ordered.pop(now)[1])
-        return self._front[0]
+        if self._preempted:
+            return self._preempted[0]
+        if self._first:
+            return self._first[0]
+        if self._room is not None or not self._ordered:
+            return None
+        self._preempted.append(self._ordered.pop(now)[1])
+        return self._preempted[0]
 
     def pop(self) -> Leg:
         """Take what `peek` gave."""
         self.count -= 1
-        if self._front:
-            return self._front.popleft()
-        assert self._plain is not None
-        return self._plain.popleft()
+        return (self._preempted or self._first).popleft()
 
     def remove(self, leg: Leg) -> bool:
-        """Take an leg out, wherever it waits; False when it is not here."""
+        """Take a leg out, wherever it waits; False when it is not here."""
         found = self._remove(leg)
         self.count -= found
         return found
 
+    def gone(self, leg: Leg, now: float) -> None:
+        """The leg is computed or given up: another one of the batch may enter the engine."""
+        if leg in self._inside:
+            self._inside.remove(leg)
+            self._let_in(now)
+
+    def _let_in(self, now: float) -> None:
+        while self._room is not None and self._ordered and len(self._inside) < self._room:
+            leg = self._ordered.pop(now)[1]
+            self._inside.add(leg)
+            self._first.append(leg)
+
     def _remove(self, leg: Leg) -> bool:
-        for queue in (self._front, self._plain):
-            if queue is not None and leg in queue:
+        for queue in (self._preempted, self._first):
+            if leg in queue:
                 queue.remove(leg)
                 return True
-        return self._plain is None and self._ordered.remove(leg.request.job.job_id) is not None
+        return self._ordered is not None and self._ordered.remove(leg.request.job.job_id) is not None
