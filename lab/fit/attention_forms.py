@@ -4,14 +4,15 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from lab.fit.forms import device_of, fixed_unless
+from lab.fit.forms import fixed_unless
 from lab.fit.least_squares import Form, Parameter
 from lab.fit.rows import AttentionRows, Floats
 from shared.cost.attention import DecodeAttention, VarlenAttention
 from shared.cost.catalogue import Accelerator
-from shared.cost.operators import Memory
+from shared.cost.operators import Memory, device_of
 
 _US, _NS, _MB = 1e-6, 1e-9, 1e6
+_ROWS, _PACKED_ROWS = 64.0, 128.0  # query rows of a tile, see VarlenAttention
 Values = Mapping[str, float]
 
 
@@ -61,9 +62,9 @@ def varlen_form(
         "sharpness": Parameter(1.3, 1.0, 12.0), "share": Parameter(0.8, 0.1, 1.2),
         "triangle": Parameter(0.55, 0.5, 1.0) if contexts else Parameter(0.5, 0.5, 0.5),
         "cache_gain": Parameter(1.2, 0.65, 8.0), "cache_mb": Parameter(40.0, 1.0, 300.0),
-        "decode_rows": fixed_unless(mixed, 64.0, 0.1, 256.0),
         "decode_item_ns": Parameter(10.0, 0.0, 200.0) if mixed else Parameter(0.0, 0.0, 0.0),
-        "group_cache_mb": Parameter(60.0, 5.0, 400.0) if mixed else Parameter(1e6, 0.0, 0.0),
+        "decode_share": fixed_unless(mixed, 0.93, 0.85, 1.0), "decode_sharpness": fixed_unless(mixed, 5.0, 1.0, 12.0),
+        "cache_use": fixed_unless(mixed, 1.1, 0.3, 2.0),
     }  # fmt: skip
 
     def build(v: Values) -> VarlenAttention:
@@ -71,18 +72,19 @@ def varlen_form(
             overhead_s=v["overhead_us"] * _US, compute=v["compute"], tile_rows=v["tile_rows"],
             depth_s=v["depth_ns"] * _NS, sharpness=v["sharpness"],
             memory=Memory(v["share"], v["share"] * v["cache_gain"], v["cache_mb"] * _MB),
-            decode_rows=v["decode_rows"], decode_item_s=v["decode_item_ns"] * _NS, packs_groups=packs_groups,
-            group_cache_bytes=v["group_cache_mb"] * _MB, triangle=v["triangle"],
+            decode_rows=_PACKED_ROWS if packs_groups else _ROWS, decode_item_s=v["decode_item_ns"] * _NS,
+            packs_groups=packs_groups, decode_share=v["decode_share"], decode_sharpness=v["decode_sharpness"],
+            cache_use=v["cache_use"], triangle=v["triangle"],
         )  # fmt: skip
 
     def predict(one: VarlenAttention, rows: AttentionRows) -> Floats:
         shape, contexts = rows.shape(), rows.decodes * (rows.decode_context + 1.0)
         positions = rows.sequences * one.positions(rows.tokens, rows.context, np.maximum)
-        positions = positions + one.decode_positions(contexts, shape)
-        moved = rows.sequences * (rows.tokens + rows.context) * shape.kv_bytes + one.decode_bytes(contexts, shape)
-        moved = moved + (rows.sequences * rows.tokens + rows.decodes) * shape.query_bytes
+        moved = rows.sequences * (rows.tokens + rows.context) * shape.kv_bytes
+        moved = moved + rows.sequences * rows.tokens * shape.query_bytes
         longest = np.maximum(rows.tokens + rows.context, rows.decode_context)
-        return np.asarray(one.time_s(positions, moved, longest, rows.decodes, shape, device))
+        decode_s = one.decode_s(rows.decodes, contexts, shape, device, np.minimum, np.maximum)
+        return np.asarray(one.time_s(positions, moved, longest, shape, device, decode_s))
 
     def naive(rows: AttentionRows) -> Floats:
         shape, contexts = rows.shape(), rows.decodes * (rows.decode_context + 1.0)

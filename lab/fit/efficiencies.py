@@ -28,7 +28,7 @@ _PREFERENCE: Mapping[str, tuple[str, ...]] = {
 }
 
 
-_MIXED_ONLY = ("decode_rows", "decode_item_s", "packs_groups", "group_cache_bytes")
+_MIXED_ONLY = ("decode_rows", "decode_item_s", "packs_groups", "decode_share", "decode_sharpness", "cache_use")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,7 @@ def _plain(one: TableFit, base: EfficiencyTable) -> Any:
     operator = one.fit.operator
     if isinstance(operator, VarlenAttention) and one.table.operator == "prefill":
         known = base.for_device(one.table.accelerator.name).varlen_for("bf16")
-        operator = replace(
-            operator,
-            decode_rows=known.decode_rows,
-            decode_item_s=known.decode_item_s,
-            group_cache_bytes=known.group_cache_bytes,
-        )
+        operator = replace(operator, **{name: getattr(known, name) for name in _MIXED_ONLY})
     return _rounded(msgspec.to_builtins(operator))
 
 

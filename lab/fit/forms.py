@@ -9,12 +9,12 @@ from lab.fit.rows import AllReduceRows, ElementwiseRows, Floats, GemmRows, MlpRo
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.operators import (
     Collective,
-    Device,
     Elementwise,
     Gemm,
     Memory,
     Mlp,
     Quantisation,
+    device_of,
 )  # fmt: skip
 
 _US, _NS, _MB = 1e-6, 1e-9, 1e6
@@ -116,11 +116,6 @@ def mlp_form(accelerator: Accelerator, precision: str) -> Form[Mlp, MlpRows]:
         return total + rows.tokens * (rows.up + rows.width) * 2.0 / device.bandwidth
 
     return Form("MLP", parameters, build, predict, naive)
-
-
-def device_of(accelerator: Accelerator, precision: str) -> Device:
-    """The peaks of an accelerator in one precision."""
-    return Device(accelerator.flops(precision), accelerator.bandwidth_bytes_s, accelerator.compute_units)
 
 
 def fixed_unless(free: bool, start: float, low: float, high: float) -> Parameter:

@@ -7,6 +7,11 @@ import numpy as np
 from shared.cost.operators import Device, Extremum, Memory, Numeric
 from shared.cost.roofline import smooth_max
 
+# Shared memory of one tile of 64 queries against 128 positions: queries, keys and values, 128 wide, in 16 bits.
+_TILE_BYTES = (64 + 2 * 128) * 128 * 2
+_CACHE_STEEPNESS = 4.0  # how abruptly contexts cease to fit the cache
+_LEAST_S = 1e-15
+
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -78,7 +83,13 @@ class DecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class VarlenAttention:
-    """One kernel over prefill chunks and, in a mixed batch, decodes too."""
+    """One kernel over prefill chunks and, in a mixed batch, decodes too.
+
+    A decode has a tile of its own for each query head, or for each KV head when the kernel packs the query heads that
+    share one. FlashAttention-2 over paged KV does not pack and computes 64 rows a tile (`run_mha_fwd_splitkv_dispatch`,
+    kBlockM "fixed for all head dimensions"), whatever the accelerator; FlashAttention-3 packs whenever lengths vary
+    (`should_pack_gqa`) and computes 128 rows. Packing is what decodes lose in a mixed batch: alone, both pack.
+    """
 
     overhead_s: float
     compute: float  # share of the peak rate
@@ -89,7 +100,9 @@ class VarlenAttention:
     decode_rows: float  # query rows computed for a decode inside a mixed batch
     decode_item_s: float  # cost of each decode and query head inside a mixed batch
     packs_groups: bool  # query heads that share a KV head share its tile
-    group_cache_bytes: float = 1e12  # one KV head's contexts beyond that are read once for each query head
+    decode_share: float = 0.93  # of the bandwidth that decodes inside a mixed batch draw
+    decode_sharpness: float = 5.0  # how sharply their compute and memory times overlap
+    cache_use: float = 1.1  # multiple of the cache up to which one KV head's contexts stay in it
     triangle: float = 0.5  # share of the chunk's own square that is computed: 0.5 skips all of the future, 1 nothing
 
     def positions(self, tokens: Numeric, context: Numeric, high: Extremum) -> Numeric:
@@ -101,26 +114,51 @@ class VarlenAttention:
         share = heads.kv / heads.query if self.packs_groups else 1.0
         return self.decode_rows * share * contexts
 
-    def decode_bytes(self, contexts: Numeric, heads: Heads) -> Numeric:
-        """KV bytes that decodes of that total context read inside a mixed batch."""
-        moved = contexts * heads.kv_bytes
-        group = 1.0 if self.packs_groups else heads.query / heads.kv
-        missed = 1.0 / (1.0 + (self.group_cache_bytes * heads.kv / (moved + 1.0)) ** 8.0)
-        return moved * (1.0 + (group - 1.0) * missed)
+    def decode_reads(
+        self, count: Numeric, contexts: Numeric, heads: Heads, device: Device, low: Extremum, high: Extremum
+    ) -> Numeric:
+        """How often a mixed batch reads its decodes' KV from memory: 1, up to the query heads of a KV head.
+
+        Tiles start head by head, all sequences of one head before the next. Query heads of one KV head that run at the
+        same time read its KV once, and so do later ones as long as the cache holds it. With n sequences and room for w
+        tiles, w/n heads run at a time: the KV is read ⌈g·n/w⌉ times, g at most, where n contexts of one KV head exceed
+        the cache. Source: ours (F), from the mixed rows of LLMServingSim's tables: 128 contexts of 4096 and more draw
+        a fourth of the bandwidth on 128 units (g = 4), a third and a sixth on 188 (g = 4 and 8), 64 contexts a half;
+        and no more than one read where one head's contexts fit the 72 and 128 MiB of cache.
+        """
+        if self.packs_groups:
+            return 1.0
+        group = heads.query / heads.kv
+        room = device.units * max(1.0, device.unit_memory_bytes // _TILE_BYTES)
+        reads = low(group, high(1.0, -(-group * count // room)))
+        held = self.cache_use * device.cache_bytes * heads.kv / (contexts * heads.kv_bytes + 1.0)
+        return 1.0 + (reads - 1.0) / (1.0 + held**_CACHE_STEEPNESS)
+
+    def decode_s(
+        self, count: Numeric, contexts: Numeric, heads: Heads, device: Device, low: Extremum, high: Extremum
+    ) -> Numeric:
+        """Seconds that `count` decodes of that total context add to a mixed batch."""
+        compute_s = self.decode_positions(contexts, heads) * heads.flops / (device.flops * self.compute)
+        moved = contexts * heads.kv_bytes * self.decode_reads(count, contexts, heads, device, low, high)
+        memory_s = (moved + count * heads.query_bytes) / (device.bandwidth * self.decode_share)
+        p = self.decode_sharpness
+        # Of two powers of small times the greater is taken out, lest both vanish.
+        greater = high(compute_s, memory_s) + _LEAST_S
+        both = ((compute_s / greater) ** p + (memory_s / greater) ** p) ** (1.0 / p)
+        return self.decode_item_s * count * heads.query + greater * both
 
     def time_s(
         self,
         positions: Numeric,
         moved: Numeric,
         longest: Numeric,
-        decodes: Numeric,
         heads: Heads,
         device: Device,
+        decode_s: Numeric = 0.0,
     ) -> Numeric:
-        """Seconds. `positions`, `moved`: over all sequences; `longest`: of their contexts; `decodes`: their number."""
+        """Seconds. `positions`, `moved`: of the chunks; `longest`: of all contexts; `decode_s`: what decodes add."""
         p = self.sharpness
         compute_s = positions * heads.flops / (device.flops * self.compute)
         memory_s = self.memory.time_s(moved, device)
-        depth_s = self.depth_s * longest
-        items_s = self.decode_item_s * decodes * heads.query
-        return self.overhead_s + items_s + (compute_s**p + memory_s**p + depth_s**p) ** (1.0 / p)
+        work_s = (compute_s**p + memory_s**p) ** (1.0 / p) + decode_s
+        return self.overhead_s + (work_s**p + (self.depth_s * longest) ** p) ** (1.0 / p)

@@ -67,6 +67,8 @@ class Accelerator:
     source: str
     price_source: str = ""
     aliases: tuple[str, ...] = ()
+    cache_bytes: float = 0.0  # of the last cache before the memory; 0: not known, counted as none
+    unit_memory_bytes: float = 0.0  # shared memory of one compute unit; 0: not known, counted as one tile's
 
     def flops(self, dtype: str) -> float:
         """Dense peak, operations/s, of that precision or of the one that computes in its place (weight-only)."""
@@ -97,6 +99,8 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     source: str
     price_source: str = ""
     aliases: list[str] = []
+    cache_mib: float = 0.0
+    unit_memory_kib: float = 0.0
 
 
 class Catalogue:
@@ -158,6 +162,9 @@ def _accelerator(name: str, raw: object, where: str) -> Accelerator:
     for key in ("memory_gib", "bandwidth_gb_s", "compute_units"):
         if not getattr(entry, key) > 0:
             raise InvalidRequest(f"{where}: accelerator {name!r}: {key} must be positive")
+    for key in ("cache_mib", "unit_memory_kib"):
+        if not getattr(entry, key) >= 0:
+            raise InvalidRequest(f"{where}: accelerator {name!r}: {key} must not be negative")
     rates = {precision_of(precision): rate * 1e12 for precision, rate in entry.matrix_tflops.items()}
     if not rates or min(rates.values()) <= 0:
         raise InvalidRequest(f"{where}: accelerator {name!r}: matrix_tflops needs positive rates")
@@ -175,6 +182,8 @@ def _accelerator(name: str, raw: object, where: str) -> Accelerator:
         source=entry.source,
         price_source=entry.price_source,
         aliases=tuple(entry.aliases),
+        cache_bytes=entry.cache_mib * 2.0**20,
+        unit_memory_bytes=entry.unit_memory_kib * 2.0**10,
     )
 
 

@@ -7,7 +7,7 @@ from shared.cost.attention import Heads
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.efficiency import Efficiencies
 from shared.cost.geometry import Matmul, ModelGeometry
-from shared.cost.operators import Device, Numeric
+from shared.cost.operators import Numeric, device_of
 
 
 class LayerCost:
@@ -34,9 +34,7 @@ class LayerCost:
         self._head_gemm = efficiencies.gemm_for("bf16")
         self._decode = efficiencies.decode_for(kv_dtype)
         self._varlen = efficiencies.varlen_for(kv_dtype)
-        bandwidth, units = accelerator.bandwidth_bytes_s, accelerator.compute_units
-        self._device = Device(accelerator.flops(dtype), bandwidth, units)
-        self._half = Device(accelerator.flops("bf16"), bandwidth, units)
+        self._device, self._half = device_of(accelerator, dtype), device_of(accelerator, "bf16")
         self._heads, self._prefill_heads = self._local_heads()
         if geometry.latent:
             # Decode over a latent is a product of all heads with it: as dense in compute as prefill.
@@ -183,14 +181,12 @@ class LayerCost:
             tokens += new
         moved = moved * heads.kv_bytes + tokens * heads.query_bytes
         if not count:
-            return float(one.time_s(positions, moved, longest, 0, heads, self._half))
+            return float(one.time_s(positions, moved, longest, heads, self._half))
         mean = context_tokens / count + 1.0
         mean = min(mean, window) if window else mean
         alone = self._decode_layer_s(count, mean)
         if self._geometry.latent:
-            return alone + float(one.time_s(positions, moved, longest, 0, heads, self._half))
-        contexts = mean * count
-        positions += one.decode_positions(contexts, heads)
-        moved += one.decode_bytes(contexts, heads) + count * heads.query_bytes
-        together = float(one.time_s(positions, moved, max(longest, mean), count, heads, self._half))
+            return alone + float(one.time_s(positions, moved, longest, heads, self._half))
+        decode_s = one.decode_s(count, mean * count, heads, self._half, min, max)
+        together = float(one.time_s(positions, moved, max(longest, mean), heads, self._half, decode_s))
         return max(alone, together)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from shared.cost.catalogue import Accelerator
+
 # A float or a float array. numpy's types cannot say that the result is of the kind of the arguments.
 Numeric = Any
 Extremum = Callable[..., Any]  # max and min for numbers, np.maximum and np.minimum for arrays
@@ -29,6 +31,16 @@ class Device:
     flops: float  # operations/s of the operator's precision
     bandwidth: float  # bytes/s
     units: int  # streaming multiprocessors, compute units
+    cache_bytes: float = 0.0  # that all units share; 0: none known
+    unit_memory_bytes: float = 0.0  # shared memory of a unit; 0: not known
+
+
+def device_of(accelerator: Accelerator, precision: str) -> Device:
+    """The peaks of an accelerator in one precision."""
+    return Device(
+        accelerator.flops(precision), accelerator.bandwidth_bytes_s, accelerator.compute_units,
+        accelerator.cache_bytes, accelerator.unit_memory_bytes,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,6 +18,7 @@ VARLEN = VarlenAttention(
     overhead_s=5e-6, compute=0.5, tile_rows=64.0, depth_s=0.0, sharpness=1.0, memory=Memory(0.5, 0.5, 1e6),
     decode_rows=64.0, decode_item_s=0.0, packs_groups=False,
 )  # fmt: skip
+PACKED = replace(VARLEN, packs_groups=True)
 
 
 def test_decode_by_hand() -> None:
@@ -44,7 +47,7 @@ def test_prefill_by_hand() -> None:
     pairs = VARLEN.positions(1000, 500, max)
     assert pairs == 1000 * (500 + 500 + 32)
     moved = 1500 * 4096.0 + 1000 * HEADS.query_bytes
-    got = VARLEN.time_s(pairs, moved, 1500, 0, HEADS, DEVICE)
+    got = VARLEN.time_s(pairs, moved, 1500, HEADS, DEVICE)
     assert got == pytest.approx(5e-6 + pairs * HEADS.flops / 50e12 + moved / 0.5e12)
 
 
@@ -54,14 +57,55 @@ def test_short_chunks_pay_for_a_whole_tile() -> None:
 
 def test_decodes_in_a_mixed_batch() -> None:
     assert VARLEN.decode_positions(1000.0, HEADS) == 64_000
-    packed = VarlenAttention(5e-6, 0.5, 64.0, 0.0, 1.0, Memory(0.5, 0.5, 1e6), 64.0, 0.0, packs_groups=True)
-    assert packed.decode_positions(1000.0, HEADS) == 16_000  # four query heads share a KV head's tile
+    assert PACKED.decode_positions(1000.0, HEADS) == 16_000  # four query heads share a KV head's tile
 
 
-def test_a_cache_that_is_too_small_costs_one_read_for_each_query_head() -> None:
-    small = VarlenAttention(5e-6, 0.5, 64.0, 0.0, 1.0, Memory(0.5, 0.5, 1e6), 64.0, 0.0, False, group_cache_bytes=1e6)
-    assert small.decode_bytes(10.0, HEADS) == pytest.approx(10 * 4096)
-    assert small.decode_bytes(1e6, HEADS) == pytest.approx(4 * 1e6 * 4096, rel=1e-3)
+def reads(count: float, contexts: float, device: Device = DEVICE, kernel: VarlenAttention = VARLEN) -> float:
+    return float(kernel.decode_reads(count, contexts, HEADS, device, min, max))
+
+
+def test_query_heads_that_run_at_a_time_share_a_read() -> None:
+    # 100 tiles at a time, four query heads to a KV head, no cache: of 20 sequences all four heads run at a time, of 40
+    # two and a half (the third waits), of 60 less than two.
+    assert [reads(count, count * 1e4) for count in (1, 25, 26, 50, 60, 75, 76, 500)] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert reads(500, 5e6, kernel=PACKED) == 1.0
+
+
+def test_more_shared_memory_runs_more_tiles() -> None:
+    # A tile takes 80 KiB: an A100 has room for two on a unit, an A10 for one.
+    roomy = replace(DEVICE, unit_memory_bytes=164 * 1024.0)
+    assert [reads(50, 5e5, device) for device in (DEVICE, replace(DEVICE, unit_memory_bytes=100 * 1024.0), roomy)] == [
+        2.0,
+        2.0,
+        1.0,
+    ]
+
+
+def test_contexts_that_fit_the_cache_are_read_once() -> None:
+    cached = replace(DEVICE, cache_bytes=50e6)  # one KV head's position takes 512 bytes
+    assert reads(200, 20_000, cached) == pytest.approx(1.0, abs=0.01)
+    assert 2.0 < reads(200, 107_000, cached) < 3.0
+    assert reads(200, 1_000_000, cached) == pytest.approx(4.0, abs=0.01)
+
+
+def test_decodes_in_a_mixed_batch_by_hand() -> None:
+    # 200 decodes of 5000: 64 rows a query head at 50 TFLOPS against four reads at 0.93 TB/s.
+    compute, memory = 64 * 1e6 * HEADS.flops / 50e12, (4 * 1e6 * 4096 + 200 * HEADS.query_bytes) / 0.93e12
+    got = VARLEN.decode_s(200, 1e6, HEADS, DEVICE, min, max)
+    assert got == pytest.approx((compute**5 + memory**5) ** 0.2, rel=1e-6)
+    alone = VARLEN.time_s(VARLEN.positions(16, 0, max), 0.0, 16, HEADS, DEVICE)
+    assert VARLEN.time_s(VARLEN.positions(16, 0, max), 0.0, 16, HEADS, DEVICE, got) == pytest.approx(alone + got)
+
+
+@given(st.integers(1, 500), st.integers(1, 20_000), st.integers(0, 5_000), st.sampled_from([0.0, 6e6, 1e8]))
+def test_more_decodes_take_longer_in_a_mixed_batch(count: int, mean: int, more: int, cache: float) -> None:
+    device = replace(DEVICE, cache_bytes=cache)
+
+    def time(n: int, c: int) -> float:
+        return float(VARLEN.decode_s(n, n * c, HEADS, device, min, max))
+
+    assert time(count, mean + more) >= time(count, mean)
+    assert time(count + 1, mean) > time(count, mean)
 
 
 @given(st.integers(1, 4000), st.integers(0, 20_000), st.integers(1, 1000))
