@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup up demo test test-fast lint clean
+.PHONY: setup up demo test test-fast test-random lint clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -44,6 +44,9 @@ test: setup lint ## All tests.
 
 test-fast: setup ## Tests without real engines.
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+test-random: setup ## Property tests alone, each with 2,000 examples drawn anew: a search for rare ones; not part of `make test`.
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'hypothesis and not slow' $(PYTEST_ARGS)
 
 lint: setup ## ruff and mypy.
 	$(BIN)/ruff check
