@@ -9,23 +9,30 @@ import msgspec
 import yaml
 
 from lab.fit.attention_forms import decode_form, varlen_form
-from lab.fit.forms import all_reduce_form, elementwise_form, gemm_form, mlp_form
+from lab.fit.forms import all_reduce_form, elementwise_form, experts_form, gemm_form, mlp_form
 from lab.fit.least_squares import Fit, fit
-from lab.fit.rows import AllReduceRows, AttentionRows, ElementwiseRows, GemmRows, MlpRows
+from lab.fit.rows import AllReduceRows, AttentionRows, ElementwiseRows, ExpertRows, GemmRows, MlpRows
 from lab.fit.tables import Table
 from shared.cost.attention import VarlenAttention
-from shared.cost.efficiency import EfficiencyTable
+from shared.cost.catalogue import Accelerator
+from shared.cost.efficiency import BY_PRECISION, EfficiencyTable
 
 # Whose tables give an operator's constants, first choice first. An operator table that is not listed is fitted and
 # reported, but not used: it times other kernels than an engine of today runs.
 _PREFERENCE: Mapping[str, tuple[str, ...]] = {
-    "gemm": ("aiconfigurator bfloat16", "aiconfigurator fp8", "llmservingsim", "vidur", "llmservingsim v0"),
+    "gemm": (
+        "aiconfigurator bfloat16", "aiconfigurator fp8", "aiconfigurator fp8_block", "llmservingsim", "vidur",
+        "llmservingsim v0",
+    ),
+    "experts": (
+        "aiconfigurator bfloat16", "aiconfigurator fp8", "aiconfigurator fp8_block", "llmservingsim",
+    ),
     "decode": ("aiconfigurator kv bfloat16", "aiconfigurator kv fp8", "llmservingsim"),
     "mixed": ("llmservingsim",),
     "prefill": ("aiconfigurator kv bfloat16", "aiconfigurator kv fp8"),
     "elementwise": ("llmservingsim", "vidur"),
     "all_reduce": ("aiconfigurator custom",),
-}
+}  # fmt: skip
 
 
 _MIXED_ONLY = ("decode_rows", "decode_item_s", "packs_groups", "decode_share", "decode_sharpness", "cache_use")
@@ -44,7 +51,8 @@ class TableFit:
         rows = self.table.rows
         if isinstance(rows, AttentionRows):
             return rows.kv_precision
-        name = rows.precision if isinstance(rows, GemmRows | MlpRows) else "bf16"
+        name = rows.precision if isinstance(rows, GemmRows | MlpRows | ExpertRows) else "bf16"
+        name = f"{name}_block" if self.table.blocks else name
         return "bf16" if name == "fp16" else name
 
 
@@ -57,10 +65,14 @@ def fit_table(table: Table, base: EfficiencyTable) -> Fit[Any]:
     """Fit one table with the form of its operator."""
     accelerator, rows = table.accelerator, table.rows
     if isinstance(rows, GemmRows):
-        products = gemm_form(accelerator, rows.precision, quantised=table.quantised, cached=table.cached)
+        products = gemm_form(
+            accelerator, rows.precision, quantised=table.quantised, cached=table.cached, blocks=table.blocks
+        )
         return fit(products, rows)
     if isinstance(rows, MlpRows):
         return fit(mlp_form(accelerator, rows.precision), rows)
+    if isinstance(rows, ExpertRows):
+        return fit(experts_form(accelerator, rows.precision, base.for_device(accelerator.name).elementwise), rows)
     if isinstance(rows, ElementwiseRows):
         return fit(elementwise_form(accelerator), rows)
     if isinstance(rows, AllReduceRows):
@@ -89,13 +101,18 @@ def constants(fits: Sequence[TableFit], base: EfficiencyTable) -> dict[str, dict
     for (name, operator, precision), one in chosen.items():
         device = devices.setdefault(name, {})
         value = _plain(one, base)
-        if operator in ("gemm", "decode", "varlen"):
+        if operator in BY_PRECISION:
             device.setdefault(operator, {})[precision] = value
         else:
-            device["collective" if operator == "all_reduce" else operator] = value
+            device[_collective_of(one.table.accelerator) if operator == "all_reduce" else operator] = value
         assert one.fit is not None
         device.setdefault("sources", []).append(f"{one.table.operator}: {one.table.origin}, {one.fit.rows} rows")
     return devices
+
+
+def _collective_of(accelerator: Accelerator) -> str:
+    """Which constants an accelerator's table of all-reduces gives, see `Efficiencies.collective_over`."""
+    return "collective" if accelerator.links.scale_up > accelerator.links.pcie else "pcie_collective"
 
 
 def _rank(one: TableFit) -> tuple[int, int]:
@@ -131,7 +148,7 @@ def recalibrated(raw: Mapping[str, Any], fits: Sequence[TableFit], date: str) ->
     for name, value in fresh.items():
         known = devices.setdefault(name, {})
         for operator, fitted in value.items():
-            nested = operator in ("gemm", "decode", "varlen")
+            nested = operator in BY_PRECISION
             known[operator] = {**known.get(operator, {}), **fitted} if nested else fitted
     default = _default_constants(devices, raw.get("default") or {})
     return {"date": date, "default": default, "like": dict(raw.get("like") or {}), "devices": devices}
@@ -143,7 +160,7 @@ def _default_constants(devices: Mapping[str, Mapping[str, Any]], known: Mapping[
     How decodes fare inside a mixed batch is left as it is: most devices' tables say nothing of it.
     """
     default = dict(known)
-    for operator in ("gemm", "decode", "varlen"):
+    for operator in BY_PRECISION:
         fitted: dict[str, list[Any]] = {}
         for device in devices.values():
             for precision, value in device.get(operator, {}).items():
@@ -159,7 +176,9 @@ def _default_constants(devices: Mapping[str, Mapping[str, Any]], known: Mapping[
 def _mean(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, dict):
-        return {key: _mean([value.get(key, first[key]) for value in values]) for key in first if key != "quantisation"}
+        # Where an engine fuses quantisation into the operator before, the default has no use for what it costs alone.
+        kept = [key for key in first if key != "quantisation" or not first[key]["fused"]]
+        return {key: _mean([value.get(key, first[key]) for value in values]) for key in kept}
     if isinstance(first, bool) or not isinstance(first, float):
         return first
     if min(values) <= 0:

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from lab.fit.least_squares import Form, Parameter
-from lab.fit.rows import AllReduceRows, ElementwiseRows, Floats, GemmRows, MlpRows
+from lab.fit.rows import AllReduceRows, ElementwiseRows, ExpertRows, Floats, GemmRows, MlpRows
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.operators import (
     Collective,
     Elementwise,
+    ExpertMlp,
     Gemm,
     Memory,
     Mlp,
@@ -23,9 +24,13 @@ _LEAST_GAIN = 0.65
 Values = Mapping[str, float]
 
 
-def gemm_form(accelerator: Accelerator, precision: str, *, quantised: bool, cached: bool) -> Form[Gemm, GemmRows]:
-    """Matrix products. `quantised`: the table's times include quantising the activations. `cached`: it ran them over
-    and over, so that weights which fit the cache came from there."""
+def gemm_form(
+    accelerator: Accelerator, precision: str, *, quantised: bool, cached: bool, blocks: bool = False
+) -> Form[Gemm, GemmRows]:
+    """Matrix products. `quantised`: the table's times include quantising the activations, `blocks`: block by block.
+
+    `cached`: it ran them over and over, so that weights which fit the cache came from there.
+    """
     device = device_of(accelerator, precision)
     width = bytes_of(precision)
     parameters = _gemm_parameters(cached=cached) | (_quantisation_parameters() if quantised else {})
@@ -37,7 +42,7 @@ def gemm_form(accelerator: Accelerator, precision: str, *, quantised: bool, cach
             depth_s=v["depth_ns"] * _NS, split_s=v["split_us"] * _US, sharpness=v["sharpness"],
             weights=Memory(v["share"], weight_cache_share, v["weight_cache_mb"] * _MB),
             activations=Memory(v["share"], v["share"] * v["activation_cache_gain"], v["activation_cache_mb"] * _MB),
-            quantisation=_quantisation(v) if quantised else None,
+            quantisation=_quantisation(v, fused=not blocks) if quantised else None,
         )  # fmt: skip
 
     def predict(gemm: Gemm, rows: GemmRows) -> Floats:
@@ -118,6 +123,25 @@ def mlp_form(accelerator: Accelerator, precision: str) -> Form[Mlp, MlpRows]:
     return Form("MLP", parameters, build, predict, naive)
 
 
+def experts_form(accelerator: Accelerator, precision: str, elementwise: Elementwise) -> Form[Gemm, ExpertRows]:
+    """Grouped products of a mixture's experts, which reach less of the peak than plain ones. `elementwise`: known."""
+    device = device_of(accelerator, precision)
+    width = bytes_of(precision)
+    products = gemm_form(accelerator, precision, quantised=False, cached=False)
+    parameters = {**products.parameters, "compute": Parameter(0.5, 0.03, 1.3), "overhead_us": Parameter(8.0, 0.1, 60.0)}
+
+    def predict(gemm: Gemm, rows: ExpertRows) -> Floats:
+        one = ExpertMlp(gemm, elementwise)
+        return np.asarray(one.time_s(rows.rows, rows.active, 2.0 * rows.width, rows.width, rows.hidden, width, device))
+
+    def naive(rows: ExpertRows) -> Floats:
+        weights = 3.0 * rows.hidden * rows.width
+        moved = rows.active * weights * width + 4.0 * rows.rows * rows.hidden
+        return np.maximum(2.0 * rows.rows * weights / device.flops, moved / device.bandwidth)
+
+    return Form(f"experts {precision}", parameters, products.build, predict, naive)
+
+
 def fixed_unless(free: bool, start: float, low: float, high: float) -> Parameter:
     """A parameter that is only fitted when the table says something about it."""
     return Parameter(start, low, high) if free else Parameter(start, start, start)
@@ -144,8 +168,8 @@ def _quantisation_parameters() -> dict[str, Parameter]:
     }  # fmt: skip
 
 
-def _quantisation(v: Values) -> Quantisation:
+def _quantisation(v: Values, *, fused: bool) -> Quantisation:
     return Quantisation(
         v["quant_launch_us"] * _US, v["quant_ns"] * _NS, v["quant_exponent"], v["quant_rows"], v["quant_ramp"],
-        v["spill_s_gb"] * 1e-9, v["spill_mb"] * _MB,
+        v["spill_s_gb"] * 1e-9, v["spill_mb"] * _MB, fused,
     )  # fmt: skip

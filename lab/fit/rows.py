@@ -87,3 +87,17 @@ class MlpRows(Rows):
     width: Floats  # rows of the second
     hidden: Floats
     precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows(Rows):
+    """Experts of a mixture layer, routing done: their products, the activation, moving tokens there and back.
+
+    rows: tokens times experts of each; active: experts that have any; width: of one expert, cut by tensor parallelism.
+    """
+
+    rows: Floats
+    active: Floats
+    hidden: Floats
+    width: Floats
+    precision: str

@@ -6,12 +6,13 @@ formats and contains none of the data.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from lab.fit.expert_tables import accelerator_named, aiconfigurator_experts, llmservingsim_experts
 from lab.fit.rows import (
     AllReduceRows,
     AttentionRows,
@@ -36,21 +37,24 @@ class Table:
     """Rows of one operator on one accelerator, from one profiler."""
 
     accelerator: Accelerator
-    operator: str  # gemm, decode, prefill, mixed, elementwise, all_reduce, mlp
+    operator: str  # gemm, experts, decode, prefill, mixed, elementwise, all_reduce, mlp
     origin: str  # the profiler, and what distinguishes its tables of one operator
     rows: Rows
     rejected: int = 0  # rows that cannot be measurements
     cached: bool = False  # weights may have come from the cache
     quantised: bool = False  # times include quantising activations
+    blocks: bool = False  # they are scaled block by block
 
 
 def read_tables(profiles: Path, catalogue: Catalogue) -> tuple[Table, ...]:
-    """All operator tables below a folder laid out as `aiconfigurator/`, `llmservingsim/{perf,v0}`, `vidur/`."""
+    """All operator tables below a folder laid out as `aiconfigurator/`, `llmservingsim/{perf,v0}`, `vidur/`, `moe/`."""
     readers = (
         ("aiconfigurator", "*_perf.parquet", _aiconfigurator),
         ("llmservingsim/perf", "*.csv", _llmservingsim),
         ("llmservingsim/v0", "*.csv", _llmservingsim_v0),
         ("vidur", "*.csv", _vidur),
+        ("moe", "*_moe_perf.parquet", _experts),
+        ("moe", "*_moe.csv", _experts),
     )
     found: list[Table] = []
     for folder, pattern, reader in readers:
@@ -59,6 +63,15 @@ def read_tables(profiles: Path, catalogue: Catalogue) -> tuple[Table, ...]:
     if not found:
         raise NotFound(f"no operator tables below {profiles}; see lab/fit/tables.py for the formats")
     return _merge(found)
+
+
+def _experts(path: Path, catalogue: Catalogue) -> Iterator[Table]:
+    accelerator = catalogue.get(accelerator_named(path, catalogue))
+    if path.suffix == ".csv":
+        yield Table(accelerator, "experts", "llmservingsim", llmservingsim_experts(path))
+        return
+    for name, rows in aiconfigurator_experts(path):
+        yield Table(accelerator, "experts", f"aiconfigurator {name}", rows, blocks=name.endswith("_block"))
 
 
 def _merge(tables: Iterable[Table]) -> tuple[Table, ...]:
@@ -78,8 +91,7 @@ def _concatenated(group: Sequence[Table]) -> Table:
         parts = [getattr(table.rows, name) for table in group]
         values[name] = np.concatenate(parts) if isinstance(parts[0], np.ndarray) else parts[0]
     rows = type(first.rows)(**values)
-    rejected = sum(table.rejected for table in group)
-    return Table(first.accelerator, first.operator, first.origin, rows, rejected, first.cached, first.quantised)
+    return replace(first, rows=rows, rejected=sum(table.rejected for table in group))
 
 
 def _aiconfigurator(path: Path, catalogue: Catalogue) -> Iterator[Table]:
@@ -92,7 +104,8 @@ def _aiconfigurator(path: Path, catalogue: Catalogue) -> Iterator[Table]:
             rows = _aic_gemm(part, str(name))
             origin = f"aiconfigurator {name}"
             quantised = bytes_of(rows.precision) < 2
-            yield Table(accelerator, "gemm", origin, rows, cached=True, quantised=quantised)
+            blocks = str(name).endswith("_block")
+            yield Table(accelerator, "gemm", origin, rows, cached=True, quantised=quantised, blocks=blocks)
     elif "attention_perf" in path.name:
         operator = "prefill" if "context" in path.name else "decode"
         for name, part in frame.groupby("kv_cache_dtype"):

@@ -114,7 +114,7 @@ class Testbed:
         fitted = self.library.efficiencies.for_device(known.like.get(name, name))
         return replace(
             fitted,
-            collective=known.pcie.collective if name in known.pcie.devices else fitted.collective,
+            pcie_collective=known.pcie.collective if name in known.pcie.devices else fitted.pcie_collective,
             step_s=known.engine.step_s,
             sequence_s=known.engine.sequence_s,
         )

@@ -1,19 +1,20 @@
 """Fitted constants of every operator, by device: read from YAML, defaults where a device has no table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from shared.cost.attention import DecodeAttention, VarlenAttention
-from shared.cost.catalogue import precision_of
+from shared.cost.catalogue import Links, precision_of
 from shared.cost.data_file import read_yaml
-from shared.cost.operators import Collective, Elementwise, Gemm
+from shared.cost.operators import Collective, Elementwise, ExpertMlp, Gemm
 from shared.errors import InvalidRequest
 
 T = TypeVar("T")
+BY_PRECISION = ("gemm", "experts", "decode", "varlen")  # operators with constants for each precision
 SHIPPED = Path(__file__).with_name("efficiencies.yaml")
 # Which precision's constants stand in for one that was not fitted.
 _STAND_IN: Mapping[str, tuple[str, ...]] = {
@@ -30,18 +31,30 @@ class Efficiencies:
     decode: Mapping[str, DecodeAttention]
     varlen: Mapping[str, VarlenAttention]
     elementwise: Elementwise
-    collective: Collective
+    collective: Collective  # over a link made for it (NVLink)
+    pcie_collective: Collective  # over PCIe, through the host's memory
     step_s: float = 0.0  # what a step costs besides its kernels: scheduling, launches, sampling
     sequence_s: float = 0.0  # the same for each sequence
     sources: tuple[str, ...] = ()  # tables that the constants come from; none: stand-ins
+    experts: Mapping[str, Gemm] = field(default_factory=dict)  # grouped products; none: as plain ones
 
     def gemm_for(self, precision: str) -> Gemm:
-        """Constants of a matrix product with weights of that precision."""
-        return _pick(self.gemm, precision)
+        """Constants of a matrix product with weights of that precision, as a checkpoint names it (`fp8_block`)."""
+        return self.gemm[precision] if precision in self.gemm else _pick(self.gemm, precision_of(precision))
+
+    def experts_for(self, precision: str) -> ExpertMlp:
+        """Constants of a mixture's experts with weights of that precision."""
+        known = self.experts or self.gemm
+        products = known[precision] if precision in known else _pick(known, precision_of(precision))
+        return ExpertMlp(products, self.elementwise)
 
     def decode_for(self, precision: str) -> DecodeAttention:
         """Constants of decode attention over KV of that precision."""
         return _pick(self.decode, precision)
+
+    def collective_over(self, links: Links) -> Collective:
+        """Constants of the link that joins accelerators: PCIe where nothing is faster."""
+        return self.collective if links.scale_up > links.pcie else self.pcie_collective
 
     def varlen_for(self, precision: str) -> VarlenAttention:
         """Constants of prefill and mixed attention over KV of that precision."""
@@ -72,7 +85,7 @@ class EfficiencyTable:
         merged: dict[str, Any] = {}
         for layer in (self._default, *self._chain(name)):
             for key, value in layer.items():
-                nested = isinstance(value, Mapping) and key in ("gemm", "decode", "varlen")
+                nested = isinstance(value, Mapping) and key in BY_PRECISION
                 merged[key] = {**merged.get(key, {}), **value} if nested else value
         if name not in self._devices:
             merged["sources"] = ()

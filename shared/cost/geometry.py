@@ -46,6 +46,22 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertSplit:
+    """How the accelerators that compute a model's experts together divide them.
+
+    ranks: parts into which the experts are dealt out whole (expert parallelism); what is left of the accelerators cuts
+    each expert's matrices. engines: data-parallel engines whose tokens meet in the experts.
+    """
+
+    ranks: int = 1
+    engines: int = 1
+
+    def cut(self, tensor_parallel: int) -> int:
+        """Accelerators that share one expert's matrices; each engine has `tensor_parallel` of them."""
+        return max(1, tensor_parallel * self.engines // self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Multi-head latent attention. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1."""
 
@@ -145,6 +161,11 @@ class ModelGeometry:
     def active_parameters(self) -> int:
         """Weights that one token uses: of the experts only `per_token`."""
         return self._embedding_parameters() + self._attention_parameters() + self._mlp_parameters(active=True)
+
+    def expert_parameters(self) -> int:
+        """Weights of all routed experts; 0 without any."""
+        e = self.experts
+        return e.layers * e.count * sum(m.n * m.k for m in self.mlp_matmuls(e.intermediate)) if e else 0
 
     def weight_bytes(self, bytes_per_element: float = 2.0) -> float:
         """Bytes of all weights. Quantised checkpoints keep embeddings and the output projection in 16 bits."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from shared.cost.attention import Heads
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.efficiency import Efficiencies
-from shared.cost.geometry import Matmul, ModelGeometry
+from shared.cost.geometry import ExpertSplit, Matmul, ModelGeometry
 from shared.cost.operators import Numeric, device_of
 
 
@@ -22,15 +22,19 @@ class LayerCost:
         dtype: str,
         kv_dtype: str,
         efficiencies: Efficiencies,
+        experts: ExpertSplit = ExpertSplit(),
     ) -> None:
         self._geometry = geometry
         self._degree = tensor_parallel
         self._stages = pipeline_parallel
         self._efficiencies = efficiencies
+        self._experts = experts
         self._link = accelerator.links.scale_up
+        self._collective = efficiencies.collective_over(accelerator.links)
         self._width = bytes_of(dtype)
         self._kv_width = bytes_of(kv_dtype)
         self._gemm = efficiencies.gemm_for(dtype)
+        self._expert_mlp = efficiencies.experts_for(dtype)
         self._head_gemm = efficiencies.gemm_for("bf16")
         self._decode = efficiencies.decode_for(kv_dtype)
         self._varlen = efficiencies.varlen_for(kv_dtype)
@@ -53,9 +57,29 @@ class LayerCost:
         total = layers * sum(self._gemm_s(m, tokens) for m in geometry.attention_matmuls())
         total = total + geometry.dense_layers * sum(self._gemm_s(m, tokens) for m in geometry.mlp_matmuls())
         if geometry.experts:
-            total = total + geometry.experts.layers * self._experts_s(tokens)
+            total = total + geometry.experts.layers * self._own_experts_s(tokens)
+            total = total + self.experts_s(tokens * self._experts.engines)
         total = total + layers * self._elementwise_s(tokens)
         return total + self._communication_s(tokens) + self._efficiencies.step_s
+
+    def experts_s(self, tokens: Numeric) -> Numeric:
+        """All layers' routed experts on one rank, for `tokens` tokens of all engines together, and their way there.
+
+        Tokens of several engines are gathered before the experts, summed and scattered after. Source: vLLM's
+        `allgather_reducescatter`, its default.
+        """
+        geometry, experts, split = self._geometry, self._geometry.experts, self._experts
+        if not experts:
+            return 0.0 * tokens
+        active = experts.expected_active(tokens) / split.ranks
+        rows = tokens * experts.per_token / split.ranks
+        width = -(-experts.intermediate // split.cut(self._degree))
+        up = 2 * width if geometry.gated_mlp else width
+        total = self._expert_mlp.time_s(rows, active, up, width, geometry.hidden, self._width, self._device)
+        if split.engines > 1:
+            moved = tokens * geometry.hidden * 2.0
+            total = total + self._collective.gather_scatter_s(moved, float(split.engines), self._link)
+        return experts.layers * total
 
     def head_s(self, sequences: Numeric) -> Numeric:
         """Output projection and sampling for that many sequences."""
@@ -101,42 +125,36 @@ class LayerCost:
         heads = Heads(query, kv, each, 2.0 * kv * geometry.head_dim * self._kv_width, each)
         return heads, heads
 
-    def _gemm_s(self, matmul: Matmul, tokens: Numeric, count: Numeric = 1.0) -> Numeric:
+    def _gemm_s(self, matmul: Matmul, tokens: Numeric) -> Numeric:
         n, k = matmul.shard(self._degree)
-        return self._gemm.time_s(tokens, n, k, self._width, self._device, cold=True, count=count)
+        return self._gemm.time_s(tokens, n, k, self._width, self._device, cold=True)
 
-    def _experts_s(self, tokens: Numeric) -> Numeric:
-        """Router, the experts that these tokens touch, shared experts; the widths are divided by tensor parallelism."""
+    def _own_experts_s(self, tokens: Numeric) -> Numeric:
+        """What an engine computes for its own tokens alone: router and shared experts."""
         geometry, experts = self._geometry, self._geometry.experts
         assert experts is not None
-        active = experts.expected_active(tokens)
-        rows = tokens * experts.per_token
-        total = sum(self._gemm_s(m, rows, active) for m in geometry.mlp_matmuls(experts.intermediate))
+        total = self._gemm_s(Matmul("router", experts.count, geometry.hidden, "none"), tokens)
         if experts.shared_intermediate:
             total = total + sum(self._gemm_s(m, tokens) for m in geometry.mlp_matmuls(experts.shared_intermediate))
-        router = Matmul("router", experts.count, geometry.hidden, "none")
-        shuffle = self._efficiencies.elementwise.time_s(rows * geometry.hidden * 4.0, self._half)
-        return total + self._gemm_s(router, tokens) + 2.0 * shuffle
+        return total
 
     def _elementwise_s(self, tokens: Numeric) -> Numeric:
-        """One layer's norms (residual fused), rotary embedding, KV write and activation."""
+        """One layer's norms (residual fused), rotary embedding, KV write and, outside of experts, activation."""
         geometry, one = self._geometry, self._efficiencies.elementwise
         norm = geometry.norms_per_layer * one.time_s(tokens * geometry.hidden * 8.0, self._half)
         rotated = (self._heads.query + self._heads.kv) * geometry.head_dim * 4.0
         rotary = one.time_s(tokens * rotated, self._half)
         write = one.time_s(tokens * self._heads.kv_bytes * 2.0, self._half)
         total = norm + rotary + write + (one.time_s(tokens * rotated, self._half) if geometry.qk_norm else 0.0)
-        experts = geometry.experts
-        per_token = experts.per_token * experts.intermediate if experts else 0
-        width = (geometry.dense_layers * geometry.intermediate + (experts.layers * per_token if experts else 0)) / (
-            geometry.layers * self._degree
-        )
-        return total + one.time_s(tokens * width * (6.0 if geometry.gated_mlp else 4.0), self._half)
+        if not geometry.dense_layers:
+            return total
+        share, width = geometry.dense_layers / geometry.layers, geometry.intermediate / self._degree
+        return total + share * one.time_s(tokens * width * (6.0 if geometry.gated_mlp else 4.0), self._half)
 
     def _communication_s(self, tokens: Numeric) -> Numeric:
         """Two all-reduces a layer under tensor parallelism; one send for each pipeline boundary."""
         activation = tokens * self._geometry.hidden * 2.0
-        collective = self._efficiencies.collective
+        collective = self._collective
         total = 0.0 * tokens
         if self._degree > 1:
             reduce_s = collective.all_reduce_s(activation, float(self._degree), self._link)

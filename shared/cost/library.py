@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shared.cost.catalogue import Catalogue
 from shared.cost.efficiency import EfficiencyTable
-from shared.cost.geometry import ModelGeometry
+from shared.cost.geometry import ExpertSplit, ModelGeometry
 from shared.cost.models import bundled_geometry, geometry_from_file
 from shared.cost.step import StepModel
 
@@ -36,8 +36,10 @@ class Library:
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
         dtype: str | None = None,
+        experts: ExpertSplit = ExpertSplit(),
     ) -> StepModel:
         """The step model of `model` on accelerators of that name."""
         device = self.catalogue.get(accelerator)
         fitted = self.efficiencies.for_device(device.name)
-        return StepModel(device, self.geometry(model), tensor_parallel, pipeline_parallel, dtype, fitted)
+        geometry = self.geometry(model)
+        return StepModel(device, geometry, tensor_parallel, pipeline_parallel, dtype, fitted, experts=experts)

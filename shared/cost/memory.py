@@ -1,7 +1,7 @@
 """How much KV an instance holds, and whether a model fits it at all."""
 
 from shared.cost.catalogue import Accelerator, bytes_of, precision_of
-from shared.cost.geometry import ModelGeometry
+from shared.cost.geometry import ExpertSplit, ModelGeometry
 from shared.errors import Incompatible
 
 # u and v of Huawei eq. 1, as vLLM sets them: share of the memory that the engine may use, and bytes of each
@@ -20,11 +20,13 @@ def kv_capacity_tokens(
     kv_dtype: str | None = None,
     utilisation: float = UTILISATION,
     reserve_bytes: float = RESERVE_BYTES,
+    experts: ExpertSplit = ExpertSplit(),
 ) -> int:
     """Tokens of KV that an instance holds; negative when the weights alone do not fit.
 
     Source: Huawei eq. 1 (R): C_s = t·(u·m − v) − a·P, divided by kappa. KV that several ranks must each hold
-    (fewer KV heads than ranks, a latent) counts once for each copy.
+    (fewer KV heads than ranks, a latent) counts once for each copy. Data-parallel engines that compute the experts
+    together hold a share of them each.
     """
     precision = precision_of(dtype or geometry.dtype)
     kv_precision = precision_of(kv_dtype or ("bf16" if bytes_of(precision) < 2 else precision))
@@ -32,6 +34,7 @@ def kv_capacity_tokens(
     copies = float(tensor_parallel) if geometry.latent else max(1.0, tensor_parallel / geometry.kv_heads)
     space = ranks * (utilisation * accelerator.memory_bytes - reserve_bytes)
     space -= geometry.weight_bytes(bytes_of(precision))
+    space += geometry.expert_parameters() * (1.0 - 1.0 / experts.engines) * bytes_of(precision)
     return int(space // (geometry.kv_bytes_per_token(bytes_of(kv_precision)) * copies))
 
 

@@ -71,13 +71,18 @@ class Quantisation:
     ramp: float
     spill_s_byte: float = 0.0  # beyond the cache
     spill_bytes: float = 1e9
+    fused: bool = True  # engines do it in the operator before; scales of blocks (fp8_block) take a kernel of their own
 
     def time_s(self, m: Numeric, k: Numeric, units: int) -> Numeric:
-        """Seconds for m rows of k elements."""
+        """Seconds for m rows of k elements, launched by themselves."""
+        return self.launch_s + self.work_s(m, k, units)
+
+    def work_s(self, m: Numeric, k: Numeric, units: int) -> Numeric:
+        """The same without the launch, which an engine's graphs hide."""
         rows = (1.0 + (m / (units * self.rows_per_unit)) ** self.ramp) ** (1.0 / self.ramp)
         moved = 3.0 * m * k
         spilled = moved / (1.0 + (self.spill_bytes / moved) ** 8.0)
-        return self.launch_s + self.element_s * k**self.exponent * rows + self.spill_s_byte * spilled
+        return self.element_s * k**self.exponent * rows + self.spill_s_byte * spilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,8 @@ class Gemm:
     ) -> Numeric:
         """Seconds. `width`: bytes of a weight. `count`: weight matrices that share the rows (experts).
 
-        `cold` is how an engine runs it: weights come from memory, and quantisation is fused into the operator before.
+        `cold` is how an engine runs it: weights come from memory, and quantisation is fused into the operator before
+        or, where it cannot be, one more kernel.
         """
         tiles_s = self._tiles_s(m, n, k, device, count)
         memory_s = self.weights.time_s(count * n * k * width, device, cold=cold)
@@ -118,6 +124,8 @@ class Gemm:
         total = self.overhead_s + (tiles_s**p + memory_s**p) ** (1.0 / p)
         if self.quantisation and not cold:
             total = total + self.quantisation.time_s(m, k, device.units)
+        elif self.quantisation and not self.quantisation.fused:
+            total = total + self.overhead_s + self.quantisation.work_s(m, k, device.units)
         return total
 
     def _tiles_s(self, m: Numeric, n: Numeric, k: Numeric, device: Device, count: Numeric) -> Numeric:
@@ -165,6 +173,32 @@ class Collective:
         crossing = 2.0 * (ranks - 1.0) / ranks * moved / link * (ranks / 2.0) ** self.contention
         direct = self.latency_s + self.latency_rank_s * ranks + crossing / self.share
         return low(direct, self.ring_latency_s + crossing / self.ring_share)
+
+    def gather_scatter_s(self, moved: Numeric, ranks: Numeric, link: float) -> Numeric:
+        """Seconds to gather `moved` bytes on every rank and, later, to sum and scatter as many: two rings, each half of
+
+        an all-reduce's traffic, each with the latency of a ring; there is no direct exchange of that kind.
+        """
+        crossing = 2.0 * (ranks - 1.0) / ranks * moved / link * (ranks / 2.0) ** self.contention
+        return 2.0 * self.ring_latency_s + crossing / self.ring_share
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    """The experts of a layer on one rank: grouped products over the rows that were routed to them."""
+
+    gemm: Gemm
+    elementwise: Elementwise  # moving rows to their experts and back, and the activation; in 16 bits
+
+    def time_s(
+        self, rows: Numeric, active: Numeric, up: Numeric, width: Numeric, hidden: Numeric, element: float,
+        device: Device,
+    ) -> Numeric:  # fmt: skip
+        """Seconds. `rows`: over all `active` experts; `up`: columns of the first product, twice `width` when gated."""
+        first = self.gemm.time_s(rows, up, hidden, element, device, cold=True, count=active)
+        second = self.gemm.time_s(rows, hidden, width, element, device, cold=True, count=active)
+        shuffle = 2.0 * self.elementwise.time_s(rows * hidden * 4.0, device)
+        return first + second + shuffle + self.elementwise.time_s(rows * (up + width) * 2.0, device)
 
 
 @dataclass(frozen=True, slots=True)

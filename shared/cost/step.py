@@ -8,7 +8,7 @@ import numpy as np
 
 from shared.cost.catalogue import Accelerator, bytes_of, precision_of
 from shared.cost.efficiency import Efficiencies, EfficiencyTable
-from shared.cost.geometry import ModelGeometry
+from shared.cost.geometry import ExpertSplit, ModelGeometry
 from shared.cost.layers import LayerCost
 from shared.errors import InvalidRequest
 
@@ -54,6 +54,7 @@ class StepModel:
         dtype: str | None = None,
         efficiencies: Efficiencies | None = None,
         kv_dtype: str | None = None,
+        experts: ExpertSplit = ExpertSplit(),
     ) -> None:
         if tensor_parallel < 1 or pipeline_parallel < 1:
             raise InvalidRequest("tensor_parallel and pipeline_parallel must be at least 1")
@@ -67,15 +68,17 @@ class StepModel:
         self.pipeline_parallel = pipeline_parallel
         self.dtype = precision_of(dtype or geometry.dtype)
         self.kv_dtype = precision_of(kv_dtype or ("bf16" if bytes_of(self.dtype) < 2 else self.dtype))
+        self.experts = experts
         self.efficiencies = efficiencies or EfficiencyTable.from_file().for_device(accelerator.name)
         self._layers = LayerCost(
             accelerator,
             geometry,
             tensor_parallel,
             pipeline_parallel,
-            self.dtype,
+            dtype or geometry.dtype,
             self.kv_dtype,
             self.efficiencies,
+            experts,
         )
         self._dense: dict[int, list[float]] = {}
         self._heads: dict[int, list[float]] = {}
@@ -94,6 +97,10 @@ class StepModel:
         if count == 0:
             return 0.0
         return self._dense_s(count) + self._head_s(count) + self._layers.decode_attention_s(count, context_tokens)
+
+    def experts_time_s(self, tokens: int) -> float:
+        """Seconds of a step in routed experts, for `tokens` tokens of all engines that share them; see Lockstep."""
+        return float(self._layers.experts_s(float(max(1, tokens))))
 
     def prefill_time_s(self, tokens: int, context: int = 0) -> float:
         """Seconds of a step that computes one chunk of `tokens` after `context` earlier tokens."""

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.cost import run_errors, silicon_errors
+from lab.bench.cost import run_errors
+from lab.bench.silicon import silicon_errors
 from lab.fit.efficiencies import fit_table
 from lab.fit.tables import Table, read_tables
 from shared.cost.library import Library
