@@ -55,7 +55,7 @@ class ClusterCore:
     def __init__(self, settings: GatewaySettings, pipeline: JobRunner) -> None:
         self._settings = settings
         self._pipeline = pipeline
-        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._jobs: dict[str, tuple[Job, asyncio.Task[None]]] = {}
         self._waiting_for_token: set[str] = set()
         self._outputs: list[EngineCoreOutput] = []
         self._ready = asyncio.Event()
@@ -77,17 +77,26 @@ class ClusterCore:
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Start a job. Never waits."""
         spec = self._spec(request)
-        job = Job(spec, lambda step: self._emit(spec.job_id, step), self._settings.gateway_id)
+        deadline_s = time.monotonic() + self._settings.job_timeout_s
+        job = Job(spec, lambda step: self._emit(spec.job_id, step), self._settings.gateway_id, deadline_s)
         self._waiting_for_token.add(spec.job_id)
-        task = asyncio.get_running_loop().create_task(self._run(job))
-        self._jobs[spec.job_id] = task
-        task.add_done_callback(lambda _: self._forget(spec.job_id))
+        task = asyncio.get_running_loop().create_task(self._run(job), name=f"job {spec.job_id}")
+        self._jobs[spec.job_id] = (job, task)
+        task.add_done_callback(lambda ended: self._ended(spec.job_id, ended))
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
-        """Stop jobs: the client is gone, or a stop string matched."""
+        """End jobs whose client has its answer: the output processor has found a stop string in it."""
         for request_id in request_ids:
-            if task := self._jobs.get(request_id):
+            if running := self._jobs.get(request_id):
+                job, task = running
+                job.stop()
                 task.cancel()
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Give up jobs whose client is gone."""
+        for request_id in request_ids:
+            if running := self._jobs.get(request_id):
+                running[1].cancel()
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """All steps since the last call, in one batch; waits while there are none."""
@@ -102,13 +111,12 @@ class ClusterCore:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Cancel every job."""
-        for task in self._jobs.values():
-            task.cancel()
+        self.cancel(list(self._jobs))
 
     async def close(self) -> None:
         """Cancel every job and wait until its legs are told."""
         self.shutdown()
-        await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+        await asyncio.gather(*(task for _, task in self._jobs.values()), return_exceptions=True)
 
     async def _run(self, job: Job) -> None:
         try:
@@ -120,9 +128,11 @@ class ClusterCore:
             log.error("job crashed", job_id=job.spec.job_id, exc_info=error)
             self._fail_request(job.spec.job_id, PolyphaseError(f"internal error: {type(error).__name__}"))
 
-    def _forget(self, job_id: str) -> None:
+    def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
         self._jobs.pop(job_id, None)
         self._waiting_for_token.discard(job_id)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the end of a job crashed; its client may wait in vain", job_id=job_id, exc_info=error)
 
     def _spec(self, request: EngineCoreRequest) -> JobSpec:
         params = cast(SamplingParams, request.sampling_params)
@@ -171,7 +181,16 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
             super().__init__(vllm_config=config, executor_class=None, log_stats=False, log_requests=False)
         finally:
             EngineCoreClient.make_async_mp_client = make
+        self._core = core
         core.attach(self)
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """The client is gone. vLLM itself tells its engine core the same of one whose answer hit a stop string."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        self._core.cancel(self.output_processor.abort_requests(ids, internal))
+
+    async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
+        """Nothing is held for a request before it is a job; vLLM would submit one to free it."""
 
 
 def _can_carry(params: SamplingParams) -> bool:

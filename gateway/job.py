@@ -1,5 +1,6 @@
 """The state of one job: what the client asked, what it already has, and the record of how it went."""
 
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,9 +44,12 @@ class Job:
     spec: JobSpec
     emit: Emit
     gateway_id: str
+    deadline_s: float  # of the monotonic clock
     attempt: int = 0
     phase: Phase = Phase.QUEUED
-    finished: bool = False
+    finish_reason: str = ""  # set once the client has all
+    waited_s: float = 0.0  # without an instance, since the last token
+    losses: int = 0  # attempts that an instance lost, since the last token
     tokens: list[int] = field(default_factory=list)  # what the client already has
     failed_instances: list[str] = field(default_factory=list)
     prediction: LengthPrediction | None = None
@@ -53,15 +57,29 @@ class Job:
     decode_instance: str = ""
     split: int = 0
     timeline: RequestTimeline = field(init=False)
+    mark_s: float = field(init=False)  # where the stretches of the timeline end so far
+    leg_first_step_s: float = 0.0
+    _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
     _replayed: int = 0
 
     def __post_init__(self) -> None:
         self.timeline = RequestTimeline(self.spec.job_id, self.spec.arrived_s, len(self.spec.prompt_token_ids))
+        self.mark_s = self.spec.arrived_s
 
     def begin_attempt(self) -> None:
         """Start over where the client's tokens end."""
         self.attempt += 1
         self._replayed = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the client has all."""
+        return bool(self.finish_reason)
+
+    @property
+    def left_s(self) -> float:
+        """Until the deadline."""
+        return self.deadline_s - time.monotonic()
 
     @property
     def prompt(self) -> list[int]:
@@ -75,34 +93,42 @@ class Job:
 
     @property
     def transfer_id(self) -> str:
-        """One an attempt, so that a late message of an earlier one cannot be mistaken."""
-        return f"{self.spec.job_id}/{self.attempt}"
+        """One an attempt, so that a late message of an earlier one cannot be mistaken.
 
-    def view(self) -> JobView:
-        """What policies may know."""
-        return JobView(
-            self.spec.job_id, len(self.prompt), self.remaining, self.spec.slo, self.prediction, self.spec.local_only
-        )
+        Unlike any of another gateway, or of this one before its restart, for which clients may repeat their ids.
+        """
+        return f"{self.spec.job_id}/{self._nonce}/{self.attempt}"
+
+    def view(self, *, decode_only: bool = False) -> JobView:
+        """What policies may know. `decode_only`: its prefill is done."""
+        whole = decode_only or self.spec.local_only
+        return JobView(self.spec.job_id, len(self.prompt), self.remaining, self.spec.slo, self.prediction, whole)
 
     def accept(self, step: TokenStep) -> None:
         """Take a step of an engine and hand on what the client does not have yet, exactly once."""
         if self.finished:
             return
+        now = time.time()
+        self.leg_first_step_s = self.leg_first_step_s or now
         tokens = step.tokens
         if not self.spec.carry and self._replayed < len(self.tokens):
             step = self._skip(step)
             if not step.tokens and not step.finish_reason:
                 return
             tokens = step.tokens
-        now = time.time()
         timeline = self.timeline
         if tokens:
             timeline.first_token_s = timeline.first_token_s or now
             timeline.last_token_s = now
             self.tokens += tokens
             self._replayed = len(self.tokens)
-        self.finished = bool(step.finish_reason)
+            self.waited_s, self.losses = 0.0, 0
         self.emit(step)
+        self.finish_reason = step.finish_reason
+
+    def stop(self) -> None:
+        """The front end found a stop string: the client has its answer, whatever its engine still produces."""
+        self.finish_reason = self.finish_reason or "stop"
 
     def _skip(self, step: TokenStep) -> TokenStep:
         """Drop the tokens of a second run that the client has; they must be the same."""
@@ -116,11 +142,13 @@ class Job:
         return TokenStep(step.tokens[len(known) :], step.finish_reason, step.stop_reason)
 
     def record(self, span: Span, started_s: float, ended_s: float, instance_id: str = "") -> None:
-        """Add a stretch to the timeline; stretches that did not happen are left out."""
-        if started_s > 0.0:
-            self.timeline.spans.append(
-                SpanRecord(span, started_s, max(started_s, ended_s), instance_id, self.attempt)
-            )
+        """Add a stretch to the timeline."""
+        self.timeline.spans.append(SpanRecord(span, started_s, ended_s, instance_id, self.attempt))
+        self.mark_s = max(self.mark_s, ended_s)
+
+    def spent(self, span: Span, until_s: float, instance_id: str = "") -> None:
+        """Add the time since the last stretch, so that there is no gap."""
+        self.record(span, self.mark_s, max(until_s, self.mark_s), instance_id)
 
     def decided(self, kind: str, chosen: str, reasons: tuple[Reason, ...]) -> None:
         """Add a decision to the timeline."""

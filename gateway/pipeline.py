@@ -5,32 +5,38 @@ The pipeline owns the job: its deadline, the cancellation of every leg, and the 
 
 import asyncio
 import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from gateway import spans
 from gateway.job import Job
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
+from gateway.staged import StagedKv
 from shared.domain.job import Phase
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.route import InstanceRef, Reason, Route
-from shared.errors import Busy, DeadlineExceeded, PolyphaseError, Unavailable, WrongRole
+from shared.errors import Busy, DeadlineExceeded, EngineFailed, PolyphaseError, Unavailable, WrongRole
 from shared.runtime.logs import get_log
 from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.messages import (
-    DecodeRequest,
-    PrefetchRequest,
-    PrefillReply,
-    PrefillRequest,
-    PrefillStarted,
-    ReleaseRequest,
-    TokenStep,
-)
-from shared.wire.methods import DECODE, PREFETCH, PREFILL, RELEASE
+from shared.wire.messages import DecodeRequest, PrefillReply, PrefillRequest, TokenStep
+from shared.wire.methods import DECODE, PREFILL, Method
 from shared.wire.rpc_client import RpcClients
 
 log = get_log(__name__)
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Item = TypeVar("Item")
 PLACE_S = 2.0
 RETRY_S = 0.1
+RETRY_AT_MOST_S = 0.5
+
+
+class OutOfPatience(Unavailable):
+    """No instance took the job for as long as it may wait for one."""
+
+    retriable = False
 
 
 class Pipeline:
@@ -49,71 +55,54 @@ class Pipeline:
 
         Raises the last error once attempts, patience or the deadline are used up. Cancelling stops both legs.
         """
-        outcome = "cancelled"
-        job.phase = Phase.QUEUED
+        job.spent(Span.INTAKE, time.time())
+        outcome = PolyphaseError.code  # of a bug of ours: the status table must not show the job as under way for ever
         try:
-            async with asyncio.timeout(self._settings.job_timeout_s):
+            async with asyncio.timeout(job.left_s):
                 await self._attempts(job)
-            job.phase, outcome = Phase.COMPLETED, "completed"
         except TimeoutError:
-            job.phase, outcome = Phase.FAILED, DeadlineExceeded.code
+            outcome = DeadlineExceeded.code
             raise DeadlineExceeded(f"the job took longer than {self._settings.job_timeout_s:.0f} s") from None
         except asyncio.CancelledError:
-            job.phase = Phase.CANCELLED
+            outcome = "cancelled"
             raise
         except PolyphaseError as error:
-            job.phase, outcome = Phase.FAILED, error.code
-            raise
-        except Exception:  # a bug of ours: the status table must not show the job as under way for ever
-            job.phase, outcome = Phase.FAILED, PolyphaseError.code
+            outcome = error.code
             raise
         finally:
-            job.timeline.ended_s = time.time()
-            job.timeline.outcome = outcome
-            self._reporter.report(job, outcome)
+            self._ended(job, outcome)
+
+    def _ended(self, job: Job, outcome: str) -> None:
+        if job.finished:
+            job.phase, outcome = Phase.COMPLETED, job.finish_reason
+        else:
+            job.phase = Phase.CANCELLED if outcome == "cancelled" else Phase.FAILED
+        job.timeline.ended_s = time.time()
+        job.timeline.outcome = outcome
+        self._reporter.report(job, outcome)
 
     async def _attempts(self, job: Job) -> None:
-        while True:
+        while not job.finished:
             job.begin_attempt()
+            route = await self._place(job)
             try:
-                await self._attempt(job, await self._place(job))
-                return
+                await self._attempt(job, route)
             except PolyphaseError as error:
                 if job.finished:  # the client has it all; only our record of the end is missing
                     log.warning("lost the end of a finished job", job_id=job.spec.job_id, error=error.message)
-                    return
-                if not error.retriable or job.attempt >= self._settings.attempts:
-                    raise
-                self._blame(job, error)
+                else:
+                    self._prepare_another(job, error)
 
-    def _blame(self, job: Job, error: PolyphaseError) -> None:
-        instance = job.decode_instance if job.phase is Phase.DECODE else job.prefill_instance
-        if instance:
-            job.failed_instances.append(instance)
-        log.info("attempt failed", job_id=job.spec.job_id, attempt=job.attempt, instance=instance, error=error.message)
+    def _prepare_another(self, job: Job, error: PolyphaseError) -> None:
+        if isinstance(error, WrongRole | Busy):
+            self._waited(job, RETRY_S, error)  # nothing was lost, but refusals in turn must not take for ever
+        elif error.retriable:
+            job.losses += 1
+        if not error.retriable or job.losses >= self._settings.attempts:
+            raise error
+        log.info("attempt failed", job_id=job.spec.job_id, attempt=job.attempt, error=error.message)
         figures: dict[str, float | str] = {"error": error.message, "tokens": len(job.tokens)}
         job.decided("resume", "", (Reason(error.code, figures),))
-
-    async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
-        """Ask a scheduler for a route; while none answers or nothing is ready, ask again for `patience_s`."""
-        started = time.time()
-        give_up = time.monotonic() + self._settings.patience_s
-        view = job.view()
-        if decode_only:
-            view = type(view)(view.job_id, view.prompt_tokens, view.max_tokens, view.slo, view.prediction, True)
-        while True:
-            try:
-                route = await self._schedulers.place(view, exclude=tuple(job.failed_instances), timeout_s=PLACE_S)
-                break
-            except PolyphaseError as error:
-                if not error.retriable and not isinstance(error, DeadlineExceeded):
-                    raise
-                if time.monotonic() > give_up:
-                    raise
-                job.failed_instances.clear()  # an instance that failed once is better than none
-                await asyncio.sleep(RETRY_S)
-        job.record(Span.PLACEMENT, started, time.time())
-        return route
 
     async def _attempt(self, job: Job, route: Route) -> None:
         job.placed(route)
@@ -122,19 +111,42 @@ class Pipeline:
             assert route.decode is not None
             await self._decode(job, route.decode, None)
             return
-        prefilled = await self._prefill(job, route, route.prefill)
-        if job.finished:
-            return
-        if prefilled.decode is None or prefilled.handle is None:
-            raise Unavailable(f"{route.prefill.instance_id} named no decode instance")
-        try:
-            await self._decode_somewhere(job, prefilled.decode, prefilled.handle)
-        except BaseException:
-            # Whatever ended the decode leg: KV that waits for it must not wait for its lease to end.
-            self._release(route.prefill, prefilled.handle.transfer_id)
-            raise
+        async with StagedKv(self._clients, job, route.prefill) as staged:
+            prefilled = await self._prefill(job, route, route.prefill, staged)
+            if job.finished:
+                return
+            if prefilled.handle is None:
+                raise self._broken(job, route.prefill, "staged no KV")
+            await self._decode_somewhere(job, prefilled.decode, prefilled.handle, staged)
 
-    async def _prefill(self, job: Job, route: Route, instance: InstanceRef) -> PrefillReply:
+    async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
+        """Ask a scheduler for a route; while none answers or nothing is ready, ask again for `patience_s`."""
+        view = job.view(decode_only=decode_only)
+        while True:
+            asked_s = time.monotonic()
+            try:
+                route = await self._schedulers.place(view, exclude=tuple(job.failed_instances), timeout_s=PLACE_S)
+                break
+            except PolyphaseError as error:
+                if not error.retriable and not isinstance(error, DeadlineExceeded):
+                    raise
+                job.failed_instances.clear()  # an instance that failed once is better than none
+                self._waited(job, time.monotonic() - asked_s, error)
+                pause_s = min(max(RETRY_S, job.waited_s / 2), RETRY_AT_MOST_S)
+                await asyncio.sleep(pause_s)
+                job.waited_s += pause_s
+        job.spent(Span.PLACEMENT, time.time())
+        return route
+
+    def _waited(self, job: Job, seconds: float, error: PolyphaseError) -> None:
+        """Count time without an instance. There is one patience for all of it, and a token renews it."""
+        job.waited_s += seconds
+        if job.waited_s >= self._settings.patience_s:
+            raise OutOfPatience(
+                f"no instance took the job for {self._settings.patience_s:g} s: {error.message}", retry_after_s=2.0
+            ) from error
+
+    async def _prefill(self, job: Job, route: Route, instance: InstanceRef, staged: StagedKv) -> PrefillReply:
         job.phase = Phase.PREFILL
         prompt, full = job.prompt, route.split >= len(job.prompt)
         request = PrefillRequest(
@@ -144,86 +156,72 @@ class Pipeline:
             export=not (full and job.spec.carry and job.remaining <= 1), codec=self._settings.kv_codec,
             decode=route.decode, exclude=tuple(job.failed_instances),
         )  # fmt: skip
-        async with _Prefetches(self._clients) as prefetches:
-            reply = await self._clients.to(instance.rpc).call(
-                PREFILL, request, timeout_s=self._settings.job_timeout_s, on_item=prefetches.start
-            )
-        self._prefilled(job, instance, reply)
-        return reply
-
-    def _prefilled(self, job: Job, instance: InstanceRef, reply: PrefillReply) -> None:
-        job.record(Span.QUEUE, reply.queued_s, reply.started_s, instance.instance_id)
-        job.record(Span.PREFILL, reply.started_s, reply.ended_s, instance.instance_id)
+        reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
+        spans.prefill_ended(job, instance.instance_id, reply)
         job.prediction = reply.prediction or job.prediction
-        if reply.decode is not None:
-            job.decided("dispatch", reply.decode.instance_id, reply.reasons)
         if reply.tokens:
             finish = reply.finish_reason or ("length" if job.remaining <= len(reply.tokens) else "")
             job.accept(TokenStep(reply.tokens, finish, reply.stop_reason, reply.logprobs))
+        if reply.decode is not None:
+            job.decided("dispatch", reply.decode.instance_id, reply.reasons)
+        return reply
 
-    async def _decode_somewhere(self, job: Job, instance: InstanceRef, handle: KvHandle) -> None:
-        """Decode; when the instance refuses before it began, the same KV goes to another one."""
-        try:
-            await self._decode(job, instance, handle)
-        except (WrongRole, Busy) as refusal:
-            job.failed_instances.append(instance.instance_id)
-            route = await self._place(job, decode_only=True)
-            if route.decode is None:
-                raise Unavailable("placement named no decode instance") from refusal
-            job.decided("dispatch", route.decode.instance_id, (Reason(refusal.message), *route.reasons))
-            await self._decode(job, route.decode, handle)
+    async def _decode_somewhere(
+        self, job: Job, instance: InstanceRef | None, handle: KvHandle, staged: StagedKv
+    ) -> None:
+        """Decode; an instance that refuses before it began leaves the same KV to another one."""
+        while True:
+            if instance is None:
+                instance = await self._place_decode(job)
+            try:
+                outcome = await self._decode(job, instance, handle)
+            except (WrongRole, Busy) as refusal:
+                self._waited(job, RETRY_S, refusal)
+                instance = None
+            else:
+                staged.ended_on(instance, outcome)
+                return
 
-    async def _decode(self, job: Job, instance: InstanceRef, handle: KvHandle | None) -> None:
-        job.phase = Phase.TRANSFER if handle is not None else Phase.DECODE
+    async def _place_decode(self, job: Job) -> InstanceRef:
+        route = await self._place(job, decode_only=True)
+        if route.decode is None:
+            raise Unavailable("placement named no decode instance")
+        job.decided("dispatch", route.decode.instance_id, route.reasons)
+        return route.decode
+
+    async def _decode(self, job: Job, instance: InstanceRef, handle: KvHandle | None) -> TransferOutcome:
+        job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
         request = DecodeRequest(
             job=job.view(), prompt_token_ids=job.prompt, generation=job.spec.generation, handle=handle,
         )  # fmt: skip
-        job.phase = Phase.DECODE
-        reply = await self._clients.to(instance.rpc).call(
-            DECODE, request, timeout_s=self._settings.job_timeout_s, on_item=job.accept
-        )
-        transfer = reply.transfer
-        job.timeline.transfers.append(transfer)
-        job.record(Span.TRANSFER, transfer.started_s, transfer.ended_s, instance.instance_id)
-        began = transfer.ended_s or reply.queued_s
-        job.record(Span.DECODE_QUEUE, began, reply.started_s, instance.instance_id)
-        job.record(Span.DECODE, reply.started_s, reply.ended_s, instance.instance_id)
-        if handle is not None and transfer.outcome is TransferOutcome.RECOMPUTED:
-            log.warning("KV was recomputed", job_id=job.spec.job_id, error=transfer.error)
+        reply = await self._call(job, instance, DECODE, request, job.accept)
+        spans.decode_ended(job, instance.instance_id, reply)
+        if handle is not None and reply.transfer.outcome is TransferOutcome.RECOMPUTED:
+            log.warning("KV was recomputed", job_id=job.spec.job_id, error=reply.transfer.error)
+        if not job.finished:
+            raise self._broken(job, instance, "ended the job without a reason")
+        return reply.transfer.outcome
 
-    def _release(self, instance: InstanceRef, transfer_id: str) -> None:
-        self._clients.to(instance.rpc).notify(RELEASE, ReleaseRequest([transfer_id]))
+    def _broken(self, job: Job, instance: InstanceRef, what: str) -> EngineFailed:
+        job.failed_instances.append(instance.instance_id)
+        return EngineFailed(f"{instance.instance_id} {what}")
 
-
-class _Prefetches:
-    """Starts transfers while a prefill is still under way; a failed or late one only costs the overlap."""
-
-    def __init__(self, clients: RpcClients) -> None:
-        self._clients = clients
-        self._started: list[PrefillStarted] = []
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def __aenter__(self) -> "_Prefetches":
-        return self
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if error is not None:  # no decode will follow: what was fetched must go
-            for item in self._started:
-                release = ReleaseRequest([item.handle.transfer_id])
-                self._clients.to(item.decode.rpc).notify(RELEASE, release)
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def start(self, item: PrefillStarted) -> None:
-        """Tell the decode instance to begin."""
-        self._started.append(item)
-        self._tasks.append(asyncio.get_running_loop().create_task(self._prefetch(item)))
-
-    async def _prefetch(self, item: PrefillStarted) -> None:
+    async def _call(
+        self,
+        job: Job,
+        instance: InstanceRef,
+        method: Method[Request, Reply, Item],
+        request: Request,
+        on_item: Callable[[Any], None],
+    ) -> Reply:
+        """One leg, for what is left of the job's time. What fails in it is its instance's failure and no other's."""
+        job.leg_first_step_s = 0.0
         try:
-            await self._clients.to(item.decode.rpc).call(PREFETCH, PrefetchRequest(item.handle), timeout_s=5.0)
-        except PolyphaseError as error:
-            log.info("prefetch failed", transfer_id=item.handle.transfer_id, error=error.message)
+            return await self._clients.to(instance.rpc).call(method, request, timeout_s=job.left_s, on_item=on_item)
+        except BaseException as error:
+            spans.leg_broke_off(job, instance.instance_id)
+            if isinstance(error, PolyphaseError):
+                job.failed_instances.append(instance.instance_id)
+            raise

@@ -9,14 +9,21 @@ from shared.domain.route import Reason
 
 
 class Span(StrEnum):
-    """The stretches of a request's time."""
+    """The stretches of a request's time. From arrival to first token they follow each other without a gap.
 
-    PLACEMENT = "placement"
+    Only TRANSFER may run beside others: a prompt of several chunks is fetched while the rest of it is computed.
+    """
+
+    INTAKE = "intake"  # read, rendered, tokenised; and its turn among the jobs of one body
+    PLACEMENT = "placement"  # until a scheduler named a place, with all that was waited for one
+    HANDOVER = "handover"  # from the gateway to an instance
     QUEUE = "queue"
     PREFILL = "prefill"
+    REPLY = "reply"  # from an instance to the gateway
     TRANSFER = "transfer"
-    DECODE_QUEUE = "decode_queue"
+    DECODE_QUEUE = "decode_queue"  # until its first step there has ended, prefill included where there was none before
     DECODE = "decode"
+    LOST = "lost"  # on an instance that did not bring it to an end
 
 
 class SpanRecord(msgspec.Struct, frozen=True):
@@ -69,3 +76,12 @@ class RequestTimeline(msgspec.Struct):
     def jct_s(self) -> float | None:
         """Arrival to last token."""
         return self.last_token_s - self.arrived_s if self.last_token_s else None
+
+
+def clock_shift_s(first_s: float, last_s: float, called_s: float, replied_s: float) -> float:
+    """What to add to moments of another host, of which the outer two are given, to have them on the caller's clock.
+
+    It is the least that puts them between call and reply: none where the clocks agree. A stretch longer than the call
+    begins with it.
+    """
+    return max(called_s - first_s, min(replied_s - last_s, 0.0))

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -90,6 +91,14 @@ class Worker:
     @property
     def ref(self) -> InstanceRef:
         return InstanceRef(self.name, 1, self.address)
+
+    def renew(self) -> None:
+        """Forget what was, and behave."""
+        self.before_token = self.refuse = self.stop_token = None
+        self.chunked = False
+        for seen in (self.prefills, self.decodes, self.prefetched, self.released):
+            seen.clear()
+        self.cancelled.clear()
 
     async def start(self) -> None:
         handlers = {PREFILL: self.prefill, DECODE: self.decode, PREFETCH: self.prefetch, RELEASE: self.release}
@@ -218,12 +227,12 @@ _numbers = itertools.count()
 
 
 def make_job(
-    prompt: list[int], max_tokens: int = 8, *, carry: bool = True, local_only: bool = False
+    prompt: list[int], max_tokens: int = 8, *, carry: bool = True, local_only: bool = False, timeout_s: float = 600.0
 ) -> tuple[Job, list[TokenStep]]:
     """A job and the list in which its steps gather."""
     steps: list[TokenStep] = []
-    spec = JobSpec(f"job-{next(_numbers)}", prompt, Generation(b"", 1.0), max_tokens, carry, local_only, Slo())
-    return Job(spec, steps.append, "gateway-0"), steps
+    spec = JobSpec(f"job-{next(_numbers)}", prompt, Generation(b"", time.time()), max_tokens, carry, local_only, Slo())
+    return Job(spec, steps.append, "gateway-0", time.monotonic() + timeout_s), steps
 
 
 def tokens_of(steps: list[TokenStep]) -> list[int]:

@@ -1,89 +1,14 @@
 """The real API layer over a cluster without engines: shapes, errors, cancellation, and errors inside a stream."""
 
 import asyncio
-import json
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import pytest_asyncio
-import uvicorn
 
-sys.path.insert(0, str(Path(__file__).parent))
+from tests.gateway.api import PROMPT, Api, events, until
+from tests.gateway.cluster import answer
 
-from cluster import Cluster, answer, running_cluster
-
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
-MODEL = Path(__file__).parents[2] / "models" / "demo"
-PROMPT = [400, 401, 402, 403]
-
-
-class Api:
-    """The application and the cluster behind it."""
-
-    def __init__(self, client: httpx.AsyncClient, cluster: Cluster) -> None:
-        self.client = client
-        self.cluster = cluster
-
-    async def complete(self, **body: Any) -> httpx.Response:
-        full = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **body}
-        return await self.client.post("/v1/completions", json=full)
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def api() -> AsyncIterator[Api]:
-    from gateway.app import prepare_environment, running
-    from gateway.auth import KeyRing
-    from gateway.settings import GatewaySettings
-
-    prepare_environment()
-    async with running_cluster() as cluster:
-        settings = GatewaySettings(
-            schedulers=(cluster.scheduler_address,), model=str(MODEL), served_model_name="demo", patience_s=0.5,
-            max_model_len=2048, max_body_bytes=100_000,
-        )  # fmt: skip
-        async with (
-            running(settings, KeyRing(())) as app,
-            listening(app) as url,
-            httpx.AsyncClient(base_url=url, timeout=20) as client,
-        ):
-            yield Api(client, cluster)
-
-
-@asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """A real server: only a real connection can be broken."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
-    serving = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    await serving
-
-
-@pytest.fixture(autouse=True)
-def fresh(api: Api) -> None:
-    for worker in (api.cluster.prefill, *api.cluster.decodes):
-        worker.before_token = worker.refuse = None
-        worker.prefills.clear()
-        worker.decodes.clear()
-        worker.cancelled.clear()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-async def events(response: httpx.Response) -> list[Any]:
-    lines = [line async for line in response.aiter_lines() if line.startswith("data: ")]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def test_models(api: Api) -> None:

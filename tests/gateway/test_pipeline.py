@@ -1,28 +1,17 @@
 """The pipeline over real sockets: what runs where, exactly-once tokens, and what follows each failure."""
 
 import asyncio
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster import Worker, answer, make_job, running_cluster, tokens_of
 
 from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
 from shared.errors import Busy, DeadlineExceeded, EngineFailed, PolyphaseError, Unavailable, WrongRole
 from shared.timeline import Span
+from tests.gateway.api import until
+from tests.gateway.cluster import Worker, answer, make_job, running_cluster, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_the_first_token_comes_from_prefill_and_decode_carries_on() -> None:
@@ -242,9 +231,9 @@ async def test_patience_ends_with_a_clear_error() -> None:
 
 
 async def test_the_deadline_of_the_job_holds_for_all_its_legs() -> None:
-    async with running_cluster(job_timeout_s=1.5) as cluster:
+    async with running_cluster() as cluster:
         cluster.decodes[0].before_token = lambda _: asyncio.Event().wait()
-        job, _ = make_job(PROMPT, 5)
+        job, _ = make_job(PROMPT, 5, timeout_s=1.5)
         with pytest.raises(DeadlineExceeded):
             await cluster.pipeline.run(job)
         await asyncio.wait_for(cluster.decodes[0].cancelled.wait(), 5)

@@ -1,0 +1,36 @@
+"""The API of these tests."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.gateway.api import MODEL, Api, listening
+from tests.gateway.cluster import running_cluster
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="session")
+async def running_api() -> AsyncIterator[Api]:
+    from gateway.app import prepare_environment, running
+    from gateway.auth import KeyRing
+    from gateway.settings import GatewaySettings
+
+    prepare_environment()
+    async with running_cluster() as cluster:
+        settings = GatewaySettings(
+            schedulers=(cluster.scheduler_address,), model=str(MODEL), served_model_name="demo", patience_s=0.5,
+            max_model_len=2048, max_body_bytes=100_000,
+        )  # fmt: skip
+        async with (
+            running(settings, KeyRing(())) as app,
+            listening(app) as url,
+            httpx.AsyncClient(base_url=url, timeout=20) as client,
+        ):
+            yield Api(client, cluster)
+
+
+@pytest.fixture
+def api(running_api: Api) -> Api:
+    running_api.renew()
+    return running_api
