@@ -16,9 +16,10 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from gateway.admission import Admission
 from gateway.auth import KeyRing, load_keys
 from gateway.core import ClusterCore, ClusterLLM, JobRunner
-from gateway.limits import Limits
+from gateway.edge import Edge
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import PERIOD_S, Reporter
@@ -52,7 +53,7 @@ async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> N
 @asynccontextmanager
 async def running(
     settings: GatewaySettings, keys: KeyRing, runner: JobRunner | None = None
-) -> AsyncIterator[Limits]:
+) -> AsyncIterator[Edge]:
     """The whole application with everything behind it started; stopped in reverse at the end of the block."""
     async with AsyncExitStack() as stack:
         curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
@@ -66,10 +67,11 @@ async def running(
         tasks.every("reports", PERIOD_S, reporter.flush)
         core = ClusterCore(settings, runner or Pipeline(settings, clients, schedulers, reporter))
         stack.push_async_callback(core.close)
-        metrics.queued.set_function(lambda: core.queued)
+        admission = Admission(settings, keys.count)
+        metrics.queued.set_function(lambda: admission.jobs)
         app = await _vllm_app(settings, core, stack)
         healthy = (lambda: True) if runner else (lambda: schedulers.connected)
-        yield Limits(app, settings, keys, metrics, lambda: core.queued, healthy)
+        yield Edge(app, settings, keys, metrics, admission, healthy)
         await reporter.flush()
 
 

@@ -57,6 +57,11 @@ class KeyRing:
         """Whether no key is needed."""
         return not self._by_digest
 
+    @property
+    def count(self) -> int:
+        """How many callers there may be."""
+        return len(self._by_digest)
+
     def identify(self, authorization: str, x_api_key: str = "") -> ApiKey | None:
         """The key of a request, None where none is needed. Raises Unauthorized. Anthropic clients use X-Api-Key.
 

@@ -1,16 +1,19 @@
-"""What the HTTP side knows of a request and the pipeline needs: who asks, and under which SLO class."""
+"""What the HTTP side knows of a request and the pipeline needs: who asks, since when, and under which SLO class."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from gateway.admission import Ticket
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request."""
+    """Whose request it is. `arrived_s`: unix seconds at which all of its body was there."""
 
-    key_name: str = ""
-    slo: str = "default"
+    ticket: Ticket
+    slo: str
+    arrived_s: float
 
 
 # vLLM's handlers carry no headers down to the engine; a context variable follows the request's task.
-caller: ContextVar[Caller] = ContextVar("caller", default=Caller())
+caller: ContextVar[Caller] = ContextVar("caller")

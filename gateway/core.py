@@ -9,6 +9,7 @@ import asyncio
 import copy
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
@@ -24,6 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
+from gateway.admission import Seat
 from gateway.context import caller
 from gateway.job import Job, JobSpec
 from gateway.settings import GatewaySettings
@@ -46,6 +48,13 @@ class JobRunner(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class _Running:
+    job: Job
+    seat: Seat
+    task: asyncio.Task[None] | None = None
+
+
 class ClusterCore:
     """The part of vLLM's EngineCoreClient that AsyncLLM calls."""
 
@@ -55,48 +64,48 @@ class ClusterCore:
     def __init__(self, settings: GatewaySettings, pipeline: JobRunner) -> None:
         self._settings = settings
         self._pipeline = pipeline
-        self._jobs: dict[str, tuple[Job, asyncio.Task[None]]] = {}
-        self._waiting_for_token: set[str] = set()
+        self._jobs: dict[str, _Running] = {}
         self._outputs: list[EngineCoreOutput] = []
         self._ready = asyncio.Event()
-        self._fail_request: Any = None
+        self._requests: Any = None  # vLLM's output processor
 
     def attach(self, llm: AsyncLLM) -> None:
-        """Learn where a failed job's error goes: to the queue its handler reads."""
-        self._fail_request = lambda request_id, error: _fail(llm, request_id, error)
-
-    @property
-    def queued(self) -> int:
-        """Jobs without a first token."""
-        return len(self._waiting_for_token)
+        """Learn who knows the handlers that wait for jobs."""
+        self._requests = llm.output_processor
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         """We generate."""
         return ("generate",)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Start a job. Never waits."""
+        """Start a job. Never waits; a job that there is no room for fails like one that ran."""
+        if not self._requests.has_request(request.request_id):
+            return  # one of n, of which another has failed meanwhile
         spec = self._spec(request)
+        try:
+            seat = caller.get().ticket.start(len(spec.prompt_token_ids))
+        except PolyphaseError as error:
+            self._fail(spec.job_id, error)
+            return
         deadline_s = time.monotonic() + self._settings.job_timeout_s
         job = Job(spec, lambda step: self._emit(spec.job_id, step), self._settings.gateway_id, deadline_s)
-        self._waiting_for_token.add(spec.job_id)
-        task = asyncio.get_running_loop().create_task(self._run(job), name=f"job {spec.job_id}")
-        self._jobs[spec.job_id] = (job, task)
-        task.add_done_callback(lambda ended: self._ended(spec.job_id, ended))
+        running = self._jobs[spec.job_id] = _Running(job, seat)
+        running.task = asyncio.get_running_loop().create_task(self._run(running), name=f"job {spec.job_id}")
+        running.task.add_done_callback(lambda ended: self._ended(spec.job_id, ended))
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
         """End jobs whose client has its answer: the output processor has found a stop string in it."""
         for request_id in request_ids:
             if running := self._jobs.get(request_id):
-                job, task = running
-                job.stop()
-                task.cancel()
+                running.job.stop()
+        self.cancel(request_ids)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Give up jobs whose client is gone."""
         for request_id in request_ids:
-            if running := self._jobs.get(request_id):
-                running[1].cancel()
+            running = self._jobs.get(request_id)
+            if running is not None and running.task is not None:
+                running.task.cancel()
 
     async def get_output_async(self) -> EngineCoreOutputs:
         """All steps since the last call, in one batch; waits while there are none."""
@@ -111,26 +120,40 @@ class ClusterCore:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Cancel every job."""
-        self.cancel(list(self._jobs))
+        self.cancel(self._jobs)
 
     async def close(self) -> None:
         """Cancel every job and wait until its legs are told."""
         self.shutdown()
-        await asyncio.gather(*(task for _, task in self._jobs.values()), return_exceptions=True)
+        await asyncio.gather(*(running.task for running in self._jobs.values() if running.task), return_exceptions=True)
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, running: _Running) -> None:
+        job_id = running.job.spec.job_id
         try:
-            await self._pipeline.run(job)
+            await running.seat.turn()
+            await self._pipeline.run(running.job)
         except PolyphaseError as error:
-            log.warning("job failed", job_id=job.spec.job_id, code=error.code, error=error.message)
-            self._fail_request(job.spec.job_id, error)
+            log.warning("job failed", job_id=job_id, code=error.code, error=error.message)
+            self._fail(job_id, error)
         except Exception as error:  # the boundary: a client must never wait for a job that crashed
-            log.error("job crashed", job_id=job.spec.job_id, exc_info=error)
-            self._fail_request(job.spec.job_id, PolyphaseError(f"internal error: {type(error).__name__}"))
+            log.error("job crashed", job_id=job_id, exc_info=error)
+            self._fail(job_id, PolyphaseError(f"internal error: {type(error).__name__}"))
+
+    def _fail(self, request_id: str, error: PolyphaseError) -> None:
+        """Give a request's handler the error; vLLM turns it into a status, or an event in a stream that has begun.
+
+        The handler is then through with the request: of n jobs the others end, too.
+        """
+        state = self._requests.request_states.get(request_id)
+        if state is None or state.queue is None:
+            return
+        whole = state.parent_req.request_id if state.parent_req is not None else request_id
+        ended = self._requests.abort_requests([whole], internal=True)
+        state.queue.put(GracefulHTTPError(error.message, HTTPStatus(error.http_status)))
+        self.cancel(one for one in ended if one != request_id)
 
     def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
-        self._jobs.pop(job_id, None)
-        self._waiting_for_token.discard(job_id)
+        self._jobs.pop(job_id).seat.leave()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the end of a job crashed; its client may wait in vain", job_id=job_id, exc_info=error)
 
@@ -147,8 +170,7 @@ class ClusterCore:
         return JobSpec(
             job_id=request.request_id, prompt_token_ids=prompt,
             generation=Generation(
-                msgspec.msgpack.encode(params), min(request.arrival_time, time.time()), request.cache_salt or "",
-                request.priority,
+                msgspec.msgpack.encode(params), who.arrived_s, request.cache_salt or "", request.priority,
             ),
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt), carry=carry,
             local_only=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
@@ -156,7 +178,7 @@ class ClusterCore:
         )  # fmt: skip
 
     def _emit(self, job_id: str, step: TokenStep) -> None:
-        self._waiting_for_token.discard(job_id)
+        self._jobs[job_id].seat.leave()
         self._outputs.append(
             EngineCoreOutput(
                 request_id=job_id,
@@ -202,15 +224,6 @@ def _can_carry(params: SamplingParams) -> bool:
         or params.repetition_detection is not None or params.prompt_logprobs is not None
         or params.prompt_logprob_token_ids is not None or params.trace_decode_token_ids is not None
     )  # fmt: skip
-
-
-def _fail(llm: AsyncLLM, request_id: str, error: PolyphaseError) -> None:
-    """Give a request's handler the error; vLLM turns it into a status, or an event in a stream that has begun."""
-    state = llm.output_processor.request_states.get(request_id)
-    if state is None or state.queue is None:
-        return
-    llm.output_processor.abort_requests([request_id], internal=True)
-    state.queue.put(GracefulHTTPError(error.message, HTTPStatus(error.http_status)))
 
 
 def _logprobs(data: bytes) -> LogprobsLists:

@@ -38,7 +38,12 @@ class GatewaySettings(ServiceSettings):
 
     api_keys_file: Path | None = None
     max_body_bytes: int = Field(4 << 20, gt=0)
+    body_timeout_s: float = Field(30.0, gt=0)  # for all of a body to come
     max_queued_jobs: int = Field(512, gt=0)  # jobs without a first token; beyond it the answer is 429
+    max_queued_tokens: int = Field(1 << 20, gt=0)  # prompt tokens of those
+    caller_share: float = Field(0.5, gt=0, le=1)  # of max_queued_jobs, for each key where there are several
+    max_jobs_a_body: int = Field(128, gt=0)  # prompts times n; beyond it the answer is 400
+    jobs_at_once: int = Field(16, gt=0)  # of one body, in the cluster and without a first token
     job_timeout_s: float = Field(600.0, gt=0)
     patience_s: float = Field(10.0, gt=0)  # how long a job waits for a scheduler or an instance to come back
     attempts: int = Field(4, gt=0)

@@ -12,7 +12,6 @@ class Phase(StrEnum):
 
     QUEUED = "queued"
     PREFILL = "prefill"
-    TRANSFER = "transfer"
     DECODE = "decode"
     COMPLETED = "completed"
     CANCELLED = "cancelled"

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from gateway.admission import Admission
 from shared.wire.messages import JobReport
 from tests.gateway.cluster import Cluster, Worker
 
@@ -20,9 +21,10 @@ PROMPT = [400, 401, 402, 403]
 class Api:
     """The application and the cluster behind it."""
 
-    def __init__(self, client: httpx.AsyncClient, cluster: Cluster) -> None:
+    def __init__(self, client: httpx.AsyncClient, cluster: Cluster, admission: Admission) -> None:
         self.client = client
         self.cluster = cluster
+        self.admission = admission
 
     async def complete(self, **body: Any) -> httpx.Response:
         full = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **body}

@@ -19,7 +19,7 @@ from gateway.settings import GatewaySettings
 from shared.domain.job import Generation, Slo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.route import InstanceRef, Route
-from shared.errors import Unavailable
+from shared.errors import PolyphaseError, Unavailable
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import (
     DecodeReply,
@@ -71,7 +71,10 @@ async def listen(server: RpcServer) -> RpcServer:
 
 @dataclass
 class Worker:
-    """One instance. `before_token(n)` runs before the n-th token of each decode and may raise or wait."""
+    """One instance. `before_token(n)` runs before the n-th token of each decode and may raise or wait.
+
+    `dispatches`: it names a decode instance. `stubborn`: it replies to a prefill that was cancelled.
+    """
 
     name: str
     sockets: Sockets
@@ -79,12 +82,17 @@ class Worker:
     decode_at: "Worker | None" = None
     refuse: Exception | None = None
     chunked: bool = False
+    dispatches: bool = True
+    stubborn: bool = False
+    fetching: "asyncio.Event | None" = None  # until then prefetches last
     stop_token: int | None = None
     before_token: "Callable[[int], object] | None" = None
     prefills: list[PrefillRequest] = field(default_factory=list)
     decodes: list[DecodeRequest] = field(default_factory=list)
     prefetched: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)  # prefetches that were cancelled
+    timeouts: list[float] = field(default_factory=list)  # of each call
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     server: RpcServer | None = None
 
@@ -95,8 +103,10 @@ class Worker:
     def renew(self) -> None:
         """Forget what was, and behave."""
         self.before_token = self.refuse = self.stop_token = None
-        self.chunked = False
-        for seen in (self.prefills, self.decodes, self.prefetched, self.released):
+        self.chunked = self.stubborn = False
+        self.dispatches = True
+        self.fetching = None
+        for seen in (self.prefills, self.decodes, self.prefetched, self.released, self.dropped, self.timeouts):
             seen.clear()
         self.cancelled.clear()
 
@@ -110,30 +120,41 @@ class Worker:
             self.server = None
 
     async def prefill(self, request: PrefillRequest, call: ServerCall) -> PrefillReply:
+        queued_s = time.time()
         if self.refuse:
             raise self.refuse
         self.prefills.append(request)
-        target = request.decode or (self.decode_at.ref if self.decode_at else None)
+        self.timeouts.append(call.timeout_s)
+        dispatched = self.decode_at.ref if self.dispatches and self.decode_at else None
+        target = request.decode or dispatched
         handle = KvHandle(request.transfer_id, self.name, 1, "f", (), len(request.prompt_token_ids), "bfloat16")
+        started_s = time.time()
         try:
             if self.chunked and target is not None:
                 call.send(PrefillStarted(target, handle))
             await self._wait(0)
         except asyncio.CancelledError:
             self.cancelled.set()
-            raise
+            if not self.stubborn:
+                raise
         token = next_token(request.prompt_token_ids)
         finish = "stop" if request.want_token and token == self.stop_token else ""
-        return PrefillReply([token] if request.want_token else [], target, handle, finish)
+        return PrefillReply(
+            [token] if request.want_token else [], target, handle, finish,
+            queued_s=queued_s, started_s=started_s, ended_s=time.time(),
+        )  # fmt: skip
 
     async def decode(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
+        queued_s, started_s = time.time(), 0.0
         if self.refuse:
             raise self.refuse
         self.decodes.append(request)
+        self.timeouts.append(call.timeout_s)
         tokens = list(request.prompt_token_ids)
         try:
             for count in range(request.job.max_tokens):
                 await self._wait(count)
+                started_s = started_s or time.time()
                 tokens.append(next_token(tokens))
                 last = count + 1 == request.job.max_tokens
                 call.send(TokenStep([tokens[-1]], "length" if last else ""))
@@ -141,7 +162,9 @@ class Worker:
             self.cancelled.set()
             raise
         outcome = TransferOutcome.PULLED if request.handle else TransferOutcome.LOCAL
-        return DecodeReply(TransferReport(outcome, tokens=len(request.prompt_token_ids)))
+        return DecodeReply(
+            TransferReport(outcome, tokens=len(request.prompt_token_ids)), queued_s, started_s, time.time()
+        )
 
     async def _wait(self, count: int) -> None:
         if self.before_token is not None:
@@ -151,11 +174,25 @@ class Worker:
         else:
             await asyncio.sleep(0)
 
-    async def prefetch(self, request: PrefetchRequest, _: ServerCall) -> None:
+    async def prefetch(self, request: PrefetchRequest, call: ServerCall) -> None:
         self.prefetched.append(request.handle.transfer_id)
+        self.timeouts.append(call.timeout_s)
+        try:
+            if self.fetching is not None:
+                await self.fetching.wait()
+        except asyncio.CancelledError:
+            self.dropped.append(request.handle.transfer_id)
+            raise
 
     async def release(self, request: ReleaseRequest, _: ServerCall) -> None:
         self.released += request.transfer_ids
+
+    async def releases(self, count: int) -> None:
+        """Wait until so many transfers were released, each once."""
+        async with asyncio.timeout(2):
+            while len(self.released) < count:
+                await asyncio.sleep(0.005)
+        assert len(self.released) == count
 
 
 @dataclass
@@ -172,6 +209,7 @@ class Cluster:
     places: list[PlaceRequest]
     reports: list[JobReport]
     split: "Callable[[PlaceRequest], int | None]"
+    no_route: PolyphaseError = field(default_factory=lambda: Unavailable("no decode instance"))
 
     async def scheduler_down(self) -> None:
         await self.scheduler.__aexit__(None, None, None)
@@ -184,7 +222,7 @@ class Cluster:
         self.places.append(request)
         usable = [worker for worker in self.decodes if worker.name not in request.exclude]
         if not usable:
-            raise Unavailable("no decode instance")
+            raise self.no_route
         split = self.split(request)
         if request.job.local_only or split == 0:
             return Route(None, usable[0].ref, 0, "test")
@@ -227,11 +265,13 @@ _numbers = itertools.count()
 
 
 def make_job(
-    prompt: list[int], max_tokens: int = 8, *, carry: bool = True, local_only: bool = False, timeout_s: float = 600.0
+    prompt: list[int], max_tokens: int = 8, *, carry: bool = True, local_only: bool = False,
+    timeout_s: float = 600.0, job_id: str = "",
 ) -> tuple[Job, list[TokenStep]]:
     """A job and the list in which its steps gather."""
     steps: list[TokenStep] = []
-    spec = JobSpec(f"job-{next(_numbers)}", prompt, Generation(b"", time.time()), max_tokens, carry, local_only, Slo())
+    job_id = job_id or f"job-{next(_numbers)}"
+    spec = JobSpec(job_id, prompt, Generation(b"", time.time()), max_tokens, carry, local_only, Slo())
     return Job(spec, steps.append, "gateway-0", time.monotonic() + timeout_s), steps
 
 

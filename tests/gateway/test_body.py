@@ -1,0 +1,34 @@
+"""What a body asks for."""
+
+import pytest
+
+from gateway.body import jobs_asked
+
+
+@pytest.mark.parametrize(
+    ("body", "jobs"),
+    [
+        (b'{"messages": [{}, {}]}', 1),
+        (b'{"prompt": "a"}', 1),
+        (b'{"prompt": null, "n": null}', 1),
+        (b'{"prompt": [1, 2, 3]}', 1),
+        (b'{"prompt": ["a", "b"]}', 2),
+        (b'{"prompt": [ [1], [2, 3], [4] ], "n": 2}', 6),
+        (b'{"prompt": []}', 1),
+        (b'{"prompt_embeds": ["x", "y"]}', 2),
+        (b'{"n": 7.0}', 7),
+        (b'{"n": "7"}', 7),
+        (b'{"n": 1, "n": 7}', 7),
+        (b'{"\\u006e": 7}', 7),
+        (b'{"n": -3}', 1),
+        (b'{"n": {}}', 1),
+        (b'{"n": 1e400}', 1),
+        (b"", 1),
+        (b"[]", 1),
+        (b"{", 1),
+        (b"\xff\xfe", 1),
+        (b'{"n": ' + b"[" * 5000 + b"]" * 5000 + b"}", 1),
+    ],
+)  # fmt: skip
+def test_jobs(body: bytes, jobs: int) -> None:
+    assert jobs_asked(body) == jobs

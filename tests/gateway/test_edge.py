@@ -1,0 +1,224 @@
+"""What stands before vLLM's handlers, over a trivial application."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from gateway.admission import Admission
+from gateway.auth import ApiKey, KeyRing, create_key
+from gateway.context import caller
+from gateway.edge import Edge, TokenBucket
+from gateway.metrics import GatewayMetrics
+from gateway.settings import GatewaySettings, SloTarget
+from tests.gateway.api import until
+
+
+class App:
+    """Answers with who it thinks is asking and how much it read."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.calls += 1
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size += len(message.get("body", b""))
+            more = message.get("more_body", False) and message["type"] == "http.request"
+        who = caller.get(None)
+        body = f"{who.ticket.caller}/{who.slo}/{size}".encode() if who else b""
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+
+def edge(app: App, *, keys: tuple[ApiKey, ...] = (), healthy: bool = True, **changes: Any) -> httpx.AsyncClient:
+    settings = GatewaySettings(
+        schedulers=("tcp://127.0.0.1:1",), model="demo",
+        slo={"default": SloTarget(), "chat": SloTarget(ttft_s=0.5)},
+        **{"max_body_bytes": 1000, "max_queued_jobs": 10, **changes},
+    )  # fmt: skip
+    metrics = GatewayMetrics("demo", CollectorRegistry())
+    admission = Admission(settings, len(keys))
+    guarded = Edge(app, settings, KeyRing(keys), metrics, admission, lambda: healthy)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://gateway")  # type: ignore[arg-type]
+
+
+async def test_a_request_passes_with_its_slo_class() -> None:
+    async with edge(App()) as client:
+        answer = await client.post("/v1/completions", content=b"x" * 500, headers={"X-Polyphase-Slo": "chat"})
+        assert answer.text == "/chat/500"
+
+
+async def test_an_unknown_slo_class_is_named() -> None:
+    async with edge(App()) as client:
+        answer = await client.post("/v1/completions", headers={"X-Polyphase-Slo": "nope"})
+        assert answer.status_code == 400
+        assert "nope" in answer.json()["error"]["message"]
+
+
+async def test_keys_are_asked_for_and_the_health_path_is_open() -> None:
+    secret, key = create_key("team")
+    app = App()
+    async with edge(app, keys=(key,)) as client:
+        answer = await client.post("/v1/completions")
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert app.calls == 0
+        assert (await client.get("/health")).status_code == 200
+        good = await client.post("/v1/completions", headers={"Authorization": f"Bearer {secret}"})
+        assert good.text == "team/default/0"
+
+
+async def test_a_key_over_its_rate_is_told_when_to_come_back() -> None:
+    secret, key = create_key("team", requests_per_s=0.5, burst=2)
+    async with edge(App(), keys=(key,)) as client:
+        headers = {"Authorization": f"Bearer {secret}"}
+        codes = [(await client.get("/v1/models", headers=headers)).status_code for _ in range(3)]
+        assert codes == [200, 200, 429]
+        last = await client.get("/v1/models", headers=headers)
+        assert 1 <= int(last.headers["retry-after"]) <= 2
+        assert last.json()["error"]["type"] == "rate_limit_error"
+
+
+class Holding(App):
+    """Answers when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] == "POST":
+            self.calls += 1
+            await self.go.wait()
+            self.calls -= 1
+        await super().__call__(scope, receive, send)
+
+
+async def test_of_a_burst_as_many_pass_as_may_wait_and_the_others_are_told_at_once() -> None:
+    app = Holding()
+    async with edge(app, max_queued_jobs=512) as client:
+        posts = [asyncio.create_task(client.post("/v1/completions", json={})) for _ in range(2000)]
+        await until(lambda: sum(post.done() for post in posts) == 1488, 30)
+        assert app.calls == 512
+        refused = [post.result() for post in posts if post.done()]
+        assert {answer.status_code for answer in refused} == {429}
+        assert all("retry-after" in answer.headers for answer in refused)
+        assert (await client.get("/v1/models")).status_code == 200
+        app.go.set()
+        assert {(await post).status_code for post in posts} == {200, 429}
+        assert (await client.post("/v1/completions", json={})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "jobs"),
+    [({"n": 5000}, 5000), ({"prompt": ["a"] * 1000}, 1000), ({"prompt": [[1, 2]] * 40, "n": "30"}, 1200)],
+)  # fmt: skip
+async def test_a_body_of_too_many_jobs_is_a_400_that_says_how_many(body: dict[str, Any], jobs: int) -> None:
+    app = App()
+    async with edge(app, max_body_bytes=100_000, max_queued_jobs=1000) as client:
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert f"{jobs} answers" in answer.json()["error"]["message"]
+        assert "128" in answer.json()["error"]["message"]
+        assert app.calls == 0
+
+
+async def test_a_body_counts_as_the_jobs_that_it_asks_for() -> None:
+    app = Holding()
+    async with edge(app, max_queued_jobs=10) as client:
+        first = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a", "b"], "n": 4}))
+        await until(lambda: app.calls == 1)
+        assert (await client.post("/v1/completions", json={"n": 3})).status_code == 429
+        second = asyncio.create_task(client.post("/v1/completions", json={"n": 2}))
+        await until(lambda: app.calls == 2)
+        app.go.set()
+        assert (await first).status_code == (await second).status_code == 200
+        assert (await client.post("/v1/completions", json={"n": 10})).status_code == 200
+
+
+async def test_of_several_callers_none_takes_all_the_room() -> None:
+    app = Holding()
+    (greedy, one), (other, two) = create_key("greedy"), create_key("other")
+    async with edge(app, keys=(one, two), max_queued_jobs=10) as client:
+
+        def ask(secret: str) -> "asyncio.Task[httpx.Response]":
+            return asyncio.create_task(
+                client.post("/v1/completions", json={}, headers={"Authorization": f"Bearer {secret}"})
+            )
+
+        many = [ask(greedy) for _ in range(10)]
+        await until(lambda: sum(post.done() for post in many) == 5)
+        refused = [post.result() for post in many if post.done()]
+        assert {answer.status_code for answer in refused} == {429}
+        assert "'greedy'" in refused[0].json()["error"]["message"]
+        welcome = [ask(other) for _ in range(5)]
+        await until(lambda: app.calls == 10)
+        app.go.set()
+        assert {(await post).status_code for post in welcome} == {200}
+        assert [(await post).status_code for post in many].count(200) == 5
+
+
+async def test_a_body_that_does_not_come_gives_its_place_back() -> None:
+    async def endless() -> Any:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with edge(App(), max_queued_jobs=1, body_timeout_s=0.05) as client:
+        answer = await client.post("/v1/completions", content=endless())
+        assert answer.status_code == 408
+        assert answer.json()["error"]["code"] == "body_too_slow"
+        assert (await client.post("/v1/completions", json={})).status_code == 200
+
+
+async def test_an_answer_of_the_application_gets_a_time_to_come_back_at() -> None:
+    async def busy(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 503, "headers": [(b"x-own", b"1")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with edge(busy) as client:  # type: ignore[arg-type]
+        answer = await client.post("/v1/completions", json={})
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.headers["x-own"] == "1"
+
+
+async def test_without_a_scheduler_the_answer_is_broken_not_busy() -> None:
+    async with edge(App(), healthy=False) as client:
+        answer = await client.post("/v1/completions")
+        assert answer.status_code == 503
+        assert "retry-after" in answer.headers
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_over_the_limit_is_refused(declared: bool) -> None:
+    async def chunks() -> Any:
+        for _ in range(11):
+            yield b"x" * 100
+
+    async with edge(App()) as client:
+        answer = await client.post("/v1/completions", content=b"x" * 1100 if declared else chunks())
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+
+
+async def test_a_chunked_body_within_the_limit_passes() -> None:
+    async def chunks() -> Any:
+        for _ in range(10):
+            yield b"x" * 100
+
+    async with edge(App()) as client:
+        assert (await client.post("/v1/completions", content=chunks())).text == "/default/1000"
+
+
+def test_a_token_bucket_refills_with_time() -> None:
+    bucket = TokenBucket(rate=2.0, burst=2.0, level=2.0, updated_s=0.0)
+    assert [bucket.take(0.0), bucket.take(0.0)] == [0.0, 0.0]
+    assert bucket.take(0.0) == pytest.approx(0.5)
+    assert bucket.take(0.5) == 0.0
+    assert bucket.take(100.0) == 0.0
+    assert bucket.level == 1.0

@@ -1,0 +1,98 @@
+"""What an attempt holds on instances is free at each of its ends."""
+
+import asyncio
+
+import pytest
+
+from shared.errors import EngineFailed, WrongRole
+from tests.gateway.api import until
+from tests.gateway.cluster import answer, make_job, running_cluster, tokens_of
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+async def test_a_reply_that_crosses_the_cancellation_leaves_nothing() -> None:
+    async with running_cluster() as cluster:
+        prefill, reached = cluster.prefill, asyncio.Event()
+
+        async def hang() -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        prefill.before_token, prefill.stubborn = lambda _: hang(), True
+        job, _ = make_job(PROMPT, 10)
+        task = asyncio.create_task(cluster.pipeline.run(job))
+        await asyncio.wait_for(reached.wait(), 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await prefill.releases(1)
+        assert prefill.released == [job.transfer_id]
+
+
+async def test_a_first_token_that_ends_the_answer_leaves_nothing() -> None:
+    async with running_cluster() as cluster:
+        cluster.prefill.stop_token = answer(PROMPT, 1)[0]
+        job, _ = make_job(PROMPT, 8)
+        await cluster.pipeline.run(job)
+        await cluster.prefill.releases(1)
+
+
+async def test_a_failed_prefill_leaves_nothing() -> None:
+    async with running_cluster(attempts=1) as cluster:
+
+        def fail(_: int) -> None:
+            raise EngineFailed("a bug")
+
+        cluster.prefill.before_token = fail
+        job, _ = make_job(PROMPT, 8)
+        with pytest.raises(EngineFailed):
+            await cluster.pipeline.run(job)
+        await cluster.prefill.releases(1)
+
+
+async def test_kv_that_was_taken_is_not_released_again() -> None:
+    async with running_cluster() as cluster:
+        for _ in range(3):
+            job, _ = make_job(PROMPT, 4)
+            await cluster.pipeline.run(job)
+        cluster.prefill.stop_token = answer(PROMPT, 1)[0]
+        last, _ = make_job(PROMPT, 4)
+        await cluster.pipeline.run(last)
+        await cluster.prefill.releases(1)
+        assert cluster.prefill.released == [last.transfer_id]
+
+
+async def test_a_prefetch_goes_on_until_the_decode_has_ended() -> None:
+    async with running_cluster() as cluster:
+        decode = cluster.decodes[0]
+        cluster.prefill.chunked, decode.fetching = True, asyncio.Event()
+        states: list[tuple[int, int]] = []
+        decode.before_token = lambda _: states.append((len(decode.prefetched), len(decode.dropped)))
+        job, steps = make_job(PROMPT, 6)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 6)
+        assert states == [(1, 0)] * 5
+        await until(lambda: len(decode.dropped) == 1)  # the call that is still under way then is of no use to anybody
+
+
+async def test_a_prefetch_of_an_instance_that_then_refuses_is_dropped() -> None:
+    async with running_cluster() as cluster:
+        first, second = cluster.decodes
+        cluster.prefill.chunked, first.fetching = True, asyncio.Event()
+        first.refuse = WrongRole("draining")
+        job, steps = make_job(PROMPT, 6)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 6)
+        assert len(second.decodes) == 1
+        await first.releases(1)
+        assert not second.released
+        assert not cluster.prefill.released
+
+
+async def test_transfers_of_jobs_with_one_id_differ() -> None:
+    async with running_cluster() as cluster:
+        first, _ = make_job(PROMPT, 4)
+        second, _ = make_job(PROMPT, 4, job_id=first.spec.job_id)
+        await asyncio.gather(cluster.pipeline.run(first), cluster.pipeline.run(second))
+        assert len({request.transfer_id for request in cluster.prefill.prefills}) == 2
