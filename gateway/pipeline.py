@@ -154,7 +154,7 @@ class Pipeline:
             prompt_token_ids=prompt if full else prompt[: route.split],
             generation=job.spec.generation, want_token=full and job.spec.carry,
             export=not (full and job.spec.carry and job.remaining <= 1), codec=self._settings.kv_codec,
-            decode=route.decode, exclude=tuple(job.failed_instances),
+            decode=route.decode, exclude=tuple(job.failed_instances), dispatch=route.dispatch,
         )  # fmt: skip
         reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
         spans.prefill_ended(job, instance.instance_id, reply)

@@ -19,8 +19,9 @@ from services.worker.jobs.lengths import LengthClient
 from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.prefill_queue import PrefillQueue
 from services.worker.jobs.roles import RoleState
-from services.worker.kv.control import KvControl
+from services.worker.kv.control import DirectControl, KvControl, SocketControl
 from services.worker.kv.events import KvEvents
+from services.worker.kv.ledger import ExportLedger
 from services.worker.kv.port import ConnectorPort, KvPort
 from services.worker.metrics import WorkerMetrics
 from services.worker.settings import WorkerSettings
@@ -33,7 +34,14 @@ from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
 from shared.wire.broadcast import Publisher, Subscriber
 from shared.wire.clients.monitor import MonitorClient
-from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, ResumeRequest
+from shared.wire.messages import (
+    DrainReply,
+    DrainRequest,
+    FlipReply,
+    FlipRequest,
+    ReleaseRequest,
+    ResumeRequest,
+)  # fmt: skip
 from shared.wire.methods import DECODE, DRAIN, FLIP, PREFETCH, PREFILL, RELEASE, RESUME
 from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
@@ -102,12 +110,20 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         tasks = await stack.enter_async_context(background())
         kv.start(tasks)
         info = _instance_info(settings, engine_info, generation)
-        dispatcher = Dispatcher(registry.dispatch(settings.dispatch), settings.policy_seed)
+        dispatcher = Dispatcher(_seed(settings, generation))
         queue = PrefillQueue(registry.prefill_order(settings.prefill_order), settings.prefill_batch)
         lengths = await stack.enter_async_context(LengthClient(settings.predictor_url, settings.predict_timeout_s))
         prefill = PrefillService(engine, kv, roles, queue, dispatcher, lengths, settings.chunk_size)
         decode = DecodeService(engine, kv, roles)
-        server = RpcServer(sockets, settings.address(settings.rpc_port), _handlers(prefill, decode, roles))
+
+        async def release_of(peer: bytes) -> None:
+            await kv.release_of(peer)
+            await decode.drop_of(peer)
+
+        server = RpcServer(
+            sockets, settings.address(settings.rpc_port), _handlers(prefill, decode, roles, kv),
+            on_peer_gone=lambda peer: tasks.start("release what a gone peer held", release_of(peer)),
+        )  # fmt: skip
         await stack.enter_async_context(server)
         telemetry = await _telemetry(
             settings, info, roles, engine, kv, queue, decode, dispatcher, sockets, stack, tasks
@@ -115,6 +131,12 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         WorkerMetrics(info, telemetry, roles, server, lengths, dispatcher)
         log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
         yield Instance(info, telemetry, roles, engine)
+
+
+def _seed(settings: WorkerSettings, generation: int) -> int | str:
+    """Each start of each instance draws its own random numbers, unless told which."""
+    given = settings.policy_seed
+    return f"{settings.instance_id}:{generation}" if given is None else given
 
 
 async def _start_engine(
@@ -146,9 +168,22 @@ async def _start_engine(
     engine = VllmEngine(settings, config)
     stack.push_async_callback(engine.close)
     info = await engine.start()
-    curve = (settings.curve_public, settings.curve_secret) if settings.curve_public else None
-    control = await stack.enter_async_context(KvControl(settings.kv_endpoints, control_key, curve))
-    return engine, info, ConnectorPort(control, events, _handle_template(settings, info, generation))
+    control: KvControl
+    if (rank := engine.rank) is not None:
+        control = DirectControl(rank)
+    else:
+        curve = (settings.curve_public, settings.curve_secret) if settings.curve_public else None
+        control = await stack.enter_async_context(SocketControl(settings.kv_endpoints, control_key, curve))
+    ledger = ExportLedger(settings.staging_bytes, settings.tensor_parallel)
+    template = _handle_template(settings, info, generation)
+    return engine, info, ConnectorPort(control, events, template, ledger, _token_bytes(settings, info))
+
+
+def _token_bytes(settings: WorkerSettings, engine: EngineInfo) -> int:
+    """KV of one token on one rank; with more ranks than heads, neighbours hold the same one."""
+    kv = engine.compatibility.geometry
+    heads = max(1, kv.kv_heads // settings.tensor_parallel)
+    return int(2 * kv.layers * heads * kv.head_dim * (4 if settings.dtype == "float32" else 2))
 
 
 def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int) -> KvHandle:
@@ -175,18 +210,22 @@ def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int
     return msgspec.structs.replace(info, rates=merged_rates(info.rates, found.rates))
 
 
-def _handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState) -> Handlers:
+def _handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, kv: KvPort) -> Handlers:
     async def drain(request: DrainRequest, _: ServerCall) -> DrainReply:
         return await roles.drain(request.timeout_s)
 
     async def flip(request: FlipRequest, _: ServerCall) -> FlipReply:
         return roles.flip(request.role)
 
+    async def release(request: ReleaseRequest, _: ServerCall) -> None:
+        decode.forget(request.transfer_ids)
+        await kv.release(request.transfer_ids)
+
     async def resume(_: ResumeRequest, __: ServerCall) -> None:
         roles.resume()
 
     return {
-        PREFILL: prefill.prefill, RELEASE: prefill.release, PREFETCH: decode.prefetch, DECODE: decode.decode,
+        PREFILL: prefill.prefill, RELEASE: release, PREFETCH: decode.prefetch, DECODE: decode.decode,
         DRAIN: drain, FLIP: flip, RESUME: resume,
     }  # fmt: skip
 

@@ -60,8 +60,7 @@ class WorkerSettings(ServiceSettings):
 
     prefill_order: str = "fcfs"
     prefill_batch: int = Field(16, gt=0)  # jobs in the engine at once, as a prefill instance
-    dispatch: str = "power_of_two"
-    policy_seed: int = 0
+    policy_seed: int | None = None  # of the dispatcher; None: every instance and every start has its own
 
     def address(self, port: int) -> str:
         """A ZeroMQ address of ours as peers see it."""

@@ -51,7 +51,7 @@ class Telemetry:
         return InstanceLoad(
             time_s=time.time(), queued_prefill=self._queue.waiting + self._decodes.queued,
             queued_prefill_tokens=self._queue.queued_tokens + self._decodes.queued_tokens,
-            running=stats.running, waiting=stats.waiting, decoding=len(self._decodes.active),
+            running=stats.running, waiting=stats.waiting, decoding=self._decodes.active,
             heavy_decodes=self._decodes.heavy, context_tokens=self._decodes.context_tokens,
             free_blocks=stats.free_blocks, staged_bytes=self._kv.staged_bytes, inflight=self._roles.inflight,
         )  # fmt: skip

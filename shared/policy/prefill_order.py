@@ -94,12 +94,17 @@ class OrderedQueue(Generic[Item]):
 
     def pop(self, now: float) -> tuple[JobView, Item]:
         """Take the next. Raises IndexError when empty. `now` is unix seconds."""
+        self.peek(now)
+        return self._window.popleft()
+
+    def peek(self, now: float) -> tuple[JobView, Item]:
+        """The next, which stays. Raises IndexError when empty."""
         if not self._window:
             count = min(self._policy.window, len(self._arrived))
             batch = [self._arrived.popleft() for _ in range(count)]
             order = self._policy.order([job for job, _ in batch], now)
             self._window.extend(batch[at] for at in order)
-        return self._window.popleft()
+        return self._window[0]
 
     def remove(self, job_id: str) -> Item | None:
         """Take a job out, wherever it is; None when it is not here."""

@@ -5,7 +5,7 @@ import msgspec
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.job import Generation, JobView, LengthPrediction, Phase
 from shared.domain.kv import Codec, KvHandle, TransferReport
-from shared.domain.route import InstanceRef, Reason
+from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.timeline import RequestTimeline
 
 WIRE_VERSION = 3
@@ -52,7 +52,7 @@ class PrefillRequest(msgspec.Struct):
     """Compute KV of `prompt_token_ids` and, if `want_token`, the first token.
 
     `export` says whether anybody will pull the KV. `decode` is set when placement chose it already; else the
-    dispatcher of the prefill instance does.
+    dispatcher of the prefill instance does, by the policy `dispatch` of the route.
     """
 
     job: JobView
@@ -64,6 +64,7 @@ class PrefillRequest(msgspec.Struct):
     codec: Codec = Codec.RAW
     decode: InstanceRef | None = None
     exclude: tuple[str, ...] = ()
+    dispatch: PolicySpec | None = None
 
 
 class PrefillStarted(msgspec.Struct):
@@ -75,7 +76,11 @@ class PrefillStarted(msgspec.Struct):
 
 
 class PrefillReply(msgspec.Struct):
-    """The end of a prefill. `tokens` holds the first token, or nothing when it was not wanted."""
+    """The end of a prefill. `tokens` holds the first token, or nothing when it was not wanted.
+
+    A `handle` without a `decode`: no decode instance could be had, for the reasons given; the KV is staged and waits
+    for its lease. Neither of them: nothing is to be decoded.
+    """
 
     tokens: list[int]
     decode: InstanceRef | None
@@ -91,15 +96,20 @@ class PrefillReply(msgspec.Struct):
 
 
 class ReleaseRequest(msgspec.Struct):
-    """Free the staged KV of these transfers; unknown ones are ignored."""
+    """Free what these transfers hold here, staged or prefetched; unknown ones are ignored."""
 
     transfer_ids: list[str]
 
 
 class PrefetchRequest(msgspec.Struct):
-    """Start pulling a handle into host memory; the call lasts until all has arrived. Cancelling drops it."""
+    """Start pulling a handle into host memory; answered once that has begun.
+
+    What comes is kept until its job's decode takes it, it is released, the caller is gone, or `keep_s` is over: what is
+    left of the job's time.
+    """
 
     handle: KvHandle
+    keep_s: float = 600.0
 
 
 class DecodeRequest(msgspec.Struct):

@@ -26,13 +26,13 @@ class ServerCall:
 
     def __init__(self, server: "RpcServer", peer: bytes, number: int, timeout_s: float) -> None:
         self._server = server
-        self._peer = peer
+        self.peer = peer
         self._number = number
         self.timeout_s = timeout_s
 
     def send(self, item: object) -> None:
         """Queue one item; all items of one turn of the loop leave in one message."""
-        self._server._queue(self._peer, Envelope(Kind.ITEM, self._number, "", 0.0, encode_body(item)))
+        self._server._queue(self.peer, Envelope(Kind.ITEM, self._number, "", 0.0, encode_body(item)))
 
 
 Handler = Callable[[Any, ServerCall], Awaitable[Any]]
@@ -45,7 +45,10 @@ class RpcServer:
     Bad input never reaches a handler: it is dropped and counted in `dropped` by cause.
     """
 
-    def __init__(self, sockets: Sockets, address: str, handlers: Handlers) -> None:
+    def __init__(
+        self, sockets: Sockets, address: str, handlers: Handlers, on_peer_gone: Callable[[bytes], None] | None = None
+    ) -> None:
+        self._on_peer_gone = on_peer_gone
         self._sockets = sockets
         self._address = address
         self._handlers = {method.name: (method, handler) for method, handler in handlers.items()}
@@ -142,7 +145,7 @@ class RpcServer:
             del self._by_peer[key[0]]
 
     async def _run(self, handler: Handler, request: Any, call: ServerCall, envelope: Envelope) -> None:
-        peer, number, answer = call._peer, envelope.call, envelope.kind == Kind.CALL
+        peer, number, answer = call.peer, envelope.call, envelope.kind == Kind.CALL
         try:
             async with asyncio.timeout(envelope.timeout_s or None):
                 reply = await handler(request, call)
@@ -184,3 +187,5 @@ class RpcServer:
         for (owner, _), task in list(self._calls.items()):
             if owner == peer:
                 task.cancel()
+        if self._on_peer_gone is not None:
+            self._on_peer_gone(peer)

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink
+from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink, deliver
 from services.worker.engines.step_log import StepLog
 from services.worker.kv.emulated import EmulatedLink
 from services.worker.settings import WorkerSettings
@@ -172,7 +172,7 @@ class EmulatedEngine:
             if not entry.left:
                 del self._running[entry.request.request_id]
                 self._free += entry.blocks
-            entry.sink(TokenStep([token], "" if entry.left else "length"))
+            deliver(entry.sink, TokenStep([token], "" if entry.left else "length"))
 
 
 def _batch_of(chunks: list[tuple[_Request, int]], decodes: list[_Request]) -> Batch:

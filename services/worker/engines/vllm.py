@@ -17,17 +17,19 @@ import msgspec
 from vllm import SamplingParams
 from vllm import __version__ as vllm_version
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
-from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink
+from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink, deliver
 from services.worker.engines.logprobs import encode_logprobs, encode_prompt_logprobs
 from services.worker.engines.step_log import StepLog
 from services.worker.engines.step_observer import StepObserver
 from services.worker.fingerprint import fingerprint
+from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvGeometry
 from shared.errors import EngineFailed
@@ -75,6 +77,14 @@ class VllmEngine:
     def stats(self) -> EngineStats:
         """As of the last step."""
         return self._stats
+
+    @property
+    def rank(self) -> KvEndpoint | None:
+        """The KV endpoint of the only rank, when it runs in this process."""
+        if self._settings.tensor_parallel > 1 or not has_kv_transfer_group():
+            return None
+        endpoint: KvEndpoint | None = get_kv_transfer_group().worker.endpoint
+        return endpoint
 
     async def close(self) -> None:
         """Stop the thread and release the executor's processes."""
@@ -161,9 +171,9 @@ class VllmEngine:
             return  # aborted before the engine saw it
         try:
             self._core.add_request(self._core_request(request))
-        except (ValueError, TypeError, msgspec.MsgspecError) as error:
-            log.warning("engine refused a request", request_id=request.request_id, error=str(error))
-            output = TokenStep([], finish_reason="error", stop_reason=str(error))
+        except Exception as error:  # whatever vLLM makes of it: one request is no reason to fail the others
+            log.warning("engine refused a request", request_id=request.request_id, exc_info=error)
+            output = TokenStep([], finish_reason="error", stop_reason=f"{type(error).__name__}: {error}")
             self._loop.call_soon_threadsafe(self._deliver, [(request.request_id, output)])
 
     def _core_request(self, request: EngineRequest) -> EngineCoreRequest:
@@ -204,7 +214,7 @@ class VllmEngine:
                 continue
             if output.finish_reason:
                 del self._sinks[request_id]
-            sink(output)
+            deliver(sink, output)
 
     def _died(self, cause: str) -> None:
         sinks, self._sinks = self._sinks, {}

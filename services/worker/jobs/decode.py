@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 import msgspec
 
@@ -17,6 +18,15 @@ from shared.wire.messages import DecodeReply, DecodeRequest, PrefetchRequest, To
 from shared.wire.rpc_server import ServerCall
 
 
+@dataclass(slots=True)
+class _Decode:
+    """One job here. `uncomputed`: prompt tokens to prefill here, 0 from its first token on."""
+
+    request: DecodeRequest
+    context_tokens: int
+    uncomputed: int
+
+
 class DecodeService:
     """Serves `decode` and `prefetch`."""
 
@@ -24,62 +34,85 @@ class DecodeService:
         self._engine = engine
         self._kv = kv
         self._roles = roles
-        self._active: dict[str, DecodeRequest] = {}
-        self._uncomputed: dict[str, int] = {}  # prompt tokens to prefill here, of requests without a token yet
+        self._active: dict[str, _Decode] = {}
+        self._prefetches: dict[str, bytes] = {}  # transfers that no job has come for yet, and who asked
         self._sequence = 0
 
     @property
-    def active(self) -> list[DecodeRequest]:
+    def active(self) -> int:
         """Jobs being decoded."""
-        return list(self._active.values())
+        return len(self._active)
 
     @property
     def heavy(self) -> int:
         """How many of them are predicted long."""
-        return sum(is_heavy(request.job) for request in self._active.values())
+        return sum(is_heavy(job.request.job) for job in self._active.values())
 
     @property
     def context_tokens(self) -> int:
-        """Prompt tokens of all of them; what they generated is not counted."""
-        return sum(len(request.prompt_token_ids) for request in self._active.values())
+        """Tokens of all of them: prompts, and what was generated here."""
+        return sum(job.context_tokens for job in self._active.values())
 
     @property
     def queued(self) -> int:
         """Jobs whose prompt, or part of it, is to be prefilled here and is not yet."""
-        return len(self._uncomputed)
+        return sum(job.uncomputed > 0 for job in self._active.values())
 
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of those."""
-        return sum(self._uncomputed.values())
+        return sum(job.uncomputed for job in self._active.values())
 
     async def prefetch(self, request: PrefetchRequest, call: ServerCall) -> None:
-        """Start pulling before the decode arrives. Cancelling drops what came."""
+        """Start pulling before the decode arrives. It is dropped by `release`, or when the caller is gone."""
         transfer_id = request.handle.transfer_id
+        self._prefetches[transfer_id] = call.peer
         try:
-            await self._kv.prefetch(request.handle, call.timeout_s)
-        except asyncio.CancelledError:
+            await self._kv.prefetch(request.handle, request.keep_s)
+        except BaseException:
+            self._prefetches.pop(transfer_id, None)
             await asyncio.shield(self._kv.drop(transfer_id))
             raise
 
+    def forget(self, transfer_ids: list[str]) -> None:
+        """These have been released."""
+        for transfer_id in transfer_ids:
+            self._prefetches.pop(transfer_id, None)
+
+    async def drop_of(self, peer: bytes) -> None:
+        """Free what was prefetched for a peer that is gone."""
+        held = [transfer_id for transfer_id, owner in self._prefetches.items() if owner == peer]
+        self.forget(held)
+        await self._kv.release(held)
+
     async def decode(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
         """Stream tokens as items, then say how it ended. Raises WrongRole, EngineFailed."""
-        with self._roles.job(Role.DECODE):
-            self._sequence += 1
-            request_id = f"{request.job.job_id}#d{self._sequence}"
-            self._active[request_id] = request
-            if (tokens := _to_prefill(request)) > 0:
-                self._uncomputed[request_id] = tokens
-            try:
-                return await self._run(request_id, request, call)
-            finally:
-                del self._active[request_id]
-                self._uncomputed.pop(request_id, None)
-                self._engine.abort(request_id)
-                if request.handle is not None:
-                    self._kv.forget(request.handle.transfer_id)
+        ended = False
+        try:
+            with self._roles.job(Role.DECODE):
+                reply = await self._admitted(request, call)
+            ended = True
+            return reply
+        finally:
+            if request.handle is not None and not ended:
+                # Refused, failed or cancelled: what was prefetched is for nobody.
+                self.forget([request.handle.transfer_id])
+                await asyncio.shield(self._kv.drop(request.handle.transfer_id))
 
-    async def _run(self, request_id: str, request: DecodeRequest, call: ServerCall) -> DecodeReply:
+    async def _admitted(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
+        self._sequence += 1
+        request_id = f"{request.job.job_id}#d{self._sequence}"
+        job = self._active[request_id] = _Decode(request, len(request.prompt_token_ids), _to_prefill(request))
+        try:
+            return await self._run(request_id, job, call)
+        finally:
+            del self._active[request_id]
+            self._engine.abort(request_id)
+            if request.handle is not None:
+                self._kv.forget(request.handle.transfer_id)
+
+    async def _run(self, request_id: str, job: _Decode, call: ServerCall) -> DecodeReply:
+        request = job.request
         ended: asyncio.Future[TokenStep] = asyncio.get_running_loop().create_future()
         queued_s = time.time()
         started_s = 0.0
@@ -87,13 +120,16 @@ class DecodeService:
         def step(output: TokenStep) -> None:
             nonlocal started_s
             started_s = started_s or time.time()
-            self._uncomputed.pop(request_id, None)
+            job.uncomputed = 0
+            job.context_tokens += len(output.tokens)
             if output.finish_reason != "error":
                 call.send(output)
             if output.finish_reason and not ended.done():
                 ended.set_result(output)
 
         self._engine.submit(_engine_request(request_id, request), step)
+        if request.handle is not None:
+            self._prefetches.pop(request.handle.transfer_id, None)  # the engine's now, to import or to drop
         last = await ended
         ended_s = time.time()
         if last.finish_reason == "error":

@@ -4,25 +4,31 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from services.worker.engines.base import Engine, EngineRequest
 from services.worker.jobs.dispatcher import Dispatcher
-from services.worker.jobs.lengths import LengthClient
+from services.worker.jobs.lengths import Asked, LengthClient
 from services.worker.jobs.prefill_queue import PrefillQueue
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
 from shared.domain.instance import Role
-from shared.domain.job import JobView, LengthPrediction
+from shared.domain.job import LengthPrediction
 from shared.domain.kv import KvHandle
 from shared.domain.route import InstanceRef, Reason
-from shared.errors import EngineFailed
-from shared.wire.messages import PrefillReply, PrefillRequest, PrefillStarted, ReleaseRequest, TokenStep
+from shared.errors import Busy, EngineFailed, Unavailable
+from shared.wire.messages import PrefillReply, PrefillRequest, PrefillStarted, TokenStep
 from shared.wire.rpc_server import ServerCall
 
 
 @dataclass(slots=True)
-class _Dispatch:
-    """Where the job will decode, once that is known."""
+class _Prefill:
+    """One job here: what was asked, and what is known so far."""
 
+    request_id: str
+    request: PrefillRequest
+    call: ServerCall
+    asked: Asked
     decode: InstanceRef | None = None
     reasons: tuple[Reason, ...] = ()
     prediction: LengthPrediction | None = None
@@ -32,7 +38,7 @@ class _Dispatch:
 
 
 class PrefillService:
-    """Serves `prefill` and `release`."""
+    """Serves `prefill`."""
 
     def __init__(
         self,
@@ -52,90 +58,89 @@ class PrefillService:
         self._lengths = lengths
         self._chunk_size = chunk_size
         self._sequence = 0
+        kv.when_room(queue.admit)
 
     async def prefill(self, request: PrefillRequest, call: ServerCall) -> PrefillReply:
         """Compute the prompt's KV and stage it; the first token is in the reply if it was wanted.
 
-        When the prompt takes several chunks, an item names the decode instance as soon as the first is staged.
-        Raises WrongRole, EngineFailed, Unavailable (nowhere to decode).
+        The job waits until its KV has room in the staging pool. When the prompt takes several chunks, an item names
+        the decode instance as soon as the first is staged. That there is none is no error: the reply says so.
+        Raises WrongRole, EngineFailed, InvalidRequest.
         """
         with self._roles.job(Role.PREFILL):
             self._sequence += 1
             request_id = f"{request.job.job_id}#p{self._sequence}"
-            finished = False
+            asked = self._lengths.ask(request.prompt_token_ids, request.job.max_tokens)
+            job = _Prefill(request_id, request, call, asked, decode=request.decode, queued_s=time.time())
+            kept = False
             try:
-                reply = await self._run(request_id, request, call)
-                finished = True
+                reply = await self._run(job)
+                kept = reply.handle is not None
                 return reply
             finally:
+                asked.cancel()
                 self._engine.abort(request_id)
                 self._kv.forget(request.transfer_id)
-                if request.export and not finished:
+                if request.export and not kept:
                     await asyncio.shield(self._kv.release([request.transfer_id]))
 
-    async def release(self, request: ReleaseRequest, _: ServerCall) -> None:
-        """Free what these transfers hold here, staged or prefetched."""
-        await self._kv.release(request.transfer_ids)
-
-    async def _run(self, request_id: str, request: PrefillRequest, call: ServerCall) -> PrefillReply:
-        state = _Dispatch(decode=request.decode, queued_s=time.time())
-        lengths = self._lengths.predict(request.prompt_token_ids, request.job.max_tokens)
-        predicted = asyncio.get_running_loop().create_task(lengths)
-        try:
-            async with self._queue.turn(request.job):
-                state.started_s = time.time()
-                last = await self._compute(request_id, request, call, state, predicted)
-            if request.export and not _is_over(last, request):
-                self._choose(request, state, predicted)
-        finally:
-            predicted.cancel()  # an answer that comes later is of no use
-        handle = self._handle(request) if state.decode is not None else None
+    async def _run(self, job: _Prefill) -> PrefillReply:
+        request = job.request
+        view = msgspec.structs.replace(request.job, job_id=job.request_id)  # one job may be here twice for a moment
+        async with self._queue.turn(view, lambda: self._has_room(job)):
+            job.started_s = time.time()
+            last = await self._compute(job)
+        handle = None
+        if request.export and not _is_over(last, request):
+            self._choose(job)
+            handle = self._handle(request)
         return PrefillReply(
-            tokens=state.tokens if request.want_token else [], decode=state.decode, handle=handle,
+            tokens=job.tokens if request.want_token else [], decode=job.decode, handle=handle,
             finish_reason="stop" if last.finish_reason == "stop" and request.want_token else "",
-            stop_reason=last.stop_reason, logprobs=last.logprobs, queued_s=state.queued_s,
-            started_s=state.started_s, ended_s=time.time(), reasons=state.reasons, prediction=state.prediction,
+            stop_reason=last.stop_reason, logprobs=last.logprobs, queued_s=job.queued_s,
+            started_s=job.started_s, ended_s=time.time(), reasons=job.reasons, prediction=job.prediction,
         )  # fmt: skip
 
-    async def _compute(
-        self,
-        request_id: str,
-        request: PrefillRequest,
-        call: ServerCall,
-        state: _Dispatch,
-        predicted: "asyncio.Task[LengthPrediction | None]",
-    ) -> TokenStep:
+    def _has_room(self, job: _Prefill) -> bool:
+        request = job.request
+        return not request.export or self._kv.reserve(request.transfer_id, len(request.prompt_token_ids), job.call.peer)
+
+    async def _compute(self, job: _Prefill) -> TokenStep:
+        request = job.request
         ended: asyncio.Future[TokenStep] = asyncio.get_running_loop().create_future()
 
         def step(output: TokenStep) -> None:
-            state.tokens.extend(output.tokens)
+            job.tokens.extend(output.tokens)
             if output.finish_reason and not ended.done():
                 ended.set_result(output)
 
         def first_chunk() -> None:
             # The transfer of a long prompt overlaps with the rest of its prefill.
             if not ended.done():
-                self._choose(request, state, predicted)
-                if state.decode is not None:
-                    call.send(PrefillStarted(state.decode, self._handle(request), state.reasons))
+                self._choose(job)
+                if job.decode is not None:
+                    job.call.send(PrefillStarted(job.decode, self._handle(request), job.reasons))
 
         if request.export and len(request.prompt_token_ids) > self._chunk_size:
             self._kv.when_staged(request.transfer_id, first_chunk)
-        self._engine.submit(_engine_request(request_id, request), step)
+        self._engine.submit(_engine_request(job.request_id, request), step)
         last = await ended
         if last.finish_reason in ("error", "abort"):
             raise EngineFailed(f"{request.job.job_id}: {last.stop_reason or 'the engine gave up'}")
         return last
 
-    def _choose(
-        self, request: PrefillRequest, state: _Dispatch, predicted: "asyncio.Task[LengthPrediction | None]"
-    ) -> None:
-        if predicted.done() and not predicted.cancelled() and state.prediction is None:
-            state.prediction = predicted.result()
-        if state.decode is None:
-            state.decode, state.reasons = self._dispatcher.choose(
-                _with_prediction(request.job, state.prediction), exclude=request.exclude
-            )
+    def _choose(self, job: _Prefill) -> None:
+        """Find a decode instance, unless there is one; without any, `reasons` say why."""
+        job.prediction = job.prediction or job.asked.prediction
+        if job.decode is not None:
+            return
+        view = job.request.job
+        if job.prediction is not None:
+            view = msgspec.structs.replace(view, prediction=job.prediction)
+        try:
+            job.decode, job.reasons = self._dispatcher.choose(view, job.request.dispatch, exclude=job.request.exclude)
+        except (Unavailable, Busy) as error:
+            job.reasons = (Reason(error.message, {"code": error.code}),)
 
     def _handle(self, request: PrefillRequest) -> KvHandle:
         return self._kv.handle(request.transfer_id, len(request.prompt_token_ids), request.codec)
@@ -144,12 +149,6 @@ class PrefillService:
 def _is_over(last: TokenStep, request: PrefillRequest) -> bool:
     """Whether the first token already ended the answer."""
     return request.want_token and (last.finish_reason == "stop" or request.job.max_tokens <= 1)
-
-
-def _with_prediction(job: JobView, prediction: LengthPrediction | None) -> JobView:
-    if prediction is None:
-        return job
-    return JobView(job.job_id, job.prompt_tokens, job.max_tokens, job.slo, prediction, job.local_only)
 
 
 def _engine_request(request_id: str, request: PrefillRequest) -> EngineRequest:

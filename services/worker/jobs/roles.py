@@ -20,8 +20,7 @@ class RoleState:
         self.role = role
         self.draining = False
         self._inflight = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._settled = asyncio.Event()  # nothing is left, or the drain was called off
         self.flips = 0
 
     @property
@@ -37,24 +36,31 @@ class RoleState:
         if self.draining:
             raise WrongRole("this instance is draining")
         self._inflight += 1
-        self._empty.clear()
         try:
             yield
         finally:
             self._inflight -= 1
             if not self._inflight:
-                self._empty.set()
+                self._settled.set()
 
     async def drain(self, timeout_s: float) -> DrainReply:
-        """Take no new jobs and wait for the accepted ones, `timeout_s` at most."""
+        """Take no new jobs and wait for the accepted ones, `timeout_s` at most, or until somebody resumes.
+
+        The instance goes on draining after the timeout, and when the caller is gone; its heartbeats say so.
+        """
         started = time.monotonic()
         self.draining = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
-        except TimeoutError:
-            pass
-        return DrainReply(self._inflight == 0, time.monotonic() - started, self._inflight)
+        if self._inflight:
+            self._settled.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._settled.wait()
+            except TimeoutError:
+                pass
+            except asyncio.CancelledError:
+                log.warning("nobody waits for this drain any more; it goes on until a flip or a resume")
+                raise
+        return DrainReply(self.draining and not self._inflight, time.monotonic() - started, self._inflight)
 
     def flip(self, role: Role) -> FlipReply:
         """Take the other role; what it takes is measured. Raises Conflict unless drained."""
@@ -68,5 +74,6 @@ class RoleState:
         return FlipReply(role, duration)
 
     def resume(self) -> None:
-        """Take jobs again."""
+        """Take jobs again; a drain under way ends without success."""
         self.draining = False
+        self._settled.set()

@@ -20,9 +20,8 @@ How a worker uses it
             "fingerprint": "…",                         # Compatibility.fingerprint
             # Optional, with their defaults.
             "staging_bytes": 256 << 20,                 # bound of one rank's export pool
-            "stage_wait_s": 0.05,                       # the engine waits this long at most for room in it
             "lease_s": 60.0,                            # staged KV that nobody pulls lives this long
-            "pull_timeout_s": 30.0,                     # longest import, unless the request says otherwise
+            "pull_timeout_s": 10.0,                     # an import without progress for so long fails
             "connect_timeout_s": 2.0,                   # an exporter that cannot be reached fails this fast
             "inbox_bytes": 64 << 20,                    # bound of one rank's prefetched KV
             "curve_public": "", "curve_secret": "",     # CurveZMQ pair of the cluster (Z85)
@@ -37,9 +36,9 @@ How a worker uses it
      the `KvHandle` itself (`tokens` = prompt length of that request) and may send it before the prefill has
      begun: pulls wait. An aborted request drops its staging. After a normal end the staging lives until every
      importer rank has confirmed, `release` is called, or the lease ends. A transfer id is used once.
-   - import: `{"import": msgspec.to_builtins(handle), "deadline_s": 10.0}` (seconds from now, optional). The
-     prompt must begin with the handle's tokens. A failed import is recomputed by the engine; it is never an
-     error of the request.
+   - import: `{"import": msgspec.to_builtins(handle), "deadline_s": 10.0}` (seconds that it may take in all from
+     its blocks on; optional, without it only a lack of progress ends it). The prompt must begin with the handle's
+     tokens. A failed import is recomputed by the engine; it is never an error of the request.
    - both keys together are allowed: an instance in the middle.
 
    With a lossy codec the importing request MUST have `cache_salt=lossy_salt(transfer_id)`: approximate KV lands
@@ -49,32 +48,37 @@ How a worker uses it
 3. Events reach the worker process (`services.worker.kv.events`)::
 
     async with KvEvents(address) as events:  # binds; the address of "events"
-        async for event in events:           # StagedChunk | StagingFailed | PullEnded
+        async for event in events:           # StagedChunk | TransferEnded | StagingFailed | PullEnded | ThreadEnded
             ...
 
    - `StagedChunk(transfer_id, rank, token_end, last, staged_bytes)`: tokens [0, token_end) can be pulled from
      that rank, whose pool holds `staged_bytes` in all.
    - `StagingFailed(transfer_id, rank, reason)`: no room; pulls of it fail at once and the importer recomputes.
+     The engine never waits for room: `ExportLedger` decides before it is given a prompt whether its KV will fit.
+   - `TransferEnded(transfer_id, rank, staged_bytes)`: that rank holds nothing of an export any more. One a rank.
    - `PullEnded(transfer_id, rank, ok, error, tokens, wire_bytes, started_s, ended_s, prefetched)`: exactly one a
      rank for each request that had an import. `ok and tokens == 0`: all was cached locally and nothing was
      pulled; the connector has told the exporter that it may release. `not ok`: the engine recomputes, and `error`
      begins with a code of `errors.KvFault`; for a request that was aborted the code is "cancelled".
+   - `ThreadEnded(rank, thread, error)`: a bug ended a thread of that rank; the worker goes down and says why.
 
-4. Control goes to the instance's own ranks (`services.worker.kv.control`)::
+4. Control goes to the instance's own ranks (`services.worker.kv.control`): `DirectControl(endpoint)` for a single rank
+   in the worker's own process, else over their sockets::
 
-    async with KvControl(endpoints, control_key) as control:
-        # Drop staged KV on all ranks; idempotent.
+    async with SocketControl(endpoints, control_key) as control:
+        # Drop what is staged or prefetched, on all ranks; idempotent.
         await control.release(transfer_id)
-        # Start pulling before the engine has blocks for it.
-        await control.prefetch(handle, tokens=0, timeout_s=10.0)
+        # Start pulling before the engine has blocks for it; kept for so long, if no import comes.
+        await control.prefetch(handle, keep_s=600.0)
         # Forget a prefetch.
         await control.drop(transfer_id)
         # tuple[RankStats, ...] in rank order.
         await control.stats()
 
-   Every call has a `timeout_s` and raises `DeadlineExceeded` of `shared.errors`, also for a wrong key.
+   Every call over a socket has a `timeout_s` and raises `DeadlineExceeded` of `shared.errors`, also for a wrong key.
 
-   A prefetch fetches from token 0 and is best effort: where it fails, the import pulls for itself.
+   A prefetch fetches from token 0 and is best effort: where it fails, the import pulls for itself. An import that
+   finds one under way takes what has come and goes on with it.
 
 Aborting a request that waits for KV releases the exporter's staging for it: both legs are one job.
 """

@@ -1,12 +1,13 @@
-"""The worker's handle on its own ranks' KV endpoints."""
+"""The worker's handle on its own ranks' KV endpoints: direct for a rank in this process, else over its socket."""
 
 import asyncio
 from types import TracebackType
+from typing import Protocol, Self
 
-import msgspec
 import zmq
 import zmq.asyncio
 
+from services.worker.kv.errors import KvError
 from services.worker.kv.wire.frames import (
     MAX_MESSAGE_BYTES,
     Answer,
@@ -21,12 +22,75 @@ from services.worker.kv.wire.frames import (
 )  # fmt: skip
 from shared.domain.kv import KvHandle
 from shared.errors import DeadlineExceeded, PolyphaseError
+from shared.runtime.tasks import Background
 
 _TIMEOUT_S = 2.0
 
 
-class KvControl:
-    """Calls every rank of one instance; enter it on the event loop that uses it.
+class KvControl(Protocol):
+    """Calls every rank of one instance. Raises PolyphaseError."""
+
+    async def release(self, transfer_id: str) -> None:
+        """Drop what is staged or prefetched for the transfer, and refuse later pulls of it. Idempotent."""
+
+    async def prefetch(self, handle: KvHandle, *, keep_s: float) -> None:
+        """Begin to pull the handle before the engine has blocks for it.
+
+        Best effort: without room, without progress, or after `keep_s` without an import of it, nothing of it is left.
+        """
+
+    async def drop(self, transfer_id: str) -> None:
+        """Forget a prefetch. An import that the engine has begun goes on."""
+
+    async def stats(self) -> tuple[RankStats, ...]:
+        """State of every rank, in rank order."""
+        ...
+
+
+class Rank(Protocol):
+    """What a rank's endpoint does for its worker, from any thread and without waiting. Raises KvError."""
+
+    def release(self, transfer_id: str) -> None:
+        """See KvControl."""
+
+    def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
+        """See KvControl."""
+
+    def drop(self, transfer_id: str) -> None:
+        """See KvControl."""
+
+    def stats(self) -> RankStats:
+        """See KvControl."""
+
+
+class DirectControl:
+    """Of the one rank that runs in this process."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    async def release(self, transfer_id: str) -> None:
+        """See KvControl."""
+        self._rank.release(transfer_id)
+
+    async def prefetch(self, handle: KvHandle, *, keep_s: float) -> None:
+        """See KvControl."""
+        try:
+            self._rank.prefetch(handle, handle.tokens, keep_s)
+        except KvError as error:
+            raise PolyphaseError(str(error)) from error
+
+    async def drop(self, transfer_id: str) -> None:
+        """See KvControl."""
+        self._rank.drop(transfer_id)
+
+    async def stats(self) -> tuple[RankStats, ...]:
+        """See KvControl."""
+        return (self._rank.stats(),)
+
+
+class SocketControl:
+    """Of ranks in processes of their own; enter it on the event loop that uses it.
 
     All calls raise DeadlineExceeded when a rank does not answer in `timeout_s` seconds, a wrong key included.
     """
@@ -41,10 +105,10 @@ class KvControl:
         self._context: zmq.asyncio.Context | None = None
         self._sockets: list[zmq.asyncio.Socket] = []
         self._answers: dict[tuple[int, int], asyncio.Future[Answer]] = {}
-        self._readers: list[asyncio.Task[None]] = []
+        self._readers = Background()
         self._last_call = 0
 
-    async def __aenter__(self) -> "KvControl":
+    async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
         for rank, endpoint in enumerate(self._endpoints):
             dealer = self._context.socket(zmq.DEALER)
@@ -55,38 +119,32 @@ class KvControl:
                 dealer.curve_serverkey = self._curve[0].encode()
             dealer.connect(endpoint)
             self._sockets.append(dealer)
-            self._readers.append(asyncio.create_task(self._read(rank, dealer)))
+            self._readers.start(f"kv-control-{rank}", self._read(rank, dealer))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for reader in self._readers:
-            reader.cancel()
-        await asyncio.gather(*self._readers, return_exceptions=True)
+        await self._readers.close()
         for each in self._sockets:
             each.close()
         if self._context is not None:
             self._context.term()
 
     async def release(self, transfer_id: str, timeout_s: float = _TIMEOUT_S) -> None:
-        """Drop what is staged for the transfer, and refuse later pulls of it. Idempotent."""
+        """See KvControl."""
         await self._call(Release(transfer_id), timeout_s)
 
-    async def prefetch(self, handle: KvHandle, *, tokens: int = 0, timeout_s: float) -> None:
-        """Begin to pull tokens [0, tokens) of the handle, all when 0, before the engine has blocks for them.
-
-        Best effort: without room, or after `timeout_s` seconds without an import of it, nothing of it is
-        left.
-        """
-        await self._call(Prefetch(handle, tokens or handle.tokens, timeout_s), _TIMEOUT_S)
+    async def prefetch(self, handle: KvHandle, *, keep_s: float) -> None:
+        """See KvControl."""
+        await self._call(Prefetch(handle, handle.tokens, keep_s), _TIMEOUT_S)
 
     async def drop(self, transfer_id: str, timeout_s: float = _TIMEOUT_S) -> None:
-        """Forget a prefetch. An import that the engine has begun goes on."""
+        """See KvControl."""
         await self._call(Drop(transfer_id), timeout_s)
 
     async def stats(self, timeout_s: float = _TIMEOUT_S) -> tuple[RankStats, ...]:
-        """State of every rank, in rank order."""
+        """See KvControl."""
         answers = await self._call(Stats(), timeout_s)
         return tuple(answer.stats or RankStats() for answer in answers)
 
@@ -114,11 +172,8 @@ class KvControl:
 
     async def _read(self, rank: int, dealer: zmq.asyncio.Socket) -> None:
         while True:
-            frame = await dealer.recv()
-            try:
-                answer = decode_answer(frame)
-            except msgspec.MsgspecError:
-                continue
-            future = self._answers.get((rank, answer.call))
-            if future is not None and not future.done():
+            parts = await dealer.recv_multipart()
+            answer = decode_answer(parts[0]) if len(parts) == 1 else None
+            future = self._answers.get((rank, answer.call)) if answer is not None else None
+            if answer is not None and future is not None and not future.done():
                 future.set_result(answer)

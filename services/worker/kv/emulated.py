@@ -66,6 +66,13 @@ class EmulatedPort:
         t = self._template
         return KvHandle(transfer_id, t.instance_id, t.generation, t.fingerprint, t.endpoints, tokens, t.dtype, codec)
 
+    def reserve(self, transfer_id: str, tokens: int, owner: bytes) -> bool:
+        """Nothing is staged, so there is always room."""
+        return True
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        """There never is more."""
+
     def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
         """No chunk is ever staged ahead of the rest."""
 
@@ -80,7 +87,10 @@ class EmulatedPort:
     async def release(self, transfer_ids: list[str]) -> None:
         """Nothing is staged."""
 
-    async def prefetch(self, handle: KvHandle, timeout_s: float) -> None:
+    async def release_of(self, owner: bytes) -> None:
+        """Nothing is staged."""
+
+    async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
         """An import begins with the decode."""
 
     async def drop(self, transfer_id: str) -> None:

@@ -6,7 +6,6 @@ from enum import StrEnum
 class KvFault(StrEnum):
     """Stable codes; they begin `PullEnded.error` and travel from the exporter to the importer."""
 
-    UNKNOWN = "unknown_transfer"  # nothing was staged under that id before the deadline
     STALE = "stale_generation"  # the exporter has been restarted since the handle was made
     FINGERPRINT = "fingerprint_mismatch"  # another model
     EXPIRED = "expired_lease"
@@ -14,7 +13,7 @@ class KvFault(StrEnum):
     REFUSED = "refused"  # the exporter had no room to stage it
     INVALID = "invalid_request"
     CODEC = "codec"  # the exporter could not code it (values that are not finite)
-    TIMEOUT = "timeout"
+    TIMEOUT = "timeout"  # nothing came for too long, or the rest did not come before the deadline
     UNREACHABLE = "unreachable"
     PEER_LOST = "peer_lost"
     CHECKSUM = "checksum"

@@ -7,6 +7,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from services.worker.kv.wire.frames import decoded
+
 
 class StagedChunk(msgspec.Struct, frozen=True, tag=True):
     """Tokens [0, token_end) of a transfer can be pulled from that rank, whose pool holds `staged_bytes` in all."""
@@ -16,6 +18,24 @@ class StagedChunk(msgspec.Struct, frozen=True, tag=True):
     token_end: int
     last: bool
     staged_bytes: int
+
+
+class TransferEnded(msgspec.Struct, frozen=True, tag=True):
+    """A rank has dropped what it held of an export, and will stage no more of it: taken by all its importers,
+    released, refused, or its lease is over. Its pool holds `staged_bytes` now.
+    """
+
+    transfer_id: str
+    rank: int
+    staged_bytes: int
+
+
+class ThreadEnded(msgspec.Struct, frozen=True, tag=True):
+    """A thread of that rank's KV endpoint has died of a bug: the rank can do its work no more."""
+
+    rank: int
+    thread: str
+    error: str
 
 
 class StagingFailed(msgspec.Struct, frozen=True, tag=True):
@@ -45,7 +65,7 @@ class PullEnded(msgspec.Struct, frozen=True, tag=True):
     prefetched: bool
 
 
-KvEvent = StagedChunk | StagingFailed | PullEnded
+KvEvent = StagedChunk | TransferEnded | StagingFailed | PullEnded | ThreadEnded
 
 _MAX_BYTES = 64 << 10
 _HIGH_WATER = 100_000
@@ -120,9 +140,7 @@ class KvEvents:
         assert self._socket is not None, "enter the context first"
         while True:
             frame = await self._socket.recv()
-            try:
-                event: KvEvent = self._decoder.decode(frame)
-            except msgspec.MsgspecError:
-                self.dropped += 1
-                continue
-            return event
+            event: KvEvent | None = decoded(self._decoder, frame)
+            if event is not None:
+                return event
+            self.dropped += 1

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from services.worker.kv.control import KvControl
-from services.worker.kv.events import KvEvents, PullEnded, StagedChunk, StagingFailed
+from services.worker.kv.events import KvEvents, PullEnded, StagedChunk, StagingFailed, ThreadEnded, TransferEnded
+from services.worker.kv.ledger import ExportLedger
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background
 
 log = get_log(__name__)
-CONTROL_S = 2.0
 _REFRESH_S = 0.25
 _REPORT_S = 1.0  # the engine may end a short job before the ranks' events are here
 _KEPT = 1000  # reports that nobody asked for
@@ -28,6 +28,14 @@ class KvPort(Protocol):
 
     def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
         """The reference by which a peer can pull that export."""
+        ...
+
+    def reserve(self, transfer_id: str, tokens: int, owner: bytes) -> bool:
+        """Whether an export of so many tokens has room now; it is then kept until the export ends."""
+        ...
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        """Call back whenever there is more room than before."""
         ...
 
     def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
@@ -47,11 +55,15 @@ class KvPort(Protocol):
         ...
 
     async def release(self, transfer_ids: list[str]) -> None:
-        """Free staged KV; unknown ids are ignored."""
+        """Free what is staged or prefetched; unknown ids are ignored."""
         ...
 
-    async def prefetch(self, handle: KvHandle, timeout_s: float) -> None:
-        """Start pulling into host memory."""
+    async def release_of(self, owner: bytes) -> None:
+        """Free all exports that this owner has reserved."""
+        ...
+
+    async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
+        """Start pulling into host memory; what comes is kept for so long, if no import takes it."""
         ...
 
     async def drop(self, transfer_id: str) -> None:
@@ -62,10 +74,17 @@ class KvPort(Protocol):
 class ConnectorPort:
     """The port of an engine with our connector: events from its ranks, control to them."""
 
-    def __init__(self, control: KvControl, events: KvEvents, template: KvHandle) -> None:
+    def __init__(
+        self, control: KvControl, events: KvEvents, template: KvHandle, ledger: ExportLedger, token_bytes: int
+    ) -> None:
+        """`template`: a handle whose transfer id, tokens and codec are replaced. `token_bytes`: KV of one token on one
+        rank.
+        """
         self._control = control
         self._events = events
-        self._template = template  # whose transfer id, tokens and codec are replaced
+        self._template = template
+        self._ledger = ledger
+        self._token_bytes = token_bytes
         self._staged: dict[int, int] = {}
         self._callbacks: dict[str, Callable[[], None]] = {}
         self._pulls: dict[str, list[PullEnded]] = {}
@@ -79,9 +98,15 @@ class ConnectorPort:
     def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
         """A handle of ours."""
         t = self._template
-        return KvHandle(
-            transfer_id, t.instance_id, t.generation, t.fingerprint, t.endpoints, tokens, t.dtype, codec
-        )
+        return KvHandle(transfer_id, t.instance_id, t.generation, t.fingerprint, t.endpoints, tokens, t.dtype, codec)
+
+    def reserve(self, transfer_id: str, tokens: int, owner: bytes) -> bool:
+        """See ExportLedger."""
+        return self._ledger.reserve(transfer_id, tokens * self._token_bytes, owner)
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        """See ExportLedger."""
+        self._ledger.when_room(callback)
 
     def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
         """Rank 0 speaks for all: the others stage in the same step."""
@@ -99,14 +124,21 @@ class ConnectorPort:
 
     async def _follow(self) -> None:
         async for event in self._events:
-            if isinstance(event, StagedChunk):
-                self._staged[event.rank] = event.staged_bytes
-                if callback := self._callbacks.pop(event.transfer_id, None):
-                    callback()
-            elif isinstance(event, StagingFailed):
-                log.warning("KV could not be staged", transfer_id=event.transfer_id, reason=event.reason)
-            else:
-                self._take(event)
+            match event:
+                case StagedChunk():
+                    self._staged[event.rank] = event.staged_bytes
+                    if callback := self._callbacks.pop(event.transfer_id, None):
+                        # In a turn of its own: what it raises is logged by the event loop, and ends nothing here.
+                        asyncio.get_running_loop().call_soon(callback)
+                case TransferEnded():
+                    self._staged[event.rank] = event.staged_bytes
+                    self._ledger.dropped(event.transfer_id, event.rank)
+                case StagingFailed():
+                    log.warning("KV could not be staged", transfer_id=event.transfer_id, reason=event.reason)
+                case ThreadEnded():
+                    raise RuntimeError(f"the KV {event.thread} of rank {event.rank} died: {event.error}")
+                case PullEnded():
+                    self._take(event)
 
     def _take(self, event: PullEnded) -> None:
         pulls = self._pulls.setdefault(event.transfer_id, [])
@@ -145,23 +177,33 @@ class ConnectorPort:
         """Leases end by themselves, so a failure is logged and left."""
         for transfer_id in transfer_ids:
             try:
-                await self._control.release(transfer_id, timeout_s=CONTROL_S)
+                await self._control.release(transfer_id)
             except PolyphaseError as error:
                 log.warning("release failed", transfer_id=transfer_id, error=error.message)
+            finally:
+                self._ledger.end(transfer_id)
+
+    async def release_of(self, owner: bytes) -> None:
+        """Who asked for them is gone."""
+        if held := self._ledger.of(owner):
+            log.info("releasing what a peer that is gone held", transfers=len(held))
+            await self.release(held)
 
     async def _refresh(self) -> None:
         """Ask the ranks what they hold: between events, pulls and leases free some of it."""
         try:
-            for rank, stats in enumerate(await self._control.stats(timeout_s=CONTROL_S)):
+            for rank, stats in enumerate(await self._control.stats()):
                 self._staged[rank] = stats.staged_bytes
         except PolyphaseError as error:  # a rank in a long step; the next answer will do
             log.debug("no KV figures", error=error.message)
 
-    async def prefetch(self, handle: KvHandle, timeout_s: float) -> None:
+    async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
         """Start pulling on all ranks."""
-        await self._control.prefetch(handle, tokens=handle.tokens, timeout_s=timeout_s)
+        await self._control.prefetch(handle, keep_s=keep_s)
 
     async def drop(self, transfer_id: str) -> None:
-        """Forget a prefetch on all ranks."""
-        async with asyncio.timeout(CONTROL_S):
+        """Forget a prefetch on all ranks; a failure is logged, since prefetches end by themselves."""
+        try:
             await self._control.drop(transfer_id)
+        except PolyphaseError as error:
+            log.warning("drop failed", transfer_id=transfer_id, error=error.message)

@@ -41,13 +41,15 @@ class Transfer:
 
 
 class StagingPool:
-    """Staged transfers of one rank. Thread-safe; `on_change` is called after what a waiting pull could care
-    for.
+    """Staged transfers of one rank. Thread-safe, and nobody waits in it.
+
+    `on_change` is called after what a waiting pull could care for; `on_end(transfer_id, staged_bytes)` once a
+    transfer, when it has ended for whatever reason.
     """
 
     def __init__(
         self, limit_bytes: int, lease_s: float, clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None, on_end: Callable[[str, int], None] = lambda *_: None,
     ) -> None:  # fmt: skip
         self.limit_bytes = limit_bytes
         self.staging_failed = 0
@@ -55,10 +57,11 @@ class StagingPool:
         self._lease_s = lease_s
         self._clock = clock
         self._on_change = on_change
+        self._on_end = on_end
         self._transfers: dict[str, Transfer] = {}
         self._ended: OrderedDict[str, KvFault] = OrderedDict()
         self._used_bytes = 0
-        self._room = threading.Condition()
+        self._lock = threading.Lock()
 
     @property
     def staged_bytes(self) -> int:
@@ -69,46 +72,46 @@ class StagingPool:
         return len(self._transfers)
 
     def append(
-        self, transfer_id: str, codec: Codec, segments: Callable[[], Iterator[Segment]], size_bytes: int,
-        last: bool, wait_s: float = 0.0,
+        self, transfer_id: str, codec: Codec, segments: Callable[[], Iterator[Segment]], size_bytes: int, last: bool,
+        whole_bytes: int = 0,
     ) -> int:  # fmt: skip
-        """Stage a chunk; returns the pool's staged bytes. `segments` runs once there is room for
-        `size_bytes`.
+        """Stage a chunk of a transfer of `whole_bytes`; returns the pool's staged bytes. `segments` runs once there
+        is room for `size_bytes`.
 
-        Waits at most `wait_s` for room. Raises KvError: REFUSED when there is none, and the transfer has then
-        failed for good; else the reason why the transfer ended before.
+        Raises KvError: REFUSED when there is none, or can never be, and the transfer has then failed for good; else
+        the reason why the transfer ended before.
         """
-        with self._room:
+        with self._lock:
             self._check_open(transfer_id)
-            room = self._room.wait_for(lambda: self._has_room(size_bytes), timeout=wait_s)
-            if not room:
-                self.staging_failed += 1
-                self._end(transfer_id, KvFault.REFUSED)
-                raise KvError(KvFault.REFUSED, f"{size_bytes} bytes over the bound of {self.limit_bytes}")
-            self._check_open(transfer_id)
-            self._used_bytes += size_bytes
+            room = max(whole_bytes, self._used_bytes + size_bytes) <= self.limit_bytes
+            self._used_bytes += size_bytes if room else 0
+        if not room:
+            self.staging_failed += 1
+            self.release(transfer_id, KvFault.REFUSED)
+            size = f"{size_bytes} of {max(whole_bytes, size_bytes)} bytes"
+            raise KvError(KvFault.REFUSED, f"no room for {size} in a staging pool of {self.limit_bytes}")
         try:
             staged = list(segments())
         except BaseException:
-            with self._room:
-                self._give_back(size_bytes)
-                self._end(transfer_id, KvFault.INTERNAL)
+            self._give_back(size_bytes)
+            self.release(transfer_id, KvFault.INTERNAL)
             raise
         return self._commit(transfer_id, codec, staged, size_bytes, last)
 
     def _commit(self, transfer_id: str, codec: Codec, staged: list[Segment], size_bytes: int, last: bool) -> int:
-        with self._room:
+        with self._lock:
             reason = self._ended.get(transfer_id)
-            if reason is not None:  # released while the copy ran
-                self._give_back(size_bytes)
-                raise KvError(reason)
-            transfer = self._transfer(transfer_id)
-            transfer.codec = codec
-            transfer.segments.extend(staged)
-            transfer.size_bytes += size_bytes
-            transfer.token_end = staged[-1].token_end if staged else transfer.token_end
-            transfer.complete = last
-            total = self._used_bytes
+            if reason is None:
+                transfer = self._transfer(transfer_id)
+                transfer.codec = codec
+                transfer.segments.extend(staged)
+                transfer.size_bytes += size_bytes
+                transfer.token_end = staged[-1].token_end if staged else transfer.token_end
+                transfer.complete = last
+                total = self._used_bytes
+        if reason is not None:  # released while the copy ran
+            self._give_back(size_bytes)
+            raise KvError(reason)
         self._on_change()
         return total
 
@@ -116,15 +119,16 @@ class StagingPool:
         """The transfer for reading, its lease renewed; None while nothing is staged. Raises KvError when it
         ended.
         """
-        with self._room:
+        with self._lock:
             self._check_open(transfer_id)
             transfer = self._transfers.get(transfer_id)
             return self._transfer(transfer_id) if transfer is not None else None
 
     def confirm(self, transfer_id: str, rank: int, consumers: int) -> bool:
         """Importer `rank` needs no more of it; released, and True, once `consumers` ranks have said so."""
-        with self._room:
-            if transfer_id in self._ended:
+        with self._lock:
+            unknown = transfer_id not in self._transfers
+            if transfer_id in self._ended or (unknown and len(self._transfers) >= _REMEMBERED):
                 return False
             transfer = self._transfer(transfer_id)  # may come before anything is staged: the importer gave up
             transfer.confirmed.add(rank)
@@ -134,21 +138,27 @@ class StagingPool:
 
     def release(self, transfer_id: str, reason: KvFault = KvFault.RELEASED) -> bool:
         """Drop the transfer, now and for the future; whether it held anything. Idempotent."""
-        with self._room:
-            held = self._end(transfer_id, reason)
+        with self._lock:
+            ended_before = transfer_id in self._ended
+            self._ended.setdefault(transfer_id, reason)
+            while len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+            transfer = self._transfers.pop(transfer_id, None)
+            self._used_bytes -= transfer.size_bytes if transfer is not None else 0
+            left = self._used_bytes
+        if not ended_before:
+            self._on_end(transfer_id, left)
         self._on_change()
-        return held
+        return transfer is not None
 
     def expire(self) -> list[str]:
         """End every transfer whose lease ran out; their ids."""
         now = self._clock()
-        with self._room:
+        with self._lock:
             late = [t.transfer_id for t in self._transfers.values() if t.expires_s <= now]
-            for transfer_id in late:
-                self.leases_expired += 1
-                self._end(transfer_id, KvFault.EXPIRED)
-        if late:
-            self._on_change()
+        for transfer_id in late:
+            self.leases_expired += 1
+            self.release(transfer_id, KvFault.EXPIRED)
         return late
 
     def _transfer(self, transfer_id: str) -> Transfer:
@@ -156,23 +166,11 @@ class StagingPool:
         transfer.expires_s = self._clock() + self._lease_s
         return transfer
 
-    def _has_room(self, size_bytes: int) -> bool:
-        return self._used_bytes + size_bytes <= self.limit_bytes
-
     def _check_open(self, transfer_id: str) -> None:
         reason = self._ended.get(transfer_id)
         if reason is not None:
             raise KvError(reason)
 
-    def _end(self, transfer_id: str, reason: KvFault) -> bool:
-        self._ended.setdefault(transfer_id, reason)
-        while len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
-        transfer = self._transfers.pop(transfer_id, None)
-        if transfer is not None:
-            self._give_back(transfer.size_bytes)
-        return transfer is not None
-
     def _give_back(self, size_bytes: int) -> None:
-        self._used_bytes -= size_bytes
-        self._room.notify_all()
+        with self._lock:
+            self._used_bytes -= size_bytes

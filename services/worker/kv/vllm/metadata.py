@@ -29,15 +29,15 @@ class TransferParams(msgspec.Struct, frozen=True, rename={"import_": "import"}, 
 
 @dataclass(frozen=True, slots=True)
 class ExportChunk:
-    """After this step's forward, tokens [start, end) of a transfer lie in `blocks`, which cover the sequence
-    from 0.
+    """After this step's forward, tokens [start, end) of a transfer of `total` lie in `blocks`, which cover the
+    sequence from 0.
     """
 
     transfer_id: str
     codec: Codec
     start: int
     end: int
-    last: bool
+    total: int
     blocks: list[int]
 
 
@@ -83,9 +83,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     generation: int
     fingerprint: str
     staging_bytes: int = 256 << 20
-    stage_wait_s: float = 0.05
     lease_s: float = 60.0
-    pull_timeout_s: float = 30.0
+    pull_timeout_s: float = 10.0
     connect_timeout_s: float = 2.0
     inbox_bytes: int = 64 << 20
     curve_public: str = ""

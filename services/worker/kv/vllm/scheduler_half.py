@@ -1,6 +1,7 @@
 """The connector's half in the scheduler: decides, with blocks in hand, what each step exports and imports."""
 
 import logging
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -64,7 +65,7 @@ class SchedulerHalf:
         if params.export is not None:
             self._exports[request.request_id] = _Export(params.export, request.num_prompt_tokens)
         if params.import_ is not None:
-            timeout_s = params.deadline_s if params.deadline_s is not None else self._settings.pull_timeout_s
+            timeout_s = params.deadline_s if params.deadline_s is not None else math.inf
             objection = self._objection(request, params.import_)
             self._imports[request.request_id] = _Import(params.import_, timeout_s, objection)
 
@@ -133,8 +134,7 @@ class SchedulerHalf:
         assert state is not None, "vLLM resolves the blocks of every scheduled request"
         blocks = list(state.resolve_block_ids(request_id)[0])
         start, export.staged_tokens = export.staged_tokens, end
-        last = end == export.prompt_tokens
-        return ExportChunk(export.params.transfer_id, export.params.codec, start, end, last, blocks)
+        return ExportChunk(export.params.transfer_id, export.params.codec, start, end, export.prompt_tokens, blocks)
 
     def received(self, request_ids: set[str]) -> None:
         """Imports of these have ended on all ranks."""

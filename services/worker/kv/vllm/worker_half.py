@@ -3,6 +3,7 @@
 import logging
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -10,6 +11,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from services.worker.kv.heads import heads_of
 from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, slots_of, strided_layout
+from services.worker.kv.ordering import DeviceOrder
 from services.worker.kv.vllm.metadata import ConnectorSettings, ExportChunk, ImportStart, StepMetadata
 from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
 from services.worker.kv.wire.importing import DTYPES, ImportShape, Load, PullLimits, PullResult
@@ -31,6 +33,7 @@ class WorkerHalf:
         self._settings = settings
         self._caches: list[torch.Tensor] = []
         self._layout: KvLayout | None = None
+        self._order: DeviceOrder | None = None
         self._head_start = 0
         self._waiting = 0
         self._lock = threading.Lock()
@@ -51,6 +54,7 @@ class WorkerHalf:
         model, parallel = self._config.model_config, self._config.parallel_config
         head_dim, block_size = model.get_head_size(), self._config.cache_config.block_size
         self._layout = self._find_layout(first, head_dim, block_size)
+        self._order = DeviceOrder(torch.get_device_module(first.device))
         rank, ranks, kv_heads = (
             get_tensor_model_parallel_rank(),
             parallel.tensor_parallel_size,
@@ -94,15 +98,14 @@ class WorkerHalf:
         return EndpointSettings(
             address=s.endpoints[rank], events=s.events,
             identity=ExportIdentity(s.generation, s.fingerprint, s.control_key),
-            staging_bytes=s.staging_bytes, stage_wait_s=s.stage_wait_s, lease_s=s.lease_s,
-            limits=PullLimits(connect_timeout_s=s.connect_timeout_s, inbox_bytes=s.inbox_bytes),
+            staging_bytes=s.staging_bytes, lease_s=s.lease_s,
+            limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes),
             curve=(s.curve_public, s.curve_secret) if s.curve_public else None,
         )  # fmt: skip
 
     def begin(self, step: StepMetadata) -> None:
         """Start and end imports; while the engine has nothing but imports to wait for, wait a moment for one."""
         endpoint = self._endpoint
-        endpoint.check_alive()
         for start in step.imports:
             self._waiting += 1
             endpoint.load(self._load(start))
@@ -118,9 +121,13 @@ class WorkerHalf:
             self._progress.wait(_IDLE_WAIT_S)
 
     def _load(self, start: ImportStart) -> Load:
-        assert self._layout is not None
-        slots = slots_of(torch.tensor(start.blocks), self._layout.block_size, start.start, start.end)
-        destination = _Blocks(self._caches, self._layout, slots, start.start, self._head_start, self.zero_imports)
+        layout, order = self._layout, self._order
+        assert layout is not None
+        assert order is not None
+        slots = slots_of(torch.tensor(start.blocks), layout.block_size, start.start, start.end)
+        destination = _Blocks(
+            self._caches, layout, slots, start.start, self._head_start, order, order.freed(), self.zero_imports
+        )
         return Load(start.request_id, start.handle, start.start, start.end, destination, start.timeout_s)
 
     def save(self, step: StepMetadata) -> None:
@@ -129,15 +136,17 @@ class WorkerHalf:
             self._stage(chunk)
 
     def _stage(self, chunk: ExportChunk) -> None:
-        layout = self._layout
+        layout, order = self._layout, self._order
         assert layout is not None
+        assert order is not None
         blocks = torch.tensor(chunk.blocks)
 
         def fill(start: int, end: int, kv: torch.Tensor) -> None:
             for layer, cache in enumerate(self._caches):
                 layout.gather(cache, blocks, start, end, kv[layer])
+            order.copied()
 
-        self._endpoint.stage(chunk.transfer_id, chunk.codec, chunk.start, chunk.end, chunk.last, fill)
+        self._endpoint.stage(chunk.transfer_id, chunk.codec, chunk.start, chunk.end, chunk.total, fill)
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose import has ended since the last call, and those of them for which it failed."""
@@ -178,6 +187,8 @@ class _Blocks:
     slots: torch.Tensor
     token_start: int
     head_start: int
+    order: DeviceOrder
+    freed: Any  # what the blocks were used for before is done after this
     zero: bool  # fault injection: proves that tests would notice wrong KV
 
     @property
@@ -189,4 +200,9 @@ class _Blocks:
         """See Destination."""
         first = token_start - self.token_start
         slots = self.slots[first : first + kv.shape[1]]
-        self.layout.scatter(self.caches[layer], slots, head_start - self.head_start, kv * 0 if self.zero else kv)
+        with self.order.writing(self.freed):
+            self.layout.scatter(self.caches[layer], slots, head_start - self.head_start, kv * 0 if self.zero else kv)
+
+    def finish(self) -> None:
+        """See Destination."""
+        self.order.written()

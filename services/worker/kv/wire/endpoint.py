@@ -1,7 +1,6 @@
 """One rank's KV side put together: staging pool, server and puller, and the events about them.
 
-This is all that a connector needs, whatever the engine; the emulated engine uses it as well as vLLM's
-connector.
+This is all that a connector needs, whatever the engine. Emulated instances move no KV and have none.
 """
 
 import time
@@ -11,12 +10,19 @@ from dataclasses import dataclass, field
 import torch
 
 from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.events import EventSender, PullEnded, StagedChunk, StagingFailed
+from services.worker.kv.events import (
+    EventSender,
+    PullEnded,
+    StagedChunk,
+    StagingFailed,
+    ThreadEnded,
+    TransferEnded,
+)  # fmt: skip
 from services.worker.kv.staging import Segment, StagingPool
-from services.worker.kv.wire.frames import Prefetch, RankStats
+from services.worker.kv.wire.frames import MAX_LIFE_S, RankStats
 from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
 from services.worker.kv.wire.puller import Puller
-from services.worker.kv.wire.server import ControlHooks, ExportIdentity, KvServer, ServerCounters
+from services.worker.kv.wire.server import ExportIdentity, KvServer, ServerCounters
 from services.worker.kv.wire.serving import ExportShape
 from services.worker.kv.wire.transport import ZmqTransport
 from shared.domain.kv import Codec, KvHandle
@@ -30,7 +36,6 @@ class EndpointSettings:
     events: str
     identity: ExportIdentity
     staging_bytes: int = 256 << 20
-    stage_wait_s: float = 0.05
     lease_s: float = 60.0
     limits: PullLimits = field(default_factory=PullLimits)
     curve: tuple[str, str] | None = None
@@ -57,13 +62,16 @@ class KvEndpoint:
         self._on_end = on_end
         self._rank = export.rank
         self._events = EventSender(settings.events)
-        self._pool = StagingPool(settings.staging_bytes, settings.lease_s, on_change=self._staged)
-        hooks = ControlHooks(prefetch=self._prefetch, drop=self._drop, stats=self._import_stats)
+        self._pool = StagingPool(
+            settings.staging_bytes, settings.lease_s, on_change=self._staged, on_end=self._transfer_ended
+        )
         self._server = KvServer(
-            settings.address, ZmqTransport(settings.curve), self._pool, export, settings.identity, hooks,
-            corrupt=lambda: faults.corrupt,
+            settings.address, ZmqTransport(settings.curve), self._pool, export, settings.identity, self,
+            corrupt=lambda: faults.corrupt, on_death=self._thread_ended,
         )  # fmt: skip
-        self._puller = Puller(ZmqTransport(settings.curve), import_, self._ended, settings.limits)
+        self._puller = Puller(
+            ZmqTransport(settings.curve), import_, self._ended, settings.limits, on_death=self._thread_ended
+        )
         self._server.start()
         self._puller.start()
 
@@ -82,19 +90,14 @@ class KvEndpoint:
         """What the export side has done."""
         return self._server.counters
 
-    def check_alive(self) -> None:
-        """Raise RuntimeError when a thread of this endpoint has ended: the rank cannot do its work any more."""
-        if not (self._server.alive and self._puller.alive):
-            raise RuntimeError(f"the KV endpoint of rank {self._rank} has lost a thread; see its log")
-
     def stage(
-        self, transfer_id: str, codec: Codec, start: int, end: int, last: bool,
+        self, transfer_id: str, codec: Codec, start: int, end: int, total: int,
         fill: Callable[[int, int, torch.Tensor], None],
     ) -> None:  # fmt: skip
-        """Stage tokens [start, end): `fill(start, end, kv)` copies KV into `kv` [layers, 2, tokens, heads,
-        dim].
+        """Stage tokens [start, end) of a transfer of `total` tokens: `fill(start, end, kv)` copies KV into `kv`
+        [layers, 2, tokens, heads, dim].
 
-        Never raises for want of room: the transfer then fails, and an event says so.
+        Neither waits nor raises for want of room: the transfer then fails, and an event says so.
         """
 
         def segments() -> Iterator[Segment]:
@@ -106,18 +109,44 @@ class KvEndpoint:
                 fill(first, until, kv)
                 yield Segment(first, until, kv)
 
-        size = self._export.chunk_bytes(end - start)
+        size, whole, last = self._export.chunk_bytes(end - start), self._export.chunk_bytes(total), end == total
         try:
-            total = self._pool.append(transfer_id, codec, segments, size, last, self._settings.stage_wait_s)
+            staged_bytes = self._pool.append(transfer_id, codec, segments, size, last, whole)
         except KvError as error:
             if error.fault is KvFault.REFUSED and error.message:  # the first refusal, not an echo of it
                 self._events.send(StagingFailed(transfer_id, self._rank, str(error)))
             return
-        self._events.send(StagedChunk(transfer_id, self._rank, end, last, total))
+        self._events.send(StagedChunk(transfer_id, self._rank, end, last, staged_bytes))
 
     def release(self, transfer_id: str) -> None:
-        """Drop what is staged for the transfer."""
+        """Drop what is staged or prefetched for the transfer."""
         self._pool.release(transfer_id)
+        self._puller.cancel(transfer_id, prefetch_only=True)
+
+    def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
+        """Pull tokens [0, tokens) before the engine has blocks for them. Raises KvError for what makes no sense."""
+        if handle.fingerprint != self._settings.identity.fingerprint:
+            raise KvError(KvFault.FINGERPRINT)
+        if not handle.endpoints or not 0 < tokens <= handle.tokens or not 0 < timeout_s < MAX_LIFE_S:
+            raise KvError(KvFault.INVALID)
+        self._puller.prefetch(handle, tokens, timeout_s)
+
+    def drop(self, transfer_id: str) -> None:
+        """Forget a prefetch."""
+        self._puller.cancel(transfer_id, prefetch_only=True)
+
+    def stats(self) -> RankStats:
+        """Counters and levels of both sides."""
+        served, pulled, pool = self._server.counters, self._puller.counters, self._pool
+        return RankStats(
+            rank=self._rank, staged_bytes=pool.staged_bytes, staging_limit_bytes=pool.limit_bytes,
+            transfers=len(pool), staging_failed=pool.staging_failed, leases_expired=pool.leases_expired,
+            serving=self._server.serving, sent_bytes=served.sent_bytes, pulls_served=served.served,
+            pulls_refused=served.refused, pulling=pulled.pulling, inbox_bytes=pulled.inbox_bytes,
+            received_bytes=pulled.received_bytes, pulls_ok=pulled.ok, pulls_failed=pulled.failed,
+            prefetches=pulled.prefetches, events_lost=self._events.lost,
+            dropped_messages=served.dropped + pulled.dropped,
+        )  # fmt: skip
 
     def load(self, load: Load) -> None:
         """Import into an engine's blocks; `on_end` follows, once."""
@@ -149,15 +178,11 @@ class KvEndpoint:
     def _staged(self) -> None:
         self._server.wake()
 
-    def _prefetch(self, prefetch: Prefetch) -> None:
-        if prefetch.handle.fingerprint != self._settings.identity.fingerprint:
-            raise KvError(KvFault.FINGERPRINT)
-        if not 0 < prefetch.tokens <= prefetch.handle.tokens or not 0 < prefetch.timeout_s < 3600:
-            raise KvError(KvFault.INVALID)
-        self._puller.prefetch(prefetch)
+    def _transfer_ended(self, transfer_id: str, staged_bytes: int) -> None:
+        self._events.send(TransferEnded(transfer_id, self._rank, staged_bytes))
 
-    def _drop(self, transfer_id: str) -> None:
-        self._puller.cancel(transfer_id, prefetch_only=True)
+    def _thread_ended(self, thread: str, error: BaseException) -> None:
+        self._events.send(ThreadEnded(self._rank, thread, f"{type(error).__name__}: {error}"))
 
     def _ended(self, result: PullResult) -> None:
         self._on_end(result)
@@ -165,11 +190,3 @@ class KvEndpoint:
             result.transfer_id, self._rank, result.ok, result.error, result.tokens, result.wire_bytes,
             result.started_s, result.ended_s, result.prefetched,
         ))  # fmt: skip
-
-    def _import_stats(self) -> RankStats:
-        counters = self._puller.counters
-        return RankStats(
-            pulling=counters.pulling, inbox_bytes=counters.inbox_bytes, received_bytes=counters.received_bytes,
-            pulls_ok=counters.ok, pulls_failed=counters.failed, prefetches=counters.prefetches,
-            events_lost=self._events.lost, dropped_messages=counters.dropped,
-        )  # fmt: skip

@@ -8,6 +8,8 @@ they become staged while the grant lasts; the importer grants more as it consume
 itself, and the importer knows by the ranges when it has everything.
 """
 
+from typing import TypeVar
+
 import msgspec
 import xxhash
 
@@ -19,8 +21,10 @@ MAX_FRAME_BYTES = 8 << 20  # bound of a payload that a receiver accepts
 MAX_MESSAGE_BYTES = 64 << 10  # bound of everything else
 WINDOW_BYTES = 8 << 20  # payload in flight for one pull and peer
 MAX_WINDOW_BYTES = 64 << 20  # an exporter grants no more than this, whatever is asked
+MAX_LIFE_S = 86_400.0  # what somebody may ask to be kept for
 
 Buffer = bytes | bytearray | memoryview
+Decoded = TypeVar("Decoded")
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -30,7 +34,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Pull(Message, frozen=True):
     """Wants tokens [token_start, token_end) of heads [head_start, head_end), numbered over the whole model.
 
-    `rank` of `ranks` importers asks; `consumers` of those pull from this exporter rank.
+    `rank` of `ranks` importers asks; `consumers` of those pull from this exporter rank. The exporter forgets the pull
+    when it has heard nothing of the importer for `timeout_s`.
     """
 
     pull_id: int
@@ -49,7 +54,7 @@ class Pull(Message, frozen=True):
 
 
 class Credit(Message, frozen=True):
-    """The importer has consumed that much payload and grants as much again."""
+    """The importer has consumed that much payload and grants as much again; with 0 it only says that it is there."""
 
     pull_id: int
     credit_bytes: int
@@ -175,9 +180,23 @@ class Answer(Message, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Pull | Credit | Cancel | Confirm | Control)
-_replies = msgspec.msgpack.Decoder(Frame | Failed)
+_requests: msgspec.msgpack.Decoder[Pull | Credit | Cancel | Confirm | Control] = msgspec.msgpack.Decoder(
+    Pull | Credit | Cancel | Confirm | Control
+)
+_replies: msgspec.msgpack.Decoder[Frame | Failed] = msgspec.msgpack.Decoder(Frame | Failed)
 _answers = msgspec.msgpack.Decoder(Answer)
+
+
+def decoded(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decoded | None:
+    """What anybody may have sent; None for garbage.
+
+    Besides its own errors, msgspec lets through text that is not UTF-8 and nesting deeper than the interpreter's
+    stack (seen: one such frame ended the thread that read it).
+    """
+    try:
+        return decoder.decode(part)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
 
 
 def encode_message(message: Message) -> bytes:
@@ -185,21 +204,19 @@ def encode_message(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_request(part: Buffer) -> Pull | Credit | Cancel | Confirm | Control:
-    """What an importer or the worker sent. Raises msgspec.MsgspecError."""
-    request: Pull | Credit | Cancel | Confirm | Control = _requests.decode(part)
-    return request
+def decode_request(part: Buffer) -> Pull | Credit | Cancel | Confirm | Control | None:
+    """What an importer or the worker sent; None for garbage."""
+    return decoded(_requests, part)
 
 
-def decode_reply(part: Buffer) -> Frame | Failed:
-    """What an exporter sent. Raises msgspec.MsgspecError."""
-    reply: Frame | Failed = _replies.decode(part)
-    return reply
+def decode_reply(part: Buffer) -> Frame | Failed | None:
+    """What an exporter sent; None for garbage."""
+    return decoded(_replies, part)
 
 
-def decode_answer(part: Buffer) -> Answer:
-    """What a rank answered to its worker. Raises msgspec.MsgspecError."""
-    return _answers.decode(part)
+def decode_answer(part: Buffer) -> Answer | None:
+    """What a rank answered to its worker; None for garbage."""
+    return decoded(_answers, part)
 
 
 def checksum(payload: Buffer) -> int:

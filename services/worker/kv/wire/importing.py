@@ -28,6 +28,9 @@ class Destination(Protocol):
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         """KV [2, tokens, heads, head_dim] of one layer; tokens and heads are numbered over prompt and model."""
 
+    def finish(self) -> None:
+        """Return once all that was written has reached the cache; a device may still be at it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImportShape:
@@ -42,7 +45,10 @@ class ImportShape:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The engine has blocks for tokens [token_start, token_end) of the handle. `request_id` is the engine's."""
+    """The engine has blocks for tokens [token_start, token_end) of the handle. `request_id` is the engine's.
+
+    The import may take `timeout_s` in all, which may be infinite: one that makes no progress fails sooner.
+    """
 
     request_id: str
     handle: KvHandle
@@ -72,6 +78,7 @@ class PullLimits:
     """Bounds of the import side."""
 
     connect_timeout_s: float = 2.0
+    stall_s: float = 10.0  # an import that owes its peers nothing and hears nothing for so long has failed
     inbox_bytes: int = 64 << 20
     window_bytes: int = WINDOW_BYTES
 
@@ -100,6 +107,7 @@ class Part:
         self.pull_id = pull_id
         self.owed_bytes = 0  # consumed but not yet granted again
         self._window_bytes = window_bytes  # payload that the exporter may send ahead
+        self._granted_bytes = window_bytes  # of it, what has not come yet
         self._losses = link.losses
         self._sequence = 0
         self._start, self._end = tokens
@@ -116,9 +124,15 @@ class Part:
         """Whether enough was consumed to be worth a message: each wakes threads on both sides."""
         return not self.done and self.owed_bytes >= self._window_bytes // 2
 
+    @property
+    def expects(self) -> bool:
+        """Whether it is the exporter's turn: it may send and has not."""
+        return not self.done and self._granted_bytes > 0
+
     def take_owed(self) -> int:
         """What to grant now."""
         owed, self.owed_bytes = self.owed_bytes, 0
+        self._granted_bytes += owed
         return owed
 
     @property
@@ -149,19 +163,24 @@ class Part:
         self._missing -= seen.size
         self._sequence += 1
         self.owed_bytes += size_bytes
+        self._granted_bytes -= size_bytes
 
 
 @dataclass(slots=True)
 class Import:
-    """A transfer under way: a prefetch, a load, or a prefetch that a load has joined."""
+    """A transfer under way: a prefetch, a load, or a prefetch that a load has joined. Times without a word on them are
+    monotonic.
+    """
 
     handle: KvHandle
     token_start: int
     token_end: int
-    started_s: float
-    deadline_s: float  # monotonic
+    started_s: float  # unix
+    deadline_s: float
     prefetched: bool
-    reachable_by_s: float  # monotonic; peers must be connected by then
+    reachable_by_s: float  # peers must be connected by then
+    progress_s: float  # the last one: a frame, or a grant after which one is due
+    told_s: float  # when the exporters last heard that this is still wanted
     load: Load | None = None
     parts: dict[int, Part] = field(default_factory=dict)
     inbox: list[tuple[Frame, Buffer]] = field(default_factory=list)
@@ -173,10 +192,11 @@ class Import:
         """Whether every part has come in full."""
         return all(part.done for part in self.parts.values())
 
-    def lateness(self, now_s: float) -> KvFault | None:
-        """Why this import must end at that (monotonic) time, if it must."""
+    def lateness(self, now_s: float, stall_s: float) -> KvFault | None:
+        """Why this import must end at that time, if it must."""
         waiting = [part for part in self.parts.values() if not part.done]
-        if now_s >= self.deadline_s:
+        stalled = now_s >= self.progress_s + stall_s and any(part.expects for part in waiting)
+        if stalled or now_s >= self.deadline_s:
             return KvFault.TIMEOUT
         if any(part.lost for part in waiting):
             return KvFault.PEER_LOST

@@ -25,9 +25,10 @@ class Peers:
         self._last_pull_id = 0
         self._used_s: dict[str, float] = {}  # monotonic, by address
 
-    def ask(self, wanted: Import, timeout_s: float) -> None:
-        """Send a pull to every exporter rank that has heads of ours. Raises KvError or OSError, parts filled
-        so far.
+    def ask(self, wanted: Import, silence_s: float) -> None:
+        """Send a pull to every exporter rank that has heads of ours, to be forgotten after so much silence of ours.
+
+        Raises KvError or OSError, parts filled so far.
         """
         handle, shape = wanted.handle, self._shape
         asked = sources(shape.rank, shape.ranks, len(handle.endpoints), shape.kv_heads)
@@ -42,7 +43,7 @@ class Peers:
                 pull_id=part.pull_id, transfer_id=handle.transfer_id, generation=handle.generation,
                 fingerprint=handle.fingerprint, token_start=wanted.token_start, token_end=wanted.token_end,
                 head_start=source.head_start, head_end=source.head_end, rank=shape.rank, ranks=shape.ranks,
-                consumers=source.consumers, credit_bytes=window_bytes, timeout_s=timeout_s,
+                consumers=source.consumers, credit_bytes=window_bytes, timeout_s=silence_s,
             ))  # fmt: skip
 
     def confirm(self, handle: KvHandle) -> None:

@@ -6,16 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.wire.frames import (
+    MAX_MESSAGE_BYTES,
     Buffer,
     Cancel,
     Credit,
     Failed,
     Frame,
-    Prefetch,
     decode_reply,
 )  # fmt: skip
 from services.worker.kv.wire.importing import (
@@ -35,6 +33,8 @@ from shared.domain.kv import KvHandle
 
 _log = logging.getLogger(__name__)
 _TURN_S = 0.1  # deadlines are looked at this often
+_BURST = 64  # messages of one link before the others get their turn
+_MESSAGE_CHARS = 200  # of what an exporter says of its failure
 _SWEEP_S = 5.0  # and idle links
 
 
@@ -46,13 +46,15 @@ class Puller:
 
     def __init__(
         self, transport: Transport, shape: ImportShape, on_end: Callable[[PullResult], None],
-        limits: PullLimits | None = None,
+        limits: PullLimits | None = None, on_death: Callable[[str, BaseException], None] = lambda *_: None,
     ) -> None:  # fmt: skip
+        """`on_death(thread, error)` is called on the puller's thread when a bug ends it."""
         self.counters = PullCounters()
         self._limits = limits or PullLimits()
         self._transport = transport
         self._shape = shape
         self._on_end = on_end
+        self._on_death = on_death
         self._peers = Peers(transport, shape, self._limits.window_bytes)
         self._imports: dict[str, Import] = {}
         self._parts: dict[int, tuple[Import, Part]] = {}
@@ -61,11 +63,6 @@ class Puller:
         self._lock = threading.Lock()
         self._stopping = self._closed = False
         self._thread = threading.Thread(target=self._run, name="kv-puller", daemon=True)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
 
     def start(self) -> None:
         """Pull in a thread of its own."""
@@ -76,9 +73,9 @@ class Puller:
         if not self._command(lambda: self._load(load)):
             self._reject(load, KvError(KvFault.STOPPED))
 
-    def prefetch(self, prefetch: Prefetch) -> None:
-        """Begin without blocks; silently not done where there is no room."""
-        self._command(lambda: self._prefetch(prefetch))
+    def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
+        """Begin without blocks; silently not done where there is no room. Kept for `timeout_s`, if no load comes."""
+        self._command(lambda: self._prefetch(handle, tokens, timeout_s))
 
     def cancel(self, transfer_id: str, prefetch_only: bool = False) -> None:
         """End an import; a load's `on_end` follows promptly."""
@@ -109,9 +106,9 @@ class Puller:
                     self._receive(link)
                 self._obey()
                 self._check()
-        except Exception:
+        except Exception as error:
             _log.exception("the KV puller of rank %d ended", self._shape.rank)
-            raise
+            self._on_death("puller", error)
         finally:
             with self._lock:
                 self._closed = True
@@ -139,7 +136,8 @@ class Puller:
 
     def _join(self, known: Import, load: Load) -> None:
         known.load = load
-        known.deadline_s = time.monotonic() + load.timeout_s
+        known.progress_s = time.monotonic()
+        known.deadline_s = known.progress_s + load.timeout_s
         try:
             for frame, payload in known.inbox:
                 write_frame(frame, payload, load)
@@ -152,12 +150,11 @@ class Puller:
         if known.complete:
             self._end(known)
 
-    def _prefetch(self, prefetch: Prefetch) -> None:
-        known = prefetch.handle.transfer_id in self._imports
-        if known or not self._inbox_has_room(self._limits.window_bytes):
+    def _prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
+        if handle.transfer_id in self._imports or not self._inbox_has_room(self._limits.window_bytes):
             return
         self.counters.prefetches += 1
-        self._begin(prefetch.handle, (0, prefetch.tokens), prefetch.timeout_s, None)
+        self._begin(handle, (0, tokens), timeout_s, None)
 
     def _cancel(self, transfer_id: str, prefetch_only: bool) -> None:
         known = self._imports.get(transfer_id)
@@ -176,15 +173,16 @@ class Puller:
         new = Import(
             handle=handle, token_start=tokens[0], token_end=tokens[1], started_s=time.time(), load=load,
             deadline_s=now + timeout_s, reachable_by_s=now + self._limits.connect_timeout_s, prefetched=load is None,
+            progress_s=now, told_s=now,
         )  # fmt: skip
         self._imports[handle.transfer_id] = new
         self.counters.pulling = len(self._imports)
         try:
-            self._peers.ask(new, timeout_s)
-        except KvError as error:
-            self._end(new, error)
+            self._peers.ask(new, self._limits.stall_s)
         except OSError as error:
             self._end(new, KvError(KvFault.UNREACHABLE, str(error)))
+        except Exception as error:
+            self._end(new, _as_kv_error(error))
         else:
             self._parts.update({pull_id: (new, part) for pull_id, part in new.parts.items()})
 
@@ -198,6 +196,7 @@ class Puller:
                 self._peers.send(part.link, Cancel(part.pull_id))
         self._empty_inbox(known)
         if known.load is not None:
+            error = _finished(known.load, error)
             self.counters.ok += error is None
             self.counters.failed += error is not None
             self._on_end(known.result(known.load, str(error) if error else "", time.time()))
@@ -207,10 +206,11 @@ class Puller:
     # The wire.
 
     def _receive(self, link: Link) -> None:
-        while (parts := link.receive()) is not None:
-            try:
-                message = decode_reply(parts[0])
-            except msgspec.MsgspecError:
+        for _ in range(_BURST):
+            if (parts := link.receive()) is None:
+                return
+            message = decode_reply(parts[0]) if len(parts[0]) <= MAX_MESSAGE_BYTES else None
+            if message is None:
                 self.counters.dropped += 1
                 continue
             known, part = self._parts.get(message.pull_id, (None, None))
@@ -225,7 +225,7 @@ class Puller:
         match message:
             case Failed():
                 fault = message.fault if message.fault in set(KvFault) else KvFault.PROTOCOL
-                raise KvError(KvFault(fault), message.message)
+                raise KvError(KvFault(fault), message.message[:_MESSAGE_CHARS])
             case Frame():
                 if len(payloads) != 1:
                     raise KvError(KvFault.PROTOCOL, "a frame has one payload")
@@ -235,6 +235,7 @@ class Puller:
         size = len(payload)
         part.admit(frame, size, known.handle, self._shape)
         check(frame, payload)
+        known.progress_s = time.monotonic()
         known.wire_bytes += size
         self.counters.received_bytes += size
         if known.load is not None:
@@ -252,11 +253,20 @@ class Puller:
 
     def _grant(self, known: Import, part: Part) -> None:
         """Return credit: for a load what it has consumed, for a prefetch as much as the inbox has room for."""
-        if not part.wants_grant:
+        if not part.wants_grant or (known.load is None and not self._inbox_has_room(part.owed_bytes)):
             return
-        if known.load is None and not self._inbox_has_room(part.owed_bytes):
-            return
+        known.progress_s = time.monotonic()
         self._peers.send(part.link, Credit(part.pull_id, part.take_owed()))
+
+    def _keep_up(self, known: Import, now: float) -> None:
+        """Go on with a prefetch that had to pause for room, and tell the exporters that it is still wanted."""
+        waiting = [part for part in known.parts.values() if not part.done]
+        for part in waiting:
+            self._grant(known, part)
+        if now >= known.told_s + self._limits.stall_s / 3:
+            known.told_s = now
+            for part in waiting:
+                self._peers.send(part.link, Credit(part.pull_id, 0))
 
     def _inbox_has_room(self, more_bytes: int) -> bool:
         """Whether the inbox holds `more_bytes` on top of what it has and what prefetches may still send
@@ -277,12 +287,23 @@ class Puller:
             return
         self._check_s = now + _TURN_S
         for known in list(self._imports.values()):
-            fault = known.lateness(now)
+            fault = known.lateness(now, self._limits.stall_s)
             if fault is not None:
                 self._end(known, KvError(fault))
+            else:
+                self._keep_up(known, now)
         if now >= self._sweep_s:
             self._sweep_s = now + _SWEEP_S
             self._peers.close_lost({id(part.link) for _, part in self._parts.values()})
+
+
+def _finished(load: Load, error: KvError | None) -> KvError | None:
+    """How a load ends, once nothing is written for it any more, a failed one included: its blocks are the engine's."""
+    try:
+        load.destination.finish()
+    except Exception as failure:
+        return error or _as_kv_error(failure)
+    return error
 
 
 def _as_kv_error(error: Exception) -> KvError:

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
+from services.worker.kv.control import Rank
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.staging import StagingPool
 from services.worker.kv.wire.frames import (
+    MAX_LIFE_S,
     MAX_WINDOW_BYTES,
     Answer,
     Buffer,
@@ -26,7 +26,6 @@ from services.worker.kv.wire.frames import (
     Message,
     Prefetch,
     Pull,
-    RankStats,
     Release,
     decode_request,
     encode_message,
@@ -38,6 +37,7 @@ _log = logging.getLogger(__name__)
 _MAX_SERVINGS = 1024
 _MAX_CONSUMERS = 1024
 _TURN_S = 0.5  # leases and deadlines are looked at this often
+_BURST = 256  # messages taken before pulls go on: who floods holds up nobody else
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,6 @@ class ExportIdentity:
     generation: int
     fingerprint: str
     control_key: str
-
-
-@dataclass(frozen=True, slots=True)
-class ControlHooks:
-    """What control operations reach beyond the staging pool. All are called on the server's thread."""
-
-    prefetch: Callable[[Prefetch], None]
-    drop: Callable[[str], None]
-    stats: Callable[[], RankStats]  # everything that the server itself does not know
 
 
 @dataclass(slots=True)
@@ -73,17 +64,22 @@ class KvServer:
 
     def __init__(
         self, address: str, transport: Transport, pool: StagingPool, shape: ExportShape, identity: ExportIdentity,
-        hooks: ControlHooks, corrupt: Callable[[], bool] = lambda: False,
+        controls: Rank, corrupt: Callable[[], bool] = lambda: False,
+        on_death: Callable[[str, BaseException], None] = lambda *_: None,
     ) -> None:  # fmt: skip
-        """Binds at once. Raises OSError when the address is taken. `corrupt` is fault injection for tests."""
+        """Binds at once. Raises OSError when the address is taken. `corrupt` is fault injection for tests.
+
+        `on_death(thread, error)` is called on the server's thread when a bug ends it.
+        """
         self.counters = ServerCounters()
         self._transport = transport
         self._listener: Listener = transport.listen(address)
         self._pool = pool
         self._shape = shape
         self._identity = identity
-        self._hooks = hooks
+        self._controls = controls
         self._corrupt = corrupt
+        self._on_death = on_death
         self._servings: dict[tuple[bytes, int], Serving] = {}
         self._stopping = False
         self._expire_s = 0.0
@@ -95,9 +91,9 @@ class KvServer:
         return self._listener.address
 
     @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+    def serving(self) -> int:
+        """Pulls of peers under way."""
+        return len(self._servings)
 
     def start(self) -> None:
         """Serve in a thread of its own."""
@@ -121,19 +117,18 @@ class KvServer:
                 while self._pump() and not self._stopping:
                     self._receive()
                 self._expire()
-        except Exception:
+        except Exception as error:
             _log.exception("the KV server of rank %d ended", self._shape.rank)
-            raise
+            self._on_death("server", error)
         finally:
             self._transport.close()
 
     def _receive(self) -> None:
-        while (message := self._listener.receive()) is not None:
+        for _ in range(_BURST):
+            if (message := self._listener.receive()) is None:
+                return
             peer, parts = message
-            try:
-                request = decode_request(parts[0]) if len(parts) == 1 else None
-            except msgspec.MsgspecError:
-                request = None
+            request = decode_request(parts[0]) if len(parts) == 1 else None
             if request is None:
                 self.counters.dropped += 1
             else:
@@ -145,8 +140,9 @@ class KvServer:
                 self._begin(peer, request)
             case Credit():
                 serving = self._servings.get((peer, request.pull_id))
-                if serving is not None and request.credit_bytes > 0:
+                if serving is not None and request.credit_bytes >= 0:
                     serving.credit_bytes = min(MAX_WINDOW_BYTES, serving.credit_bytes + request.credit_bytes)
+                    serving.renew(time.monotonic())
             case Cancel():
                 self._servings.pop((peer, request.pull_id), None)
             case Confirm():
@@ -161,8 +157,7 @@ class KvServer:
             self.counters.refused += 1
             self._send(peer, Failed(pull.pull_id, fault.value, ""))
             return
-        deadline_s = time.monotonic() + pull.timeout_s
-        self._servings[peer, pull.pull_id] = Serving(peer, pull, self._shape, deadline_s)
+        self._servings[peer, pull.pull_id] = Serving(peer, pull, self._shape, time.monotonic())
 
     def _objection(self, pull: Pull) -> KvFault | None:
         if pull.generation != self._identity.generation:
@@ -172,7 +167,7 @@ class KvServer:
         tokens = 0 <= pull.token_start < pull.token_end
         heads = self._shape.head_start <= pull.head_start < pull.head_end <= self._shape.head_end
         credit = 0 < pull.credit_bytes <= MAX_WINDOW_BYTES
-        timeout = 0 < pull.timeout_s < 3600
+        timeout = 0 < pull.timeout_s < MAX_LIFE_S
         if not (tokens and heads and credit and timeout) or len(self._servings) >= _MAX_SERVINGS:
             return KvFault.INVALID
         return None
@@ -227,38 +222,26 @@ class KvServer:
         self._pool.expire()
         for key, serving in list(self._servings.items()):
             if serving.deadline_s <= now:
-                self._fail(key, KvError(KvFault.UNKNOWN, "not staged before the deadline"))
+                self._fail(key, KvError(KvFault.TIMEOUT, "the importer fell silent"))
 
     def _control(self, peer: bytes, control: Control) -> None:
         if not hmac.compare_digest(control.key.encode(), self._identity.control_key.encode()):
             self.counters.dropped += 1
             return
-        stats = None
-        error = ""
+        stats, error = None, ""
         try:
             match control.operation:
                 case Release(transfer_id):
-                    self._pool.release(transfer_id)
-                case Prefetch():
-                    self._hooks.prefetch(control.operation)
+                    self._controls.release(transfer_id)
+                case Prefetch(handle, tokens, timeout_s):
+                    self._controls.prefetch(handle, tokens, timeout_s)
                 case Drop(transfer_id):
-                    self._hooks.drop(transfer_id)
+                    self._controls.drop(transfer_id)
                 case _:
-                    stats = self._stats()
+                    stats = self._controls.stats()
         except KvError as raised:
             error = str(raised)
         self._send(peer, Answer(control.call, error, stats))
-
-    def _stats(self) -> RankStats:
-        imports = self._hooks.stats()
-        return msgspec.structs.replace(
-            imports, rank=self._shape.rank,
-            staged_bytes=self._pool.staged_bytes, staging_limit_bytes=self._pool.limit_bytes,
-            transfers=len(self._pool), serving=len(self._servings), sent_bytes=self.counters.sent_bytes,
-            pulls_served=self.counters.served, pulls_refused=self.counters.refused,
-            staging_failed=self._pool.staging_failed, leases_expired=self._pool.leases_expired,
-            dropped_messages=imports.dropped_messages + self.counters.dropped,
-        )  # fmt: skip
 
     def _send(self, peer: bytes, message: Message, payload: Buffer | None = None) -> bool:
         return self._listener.send(peer, encode_message(message), payload)

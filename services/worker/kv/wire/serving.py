@@ -43,17 +43,22 @@ class ExportShape:
 class Serving:
     """State of one pull: a cursor over segments and layers, and what the importer still grants."""
 
-    def __init__(self, peer: bytes, pull: Pull, shape: ExportShape, deadline_s: float) -> None:
+    def __init__(self, peer: bytes, pull: Pull, shape: ExportShape, now_s: float) -> None:
+        """`now_s` is monotonic."""
         self.peer = peer
         self.pull = pull
         self.credit_bytes = pull.credit_bytes
-        self.deadline_s = deadline_s
+        self.renew(now_s)
         self.frames = 0
         self.sent_bytes = 0
         self._shape = shape
         self._segment = 0
         self._token = pull.token_start
         self._layer = 0
+
+    def renew(self, now_s: float) -> None:
+        """The importer has spoken: it still wants this."""
+        self.deadline_s = now_s + self.pull.timeout_s
 
     @property
     def finished(self) -> bool:

@@ -1,6 +1,7 @@
 """The local queue: order by policy, a bounded batch, and no place lost when a job is cancelled."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -13,8 +14,14 @@ def job(name: str, tokens: int) -> JobView:
     return JobView(name, tokens, 16)
 
 
-async def run(queue: PrefillQueue, view: JobView, order: list[str], go: asyncio.Event) -> None:
-    async with queue.turn(view):
+async def run(
+    queue: PrefillQueue,
+    view: JobView,
+    order: list[str],
+    go: asyncio.Event,
+    has_room: Callable[[], bool] = lambda: True,
+) -> None:
+    async with queue.turn(view, has_room):
         order.append(view.job_id)
         await go.wait()
 
@@ -66,3 +73,36 @@ async def test_cancelled_jobs_leave_no_gap() -> None:
     await asyncio.wait_for(last, 5)
     assert order == ["running", "last"]
     assert (queue.waiting, queue.queued_tokens) == (0, 0)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_job_without_room_waits_and_nobody_overtakes_it() -> None:
+    queue, order, go, room = PrefillQueue(registry.prefill_order("fcfs"), 4), list[str](), asyncio.Event(), [False]
+    large = asyncio.create_task(run(queue, job("large", 900), order, go, lambda: room[0]))
+    small = asyncio.create_task(run(queue, job("small", 1), order, go))
+    await settle()
+    assert order == []
+    assert (queue.waiting, queue.queued_tokens) == (2, 901)
+    room[0] = True
+    queue.admit()
+    await settle()
+    assert order == ["large", "small"]
+    go.set()
+    await asyncio.gather(large, small)
+
+
+async def test_a_job_that_gives_up_waiting_for_room_lets_the_next_in() -> None:
+    queue, order, go = PrefillQueue(registry.prefill_order("fcfs"), 4), list[str](), asyncio.Event()
+    large = asyncio.create_task(run(queue, job("large", 900), order, go, lambda: False))
+    small = asyncio.create_task(run(queue, job("small", 1), order, go))
+    await settle()
+    large.cancel()
+    await settle()
+    assert order == ["small"]
+    assert queue.waiting == 0
+    go.set()
+    await small

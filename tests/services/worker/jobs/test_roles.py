@@ -51,3 +51,41 @@ async def test_a_flip_needs_a_drain_and_takes_far_less_than_ten_milliseconds() -
     state.resume()
     with state.job(Role.PREFILL):
         assert state.inflight == 1
+
+
+async def test_a_drain_whose_caller_is_gone_goes_on_in_sight_and_can_be_resumed() -> None:
+    state = RoleState(Role.DECODE)
+    with state.job(Role.DECODE):
+        drain = asyncio.create_task(state.drain(5))
+        await asyncio.sleep(0)
+        drain.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await drain
+        assert state.draining  # what heartbeats show
+        state.resume()
+        with state.job(Role.DECODE):
+            assert state.inflight == 2
+    assert (await state.drain(1)).drained
+
+
+async def test_a_resume_ends_a_drain_under_way_without_success() -> None:
+    state = RoleState(Role.DECODE)
+    with state.job(Role.DECODE):
+        drains = [asyncio.create_task(state.drain(5)) for _ in range(2)]
+        await asyncio.sleep(0)
+        state.resume()
+        replies = [await asyncio.wait_for(drain, 1) for drain in drains]
+    assert [(reply.drained, reply.remaining) for reply in replies] == [(False, 1), (False, 1)]
+    with state.job(Role.DECODE):
+        assert state.inflight == 1
+
+
+async def test_jobs_that_end_while_nobody_drains_do_not_end_a_later_drain() -> None:
+    state = RoleState(Role.DECODE)
+    with state.job(Role.DECODE):
+        pass
+    with state.job(Role.DECODE):
+        drain = asyncio.create_task(state.drain(5))
+        await asyncio.sleep(0)
+        assert not drain.done()
+    assert (await asyncio.wait_for(drain, 1)).drained

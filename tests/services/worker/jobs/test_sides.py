@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink
+from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink, deliver
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.lengths import LengthClient
@@ -16,11 +16,18 @@ from services.worker.jobs.roles import RoleState
 from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
-from shared.domain.route import InstanceRef
-from shared.errors import EngineFailed
+from shared.domain.route import InstanceRef, PolicySpec
+from shared.errors import Busy, EngineFailed, PolyphaseError, Unavailable, WrongRole
 from shared.policy import registry
 from shared.runtime.tasks import Background
-from shared.wire.messages import DecodeRequest, PrefillReply, PrefillRequest, PrefillStarted, TokenStep
+from shared.wire.messages import (
+    DecodeRequest,
+    PrefetchRequest,
+    PrefillReply,
+    PrefillRequest,
+    PrefillStarted,
+    TokenStep,
+)
 from shared.wire.rpc_server import ServerCall
 
 TARGET = InstanceRef("d0", 1, "tcp://127.0.0.1:1")
@@ -67,6 +74,10 @@ class ScriptedPort:
 
     def __init__(self) -> None:
         self.released: list[str] = []
+        self.dropped: list[str] = []
+        self.reserved: dict[str, bytes] = {}
+        self.prefetched: dict[str, float] = {}
+        self.full = False
         self.callbacks: dict[str, Callable[[], None]] = {}
 
     def start(self, tasks: Background) -> None:
@@ -87,11 +98,23 @@ class ScriptedPort:
     async def release(self, transfer_ids: list[str]) -> None:
         self.released += transfer_ids
 
-    async def prefetch(self, handle: KvHandle, timeout_s: float) -> None:
-        """Nothing to fetch."""
+    def reserve(self, transfer_id: str, tokens: int, owner: bytes) -> bool:
+        if self.full:
+            return False
+        self.reserved[transfer_id] = owner
+        return True
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        self.room = callback
+
+    async def release_of(self, owner: bytes) -> None:
+        await self.release([each for each, known in self.reserved.items() if known == owner])
+
+    async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
+        self.prefetched[handle.transfer_id] = keep_s
 
     async def drop(self, transfer_id: str) -> None:
-        """Nothing was fetched."""
+        self.dropped.append(transfer_id)
 
 
 class Call:
@@ -99,7 +122,8 @@ class Call:
 
     timeout_s = 5.0
 
-    def __init__(self) -> None:
+    def __init__(self, peer: bytes = b"gateway") -> None:
+        self.peer = peer
         self.items: list[Any] = []
 
     def send(self, item: object) -> None:
@@ -107,13 +131,18 @@ class Call:
 
 
 class FixedDispatcher:
-    """Always the same instance."""
+    """Always the same instance, or none."""
 
     def __init__(self) -> None:
         self.asked = 0
+        self.refusal: PolyphaseError | None = None
 
-    def choose(self, job: JobView, exclude: tuple[str, ...] = ()) -> tuple[InstanceRef, tuple[()]]:
+    def choose(
+        self, job: JobView, policy: PolicySpec | None, exclude: tuple[str, ...] = ()
+    ) -> tuple[InstanceRef, tuple[()]]:
         self.asked += 1
+        if self.refusal is not None:
+            raise self.refusal
         return TARGET, ()
 
 
@@ -185,6 +214,41 @@ async def test_a_long_prompt_names_its_decode_instance_after_the_first_chunk() -
     assert side.dispatcher.asked == 1
 
 
+@pytest.mark.parametrize("refusal", [Unavailable("no decode instance is ready"), Busy("all are full")])
+async def test_a_prefill_without_a_decode_instance_ends_well_and_says_why(refusal: PolyphaseError) -> None:
+    side = Side(Role.PREFILL, chunk_size=4)
+    side.dispatcher.refusal = refusal
+    task = await side.prefill(prefill_request(10))
+    side.port.callbacks["t1"]()  # nothing to announce, and no error
+    assert side.call.items == []
+    side.engine.step(TokenStep([42], "length"))
+    reply = await task
+    assert reply.decode is None
+    assert reply.handle is not None
+    assert reply.tokens == [42]
+    assert [reason.what for reason in reply.reasons] == [refusal.message]
+    assert side.port.released == []  # it waits for whoever finds a decode instance, or for its lease
+
+
+async def test_a_decode_instance_that_comes_while_the_prompt_is_computed_is_taken() -> None:
+    side = Side(Role.PREFILL, chunk_size=4)
+    side.dispatcher.refusal = Unavailable("no decode instance is ready")
+    task = await side.prefill(prefill_request(10))
+    side.port.callbacks["t1"]()
+    side.dispatcher.refusal = None
+    side.engine.step(TokenStep([42], "length"))
+    reply = await task
+    assert (reply.decode, reply.reasons) == (TARGET, ())
+
+
+async def test_an_answer_that_is_over_leaves_nothing_staged() -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(prefill_request(decode=TARGET))
+    side.engine.step(TokenStep([2], "stop"))
+    assert (await task).handle is None
+    assert side.port.released == ["t1"]
+
+
 async def test_a_cancelled_prefill_leaves_nothing_behind() -> None:
     side = Side(Role.PREFILL)
     task = await side.prefill(prefill_request())
@@ -252,3 +316,101 @@ async def test_approximate_kv_gets_a_salt_that_exact_requests_never_have(codec: 
     assert "t1" in side.engine.requests[0].generation.cache_salt
     side.engine.step(TokenStep([1], "length"))
     await task
+
+
+async def test_generated_tokens_count_as_context() -> None:
+    side = Side(Role.DECODE)
+    task = await side.decode(decode_request())
+    for given, context in (([5], 4), ([6, 7], 6)):
+        side.engine.step(TokenStep(given))
+        assert side._decode.context_tokens == context
+    side.engine.step(TokenStep([8], "stop"))
+    await task
+    assert side._decode.context_tokens == 0
+
+
+async def test_a_prompt_whose_kv_has_no_room_waits_outside_of_the_engine() -> None:
+    side = Side(Role.PREFILL)
+    side.port.full = True
+    task = asyncio.create_task(side._prefill.prefill(prefill_request(), cast(ServerCall, side.call)))
+    local = asyncio.create_task(  # nothing of it is staged, but it does not overtake either
+        side._prefill.prefill(prefill_request(export=False), cast(ServerCall, side.call))
+    )
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert side.engine.requests == []
+    side.port.full = False
+    side.port.room()
+    await asyncio.wait_for(side.engine.arrived.wait(), 5)
+    for _ in range(2):
+        side.engine.step(TokenStep([42], "length"))
+    assert (await task).handle is not None
+    assert (await local).handle is None
+    assert side.port.reserved == {"t1": b"gateway"}
+
+
+async def test_what_a_gone_gateway_had_staged_is_released() -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(prefill_request())
+    side.engine.step(TokenStep([42], "length"))
+    await task
+    await side.port.release_of(b"another")
+    assert side.port.released == []
+    await side.port.release_of(b"gateway")
+    assert side.port.released == ["t1"]
+
+
+async def test_staged_kv_survives_a_flip() -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(prefill_request())
+    side.engine.step(TokenStep([42], "length"))
+    await task
+    assert (await side.roles.drain(1)).drained
+    side.roles.flip(Role.DECODE)
+    side.roles.resume()
+    assert side.port.released == []
+    assert side.port.reserved == {"t1": b"gateway"}
+
+
+def prefetch_request(side: Side, name: str = "t1") -> PrefetchRequest:
+    return PrefetchRequest(side.port.handle(name, 3, Codec.RAW), keep_s=77.0)
+
+
+async def test_a_prefetch_is_kept_as_long_as_the_job_may_want_it_not_as_long_as_its_call() -> None:
+    side = Side(Role.DECODE)
+    await side._decode.prefetch(prefetch_request(side), cast(ServerCall, side.call))
+    assert side.port.prefetched == {"t1": 77.0}
+
+
+async def test_prefetches_of_a_gone_gateway_are_dropped_unless_a_job_has_come_for_them() -> None:
+    side = Side(Role.DECODE)
+    for name, peer in (("t1", b"a"), ("t2", b"a"), ("t3", b"a"), ("t4", b"b")):
+        await side._decode.prefetch(prefetch_request(side, name), cast(ServerCall, Call(peer)))
+    task = await side.decode(decode_request(side.port.handle("t1", 3, Codec.RAW)))
+    side._decode.forget(["t2"])  # released meanwhile
+    await side._decode.drop_of(b"a")
+    assert side.port.released == ["t3"]
+    side.engine.step(TokenStep([1], "length"))
+    await task
+    assert side.port.dropped == []
+
+
+async def test_a_decode_that_is_refused_or_fails_leaves_no_prefetch() -> None:
+    side = Side(Role.DECODE)
+    handle = side.port.handle("t1", 3, Codec.RAW)
+    await side._decode.prefetch(prefetch_request(side), cast(ServerCall, side.call))
+    task = await side.decode(decode_request(handle))
+    side.engine.step(TokenStep([], "error", "refused"))
+    with pytest.raises(EngineFailed):
+        await task
+    side.roles.draining = True
+    with pytest.raises(WrongRole):
+        await side._decode.decode(decode_request(handle), cast(ServerCall, side.call))
+    assert side.port.dropped == ["t1", "t1"]
+
+
+async def test_a_job_that_cannot_take_its_step_does_not_cost_the_others_theirs() -> None:
+    taken: list[TokenStep] = []
+    deliver(lambda _: {}["a bug"], TokenStep([1]))
+    deliver(taken.append, TokenStep([2]))
+    assert taken == [TokenStep([2])]

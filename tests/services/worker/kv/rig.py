@@ -33,12 +33,16 @@ class Capture:
         self.kv = torch.full((LAYERS, 2, end - start, KV_HEADS, DIM), float("nan"), dtype=dtype)
         self.writes: list[tuple[int, int]] = []  # layer, first token
         self.before: Callable[[], object] = lambda: None
+        self.finished = False
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         self.before()
         self.writes.append((layer, token_start))
         first = token_start - self.start
         self.kv[layer, :, first : first + kv.shape[1], head_start : head_start + kv.shape[2]] = kv
+
+    def finish(self) -> None:
+        self.finished = True
 
 
 @dataclass
@@ -62,7 +66,7 @@ class Rig:
             EndpointSettings(
                 address, f"ipc://{self.folder}/events",
                 ExportIdentity(generation or self.generation, self.fingerprint, KEY),
-                staging_bytes=staging_bytes, stage_wait_s=0.01, lease_s=lease_s, limits=limits or PullLimits(),
+                staging_bytes=staging_bytes, lease_s=lease_s, limits=limits or PullLimits(),
                 curve=curve,
             ),
             ExportShape(LAYERS, rank * each, (rank + 1) * each, DIM, dtype, rank, ranks),
@@ -98,12 +102,12 @@ class Rig:
 
 
 def stage(
-    exporter: KvEndpoint, kv: torch.Tensor, name: str = "t", start: int = 0, end: int = 0, last: bool = True,
+    exporter: KvEndpoint, kv: torch.Tensor, name: str = "t", start: int = 0, end: int = 0, *,
     codec: Codec = Codec.RAW, heads: slice = slice(None),
 ) -> None:  # fmt: skip
-    """Stage tokens [start, end) of the model's KV, of the exporter's heads."""
+    """Stage tokens [start, end) of a transfer of all of the model's KV, of the exporter's heads."""
 
     def fill(first: int, until: int, out: torch.Tensor) -> None:
         out.copy_(kv[:, :, first:until, heads])
 
-    exporter.stage(name, codec, start, end or kv.shape[2], last, fill)
+    exporter.stage(name, codec, start, end or kv.shape[2], kv.shape[2], fill)

@@ -4,20 +4,32 @@ from pathlib import Path
 import zmq
 from kv_rig import KEY, Rig, model_kv, stage
 
-from services.worker.kv.control import KvControl
-from services.worker.kv.events import EventSender, KvEvent, KvEvents, PullEnded, StagedChunk, StagingFailed
+from services.worker.kv.control import SocketControl
+from services.worker.kv.events import (
+    EventSender,
+    KvEvent,
+    KvEvents,
+    PullEnded,
+    StagedChunk,
+    StagingFailed,
+    TransferEnded,
+)
 from shared.domain.kv import Codec
 
 
 async def next_event(events: KvEvents) -> KvEvent:
-    return await asyncio.wait_for(events.get(), 10)
+    """The next one that does not tell of the end of an export."""
+    async with asyncio.timeout(10):
+        while isinstance(event := await events.get(), TransferEnded):
+            pass
+    return event
 
 
 async def test_a_transfer_tells_its_story(rig: Rig) -> None:
     kv = model_kv(64)
     async with KvEvents(f"ipc://{rig.folder}/events") as events:
         exporter, importer = rig.endpoint(), rig.endpoint()
-        stage(exporter, kv, end=32, last=False)
+        stage(exporter, kv, end=32)
         stage(exporter, kv, start=32)
         size = kv.numel() * 4
         assert await next_event(events) == StagedChunk("t", 0, 32, False, size // 2)
@@ -29,11 +41,28 @@ async def test_a_transfer_tells_its_story(rig: Rig) -> None:
     assert 0 < ended.started_s <= ended.ended_s
 
 
+async def test_the_end_of_an_export_is_told_with_what_is_left(rig: Rig) -> None:
+    async with KvEvents(f"ipc://{rig.folder}/events") as events:
+        exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+        for name in "ab":
+            stage(exporter, kv, name)
+            await next_event(events)
+        rig.load(importer, rig.handle([exporter], 64, "a"))
+        exporter.release("b")
+        told = {}
+        async with asyncio.timeout(10):
+            while len(told) < 2:
+                if isinstance(event := await events.get(), TransferEnded):
+                    told[event.transfer_id] = event.staged_bytes
+    assert sorted(told) == ["a", "b"]
+    assert min(told.values()) == 0
+
+
 async def test_a_refusal_is_told_once(rig: Rig) -> None:
     async with KvEvents(f"ipc://{rig.folder}/events") as events:
         exporter = rig.endpoint(staging_bytes=100)
         kv = model_kv(64)
-        stage(exporter, kv, end=32, last=False)
+        stage(exporter, kv, end=32)
         stage(exporter, kv, start=32)
         stage(exporter, kv[:, :, :0], "end", codec=Codec.RAW, end=0)
         failed = await next_event(events)
@@ -53,7 +82,7 @@ async def test_what_needs_no_pull_is_told_and_released(rig: Rig) -> None:
         ended = await next_event(events)
         assert isinstance(ended, PullEnded)
         assert (ended.ok, ended.tokens, ended.wire_bytes) == (True, 0, 0)
-        async with KvControl((exporter.address,), KEY) as control, asyncio.timeout(10):
+        async with SocketControl((exporter.address,), KEY) as control, asyncio.timeout(10):
             while (await control.stats())[0].staged_bytes:
                 await asyncio.sleep(0.01)
 

@@ -3,8 +3,11 @@
 import asyncio
 from typing import Any, cast
 
+import pytest
+
 from services.worker.kv.control import KvControl
 from services.worker.kv.events import KvEvents, PullEnded, StagedChunk
+from services.worker.kv.ledger import ExportLedger
 from services.worker.kv.port import ConnectorPort
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.runtime.tasks import background
@@ -27,8 +30,14 @@ class Events:
 
 
 class Control:
-    async def stats(self, timeout_s: float) -> tuple[Any, ...]:
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    async def stats(self) -> tuple[Any, ...]:
         return ()
+
+    async def release(self, transfer_id: str) -> None:
+        self.released.append(transfer_id)
 
 
 def pull(rank: int, *, ok: bool = True, tokens: int = 10, error: str = "") -> PullEnded:
@@ -38,7 +47,7 @@ def pull(rank: int, *, ok: bool = True, tokens: int = 10, error: str = "") -> Pu
 def port(events: Events, ranks: int) -> ConnectorPort:
     endpoints = tuple(f"tcp://127.0.0.1:{rank}" for rank in range(ranks))
     template = KvHandle("", "d0", 1, "f", endpoints, 0, "bfloat16")
-    return ConnectorPort(cast(KvControl, Control()), cast(KvEvents, events), template)
+    return ConnectorPort(cast(KvControl, Control()), cast(KvEvents, events), template, ExportLedger(1000, ranks), 10)
 
 
 async def report_of(events: list[PullEnded], ranks: int, late: int = 0) -> Any:
@@ -73,6 +82,19 @@ async def test_one_failed_rank_means_recomputed() -> None:
 
 async def test_nothing_pulled_means_cached() -> None:
     assert (await report_of([pull(0, tokens=0)], 1)).outcome is TransferOutcome.CACHED
+
+
+async def test_a_callback_that_fails_ends_neither_the_loop_nor_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    queue = Events()
+    side = port(queue, 1)
+    async with background() as tasks:
+        side.start(tasks)
+        called = asyncio.Event()
+        side.when_staged("t", lambda: {}["a bug"])
+        side.when_staged("u", called.set)
+        for name in "tu":
+            queue.put(StagedChunk(name, 0, 512, False, 512))
+        await asyncio.wait_for(called.wait(), 5)  # SIGTERM would have ended this test, too
 
 
 async def test_the_first_chunk_calls_back_once() -> None:

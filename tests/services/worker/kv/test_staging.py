@@ -1,4 +1,3 @@
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -18,12 +17,12 @@ class Clock:
 
 
 def stage(
-    pool: StagingPool, name: str, start: int, end: int, size: int = 100, last: bool = True, wait_s: float = 0.0
+    pool: StagingPool, name: str, start: int, end: int, size: int = 100, last: bool = True, whole: int = 0
 ) -> int:
     def segments() -> Iterator[Segment]:
         yield Segment(start, end, torch.zeros(1))
 
-    return pool.append(name, Codec.RAW, segments, size, last, wait_s)
+    return pool.append(name, Codec.RAW, segments, size, last, whole)
 
 
 def fault_of(pool: StagingPool, name: str) -> KvFault:
@@ -57,14 +56,34 @@ def test_the_bound_refuses_and_marks_the_transfer_failed() -> None:
         stage(pool, "b", 5, 9)  # for good, also when there is room again
 
 
-def test_room_that_comes_in_time_is_waited_for() -> None:
-    pool = StagingPool(150, 10)
-    stage(pool, "a", 0, 5)
-    release = threading.Timer(0.05, pool.release, ["a"])
-    release.start()
-    stage(pool, "b", 0, 5, wait_s=5)
-    release.join()
-    assert pool.staged_bytes == 100
+def test_a_transfer_that_can_never_fit_is_refused_at_its_first_chunk() -> None:
+    pool = StagingPool(250, 10)
+    with pytest.raises(KvError, match="100 of 300 bytes"):
+        stage(pool, "a", 0, 5, last=False, whole=300)
+    assert fault_of(pool, "a") is KvFault.REFUSED
+    assert pool.staged_bytes == 0
+
+
+def test_the_end_of_a_transfer_is_told_once_whatever_ended_it() -> None:
+    clock, ends = Clock(), []
+    pool = StagingPool(350, 10, clock=clock, on_end=lambda name, left: ends.append((name, left)))
+    for name in ("released", "confirmed", "expired"):
+        stage(pool, name, 0, 5)
+    pool.release("released")
+    pool.release("released")
+    pool.confirm("confirmed", 0, 1)
+    clock.now += 11
+    pool.expire()
+    with pytest.raises(KvError):
+        stage(pool, "refused", 0, 5, 400)
+    assert ends == [("released", 200), ("confirmed", 100), ("expired", 0), ("refused", 0)]
+
+
+def test_confirmations_of_unknown_transfers_are_bounded() -> None:
+    pool = StagingPool(1000, 10)
+    for number in range(10_000):
+        pool.confirm(f"t{number}", 0, 2)
+    assert len(pool) < 5000
 
 
 def test_leases_end_and_are_renewed_by_readers() -> None:

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from tiny_models import VOCABULARY
 
-from services.worker.kv.control import KvControl
+from services.worker.kv.control import SocketControl
 from services.worker.kv.errors import lossy_salt
 from services.worker.kv.events import KvEvent, KvEvents, PullEnded
 from shared.domain.kv import Codec, KvHandle
@@ -76,7 +76,7 @@ class Engine:
     async def __aenter__(self) -> "Engine":
         self._kv_events = KvEvents(self.extra["events"])
         await self._kv_events.__aenter__()
-        self.control = await KvControl(self.endpoints, "secret").__aenter__()
+        self.control = await SocketControl(self.endpoints, "secret").__aenter__()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
         while not self._ready.is_set():
             if self.process.poll() is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kv_rig import KEY, Rig, model_kv, stage
 
-from services.worker.kv.control import KvControl
+from services.worker.kv.control import KvControl, SocketControl
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.frames import RankStats
 from services.worker.kv.wire.importing import PullLimits
@@ -24,15 +24,15 @@ async def level(control: KvControl, name: str, wanted: object) -> RankStats:
             await asyncio.sleep(0.01)
 
 
-def control_of(endpoint: KvEndpoint) -> KvControl:
-    return KvControl((endpoint.address,), KEY)
+def control_of(endpoint: KvEndpoint) -> SocketControl:
+    return SocketControl((endpoint.address,), KEY)
 
 
 async def test_a_load_takes_over_what_was_prefetched(rig: Rig) -> None:
     exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
     async with control_of(importer) as control:
-        await control.prefetch(rig.handle([exporter], 64), timeout_s=20)
-        stage(exporter, kv, end=32, last=False)
+        await control.prefetch(rig.handle([exporter], 64), keep_s=20)
+        stage(exporter, kv, end=32)
         half = kv[:, :, :32].numel() * 4
         await level(control, "inbox_bytes", half)
         got = rig.load(importer, rig.handle([exporter], 64), 16)
@@ -47,7 +47,7 @@ async def test_a_finished_prefetch_frees_the_exporter_and_waits(rig: Rig) -> Non
     exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
     stage(exporter, kv)
     async with control_of(importer) as control, control_of(exporter) as other:
-        await control.prefetch(rig.handle([exporter], 64), timeout_s=20)
+        await control.prefetch(rig.handle([exporter], 64), keep_s=20)
         await level(control, "inbox_bytes", kv.numel() * 4)
         await level(other, "staged_bytes", 0)
         got = rig.load(importer, rig.handle([exporter], 64))
@@ -60,8 +60,8 @@ async def test_a_finished_prefetch_frees_the_exporter_and_waits(rig: Rig) -> Non
 async def test_a_dropped_prefetch_leaves_nothing_and_the_load_pulls_for_itself(rig: Rig) -> None:
     exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
     async with control_of(importer) as control:
-        await control.prefetch(rig.handle([exporter], 64), timeout_s=20)
-        stage(exporter, kv, end=32, last=False)
+        await control.prefetch(rig.handle([exporter], 64), keep_s=20)
+        stage(exporter, kv, end=32)
         await level(control, "inbox_bytes", kv[:, :, :32].numel() * 4)
         await control.drop("t")
         stats = await level(control, "inbox_bytes", 0)
@@ -86,7 +86,7 @@ async def test_a_prefetch_that_nobody_loads_ends(rig: Rig) -> None:
     exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
     stage(exporter, kv)
     async with control_of(importer) as control:
-        await control.prefetch(rig.handle([exporter], 64), timeout_s=0.2)
+        await control.prefetch(rig.handle([exporter], 64), keep_s=0.2)
         await level(control, "prefetches", 1)
         stats = await level(control, "pulling", 0)
     assert stats.inbox_bytes == 0
@@ -102,10 +102,10 @@ async def test_the_inbox_is_bounded(rig: Rig) -> None:
     exporter, importer = rig.endpoint(), rig.endpoint(limits=limits)
     for name in "ab":
         for start in range(0, 4096, 64):
-            stage(exporter, kv, name, start, start + 64, last=start == 4096 - 64)
+            stage(exporter, kv, name, start, start + 64)
     async with control_of(importer) as control:
         for name in "ab":
-            await control.prefetch(rig.handle([exporter], 4096, name), timeout_s=20)
+            await control.prefetch(rig.handle([exporter], 4096, name), keep_s=20)
         await asyncio.to_thread(threading.Event().wait, 0.3)  # time to take too much, if it would
         (stats,) = await control.stats()
         assert 0 < stats.inbox_bytes <= 2 * window + size // 64
@@ -128,7 +128,7 @@ async def test_release_is_idempotent(rig: Rig) -> None:
 async def test_control_needs_the_key(rig: Rig) -> None:
     exporter = rig.endpoint()
     stage(exporter, model_kv(64))
-    async with KvControl((exporter.address,), "guess") as control:
+    async with SocketControl((exporter.address,), "guess") as control:
         with pytest.raises(DeadlineExceeded):
             await control.release("t", timeout_s=0.3)
     assert exporter.staged_bytes > 0
@@ -139,4 +139,4 @@ async def test_a_prefetch_of_another_model_is_an_error(rig: Rig) -> None:
     exporter, importer = rig.endpoint(), rig.endpoint()
     async with control_of(importer) as control:
         with pytest.raises(PolyphaseError, match="fingerprint"):
-            await control.prefetch(rig.handle([exporter], 64, fingerprint="other"), timeout_s=1)
+            await control.prefetch(rig.handle([exporter], 64, fingerprint="other"), keep_s=1)

@@ -39,7 +39,7 @@ def test_a_pull_may_come_before_the_first_chunk_and_follows_the_chunks(rig: Rig)
     got = rig.load(importer, rig.handle([exporter], 96))
     for start in (0, 32, 64):
         assert rig.results.empty()
-        stage(exporter, kv, start=start, end=start + 32, last=start == 64)
+        stage(exporter, kv, start=start, end=start + 32)
         wait_until(lambda start=start: any(token >= start for _, token in got.writes) or start == 64)
     assert rig.result().ok
     assert torch.equal(got.kv, kv)
@@ -50,7 +50,7 @@ def test_a_pull_may_come_before_the_first_chunk_and_follows_the_chunks(rig: Rig)
 def test_any_range_of_tokens(rig: Rig, start: int, end: int) -> None:
     exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(100)
     for first in range(0, 100, 40):
-        stage(exporter, kv, start=first, end=min(100, first + 40), last=first == 80)
+        stage(exporter, kv, start=first, end=min(100, first + 40))
     got = rig.load(importer, rig.handle([exporter], 100), start, end)
     assert rig.result().ok
     assert torch.equal(got.kv, kv[:, :, start:end])
@@ -109,7 +109,7 @@ def test_credit_bounds_what_is_under_way(rig: Rig) -> None:
     exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(window_bytes=window))
     kv = model_kv(tokens)
     for start in range(0, tokens, 50):
-        stage(exporter, kv, start=start, end=start + 50, last=start + 50 == tokens)
+        stage(exporter, kv, start=start, end=start + 50)
     frame_bytes = LAYERS * 50 * 2 * KV_HEADS * DIM * 4
     go_on, reached = threading.Event(), threading.Event()
     got = Capture(0, tokens)
@@ -190,7 +190,7 @@ def test_a_transfer_that_never_comes_ends_at_the_deadline(rig: Rig) -> None:
     exporter, importer = rig.endpoint(), rig.endpoint()
     rig.load(importer, rig.handle([exporter], 64), timeout_s=0.3)
     result = rig.result()
-    assert result.error.partition(":")[0] in ("timeout", "unknown_transfer")
+    assert result.error == "timeout"
     assert 0.2 < result.ended_s - result.started_s < 3
 
 
@@ -206,7 +206,7 @@ def test_released_and_refused_transfers_fail_at_once(rig: Rig) -> None:
 def test_release_ends_a_pull_under_way(rig: Rig) -> None:
     exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
     got = rig.load(importer, rig.handle([exporter], 64))
-    stage(exporter, kv, end=32, last=False)
+    stage(exporter, kv, end=32)
     wait_until(lambda: bool(got.writes))
     exporter.release("t")
     assert rig.result().error.startswith("released")
@@ -234,7 +234,7 @@ def test_an_exporter_that_cannot_be_reached_fails_fast(rig: Rig) -> None:
 def test_an_exporter_that_dies_fails_the_pull_and_its_successor_is_reached(rig: Rig) -> None:
     exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
     got = rig.load(importer, rig.handle([exporter], 64))
-    stage(exporter, kv, end=32, last=False)
+    stage(exporter, kv, end=32)
     wait_until(lambda: bool(got.writes))
     address = exporter.address
     exporter.stop()
@@ -253,7 +253,7 @@ def test_an_exporter_that_dies_fails_the_pull_and_its_successor_is_reached(rig: 
 def test_a_cancelled_load_ends_promptly_and_is_not_written_after(rig: Rig) -> None:
     exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
     got = rig.load(importer, rig.handle([exporter], 64))
-    stage(exporter, kv, end=32, last=False)
+    stage(exporter, kv, end=32)
     wait_until(lambda: bool(got.writes))
     importer.cancel("t")
     result = rig.result()
@@ -272,8 +272,6 @@ def test_stopping_ends_loads_and_later_ones(rig: Rig) -> None:
     assert rig.result().error == "stopped"
     rig.load(importer, rig.handle([exporter], 64, "later"))
     assert rig.result().error == "stopped"
-    with pytest.raises(RuntimeError):
-        importer.check_alive()
 
 
 def test_uneven_heads_are_refused(rig: Rig) -> None:

@@ -1,0 +1,53 @@
+"""The dispatcher: by the policy that each job brings, with random numbers of its own."""
+
+import pytest
+
+from services.worker.jobs.dispatcher import Dispatcher
+from shared.domain.instance import ClusterView
+from shared.domain.route import PolicySpec
+from shared.errors import InvalidRequest, Unavailable
+from tests.shared.policy.views import decode, job
+
+
+def dispatcher(seed: int | str = 0, instances: int = 8) -> Dispatcher:
+    made = Dispatcher(seed)
+    made.update(ClusterView(1, 0.0, tuple(decode(f"d{at}") for at in range(instances))))
+    return made
+
+
+def choices(made: Dispatcher, policy: PolicySpec, count: int = 40) -> list[str]:
+    return [made.choose(job(100, 10), policy)[0].instance_id for _ in range(count)]
+
+
+def test_each_job_is_dispatched_by_the_policy_that_it_brings() -> None:
+    made = dispatcher()
+    for name in ("random", "power_of_two", "random"):
+        _, reasons = made.choose(job(100, 10), PolicySpec(name))
+        assert name in reasons[0].what
+
+
+def test_a_policy_is_built_once_for_each_set_of_parameters() -> None:
+    made = dispatcher()
+    for policy in (PolicySpec("spread"), PolicySpec("power_of_two", {"unpredicted_tokens": 5}), PolicySpec("spread")):
+        choices(made, policy, 3)
+    assert len(made._policies) == 2
+    for tokens in range(100):
+        made.choose(job(100, 10), PolicySpec("power_of_two", {"unpredicted_tokens": tokens}))
+    assert len(made._policies) <= 16
+
+
+@pytest.mark.parametrize("policy", [None, PolicySpec("no such"), PolicySpec("random", {"more": 1})])
+def test_a_policy_that_is_missing_or_unknown_is_named(policy: PolicySpec | None) -> None:
+    with pytest.raises(InvalidRequest, match="dispatch policy"):
+        dispatcher().choose(job(100, 10), policy)
+
+
+def test_no_instance_is_unavailable() -> None:
+    with pytest.raises(Unavailable):
+        dispatcher(instances=0).choose(job(100, 10), PolicySpec("random"))
+
+
+def test_seeds_of_two_instances_draw_differently_and_one_seed_draws_the_same() -> None:
+    policy = PolicySpec("random")
+    assert choices(dispatcher("p0:1"), policy) == choices(dispatcher("p0:1"), policy)
+    assert choices(dispatcher("p0:1"), policy) != choices(dispatcher("p1:1"), policy)
