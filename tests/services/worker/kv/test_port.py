@@ -1,12 +1,15 @@
 """How the events of all ranks become one report."""
 
 import asyncio
+import os
+import signal
 from typing import Any, cast
 
 import pytest
+import structlog
 
 from services.worker.kv.control import KvControl
-from services.worker.kv.events import KvEvents, PullEnded, StagedChunk
+from services.worker.kv.events import KvEvents, PullEnded, StagedChunk, ThreadEnded, TransferEnded
 from services.worker.kv.ledger import ExportLedger
 from services.worker.kv.port import ConnectorPort
 from shared.domain.kv import KvHandle, TransferOutcome
@@ -95,6 +98,37 @@ async def test_a_callback_that_fails_ends_neither_the_loop_nor_the_process(caplo
         for name in "tu":
             queue.put(StagedChunk(name, 0, 512, False, 512))
         await asyncio.wait_for(called.wait(), 5)  # SIGTERM would have ended this test, too
+
+
+async def test_room_and_owners_follow_the_events() -> None:
+    queue, room = Events(), asyncio.Event()
+    side = port(queue, 1)
+    side.when_room(room.set)
+    async with background() as tasks:
+        side.start(tasks)
+        assert side.reserve("t", 60, b"gateway")  # of 10 bytes a token, in a pool of 1000
+        assert not side.reserve("u", 60, b"gateway")
+        queue.put(StagedChunk("t", 0, 60, True, 600))
+        queue.put(TransferEnded("t", 0, 0))
+        await asyncio.wait_for(room.wait(), 5)
+        assert side.staged_bytes == 0
+        assert side.reserve("u", 60, b"gateway")
+        await side.release_of(b"gateway")
+        assert side.reserve("v", 100, b"gateway")
+        assert cast(Control, side._control).released == ["u"]
+
+
+async def test_a_kv_thread_that_dies_takes_the_process_down_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    signals, told = [], asyncio.Event()
+    monkeypatch.setattr(os, "kill", lambda pid, number: (signals.append((pid, number)), told.set()))
+    queue = Events()
+    with structlog.testing.capture_logs() as logs:
+        async with background() as tasks:
+            port(queue, 1).start(tasks)
+            queue.put(ThreadEnded(0, "puller", "KeyError: 'a bug'"))
+            await asyncio.wait_for(told.wait(), 5)
+    assert signals == [(os.getpid(), signal.SIGTERM)]
+    assert "KV puller of rank 0" in str(logs[0]["exc_info"])
 
 
 async def test_the_first_chunk_calls_back_once() -> None:

@@ -1,18 +1,42 @@
 """What the endpoint does with input that no peer of ours sends: drop, count, and go on."""
 
+import asyncio
 import socket
 import struct
+import threading
 
 import msgspec
 import pytest
 import torch
 import zmq
-from kv_rig import Rig, model_kv, stage
+import zmq.asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_rig import KEY, Rig, model_kv, stage
 
+from services.worker.kv.control import SocketControl
+from services.worker.kv.events import KvEvents, StagedChunk
 from services.worker.kv.wire.endpoint import KvEndpoint
-from services.worker.kv.wire.frames import MAX_MESSAGE_BYTES, Frame, Pull, decode_reply, decode_request, encode_message
+from services.worker.kv.wire.frames import (
+    MAX_MESSAGE_BYTES,
+    Answer,
+    Cancel,
+    Confirm,
+    Credit,
+    Failed,
+    Frame,
+    Pull,
+    RankStats,
+    decode_reply,
+    decode_request,
+    encode_message,
+)
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.transport import ZmqListener, ZmqTransport
+
+# Well-framed messages on which msgspec raises what is no error of its own.
+NOT_UTF8 = b"\x92\xa6Cancel\xa2\xff\xfe"
+NESTED = b"\x93\xa6Cancel\x01" + b"\x91" * 60_000 + b"\xc0"
 
 
 def assert_serves(rig: Rig, exporter: KvEndpoint) -> None:
@@ -42,6 +66,7 @@ def pull(**changes: object) -> Pull:
 def test_garbage_is_dropped_and_counted(rig: Rig) -> None:
     exporter = rig.endpoint()
     garbage = [[b""], [b"\xff" * 100], [b"a", b"b"], [b"\x93\x01\x02\x03"], [encode_message(pull())[:-3]]]
+    garbage += [[NOT_UTF8], [NESTED]]
     with zmq.Context() as context, dealer(context, exporter) as peer:
         for parts in garbage:
             peer.send_multipart(parts)
@@ -104,11 +129,12 @@ def test_an_exporter_that_lies_fails_the_pull_only(rig: Rig) -> None:
     exporter, importer = rig.endpoint(), rig.endpoint()
     handle = rig.handle([exporter], 40, endpoints=(listener.address,))
     frame = _true_frame(rig, exporter)
-    lies = [[b"\xff\xff"], [frame[0]], [frame[0], frame[1][:-4]], [frame[0], frame[1], b"more"]]
-    for number, lie in enumerate(lies):
+    lies = [[b"\xff\xff"], [NOT_UTF8], [NESTED], [b"x" * (MAX_MESSAGE_BYTES + 1)]]
+    lies += [[frame[0]], [frame[0], frame[1][:-4]], [frame[0], frame[1], b"more"], [frame[0], b""]]
+    for lie in lies:
         got = rig.load(importer, handle, timeout_s=1.0)
         peer, request = _next_pull(transport, listener)
-        header = decode_reply(lie[0]) if number else None
+        header = decode_reply(lie[0])
         parts = lie if header is None else [_renumbered(header, request.pull_id), *lie[1:]]
         listener._router.send_multipart([peer, *parts])
         result = rig.result()
@@ -116,6 +142,151 @@ def test_an_exporter_that_lies_fails_the_pull_only(rig: Rig) -> None:
         assert not got.writes
     transport.close()
     assert_serves(rig, exporter)
+
+
+WORDS = st.sampled_from(["Pull", "Credit", "Cancel", "Confirm", "Control", "Frame", "Failed", "Answer", "t", "model"])
+NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.integers(-2, 50) | st.floats()
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | WORDS | st.binary(max_size=20) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=5), inner, max_size=5),
+    max_leaves=40,
+)
+TAGGED = st.builds(lambda word, fields: msgspec.msgpack.encode([word, *fields]), WORDS, st.lists(VALUES, max_size=20))
+MESSAGES = st.sampled_from(
+    [
+        encode_message(pull()), encode_message(Credit(1, 5)), encode_message(Cancel(1)),
+        encode_message(Confirm("t", 7, 0, 1)), encode_message(Failed(1, "timeout", "text")), NOT_UTF8, NESTED[:200],
+    ]
+)  # fmt: skip
+
+
+@st.composite
+def mutants(draw: st.DrawFn) -> bytes:
+    """A message of ours with some bytes changed, cut out or put in."""
+    message = bytearray(draw(MESSAGES))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(message)))
+        message[at : at + draw(st.integers(0, 3))] = draw(st.binary(max_size=3))
+    return bytes(message)
+
+
+PARTS = st.lists(st.binary(max_size=200) | TAGGED | mutants(), min_size=1, max_size=3)
+
+
+def test_no_message_ends_the_server(rig: Rig) -> None:
+    exporter = rig.endpoint()
+    with zmq.Context() as context, dealer(context, exporter) as peer:
+
+        @settings(max_examples=100, deadline=None, database=None)
+        @given(PARTS)
+        def send(parts: list[bytes]) -> None:
+            peer.send_multipart(parts)
+
+        send()
+        answers_to_itself(peer)
+    assert_serves(rig, exporter)
+
+
+def answers_to_itself(peer: zmq.Socket) -> None:  # type: ignore[type-arg]
+    """All that was sent before has been read: it answers a pull that comes after it."""
+    peer.send(encode_message(pull(pull_id=2**40, generation=1)))
+    peer.RCVTIMEO = 10_000
+    while getattr(decode_reply(peer.recv_multipart()[0]), "pull_id", 0) != 2**40:
+        pass
+
+
+def test_no_bytes_on_the_port_end_the_server(rig: Rig) -> None:
+    exporter = rig.endpoint()
+    host, _, port = exporter.address.removeprefix("tcp://").rpartition(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+
+    @settings(max_examples=50, deadline=None, database=None)
+    @given(st.booleans(), st.lists(st.binary(max_size=300), max_size=5))
+    def send(greets: bool, parts: list[bytes]) -> None:
+        with socket.create_connection((host, int(port))) as plain:
+            plain.sendall(b"".join([greeting if greets else b"", *parts]))
+
+    send()
+    assert_serves(rig, exporter)
+
+
+def test_no_answer_ends_the_puller(rig: Rig) -> None:
+    """An exporter that answers pulls with anything at all: the imports fail, later ones succeed."""
+    transport = ZmqTransport()
+    listener = transport.listen("tcp://127.0.0.1:*")
+    exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(stall_s=5.0))
+    header = decode_reply(_true_frame(rig, exporter)[0])
+    assert isinstance(header, Frame)
+    fields = st.sampled_from(header.__struct_fields__)
+
+    @settings(max_examples=60, deadline=None, database=None)
+    @given(st.lists(PARTS, max_size=3), fields, VALUES, st.binary(max_size=100))
+    def answer(noise: list[list[bytes]], field: str, value: object, payload: bytes) -> None:
+        rig.load(importer, rig.handle([exporter], 40, endpoints=(listener.address,)))
+        peer, request = _next_pull(transport, listener)
+        true = msgspec.structs.replace(header, pull_id=request.pull_id)
+        lie = msgspec.structs.replace(true, **{field: value})
+        for parts in (*noise, [_encoded(lie), payload], [encode_message(true), b"short"]):
+            listener._router.send_multipart([peer, *parts])
+        assert not rig.result().ok
+
+    answer()
+    transport.close()
+    assert_serves(rig, importer)
+    kv = model_kv(40)
+    stage(exporter, kv, "end")
+    got = rig.load(importer, rig.handle([exporter], 40, "end"))
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv)
+
+
+def _encoded(lie: Frame) -> bytes:
+    try:
+        return encode_message(lie)
+    except (OverflowError, msgspec.MsgspecError):  # a value that msgpack cannot say
+        return b"\xc1"
+
+
+async def test_garbage_answers_do_not_end_the_workers_own_side(rig: Rig) -> None:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as rank:
+        port = rank.bind_to_random_port("tcp://127.0.0.1")
+        async with SocketControl((f"tcp://127.0.0.1:{port}",), KEY) as control:
+            waiting = asyncio.create_task(control.stats(timeout_s=10))
+            peer, request = await rank.recv_multipart()
+            call = msgspec.msgpack.decode(request)[1]
+            for parts in ([NOT_UTF8], [NESTED], [b""], [b"a", b"b"], [encode_message(Answer(call, "", RankStats(3)))]):
+                await rank.send_multipart([peer, *parts])
+            assert (await waiting)[0].rank == 3
+
+
+async def test_garbage_events_are_dropped_and_counted(rig: Rig) -> None:
+    address = f"ipc://{rig.folder}/events"
+    async with KvEvents(address) as events:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as rank:
+            rank.connect(address)
+            for garbage in (NOT_UTF8, NESTED, b"", b"\x81\xa4type\xabPullEnded"):
+                rank.send(garbage)
+            rank.send(msgspec.msgpack.encode(StagedChunk("t", 0, 1, True, 1)))
+            assert await asyncio.wait_for(events.get(), 10) == StagedChunk("t", 0, 1, True, 1)
+        assert events.dropped == 4
+
+
+def test_a_flood_holds_up_nobody_else(rig: Rig) -> None:
+    exporter, stop = rig.endpoint(), threading.Event()
+
+    def flood() -> None:
+        with zmq.Context() as context, dealer(context, exporter) as peer:
+            peer.setsockopt(zmq.LINGER, 0)
+            while not stop.is_set():
+                peer.send(NOT_UTF8)
+
+    flooder = threading.Thread(target=flood)
+    flooder.start()
+    try:
+        assert_serves(rig, exporter)
+    finally:
+        stop.set()
+        flooder.join()
 
 
 def _renumbered(header: Frame, pull_id: int) -> bytes:
