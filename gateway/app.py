@@ -17,7 +17,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from gateway.admission import Admission
-from gateway.auth import KeyRing, load_keys
+from gateway.auth import LOOPBACK, KeyRing, load_keys
 from gateway.core import ClusterCore, ClusterLLM, JobRunner
 from gateway.edge import Edge
 from gateway.metrics import GatewayMetrics
@@ -34,13 +34,12 @@ from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
 _TASKS = ("generate",)
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> None:
     """Serve until SIGTERM or SIGINT; `runner` takes the pipeline's place. Raises InvalidRequest for bad settings."""
     keys = KeyRing(load_keys(settings.api_keys_file) if settings.api_keys_file else ())
-    if keys.open and settings.host not in _LOOPBACK:
+    if keys.open and settings.host not in LOOPBACK:
         raise InvalidRequest(f"listening on {settings.host} needs API keys (api_keys_file); without, only loopback")
     async with running(settings, keys, runner) as app:
         config = uvicorn.Config(

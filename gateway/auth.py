@@ -10,6 +10,7 @@ import yaml
 from shared.errors import InvalidRequest, Unauthorized
 
 PREFIX = "pp-"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that may be listened on without keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.launcher.cluster_file import PROJECT
+from services.launcher.model_source import PROJECT
 from shared.policy import registry
 from shared.policy.placement import Policies
 from shared.sim.spec import default_policies

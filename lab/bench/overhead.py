@@ -24,7 +24,8 @@ from rich.console import Console
 
 from gateway.settings import GatewaySettings
 from lab.bench.stream_client import StreamResult, run_load
-from services.launcher.cluster_file import PROJECT, Cluster
+from services.launcher.cluster_file import Cluster
+from services.launcher.model_source import PROJECT
 from services.launcher.suite import Suite, until
 from services.launcher.up import running_suite
 

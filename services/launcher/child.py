@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 def main(arguments: list[str]) -> None:
@@ -23,16 +23,24 @@ def tie_to_parent(parent: int) -> None:
 
     It follows the *thread* that forked: a parent forks on its main thread only.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux" and os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """A descendant whose parent ends becomes a child of this process, not of init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def name_process(name: str) -> None:
     """What `top` shows; 15 characters at most."""
+    _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def _prctl(option: int, value: int | bytes) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

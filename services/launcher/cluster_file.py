@@ -11,6 +11,7 @@ from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
+from services.launcher.model_source import resolve_model
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Role
 from shared.errors import InvalidRequest
@@ -18,7 +19,6 @@ from shared.runtime.settings import ServiceSettings
 
 LOCAL = "local"
 CLUSTERS = Path(__file__).parent / "clusters"
-PROJECT = Path(__file__).parents[2]
 _COMMON = frozenset(
     {"curve_public", "curve_secret", "monitor_url", "broadcast_address", "database_url", "model"}
 )
@@ -47,6 +47,15 @@ class Section(BaseModel):
     def extra(self) -> dict[str, Any]:
         """The settings of the process that the file gives."""
         return self.model_extra or {}
+
+
+class LauncherSection(BaseModel):
+    """How patient `polyphase up` is with its processes, in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    start_s: float = Field(300.0, gt=0)  # the longest a process may take to become healthy
+    hang_s: float = Field(6.0, ge=0)  # so long without a healthy answer it is killed and started again; 0: never
 
 
 class GatewaySection(Section):
@@ -127,6 +136,7 @@ class Cluster(BaseModel):
     hosts: dict[str, str] = {}  # name → address, where there is more than this machine
     control: str = ""  # the host of everything but the instances
 
+    launcher: LauncherSection = LauncherSection()
     gateway: GatewaySection = GatewaySection()
     scheduler: SchedulerSection = SchedulerSection()
     monitor: MonitorSection = MonitorSection()
@@ -184,14 +194,6 @@ def load_cluster(file: Path) -> Cluster:
     except ValidationError as error:
         raise InvalidRequest(describe(file, error)) from error
     return cluster.model_copy(update={"model": resolve_model(cluster.model, file.parent)})
-
-
-def resolve_model(model: str, beside: Path | None = None) -> str:
-    """The absolute folder, if `model` is one here, beside the file, or in the project; else the name as is."""
-    for base in (Path.cwd(), *([beside] if beside else []), PROJECT):
-        if (base / model / "config.json").is_file():
-            return str((base / model).resolve())
-    return model
 
 
 def describe(where: object, error: ValidationError, at: str = "") -> str:

@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from services.launcher.keeper import State, Status
 from services.launcher.plan import Plan
-from services.launcher.supervisor import State, Status
 
 _MARKS = {
     State.WAITING: ("·", "dim"), State.STARTING: ("◐", "yellow"), State.READY: ("✔", "green"),

@@ -41,7 +41,8 @@ async def status(data_dir: Path, given: str) -> dict[str, Any]:
     if given and given != state.monitor_url:
         return answer
     processes = [
-        {"name": p.name, "pid": p.pid, "state": p.state, "restarts": p.restarts} for p in state.processes
+        {"name": p.name, "pid": p.pid, "state": p.state, "restarts": p.restarts, "fault": p.fault}
+        for p in state.processes
     ]
     return {"api_url": state.api_url, "dashboard_url": state.dashboard_url, "processes": processes, **answer}
 
@@ -79,7 +80,8 @@ def show_status(console: Console, answer: dict[str, Any]) -> None:
         console.print(_slo(answer["slo"]))
     restarted = [p for p in answer.get("processes", []) if p["restarts"] or p["state"] != "ready"]
     for process in restarted:
-        console.print(f"{process['name']}: {process['state']}, started again {process['restarts']} times")
+        times = f"started again {process['restarts']} times, the last one because: {process['fault']}"
+        console.print(f"{process['name']}: {process['state']}" + (f", {times}" if process["restarts"] else ""))
 
 
 def show_outcome(console: Console, what: str, instance: str, answer: dict[str, Any]) -> None:

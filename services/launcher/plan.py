@@ -13,7 +13,8 @@ from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import ports
-from services.launcher.cluster_file import LOCAL, PROJECT, Cluster, InstanceSection, describe
+from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection, describe
+from services.launcher.model_source import PROJECT
 from services.launcher.ports import PortUse
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
@@ -42,6 +43,7 @@ class ProcessSpec:
     health_url: str = ""
     ports: tuple[PortUse, ...] = ()
     module: str = ""
+    settings: ServiceSettings | None = None  # what `env` says; None: not a service of ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,9 @@ class Plan:
 
     @property
     def fork_env(self) -> dict[str, str] | None:
-        """The fork server's environment; None when too few processes would be forked to be worth it."""
+        """The fork server's environment; None when that is not worth it, or not possible."""
         forked = [process for process in self.processes if process.module]
-        if len(forked) < 2:
+        if len(forked) < 2 or sys.platform != "linux":
             return None
         shared = {key: value for key, value in forked[0].env.items() if not key.startswith(_OURS)}
         return {**shared, **_PRELOAD_ENV}
@@ -227,7 +229,7 @@ class _Planner:
         return ProcessSpec(
             name, (sys.executable, "-P", "-m", module), {**self._env, **settings.to_environment(), **env},
             f"http://{host}:{http}/health", tuple(PortUse(name, host, port) for port in uses),
-            module if not env and _forkable(settings) else "",
+            module if not env and _forkable(settings) else "", settings,
         )  # fmt: skip
 
     @property

@@ -1,5 +1,6 @@
 """Ports: who gets which, whether they are free, and a free range for a throw-away suite."""
 
+import errno
 import socket
 from collections import Counter
 from collections.abc import Iterable
@@ -43,23 +44,17 @@ def check_distinct(uses: Iterable[PortUse]) -> None:
 
 
 def check_free(uses: Iterable[PortUse]) -> None:
-    """Raises Conflict that names every busy port, who wants it, and, where it can be seen, who has it."""
-    busy = [use for use in uses if not is_free(use.host, use.port)]
-    if busy:
-        lines = [f"port {use.port} for {use.process} is taken{_holder(use.port)}" for use in busy]
+    """Raises Conflict that names every port that cannot be listened on, who wants it, and, if known, who has it."""
+    faults = [(use, error) for use in uses if (error := _fault(use.host, use.port)) is not None]
+    if faults:
+        lines = [_explain(use, error) for use, error in faults]
         choices = "Stop that, or choose others: --port, --dashboard-port, `ports` in the cluster file."
         raise Conflict(f"{'; '.join(lines)}. {choices}")
 
 
 def is_free(host: str, port: int) -> bool:
     """Whether a server could listen there now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+    return _fault(host, port) is None
 
 
 def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host: str = "127.0.0.1") -> int:
@@ -68,6 +63,22 @@ def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host:
         if all(is_free(host, port) for port in range(base, base + size)):
             return base
     raise Conflict(f"no {size} free ports in a row between {start} and {stop}")
+
+
+def _fault(host: str, port: int) -> OSError | None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
+
+
+def _explain(use: PortUse, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {use.port} for {use.process} is taken{_holder(use.port)}"
+    return f"{use.process} cannot listen on {use.host}, port {use.port}: {error.strerror} (see `hosts`, `gateway.host`)"
 
 
 def _holder(port: int) -> str:

@@ -1,16 +1,18 @@
 """The state file of a running suite: where everything is, for the other commands and for tests."""
 
+import fcntl
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import psutil
 
+from services.launcher.keeper import Status
 from services.launcher.plan import Plan
-from services.launcher.supervisor import Status
-from shared.errors import Conflict, NotFound
+from shared.errors import Conflict, InvalidRequest, NotFound
 
 NAME = "state.json"
 
@@ -25,6 +27,7 @@ class RunningProcess:
     restarts: int
     took_s: float
     log: str
+    fault: str = ""  # why it was started again the last time
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class SuiteState:
 def describe(plan: Plan, statuses: Iterable[Status]) -> SuiteState:
     """The state of the suite that this process runs."""
     processes = tuple(
-        RunningProcess(s.name, s.pid, s.state.value, s.restarts, round(s.took_s, 3), str(s.log))
+        RunningProcess(s.name, s.pid, s.state.value, s.restarts, round(s.took_s, 3), str(s.log), s.fault)
         for s in statuses
     )
     return SuiteState(
@@ -90,13 +93,32 @@ def read(data_dir: Path) -> SuiteState:
     return state
 
 
-def refuse_second(data_dir: Path) -> None:
-    """Raises Conflict when a suite already runs there."""
+@contextmanager
+def owning(data_dir: Path) -> Iterator[None]:
+    """Hold the folder for one suite, until this process ends at the latest. Raises Conflict, InvalidRequest."""
     try:
-        state = read(data_dir)
-    except NotFound:
-        return
-    raise Conflict(f"a suite already runs with its data in {data_dir} (process {state.launcher_pid})")
+        data_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InvalidRequest(f"cannot write to {data_dir} ({error.strerror}): choose another --data-dir") from error
+    try:
+        _take(lock, data_dir)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int, data_dir: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 32).decode(errors="replace")
+        raise Conflict(
+            f"a suite already runs with its data in {data_dir} (process {holder}): "
+            "stop it, or give this one a folder (--data-dir) and ports of its own"
+        ) from None
+    os.truncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
 
 
 def remove(data_dir: Path) -> None:

@@ -1,7 +1,6 @@
 """A running suite as a handle: where it is, who runs, and the few things that checks and tests do to it."""
 
 import asyncio
-import json
 import os
 import signal
 import time
@@ -11,8 +10,7 @@ from typing import Any
 
 import psutil
 
-from services.launcher import state_file
-from services.launcher.process import tail
+from services.launcher import process_log, state_file
 from services.launcher.state_file import SuiteState
 from shared.domain.instance import InstanceState, Role
 from shared.errors import DeadlineExceeded, PolyphaseError
@@ -139,17 +137,14 @@ async def _all_ready(monitor: MonitorClient, wanted: set[str], timeout_s: float,
         await until(ready, timeout_s, "instances")
     except DeadlineExceeded as error:
         missing = sorted(name for name in wanted if seen.get(name) != InstanceState.READY.value)
-        said = [f"{name}: {seen.get(name, 'not registered')}; {_last_error(logs / f'{name}.log')}" for name in missing]
-        raise DeadlineExceeded(f"not ready after {timeout_s:.0f} s:\n" + "\n".join(said)) from error
+        said = "\n".join(f"{name}: {seen.get(name, 'not registered')}{_why(logs / f'{name}.log')}" for name in missing)
+        raise DeadlineExceeded(f"not ready after {timeout_s:.0f} s:\n{said}") from error
 
 
-def _last_error(log: Path) -> str:
-    """What a process last complained of, such as the monitor's reason to refuse it; else where its log is."""
-    for line in reversed(tail(log, lines=200).splitlines()):
-        if '"level": "error"' in line:
-            found = json.loads(line) if line.startswith("{") else {}
-            return f"{found.get('event', '')}: {found.get('reason', '')}" if found else line
-    return f"its log is {log}"
+def _why(log: Path) -> str:
+    """What a process last complained of, such as the monitor's reason to refuse it; and where its log is."""
+    complaint = process_log.complaint(log)
+    return f"; {complaint}; its log: {log}" if complaint else f"; its log: {log}"
 
 
 def _idle(entry: dict[str, Any]) -> bool:

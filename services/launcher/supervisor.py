@@ -1,68 +1,21 @@
-"""Keeps processes running: starts them a few at a time, restarts what died, stops them all."""
+"""Keeps processes running: starts them a few at a time, restarts what died or hung, stops them all."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import httpx
-
+from services.launcher import child
 from services.launcher.fork_client import ForkServer
+from services.launcher.health import HttpHealth
+from services.launcher.keeper import Changed, Keeper, Starter, Status
 from services.launcher.plan import PRELOAD, ProcessSpec
-from services.launcher.process import STOP_S, Child, spawn, stop_all, tail
+from services.launcher.process import stop_all
+from services.launcher.watch import Limits
 from shared.errors import NotFound, Unavailable
 
-
-class State(StrEnum):
-    """Of one process."""
-
-    WAITING = "waiting"
-    STARTING = "starting"
-    READY = "ready"
-    RESTARTING = "restarting"
-    FAILED = "failed"
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """One process at one moment. `since_s` is on the monotonic clock; `took_s` is the last start's."""
-
-    name: str
-    log: Path
-    state: State = State.WAITING
-    since_s: float = field(default_factory=time.monotonic)
-    pid: int = 0
-    took_s: float = 0.0
-    restarts: int = 0
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How patient the supervisor is, in seconds."""
-
-    start_s: float = 300.0  # the longest a process may take to become healthy
-    poll_s: float = 0.1
-    backoff_s: float = 0.2  # before the first restart; doubles with each further one
-    backoff_max_s: float = 10.0
-    stable_s: float = 30.0  # ready for so long, and the next restart is again the first
-    stop_s: float = STOP_S
-    at_once: int = 3  # processes that start at the same time
-
-
-class StartFailed(Unavailable):
-    """A process ended, or did not become healthy, at the suite's start."""
-
-    code = "start_failed"
-
-
 Result = TypeVar("Result")
-Changed = Callable[[Status], None]
 
 
 class Supervisor:
@@ -71,15 +24,21 @@ class Supervisor:
     def __init__(
         self, specs: Sequence[ProcessSpec], logs: Path, changed: Changed, limits: Limits, forks: ForkServer | None
     ) -> None:
-        self._http = httpx.AsyncClient(timeout=2.0, trust_env=False)
         self._forks = forks
+        self._stop_s = limits.stop_s
         starter = Starter(asyncio.Semaphore(limits.at_once), forks)
-        self._keepers = {spec.name: Keeper(spec, logs, changed, limits, starter, self._http) for spec in specs}
+        self._keepers: dict[str, Keeper] = {}
+        for spec in specs:
+            health = HttpHealth(spec.health_url) if spec.health_url else None
+            self._keepers[spec.name] = Keeper(spec, logs, changed, limits, starter, health)
+        if forks is not None:
+            keeper = Keeper(forks.spec, logs, changed, limits, starter, forks, vital=False)
+            self._keepers[forks.spec.name] = keeper
         self._keeping = asyncio.create_task(self._keep_all())
 
     @property
     def statuses(self) -> tuple[Status, ...]:
-        """Every process, in the order of the plan."""
+        """Every process, in the order of the plan; then the fork server."""
         return tuple(keeper.status for keeper in self._keepers.values())
 
     async def started(self) -> None:
@@ -104,144 +63,25 @@ class Supervisor:
             raise NotFound(f"no process {name!r}; known: {', '.join(self._keepers)}")
         await keeper.restart(env or {})
 
-    async def close(self, stop_s: float) -> None:
-        """Stop every process."""
+    async def close(self) -> None:
+        """Stop every process. Raises Unavailable that names those that not even SIGKILL ended."""
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
-        await stop_all([k.child for k in self._keepers.values() if k.child is not None], stop_s)
+        left = await stop_all([k.child for k in self._keepers.values() if k.child is not None], self._stop_s)
         for keeper in self._keepers.values():
             keeper.stopped()
-        if self._forks is not None:
-            await self._forks.close()
-        await self._http.aclose()
+        if left:
+            raise Unavailable(f"processes {', '.join(map(str, left))} hang in the kernel: SIGKILL does not end them")
 
     async def _all_ready(self) -> None:
         for keeper in self._keepers.values():
-            await keeper.was_ready.wait()
+            if keeper.vital:
+                await keeper.was_ready.wait()
 
     async def _keep_all(self) -> None:
         async with asyncio.TaskGroup() as group:
             for keeper in self._keepers.values():
                 group.create_task(keeper.keep(), name=f"keep {keeper.status.name}")
-
-
-@dataclass(frozen=True, slots=True)
-class Starter:
-    """Starts processes, a few at a time; forked where that is possible."""
-
-    slots: asyncio.Semaphore
-    forks: ForkServer | None
-
-    @asynccontextmanager
-    async def turn(self, spec: ProcessSpec) -> AsyncIterator[None]:
-        """Hold one of the slots, which nobody holds while the fork server still imports."""
-        if spec.module and self.forks is not None:
-            await self.forks.ready()
-        async with self.slots:
-            yield
-
-    async def start(self, spec: ProcessSpec, log: Path) -> Child:
-        """A new process."""
-        if spec.module and self.forks is not None and await self.forks.ready():
-            with suppress(Unavailable):
-                return await self.forks.fork(spec, log)
-        return await spawn(spec.argv, spec.env, log)
-
-
-class Keeper:
-    """Keeps one process running."""
-
-    def __init__(
-        self, spec: ProcessSpec, logs: Path, changed: Changed, limits: Limits, starter: Starter, http: httpx.AsyncClient
-    ) -> None:
-        self.status = Status(spec.name, logs / f"{spec.name}.log")
-        self.child: Child | None = None
-        self.was_ready = asyncio.Event()
-        self._spec = spec
-        self._changed = changed
-        self._limits = limits
-        self._starter = starter
-        self._http = http
-        self._failures = 0
-        self._on_purpose = False
-
-    async def keep(self) -> None:
-        """Start; then start again whenever it ends. Raises StartFailed if the first start fails."""
-        if self._spec.module and self._starter.forks is not None:
-            self._set(State.WAITING, note="for the engine's import")
-        while True:
-            async with self._starter.turn(self._spec):
-                fault = await self._start()
-            if fault and not self.was_ready.is_set():
-                self._set(State.FAILED, note=fault)
-                raise StartFailed(f"{self._spec.name} did not start: {fault}\n{tail(self.status.log)}")
-            if not fault:
-                self.was_ready.set()
-                fault = await self._run()
-            await self._pause(fault)
-
-    async def restart(self, env: dict[str, str]) -> None:
-        """Kill it; the next start has `env` too, and follows at once."""
-        self._spec = replace(self._spec, env={**self._spec.env, **env})
-        self._on_purpose = True
-        if self.child is not None and self.child.running:
-            self.child.kill()
-            await self.child.wait()
-
-    def stopped(self) -> None:
-        """Note that the supervisor has stopped it."""
-        if self.status.state is not State.FAILED:
-            self._set(State.STOPPED, pid=0)
-
-    async def _start(self) -> str:
-        """Why it did not become healthy, or nothing."""
-        began = time.monotonic()
-        self.child = await self._starter.start(self._spec, self.status.log)
-        self._set(State.STARTING, pid=self.child.pid, note="")
-        ended = asyncio.ensure_future(self.child.wait())
-        try:
-            async with asyncio.timeout(self._limits.start_s):
-                while not await self._healthy():
-                    done, _ = await asyncio.wait([ended], timeout=self._limits.poll_s)
-                    if done:
-                        return _ending(ended.result())
-        except TimeoutError:
-            self.child.kill()
-            return f"not healthy after {self._limits.start_s:.0f} s"
-        finally:
-            ended.cancel()
-        self._set(State.READY, took_s=time.monotonic() - began, note="")
-        return ""
-
-    async def _healthy(self) -> bool:
-        if not self._spec.health_url:
-            return True
-        try:
-            return (await self._http.get(self._spec.health_url)).is_success
-        except httpx.HTTPError:
-            return False
-
-    async def _run(self) -> str:
-        """How it ended, some time after it was ready."""
-        assert self.child is not None
-        code = await self.child.wait()
-        if time.monotonic() - self.status.since_s > self._limits.stable_s:
-            self._failures = 0
-        return _ending(code)
-
-    async def _pause(self, fault: str) -> None:
-        pause = min(self._limits.backoff_max_s, self._limits.backoff_s * 2**self._failures)
-        if self._on_purpose:
-            self._on_purpose, pause = False, 0.0
-        else:
-            self._failures = min(self._failures + 1, 20)
-        note = f"{fault}; starting again" + (f" in {pause:g} s" if pause else "")
-        self._set(State.RESTARTING, pid=0, restarts=self.status.restarts + 1, note=note)
-        await asyncio.sleep(pause)
-
-    def _set(self, state: State, **changes: object) -> None:
-        self.status = replace(self.status, state=state, since_s=time.monotonic(), **changes)  # type: ignore[arg-type]
-        self._changed(self.status)
 
 
 @asynccontextmanager
@@ -253,13 +93,14 @@ async def supervising(
 
     With `fork_env`, those that have a module are forked from a process that has imported `preload`.
     """
-    limits = limits or Limits()
-    forks = await ForkServer.start(fork_env, preload, logs / "fork-server.log") if fork_env is not None else None
-    supervisor = Supervisor(specs, logs, changed, limits, forks)
+    logs.mkdir(parents=True, exist_ok=True)
+    child.adopt_orphans()  # what a dead child leaves behind is ours, and ends with it
+    forks = ForkServer(fork_env, preload) if fork_env is not None else None
+    supervisor = Supervisor(specs, logs, changed, limits or Limits(), forks)
     try:
         yield supervisor
     finally:
-        await supervisor.close(limits.stop_s)
+        await supervisor.close()
 
 
 def _raise_first(task: asyncio.Task[None]) -> NoReturn:
@@ -267,7 +108,3 @@ def _raise_first(task: asyncio.Task[None]) -> NoReturn:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     raise error or RuntimeError("the supervisor ended by itself")
-
-
-def _ending(code: int) -> str:
-    return f"killed by signal {-code}" if code < 0 else f"ended with code {code}"

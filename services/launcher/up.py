@@ -13,11 +13,15 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from services.launcher import display, state_file
-from services.launcher.cluster_file import Cluster, load_cluster, resolve_model
+from services.launcher.cluster_file import Cluster, load_cluster
+from services.launcher.keeper import Status
+from services.launcher.model_source import resolve_model
 from services.launcher.plan import Plan, make_plan
 from services.launcher.ports import check_free
+from services.launcher.preflight import preflight
 from services.launcher.suite import Suite
-from services.launcher.supervisor import Limits, Status, Supervisor, supervising
+from services.launcher.supervisor import Supervisor, supervising
+from services.launcher.watch import Limits
 
 Result = TypeVar("Result")
 REGISTER_S = 60.0
@@ -69,11 +73,19 @@ async def running_suite(
     """The suite, ready to serve, for the block's length. Raises Conflict, InvalidRequest or StartFailed."""
     data_dir = data_dir.resolve()
     plan = make_plan(cluster, data_dir, host_name, where)
-    state_file.refuse_second(data_dir)
-    check_free(plan.port_uses)
+    preflight(cluster, plan, where)
+    with state_file.owning(data_dir):
+        check_free(plan.port_uses)
+        async with _running(cluster, plan, data_dir, console) as suite:
+            yield suite
+
+
+@asynccontextmanager
+async def _running(cluster: Cluster, plan: Plan, data_dir: Path, console: Console) -> AsyncIterator[RunningSuite]:
     began = time.monotonic()
     listener = _Listener()
-    limits = Limits(at_once=max(3, os.cpu_count() or 1))
+    patience = cluster.launcher
+    limits = Limits(patience.start_s, hang_s=patience.hang_s, at_once=max(3, os.cpu_count() or 1))
     logs = data_dir / "logs"
     async with supervising(plan.processes, logs, listener.changed, limits, plan.fork_env) as supervisor:
 
@@ -120,7 +132,7 @@ async def until_stopped(work: Coroutine[Any, Any, Result], console: Console) -> 
 
 async def _serve(options: UpOptions, console: Console) -> None:
     cluster = cluster_of(options)
-    where = str(options.cluster)
+    where = f"{options.cluster} with --model" if options.model else str(options.cluster)
     async with running_suite(
         cluster, options.data_dir, console, host_name=options.host_name, where=where
     ) as running:

@@ -68,7 +68,12 @@ def create_app(settings: WorkerSettings) -> FastAPI:
             app.state.instance = instance
             yield
 
-    app = service_app("worker", lifespan)
+    def trouble() -> str:
+        running: Instance = app.state.instance
+        step_s = running.engine.step_s
+        return f"the engine's step has lasted {step_s:.0f} s" if step_s > settings.hang_s else ""
+
+    app = service_app("worker", lifespan, trouble=trouble)
 
     @app.get("/instance")
     def instance() -> dict[str, Any]:

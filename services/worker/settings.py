@@ -43,6 +43,7 @@ class WorkerSettings(ServiceSettings):
     tensor_parallel: int = Field(1, gt=0)
     threads: int = Field(1, gt=0)
     engine_args: dict[str, Any] = {}  # passed on to vLLM's EngineArgs
+    hang_s: float = Field(60.0, gt=0)  # an engine whose step lasts longer hangs: the instance is not healthy
 
     staging_bytes: int = Field(256 << 20, gt=0)
     inbox_bytes: int = Field(256 << 20, gt=0)

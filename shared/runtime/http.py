@@ -17,17 +17,27 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 SHUTDOWN_S = 5
 
 
-def service_app(service: str, lifespan: Lifespan, registry: CollectorRegistry = REGISTRY) -> FastAPI:
-    """A FastAPI app with `/health`, `/metrics` and the error table; the service adds its routers."""
+def service_app(
+    service: str, lifespan: Lifespan, registry: CollectorRegistry = REGISTRY, trouble: Callable[[], str] | None = None
+) -> FastAPI:
+    """A FastAPI app with `/health`, `/metrics` and the error table; the service adds its routers.
+
+    `trouble` says what stands still in this process; empty: nothing.
+    """
     app = FastAPI(title=f"Polyphase {service}", lifespan=lifespan)
     app.add_exception_handler(PolyphaseError, error_response)
     app.add_exception_handler(RequestValidationError, _validation_response)
 
     # Like every route of ours on the event loop: in FastAPI's thread pool they would read what the loop changes.
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        """Answers once the lifespan has started everything."""
-        return {"status": "ok", "service": service}
+    async def health(response: Response) -> dict[str, str]:
+        """Answers once the lifespan has started everything, and while the event loop turns: it is answered there.
+
+        503 while something else that the process lives for stands still. Who is not well for long is started again.
+        """
+        cause = trouble() if trouble is not None else ""
+        response.status_code = 503 if cause else 200
+        return {"status": cause or "ok", "service": service}
 
     @app.get("/metrics")
     async def metrics() -> Response:

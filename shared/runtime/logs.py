@@ -1,6 +1,8 @@
 """Structured logs: one JSON object a line on stderr, with the service and, inside a job, its id."""
 
+import faulthandler
 import logging
+import signal
 import sys
 from typing import Any
 
@@ -8,7 +10,11 @@ import structlog
 
 
 def configure_logs(service: str, level: str = "INFO") -> None:
-    """Send everything, structlog's and the standard library's, through one JSON line format."""
+    """Send everything, structlog's and the standard library's, through one JSON line format.
+
+    SIGUSR1 adds the stacks of all threads: also of one that holds the interpreter's lock and never gives it back.
+    """
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr)
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import event, make_url
+from sqlalchemy import URL, event, make_url
+from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import StaticPool
 
@@ -18,17 +19,25 @@ _DRIVERS = {
 }
 
 
+def parse_url(url: str) -> URL:
+    """The URL with the driver that we use for it. Raises InvalidRequest for what is no URL, or of another kind."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise InvalidRequest(f"{url!r} is no database URL: sqlite:///PATH or postgresql://USER:…@HOST/NAME") from error
+    driver = _DRIVERS.get(parsed.get_backend_name())
+    if driver is None:
+        raise InvalidRequest(f"database URL must start with sqlite: or postgresql:, not {parsed.drivername}:")
+    return parsed.set(drivername=driver)
+
+
 def open_engine(url: str) -> AsyncEngine:
     """An engine for `sqlite:///path` or `postgresql://…`. Connects on first use.
 
     Raises InvalidRequest for another kind of URL. A SQLite file's folder is made if it is missing.
     """
-    parsed = make_url(url)
-    driver = _DRIVERS.get(parsed.get_backend_name())
-    if driver is None:
-        raise InvalidRequest(f"database URL must start with sqlite: or postgresql:, not {parsed.drivername}:")
-    parsed = parsed.set(drivername=driver)
-    if driver.startswith("postgresql"):
+    parsed = parse_url(url)
+    if parsed.drivername.startswith("postgresql"):
         timeouts = {"timeout": CONNECT_S, "command_timeout": STATEMENT_S}
         return create_async_engine(parsed, pool_size=2, max_overflow=3, pool_timeout=5, connect_args=timeouts)
     if not parsed.database or parsed.database == ":memory:":

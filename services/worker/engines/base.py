@@ -72,6 +72,11 @@ class Engine(Protocol):
         """The newest steps."""
         ...
 
+    @property
+    def step_s(self) -> float:
+        """Seconds that the present step has lasted; 0 between steps, and without work."""
+        ...
+
     async def start(self) -> EngineInfo:
         """Load and warm up. Raises EngineFailed with the cause."""
         ...

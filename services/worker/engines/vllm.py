@@ -54,7 +54,14 @@ class VllmEngine:
         self._stopping = False
         self._stats = EngineStats()
         self._thread: threading.Thread | None = None
+        self._step_began_s = 0.0  # monotonic; 0: no step is under way
         self.steps = StepLog()
+
+    @property
+    def step_s(self) -> float:
+        """How long the engine's thread has been at its present step, its commands included; 0 while it waits."""
+        began_s = self._step_began_s
+        return time.monotonic() - began_s if began_s else 0.0
 
     async def start(self) -> EngineInfo:
         """Load the model. Raises EngineFailed."""
@@ -150,6 +157,7 @@ class VllmEngine:
 
     def _steps(self) -> None:
         while not self._stopping:
+            self._step_began_s = time.monotonic()
             self._observer.began()
             while self._commands:
                 self._commands.popleft()()
@@ -162,6 +170,7 @@ class VllmEngine:
                 self._observer.ended()
                 continue
             self._snapshot()
+            self._step_began_s = 0.0
             with self._wake:
                 if not self._commands and not self._stopping:
                     self._wake.wait(_IDLE_S)

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from lab.demo.run import on_free_ports
 from services.launcher.cli import app
-from services.launcher.cluster_file import PROJECT, Cluster
+from services.launcher.cluster_file import Cluster
+from services.launcher.model_source import PROJECT
 from services.launcher.suite import Suite
 from services.launcher.up import running_suite
 from shared.cost.rates_file import Calibration, Kind

@@ -43,6 +43,26 @@ def test_up_refuses_a_bad_file_before_anything_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: models/hole", "model: there is no folder"),
+        ("model: models/demo\ngateway: {host: 0.0.0.0}", "gateway.host: listening on 0.0.0.0 needs API keys"),
+    ],
+)
+def test_up_says_what_would_fail_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    file, data = tmp_path / "c.yaml", tmp_path / "data"
+    file.write_text(f"name: x\n{text}\ninstances: [{{id: p, role: prefill}}]\n")
+    monkeypatch.setattr(sys, "argv", ["polyphase", "up", "--cluster", str(file), "--data-dir", str(data)])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 1
+    assert f"{file}: {said}" in capsys.readouterr().err
+    assert not data.exists()
+
+
 def test_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     result = RUN.invoke(cli.app, ["keys", "add", "ann", "--file", str(file), "--rate", "2"])

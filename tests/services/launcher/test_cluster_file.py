@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.launcher.cluster_file import CLUSTERS, PROJECT, load_cluster, resolve_model
+from services.launcher.cluster_file import CLUSTERS, load_cluster
+from services.launcher.model_source import PROJECT, resolve_model
 from services.launcher.plan import make_plan
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest

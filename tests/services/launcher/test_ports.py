@@ -17,6 +17,11 @@ def test_a_busy_port_is_named_with_who_wants_it() -> None:
     check_free([PortUse("gateway", "127.0.0.1", port)])
 
 
+def test_an_address_of_another_machine_is_said_to_be_one() -> None:
+    with pytest.raises(Conflict, match=r"gateway cannot listen on 192\.0\.2\.1, port 8000: Cannot assign.*hosts"):
+        check_free([PortUse("gateway", "192.0.2.1", 8000)])
+
+
 def test_a_free_range_skips_what_is_taken() -> None:
     base = free_range(size=20)
     with socket.create_server(("127.0.0.1", base + 7)):

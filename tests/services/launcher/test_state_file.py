@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from services.launcher import state_file
+from services.launcher.keeper import State, Status
 from services.launcher.plan import Plan
-from services.launcher.supervisor import State, Status
-from shared.errors import Conflict, NotFound
+from shared.errors import Conflict, InvalidRequest, NotFound
 
 PLAN = Plan(
     model="m", processes=(), instance_ids=("p", "d"), api_url="http://a", monitor_url="http://m",
@@ -37,12 +37,34 @@ def test_pids_by_name() -> None:
 
 
 def test_only_one_suite_a_folder(tmp_path: Path) -> None:
-    state_file.refuse_second(tmp_path)
-    state_file.write(tmp_path, state_file.describe(PLAN, ()))
-    with pytest.raises(Conflict, match=str(os.getpid())):
-        state_file.refuse_second(tmp_path)
-    state_file.remove(tmp_path)
-    state_file.refuse_second(tmp_path)
+    with state_file.owning(tmp_path / "data"):
+        with pytest.raises(Conflict, match=f"{tmp_path}/data.*process {os.getpid()}.*--data-dir"):
+            state_file.owning(tmp_path / "data").__enter__()
+        with state_file.owning(tmp_path / "other"):
+            pass
+    with state_file.owning(tmp_path / "data"):
+        pass
+
+
+def test_a_folder_that_a_killed_launcher_held_is_free(tmp_path: Path) -> None:
+    code = "import sys, pathlib; from services.launcher import state_file as s\n"
+    code += "with s.owning(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(Conflict, match=str(other.pid)):
+            state_file.owning(tmp_path).__enter__()
+        other.kill()
+        other.wait()
+    with state_file.owning(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match=r"file/data.*--data-dir"):
+        state_file.owning(tmp_path / "file" / "data").__enter__()
 
 
 def test_what_a_dead_launcher_left_is_no_suite(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.launcher.keeper import StartFailed, State, Status
 from services.launcher.plan import ProcessSpec
 from services.launcher.ports import free_range
 from services.launcher.suite import until
-from services.launcher.supervisor import Limits, StartFailed, State, Status, Supervisor, supervising
+from services.launcher.supervisor import Supervisor, supervising
+from services.launcher.watch import Limits
 from shared.errors import NotFound
 
 QUICK = Limits(start_s=20.0, poll_s=0.02, backoff_s=0.01, backoff_max_s=0.05, stop_s=0.5, at_once=2)
@@ -95,7 +97,8 @@ async def test_restarts_slow_down_and_say_why(tmp_path: Path) -> None:
 async def test_a_failed_start_shows_the_log_and_stops_the_rest(tmp_path: Path) -> None:
     broken = spec("broken", "print('no such model'); raise SystemExit(2)", health="http://127.0.0.1:1/")
     pids: list[int] = []
-    with pytest.raises(StartFailed, match=r"broken did not start: ended with code 2\n.*no such model"):
+    said = r"broken did not start: ended with code 2: no such model\nIts log: .*broken.log"
+    with pytest.raises(StartFailed, match=said):
         async with supervising([spec("fine", FOREVER), broken], tmp_path, lambda s: pids.append(s.pid), QUICK) as s:
             await s.started()
     assert all(gone(pid) for pid in pids if pid)
@@ -175,13 +178,18 @@ asyncio.run(main())
 """
 
 
-async def test_children_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+async def test_children_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path, frozen: bool) -> None:
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path), DEAF]
     launcher = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert launcher.stdout is not None
     pids = [int(word) for word in (await launcher.stdout.readline()).split()]
     assert len(pids) == 3
     assert not any(gone(pid) for pid in pids)
+    if frozen:
+        launcher.send_signal(signal.SIGSTOP)
+        await until(lambda: psutil.Process(launcher.pid).status() == psutil.STATUS_STOPPED, 10, "it to be stopped")
+        assert not any(gone(pid) for pid in pids)  # a frozen launcher takes nothing with it
     launcher.kill()
     await launcher.wait()
     await until(lambda: all(gone(pid) for pid in pids), 10, "the children to end")

@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from services.launcher.ports import free_range
+from services.launcher.process import KILL_S, STOP_S
 from services.launcher.suite import Suite, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 START_S = 200.0
 
 
@@ -93,6 +94,10 @@ async def test_serves_is_operated_and_stops(tmp_path: Path) -> None:
         code, text = await polyphase("up", "--cluster", str(tmp_path / "cluster.yaml"), *where)
         assert code == 1
         assert "already runs" in text
+        other = ["--cluster", str(tmp_path / "cluster.yaml"), "--data-dir", str(tmp_path / "other")]
+        code, text = await polyphase("up", *other)
+        assert code == 1
+        assert "for monitor is taken by process" in text
         started = pids(suite)
         launcher.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(launcher.wait(), 30) == 0
@@ -110,6 +115,25 @@ async def test_a_killed_instance_comes_back_and_none_outlives_the_launcher(tmp_p
         launcher.kill()
         await launcher.wait()
         await until(lambda: not any(_alive(pid) for pid in started), 10, "every process to end")
+
+
+async def test_a_frozen_process_is_noticed_and_serves_again(tmp_path: Path) -> None:
+    """SIGSTOP is the rudest hang: nothing is closed, nothing is answered, SIGTERM is not taken."""
+    async with running(tmp_path) as (launcher, suite):
+        for name in ("d-0", "monitor", "gateway"):
+            old = suite.kill(name, signal.SIGSTOP)
+            await suite.restarted(name, old)
+            state = next(process for process in suite.state.processes if process.name == name)
+            assert "hung" in state.fault
+            assert "stopped by a signal" in state.fault
+            assert not _alive(old)
+            await suite.wait_ready()
+            assert (await ask(suite)).json()["usage"]["completion_tokens"] == 5
+        started = pids(suite)
+        suite.kill("gateway", signal.SIGSTOP)
+        launcher.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(launcher.wait(), STOP_S + KILL_S + 30) == 0
+        assert not any(_alive(pid) for pid in started)
 
 
 def _alive(pid: int) -> bool:

@@ -1,0 +1,95 @@
+"""Where a model comes from: a folder, or a name that a hub knows. What looks like a path never asks a hub."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).parents[2]
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_HINT = "give a folder with config.json, tokenizer and weights, or a Hugging Face name"
+
+
+def resolve_model(model: str, beside: Path | None = None) -> str:
+    """The path, if `model` is a folder here, beside the file or in the project, or looks like one; else `model`."""
+    path = Path(model).expanduser()
+    bases = (Path.cwd(), *([beside] if beside else []), PROJECT)
+    folders = [base / path for base in bases if (base / path).is_dir()]
+    if folders:
+        return str(max(folders, key=lambda folder: (folder / "config.json").is_file()).resolve())
+    if _looks_like_path(model):
+        return str(path.absolute())
+    nested = [base / path for base in bases if "/" in model and (base / path.parts[0]).is_dir()]
+    return str(nested[0].absolute()) if nested else model
+
+
+def fault_of(model: str, *, weights: bool) -> str:
+    """Why a resolved `model` cannot be served, as far as this machine knows; empty if nothing speaks against it."""
+    if Path(model).is_absolute():
+        return _fault_of_folder(Path(model), weights)
+    if not _HUB_NAME.fullmatch(model):
+        return f"{model!r} is neither a folder nor a Hugging Face name: {_HINT}"
+    if not _offline():
+        return ""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json")
+    if not isinstance(found, str):
+        cache = constants.HF_HUB_CACHE
+        return f"{model} is not in {cache}, and HF_HUB_OFFLINE is set: unset it, or `hf download {model}` first"
+    return _fault_of_folder(Path(found).parent, weights)
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The folder's config.json; empty where it cannot be read."""
+    try:
+        found = json.loads((Path(model) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _looks_like_path(model: str) -> bool:
+    return model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1
+
+
+def _offline() -> bool:
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    return any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in names)
+
+
+def _fault_of_folder(folder: Path, weights: bool) -> str:
+    if not folder.is_dir():
+        return f"there is no folder {folder}{_neighbours(folder)}: {_HINT}"
+    if not config_of(str(folder)):
+        return f"{folder / 'config.json'} is missing, or no JSON object: {_HINT}"
+    if not _any(folder, _TOKENIZERS):
+        return f"{folder} holds no tokenizer ({', '.join(_TOKENIZERS)}): {_HINT}"
+    if not weights:
+        return ""
+    if not _any(folder, _WEIGHTS):
+        return f"{folder} holds no weights ({', '.join(_WEIGHTS)}): {_HINT}"
+    missing = sorted(name for name in _shards(folder) if not (folder / name).is_file())
+    return f"{folder} lacks {', '.join(missing)} of its index: download it again" if missing else ""
+
+
+def _neighbours(folder: Path) -> str:
+    if not folder.parent.is_dir():
+        return ""
+    others = sorted(each.name for each in folder.parent.iterdir() if each.is_dir())
+    return f" (beside it: {', '.join(others[:8])}{', …' if len(others) > 8 else ''})" if others else ""
+
+
+def _any(folder: Path, patterns: tuple[str, ...]) -> bool:
+    return any(next(folder.glob(pattern), None) for pattern in patterns)
+
+
+def _shards(folder: Path) -> set[str]:
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        return set(index["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()

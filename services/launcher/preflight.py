@@ -1,0 +1,149 @@
+"""What can be known to fail before anything starts: every fault at once, each with the file, the key and what to do."""
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from gateway.auth import LOOPBACK, load_keys
+from gateway.settings import GatewaySettings
+from services.cluster_monitor.settings import MonitorSettings
+from services.global_scheduler.settings import SchedulerSettings
+from services.launcher.cluster_file import Cluster
+from services.launcher.fork_client import NAME as FORK_SERVER
+from services.launcher.model_source import config_of, fault_of
+from services.launcher.plan import Plan
+from services.worker.settings import WorkerSettings
+from shared.cost.catalogue import Catalogue
+from shared.cost.models import bundled_geometry
+from shared.errors import InvalidRequest, PolyphaseError
+from shared.policy import registry
+from shared.store.database import parse_url
+
+Faults = Iterator[tuple[str, str]]  # the key of the file, and what is wrong with it
+
+
+def preflight(cluster: Cluster, plan: Plan, where: str) -> None:
+    """Raises InvalidRequest that names every fault of what this host is to run, one a line."""
+    found = [*_of_suite(cluster, plan)]
+    entries = {name: f"instances.{entry.id}" for entry in cluster.instances for name in entry.ids}
+    for spec in plan.processes:
+        match spec.settings:
+            case GatewaySettings() as settings:
+                found += _of_gateway(settings)
+            case SchedulerSettings() as settings:
+                found += _of_scheduler(settings)
+            case MonitorSettings() as settings:
+                found += _of_monitor(settings)
+            case WorkerSettings() as settings:
+                found += _of_instance(entries[spec.name], settings, spec.env)
+    if found:
+        lines = dict.fromkeys(f"{where}: {key}: {text}" for key, text in found)  # many are alike
+        raise InvalidRequest("\n".join(lines))
+
+
+def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
+    engines = [spec.settings for spec in plan.processes if isinstance(spec.settings, WorkerSettings)]
+    fault = fault_of(cluster.model, weights=any(each.engine == "vllm" for each in engines))
+    if fault:
+        yield "model", fault
+    for name, count in Counter((FORK_SERVER, *(spec.name for spec in plan.processes))).items():
+        if count > 1:
+            yield "instances", f"{name!r} is the name of another process of the suite: choose another id"
+    if cluster.curve_public:
+        try:
+            fits = zmq.curve_public(cluster.curve_secret.encode()).decode() == cluster.curve_public
+        except (ValueError, zmq.ZMQError):
+            fits = False
+        if not fits:
+            yield "curve_public, curve_secret", "they are no pair: `polyphase keys curve` makes one"
+
+
+def _of_gateway(settings: GatewaySettings) -> Faults:
+    file = settings.api_keys_file
+    make = f"`polyphase keys add NAME --file {file or 'keys.yaml'}` makes one"
+    try:
+        keys = load_keys(file) if file else ()
+    except PolyphaseError as error:
+        yield "gateway.api_keys_file", f"{error.message}; {make}"
+        return
+    if keys or settings.host in LOOPBACK:
+        return
+    if file:
+        yield "gateway.api_keys_file", f"{file} holds no key, and the gateway listens on {settings.host}: {make}"
+    else:
+        yield "gateway.host", f"listening on {settings.host} needs API keys: {make}, then `api_keys_file: keys.yaml`"
+
+
+def _of_scheduler(settings: SchedulerSettings) -> Faults:
+    yield from _of_database(settings.database_url)
+    for key in ("placement", "split", "dispatch"):
+        yield from _of_policy(f"scheduler.{key}", getattr(registry, key), getattr(settings, key),
+                              getattr(settings, f"{key}_parameters"))  # fmt: skip
+
+
+def _of_monitor(settings: MonitorSettings) -> Faults:
+    yield from _of_database(settings.database_url)
+    if settings.role_flip:
+        yield from _of_policy(
+            "monitor.role_flip", registry.role_flip, settings.role_flip, settings.role_flip_parameters
+        )
+
+
+def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faults:
+    yield from _of_policy(f"{at}.prefill_order", registry.prefill_order, settings.prefill_order, {})
+    if settings.rates_file and not Path(settings.rates_file).is_file():
+        yield f"{at}.rates_file", f"there is no file {settings.rates_file}: `polyphase calibrate live` writes one"
+    if settings.engine == "emulated":
+        yield from _of_emulated(at, settings)
+        return
+    ranks, heads = settings.tensor_parallel, config_of(settings.model).get("num_attention_heads")
+    if isinstance(heads, int) and heads % ranks:
+        yield f"{at}.tensor_parallel", f"the model's {heads} attention heads cannot be shared by {ranks}"
+    visible = env.get("CUDA_VISIBLE_DEVICES", "")
+    if visible and settings.accelerator != "cpu" and len(visible.split(",")) < ranks:
+        yield f"{at}.tensor_parallel", f"{ranks} accelerators, but CUDA_VISIBLE_DEVICES is {visible!r}"
+
+
+def _of_emulated(at: str, settings: WorkerSettings) -> Faults:
+    try:
+        _catalogue().get(settings.accelerator)
+    except PolyphaseError as error:
+        yield f"{at}.accelerator", error.message
+    try:
+        if not Path(settings.emulated_model).exists():
+            bundled_geometry(settings.emulated_model)
+    except PolyphaseError as error:
+        yield f"{at}.emulated_model", error.message
+
+
+@functools.cache
+def _catalogue() -> Catalogue:
+    return Catalogue.built_in()
+
+
+def _of_policy(key: str, make: Callable[..., object], name: str, parameters: dict[str, Any]) -> Faults:
+    try:
+        make(name, parameters)
+    except PolyphaseError as error:
+        yield key, error.message
+
+
+def _of_database(url: str) -> Faults:
+    try:
+        parsed = parse_url(url)
+    except PolyphaseError as error:
+        yield "database_url", error.message
+        return
+    if not parsed.drivername.startswith("sqlite") or parsed.database in (None, "", ":memory:"):
+        return
+    file = Path(str(parsed.database)).absolute()
+    there = file if file.exists() else next(parent for parent in file.parents if parent.exists())
+    if there != file and not there.is_dir():
+        yield "database_url", f"{there} is no folder, so that {file} cannot be made: choose another path"
+    elif file.is_dir() or not os.access(there, os.W_OK):
+        yield "database_url", f"{there} cannot be written: choose another path, or change its permissions"

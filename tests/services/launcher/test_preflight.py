@@ -1,0 +1,94 @@
+"""What would fail is said before anything starts, all at once, with the file, the key and what to do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.launcher.cluster_file import Cluster
+from services.launcher.keys import add_key, curve_pair
+from services.launcher.model_source import PROJECT
+from services.launcher.plan import make_plan
+from services.launcher.preflight import preflight
+from shared.errors import InvalidRequest
+
+P: dict[str, Any] = {"id": "p", "role": "prefill", "engine": "emulated", "accelerator": "A10"}
+CPU = {**P, "engine": "vllm", "accelerator": "cpu"}
+
+
+def faults(tmp_path: Path, **changes: Any) -> list[str]:
+    """What preflight says of a cluster that is fine but for these changes; one a line."""
+    content = {"name": "c", "model": str(PROJECT / "models" / "demo"), "instances": [P], **changes}
+    cluster = Cluster.model_validate(content)
+    plan = make_plan(cluster, tmp_path, content.get("control", ""), "file.yaml")
+    try:
+        preflight(cluster, plan, "file.yaml")
+    except InvalidRequest as error:
+        return error.message.splitlines()
+    return []
+
+
+def test_a_sound_file_passes(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    add_key(keys, "ann")
+    assert not faults(tmp_path)
+    assert not faults(tmp_path, instances=[CPU], gateway={"host": "0.0.0.0", "api_keys_file": str(keys)})
+    assert not faults(tmp_path, database_url="postgresql://user:word@db/name", **curve_pair())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": "/no/such/model"}, "model: there is no folder /no/such/model"),
+        ({"gateway": {"host": "0.0.0.0"}}, "gateway.host: listening on 0.0.0.0 needs API keys: `polyphase keys add"),
+        ({"gateway": {"api_keys_file": "/no/keys.yaml"}}, "gateway.api_keys_file: keys file /no/keys.yaml: "),
+        ({"database_url": "no url"}, "database_url: 'no url' is no database URL"),
+        ({"database_url": "mysql://h/d"}, "database_url: database URL must start with sqlite: or postgresql:"),
+        ({"database_url": "sqlite:////etc/hostname/x.db"}, "database_url: /etc/hostname is no folder"),
+        ({"database_url": "sqlite:////proc"}, "database_url: /proc cannot be written"),
+        ({"instances": [{**P, "accelerator": "A1O"}]}, "instances.p.accelerator: unknown accelerator 'A1O'; did you"),
+        ({"instances": [{**P, "emulated_model": "Lama"}]}, "instances.p.emulated_model: "),
+        ({"instances": [{**P, "prefill_order": "x"}]}, "instances.p.prefill_order: unknown prefill order policy 'x'"),
+        ({"instances": [{**P, "rates_file": "/no/file"}]}, "instances.p.rates_file: there is no file /no/file"),
+        ({"instances": [{**CPU, "tensor_parallel": 3}]}, "instances.p.tensor_parallel: the model's 4 attention heads"),
+        (
+            {"instances": [{**CPU, "accelerator": "A10", "tensor_parallel": 2, "env": {"CUDA_VISIBLE_DEVICES": "3"}}]},
+            "instances.p.tensor_parallel: 2 accelerators, but CUDA_VISIBLE_DEVICES is '3'",
+        ),
+        ({"instances": [{**P, "id": "gateway"}]}, "instances: 'gateway' is the name of another process"),
+        ({"scheduler": {"placement": "best"}}, "scheduler.placement: unknown placement policy 'best'; known: "),
+        ({"scheduler": {"split_parameters": {"x": 1}}}, "scheduler.split: split policy 'full' has no parameter 'x'"),
+        ({"monitor": {"role_flip": "never"}}, "monitor.role_flip: unknown role flip policy 'never'"),
+        ({"curve_public": "a", "curve_secret": "b"}, "curve_public, curve_secret: they are no pair: `polyphase keys"),
+    ],
+)
+def test_a_fault_is_said_with_file_and_key(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    lines = faults(tmp_path, **changes)
+    assert len(lines) == 1
+    assert lines[0].startswith(f"file.yaml: {said}")
+
+
+def test_a_keys_file_without_a_key_opens_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("[]")
+    gateway = {"host": "0.0.0.0", "api_keys_file": str(file)}
+    assert "holds no key, and the gateway listens on 0.0.0.0" in faults(tmp_path, gateway=gateway)[0]
+
+
+def test_curve_keys_that_are_no_pair(tmp_path: Path) -> None:
+    pair = {**curve_pair(), "curve_public": curve_pair()["curve_public"]}
+    assert "no pair" in faults(tmp_path, **pair)[0]
+
+
+def test_many_faults_are_said_at_once_and_alike_ones_once(tmp_path: Path) -> None:
+    many = {**P, "accelerator": "nothing", "count": 8}
+    lines = faults(tmp_path, model="/no/model", instances=[many], scheduler={"count": 3, "split": "x"})
+    assert [line.split(": ")[1] for line in lines] == ["model", "scheduler.split", "instances.p.accelerator"]
+
+
+def test_a_host_answers_for_its_own_part_only(tmp_path: Path) -> None:
+    there = {**P, "id": "there", "host": "b", "accelerator": "nothing"}
+    hosts = {"hosts": {"a": "127.0.0.1", "b": "127.0.0.2"}, "control": "a", **curve_pair()}
+    assert not faults(tmp_path, instances=[{**P, "host": "a"}, there], **hosts)
+
+

@@ -1,0 +1,195 @@
+"""What hangs is put down and started again: from outside, on processes that are frozen, blocked or not well."""
+
+import asyncio
+import os
+import signal
+import sys
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.launcher import watch
+from services.launcher.keeper import State, Status
+from services.launcher.plan import ProcessSpec
+from services.launcher.ports import free_range
+from services.launcher.process import Child, spawn
+from services.launcher.suite import until
+from services.launcher.supervisor import Supervisor, supervising
+from services.launcher.watch import Limits, until_ended, until_healthy
+
+QUICK = Limits(start_s=20.0, poll_s=0.02, hang_s=0.6, check_s=0.05, backoff_s=0.01, stop_s=0.5)
+FOREVER = "import signal\nwhile True: signal.pause()"
+# GET /block blocks its only thread for ever; after GET /ill it is not well any more; /slow makes it slow.
+SERVER = """
+import faulthandler, http.server, signal, sys, threading, time
+faulthandler.register(signal.SIGUSR1)
+asked, state = 0, {"status": 200, "delay_s": 0.0}
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        global asked
+        if self.path == "/block": threading.Event().wait()
+        if self.path == "/ill": state["status"] = 503
+        if self.path == "/slow": state["delay_s"] = 0.2
+        if self.path == "/health":
+            asked += 1
+            time.sleep(state["delay_s"])
+        self.send_response(state["status"] if self.path == "/health" else 200)
+        self.end_headers()
+        self.wfile.write(str(asked).encode())
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def server() -> ProcessSpec:
+    port = free_range(size=10)
+    argv = (sys.executable, "-S", "-c", SERVER, str(port))
+    return ProcessSpec("web", argv, dict(os.environ), f"http://127.0.0.1:{port}/health")
+
+
+async def get(spec: ProcessSpec, path: str) -> str:
+    def fetch() -> str:
+        with urllib.request.urlopen(spec.health_url.replace("/health", path), timeout=20) as answer:
+            return str(answer.read().decode())
+
+    return await asyncio.to_thread(fetch)
+
+
+def status(supervisor: Supervisor) -> Status:
+    return supervisor.statuses[0]
+
+
+async def restarted(supervisor: Supervisor) -> str:
+    """Wait for it; why."""
+    await until(lambda: status(supervisor).restarts == 1, 20, "the hang to be seen")
+    await until(lambda: status(supervisor).state is State.READY, 20, "the restart")
+    return status(supervisor).fault
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_frozen_process_is_started_again(tmp_path: Path) -> None:
+    web = server()
+    async with supervising([web], tmp_path, lambda _: None, QUICK) as supervisor:
+        await supervisor.started()
+        pid = status(supervisor).pid
+        os.kill(pid, signal.SIGSTOP)
+        fault = await restarted(supervisor)
+        assert fault.startswith("hung: no good answer for 0.6 s (no answer within 0.3 s)")
+        assert fault.endswith("stopped by a signal")
+        assert gone(pid)
+        assert int(await get(web, "/health")) > 0
+
+
+async def test_a_blocked_process_leaves_its_stacks_and_is_started_again(tmp_path: Path) -> None:
+    web = server()
+    async with supervising([web], tmp_path, lambda _: None, QUICK) as supervisor:
+        await supervisor.started()
+        blocking = asyncio.create_task(get(web, "/block"))
+        assert "its stacks are in its log" in await restarted(supervisor)
+        with pytest.raises(OSError):  # noqa: PT011
+            await blocking
+        log = (tmp_path / "web.log").read_text()
+        assert "polyphase: hung: no good answer" in log
+        assert "in do_GET" in log
+        assert int(await get(web, "/health")) > 0
+
+
+async def test_one_that_says_for_long_that_it_is_not_well_is_started_again(tmp_path: Path) -> None:
+    web = server()
+    async with supervising([web], tmp_path, lambda _: None, QUICK) as supervisor:
+        await supervisor.started()
+        await get(web, "/ill")
+        assert "HTTP 503" in await restarted(supervisor)
+
+
+async def test_a_slow_one_is_left_alone(tmp_path: Path) -> None:
+    web = server()
+    limits = Limits(poll_s=0.02, hang_s=60.0, check_s=0.05)
+    async with supervising([web], tmp_path, lambda _: None, limits) as supervisor:
+        await supervisor.started()
+        await get(web, "/slow")
+        first = int(await get(web, "/asked"))
+
+        async def five_times_more() -> bool:
+            return int(await get(web, "/asked")) >= first + 5
+
+        await until(five_times_more, 60, "answers")
+        assert (status(supervisor).state, status(supervisor).restarts) == (State.READY, 0)
+
+
+async def test_one_that_is_frozen_while_it_starts_does_not_keep_its_slot(tmp_path: Path) -> None:
+    child = await spawn((sys.executable, "-S", "-c", FOREVER), {}, tmp_path / "log")
+    os.kill(child.pid, signal.SIGSTOP)
+    assert "while it started" in await until_healthy(child, Never(), QUICK)
+    assert not child.running
+
+
+async def test_a_hung_child_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """As Ctrl-C does it: SIGTERM, which a frozen process does not react to, and SIGKILL after `stop_s`."""
+    async with supervising([server()], tmp_path, lambda _: None, Limits(hang_s=0.0, stop_s=0.5)) as supervisor:
+        await supervisor.started()
+        pid = status(supervisor).pid
+        os.kill(pid, signal.SIGSTOP)
+        closing = asyncio.timeout(20)
+        await closing.__aenter__()
+    await closing.__aexit__(None, None, None)
+    assert gone(pid)
+
+
+class Never:
+    """Not well, ever. `clock_s` goes on by `takes_s` with each question."""
+
+    def __init__(self, *takes_s: float) -> None:
+        self.takes_s = list(takes_s)
+        self.clock_s = 0.0
+        self.asked = 0
+
+    async def ask(self, deadline_s: float) -> str:
+        self.asked += 1
+        self.clock_s += self.takes_s.pop(0) if self.takes_s else 0.0
+        return "no answer"
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "asked"),
+    [
+        ((3.0, 3.0), 2),  # two questions, each unanswered for half of `hang_s`
+        ((1.0,) * 6, 6),  # refused at once, again and again
+        ((600.0, 3.0, 3.0), 3),  # first we stood still ourselves: not its fault
+    ],
+)
+async def test_when_it_counts_as_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_s: tuple[float, ...], asked: int
+) -> None:
+    health = Never(*takes_s)
+    monkeypatch.setattr(watch, "time", Clock(health))
+    child = await spawn((sys.executable, "-S", "-c", FOREVER), {}, tmp_path / "log")
+    fault = await until_ended(child, health, Limits(hang_s=6.0, check_s=0.0), lambda _: None)
+    assert fault.startswith("hung: no good answer for 6 s (no answer)")
+    assert health.asked == asked
+    assert not child.running
+
+
+class Clock:
+    """In the place of the module `time`."""
+
+    def __init__(self, health: Never) -> None:
+        self._health = health
+
+    def monotonic(self) -> float:
+        return self._health.clock_s
+
+
+async def test_with_a_limit_of_0_nobody_is_asked(tmp_path: Path) -> None:
+    health = Never()
+    child: Child = await spawn((sys.executable, "-S", "-c", "raise SystemExit(3)"), {}, tmp_path / "log")
+    assert await until_ended(child, health, Limits(hang_s=0.0), lambda _: None) == "ended with code 3"
+    assert not health.asked
