@@ -192,6 +192,30 @@ def bench_papers(
     _measure("papers", as_json, data, *([write_docs] if write_docs else []))
 
 
+@bench_app.command("chaos")
+def bench_chaos(
+    only: Annotated[list[str] | None, typer.Option(help="A scenario, or part of its name; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 1,
+    show: Annotated[bool, typer.Option("--list", help="Name the scenarios and end.")] = False,
+    at_random: Annotated[bool, typer.Option("--random", help="Draw faults for --minutes instead.")] = False,
+    minutes: Annotated[float, typer.Option(help="How long --random goes on.")] = 60.0,
+    write_docs: Annotated[Path | None, typer.Option(help="Write reliability.md into this folder.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Keep logs and data of the suites in this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Kill, freeze, cut, flood and lie to a suite under load: what clients saw, and what recovered when."""
+    options = measuring.from_lab("chaos.run", "ChaosOptions")
+    chosen = options(tuple(only or ()), seed, minutes if at_random else 0.0, write_docs, logs)
+    if show:
+        measuring.from_lab("chaos.run", "show_scenarios")(chosen, Console())
+        return
+    answer = measuring.summary(measuring.find_bench("chaos")(chosen, Console(stderr=as_json)))
+    if as_json:
+        measuring.print_json(answer)
+    if not answer["ok"]:
+        raise typer.Exit(1)
+
+
 app.command("simulate")(measuring.from_lab("simulate.command", "simulate_command"))
 
 

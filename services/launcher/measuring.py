@@ -18,6 +18,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "live": ("bench.live", "run_live_bench"),
     "sim": ("bench.sim", "run_sim_bench"),
     "papers": ("papers", "run_papers_bench"),
+    "chaos": ("chaos.run", "run_chaos_bench"),
 }
 Bench = Callable[..., dict[str, Any]]
 

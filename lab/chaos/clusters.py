@@ -1,0 +1,106 @@
+"""The clusters that scenarios run on, and how each is loaded."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from services.launcher import ports
+from services.launcher.cluster_file import PROJECT, Cluster
+from services.launcher.keys import curve_pair
+
+MODEL = PROJECT / "models" / "demo"
+_SECOND_GATEWAY, _GATEWAY, _DASHBOARD = 239, 240, 241  # offsets in a range of free ports
+_MIB = 1 << 20
+
+# Times at which two cores have enough left to look at what happens; blocks for all users at once.
+_EMULATED = {
+    "engine": "emulated", "accelerator": "A100-SXM-80", "emulated_step_s": 0.04, "emulated_prefill_s_per_token": 0.0002,
+    "chunk_size": 128, "kv_cache_bytes": 2048 * _MIB,
+}  # fmt: skip
+_REAL = {
+    "engine": "vllm", "accelerator": "cpu", "dtype": "float32", "kv_cache_bytes": 192 * _MIB,
+    "staging_bytes": 128 * _MIB, "inbox_bytes": 128 * _MIB, "threads": 1, "chunk_size": 256,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Testbed:
+    """A cluster and its load. `prompts` are lengths in tokens; some take several chunks."""
+
+    name: str
+    title: str
+    cluster: dict[str, Any]
+    prompts: tuple[int, ...]
+    answer_tokens: int
+    users: int
+    gateways: int = 2
+    curve: bool = False
+
+    def build(self) -> Cluster:
+        """The cluster on ports that nobody uses."""
+        base = ports.free_range()
+        keys = curve_pair() if self.curve else {}
+        fixed = {
+            "name": f"chaos {self.name}", "model": str(MODEL), "served_model_name": "demo", "max_model_len": 2048,
+            "ports": base, "dashboard": {"enabled": False, "port": base + _DASHBOARD}, **keys,
+        }  # fmt: skip
+        gateway = {"port": base + _GATEWAY, **self.cluster.get("gateway", {})}
+        return Cluster.model_validate({**fixed, **self.cluster, "gateway": gateway})
+
+
+def second_gateway_port(cluster: Cluster) -> int:
+    """Where the second gateway listens."""
+    return cluster.ports + _SECOND_GATEWAY
+
+
+EMULATED = Testbed(
+    name="emulated",
+    title="two gateways, two schedulers, 2 prefill and 3 decode instances; EMULATED engines",
+    cluster={
+        "scheduler": {"count": 2},
+        "instance_defaults": _EMULATED,
+        "instances": [
+            {"id": "prefill", "count": 2, "role": "prefill"},
+            {"id": "decode", "count": 3, "role": "decode"},
+        ],
+    },
+    prompts=(8, 90, 300, 900),
+    answer_tokens=24,
+    users=8,
+)
+
+KEYED = Testbed(
+    name="keyed",
+    title="one gateway, one scheduler, 1 prefill and 2 decode instances, CurveZMQ keys; EMULATED engines",
+    cluster={
+        "predictor": {"enabled": False},
+        "instance_defaults": _EMULATED,
+        "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
+    },
+    prompts=(8, 90, 300, 900),
+    answer_tokens=24,
+    users=6,
+    gateways=1,
+    curve=True,
+)
+
+REAL = Testbed(
+    name="real",
+    title="one gateway, one scheduler, 2 prefill and 2 decode instances; vLLM on the CPU, unlike block sizes",
+    cluster={
+        "gateway": {"dtype": "float32"},
+        "predictor": {"enabled": False},
+        "instance_defaults": _REAL,
+        "instances": [
+            {"id": "prefill-0", "role": "prefill", "block_size": 32},
+            {"id": "prefill-1", "role": "prefill", "block_size": 128},
+            {"id": "decode-0", "role": "decode", "block_size": 128},
+            {"id": "decode-1", "role": "decode", "block_size": 32},
+        ],
+    },
+    prompts=(12, 200, 600, 1000),
+    answer_tokens=24,
+    users=4,
+    gateways=1,
+)
+
+TESTBEDS: dict[str, Testbed] = {bed.name: bed for bed in (EMULATED, KEYED, REAL)}

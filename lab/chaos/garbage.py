@@ -1,0 +1,102 @@
+"""Input that no peer of ours sends: noise on a TCP port, and well-framed messages that mean nothing or lie."""
+
+import asyncio
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from random import Random
+
+import msgspec
+import zmq
+
+from lab.chaos.wires import Port
+from services.worker.kv.wire import frames
+from shared.domain.instance import ClusterView, InstanceLoad, Role
+from shared.wire.envelope import Envelope, Kind, encode_body, pack
+from shared.wire.messages import Heartbeat
+
+_MARK = "AAAAAAAA"  # becomes bytes that are no UTF-8
+_DEEP = b"\x91" * 50_000 + b"\xc0"
+_DEEP_MAP = b"\x81\xa1a" * 30_000 + b"\xc0"
+
+
+def noises(rng: Random) -> list[bytes]:
+    """What a port scanner, another protocol, or nobody at all would send."""
+    return [
+        b"", b"\x00" * 4096, rng.randbytes(8192), b"GET / HTTP/1.1\r\n\r\n", b"\xff" + b"\x00" * 8 + b"\x7f\x03",
+        struct.pack(">Q", 2**63), b"\xff" + b"\x00" * 7 + b"\x01\x7f\x03\x00NULL" + b"\x00" * 48 + b"\x02" * 64,
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999999999\r\n\r\n{",
+        b"\x16\x03\x01" + rng.randbytes(300),
+    ]  # fmt: skip
+
+
+def messages(rng: Random) -> list[list[bytes]]:
+    """Messages that arrive whole and must be dropped: of every protocol here, each with something wrong."""
+    pull = frames.encode_message(frames.Pull(1, _MARK, 7, _MARK, 0, 40, 0, 4, 0, 1, 1, 1000, 5.0))
+    control = frames.encode_message(frames.Control(1, "no-such-key", frames.Release(_MARK)))
+    confirm = frames.encode_message(frames.Confirm(_MARK, 2**62, -1, 10**9))
+    deep_call = _call("prefill", msgspec.Raw(_DEEP))
+    singles = [
+        b"", b"\xc1", b"\xff" * 100, rng.randbytes(2000), _DEEP, _DEEP_MAP, b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        pull, control, confirm, *(_spoilt(each) for each in (pull, control, confirm)), pull[:-3], deep_call,
+        _call("no such method", encode_body(None)), _call("drain", encode_body({"timeout_s": -1.0})),
+        _call("prefill", encode_body({"job": 5})), _spoilt(_call("release", encode_body({"transfer_ids": [_MARK]}))),
+        _call("release", encode_body({"transfer_ids": ["unknown"] * 1000})), b"\x93\x01\x02\x03",
+        pack([Envelope(99, 1, "", 0.0, encode_body(1))]),
+        msgspec.msgpack.encode(Heartbeat("nobody", 1, Role.DECODE, False, InstanceLoad())),
+        msgspec.msgpack.encode(ClusterView(2**62, 1e18)),
+    ]  # fmt: skip
+    return [*([each] for each in singles), [], [b"a", b"b"], [b"x"] * 100, [b"\x00" * (1 << 20)]]
+
+
+def _call(method: str, body: msgspec.Raw) -> bytes:
+    return pack([Envelope(Kind.CALL, 1, method, 5.0, body)])
+
+
+def _spoilt(message: bytes) -> bytes:
+    return message.replace(_MARK.encode(), b"\xff\xfe\xc0\xc1\xf5\xff\xfe\xff")
+
+
+async def make_noise(ports: Iterable[Port], rng: Random) -> None:
+    """All noises on all ports, one port after the other."""
+    for port in ports:
+        await asyncio.gather(*(_noise(port, noise) for noise in noises(rng)))
+
+
+async def _noise(port: Port, noise: bytes) -> None:
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(2.0):
+            reader, writer = await asyncio.open_connection(port.host, port.port)
+            try:
+                writer.write(noise)
+                await writer.drain()
+                async with asyncio.timeout(0.1):
+                    await reader.read(1000)
+            finally:
+                writer.close()
+
+
+async def say(ports: Sequence[Port], rng: Random) -> None:
+    """All messages on all ports, from sockets of every kind that could be let in."""
+    said = messages(rng)
+    await asyncio.to_thread(_say, [f"tcp://{port.host}:{port.port}" for port in ports], said)
+
+
+def _say(addresses: list[str], said: list[list[bytes]]) -> None:
+    with zmq.Context() as context:
+        sockets = []
+        for address in addresses:
+            for kind in (zmq.DEALER, zmq.PUB):
+                made = context.socket(kind)
+                made.linger = 1000
+                made.connect(address)
+                sockets.append(made)
+        time.sleep(0.5)  # a PUB drops what it sends before its peer has subscribed
+        for parts in said:
+            for made in sockets:
+                with suppress(zmq.ZMQError):
+                    made.send_multipart(parts or [b""], zmq.NOBLOCK)
+        for made in sockets:
+            made.close()

@@ -1,0 +1,243 @@
+"""A TCP proxy between two processes, with the verbs of a bad network.
+
+What is written on one side comes out on the other; a connection that ends on one side ends on the other. `cut`,
+`stall`, `slow`, `corrupt` and `replay` change that until `heal`.
+"""
+
+import asyncio
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import Random
+
+from lab.chaos.zmtp import Part, Splitter, flip_bit
+
+_READ_BYTES = 1 << 16
+_WAITING = 64  # pieces under way in one direction; then the sender has to wait
+_KEPT = 64  # messages remembered for a replay
+_KEPT_BYTES = 1 << 16  # longer ones are not
+
+
+@dataclass(slots=True)
+class Weather:
+    """How the link is at the moment."""
+
+    open: asyncio.Event = field(default_factory=asyncio.Event)  # clear: nothing moves, and nobody is told
+    refusing: bool = False  # connections are reset as soon as they are made
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0  # 0: as fast as it goes
+    corrupt: float = 0.0  # share of messages in which a bit is flipped
+
+
+class Proxy:
+    """One link: whoever connects to `port` is connected to `target`. Use as an async context manager."""
+
+    def __init__(self, target: tuple[str, int], rng: Random, *, framed: bool = True) -> None:
+        """`framed`: ZeroMQ is spoken, so that whole messages can be corrupted and replayed."""
+        self.target = target
+        self.port = 0
+        self.corrupted = 0
+        self.replayed = 0
+        self._rng = rng
+        self._framed = framed
+        self._weather = Weather()
+        self._weather.open.set()
+        self._pipes: set[_Pipe] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> "Proxy":
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=_READ_BYTES)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._pipes) // 2
+
+    def cut(self, *, refuse: bool = False) -> None:
+        """Reset every connection; with `refuse` new ones too, until `heal`."""
+        self._weather.refusing = refuse
+        for pipe in list(self._pipes):
+            pipe.reset()
+
+    def stall(self) -> None:
+        """From now on nothing comes out: a network that drops everything."""
+        self._weather.open.clear()
+
+    def slow(self, *, latency_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
+        """Each piece takes so much longer, and each direction carries no more than that."""
+        self._weather.latency_s, self._weather.bytes_per_s = latency_s, bytes_per_s
+
+    def corrupt(self, share: float) -> None:
+        """Flip one bit in this share of all messages, both ways."""
+        self._weather.corrupt = share
+
+    def replay(self) -> int:
+        """Send again, in order, what went each way lately; how many messages that were."""
+        count = sum(pipe.replay() for pipe in list(self._pipes))
+        self.replayed += count
+        return count
+
+    def heal(self) -> None:
+        """Everything as it should be. Connections that were cut stay so; whoever needs them connects again."""
+        self._weather.refusing = False
+        self._weather.latency_s = self._weather.bytes_per_s = self._weather.corrupt = 0.0
+        self._weather.open.set()
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._carry(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._serve(reader, writer)
+        except OSError:  # nobody listens there
+            _reset(writer)
+        finally:
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._weather.open.wait()
+        if self._weather.refusing:
+            _reset(writer)
+            return
+        onward_reader, onward_writer = await asyncio.open_connection(*self.target, limit=_READ_BYTES)
+        touch = self._touch if self._framed else self._touch_raw
+        there = _Pipe(reader, onward_writer, self._weather, touch, self._framed)
+        back = _Pipe(onward_reader, writer, self._weather, touch, self._framed)
+        self._pipes |= {there, back}
+        try:
+            running = {asyncio.ensure_future(pipe.run()) for pipe in (there, back)}
+            try:
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                await self._weather.open.wait()  # who hangs up is not heard either
+            finally:
+                for each in running:
+                    each.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
+        finally:
+            self._pipes -= {there, back}
+            onward_writer.close()
+
+    def _touch(self, part: Part) -> Part:
+        if part.is_command or not self._hit():
+            return part
+        return Part(part.flags, flip_bit(part.body, self._rng))
+
+    def _touch_raw(self, part: Part) -> Part:
+        return Part(part.flags, flip_bit(part.body, self._rng)) if self._hit() else part
+
+    def _hit(self) -> bool:
+        hit = self._weather.corrupt > 0.0 and self._rng.random() < self._weather.corrupt
+        self.corrupted += hit
+        return hit
+
+
+class _Pipe:
+    """One direction of one connection."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, weather: Weather,
+        touch: Callable[[Part], Part], framed: bool,
+    ) -> None:  # fmt: skip
+        self._reader = reader
+        self._writer = writer
+        self._weather = weather
+        self._touch = touch
+        self._splitter = Splitter() if framed else None
+        self._due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_WAITING)
+        self._sent: deque[bytes] = deque(maxlen=_KEPT)
+        self._message = b""  # the parts of a message that is not complete yet
+
+    async def run(self) -> None:
+        """Until one side ends."""
+        reading, writing = asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())
+        try:
+            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and not writing.done():
+                await self._due.join()
+        finally:
+            for each in (reading, writing):
+                each.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+
+    def reset(self) -> None:
+        """End the connection rudely."""
+        _reset(self._writer)
+
+    def replay(self) -> int:
+        """Send the remembered messages again, between two others."""
+        if self._message or self._due.full():
+            return 0
+        again = b"".join(self._sent)
+        if again:
+            self._due.put_nowait((0.0, again))
+        return len(self._sent)
+
+    async def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        with suppress(OSError):
+            while data := await self._reader.read(_READ_BYTES):
+                if out := self._pass(data):
+                    await self._due.put((loop.time() + self._weather.latency_s, out))
+
+    def _pass(self, data: bytes) -> bytes:
+        if self._splitter is None:
+            return self._touch(Part(0, data)).body
+        greeting, parts = self._splitter.feed(data)
+        return greeting + b"".join(self._pass_part(part) for part in parts)
+
+    def _pass_part(self, part: Part) -> bytes:
+        if part.is_command:
+            return part.encode()
+        out = self._touch(part).encode()
+        self._message += part.encode()
+        if part.ends_message:
+            if len(self._message) <= _KEPT_BYTES:
+                self._sent.append(self._message)
+            self._message = b""
+        return out
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        with suppress(OSError):
+            while True:
+                due_s, data = await self._due.get()
+                try:
+                    await asyncio.sleep(max(0.0, due_s - loop.time()))
+                    await self._weather.open.wait()
+                    await self._paced(data)
+                finally:
+                    self._due.task_done()
+
+    async def _paced(self, data: bytes) -> None:
+        rate = self._weather.bytes_per_s
+        step = max(1, int(rate / 20)) if rate else len(data)
+        for start in range(0, len(data), step):
+            self._writer.write(data[start : start + step])
+            await self._writer.drain()
+            if rate:
+                await asyncio.sleep(step / rate)
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close with a RST in place of a FIN."""
+    raw = writer.get_extra_info("socket")
+    if raw is not None:
+        with suppress(OSError):
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

@@ -1,0 +1,54 @@
+"""Two of a service, and either is lost: nobody waits for the one that is gone."""
+
+import asyncio
+
+from lab.chaos.arena import Arena
+from lab.chaos.scenario import Scenario
+from lab.chaos.scenarios.processes import FROZEN_S, NOTICED_S, kill_one
+
+
+async def either_scheduler(arena: Arena) -> None:
+    """One after the other, each back before the next."""
+    for name in arena.named("scheduler"):
+        await kill_one(arena, name)
+        await asyncio.sleep(0.5)
+
+
+async def frozen_scheduler(arena: Arena) -> None:
+    """One of two stands still: the other places everything once that is noticed."""
+    arena.processes.freeze(arena.named("scheduler")[1])
+    await asyncio.sleep(FROZEN_S)
+    arena.processes.thaw()
+
+
+async def either_gateway(arena: Arena) -> None:
+    """One after the other; whoever asked the other one notices nothing."""
+    for name in arena.named("gateway"):
+        await kill_one(arena, name)
+        await asyncio.sleep(0.5)
+
+
+async def monitor_again_and_again(arena: Arena) -> None:
+    """Four times, a second apart: serving goes on from the last broadcast."""
+    (monitor,) = arena.named("monitor")
+    for _ in range(4):
+        arena.processes.kill(monitor)
+        await asyncio.sleep(1.0)
+    await arena.roles.ready(*arena.roles.first)
+
+
+async def monitor_and_decode(arena: Arena) -> None:
+    """An instance dies while nobody can say so, and comes back before the monitor does."""
+    monitor = arena.processes.kill(*arena.named("monitor"))
+    decode = arena.processes.kill(arena.decode[0])
+    await arena.processes.back(monitor | decode)
+    await arena.roles.ready(*arena.roles.first)
+
+
+CONTROL_PLANE = (
+    Scenario("either-scheduler", "kill -9 of one scheduler, then of the other", either_scheduler),
+    Scenario("frozen-scheduler", "one of two schedulers stands still for 5 s", frozen_scheduler, away_s=NOTICED_S),
+    Scenario("either-gateway", "kill -9 of one gateway, then of the other", either_gateway, breaks=True, bound_s=60.0),
+    Scenario("monitor-again", "kill -9 of the monitor each second, four times", monitor_again_and_again),
+    Scenario("monitor-and-decode", "kill -9 of the monitor and of a decode instance together", monitor_and_decode),
+)

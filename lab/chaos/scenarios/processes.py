@@ -1,0 +1,147 @@
+"""Kill, freeze and thaw: one process, all of a role, again and again."""
+
+import asyncio
+
+from lab.chaos.arena import Arena
+from lab.chaos.scenario import Scenario
+
+# A frozen peer cannot be told from a slow one before its heartbeats are missed: half a second apart, two seconds long.
+NOTICED_S = 2.5
+FROZEN_S = 5.0
+
+
+async def kill_one(arena: Arena, *names: str) -> None:
+    """The others take over; the launcher brings it back."""
+    await arena.processes.back(arena.processes.kill(*names))
+
+
+async def kill_all(arena: Arena, *names: str) -> None:
+    """Until one is back nobody can do their work."""
+    with arena.away():
+        await arena.processes.back(arena.processes.kill(*names))
+        await arena.roles.ready(*(name for name in names if name in arena.roles.first))
+
+
+async def freeze(arena: Arena, *names: str) -> None:
+    """For some seconds they are there and do nothing."""
+    arena.processes.freeze(*names)
+    await asyncio.sleep(FROZEN_S)
+    arena.processes.thaw()
+
+
+async def freeze_all(arena: Arena, *names: str) -> None:
+    """As `freeze`, of something that nobody else can do."""
+    with arena.away():
+        await freeze(arena, *names)
+
+
+async def hang(arena: Arena, name: str) -> None:
+    """It never wakes: only somebody from outside can help."""
+    pid = arena.processes.statuses[name].pid
+    arena.processes.freeze(name)
+    await arena.processes.back({name: pid}, timeout_s=15.0)
+
+
+async def kill_in_turn(arena: Arena) -> None:
+    """Six times, whoever comes next, a second apart; never the last one of a role."""
+    for name in (*arena.decode, *arena.decode):
+        arena.processes.kill(name)
+        await asyncio.sleep(1.0)
+    await arena.roles.ready(*arena.decode)
+
+
+async def freeze_in_turn(arena: Arena) -> None:
+    """Each decode instance for 1.5 s, one after the other: longer than a heartbeat, too short for a loss."""
+    for name in arena.decode:
+        arena.processes.freeze(name)
+        await asyncio.sleep(1.5)
+        arena.processes.thaw(name)
+
+
+async def _decode_instance(arena: Arena) -> None:
+    await kill_one(arena, arena.decode[0])
+
+
+async def _prefill_instance(arena: Arena) -> None:
+    await kill_one(arena, arena.prefill[0])
+
+
+async def _kill_all_decode(arena: Arena) -> None:
+    await kill_all(arena, *arena.decode)
+
+
+async def _kill_all_prefill(arena: Arena) -> None:
+    await kill_all(arena, *arena.prefill)
+
+
+async def _kill_schedulers(arena: Arena) -> None:
+    await kill_all(arena, *arena.named("scheduler"))
+
+
+async def _kill_monitor(arena: Arena) -> None:
+    await kill_one(arena, *arena.named("monitor"))
+
+
+async def _kill_predictor(arena: Arena) -> None:
+    await kill_one(arena, *arena.named("predictor"))
+
+
+async def _kill_control_plane(arena: Arena) -> None:
+    with arena.away():
+        names = (*arena.named("scheduler"), *arena.named("monitor"), *arena.named("predictor"))
+        await arena.processes.back(arena.processes.kill(*names))
+        await arena.roles.ready(*arena.roles.first)
+
+
+async def _kill_gateway(arena: Arena) -> None:
+    await kill_one(arena, arena.named("gateway")[0])
+
+
+async def _freeze_decode(arena: Arena) -> None:
+    await freeze(arena, arena.decode[0])
+
+
+async def _freeze_prefill(arena: Arena) -> None:
+    await freeze(arena, arena.prefill[0])
+
+
+async def _freeze_monitor(arena: Arena) -> None:
+    await freeze(arena, *arena.named("monitor"))
+
+
+async def _freeze_schedulers(arena: Arena) -> None:
+    await freeze_all(arena, *arena.named("scheduler"))
+
+
+async def _freeze_predictor(arena: Arena) -> None:
+    await freeze(arena, *arena.named("predictor"))
+
+
+async def _freeze_gateway(arena: Arena) -> None:
+    await freeze_all(arena, arena.named("gateway")[0])
+
+
+async def _hang_decode(arena: Arena) -> None:
+    await hang(arena, arena.decode[0])
+
+
+PROCESSES = (
+    Scenario("kill-decode", "kill -9 of one decode instance", _decode_instance),
+    Scenario("kill-prefill", "kill -9 of one prefill instance", _prefill_instance),
+    Scenario("kill-all-decode", "kill -9 of every decode instance at once", _kill_all_decode),
+    Scenario("kill-all-prefill", "kill -9 of every prefill instance at once", _kill_all_prefill),
+    Scenario("kill-in-turn", "kill -9 of a decode instance each second, six times", kill_in_turn, errors=True),
+    Scenario("kill-schedulers", "kill -9 of both schedulers at once", _kill_schedulers),
+    Scenario("kill-monitor", "kill -9 of the monitor", _kill_monitor),
+    Scenario("kill-predictor", "kill -9 of the length predictor", _kill_predictor),
+    Scenario("kill-control-plane", "kill -9 of schedulers, monitor and predictor at once", _kill_control_plane),
+    Scenario("kill-gateway", "kill -9 of one of two gateways", _kill_gateway, breaks=True),
+    Scenario("freeze-decode", "one decode instance stands still for 5 s", _freeze_decode, away_s=NOTICED_S),
+    Scenario("freeze-prefill", "one prefill instance stands still for 5 s", _freeze_prefill, away_s=NOTICED_S),
+    Scenario("freeze-in-turn", "each decode instance stands still for 1.5 s", freeze_in_turn, away_s=1.5),
+    Scenario("freeze-monitor", "the monitor stands still for 5 s", _freeze_monitor),
+    Scenario("freeze-schedulers", "both schedulers stand still for 5 s", _freeze_schedulers),
+    Scenario("freeze-predictor", "the predictor stands still for 5 s", _freeze_predictor),
+    Scenario("freeze-gateway", "one of two gateways stands still for 5 s", _freeze_gateway),
+    Scenario("hang-decode", "a decode instance stands still for good", _hang_decode, away_s=NOTICED_S),
+)

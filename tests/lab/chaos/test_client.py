@@ -1,0 +1,103 @@
+"""The client against servers that end their answers in every way there is."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from lab.chaos.client import Ask, Ending, Reply, send
+
+ASK = Ask("kind", "/v1/completions", {"stream": True})
+WHOLE = Ask("kind", "/v1/completions", {})
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(data: object) -> bytes:
+    text = f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
+    return f"{len(text):x}\r\n".encode() + text + b"\r\n"
+
+
+def token(number: int, **more: object) -> dict[str, object]:
+    return {"choices": [{"text": chr(number), "token_ids": [number], "finish_reason": None, **more}]}
+
+
+DONE = chunk("[DONE]") + b"0\r\n\r\n"
+
+
+@asynccontextmanager
+async def serving(*pieces: "bytes | float") -> AsyncIterator[tuple[str, int]]:
+    """Writes the pieces, pauses for the numbers among them, and closes."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for piece in pieces:
+            if isinstance(piece, bytes):
+                writer.write(piece)
+                await writer.drain()
+            else:
+                await asyncio.sleep(piece)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield server.sockets[0].getsockname()[:2]
+
+
+async def reply_of(*pieces: "bytes | float", ask: Ask = ASK, hung_s: float = 5.0) -> Reply:
+    async with serving(*pieces) as address:
+        return await send(address, ask, hung_s)
+
+
+async def test_a_stream_that_ends_well() -> None:
+    usage = chunk({"choices": [], "usage": {"completion_tokens": 2}})
+    last = chunk(token(98, finish_reason="length"))
+    got = await reply_of(HEAD, chunk(token(97)), 0.2, last, usage, DONE)
+    assert (got.ending, got.tokens, got.text, got.finish_reason) == (Ending.DONE, [97, 98], "ab", "length")
+    assert got.completion_tokens == 2
+    assert got.longest_gap_s >= 0.2
+
+
+async def test_a_chat_stream() -> None:
+    delta = {"choices": [{"delta": {"content": "hi"}, "token_ids": [5], "finish_reason": "length"}]}
+    got = await reply_of(HEAD, chunk(delta), DONE)
+    assert (got.ending, got.tokens, got.text) == (Ending.DONE, [5], "hi")
+
+
+async def test_a_stream_that_breaks_off() -> None:
+    got = await reply_of(HEAD, chunk(token(97)))
+    assert (got.ending, got.tokens) == (Ending.CUT, [97])
+    assert (await reply_of(HEAD, chunk(token(97)), b"0\r\n\r\n")).ending is Ending.CUT  # closed in order, but not [DONE]
+
+
+async def test_an_error_event_ends_a_stream() -> None:
+    error = chunk({"error": {"message": "no decode instance", "type": "unavailable", "code": 503}})
+    for end in (DONE, b"0\r\n\r\n", b""):
+        got = await reply_of(HEAD, chunk(token(97)), error, end)
+        assert got.code == "503"
+        assert got.error == "no decode instance"
+        assert got.ending is Ending.ERROR
+
+
+async def test_a_status_with_an_error() -> None:
+    body = json.dumps({"error": {"message": "later", "type": "rate_limit_error", "code": "busy"}}).encode()
+    head = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 2\r\ncontent-length: %d\r\n\r\n" % len(body)
+    got = await reply_of(head, body)
+    assert (got.ending, got.status, got.code, got.retry_after) == (Ending.ERROR, 429, "busy", True)
+
+
+async def test_silence_is_a_hang() -> None:
+    assert (await reply_of(60.0, hung_s=0.2)).ending is Ending.HUNG
+    assert (await reply_of(HEAD, chunk(token(97)), 60.0, hung_s=0.2)).ending is Ending.HUNG
+
+
+async def test_nobody_there() -> None:
+    async with serving() as address:
+        pass
+    assert (await send(address, ASK)).ending is Ending.UNREACHABLE
+
+
+async def test_an_answer_in_one_piece() -> None:
+    body = json.dumps({**token(97, finish_reason="length"), "usage": {"completion_tokens": 1}}).encode()
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+    got = await reply_of(head, body, ask=WHOLE)
+    assert (got.ending, got.tokens, got.text, got.completion_tokens) == (Ending.DONE, [97], "a", 1)
+    assert (await reply_of(head, body[:-5], ask=WHOLE)).ending is Ending.CUT
