@@ -18,7 +18,7 @@ from lab.chaos.arena import Arena, running_arena
 from lab.chaos.clusters import EMULATED
 from lab.chaos.draws import Draw, draw
 from lab.chaos.judge import BROKEN, HARM, UNCLEAN, Tally, Verdict
-from lab.chaos.recovery import died, footprint, left_behind, recovered
+from lab.chaos.recovery import died, footprint, look_behind, recovered
 from lab.chaos.runner import WARM_S, Calm, calm
 
 ROUND = 12
@@ -67,7 +67,7 @@ async def random_run(folder: Path, seconds: float, seed: int, console: Console, 
 async def _round(arena: Arena, before: Calm, found: Findings, first: int) -> bool:
     """ROUND faults and a look at what they left; whether the suite is well."""
     arena.processes.touched.clear()
-    now = footprint(arena)
+    now, since_s = footprint(arena), time.time()
     async with arena.users(found.seed + first) as load:
         load.tally = Tally()
         try:
@@ -81,7 +81,8 @@ async def _round(arena: Arena, before: Calm, found: Findings, first: int) -> boo
         putting_back = asyncio.create_task(arena.roles.as_first(_END_S))
         recovery = await recovered(arena, load, before.rate, healed_s)
         await asyncio.gather(putting_back, return_exceptions=True)
-    left = [*await left_behind(arena, before.footprint), *died(arena, now)]
+    await look_behind(arena, before.footprint, recovery, since_s)
+    left = [*recovery.left, *recovery.ghosts, *died(arena, now)]
     _judge(found, load.tally, first)
     found.rounds += 1
     found.slowest_s = max(found.slowest_s, recovery.recovered_s or 0.0)
@@ -91,7 +92,7 @@ async def _round(arena: Arena, before: Calm, found: Findings, first: int) -> boo
         found.violate(first, f"left behind: {'; '.join(left)}")
     back = "not back" if recovery.recovered_s is None else f"back after {recovery.recovered_s:.1f} s"
     found.say(f"draws {first} to {first + ROUND - 1}: {_summary(load.tally)}, {back}")
-    return recovery.recovered_s is not None and not left
+    return recovery.recovered_s is not None and not recovery.left
 
 
 async def _faults(arena: Arena, found: Findings, first: int) -> None:

@@ -12,6 +12,7 @@ from lab.chaos.arena import RUN, Arena
 from lab.chaos.load import Load
 from services.launcher.supervisor import State
 from shared.domain.instance import InstanceState
+from shared.domain.job import Phase
 from shared.errors import PolyphaseError
 
 RECOVER_S = 10.0
@@ -39,6 +40,7 @@ class Recovery:
     recovered_s: float | None = None  # None: not within the bound
     missing: list[str] = field(default_factory=list)  # what was not back at the end
     left: list[str] = field(default_factory=list)  # what was left behind
+    ghosts: list[str] = field(default_factory=list)  # jobs that are over, and are under way in a status table
 
 
 def footprint(arena: Arena) -> Footprint:
@@ -99,32 +101,49 @@ def died(arena: Arena, before: Footprint) -> list[str]:
     ]
 
 
-async def left_behind(arena: Arena, before: Footprint) -> list[str]:
-    """With no user there: wait up to RECOVER_S until nothing is held any more; what still is."""
-    give_up, found = time.monotonic() + RECOVER_S, ["nothing was looked at"]
-    while found and time.monotonic() < give_up:
-        found = [*await _held(arena), *_grown(arena, before), *_orphans(arena, before)]
-        await asyncio.sleep(_POLL_S if found else 0.0)
-    return found
+async def look_behind(arena: Arena, before: Footprint, recovery: Recovery, since_s: float) -> None:
+    """With no user there: wait up to RECOVER_S until nothing is held any more, and note what still is.
+
+    Of the status tables only jobs that arrived after the unix time `since_s` count.
+    """
+    give_up = time.monotonic() + RECOVER_S
+    while time.monotonic() < give_up:
+        recovery.left = [*await _held(arena), *_grown(arena, before), *_orphans(arena, before)]
+        recovery.ghosts = await _ghosts(arena, since_s)
+        if not recovery.left and not recovery.ghosts:
+            return
+        await asyncio.sleep(_POLL_S)
 
 
 async def _held(arena: Arena) -> list[str]:
-    """KV, jobs and rows that nobody needs."""
+    """KV and jobs that nobody needs."""
     held = []
     try:
         for name, entry in (await arena.suite.instances()).items():
+            if entry["state"] == InstanceState.DEAD.value:  # what it last said of itself
+                continue
             load, total = entry["load"], entry["info"]["total_blocks"]
             held += [f"{name}: {load[key]} {key}" for key in ("inflight", "staged_bytes", "waiting") if load[key]]
             if load["free_blocks"] < total:
                 held.append(f"{name}: {total - load['free_blocks']} KV blocks")
-        for scheduler in arena.suite.schedulers():
-            async with scheduler:
-                rows = await scheduler.requests(limit=5_000)
-                if open_rows := [row for row in rows if row["phase"] not in ("completed", "failed", "cancelled")]:
-                    held.append(f"{len(open_rows)} open rows at {scheduler.base_url}")
     except PolyphaseError as error:
         held.append(error.message)
     return held
+
+
+async def _ghosts(arena: Arena, since_s: float) -> list[str]:
+    ghosts = []
+    for scheduler in arena.suite.schedulers():
+        async with scheduler:
+            try:
+                rows = await scheduler.requests(limit=5_000)
+            except PolyphaseError as error:
+                ghosts.append(error.message)
+                continue
+        late = [row for row in rows if row["arrived_s"] >= since_s and not Phase(row["phase"]).final]
+        if late:
+            ghosts.append(f"{len(late)} jobs under way for ever at {scheduler.base_url}")
+    return ghosts
 
 
 def _grown(arena: Arena, before: Footprint) -> list[str]:

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from lab.chaos.arena import Arena, StallWatch
-from lab.chaos.recovery import Footprint, died, footprint, left_behind, recovered
+from lab.chaos.recovery import Footprint, Recovery, died, footprint, look_behind, recovered
 from lab.chaos.scenario import Outcome, Scenario
 
 WARM_S = 30.0
@@ -29,7 +29,7 @@ async def calm(arena: Arena, seed: int) -> Calm:
         began = time.monotonic()
         await asyncio.sleep(CALM_S)
         rate = load.rate(began, time.monotonic())
-    await left_behind(arena, footprint(arena))
+    await look_behind(arena, footprint(arena), Recovery(), time.time())
     return Calm(rate, load.tally.longest_gap_s, footprint(arena))
 
 
@@ -38,6 +38,7 @@ async def run_scenario(arena: Arena, scenario: Scenario, before: Calm, seed: int
     outcome = Outcome(scenario, seed, calm_gap_s=before.gap_s)
     began, arena.away_s, now = time.monotonic(), 0.0, footprint(arena)
     arena.processes.touched.clear()
+    since_s = time.time()
     async with StallWatch() as watch:
         async with arena.users(seed) as load:
             arena.load, outcome.tally = load, load.tally
@@ -50,7 +51,7 @@ async def run_scenario(arena: Arena, scenario: Scenario, before: Calm, seed: int
             await _fault(arena, scenario, outcome)
             healed = time.monotonic()
             outcome.recovery = await recovered(arena, load, min(rate, before.rate), healed)
-        outcome.recovery.left = await left_behind(arena, before.footprint)
+        await look_behind(arena, before.footprint, outcome.recovery, since_s)
     outcome.died = died(arena, now)
     outcome.stalled_s, outcome.away_s = watch.longest_s, arena.away_s
     outcome.took_s = time.monotonic() - began

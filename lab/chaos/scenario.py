@@ -65,6 +65,7 @@ class Outcome:
             found.append(f"not back after {RECOVER_S:.0f} s: {'; '.join(self.recovery.missing)}")
         if self.recovery.left:
             found.append(f"left behind: {'; '.join(self.recovery.left)}")
+        found += self.recovery.ghosts
         return [*([self.broke] if self.broke else []), *self.died, *found]
 
     @property

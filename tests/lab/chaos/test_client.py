@@ -65,7 +65,9 @@ async def test_a_chat_stream() -> None:
 async def test_a_stream_that_breaks_off() -> None:
     got = await reply_of(HEAD, chunk(token(97)))
     assert (got.ending, got.tokens) == (Ending.CUT, [97])
-    assert (await reply_of(HEAD, chunk(token(97)), b"0\r\n\r\n")).ending is Ending.CUT  # closed in order, but not [DONE]
+    assert (
+        await reply_of(HEAD, chunk(token(97)), b"0\r\n\r\n")
+    ).ending is Ending.CUT  # closed in order, but not [DONE]
 
 
 async def test_an_error_event_ends_a_stream() -> None:
