@@ -24,6 +24,7 @@ class DashboardSettings(ServiceSettings):
     refresh_s: float = Field(2.0, ge=0.5, le=60.0)
     read_timeout_s: float = Field(1.5, gt=0)  # of one read; all run at once
     drain_timeout_s: float = Field(30.0, gt=0)  # given with each drain and flip
+    slo_goal: float = Field(0.9, gt=0.0, le=1.0)  # attainment below it is shown as trouble
     requests_shown: int = Field(50, ge=1, le=500)
     flips_shown: int = Field(20, ge=1, le=1_000)
     cards_shown: int = Field(12, ge=1, le=60)  # with more instances than this, a table

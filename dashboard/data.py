@@ -1,9 +1,11 @@
-"""All that the dashboard reads and does, over HTTP. A read never raises: it brings a value or a reason."""
+"""All that the dashboard reads and does, over HTTP. A read never raises: it brings a value, old or new, or a reason."""
 
 import asyncio
 import ssl
+import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -26,10 +28,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Read(Generic[T]):
-    """What came of one read: a value, or the reason why there is none."""
+    """What came of one read. With an error, the value is the last one that was read, at `read_s` (unix seconds)."""
 
     value: T | None
     error: str = ""
+    read_s: float = 0.0
+
+    @property
+    def stale(self) -> bool:
+        """Whether there is a value, but an old one."""
+        return bool(self.error) and self.value is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +62,20 @@ class Snapshot:
         """Why something of the scheduler is missing; empty when nothing is."""
         return self.requests.error or self.policies.error
 
+    @property
+    def monitor_known_s(self) -> float | None:
+        """From when the oldest thing is that is shown of the monitor; None when nothing of it is known."""
+        reads = (self.cluster, self.instances, self.flips)
+        return min((read.read_s for read in reads if read.value is not None), default=None)
+
 
 class Api:
-    """The services' HTTP APIs, for callers in threads. One per process: it keeps nothing but its settings."""
+    """The services' HTTP APIs, for callers in threads. One per process; it remembers what each read brought last."""
 
     def __init__(self, settings: DashboardSettings) -> None:
         self.settings = settings
         self._tls = ssl.create_default_context()  # 10 ms each: not once a refresh and service
+        self._last: dict[str, Read[Any]] = {}
 
     def snapshot(self, phase: str = "") -> Snapshot:
         """Read all there is on the page; requests of that phase only, if one is given."""
@@ -71,7 +86,7 @@ class Api:
 
         async def read() -> Read[RequestTimeline]:
             async with self._scheduler() as scheduler:
-                return await self._read(lambda: scheduler.timeline(job_id), RequestTimeline)
+                return await self._read("", lambda: scheduler.timeline(job_id), RequestTimeline)
 
         return asyncio.run(read())
 
@@ -96,13 +111,14 @@ class Api:
     async def _snapshot(self, phase: str) -> Snapshot:
         shown = self.settings
         async with self._monitor() as monitor, self._scheduler() as scheduler, asyncio.TaskGroup() as group:
-            cluster = group.create_task(self._read(monitor.cluster, ClusterSummary))
-            instances = group.create_task(self._read(monitor.instances, list[InstanceRow]))
-            flips = group.create_task(self._read(lambda: monitor.flips(limit=shown.flips_shown), list[AuditEntry]))
-            requests = group.create_task(
-                self._read(lambda: scheduler.requests(phase=phase, limit=shown.requests_shown), list[JobReport])
+            cluster = group.create_task(self._read("cluster", monitor.cluster, ClusterSummary))
+            instances = group.create_task(self._read("instances", monitor.instances, list[InstanceRow]))
+            flips = group.create_task(
+                self._read("flips", lambda: monitor.flips(limit=shown.flips_shown), list[AuditEntry])
             )
-            policies = group.create_task(self._read(scheduler.policies, PoliciesInForce))
+            wanted = partial(scheduler.requests, phase=phase, limit=shown.requests_shown)
+            requests = group.create_task(self._read(f"requests {phase}", wanted, list[JobReport]))
+            policies = group.create_task(self._read("policies", scheduler.policies, PoliciesInForce))
             predictor = group.create_task(self._optional(shown.predictor_url, "/v1/model", LengthSource))
             gateway = group.create_task(self._optional(shown.gateway_url, "/health", Any))
         return Snapshot(
@@ -114,18 +130,25 @@ class Api:
         if not url:
             return None
         async with JsonClient(url, transport=self._transport()) as client:
-            return await self._read(lambda: client.call("GET", path), kind)
+            return await self._read(path, lambda: client.call("GET", path), kind)
 
-    async def _read(self, call: Callable[[], Awaitable[Any]], kind: Any) -> Read[Any]:
+    async def _read(self, name: str, call: Callable[[], Awaitable[Any]], kind: Any) -> Read[Any]:
+        """What was asked for; when that fails, what was read last under this name. Without a name nothing is kept."""
         try:
             async with asyncio.timeout(self.settings.read_timeout_s):
-                return Read(msgspec.convert(await call(), kind))
+                read = Read(msgspec.convert(await call(), kind), read_s=time.time())
         except TimeoutError:
-            return Read(None, f"no answer within {self.settings.read_timeout_s:g} s")
+            return self._known(name, f"no answer within {self.settings.read_timeout_s:g} s")
         except PolyphaseError as error:
-            return Read(None, error.message)
+            return self._known(name, error.message)
         except ValueError as error:  # not JSON, or not of the kind: msgspec.ValidationError is one too
-            return Read(None, f"its answer was not understood: {error}")
+            return self._known(name, f"its answer was not understood: {error}")
+        if name:
+            self._last[name] = read
+        return read
+
+    def _known(self, name: str, error: str) -> Read[Any]:
+        return replace(self._last.get(name) or Read(None), error=error)
 
     def _monitor(self) -> MonitorClient:
         return MonitorClient(self.settings.monitor_url, transport=self._transport())

@@ -32,9 +32,9 @@ def instances(read: Read[list[InstanceRow]], session: Session, cards_shown: int)
     elif len(shown) <= cards_shown:
         with st.container(key="cards"):
             for row in shown:
-                _card(row, rows, session)
+                _card(row, rows, session, read.stale)
     else:
-        _table_and_one(shown, rows, session)
+        _table_and_one(shown, rows, session, read.stale)
 
 
 def _filtered(rows: Sequence[InstanceRow]) -> list[InstanceRow]:
@@ -53,7 +53,9 @@ def _filtered(rows: Sequence[InstanceRow]) -> list[InstanceRow]:
     return shown
 
 
-def _table_and_one(shown: Sequence[InstanceRow], rows: Sequence[InstanceRow], session: Session) -> None:
+def _table_and_one(
+    shown: Sequence[InstanceRow], rows: Sequence[InstanceRow], session: Session, stale: bool
+) -> None:
     left, right = st.columns([3, 1], gap="medium")
     with left:
         st.dataframe(
@@ -67,7 +69,7 @@ def _table_and_one(shown: Sequence[InstanceRow], rows: Sequence[InstanceRow], se
         by_id = {row.instance_id: row for row in shown}
         chosen = st.selectbox("Instance to act on (type to search)", list(by_id), key="chosen_instance")
         if chosen in by_id:
-            _card(by_id[chosen], rows, session)
+            _card(by_id[chosen], rows, session, stale)
 
 
 def frame(rows: Sequence[InstanceRow]) -> pd.DataFrame:
@@ -92,11 +94,11 @@ def frame(rows: Sequence[InstanceRow]) -> pd.DataFrame:
     )
 
 
-def _card(row: InstanceRow, rows: Sequence[InstanceRow], session: Session) -> None:
+def _card(row: InstanceRow, rows: Sequence[InstanceRow], session: Session, stale: bool) -> None:
     with st.container(border=True, key=f"card-{row.instance_id}"):
-        st.html(look.page(_head(row), _engine(row), _load(row), _kv(row)))
+        st.html(look.page(_head(row), _engine(row), _load(row), _kv(row), stale=stale))
         with st.container(horizontal=True):
-            _buttons(row, rows, session)
+            _buttons(row, rows, session, stale)
 
 
 def _head(row: InstanceRow) -> str:
@@ -136,11 +138,11 @@ def _kv(row: InstanceRow) -> str:
     return look.bar("KV", row.kv_usage, units.share(row.kv_usage), look.ROLE_COLOUR[row.role])
 
 
-def _buttons(row: InstanceRow, rows: Sequence[InstanceRow], session: Session) -> None:
+def _buttons(row: InstanceRow, rows: Sequence[InstanceRow], session: Session, stale: bool) -> None:
     draining = row.state is InstanceState.DRAINING
     for action, fits in ((Action.DRAIN, not draining), (Action.RESUME, draining), (Action.FLIP, True)):
         label = f"Flip to {row.role.other.value}" if action is Action.FLIP else action.capitalize()
         st.button(
-            label, key=f"{action}-{row.instance_id}", disabled=not (row.operable and fits),
+            label, key=f"{action}-{row.instance_id}", disabled=stale or not (row.operable and fits),
             on_click=session.want, args=(intend(action, row, rows),),
         )  # fmt: skip

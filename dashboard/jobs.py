@@ -18,27 +18,25 @@ NEWEST = "newest finished"
 
 
 def jobs(read: Read[list[JobReport]], api: Api, session: Session, now_s: float) -> None:
-    """The newest requests on the left, the chosen one's waterfall on the right."""
+    """The newest requests, and the chosen one's waterfall below: side by side, a laptop's screen would cut both."""
     st.subheader("Requests", anchor=False)
     if read.value is None:
         st.html(look.empty("Nothing to show while the global scheduler does not answer."))
         return
-    left, right = st.columns([1, 1], gap="large")
-    with left:
-        phases = [ANY, *(phase.value for phase in Phase)]
-        st.selectbox("Phase", phases, key="phase", label_visibility="collapsed")
-        if read.value:
-            st.dataframe(
-                frame(read.value, now_s), hide_index=True, height=400, key="requests",
-                column_config={
-                    "TTFT ms": st.column_config.NumberColumn(format="%.1f"),
-                    "TPOT ms": st.column_config.NumberColumn(format="%.1f"),
-                },
-            )  # fmt: skip
-        else:
-            st.html(look.empty("No request yet."))
-    with right:
-        _one(read.value, api, session)
+    phases = [ANY, *(phase.value for phase in Phase)]
+    st.selectbox("Phase", phases, key="phase", label_visibility="collapsed")
+    if read.value:
+        st.dataframe(
+            frame(read.value, now_s), hide_index=True, height=320, key="requests",
+            column_config={
+                "request": st.column_config.TextColumn(width="medium"),
+                "TTFT ms": st.column_config.NumberColumn(format="%.1f"),
+                "TPOT ms": st.column_config.NumberColumn(format="%.1f"),
+            },
+        )  # fmt: skip
+    else:
+        st.html(look.empty("No request yet."))
+    _one(read.value, api, session)
 
 
 def chosen_phase() -> str:

@@ -30,9 +30,9 @@ SPAN_COLOUR = {
 STYLE = Path(__file__).with_name("look.css")
 
 
-def page(*parts: str) -> str:
-    """Pieces made one element of ours."""
-    return f'<div class="pp">{"".join(parts)}</div>'
+def page(*parts: str, stale: bool = False) -> str:
+    """Pieces made one element of ours; greyed when what they tell is old."""
+    return f'<div class="pp{" pp-stale" if stale else ""}">{"".join(parts)}</div>'
 
 
 def text(value: object) -> str:
@@ -67,9 +67,10 @@ def bar(label: str, share: float | None, said: str, colour: str) -> str:
     return f'<div class="pp-barline">{soft(label)}{inner}<span>{text(said)}</span></div>'
 
 
-def tile(label: str, value: str, note: str) -> str:
-    """One total."""
-    return f'<div class="pp-tile"><em>{text(label)}</em><strong>{text(value)}</strong>{soft(note)}</div>'
+def tile(label: str, value: str, note: str, colour: str = "") -> str:
+    """One total; `colour` marks trouble, which the note says in words."""
+    marked = f' class="pp-marked" style="--c:{colour}"' if colour else ""
+    return f'<div class="pp-tile"><em>{text(label)}</em><strong{marked}>{text(value)}</strong>{soft(note)}</div>'
 
 
 def tiles(*parts: str) -> str:

@@ -1,6 +1,7 @@
 """The parts of the page that only show: header, totals, SLO attainment, the audit."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import streamlit as st
 
@@ -33,38 +34,41 @@ def header(snapshot: Snapshot, settings: DashboardSettings) -> None:
     st.html(look.page(f'<div class="pp-head">{parts}</div>'))
 
 
-def outages(snapshot: Snapshot, settings: DashboardSettings) -> None:
+def outages(snapshot: Snapshot, settings: DashboardSettings, now_s: float) -> None:
     """One notice for each service that does not answer as it should."""
     missing = [
         ("The cluster monitor", settings.monitor_url, snapshot.monitor_error,
-         "Instances, SLO attainment and actions are missing until it answers. Serving goes on without it."),
+         "Instances, SLO attainment and actions wait until it answers. Serving goes on without it.",
+         snapshot.monitor_known_s),
         ("The global scheduler", settings.scheduler_url, snapshot.scheduler_error,
-         "Requests and policies are missing until it answers."),
+         "Requests and policies wait until it answers.", _known(snapshot.requests)),
         ("The gateway", settings.gateway_url, snapshot.gateway.error if snapshot.gateway else "",
-         "It takes no requests."),
+         "It takes no requests.", None),
         ("The predictor", settings.predictor_url, snapshot.predictor.error if snapshot.predictor else "",
-         "Requests are served without a predicted output length."),
+         "Requests are served without a predicted output length.", None),
     ]  # fmt: skip
-    for name, url, error, meaning in missing:
+    for name, url, error, meaning, known_s in missing:
         if error:
             said = error.replace("`", "'")  # it ends no block of code
+            known = "" if known_s is None else f" In grey: what it said {units.ago(known_s, now_s)}."
             st.error(
-                f"**{name} at `{url}` does not answer as it should.** {meaning}\n\n```text\n{said}\n```",
+                f"**{name} at `{url}` does not answer as it should.** {meaning}{known}\n\n```text\n{said}\n```",
                 icon=":material/cloud_off:",
             )
 
 
-def totals(snapshot: Snapshot) -> None:
+def totals(snapshot: Snapshot, slo_goal: float) -> None:
     """The cluster in five figures, and the policies in force."""
+    cluster = snapshot.cluster
     facts = [*_policy_facts(snapshot.policies.value), *_length_facts(snapshot.predictor)]
-    if snapshot.cluster.value is not None:
-        st.html(look.page(look.tiles(*_tiles(snapshot.cluster.value))))
+    if cluster.value is not None:
+        st.html(look.page(look.tiles(*_tiles(cluster.value, slo_goal)), stale=cluster.stale))
     if facts:
         line = "".join(f"<span>{look.soft(name)} {look.strong(value)}</span>" for name, value in facts)
-        st.html(look.page(f'<div class="pp-facts">{line}</div>'))
+        st.html(look.page(f'<div class="pp-facts">{line}</div>', stale=snapshot.policies.stale))
 
 
-def slo(cluster: Read[ClusterSummary]) -> None:
+def slo(cluster: Read[ClusterSummary], slo_goal: float) -> None:
     """Attainment of each class over each window, with percentiles."""
     st.subheader("SLO attainment", anchor=False)
     if cluster.value is None:
@@ -75,7 +79,8 @@ def slo(cluster: Read[ClusterSummary]) -> None:
         return
     heads = ["Class", "Window", "Requests", "Both met", "TTFT met", "TPOT met"]
     heads += ["TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99"]
-    st.html(look.page(look.table(heads, [_slo_row(report) for report in cluster.value.slo])))
+    rows = [_slo_row(report, slo_goal) for report in cluster.value.slo]
+    st.html(look.page(look.table(heads, rows), stale=cluster.stale))
 
 
 def audit(flips: Read[list[AuditEntry]], now_s: float) -> None:
@@ -88,7 +93,8 @@ def audit(flips: Read[list[AuditEntry]], now_s: float) -> None:
         st.html(look.empty("Nobody has flipped, drained or resumed an instance yet."))
         return
     heads = ["When", "What", "Instance", "By", "Drain", "Flip", "Total", "Result"]
-    st.html(look.page(look.table(heads, [_audit_row(entry, now_s) for entry in flips.value])))
+    rows = [_audit_row(entry, now_s) for entry in flips.value]
+    st.html(look.page(look.table(heads, rows), stale=flips.stale))
 
 
 def attainment_now(reports: Sequence[SloReport]) -> tuple[float | None, int, float]:
@@ -101,17 +107,32 @@ def attainment_now(reports: Sequence[SloReport]) -> tuple[float | None, int, flo
     return sum((r.attainment or 0.0) * r.requests for r in counted) / requests, requests, window_s
 
 
-def _tiles(cluster: ClusterSummary) -> list[str]:
+def _known(read: Read[Any]) -> float | None:
+    return read.read_s if read.value is not None else None
+
+
+def _attained(value: float | None, goal: float) -> tuple[str, str]:
+    """Attainment in words, and the colour of what they mean."""
+    if value is None or value >= goal:
+        return units.share(value), look.GOOD
+    return f"{units.share(value)}, below {units.share(goal)}", look.BAD
+
+
+def _tiles(cluster: ClusterSummary, slo_goal: float) -> list[str]:
     met, requests, window_s = attainment_now(cluster.slo)
     total = {name: units.count(value) for name, value in cluster.totals.items()}
     running, waiting = total.get("running", "0"), total.get("waiting", "0")
-    ended = f"{units.count(requests)} requests, last {units.duration(window_s)}"
+    ended = "no request ended lately"
+    if requests:
+        ended = f"{units.count(requests)} requests, last {units.duration(window_s)}"
+    low = met is not None and met < slo_goal
+    goal = f"; the goal is {units.share(slo_goal)}" if low else ""
     return [
         *(_role_tile(cluster, role) for role in Role),
         look.tile("Jobs in flight", total.get("inflight", "0"), f"{running} running, {waiting} waiting"),
         look.tile("Queued for prefill", f"{total.get('queued_prefill_tokens', '0')} tokens",
                   f"of {total.get('queued_prefill', '0')} jobs"),
-        look.tile("SLO attainment now", units.share(met), ended if requests else "no request ended lately"),
+        look.tile("SLO attainment now", units.share(met), ended + goal, look.BAD if low else ""),
     ]  # fmt: skip
 
 
@@ -120,7 +141,9 @@ def _role_tile(cluster: ClusterSummary, role: Role) -> str:
     others = [s for s in InstanceState if s is not InstanceState.READY and states.get(s)]
     note = ", ".join(f"{states[state]} {state.value}" for state in others)
     value = f"{cluster.count(role, InstanceState.READY)} of {cluster.count(role)}"
-    return look.tile(f"{role.value.capitalize()} instances ready", value, note or "none in another state")
+    gone = states.get(InstanceState.DEAD, 0) + states.get(InstanceState.UNRESPONSIVE, 0)
+    name = f"{role.value.capitalize()} instances ready"
+    return look.tile(name, value, note or "none in another state", look.BAD if gone else "")
 
 
 def _policy_facts(policies: PoliciesInForce | None) -> list[tuple[str, str]]:
@@ -144,11 +167,9 @@ def _length_facts(lengths: Read[LengthSource] | None) -> list[tuple[str, str]]:
     return [("Output lengths from", said + broken)]
 
 
-def _slo_row(report: SloReport) -> list[str]:
-    met = [
-        look.bar("", value, units.share(value), look.GOOD)
-        for value in (report.attainment, report.ttft_attainment, report.tpot_attainment)
-    ]
+def _slo_row(report: SloReport, goal: float) -> list[str]:
+    shares = (report.attainment, report.ttft_attainment, report.tpot_attainment)
+    met = [look.bar("", value, *_attained(value, goal)) for value in shares]
     percentiles = [
         " / ".join(look.text(units.duration(figures.get(p))) for p in ("p50", "p90", "p99"))
         for figures in (report.ttft_s, report.tpot_s)

@@ -48,11 +48,9 @@ class ClusterSummary(msgspec.Struct, frozen=True):
     slo: list[SloReport] = []
 
     def count(self, role: Role, state: InstanceState | None = None) -> int:
-        """Instances of that role, in that state or in any but dead."""
+        """Instances of that role, in that state or in any: a dead one is missing, not gone."""
         states = self.instances.get(role.value, {})
-        if state is not None:
-            return states.get(state.value, 0)
-        return sum(states.values()) - states.get(InstanceState.DEAD.value, 0)
+        return sum(states.values()) if state is None else states.get(state.value, 0)
 
 
 class AuditEntry(msgspec.Struct, frozen=True):

@@ -108,6 +108,7 @@ class FakeCluster:
     slo: list[dict[str, Any]] = field(default_factory=slo_reports)
     flips: list[dict[str, Any]] = field(default_factory=list)
     refusal: PolyphaseError | None = None
+    monitor_broken: bool = False
     posts: list[tuple[str, str, dict[str, Any], str]] = field(default_factory=list)  # id, what, body, actor
     phases: list[str] = field(default_factory=list)
     reads: int = 0
@@ -164,6 +165,12 @@ class FakeCluster:
         return app
 
     def _monitor(self, app: FastAPI) -> None:
+        @app.middleware("http")
+        async def broken(request: Request, go_on: Any) -> Any:
+            if self.monitor_broken and request.url.path.startswith(("/instances", "/cluster", "/flips", "/events")):
+                return Response(status_code=503)
+            return await go_on(request)
+
         @app.get("/instances")
         def instances() -> list[dict[str, Any]]:
             with self.read:
@@ -245,6 +252,7 @@ def environment(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> dict[s
     """Settings that point at the fake cluster."""
     names = ("MONITOR", "SCHEDULER", "GATEWAY", "PREDICTOR")
     values = {f"POLYPHASE_DASHBOARD_{name}_URL": cluster.url for name in names}
+    values["POLYPHASE_DASHBOARD_READ_TIMEOUT_S"] = "15"  # a busy machine is not what is tested
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     return values

@@ -6,6 +6,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import Button
 
+from dashboard import look
 from services.cluster_monitor.edge import FlipIn
 from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, DeadlineExceeded
@@ -186,6 +187,42 @@ def test_all_services_unreachable(page: AppTest, monkeypatch: pytest.MonkeyPatch
     assert not page.exception
     assert len(page.error) == 4
     assert "Nothing to show while the cluster monitor does not answer" in html(page)
+
+
+def test_what_is_known_stays_when_the_monitor_goes(page: AppTest, cluster: Any) -> None:
+    page.run()
+    cluster.monitor_broken = True
+    page.run()
+    assert not page.exception
+    assert "In grey: what it said" in page.error[0].value
+    shown = html(page)
+    for said in ("2 of 2", "p0", "d1", "93 %", 'class="pp pp-stale"'):
+        assert said in shown, said
+    assert button(page, "flip-p0").disabled
+    cluster.monitor_broken = False
+    page.run()
+    assert not page.error
+    assert 'class="pp pp-stale"' not in html(page)
+    assert not button(page, "flip-p0").disabled
+
+
+def test_attainment_below_the_goal_is_said_in_words_and_in_red(page: AppTest, cluster: Any) -> None:
+    for row in cluster.slo:
+        row["attainment"] = row["tpot_attainment"] = 0.02
+    page.run()
+    shown = html(page)
+    assert "the goal is 90 %" in shown
+    assert "2 %, below 90 %" in shown
+    assert f"--c:{look.BAD};background" in shown
+
+
+def test_the_dead_are_missing_not_gone(page: AppTest, cluster: Any) -> None:
+    for n in range(3):
+        cluster.add(f"x{n}", Role.DECODE, InstanceState.DEAD)
+    page.run()
+    shown = html(page)
+    assert "2 of 5" in shown
+    assert "3 dead" in shown
 
 
 def test_a_monitor_that_goes_away_while_asked(page: AppTest, monkeypatch: pytest.MonkeyPatch, nobody: str) -> None:

@@ -82,6 +82,16 @@ def test_a_flip_is_posted_once_after_confirmation(served: str, browser_page: Pag
     assert page.locator("[data-testid=stException]").count() == 0
 
 
+def test_a_laptops_screen_shows_whole_rows_of_requests(served: str, browser_page: Page) -> None:
+    page = browser_page
+    page.set_viewport_size({"width": 1440, "height": 900})
+    page.goto(served)
+    grid = page.get_by_test_id("stDataFrame").locator(".dvn-scroller")
+    expect(grid).to_be_visible(timeout=SHOWN_MS)
+    widths = grid.evaluate("grid => [grid.scrollWidth, grid.clientWidth]")
+    assert widths[0] <= widths[1]
+
+
 def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
