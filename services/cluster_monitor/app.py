@@ -11,12 +11,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.cluster_monitor.audit import Audit
 from services.cluster_monitor.auto_flips import AutoFlips
 from services.cluster_monitor.broadcaster import Broadcaster
+from services.cluster_monitor.events import EventKind, Events
 from services.cluster_monitor.flips import Operations
 from services.cluster_monitor.heartbeats import Heartbeats
 from services.cluster_monitor.history import History
 from services.cluster_monitor.memory import Memory
 from services.cluster_monitor.metrics import ClusterCollector, count_detections
-from services.cluster_monitor.registry import Registry
+from services.cluster_monitor.registry import MAX_DEAD, Registry
 from services.cluster_monitor.routes import State, router
 from services.cluster_monitor.settings import MonitorSettings
 from services.cluster_monitor.slo import SloService
@@ -28,7 +29,6 @@ from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
 from shared.store.database import open_engine
 from shared.store.retention import Retention
-from shared.store.tables import instances
 from shared.store.write_behind import WriteBehind
 from shared.wire.broadcast import Publisher, Subscriber
 from shared.wire.messages import Heartbeat
@@ -62,7 +62,10 @@ async def _start(
     sockets = _sockets(stack, settings)
     registry = Registry(settings, sockets)
     stack.callback(registry.close)
-    memory, audit = Memory(), Audit(store, metrics)
+    memory, events = Memory(), Events(store)
+    audit = Audit(store, metrics, events.operated)
+    registry.on_change(events.changed)
+    registry.on_gone(lambda record, how, why: events.note(EventKind(how), why, record.instance_id, record.role.value))
     slo = SloService(settings.slo_windows_s, store)
     history = History(registry, store)
     count_detections(registry, metrics)
@@ -78,13 +81,13 @@ async def _start(
 
     tasks = await stack.enter_async_context(background())
     tasks.start("write-behind", store.run())
-    tasks.start("recall", _recall(settings, store, engine, memory, audit))
+    tasks.start("recall", _recall(settings, store, engine, registry, memory, (audit, events)))
     _repeat(tasks, settings, beats, broadcaster, history, slo, engine, store)
     operations = Operations(settings, registry, audit)
     if role_flip is not None:
         auto = AutoFlips(role_flip, broadcaster.view, operations, tasks)
         tasks.every("role-flip", settings.role_flip_period_s, auto.step)
-    return State(registry, memory, operations, audit, slo, broadcaster, store)
+    return State(registry, memory, operations, audit, events, slo, broadcaster, store)
 
 
 def _sockets(stack: AsyncExitStack, settings: MonitorSettings) -> Sockets:
@@ -106,6 +109,7 @@ def _repeat(
         "loads": settings.retention_loads_s,
         "slo_windows": settings.retention_slo_s,
         "flips": settings.retention_flips_s,
+        "events": settings.retention_events_s,
     }
     tasks.every("broadcast", settings.broadcast_period_s, turn)
     tasks.every("loads", settings.load_sample_s, history.sample)
@@ -114,15 +118,23 @@ def _repeat(
 
 
 async def _recall(
-    settings: MonitorSettings, store: WriteBehind, engine: AsyncEngine, memory: Memory, audit: Audit
-) -> None:
+    settings: MonitorSettings, store: WriteBehind, engine: AsyncEngine, registry: Registry, memory: Memory,
+    logs: tuple[Audit, Events],
+) -> None:  # fmt: skip
     """Once the database answers, remember what this monitor's predecessor knew; bury who does not return."""
     await store.ready.wait()
-    for load in (memory.load, audit.load):
+    for log_book in logs:
         try:
-            await load(engine)
+            await log_book.load(engine)
         except PolyphaseError as error:
             log.warning("nothing remembered", reason=error.message)
+    try:
+        dead = await memory.load(engine)
+    except PolyphaseError as error:
+        log.warning("no instance remembered", reason=error.message)
+        return
+    for known in dead[-MAX_DEAD:]:
+        registry.remember_dead(known.info, known.role, "died before the monitor was restarted", news=False)
     await asyncio.sleep(settings.connect_timeout_s)
-    for row in memory.give_up():
-        store.put(instances, row)
+    for known in memory.give_up():
+        registry.remember_dead(known.info, known.role, "did not return when the monitor was restarted", news=True)

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -87,8 +88,11 @@ class Entry:
 class Audit:
     """The newest operations in memory, all of them in the database."""
 
-    def __init__(self, store: WriteBehind, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, store: WriteBehind, registry: CollectorRegistry, on_end: Callable[[dict[str, Any]], None]
+    ) -> None:
         self._store = store
+        self._on_end = on_end
         self._entries: OrderedDict[str, dict[str, Any]] = OrderedDict()  # by operation id, newest last
         self._operations = Counter(
             "polyphase_operations",
@@ -146,6 +150,7 @@ class Audit:
             self._drain.observe(entry.drain_s)
         if entry.flip_s is not None:
             self._flip.observe(entry.flip_s)
+        self._on_end(row)
         level = log.warning if error else log.info
         level("operation ended", **row)
 

@@ -114,6 +114,12 @@ class Registration(_Edge):
         return msgspec.convert(self.model_dump(exclude={"role"}), InstanceInfo)
 
 
+class LeaveIn(_Edge):
+    """Body of a leave: which process of the instance stops."""
+
+    generation: Count
+
+
 class OperationIn(_Edge):
     """Body of any operation. The same `operation_id` again is the same operation. `deadline_s`: unix seconds."""
 

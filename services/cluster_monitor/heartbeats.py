@@ -60,6 +60,6 @@ class Heartbeats:
         if known is None:
             return
         try:
-            self._registry.register(known, beat.role)
+            self._registry.register(known, beat.role, remembered=True)
         except PolyphaseError as error:
             log.warning("remembered instance refused", instance_id=beat.instance_id, why=error.message)

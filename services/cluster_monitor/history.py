@@ -7,7 +7,6 @@ import msgspec
 
 from services.cluster_monitor.record import Record
 from services.cluster_monitor.registry import Registry
-from shared.domain.instance import InstanceState
 from shared.store.tables import instances, loads
 from shared.store.write_behind import WriteBehind
 
@@ -18,7 +17,8 @@ class History:
     def __init__(self, registry: Registry, store: WriteBehind) -> None:
         self._registry = registry
         self._store = store
-        registry.on_change(self._changed)
+        registry.on_change(lambda record, _: self._write(record, record.state.value))
+        registry.on_gone(lambda record, how, _: self._write(record, how))
 
     def sample(self) -> None:
         """Queue one load of every live instance."""
@@ -27,14 +27,14 @@ class History:
             if record.alive:
                 self._store.put(loads, _load_row(record, now))
 
-    def _changed(self, record: Record, before: InstanceState) -> None:
+    def _write(self, record: Record, state: str) -> None:
         self._store.put(
             instances,
             {
                 "instance_id": record.instance_id,
                 "generation": record.info.generation,
                 "role": record.role.value,
-                "state": record.state.value,
+                "state": state,
                 "registered_s": record.registered_s,
                 "updated_s": time.time(),
                 "info": msgspec.json.encode(record.info).decode(),

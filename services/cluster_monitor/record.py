@@ -27,6 +27,7 @@ class Record:
     draining: bool = False
     connected_once: bool = False
     heard_mono: float | None = None
+    arrival: str = "registered"  # or "restarted" or "returned": how it came to be known
     operation: str = ""  # the flip, drain or resume under way
     death: str = ""
     died_mono: float = 0.0

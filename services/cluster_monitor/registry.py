@@ -17,6 +17,8 @@ from shared.wire.sockets import Sockets
 
 log = get_log(__name__)
 OnChange = Callable[[Record, InstanceState], None]
+OnGone = Callable[[Record, str, str], None]
+MAX_DEAD = 1_000  # dead ones count until they return or are forgotten; beyond so many the oldest are forgotten
 
 
 class Registry:
@@ -28,10 +30,15 @@ class Registry:
         self._loop = asyncio.get_running_loop()
         self._records: dict[str, Record] = {}
         self._on_change: list[OnChange] = []
+        self._on_gone: list[OnGone] = []
 
     def on_change(self, callback: OnChange) -> None:
         """Call back with a record and its former state after each change."""
         self._on_change.append(callback)
+
+    def on_gone(self, callback: OnGone) -> None:
+        """Call back with a record that is no longer counted, how it went ("left" or "forgotten"), and why."""
+        self._on_gone.append(callback)
 
     def all(self) -> Iterable[Record]:
         """Every record, dead ones included."""
@@ -52,8 +59,8 @@ class Registry:
         """Instances of that role that get new work."""
         return [r for r in self._records.values() if r.role is role and r.state is InstanceState.READY]
 
-    def register(self, info: InstanceInfo, role: Role) -> Record:
-        """Let an instance in; repeating it changes nothing.
+    def register(self, info: InstanceInfo, role: Role, *, remembered: bool = False) -> Record:
+        """Let an instance in; repeating it changes nothing. `remembered`: a former life of this monitor knew it.
 
         Raises Incompatible when it does not fit, Conflict when a newer or another live process holds its id.
         """
@@ -65,14 +72,38 @@ class Registry:
         if known is not None and known.alive and _same_process(info, known.info):
             known.info = info  # measured rates may have changed
             return known
-        return self._admit(info, role, known)
+        return self._admit(info, role, known, remembered)
 
-    def forget(self, instance_id: str) -> None:
-        """Remove a dead instance. Raises NotFound, or Conflict while it lives."""
+    def remember_dead(self, info: InstanceInfo, role: Role, death: str, *, news: bool) -> None:
+        """Count an instance that a former life of this monitor knew, unless it is here. `news`: nobody was told."""
+        if info.instance_id in self._records:
+            return
+        client = RpcClient(self._sockets, info.rpc)
+        client.close()
+        now_s = time.time()
+        record = Record(info, role, client, now_s, self._loop.time(), InstanceState.DEAD, now_s, death=death)
+        record.died_mono = self._loop.time()
+        self._records[info.instance_id] = record
+        if news:
+            self._tell(record, InstanceState.STARTING)
+
+    def forget(self, instance_id: str, why: str) -> None:
+        """Count a dead instance no longer. Raises NotFound, or Conflict while it lives."""
         record = self.get(instance_id)
         if record.alive:
             raise Conflict(f"{instance_id} is {record.state.value}; only dead instances can be forgotten")
-        del self._records[instance_id]
+        self._drop(record, "forgotten", why)
+
+    def leave(self, instance_id: str, generation: int) -> None:
+        """An instance stops in good order: nobody misses it. Raises NotFound, or Conflict for another process of it."""
+        record = self.get(instance_id)
+        if record.info.generation != generation:
+            raise Conflict(f"{instance_id} is of generation {record.info.generation}, not {generation}")
+        if record.alive:
+            record.death = "left"
+            record.state = InstanceState.DEAD
+            self._loop.call_soon(record.client.close)
+        self._drop(record, "left", "it was stopped")
 
     def settle(self, record: Record) -> None:
         """Work out the state of a record from what is known of it."""
@@ -82,10 +113,9 @@ class Registry:
     def tick(self) -> None:
         """Look for silence, for connections that never came, and for dead records to drop."""
         now = self._loop.time()
+        self._bound_dead()
         for record in list(self._records.values()):
             if not record.alive:
-                if now - record.died_mono > self._settings.keep_dead_s:
-                    del self._records[record.instance_id]
                 continue
             record.connected_once = record.connected_once or record.client.connected
             if not record.connected_once and now - record.registered_mono > self._settings.connect_timeout_s:
@@ -98,7 +128,17 @@ class Registry:
         for record in self._records.values():
             record.client.close()
 
-    def _admit(self, info: InstanceInfo, role: Role, known: Record | None) -> Record:
+    def _bound_dead(self) -> None:
+        dead = [record for record in self._records.values() if not record.alive]
+        for record in sorted(dead, key=lambda one: one.died_mono)[: max(0, len(dead) - MAX_DEAD)]:
+            self._drop(record, "forgotten", f"more than {MAX_DEAD} are dead")
+
+    def _drop(self, record: Record, how: str, why: str) -> None:
+        del self._records[record.instance_id]
+        for callback in self._on_gone:
+            callback(record, how, why)
+
+    def _admit(self, info: InstanceInfo, role: Role, known: Record | None, remembered: bool) -> Record:
         try:
             client = RpcClient(self._sockets, info.rpc)
         except zmq.ZMQError as error:
@@ -108,6 +148,9 @@ class Registry:
             known.client.close()
         now_s = time.time()
         record = Record(info, role, client, now_s, self._loop.time(), state_since_s=now_s)
+        if known is not None or remembered:
+            same = remembered or (known is not None and known.info.generation == info.generation)
+            record.arrival = "returned" if same else "restarted"
         client.on_lost(lambda: self._lost(record))
         self._records[info.instance_id] = record
         log.info("instance registered", instance_id=info.instance_id, role=role.value, rpc=info.rpc)

@@ -10,12 +10,14 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from services.cluster_monitor.audit import Audit
 from services.cluster_monitor.broadcaster import Broadcaster
-from services.cluster_monitor.edge import DrainIn, FlipIn, OperationIn, Outcomes, Registration
+from services.cluster_monitor.edge import DrainIn, FlipIn, LeaveIn, OperationIn, Outcomes, Registration
+from services.cluster_monitor.events import EventKind, Events
 from services.cluster_monitor.flips import Operations
 from services.cluster_monitor.memory import Memory
 from services.cluster_monitor.registry import Registry
 from services.cluster_monitor.slo import SloService
 from shared.domain.instance import Role
+from shared.errors import PolyphaseError
 from shared.store.write_behind import WriteBehind
 from shared.wire.clients.monitor import ACTOR_HEADER
 
@@ -28,6 +30,7 @@ class State:
     memory: Memory
     operations: Operations
     audit: Audit
+    events: Events
     slo: SloService
     broadcaster: Broadcaster
     store: WriteBehind
@@ -51,14 +54,18 @@ router = APIRouter()
 @router.post("/instances")
 async def register(monitor: Monitor, body: Registration) -> dict[str, Any]:
     """Join the cluster; 409 with the reason when the instance does not fit."""
-    record = monitor.registry.register(body.to_info(), body.role)
+    try:
+        record = monitor.registry.register(body.to_info(), body.role)
+    except PolyphaseError as error:
+        monitor.events.refused(body.instance_id, body.role.value, error.message)
+        raise
     monitor.memory.drop(record.instance_id)
     return {"instance_id": record.instance_id, "state": record.state.value}
 
 
 @router.get("/instances")
 async def list_instances(monitor: Monitor) -> list[dict[str, Any]]:
-    """All instances, dead ones for some minutes."""
+    """All instances; dead ones until they return or are forgotten."""
     return [r.describe() for r in sorted(monitor.registry.all(), key=lambda r: r.instance_id)]
 
 
@@ -69,10 +76,17 @@ async def get_instance(monitor: Monitor, instance_id: str) -> dict[str, Any]:
 
 
 @router.delete("/instances/{instance_id}")
-async def forget(monitor: Monitor, instance_id: str) -> dict[str, str]:
-    """Forget a dead instance."""
-    monitor.registry.forget(instance_id)
+async def forget(monitor: Monitor, instance_id: str, who: Who) -> dict[str, str]:
+    """Count a dead instance no longer."""
+    monitor.registry.forget(instance_id, f"by {who}")
     return {"forgotten": instance_id}
+
+
+@router.post("/instances/{instance_id}/leave")
+async def leave(monitor: Monitor, instance_id: str, body: LeaveIn) -> dict[str, str]:
+    """An instance says that it stops, so that nobody takes it for dead."""
+    monitor.registry.leave(instance_id, body.generation)
+    return {"left": instance_id}
 
 
 @router.post("/instances/{instance_id}/drain")
@@ -111,6 +125,17 @@ async def flips(monitor: Monitor, limit: Annotated[int, Query(ge=1, le=1_000)] =
     return monitor.audit.newest(limit)
 
 
+@router.get("/events")
+async def events(
+    monitor: Monitor,
+    limit: Annotated[int, Query(ge=1, le=1_000)] = 100,
+    since: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0,
+    kind: Annotated[list[EventKind] | None, Query()] = None,
+) -> list[dict[str, Any]]:
+    """What happened, newest first: later than `since` (unix seconds), of some kinds only if any are named."""
+    return monitor.events.newest(limit, since, kind or ())
+
+
 @router.post("/slo/outcomes")
 async def take_outcomes(monitor: Monitor, body: Outcomes) -> dict[str, int]:
     """Count how requests ended, each job once."""
@@ -139,6 +164,7 @@ async def cluster(monitor: Monitor) -> dict[str, Any]:
         "model": alive[0].info.model if alive else "",
         "compatibility": msgspec.to_builtins(alive[0].info.compatibility) if alive else None,
         "instances": states,
+        "known": {role.value: sum(states[role.value].values()) for role in Role},  # dead ones included
         "totals": totals,
         "operations": {r.instance_id: r.operation for r in records if r.operation},
         "slo": monitor.slo.describe(),

@@ -21,7 +21,6 @@ class MonitorSettings(ServiceSettings):
 
     silence_s: float = Field(0.8, gt=0)  # without a heartbeat for so long an instance is unresponsive
     connect_timeout_s: float = Field(5.0, gt=0)  # for the connection to a newly registered instance
-    keep_dead_s: float = Field(300.0, ge=0)  # dead instances stay listed for so long
     quiet_start_s: float = Field(1.0, ge=0)  # a restarted monitor waits so long for those it remembers
     fingerprint: str = ""  # the only model allowed; empty: the first instance decides
 
@@ -43,3 +42,4 @@ class MonitorSettings(ServiceSettings):
     retention_loads_s: float = Field(86_400.0, gt=0)
     retention_slo_s: float = Field(7 * 86_400.0, gt=0)
     retention_flips_s: float = Field(90 * 86_400.0, gt=0)
+    retention_events_s: float = Field(90 * 86_400.0, gt=0)

@@ -133,6 +133,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         telemetry = await _telemetry(
             settings, info, roles, engine, kv, queue, decode, dispatcher, sockets, stack, tasks
         )
+        stack.push_async_callback(telemetry.leave)
         WorkerMetrics(info, telemetry, roles, server, lengths, dispatcher)
         log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
         yield Instance(info, telemetry, roles, engine)

@@ -41,6 +41,7 @@ class Telemetry:
         self._decodes = decodes
         self._publisher = publisher
         self._monitor = monitor
+        self._leaving = False
         self._seen_s = 0.0
         self.refused = ""
         self._trouble = ""
@@ -56,8 +57,18 @@ class Telemetry:
             free_blocks=stats.free_blocks, staged_bytes=self._kv.staged_bytes, inflight=self._roles.inflight,
         )  # fmt: skip
 
+    async def leave(self) -> None:
+        """Tell the monitor that this instance stops, so that nobody takes it for dead; and tell nothing more."""
+        self._leaving = True
+        try:
+            await self._monitor.leave(self.info)
+        except PolyphaseError as error:  # no monitor is there: it will take us for dead
+            log.info("could not take leave", reason=error.message)
+
     def beat(self) -> None:
         """Publish one heartbeat."""
+        if self._leaving:
+            return
         self._publisher.publish(
             Heartbeat(self.info.instance_id, self.info.generation, self._roles.role, self._roles.draining, self.load())
         )
@@ -70,7 +81,7 @@ class Telemetry:
 
     async def keep_registered(self) -> None:
         """Register unless the monitor's broadcasts show that it knows us. A refusal is kept and tried again."""
-        if time.monotonic() - self._seen_s < _FORGOTTEN_S:
+        if self._leaving or time.monotonic() - self._seen_s < _FORGOTTEN_S:
             return
         try:
             await self._monitor.register(self.info, self._roles.role)

@@ -8,7 +8,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.errors import Unavailable
-from shared.store.tables import flips, instances, requests
+from shared.store.tables import events, flips, instances, requests
 
 READ_S = 3.0
 
@@ -34,6 +34,11 @@ async def read_instances(engine: AsyncEngine) -> list[dict[str, Any]]:
 async def read_flips(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
     """The newest operations on instances, newest first. Raises Unavailable when the database fails."""
     return await _rows(engine, select(flips).order_by(flips.c.started_s.desc()).limit(limit))
+
+
+async def read_events(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
+    """The newest events, newest first. Raises Unavailable when the database fails."""
+    return await _rows(engine, select(events).order_by(events.c.time_s.desc()).limit(limit))
 
 
 async def _rows(engine: AsyncEngine, query: Any) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ instances = Table(
     Column("instance_id", String, primary_key=True),
     Column("generation", BigInteger, nullable=False),
     Column("role", String, nullable=False),
-    Column("state", String, nullable=False),
+    Column("state", String, nullable=False),  # InstanceState, or "left" or "forgotten"
     Column("registered_s", Double, nullable=False),
     Column("updated_s", Double, nullable=False),
     Column("info", Text, nullable=False),  # JSON of shared.domain.instance.InstanceInfo
@@ -114,10 +114,24 @@ flips = Table(
     Index("flips_started", "started_s"),
 )
 
+# What happened to instances, and what was refused.
+events = Table(
+    "events",
+    metadata,
+    Column("event_id", String, primary_key=True),
+    Column("time_s", Double, nullable=False),
+    Column("kind", String, nullable=False),  # services.cluster_monitor.events.EventKind
+    Column("instance_id", String, nullable=False),
+    Column("role", String, nullable=False),
+    Column("text", Text, nullable=False),
+    Index("events_time", "time_s"),
+)
+
 # By which column a table's rows grow old.
 AGE: dict[str, str] = {
     "requests": "arrived_s",
     "loads": "time_s",
     "slo_windows": "time_s",
     "flips": "started_s",
+    "events": "time_s",
 }

@@ -38,7 +38,7 @@ def test_instances() -> None:
 
 
 def test_audit() -> None:
-    audit = Audit(cast(Any, SimpleNamespace(put=lambda *_: None)), CollectorRegistry())
+    audit = Audit(cast(Any, SimpleNamespace(put=lambda *_: None)), CollectorRegistry(), lambda _: None)
     entry = audit.begin("flip", record(), Role.DECODE, Asked("dashboard"))
     entry.drain_s, entry.flip_s = 1.5, 0.0004
     audit.end(entry, Result.SUCCEEDED)

@@ -1,5 +1,6 @@
 """JSON over HTTP between our services; failures come back as the errors of `shared.errors`."""
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,7 +37,7 @@ class JsonClient:
         path: str,
         *,
         body: Any = None,
-        params: dict[str, str | int] | None = None,
+        params: Mapping[str, str | int | float] | None = None,
         headers: dict[str, str] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Any:

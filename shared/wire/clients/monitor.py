@@ -12,6 +12,7 @@ from shared.wire.clients.http import JsonClient, unanswered
 
 ACTOR_HEADER = "x-polyphase-actor"
 SLACK_S = 10.0  # what a flip takes beyond its drain, at most: with it, the deadline of an operation
+LEAVE_S = 1.0
 ANSWER_S = 1.0  # for the answer that the deadline has passed
 
 
@@ -23,6 +24,12 @@ class MonitorClient(JsonClient):
         body = {**msgspec.to_builtins(info), "role": role.value}
         answer: dict[str, Any] = await self.call("POST", "/instances", body=body)
         return answer
+
+    async def leave(self, info: InstanceInfo) -> None:
+        """Say that this process stops in good order. Raises NotFound, Conflict."""
+        await self.call(
+            "POST", f"/instances/{info.instance_id}/leave", body={"generation": info.generation}, timeout_s=LEAVE_S
+        )
 
     async def instances(self) -> list[dict[str, Any]]:
         """All instances, dead ones included."""
@@ -67,6 +74,12 @@ class MonitorClient(JsonClient):
     async def flips(self, limit: int = 100) -> list[dict[str, Any]]:
         """The audit of flips, drains and resumes, newest first."""
         answer: list[dict[str, Any]] = await self.call("GET", "/flips", params={"limit": limit})
+        return answer
+
+    async def events(self, *, limit: int = 100, since_s: float = 0.0, kind: str = "") -> list[dict[str, Any]]:
+        """What happened, newest first, later than `since_s`; of one kind only, if one is named."""
+        params: dict[str, str | int | float] = {"limit": limit, "since": since_s, **({"kind": kind} if kind else {})}
+        answer: list[dict[str, Any]] = await self.call("GET", "/events", params=params)
         return answer
 
     async def slo(self) -> list[dict[str, Any]]:

@@ -1,0 +1,163 @@
+"""What should be there and what happened: nobody vanishes without a trace, and a restarted monitor knows it, too."""
+
+import pytest
+
+from services.cluster_monitor import registry
+from services.cluster_monitor.events import KEPT
+from shared.domain.instance import InstanceLoad, InstanceState, Role
+from shared.errors import Conflict, Incompatible, NotFound
+from tests.services.cluster_monitor.conftest import Cluster, Start
+from tests.services.control_plane import request, tcp, until
+from tests.services.fake_worker import fake_worker, make_info
+
+
+def kinds(found: list[dict[str, object]]) -> list[object]:
+    return [event["kind"] for event in reversed(found)]
+
+
+async def test_three_of_fifteen_that_die_are_missed(cluster: Cluster) -> None:
+    for number in range(12):
+        await cluster.worker(f"d{number}", Role.DECODE)
+    victims = [
+        fake_worker(make_info(f"v{number}", tcp()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client)
+        for number in range(3)
+    ]
+    for victim in victims:
+        await victim.__aenter__()
+    for name in (*(f"d{n}" for n in range(12)), "v0", "v1", "v2"):
+        await cluster.wait_ready(name, Role.DECODE)
+    for victim in victims:
+        await victim.__aexit__(None, None, None)
+    for number in range(3):
+        await cluster.wait_state(f"v{number}", InstanceState.DEAD)
+    summary = await cluster.client.cluster()
+    assert (summary["known"]["decode"], summary["instances"]["decode"]) == (15, {"ready": 12, "dead": 3})
+    deaths = await cluster.client.events(kind="death")
+    assert {(one["instance_id"], one["text"], one["role"]) for one in deaths} == {
+        (f"v{number}", "connection lost", "decode") for number in range(3)
+    }
+    await cluster.client.forget("v0")
+    assert (await cluster.client.cluster())["known"]["decode"] == 14
+    await cluster.worker("v1", Role.DECODE, info=make_info("v1", tcp(), generation=2))
+    await cluster.wait_ready("v1", Role.DECODE)
+    summary = await cluster.client.cluster()
+    assert (summary["known"]["decode"], summary["instances"]["decode"]) == (14, {"ready": 13, "dead": 1})
+
+
+async def test_the_life_of_an_instance_in_events(start: Start) -> None:
+    cluster: Cluster = await start(silence_s=2.0)
+    heartbeats = cluster.settings.heartbeat_address
+    async with fake_worker(make_info("d0", tcp()), Role.DECODE, heartbeats, cluster.client) as worker:
+        await cluster.wait_ready("d0", Role.DECODE)
+        worker.beating = False
+        await cluster.wait_state("d0", InstanceState.UNRESPONSIVE)
+        worker.beating = True
+        await cluster.wait_state("d0", InstanceState.READY)
+    await cluster.wait_state("d0", InstanceState.DEAD)
+    await cluster.worker("d0", Role.DECODE, info=make_info("d0", tcp(), generation=2))
+    await cluster.wait_state("d0", InstanceState.READY)
+    found = [one for one in await cluster.client.events() if one["instance_id"] == "d0"]
+    assert kinds(found) == ["registered", "unresponsive", "recovered", "death", "restarted"]
+    half = found[2]["time_s"]
+    assert kinds(await cluster.client.events(since_s=half)) == ["death", "restarted"]
+    assert len(await cluster.client.events(limit=2)) == 2
+
+
+async def test_who_stops_in_good_order_is_not_missed(start: Start) -> None:
+    cluster: Cluster = await start(silence_s=5.0)
+    (worker,) = await cluster.workers(d0=Role.DECODE)
+    with pytest.raises(Conflict, match="of generation 1, not 7"):
+        await cluster.client.leave(make_info("d0", worker.info.rpc, generation=7))
+    worker.beating = False
+    await cluster.client.leave(worker.info)
+    await until(lambda: cluster.seen("d0") is None, "gone from the broadcast")
+    assert (await cluster.client.cluster())["known"]["decode"] == 0
+    assert kinds(await cluster.client.events()) == ["registered", "left"]
+    with pytest.raises(NotFound):
+        await cluster.client.leave(worker.info)
+
+
+async def test_refusals_are_told_once_a_while(cluster: Cluster) -> None:
+    await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE)
+    other = make_info("d9", tcp())
+    strange = other.__class__(**{**{f: getattr(other, f) for f in other.__struct_fields__}, "compatibility": _other()})
+    for _ in range(20):
+        with pytest.raises(Incompatible):
+            await cluster.client.register(strange, Role.DECODE)
+    with pytest.raises(Conflict):
+        await cluster.client.drain("d0", timeout_s=1, who="somebody")
+    refused = await cluster.client.events(kind="registration_refused")
+    assert [(one["instance_id"], one["role"]) for one in refused] == [("d9", "decode")]
+    assert "fingerprint" in refused[0]["text"]
+    (operation,) = await cluster.client.events(kind="operation_refused")
+    assert operation["text"].startswith("drain by somebody: d0 is the last ready decode instance")
+
+
+def _other() -> object:
+    from tests.services.fake_worker import FIT
+
+    return type(FIT)("fp-2", FIT.engine, FIT.engine_version, FIT.wire_version, FIT.geometry)
+
+
+async def test_a_policy_s_flip_says_why(start: Start) -> None:
+    cluster: Cluster = await start(
+        role_flip="idle", role_flip_parameters={"for_s": 0.3}, role_flip_period_s=0.05
+    )
+    p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    p0.load, p1.load, d0.load = InstanceLoad(free_blocks=1000), InstanceLoad(free_blocks=100), InstanceLoad()
+    await cluster.wait_ready("p0", Role.DECODE)
+
+    async def told() -> list[dict[str, object]]:
+        found: list[dict[str, object]] = await cluster.client.events(kind="policy_flip")
+        return found
+
+    (flip,) = await until(told, "told")
+    assert str(flip["text"]).startswith("prefill → decode by role_flip:idle: role_flip:idle (load_share 0.0")
+
+
+async def test_a_restarted_monitor_knows_what_happened_and_who_is_missing(start: Start) -> None:
+    first: Cluster = await start(silence_s=5.0)
+    heartbeats, broadcast = first.settings.heartbeat_address, first.settings.broadcast_address
+    address = make_info("d0", tcp())
+    async with fake_worker(address, Role.DECODE, heartbeats, first.client):
+        await first.workers(d1=Role.DECODE, p0=Role.PREFILL, left=Role.PREFILL)
+        await first.client.leave(make_info("left", "tcp://a:1"))
+        await first.stack.aclose()  # d1 and p0 die
+        for name in ("d1", "p0"):
+            await first.wait_state(name, InstanceState.DEAD)
+        await first.client.forget("p0")
+        before = await first.client.events()
+        await until(lambda: first.store.ready.is_set() and not first.store.queued, "all in the database")
+        await first.stop()
+        second: Cluster = await start(silence_s=5.0, heartbeat_address=heartbeats, broadcast_address=broadcast)
+        await second.wait_ready("d0", Role.DECODE)
+
+        async def counted() -> bool:
+            return bool((await second.client.cluster())["known"] == {"prefill": 0, "decode": 2})
+
+        await until(counted, "d1 is missed, p0 and left are not")
+        assert (await second.client.instance("d1"))["death"] == "died before the monitor was restarted"
+        after = await second.client.events()
+        assert after[1:] == before
+        assert (after[0]["kind"], after[0]["instance_id"]) == ("returned", "d0")
+
+
+async def test_a_flood_of_one_kind_pushes_out_no_other_and_memory_is_bounded(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "MAX_DEAD", 5)
+    await cluster.workers(d0=Role.DECODE)
+    for number in range(KEPT + 50):
+        cluster.state.events.refused(f"x{number}", "decode", "no")
+    assert len(await cluster.client.events(limit=1000)) == KEPT + 1
+    assert kinds(await cluster.client.events(kind="registered")) == ["registered"]
+    for number in range(8):
+        info = make_info(f"gone{number}", tcp())
+        cluster.state.registry.remember_dead(info, Role.DECODE, "long ago", news=False)
+    await until(lambda: len(list(cluster.state.registry.all())) == 6, "the oldest dead are forgotten")
+    assert {one["instance_id"] for one in await cluster.client.events(kind="forgotten")} == {"gone0", "gone1", "gone2"}
+
+
+async def test_bad_questions_are_a_400(cluster: Cluster) -> None:
+    for query in ("limit=0", "since=-1", "since=nan", "kind=gossip"):
+        assert (await request(cluster.transport, "GET", f"/events?{query}")).status_code == 400, query
