@@ -16,15 +16,18 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from gateway import surface
 from gateway.admission import Admission
 from gateway.auth import LOOPBACK, KeyRing, load_keys
-from gateway.core import ClusterCore, ClusterLLM, JobRunner
+from gateway.core import ClusterCore, JobRunner
 from gateway.edge import Edge
+from gateway.llm import ClusterLLM
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import PERIOD_S, Reporter
 from gateway.settings import GatewaySettings
 from shared.errors import InvalidRequest
+from shared.runtime.header_limit import HeaderLimitProtocol
 from shared.runtime.http import SHUTDOWN_S
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
@@ -42,11 +45,16 @@ async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> N
     if keys.open and settings.host not in LOOPBACK:
         raise InvalidRequest(f"listening on {settings.host} needs API keys (api_keys_file); without, only loopback")
     async with running(settings, keys, runner) as app:
-        config = uvicorn.Config(
-            app, host=settings.host, port=settings.port, log_config=None, access_log=False,
-            timeout_graceful_shutdown=SHUTDOWN_S, timeout_keep_alive=30,
-        )  # fmt: skip
-        await uvicorn.Server(config).serve()
+        await http_server(app, settings.host, settings.port).serve()
+
+
+def http_server(app: Edge, host: str, port: int) -> uvicorn.Server:
+    """The HTTP server in front of everything."""
+    config = uvicorn.Config(
+        app, host=host, port=port, log_config=None, access_log=False, http=HeaderLimitProtocol, ws="none",
+        timeout_graceful_shutdown=SHUTDOWN_S, timeout_keep_alive=30,
+    )  # fmt: skip
+    return uvicorn.Server(config)
 
 
 @asynccontextmanager
@@ -81,6 +89,7 @@ async def _vllm_app(settings: GatewaySettings, core: ClusterCore, stack: AsyncEx
     llm = ClusterLLM(VllmConfig(model_config=model_config), core)
     stack.callback(llm.shutdown)
     app: FastAPI = build_app(args, _TASKS, model_config)
+    surface.trim(app)
     await init_app_state(llm, app.state, args, _TASKS)
     return app
 

@@ -1,8 +1,7 @@
 """Our cluster in the place of vLLM's engine core: a request of its front end becomes a job of the pipeline.
 
 vLLM keeps validation, templates, parsers, n > 1, detokenisation, stop strings, usage and streaming. What reaches us
-is tokens and sampling parameters; what we give back is tokens. This file and app.py are the gateway's only ones that
-import vLLM.
+is tokens and sampling parameters; what we give back is tokens.
 """
 
 import asyncio
@@ -18,11 +17,8 @@ import msgspec
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.config import VllmConfig
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from gateway.admission import Seat
@@ -67,11 +63,11 @@ class ClusterCore:
         self._jobs: dict[str, _Running] = {}
         self._outputs: list[EngineCoreOutput] = []
         self._ready = asyncio.Event()
-        self._requests: Any = None  # vLLM's output processor
+        self._requests: Any = None
 
-    def attach(self, llm: AsyncLLM) -> None:
-        """Learn who knows the handlers that wait for jobs."""
-        self._requests = llm.output_processor
+    def attach(self, output_processor: Any) -> None:
+        """Learn who knows the handlers that wait for jobs: the output processor of the front end."""
+        self._requests = output_processor
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         """We generate."""
@@ -169,9 +165,7 @@ class ClusterCore:
         prompt = list(request.prompt_token_ids or ())
         return JobSpec(
             job_id=request.request_id, prompt_token_ids=prompt,
-            generation=Generation(
-                msgspec.msgpack.encode(params), who.arrived_s, request.cache_salt or "", request.priority,
-            ),
+            generation=Generation(msgspec.msgpack.encode(params), who.arrived_s, request.cache_salt or ""),
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt), carry=carry,
             local_only=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
             slo=Slo(who.slo, target.ttft_s, target.tpot_s),
@@ -190,29 +184,6 @@ class ClusterCore:
             )
         )
         self._ready.set()
-
-
-class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """vLLM's front end over a ClusterCore."""
-
-    def __init__(self, config: VllmConfig, core: ClusterCore) -> None:
-        # vLLM offers no argument for the client of the engine core; this is its one seam.
-        make = EngineCoreClient.make_async_mp_client
-        EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
-        try:
-            super().__init__(vllm_config=config, executor_class=None, log_stats=False, log_requests=False)
-        finally:
-            EngineCoreClient.make_async_mp_client = make
-        self._core = core
-        core.attach(self)
-
-    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """The client is gone. vLLM itself tells its engine core the same of one whose answer hit a stop string."""
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        self._core.cancel(self.output_processor.abort_requests(ids, internal))
-
-    async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
-        """Nothing is held for a request before it is a job; vLLM would submit one to free it."""
 
 
 def _can_carry(params: SamplingParams) -> bool:

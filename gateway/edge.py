@@ -82,7 +82,7 @@ class Edge:
         admission: Admission,
         healthy: Callable[[], bool],
     ) -> None:
-        self._app = app
+        self.app = app
         self._settings = settings
         self._keys = keys
         self._metrics = metrics
@@ -93,7 +93,7 @@ class Edge:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through or answer it here."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         with ExitStack() as stack:
             try:
@@ -107,7 +107,7 @@ class Edge:
             except ClientGone:
                 return
             else:
-                await self._app(scope, receive, _with_retry_after(send))
+                await self.app(scope, receive, _with_retry_after(send))
 
     def _identify(self, headers: Headers) -> tuple[str, str]:
         """The name of the caller and the SLO class."""

@@ -50,7 +50,6 @@ class Generation(msgspec.Struct, frozen=True):
     sampling: bytes
     arrived_s: float
     cache_salt: str = ""
-    priority: int = 0
 
 
 class JobView(msgspec.Struct, frozen=True):

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
-from gateway.admission import Admission
+from gateway.edge import Edge
 from shared.wire.messages import JobReport
 from tests.gateway.cluster import Cluster, Worker
 
@@ -21,10 +20,11 @@ PROMPT = [400, 401, 402, 403]
 class Api:
     """The application and the cluster behind it."""
 
-    def __init__(self, client: httpx.AsyncClient, cluster: Cluster, admission: Admission) -> None:
+    def __init__(self, client: httpx.AsyncClient, cluster: Cluster, edge: Edge) -> None:
         self.client = client
         self.cluster = cluster
-        self.admission = admission
+        self.admission = edge.admission
+        self.app: Any = edge.app
 
     async def complete(self, **body: Any) -> httpx.Response:
         full = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, **body}
@@ -59,7 +59,9 @@ class Api:
 @asynccontextmanager
 async def listening(app: Any) -> AsyncIterator[str]:
     """A real server: only a real connection can be broken."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+    from gateway.app import http_server
+
+    server = http_server(app, "127.0.0.1", 0)
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"

@@ -24,11 +24,11 @@ async def running_api() -> AsyncIterator[Api]:
             max_jobs_a_body=24, jobs_at_once=4,
         )  # fmt: skip
         async with (
-            running(settings, KeyRing(())) as app,
-            listening(app) as url,
+            running(settings, KeyRing(())) as edge,
+            listening(edge) as url,
             httpx.AsyncClient(base_url=url, timeout=20) as client,
         ):
-            yield Api(client, cluster, app.admission)
+            yield Api(client, cluster, edge)
 
 
 @pytest.fixture

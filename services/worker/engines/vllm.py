@@ -201,7 +201,6 @@ class VllmEngine:
             request_id=request.request_id, prompt_token_ids=request.prompt_token_ids, mm_features=None,
             sampling_params=params, pooling_params=None, arrival_time=request.generation.arrived_s or time.time(),
             lora_request=None, cache_salt=request.generation.cache_salt or None, data_parallel_rank=None,
-            priority=request.generation.priority,
         )  # fmt: skip
 
     def _snapshot(self) -> None:

@@ -1,0 +1,60 @@
+"""The surface of the API: which of vLLM's routes are served, and how what none of its handlers foresaw is answered."""
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from vllm.v1.engine.exceptions import EngineGenerateError
+
+from shared.errors import InvalidRequest, NotFound, PolyphaseError
+from shared.runtime.http import error_body
+from shared.runtime.logs import get_log
+
+log = get_log(__name__)
+
+# Everything else that vLLM mounts is about engines in its own process, other kinds of models, or other servers.
+SERVED = frozenset(
+    {
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/models", "/tokenize", "/detokenize",
+        "/health", "/ping", "/version", "/metrics", "/openapi.json", "/docs",
+    }
+)  # fmt: skip
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The path is served, by other methods."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+def trim(app: FastAPI) -> None:
+    """Take away the routes that are not served, and give unforeseen errors OpenAI's shape."""
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in SERVED]
+    app.add_exception_handler(HTTPException, _unrouted)
+    for kind in (EngineGenerateError, Exception):
+        app.add_exception_handler(kind, _unforeseen)
+    app.middleware_stack = None  # vLLM has built it already; the next build takes the handlers in
+
+
+def _unrouted(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return _response(NotFound(f"there is no {what} here"))
+    if error.status_code == 405:
+        return _response(MethodNotAllowed(f"{what}: the method is not allowed"))
+    answer = _response(InvalidRequest(str(error.detail)))
+    answer.status_code = error.status_code
+    return answer
+
+
+def _unforeseen(request: Request, error: Exception) -> JSONResponse:
+    """A bug: what it says is for the log, and not for who asked."""
+    cause = error.__cause__ or error
+    log.error("a request crashed", path=request.url.path, exc_info=cause)
+    return _response(PolyphaseError(f"internal error: {type(cause).__name__}"))
+
+
+def _response(error: PolyphaseError) -> JSONResponse:
+    return JSONResponse(error_body(error), status_code=error.http_status)
