@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kv_rig import KEY, Rig, model_kv, stage
 
 from services.worker.kv.control import SocketControl
-from services.worker.kv.events import KvEvents, StagedChunk
+from services.worker.kv.events import KvEvents, StagedChunk, StagingFailed
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.frames import (
     MAX_MESSAGE_BYTES,
@@ -34,8 +34,14 @@ from services.worker.kv.wire.frames import (
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.transport import ZmqListener, ZmqTransport
 
+
 # Well-framed messages on which msgspec raises what is no error of its own.
-NOT_UTF8 = b"\x92\xa6Cancel\xa2\xff\xfe"
+def not_utf8(message: bytes) -> bytes:
+    return message.replace(b"~~", b"\xff\xfe")
+
+
+NOT_UTF8 = not_utf8(encode_message(Confirm("~~", 7, 0, 1)))
+NOT_UTF8_REPLY = not_utf8(encode_message(Failed(1, "~~", "")))
 NESTED = b"\x93\xa6Cancel\x01" + b"\x91" * 60_000 + b"\xc0"
 
 
@@ -129,7 +135,7 @@ def test_an_exporter_that_lies_fails_the_pull_only(rig: Rig) -> None:
     exporter, importer = rig.endpoint(), rig.endpoint()
     handle = rig.handle([exporter], 40, endpoints=(listener.address,))
     frame = _true_frame(rig, exporter)
-    lies = [[b"\xff\xff"], [NOT_UTF8], [NESTED], [b"x" * (MAX_MESSAGE_BYTES + 1)]]
+    lies = [[b"\xff\xff"], [NOT_UTF8_REPLY], [NESTED], [b"x" * (MAX_MESSAGE_BYTES + 1)]]
     lies += [[frame[0]], [frame[0], frame[1][:-4]], [frame[0], frame[1], b"more"], [frame[0], b""]]
     for lie in lies:
         got = rig.load(importer, handle, timeout_s=1.0)
@@ -155,7 +161,8 @@ TAGGED = st.builds(lambda word, fields: msgspec.msgpack.encode([word, *fields]),
 MESSAGES = st.sampled_from(
     [
         encode_message(pull()), encode_message(Credit(1, 5)), encode_message(Cancel(1)),
-        encode_message(Confirm("t", 7, 0, 1)), encode_message(Failed(1, "timeout", "text")), NOT_UTF8, NESTED[:200],
+        encode_message(Confirm("t", 7, 0, 1)), encode_message(Failed(1, "timeout", "text")),
+        NOT_UTF8, NOT_UTF8_REPLY, NESTED[:200],
     ]
 )  # fmt: skip
 
@@ -254,7 +261,8 @@ async def test_garbage_answers_do_not_end_the_workers_own_side(rig: Rig) -> None
             waiting = asyncio.create_task(control.stats(timeout_s=10))
             peer, request = await rank.recv_multipart()
             call = msgspec.msgpack.decode(request)[1]
-            for parts in ([NOT_UTF8], [NESTED], [b""], [b"a", b"b"], [encode_message(Answer(call, "", RankStats(3)))]):
+            garbage = not_utf8(encode_message(Answer(call, "~~")))
+            for parts in ([garbage], [NESTED], [b""], [b"a", b"b"], [encode_message(Answer(call, "", RankStats(3)))]):
                 await rank.send_multipart([peer, *parts])
             assert (await waiting)[0].rank == 3
 
@@ -264,7 +272,9 @@ async def test_garbage_events_are_dropped_and_counted(rig: Rig) -> None:
     async with KvEvents(address) as events:
         with zmq.Context() as context, context.socket(zmq.PUSH) as rank:
             rank.connect(address)
-            for garbage in (NOT_UTF8, NESTED, b"", b"\x81\xa4type\xabPullEnded"):
+            for garbage in (
+                not_utf8(msgspec.msgpack.encode(StagingFailed("~~", 0, ""))), NESTED, b"", b"\x81\xa4type\xa9PullEnded",
+            ):  # fmt: skip
                 rank.send(garbage)
             rank.send(msgspec.msgpack.encode(StagedChunk("t", 0, 1, True, 1)))
             assert await asyncio.wait_for(events.get(), 10) == StagedChunk("t", 0, 1, True, 1)

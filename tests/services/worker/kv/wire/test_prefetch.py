@@ -2,14 +2,16 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 import torch
-from kv_rig import KEY, Rig, model_kv, stage
+import zmq
+from kv_rig import KEY, KV_HEADS, Rig, model_kv, stage
 
-from services.worker.kv.control import KvControl, SocketControl
+from services.worker.kv.control import DirectControl, KvControl, SocketControl
 from services.worker.kv.wire.endpoint import KvEndpoint
-from services.worker.kv.wire.frames import RankStats
+from services.worker.kv.wire.frames import Credit, Pull, RankStats, encode_message
 from services.worker.kv.wire.importing import PullLimits
 from shared.errors import DeadlineExceeded, PolyphaseError
 
@@ -41,6 +43,139 @@ async def test_a_load_takes_over_what_was_prefetched(rig: Rig) -> None:
         result = await asyncio.to_thread(rig.result)
     assert (result.ok, result.prefetched, result.tokens) == (True, True, 48)
     assert torch.equal(got.kv, kv[:, :, 16:])
+
+
+async def test_a_load_that_comes_late_goes_on_where_a_slow_prefetch_is(rig: Rig) -> None:
+    """The exporter's chunks come slowly, the engine's blocks later than any progress deadline: nothing is lost."""
+    stall_s, kv = 0.6, model_kv(128)
+    exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(stall_s=stall_s))
+    began = time.monotonic()
+    async with control_of(importer) as control:
+        await control.prefetch(rig.handle([exporter], 128), keep_s=60)
+        for start in range(0, 96, 16):
+            stage(exporter, kv, start=start, end=start + 16)
+            await level(control, "inbox_bytes", kv[:, :, : start + 16].numel() * 4)
+            await asyncio.sleep(stall_s / 2)
+        assert time.monotonic() - began > 2 * stall_s
+        got = rig.load(importer, rig.handle([exporter], 128))
+        stage(exporter, kv, start=96)
+        result = await asyncio.to_thread(rig.result)
+    assert (result.ok, result.prefetched) == (True, True)
+    assert torch.equal(got.kv, kv)
+    assert exporter.server_counters.sent_bytes == kv.numel() * 4  # each byte once
+    assert exporter.server_counters.served == 1
+
+
+async def test_a_prefetch_that_pauses_for_room_is_kept_and_goes_on_when_there_is_some(rig: Rig) -> None:
+    """Paused, it waits for the engine and not for the exporter: no progress deadline runs, the exporter's neither."""
+    kv = model_kv(4096)
+    window = kv.numel() * 4 // 8
+    limits = PullLimits(stall_s=0.3, window_bytes=window, inbox_bytes=2 * window)
+    exporter, importer = rig.endpoint(lease_s=0.5), rig.endpoint(limits=limits)
+    for start in range(0, 4096, 64):
+        stage(exporter, kv, start=start, end=start + 64)
+    stage(exporter, kv[:, :, :64], "small")
+    async with control_of(importer) as control:
+        await control.prefetch(rig.handle([exporter], 4096), keep_s=60)
+        await level(control, "prefetches", 1)
+        before = await settled(control, "inbox_bytes")
+        await asyncio.sleep(1.5)  # several times what would have been a stall, or the end of the lease
+        (stats,) = await control.stats()
+        assert (stats.inbox_bytes, stats.pulling) == (before, 1)
+        assert exporter.staged_bytes > 0
+        got = rig.load(importer, rig.handle([exporter], 4096))
+        assert (await asyncio.to_thread(rig.result)).ok
+    assert torch.equal(got.kv, kv)
+    assert exporter.server_counters.sent_bytes == kv.numel() * 4
+
+
+async def test_a_paused_prefetch_goes_on_when_another_leaves_room(rig: Rig) -> None:
+    kv = model_kv(4096)
+    window = kv.numel() * 4 // 8
+    exporter = rig.endpoint()
+    importer = rig.endpoint(limits=PullLimits(window_bytes=window, inbox_bytes=5 * window))
+    for name in "ab":
+        for start in range(0, 4096, 64):
+            stage(exporter, kv, name, start, start + 64)
+    async with control_of(importer) as control:
+        for name in "ab":
+            await control.prefetch(rig.handle([exporter], 4096, name), keep_s=60)
+        await level(control, "prefetches", 2)
+        before = await settled(control, "inbox_bytes")
+        (stats,) = await control.stats()
+        received = stats.received_bytes
+        assert before > 0
+        await control.drop("a")
+        async with asyncio.timeout(10):
+            while (await control.stats())[0].received_bytes == received:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_prefetch_that_makes_no_progress_ends(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(limits=PullLimits(stall_s=0.3)), model_kv(64)
+    stage(exporter, kv, end=32)
+    async with control_of(importer) as control:
+        await control.prefetch(rig.handle([exporter], 64), keep_s=60)
+        await level(control, "inbox_bytes", kv[:, :, :32].numel() * 4)
+        stats = await level(control, "pulling", 0)
+    assert stats.inbox_bytes == 0
+
+
+async def test_a_release_drops_a_prefetch(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+    stage(exporter, kv, end=32)
+    async with control_of(importer) as control:
+        await control.prefetch(rig.handle([exporter], 64), keep_s=60)
+        await level(control, "inbox_bytes", kv[:, :, :32].numel() * 4)
+        await control.release("t")
+        stats = await level(control, "inbox_bytes", 0)
+    assert stats.pulling == 0
+
+
+async def test_an_exporter_forgets_a_pull_of_which_it_hears_no_more(rig: Rig) -> None:
+    exporter = rig.endpoint()
+    stage(exporter, model_kv(64), end=32)
+    pull = Pull(1, "t", 7, "model", 0, 64, 0, KV_HEADS, 0, 1, 1, 1 << 20, timeout_s=1.0)
+    async with control_of(exporter) as control:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+            peer.connect(exporter.address)
+            peer.send(encode_message(pull))
+            await level(control, "serving", 1)
+            for _ in range(8):
+                peer.send(encode_message(Credit(1, 0)))
+                await asyncio.sleep(0.25)
+                assert (await control.stats())[0].serving == 1
+            await level(control, "serving", 0)
+
+
+async def settled(control: SocketControl, name: str) -> int:
+    """A level once it has stopped rising."""
+    async with asyncio.timeout(20):
+        last, alike = -1, 0
+        while alike < 10:
+            (stats,) = await control.stats()
+            level = getattr(stats, name)
+            alike = alike + 1 if level == last and level > 0 else 0
+            last = level
+            await asyncio.sleep(0.02)
+    return last
+
+
+async def test_a_rank_in_this_process_is_asked_without_a_socket(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+    stage(exporter, kv)
+    control = DirectControl(importer)
+    await control.prefetch(rig.handle([exporter], 64), keep_s=60)
+    await level(control, "inbox_bytes", kv.numel() * 4)
+    await control.drop("t")
+    await level(control, "inbox_bytes", 0)
+    with pytest.raises(PolyphaseError, match="fingerprint"):
+        await control.prefetch(rig.handle([exporter], 64, fingerprint="other"), keep_s=1)
+    with pytest.raises(PolyphaseError, match="invalid"):
+        await control.prefetch(rig.handle([exporter], 64, endpoints=()), keep_s=1)
+    stage(importer, kv, "mine")
+    await control.release("mine")
+    assert (await control.stats())[0].staged_bytes == 0
 
 
 async def test_a_finished_prefetch_frees_the_exporter_and_waits(rig: Rig) -> None:
