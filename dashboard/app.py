@@ -12,7 +12,7 @@ from dashboard.dashboard_settings import DashboardSettings
 from dashboard.data import Api
 from dashboard.instances import instances
 from dashboard.jobs import chosen_phase, jobs
-from dashboard.panels import audit, header, outages, slo, totals
+from dashboard.panels import audit, events, header, outages, slo, totals
 from dashboard.session import Session
 from shared.errors import InvalidRequest
 
@@ -46,6 +46,7 @@ def _live(api: Api, session: Session) -> None:
     instances(snapshot.instances, session, api.settings.cards_shown)
     slo(snapshot.cluster, api.settings.slo_goal)
     jobs(snapshot.requests, api, session, now_s)
+    events(snapshot.events, now_s)
     audit(snapshot.flips, now_s)
 
 

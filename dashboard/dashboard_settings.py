@@ -27,4 +27,5 @@ class DashboardSettings(ServiceSettings):
     slo_goal: float = Field(0.9, gt=0.0, le=1.0)  # attainment below it is shown as trouble
     requests_shown: int = Field(50, ge=1, le=500)
     flips_shown: int = Field(20, ge=1, le=1_000)
+    events_shown: int = Field(20, ge=1, le=1_000)
     cards_shown: int = Field(12, ge=1, le=60)  # with more instances than this, a table

@@ -13,7 +13,7 @@ import msgspec
 
 from dashboard.dashboard_settings import DashboardSettings
 from dashboard.operations import Action, Intent
-from dashboard.records import AuditEntry, ClusterSummary, InstanceRow, LengthSource, PoliciesInForce
+from dashboard.records import AuditEntry, ClusterSummary, EventRow, InstanceRow, LengthSource, PoliciesInForce
 from shared.errors import PolyphaseError, Unavailable
 from shared.timeline import RequestTimeline
 from shared.wire.clients.http import JsonClient
@@ -47,6 +47,7 @@ class Snapshot:
     cluster: Read[ClusterSummary]
     instances: Read[list[InstanceRow]]
     flips: Read[list[AuditEntry]]
+    events: Read[list[EventRow]]
     requests: Read[list[JobReport]]
     policies: Read[PoliciesInForce]
     predictor: Read[LengthSource] | None
@@ -55,7 +56,7 @@ class Snapshot:
     @property
     def monitor_error(self) -> str:
         """Why something of the monitor is missing; empty when nothing is."""
-        return self.cluster.error or self.instances.error or self.flips.error
+        return self.cluster.error or self.instances.error or self.flips.error or self.events.error
 
     @property
     def scheduler_error(self) -> str:
@@ -65,7 +66,7 @@ class Snapshot:
     @property
     def monitor_known_s(self) -> float | None:
         """From when the oldest thing is that is shown of the monitor; None when nothing of it is known."""
-        reads = (self.cluster, self.instances, self.flips)
+        reads = (self.cluster, self.instances, self.flips, self.events)
         return min((read.read_s for read in reads if read.value is not None), default=None)
 
 
@@ -116,13 +117,15 @@ class Api:
             flips = group.create_task(
                 self._read("flips", lambda: monitor.flips(limit=shown.flips_shown), list[AuditEntry])
             )
+            happened = partial(monitor.events, limit=shown.events_shown)
+            events = group.create_task(self._read("events", happened, list[EventRow]))
             wanted = partial(scheduler.requests, phase=phase, limit=shown.requests_shown)
             requests = group.create_task(self._read(f"requests {phase}", wanted, list[JobReport]))
             policies = group.create_task(self._read("policies", scheduler.policies, PoliciesInForce))
             predictor = group.create_task(self._optional(shown.predictor_url, "/v1/model", LengthSource))
             gateway = group.create_task(self._optional(shown.gateway_url, "/health", Any))
         return Snapshot(
-            cluster.result(), instances.result(), flips.result(), requests.result(), policies.result(),
+            cluster.result(), instances.result(), flips.result(), events.result(), requests.result(), policies.result(),
             predictor.result(), gateway.result(),
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ import streamlit as st
 from dashboard import look, units
 from dashboard.dashboard_settings import DashboardSettings
 from dashboard.data import Read, Snapshot
-from dashboard.records import AuditEntry, ClusterSummary, LengthSource, PoliciesInForce, PolicyChoice
+from dashboard.records import AuditEntry, ClusterSummary, EventRow, LengthSource, PoliciesInForce, PolicyChoice
 from shared.domain.instance import InstanceState, Role
 from shared.policy.slo import SloReport
 
@@ -95,6 +95,19 @@ def audit(flips: Read[list[AuditEntry]], now_s: float) -> None:
     heads = ["When", "What", "Instance", "By", "Drain", "Flip", "Total", "Result"]
     rows = [_audit_row(entry, now_s) for entry in flips.value]
     st.html(look.page(look.table(heads, rows), stale=flips.stale))
+
+
+def events(read: Read[list[EventRow]], now_s: float) -> None:
+    """What happened to the instances, whoever looked."""
+    st.subheader("Events", anchor=False)
+    if read.value is None:
+        st.html(look.empty(NO_MONITOR))
+        return
+    if not read.value:
+        st.html(look.empty("Nothing has happened yet."))
+        return
+    rows = [_event_row(event, now_s) for event in read.value]
+    st.html(look.page(look.table(["When", "What", "Instance", ""], rows), stale=read.stale))
 
 
 def attainment_now(reports: Sequence[SloReport]) -> tuple[float | None, int, float]:
@@ -185,3 +198,12 @@ def _audit_row(entry: AuditEntry, now_s: float) -> list[str]:
     times = (units.duration(value) for value in (entry.drain_s, entry.flip_s, entry.total_s))
     when = look.soft(units.ago(entry.started_s, now_s))
     return [when, look.text(what), look.strong(entry.instance_id), look.soft(entry.who), *times, result]
+
+
+def _event_row(event: EventRow, now_s: float) -> list[str]:
+    colour = look.BAD if event.kind in _TROUBLE else look.CAUTION if event.kind.endswith("_refused") else look.IDLE
+    what = look.badge(event.kind.replace("_", " "), colour)
+    return [look.soft(units.ago(event.time_s, now_s)), what, look.strong(event.instance_id), look.text(event.text)]
+
+
+_TROUBLE = ("death", "unresponsive", "operation_failed")

@@ -70,6 +70,16 @@ class AuditEntry(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class EventRow(msgspec.Struct, frozen=True):
+    """One item of the monitor's `GET /events`."""
+
+    time_s: float
+    kind: str
+    text: str
+    instance_id: str = ""
+    role: str = ""
+
+
 class PolicyChoice(msgspec.Struct, frozen=True):
     """A policy by name, with its parameters."""
 

@@ -92,7 +92,8 @@ def welcome(console: Console, plan: Plan, took_s: float, memory_bytes: int) -> N
 
 def _example(plan: Plan) -> str:
     body = f'{{"model": "{plan.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    return f"curl {plan.api_url}/v1/chat/completions -H 'Content-Type: application/json' \\\n-d '{body}'"
+    key = " -H 'Authorization: Bearer <your API key>'" if plan.api_keys else ""
+    return f"curl {plan.api_url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n-d '{body}'"
 
 
 def _line(status: Status) -> str:

@@ -59,6 +59,7 @@ class Plan:
     predictor_url: str
     dashboard_url: str
     runs_control: bool
+    api_keys: bool = False  # whether the API wants a key
 
     @property
     def fork_env(self) -> dict[str, str] | None:
@@ -110,7 +111,7 @@ class _Planner:
             scheduler_urls=tuple(self._http(self._scheduler_port(i)) for i in range(c.scheduler.count)),
             predictor_url=self._http(ports.PREDICTOR) if c.predictor.enabled else "",
             dashboard_url=f"http://127.0.0.1:{c.dashboard.port}" if with_dashboard else "",
-            runs_control=runs_control,
+            runs_control=runs_control, api_keys=bool(c.gateway.extra.get("api_keys_file")),
         )  # fmt: skip
         ports.check_distinct(plan.port_uses)
         return plan

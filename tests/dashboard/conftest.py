@@ -107,6 +107,7 @@ class FakeCluster:
     jobs: list[dict[str, Any]] = field(default_factory=lambda: [report("job-2", Phase.DECODE), report("job-1")])
     slo: list[dict[str, Any]] = field(default_factory=slo_reports)
     flips: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
     refusal: PolyphaseError | None = None
     monitor_broken: bool = False
     posts: list[tuple[str, str, dict[str, Any], str]] = field(default_factory=list)  # id, what, body, actor
@@ -183,6 +184,10 @@ class FakeCluster:
         @app.get("/flips")
         def flips(limit: int) -> list[dict[str, Any]]:
             return self.flips[:limit]
+
+        @app.get("/events")
+        def events(limit: int) -> list[dict[str, Any]]:
+            return self.events[:limit]
 
         @app.post("/instances/{instance_id}/{what}")
         def operate(instance_id: str, what: str, body: dict[str, Any], request: Request) -> dict[str, Any]:

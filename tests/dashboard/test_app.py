@@ -225,6 +225,16 @@ def test_the_dead_are_missing_not_gone(page: AppTest, cluster: Any) -> None:
     assert "3 dead" in shown
 
 
+def test_deaths_and_refusals_leave_a_trace(page: AppTest, cluster: Any) -> None:
+    for kind, text in (("operation_refused", "drain of d0: the last ready one"), ("death", "connection lost")):
+        cluster.events.insert(0, {"time_s": 1.0, "kind": kind, "instance_id": "d0", "role": "decode", "text": text})
+    page.run()
+    assert not page.exception
+    shown = html(page)
+    for said in ("operation refused", "the last ready one", "death", "connection lost"):
+        assert said in shown, said
+
+
 def test_a_monitor_that_goes_away_while_asked(page: AppTest, monkeypatch: pytest.MonkeyPatch, nobody: str) -> None:
     page.run()
     button(page, "drain-p0").click().run()

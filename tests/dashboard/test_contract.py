@@ -8,11 +8,12 @@ from typing import Any, cast
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from dashboard.records import AuditEntry, InstanceRow, LengthSource, PoliciesInForce
+from dashboard.records import AuditEntry, EventRow, InstanceRow, LengthSource, PoliciesInForce
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.audit import Asked, Audit, Result
 from services.cluster_monitor.edge import DrainIn, FlipIn
+from services.cluster_monitor.events import EventKind, Events
 from services.cluster_monitor.record import Record
 from services.cluster_monitor.routes import router as monitor_routes
 from services.global_scheduler.policy_set import PolicySet
@@ -46,6 +47,13 @@ def test_audit() -> None:
     assert (known.kind, known.to_role, known.result, known.flip_s) == ("flip", "decode", "succeeded", 0.0004)
 
 
+def test_events() -> None:
+    told = Events(cast(Any, SimpleNamespace(put=lambda *_: None)))
+    told.note(EventKind.DEATH, "connection lost", "p0", "prefill")
+    known = msgspec.convert(told.newest(1)[0], EventRow)
+    assert (known.kind, known.instance_id, known.text) == ("death", "p0", "connection lost")
+
+
 def test_slo() -> None:
     windows = SloWindows((60.0,), Random(1))
     windows.add(SloOutcome("default", 1.0, 0.1, None, 2.0, 0.2), 1.0)
@@ -70,7 +78,8 @@ def test_predictor() -> None:
 
 def test_paths_and_bodies() -> None:
     paths = {route.path for router in (monitor_routes, scheduler_routes) for route in cast(Any, router.routes)}
-    for path in ("/instances", "/cluster", "/flips", "/requests", "/requests/{job_id}/timeline", "/policies"):
+    asked = ("/instances", "/cluster", "/flips", "/events", "/requests", "/requests/{job_id}/timeline", "/policies")
+    for path in asked:
         assert path in paths
     for what in ("drain", "resume", "flip"):
         assert f"/instances/{{instance_id}}/{what}" in paths

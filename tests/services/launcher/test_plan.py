@@ -1,15 +1,18 @@
 """From the cluster file to processes: environments that the processes read back, addresses, hosts."""
 
+import io
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
+from services.launcher import display
 from services.launcher.cluster_file import Cluster
 from services.launcher.plan import Plan, ProcessSpec, make_plan
 from services.worker.settings import WorkerSettings
@@ -47,6 +50,14 @@ def test_every_process_is_there_once(tmp_path: Path) -> None:
         "monitor", "scheduler", "gateway", "predictor", "p", "d", "dashboard",
     ]  # fmt: skip
     assert plan.instance_ids == ("p", "d")
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_the_example_call_carries_a_key_where_one_is_needed(tmp_path: Path, keys: bool) -> None:
+    gateway = {"api_keys_file": str(tmp_path / "keys.yaml")} if keys else {}
+    shown = io.StringIO()
+    display.welcome(Console(file=shown, width=200), make_plan(cluster(gateway=gateway), tmp_path), 1.0, 0)
+    assert ("Authorization: Bearer" in shown.getvalue()) is keys
 
 
 def test_addresses_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
