@@ -26,5 +26,5 @@ RUN chmod -R a+rX . \
 USER polyphase
 
 ENV VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
-ENTRYPOINT ["/app/services/launcher/container.sh"]
+ENTRYPOINT ["python3", "-m", "services.launcher.container"]
 CMD ["polyphase", "--help"]
