@@ -1,0 +1,71 @@
+"""An instance is well while its event loop turns and its engine's steps end."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from services.launcher.suite import until
+from services.worker.app import create_app
+from services.worker.settings import WorkerSettings
+from shared.runtime.http import service_app
+
+
+def settings() -> WorkerSettings:
+    return WorkerSettings(
+        instance_id="p", model="m", rpc_port=1, http_port=2, kv_port=3, monitor_url="", heartbeat_address="",
+        broadcast_address="", hang_s=60.0,
+    )  # fmt: skip
+
+
+async def health(app: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
+        return await http.get("/health")
+
+
+@pytest.mark.parametrize(("step_s", "code", "said"), [(0.0, 200, "ok"), (59.0, 200, "ok"), (61.0, 503, "61 s")])
+async def test_an_engine_whose_step_does_not_end_is_not_well(step_s: float, code: int, said: str) -> None:
+    app = create_app(settings())
+    app.state.instance = SimpleNamespace(engine=SimpleNamespace(step_s=step_s))
+    answer = await health(app)
+    assert answer.status_code == code
+    assert said in answer.json()["status"]
+
+
+async def test_health_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that is full of stuck threads says nothing of the event loop."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a thread was asked for")
+
+    monkeypatch.setattr("starlette.routing.run_in_threadpool", refuse)
+    monkeypatch.setattr("fastapi.routing.run_in_threadpool", refuse)
+    app = service_app("any", lambda _: None)  # type: ignore[arg-type,return-value]
+    assert (await health(app)).json() == {"status": "ok", "service": "any"}
+
+
+@pytest.mark.slow  # imports vLLM
+async def test_the_real_engine_says_how_long_its_step_lasts() -> None:
+    from services.worker.engines.vllm import VllmEngine
+
+    engine, stuck, going_on = VllmEngine(settings(), {}), threading.Event(), threading.Event()
+    engine._scheduler = SimpleNamespace(has_requests=lambda: False)
+    engine._observer = SimpleNamespace(began=lambda: None, ended=lambda: None)
+    engine._snapshot = lambda: None  # type: ignore[method-assign]
+
+    def block() -> None:
+        stuck.set()
+        going_on.wait()
+
+    engine._post(block)
+    thread = threading.Thread(target=engine._steps)
+    thread.start()
+    assert stuck.wait(10)
+    await until(lambda: engine.step_s > 0.05, 10, "the step to last")
+    going_on.set()
+    await until(lambda: engine.step_s == 0.0, 10, "the step to end")
+    engine._stopping = True
+    thread.join(10)
