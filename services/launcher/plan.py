@@ -20,11 +20,14 @@ from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
 
-# What the fork server imports, and the environment that it needs for that.
-PRELOAD = (
-    "services.worker.app", "services.worker.engines.vllm", "services.worker.kv.vllm.connector", "gateway.app",
-    "shared.runtime.http",
-)  # fmt: skip
+# What the fork server imports for each module that it forks, and the environment that it needs for that.
+_PRELOAD = {
+    "gateway": ("gateway.app", "shared.runtime.http"),
+    "services.worker": (
+        "services.worker.app", "services.worker.engines.vllm", "services.worker.kv.vllm.connector",
+        "shared.runtime.http",
+    ),
+}  # fmt: skip
 _PRELOAD_ENV = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _OURS = "POLYPHASE_"
 _UNSET = "POLYPHASE_NOT_FROM_THE_ENVIRONMENT_"  # settings come from the cluster file alone
@@ -63,12 +66,21 @@ class Plan:
 
     @property
     def fork_env(self) -> dict[str, str] | None:
-        """The fork server's environment; None when that is not worth it, or not possible."""
+        """The fork server's environment; None when nothing is to be forked, or nothing can be.
+
+        For the gateway alone it is worth it too: a lost one is back within two seconds, not after an import.
+        """
         forked = [process for process in self.processes if process.module]
-        if len(forked) < 2 or sys.platform != "linux":
+        if not forked or sys.platform != "linux":
             return None
         shared = {key: value for key, value in forked[0].env.items() if not key.startswith(_OURS)}
         return {**shared, **_PRELOAD_ENV}
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """What the fork server imports."""
+        modules = dict.fromkeys(process.module for process in self.processes if process.module)
+        return tuple(dict.fromkeys(name for module in modules for name in _PRELOAD[module]))
 
     @property
     def port_uses(self) -> tuple[PortUse, ...]:

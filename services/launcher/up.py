@@ -18,7 +18,6 @@ from services.launcher.keeper import Status
 from services.launcher.model_source import resolve_model
 from services.launcher.plan import Plan, make_plan
 from services.launcher.ports import check_free
-from services.launcher.preflight import preflight
 from services.launcher.suite import Suite
 from services.launcher.supervisor import Supervisor, supervising
 from services.launcher.watch import Limits
@@ -71,6 +70,9 @@ async def running_suite(
     cluster: Cluster, data_dir: Path, console: Console, *, host_name: str = "", where: str = "cluster file"
 ) -> AsyncIterator[RunningSuite]:
     """The suite, ready to serve, for the block's length. Raises Conflict, InvalidRequest or StartFailed."""
+    # What it asks (the database's parser, the policies) takes half a second to import: not for `status` and the like.
+    from services.launcher.preflight import preflight
+
     data_dir = data_dir.resolve()
     plan = make_plan(cluster, data_dir, host_name, where)
     preflight(cluster, plan, where)
@@ -87,7 +89,9 @@ async def _running(cluster: Cluster, plan: Plan, data_dir: Path, console: Consol
     patience = cluster.launcher
     limits = Limits(patience.start_s, hang_s=patience.hang_s, at_once=max(3, os.cpu_count() or 1))
     logs = data_dir / "logs"
-    async with supervising(plan.processes, logs, listener.changed, limits, plan.fork_env) as supervisor:
+    async with supervising(
+        plan.processes, logs, listener.changed, limits, plan.fork_env, plan.preload
+    ) as supervisor:
 
         def save() -> None:
             state_file.write(data_dir, state_file.describe(plan, supervisor.statuses))

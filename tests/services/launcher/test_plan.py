@@ -2,6 +2,7 @@
 
 import io
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,16 @@ def test_only_what_survives_a_fork_is_forked(tmp_path: Path, changes: dict[str, 
     plan = make_plan(cluster(instances=[{"id": "x", "role": "prefill", **changes}]), tmp_path)
     assert process(plan, "x").module == ("services.worker" if forked else "")
     assert process(plan, "gateway").module == "gateway"
-    assert (plan.fork_env is not None) is forked  # for the gateway alone it is not worth it
+    assert ("services.worker.app" in plan.preload) is forked
+    assert "gateway.app" in plan.preload
     assert not any(key.startswith("POLYPHASE_") for key in plan.fork_env or ())
+
+
+def test_where_nothing_can_be_forked_there_is_no_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_plan(cluster(), tmp_path).fork_env is not None
+    assert make_plan(cluster(gateway={"enabled": False}), tmp_path).fork_env is None
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert make_plan(cluster(), tmp_path).fork_env is None
 
 
 def hosts() -> Cluster:
