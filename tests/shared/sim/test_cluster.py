@@ -104,8 +104,8 @@ def test_streaming_hides_the_transfer_behind_the_prefill() -> None:
 
 def test_a_codec_shortens_the_transfer() -> None:
     raw, coded = (simulate(workload((0.0, 100, 5)), pair(), RunSpec(codec=c)) for c in (Codec.RAW, Codec.INT4))
-    assert coded.kv_bytes == pytest.approx(raw.kv_bytes * 4.125 / 16)
-    assert coded.outcomes.transfer_s[0] == pytest.approx(raw.outcomes.transfer_s[0] * 4.125 / 16)
+    assert coded.kv_bytes == pytest.approx(raw.kv_bytes * 4.75 / 16)
+    assert coded.outcomes.transfer_s[0] == pytest.approx(raw.outcomes.transfer_s[0] * 4.75 / 16)
 
 
 def test_transfers_into_one_instance_contend() -> None:
