@@ -175,9 +175,9 @@ class Collective:
         return low(direct, self.ring_latency_s + crossing / self.ring_share)
 
     def gather_scatter_s(self, moved: Numeric, ranks: Numeric, link: float) -> Numeric:
-        """Seconds to gather `moved` bytes on every rank and, later, to sum and scatter as many: two rings, each half of
+        """Seconds to gather `moved` bytes on every rank and, later, to sum and scatter as many.
 
-        an all-reduce's traffic, each with the latency of a ring; there is no direct exchange of that kind.
+        Two rings, each with half of an all-reduce's traffic and a ring's latency; no engine has a direct exchange here.
         """
         crossing = 2.0 * (ranks - 1.0) / ranks * moved / link * (ranks / 2.0) ** self.contention
         return 2.0 * self.ring_latency_s + crossing / self.ring_share

@@ -51,6 +51,17 @@ def test_every_entry_is_complete_and_plausible(catalogue: Catalogue) -> None:
         assert a.links.network > 0
 
 
+def test_cache_and_shared_memory_may_be_left_out(catalogue: Catalogue, tmp_path: Path) -> None:
+    a100 = catalogue.get("A100")
+    assert (a100.cache_bytes, a100.unit_memory_bytes) == (40 * 2**20, 164 * 2**10)
+    path = tmp_path / "mine.yaml"
+    path.write_text(ENTRY, encoding="utf-8")
+    assert catalogue.with_file(path).get("Mine").cache_bytes == 0.0
+    path.write_text(ENTRY + "  cache_mib: -1\n", encoding="utf-8")
+    with pytest.raises(InvalidRequest, match="'Mine': cache_mib must not be negative"):
+        catalogue.with_file(path)
+
+
 def test_dense_rates_not_sparse_ones(catalogue: Catalogue) -> None:
     # The data sheets print 1979 and 624 for these with sparsity.
     assert catalogue.get("H100").flops("bf16") == pytest.approx(989.4e12)

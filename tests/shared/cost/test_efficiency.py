@@ -55,3 +55,17 @@ def test_a_bad_constant_names_file_and_device() -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"cannot read .*none.yaml"):
         EfficiencyTable.from_file(tmp_path / "none.yaml")
+
+
+def test_links_without_a_fabric_take_the_constants_of_pcie(library: Library) -> None:
+    for name, fabric in (("RTX-PRO-6000-Server", False), ("A10", False), ("L40S", False), ("A100-SXM-80", True)):
+        fitted, links = library.efficiencies.for_device(name), library.catalogue.get(name).links
+        assert fitted.collective_over(links) is (fitted.collective if fabric else fitted.pcie_collective)
+
+
+def test_constants_of_experts_by_precision_as_a_checkpoint_names_it(library: Library) -> None:
+    hopper = library.efficiencies.for_device("H200-SXM")
+    assert hopper.experts_for("fp8_block").gemm is hopper.experts["fp8_block"]
+    assert hopper.experts_for("fp8").gemm is hopper.experts["fp8"]
+    assert hopper.gemm_for("fp8_block") is not hopper.gemm_for("fp8")
+    assert hopper.gemm_for("float8") is hopper.gemm_for("fp8")

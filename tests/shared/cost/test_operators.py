@@ -85,6 +85,18 @@ def test_all_reduce_by_hand() -> None:
     contended = replace(one, contention=1.0)
     assert contended.all_reduce_s(1e8, 8.0, 100e9) == pytest.approx(50e-6 + 4 * 1.75e8 / 50e9)
     assert contended.all_reduce_s(1e8, 2.0, 100e9) == one.all_reduce_s(1e8, 2.0, 100e9)
+    # Gathering and scattering are two rings, each of half the traffic.
+    assert one.gather_scatter_s(1e8, 8.0, 100e9) == pytest.approx(2 * 50e-6 + 1.75e8 / 50e9)
+
+
+def test_quantisation_that_cannot_be_fused_is_one_more_kernel_of_the_engine() -> None:
+    quantisation = Quantisation(1e-5, 1e-9, 1.0, 4.0, 2.0)
+    fused, apart = (replace(PLAIN, quantisation=replace(quantisation, fused=one)) for one in (True, False))
+    times = [float(gemm.time_s(512.0, 4096.0, 4096.0, 1.0, DEVICE, cold=True)) for gemm in (PLAIN, fused, apart)]
+    assert times[0] == times[1]
+    work_s = float(quantisation.work_s(512.0, 4096.0, DEVICE.units))
+    assert times[2] - times[0] == pytest.approx(PLAIN.overhead_s + work_s)
+    assert quantisation.time_s(512.0, 4096.0, DEVICE.units) == pytest.approx(1e-5 + work_s)
 
 
 def test_mlp_is_its_parts() -> None:
