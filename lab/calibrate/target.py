@@ -111,7 +111,8 @@ async def _describe(info: dict[str, object], role: str) -> LiveInstance:
     known = msgspec.convert(info, InstanceInfo)
     async with WorkerAdmin(known.http) as worker:
         said = await worker.instance()
-    if "threads" not in said:
-        raise Unavailable(f"{known.instance_id} is of another version: it does not say how many threads it has")
+    if "prefill_batch" not in said:
+        raise Unavailable(f"{known.instance_id} is of another version: it does not say how its engine is run")
     host = urlsplit(known.rpc).hostname or ""
-    return LiveInstance(known, Role(role), host, int(said["threads"]), int(said["max_seqs"]))
+    how = (int(said[key]) for key in ("threads", "max_seqs", "prefill_batch"))
+    return LiveInstance(known, Role(role), host, *how)

@@ -4,18 +4,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from lab.simulate.from_cluster import read_cluster
 from lab.simulate.policy_words import with_policies
 from lab.simulate.sim_file import InstanceEntry, LinkEntry, SimFile, find_file, is_sim_file, load_sim_file
+from services.worker.engines.emulated import fixed_step_rates
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.geometry import ModelGeometry
 from shared.cost.library import Library
 from shared.cost.linear import rates_of
 from shared.cost.memory import require_fit
+from shared.cost.rates_file import CalibratedKind, merged_rates
 from shared.cost.step import Batch, StepModel
 from shared.cost.transfer import Link
 from shared.domain.job import Slo
-from shared.domain.rates import PartialPrefillCost, Rates
+from shared.domain.rates import Rates
 from shared.errors import Incompatible, PolyphaseError
 from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, StepTimes
@@ -38,10 +42,12 @@ def load_deployment(file: Path, calibration: Path | None = None) -> Deployment:
     Incompatible for an instance that the model does not fit.
     """
     file = find_file(file)
-    read = load_sim_file(file) if is_sim_file(file) else read_cluster(file)
+    cluster = None if is_sim_file(file) else read_cluster(file)
+    read = load_sim_file(file) if cluster is None else cluster.sim
     if calibration is not None:
         read = read.model_copy(update={"calibration": calibration})
-    return Deployment(read.name or file.stem, read.model, _Maker(read, file).instances(), _run(read, file))
+    maker = _Maker(read, file, {} if cluster is None else cluster.measured)
+    return Deployment(read.name or file.stem, read.model, maker.instances(), _run(read, file))
 
 
 def _run(read: SimFile, file: Path) -> RunSpec:
@@ -60,8 +66,9 @@ def _run(read: SimFile, file: Path) -> RunSpec:
 class _Maker:
     """Makes the instances; alike ones share a step model, which remembers what it has computed."""
 
-    def __init__(self, read: SimFile, file: Path) -> None:
+    def __init__(self, read: SimFile, file: Path, measured: Mapping[str, CalibratedKind | None]) -> None:
         self._read = read
+        self._measured = measured
         self._file = file
         self._library = Library.built_in(read.accelerators, read.calibration)
         try:
@@ -89,10 +96,9 @@ class _Maker:
         model = self._model(entry, device)
         longest = entry.max_model_len or self._read.max_model_len or self._geometry.max_position
         kv_bytes = self._geometry.kv_bytes_per_token(bytes_of(model.kv_dtype))
-        times: StepTimes = FixedSteps(entry.step_s, entry.prefill_s_per_token) if entry.step_s else model
         return InstanceSpec(
             instance_id=entry.name,
-            model=times,
+            model=self._times(entry, model),
             role=entry.role,
             kv_tokens=_kv_tokens(entry, device, self._geometry, kv_bytes, longest),
             kv_bytes_per_token=kv_bytes,
@@ -110,8 +116,9 @@ class _Maker:
             accelerators=ranks,
             price_per_hour=price,
             lanes=entry.pipeline_parallel,
+            prefill_batch=entry.prefill_batch,
             max_prefills=entry.max_prefills,
-            rates=self._fitted(entry, model, price),
+            rates=self._reported(entry, model, price),
         )
 
     def _model(self, entry: InstanceEntry, device: Accelerator) -> StepModel:
@@ -128,10 +135,24 @@ class _Maker:
             )
         return self._models[key]
 
+    def _times(self, entry: InstanceEntry, model: StepModel) -> StepTimes:
+        """An emulated engine takes the times that it is told, a real one those that were measured."""
+        if entry.step_s:
+            return FixedSteps(entry.step_s, entry.prefill_s_per_token)
+        found = self._measured.get(entry.name)
+        return model if found is None or found.kind.engine == "emulated" else found.step_times(self._library)
+
+    def _reported(self, entry: InstanceEntry, model: StepModel, price: float) -> Rates:
+        """What policies get to know of its speed."""
+        if entry.name not in self._measured:
+            return self._fitted(entry, model, price)
+        found, known = self._measured[entry.name], Rates(price_per_hour=price, weight=entry.weight)
+        return known if found is None else merged_rates(known, found.rates)
+
     def _fitted(self, entry: InstanceEntry, model: StepModel, price: float) -> Rates:
         if entry.step_s:
-            prefill = PartialPrefillCost(entry.prefill_s_per_token, entry.step_s)
-            return Rates(prefill, price_per_hour=price, weight=entry.weight)
+            rates = fixed_step_rates(entry.step_s, entry.prefill_s_per_token, entry.chunk_size)
+            return msgspec.structs.replace(rates, price_per_hour=price, weight=entry.weight)
         key = (id(model), entry.chunk_size, price, entry.weight)
         if key not in self._rates:
             self._rates[key] = rates_of(model, entry.chunk_size, price, entry.weight)

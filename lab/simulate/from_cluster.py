@@ -1,104 +1,165 @@
-"""A cluster file, read as a simulation: the settings of the live services that the simulator knows."""
+"""A cluster file, read as it would be started: what its services would do with their settings, as a simulation."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from gateway.settings import GatewaySettings
+from lab.simulate.not_simulated import ENGINE_ARGS
 from lab.simulate.sim_file import SimFile
+from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster, InstanceSection, describe, load_cluster
+from services.launcher.plan import settings_of
 from services.worker.settings import WorkerSettings
-from shared.errors import InvalidRequest
+from shared.cost.library import Library
+from shared.cost.rates_file import CalibratedKind, Calibration, Kind
+from shared.errors import InvalidRequest, NotFound
 
-# The worker's settings that are an instance's keys here, under the same name.
-_SAME = ("accelerator", "dtype", "tensor_parallel", "chunk_size", "max_seqs", "block_size")
+# Settings that the launcher derives, and that say nothing to a simulation.
+_WORKER = {"rpc_port": 0, "http_port": 0, "kv_port": 0, "monitor_url": "", "heartbeat_address": "",
+           "broadcast_address": ""}  # fmt: skip
 
 
-def read_cluster(file: Path) -> SimFile:
-    """The instances, policies and SLO of a cluster file. Raises InvalidRequest that names file and key.
+@dataclass(frozen=True, slots=True)
+class ClusterRead:
+    """A cluster file as a simulation file, and what its instances know of their speed.
 
-    Emulated engines keep room for a request's whole output, and have the model that they imitate. KV is as much as the
-    file says, links are `emulated_link_gbps`, else the catalogue's network.
+    measured: by the instance's entry, what a calibration found out; None where nobody measured it, so that it reports
+    nothing. An entry that is not there reports what the cost model says.
+    """
+
+    sim: SimFile
+    measured: Mapping[str, CalibratedKind | None]
+
+
+def read_cluster(file: Path) -> ClusterRead:
+    """The instances, policies, limits and SLO of a cluster file.
+
+    Raises InvalidRequest that names file and key, with the words of the service that would refuse the setting. Emulated
+    engines keep room for a request's whole output, have the model that they imitate, and send KV when the whole prompt
+    is computed. KV is as much as the file says, links are `emulated_link_gbps`, else the catalogue's network.
     """
     cluster = load_cluster(file)
-    entries = [_Read(file, cluster, entry) for entry in cluster.instances if entry.enabled]
+    entries = [_Entry(file, cluster, section) for section in cluster.instances if section.enabled]
     if not entries:
         raise InvalidRequest(f"{file}: instances: none is enabled")
-    models = {read.model for read in entries}
+    models = {entry.model for entry in entries}
     if len(models) > 1:
         raise InvalidRequest(f"{file}: instances: one model can be simulated, not {', '.join(sorted(models))}")
-    gateway = cluster.gateway.extra
+    given = {"schedulers": (), "model": cluster.model, **cluster.gateway.extra}
+    gateway = settings_of(GatewaySettings, str(file), "gateway", given)
+    monitor = settings_of(MonitorSettings, str(file), "monitor", cluster.monitor.extra)
+    scheduler = settings_of(SchedulerSettings, str(file), "scheduler", cluster.scheduler.extra)
     data = {
         "name": cluster.name,
         "model": models.pop(),
-        "max_model_len": cluster.max_model_len,
-        "instances": [read.entry() for read in entries],
-        "policies": _policies(file, cluster, entries),
-        "slo": gateway.get("slo", {}).get("default", {}),
+        "instances": [entry.as_instance() for entry in entries],
+        "policies": _policies(file, scheduler, monitor, entries),
+        "slo": gateway.slo["default"].model_dump() if "default" in gateway.slo else {},
         "run": {
-            "codec": gateway.get("kv_codec", GatewaySettings.model_fields["kv_codec"].default),
-            "patience_s": gateway.get("patience_s", GatewaySettings.model_fields["patience_s"].default),
+            "codec": gateway.kv_codec,
+            "patience_s": gateway.patience_s,
+            "job_timeout_s": gateway.job_timeout_s,
+            "max_queued_jobs": gateway.max_queued_jobs,
+            "broadcast_s": monitor.broadcast_period_s,
+            "role_flip_every_s": monitor.role_flip_period_s,
+            "drain_timeout_s": monitor.drain_timeout_s,
+            "streaming": not all(entry.emulated for entry in entries),
         },
     }
     try:
-        return SimFile.model_validate(data)
+        sim = SimFile.model_validate(data)
     except ValidationError as error:
         raise InvalidRequest(describe(file, error)) from error
+    found = [(entry.name, entry.measured()) for entry in entries if entry.measurable]
+    return ClusterRead(sim, dict(found))
 
 
-class _Read:
-    """One entry with the worker's defaults for what it leaves out, checked as the worker would."""
+class _Entry:
+    """One entry of the file with the settings that its workers would start with."""
 
-    def __init__(self, file: Path, cluster: Cluster, entry: InstanceSection) -> None:
+    def __init__(self, file: Path, cluster: Cluster, section: InstanceSection) -> None:
         self._file = file
-        self._section = entry
-        self.emulated = self.get("engine") == "emulated"
-        self.model = str(self.get("emulated_model")) if self.emulated else cluster.model
+        self._section = section
+        self._at = f"instances.{section.id}"
+        values = {
+            **_WORKER, "instance_id": section.id, "role": section.role, "model": cluster.model,
+            "max_model_len": cluster.max_model_len, **section.extra,
+        }  # fmt: skip
+        self.settings = settings_of(WorkerSettings, str(file), self._at, values)
+        self.emulated = self.settings.engine == "emulated"
+        self.model = self.settings.emulated_model if self.emulated else cluster.model
+        self.name = section.id
 
-    def get(self, key: str) -> Any:
-        """A setting of the worker."""
-        field = WorkerSettings.model_fields[key]
-        if key not in self._section.extra:
-            return field.get_default(call_default_factory=True)
-        try:
-            annotated: Any = TypeAdapter(field.annotation)
-            return annotated.validate_python(self._section.extra[key])
-        except ValidationError as error:
-            raise InvalidRequest(describe(self._file, error, f"instances.{self._section.id}.{key}")) from error
-
-    def entry(self) -> dict[str, Any]:
+    def as_instance(self) -> dict[str, Any]:
         """As a simulation file has it."""
-        ranks, gbps = self.get("tensor_parallel"), self.get("emulated_link_gbps")
-        engine_args = self.get("engine_args")
-        prefix_cache = not self.emulated and bool(engine_args.get("enable_prefix_caching", True))
+        s = self.settings
+        args = {} if self.emulated else self._engine_args()
         return {
-            "id": self._section.id,
-            "role": self._section.role,
+            "id": self.name,
+            "role": s.role,
             "count": self._section.count,
-            **{key: self.get(key) for key in _SAME},
-            "kv_cache_bytes": self.get("kv_cache_bytes") * (1 if self.emulated else ranks),  # vLLM's is one rank's
-            "pipeline_parallel": engine_args.get("pipeline_parallel_size", 1),
+            "accelerator": s.accelerator,
+            "dtype": s.dtype,
+            "tensor_parallel": s.tensor_parallel,
+            "chunk_size": s.chunk_size,
+            "max_seqs": s.max_seqs,
+            "block_size": s.block_size,
+            "max_model_len": s.max_model_len,
+            "prefill_batch": s.prefill_batch,
+            "kv_cache_bytes": s.kv_cache_bytes * (1 if self.emulated else s.tensor_parallel),  # vLLM's is one rank's
             "reserves_output": self.emulated,
-            "prefix_cache": prefix_cache,
-            "link": {"gbps": gbps} if gbps else None,
-            "step_s": self.get("emulated_step_s") if self.emulated else None,
-            "prefill_s_per_token": (self.get("emulated_prefill_s_per_token") or 0.0) if self.emulated else 0.0,
+            "prefix_cache": not self.emulated and bool(args.get("enable_prefix_caching", True)),
+            "link": {"gbps": s.emulated_link_gbps} if s.emulated_link_gbps else None,
+            "step_s": s.emulated_step_s if self.emulated else None,
+            "prefill_s_per_token": (s.emulated_prefill_s_per_token or 0.0) if self.emulated else 0.0,
         }
 
+    @property
+    def measurable(self) -> bool:
+        """Whether it reports anything else than what the cost model says."""
+        return bool(self.settings.rates_file) or not self.emulated
 
-def _policies(file: Path, cluster: Cluster, entries: list[_Read]) -> dict[str, Any]:
-    """The scheduler's; order of prefill and dispatch are the prefill instances' own, alike in all."""
-    extra = cluster.scheduler.extra
-    found: dict[str, Any] = {}
-    for kind in ("placement", "split", "dispatch"):
-        name = extra.get(kind, SchedulerSettings.model_fields[kind].default)
-        found[kind] = {"name": name, **extra.get(f"{kind}_parameters", {})}
-    for kind, setting in (("prefill_order", "prefill_order"), ("dispatch", "dispatch")):
-        names = {str(read.get(setting)) for read in entries}
-        if len(names) > 1:
-            raise InvalidRequest(f"{file}: instances: {setting} must be one for all, not {', '.join(sorted(names))}")
-        if names != {found.get(kind, {}).get("name")}:
-            found[kind] = {"name": names.pop()}
+    def measured(self) -> CalibratedKind | None:
+        """What the calibration that it names found out about its kind; None when it names none."""
+        s = self.settings
+        if not s.rates_file:
+            return None
+        name = Library.built_in().geometry(self.model).name if self.emulated else Path(self.model).name
+        kind = Kind(s.engine, s.accelerator, name, s.dtype, s.tensor_parallel, s.threads)
+        try:
+            return Calibration.read(Path(s.rates_file)).of(kind)
+        except NotFound as error:
+            raise NotFound(f"{self._file}: {self._at}.rates_file: {error.message}") from error
+
+    def _engine_args(self) -> dict[str, Any]:
+        args = self.settings.engine_args
+        for key in args:
+            if key not in ENGINE_ARGS:
+                known = ", ".join(ENGINE_ARGS)
+                raise InvalidRequest(
+                    f"{self._file}: {self._at}.engine_args: what {key!r} changes is not simulated (known: {known})"
+                )
+        return args
+
+
+def _policies(
+    file: Path, scheduler: SchedulerSettings, monitor: MonitorSettings, entries: list[_Entry]
+) -> dict[str, Any]:
+    """The scheduler's and the monitor's; the order of prefill is the workers' own, alike in all."""
+    orders = {entry.settings.prefill_order for entry in entries}
+    if len(orders) > 1:
+        raise InvalidRequest(f"{file}: instances: prefill_order must be one for all, not {', '.join(sorted(orders))}")
+    found: dict[str, Any] = {
+        "placement": {"name": scheduler.placement, **scheduler.placement_parameters},
+        "split": {"name": scheduler.split, **scheduler.split_parameters},
+        "dispatch": {"name": scheduler.dispatch, **scheduler.dispatch_parameters},
+        "prefill_order": {"name": orders.pop()},
+    }
+    if monitor.role_flip:
+        found["role_flip"] = {"name": monitor.role_flip, **monitor.role_flip_parameters}
     return found

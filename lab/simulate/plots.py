@@ -8,8 +8,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
-from lab.simulate.report import file_word
-from lab.simulate.run import Run
+from lab.simulate.report import Run, file_word
 from shared.errors import InvalidRequest
 from shared.sim.outcomes import LoadTimeline, SimResult
 

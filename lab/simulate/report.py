@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.simulate.deployment import Deployment
-from lab.simulate.run import Run
 from shared.errors import InvalidRequest
 from shared.sim.metrics import Goodput
 from shared.sim.outcomes import InstanceUse, SimResult, Status
+from shared.sim.spec import RunSpec
 from shared.sim.workload import Workload
 
 # What the table shows, in this order: title, figure, factor, unit.
@@ -24,6 +25,7 @@ _ROWS: tuple[tuple[str, str, float, str], ...] = (
     ("refused", "refused", 1.0, ""),
     ("impossible", "impossible", 1.0, ""),
     ("unfinished", "unfinished", 1.0, ""),
+    ("timed out", "timed_out", 1.0, ""),
     *(
         (f"{name.upper()} {part}", f"{name}_{part}_s", 1000.0 if name in ("tpot", "itl") else 1.0, unit)
         for name, unit in (("ttft", "s"), ("tpot", "ms"), ("itl", "ms"), ("jct", "s"))
@@ -43,7 +45,23 @@ _ROWS: tuple[tuple[str, str, float, str], ...] = (
     ("requests per USD", "requests_per_usd", 1.0, ""),
     ("duration", "duration_s", 1.0, "s"),
 )
-_IF_ANY = {"refused", "impossible", "unfinished", "preemptions"}  # left out of the table where all are 0
+_IF_ANY = {"refused", "impossible", "unfinished", "timed_out", "preemptions"}  # left out of the table where all are 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A simulated run. `figures`: see `shared.sim.metrics.summary`. `wall_s`: what the simulation itself took."""
+
+    spec: RunSpec
+    result: SimResult
+    figures: dict[str, float]
+    wall_s: float
+    goodput: Goodput | None = None
+
+    @property
+    def label(self) -> str:
+        """The policies as they were written."""
+        return self.spec.label
 
 
 def show(console: Console, deployment: Deployment, workload: Workload, runs: Sequence[Run]) -> None:

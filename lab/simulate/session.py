@@ -11,8 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lab.simulate.deployment import Deployment, load_deployment
 from lab.simulate.policy_words import with_words
-from lab.simulate.report import show, write_csv
-from lab.simulate.run import Run
+from lab.simulate.report import Run, show, write_csv
 from lab.simulate.workloads import WorkloadOptions, at_rate, make_workload
 from shared.domain.job import Slo
 from shared.errors import InvalidRequest

@@ -97,6 +97,9 @@ class RunEntry(_Part):
     flip_s: Seconds = 0.006
     role_flip_every_s: Positive = 1.0
     patience_s: Annotated[float, Field(ge=0)] = float("inf")
+    job_timeout_s: Annotated[float, Field(gt=0)] = float("inf")
+    max_queued_jobs: Count | None = None
+    drain_timeout_s: Annotated[float, Field(gt=0)] = float("inf")
     codec: Codec = Codec.RAW
     first_token: FirstToken = FirstToken.PREFILL
     streaming: bool = True
@@ -128,6 +131,7 @@ class InstanceEntry(_Part):
     prefill_first: bool = False
     reserves_output: bool = False
     prefix_cache: bool = False
+    prefill_batch: Count | None = None
     max_prefills: Count | None = None
     price_usd_hour: Seconds | None = None
     weight: Positive = 1.0

@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -29,6 +29,7 @@ _PRELOAD = {
     ),
 }  # fmt: skip
 _PRELOAD_ENV = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+Settings = TypeVar("Settings", bound=ServiceSettings)
 _OURS = "POLYPHASE_"
 _UNSET = "POLYPHASE_NOT_FROM_THE_ENVIRONMENT_"  # settings come from the cluster file alone
 
@@ -91,6 +92,14 @@ class Plan:
 def make_plan(cluster: Cluster, data_dir: Path, host_name: str = "", where: str = "cluster file") -> Plan:
     """What `host_name` runs. Raises InvalidRequest that names the key at fault."""
     return _Planner(cluster, data_dir, host_name, where).plan()
+
+
+def settings_of(kind: type[Settings], where: str, at: str, values: dict[str, Any]) -> Settings:
+    """A process's settings, from the cluster file alone. Raises InvalidRequest that names `where` and the key."""
+    try:
+        return kind(_env_prefix=_UNSET, **values)
+    except ValidationError as error:
+        raise InvalidRequest(describe(where, error, at)) from error
 
 
 class _Planner:
@@ -228,12 +237,9 @@ class _Planner:
         return self._process(name, "services.worker", settings, host, first + 1, uses, entry.env)
 
     def _settings(
-        self, kind: type[ServiceSettings], at: str, extra: dict[str, Any], values: dict[str, Any]
-    ) -> ServiceSettings:
-        try:
-            return kind(_env_prefix=_UNSET, **{**values, **extra})
-        except ValidationError as error:
-            raise InvalidRequest(describe(self._where, error, at)) from error
+        self, kind: type[Settings], at: str, extra: dict[str, Any], values: dict[str, Any]
+    ) -> Settings:
+        return settings_of(kind, self._where, at, {**values, **extra})
 
     def _process(
         self, name: str, module: str, settings: ServiceSettings, host: str, http: int, uses: tuple[int, ...],

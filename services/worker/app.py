@@ -88,6 +88,7 @@ def create_app(settings: WorkerSettings) -> FastAPI:
             "refused": running.telemetry.refused,
             "threads": settings.threads,
             "max_seqs": settings.max_seqs,
+            "prefill_batch": settings.prefill_batch,
         }
 
     @app.get("/steps")

@@ -1,12 +1,14 @@
 """Settings of one worker."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from shared.domain.instance import Role
 from shared.runtime.settings import ServiceSettings
+
+NO_PIPELINE = "KV transfer does not support pipeline parallelism"
 
 
 class WorkerSettings(ServiceSettings):
@@ -62,6 +64,12 @@ class WorkerSettings(ServiceSettings):
     prefill_order: str = "fcfs"
     prefill_batch: int = Field(16, gt=0)  # jobs in the engine at once, as a prefill instance
     policy_seed: int | None = None  # of the dispatcher; None: every instance and every start has its own
+
+    @model_validator(mode="after")
+    def _servable(self) -> Self:
+        if self.engine == "vllm" and self.engine_args.get("pipeline_parallel_size", 1) != 1:
+            raise ValueError(f"engine_args: pipeline_parallel_size: {NO_PIPELINE}")
+        return self
 
     def address(self, port: int) -> str:
         """A ZeroMQ address of ours as peers see it."""

@@ -29,6 +29,7 @@ class LiveInstance:
     host: str
     threads: int = 1
     max_seqs: int = 256
+    prefill_batch: int | None = None
 
     @property
     def kind(self) -> Kind:
@@ -73,6 +74,7 @@ def specs_of(
                 accelerator=info.accelerator,
                 accelerators=info.tensor_parallel,
                 price_per_hour=info.rates.price_per_hour,
+                prefill_batch=one.prefill_batch,
                 rates=info.rates,
             )
         )

@@ -190,11 +190,15 @@ def _rates(settings: WorkerSettings, model: StepModel) -> Rates:
     step_s = settings.emulated_step_s
     if step_s is None:
         return rates_of(model, settings.chunk_size, model.accelerator.price_usd_hour * settings.tensor_parallel)
-    per_token = settings.emulated_prefill_s_per_token or 0.0
+    return fixed_step_rates(step_s, settings.emulated_prefill_s_per_token or 0.0, settings.chunk_size)
+
+
+def fixed_step_rates(step_s: float, s_per_token: float, chunk_size: int) -> Rates:
+    """What an instance would have been measured at whose steps take `step_s`, and as much again for a prompt token."""
     return Rates(
-        PartialPrefillCost(per_token + step_s / settings.chunk_size, step_s / 2.0),  # the last step is half full
-        ChunkedCost(0.0, 0.0, step_s + per_token * settings.chunk_size),
-        HuaweiCost(per_token, 0.0, 0.0, step_s, 0.0, 0.0, 0.0, step_s),
+        PartialPrefillCost(s_per_token + step_s / chunk_size, step_s / 2.0),  # the last step is half full
+        ChunkedCost(0.0, 0.0, step_s + s_per_token * chunk_size),
+        HuaweiCost(s_per_token, 0.0, 0.0, step_s, 0.0, 0.0, 0.0, step_s),
     )
 
 

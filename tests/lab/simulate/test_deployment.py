@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from lab.simulate.deployment import FixedSteps, load_deployment
+from services.worker.engines.emulated import fixed_step_rates
 from shared.cost.catalogue import Catalogue
 from shared.cost.efficiency import SHIPPED
 from shared.cost.library import Library
@@ -132,8 +133,9 @@ def test_fixed_steps(tmp_path: Path) -> None:
     assert spec.model.step_time_s(Batch(((100, 0),), 3, 30)) == pytest.approx(0.02)
     assert spec.model.decode_time_s(3, 30) == 0.01
     assert spec.model.decode_segments(3, 30, 7) == ((7, 0.01, 0.01),)
-    assert spec.rates.prefill is not None
-    assert spec.rates.prefill.time_s(100) == pytest.approx(0.02)
+    told = fixed_step_rates(0.01, 1e-4, 2048)  # as an emulated instance with such steps reports them
+    assert (spec.rates.prefill, spec.rates.chunked, spec.rates.batch) == (told.prefill, told.chunked, told.batch)
+    assert spec.rates.price_per_hour == spec.price_per_hour
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,15 @@ from typing import Any
 import pytest
 import yaml
 
+from lab.simulate.deployment import load_deployment
 from lab.simulate.from_cluster import read_cluster
+from shared.cost.library import Library
+from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind
 from shared.domain.kv import Codec
-from shared.errors import InvalidRequest
+from shared.domain.rates import PartialPrefillCost, Rates
+from shared.errors import InvalidRequest, NotFound
+from shared.policy.prefill_order import Sjf
+from shared.policy.role_flip import PressureFlip
 
 DEFAULTS = {"engine": "emulated", "accelerator": "A10"}
 SMALL: dict[str, Any] = {
@@ -26,7 +32,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 def test_the_shipped_emulated_cluster() -> None:
-    read = read_cluster(Path("emulated-mixed"))
+    read = read_cluster(Path("emulated-mixed")).sim
     assert read.model == "Llama-3-8B"
     assert sum(entry.count for entry in read.instances) == 32
     first = read.instances[0]
@@ -38,7 +44,7 @@ def test_the_shipped_emulated_cluster() -> None:
 
 def test_a_real_cluster_has_its_own_model_and_the_workers_defaults(tmp_path: Path) -> None:
     defaults = {"accelerator": "A10", "tensor_parallel": 2, "engine_args": {"enable_prefix_caching": False}}
-    read = read_cluster(write(tmp_path, instance_defaults=defaults))
+    read = read_cluster(write(tmp_path, instance_defaults=defaults)).sim
     assert read.model == "org/some-model"
     first = read.instances[0]
     assert first.kv_cache_bytes == 2 * (256 << 20)  # vLLM's is one rank's
@@ -51,11 +57,16 @@ def test_policies_slo_and_codec(tmp_path: Path) -> None:
     read = read_cluster(
         write(
             tmp_path,
-            scheduler={"placement": "round_robin", "split": "fraction", "split_parameters": {"fraction": 0.25}},
+            scheduler={
+                "placement": "round_robin",
+                "split": "fraction",
+                "split_parameters": {"fraction": 0.25},
+                "dispatch": "random",
+            },
             gateway={"slo": {"default": {"ttft_s": 1.5, "tpot_s": 0.05}}, "kv_codec": "int8"},
-            instance_defaults={**DEFAULTS, "prefill_order": "sjf", "dispatch": "random"},
+            instance_defaults={**DEFAULTS, "prefill_order": "sjf"},
         )
-    )
+    ).sim
     assert read.policies.placement is not None
     assert read.policies.placement.name == "round_robin"
     assert read.policies.split is not None
@@ -71,17 +82,90 @@ def test_policies_slo_and_codec(tmp_path: Path) -> None:
 
 def test_emulated_links_and_fixed_steps(tmp_path: Path) -> None:
     defaults = {**DEFAULTS, "emulated_link_gbps": 25, "emulated_step_s": 0.01, "emulated_prefill_s_per_token": 1e-5}
-    first = read_cluster(write(tmp_path, instance_defaults=defaults)).instances[0]
+    first = read_cluster(write(tmp_path, instance_defaults=defaults)).sim.instances[0]
     assert first.link is not None
     assert not isinstance(first.link, str)
     assert first.link.gbps == 25
     assert (first.step_s, first.prefill_s_per_token) == (0.01, 1e-5)
-    assert read_cluster(write(tmp_path)).instances[0].link is None
+    assert read_cluster(write(tmp_path)).sim.instances[0].link is None
 
 
 def test_disabled_instances_are_left_out(tmp_path: Path) -> None:
     rows = [SMALL["instances"][0], {**SMALL["instances"][1], "enabled": False}]
-    assert [entry.id for entry in read_cluster(write(tmp_path, instances=rows)).instances] == ["p"]
+    assert [entry.id for entry in read_cluster(write(tmp_path, instances=rows)).sim.instances] == ["p"]
+
+
+def calibrated(kind: Kind) -> CalibratedKind:
+    return CalibratedKind(
+        kind=kind, geometry="Llama-3-8B", instances=("p",), samples=100, mape_percent=1.0, naive_mape_percent=1.0,
+        bias_percent=0.0, compute_factor=0.5, bandwidth_factor=0.5, step_s=2e-3, sequence_s=0.0, scale=1.0,
+        chunk_s=3e-3, slowdown=(1.0,), saturation_tokens=256, rates=Rates(PartialPrefillCost(1e-4, 0.25)),
+    )  # fmt: skip
+
+
+def calibration(folder: Path, *kinds: Kind) -> str:
+    file = folder / "calibration.yaml"
+    found = Calibration("2026-01-01", "test", ControlPlane(), tuple(map(calibrated, kinds)))
+    file.write_text(found.to_yaml())
+    return str(file)
+
+
+def test_the_prefill_queue_is_the_workers(tmp_path: Path) -> None:
+    file = write(tmp_path, instance_defaults={**DEFAULTS, "prefill_batch": 3, "prefill_order": "sjf"})
+    made = load_deployment(file)
+    assert {spec.prefill_batch for spec in made.instances} == {3}
+    assert made.run.prefill_order == Sjf()
+    assert {spec.prefill_batch for spec in load_deployment(write(tmp_path)).instances} == {16}
+
+
+def test_roles_flip_as_the_monitor_is_told(tmp_path: Path) -> None:
+    monitor = {
+        "role_flip": "pressure", "role_flip_parameters": {"for_s": 3}, "role_flip_period_s": 0.5, "drain_timeout_s": 7,
+        "broadcast_period_s": 0.2,
+    }  # fmt: skip
+    run = load_deployment(write(tmp_path, monitor=monitor)).run
+    assert run.role_flip == PressureFlip(for_s=3.0)
+    assert (run.role_flip_every_s, run.drain_timeout_s, run.broadcast_s) == (0.5, 7.0, 0.2)
+    assert load_deployment(write(tmp_path)).run.role_flip is None
+
+
+def test_limits_are_the_gateways(tmp_path: Path) -> None:
+    run = load_deployment(write(tmp_path, gateway={"max_queued_jobs": 9, "job_timeout_s": 30, "patience_s": 2})).run
+    assert (run.max_queued_jobs, run.job_timeout_s, run.patience_s) == (9, 30.0, 2.0)
+
+
+def test_emulated_instances_send_kv_when_the_prompt_is_computed(tmp_path: Path) -> None:
+    assert not read_cluster(write(tmp_path)).sim.run.streaming
+    assert read_cluster(write(tmp_path, instance_defaults={"accelerator": "A10"})).sim.run.streaming
+
+
+def test_policies_know_what_instances_report_of_their_speed(tmp_path: Path) -> None:
+    # A real engine knows nothing of its speed unless it was calibrated.
+    real = {"engine": "vllm", "accelerator": "A10", "kv_cache_bytes": 2 << 30}
+    rows = [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "threads": 4}]
+    model: dict[str, Any] = {"model": "Llama-3-8B", "instances": rows}
+    unknown = load_deployment(write(tmp_path, **model, instance_defaults=real))
+    assert {spec.rates.prefill for spec in unknown.instances} == {None}
+    kinds = [Kind("vllm", "A10", "Llama-3-8B", "bfloat16", 1, threads) for threads in (1, 4)]
+    file = calibration(tmp_path, *kinds)
+    known = load_deployment(write(tmp_path, **model, instance_defaults={**real, "rates_file": file}))
+    for spec in known.instances:
+        assert spec.rates.prefill == PartialPrefillCost(1e-4, 0.25)
+        assert spec.rates.price_per_hour == spec.price_per_hour
+        measured = calibrated(kinds[0]).step_times(Library.built_in())  # and it is as fast as it was measured
+        assert spec.model.decode_time_s(4, 1000) == measured.decode_time_s(4, 1000)
+    another = {**real, "rates_file": calibration(tmp_path, kinds[1])}
+    with pytest.raises(NotFound, match=r"c\.yaml: instances\.p\.rates_file: not calibrated: .* are: .*threads 4"):
+        load_deployment(write(tmp_path, **model, instance_defaults=another))
+
+
+def test_an_emulated_engine_keeps_its_times_and_reports_the_calibrated_rates(tmp_path: Path) -> None:
+    file = calibration(tmp_path, Kind("emulated", "A10", "Llama-3-8B", "bfloat16", 1, 1))
+    known = load_deployment(write(tmp_path, instance_defaults={**DEFAULTS, "rates_file": file})).instances[0]
+    plain = load_deployment(write(tmp_path)).instances[0]
+    assert known.rates.prefill == PartialPrefillCost(1e-4, 0.25)
+    assert plain.rates.prefill != known.rates.prefill
+    assert known.model.decode_time_s(4, 1000) == plain.model.decode_time_s(4, 1000)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +181,15 @@ def test_disabled_instances_are_left_out(tmp_path: Path) -> None:
         (
             [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "prefill_order": "sjf"}],
             r"prefill_order must be one for all, not fcfs, sjf",
+        ),
+        ([{"id": "p", "role": "prefill", "prefill_batch": 0}], r"c\.yaml: instances\.p\.prefill_batch: .*than 0"),
+        (
+            [{"id": "p", "role": "prefill", "engine": "vllm", "engine_args": {"pipeline_parallel_size": 2}}],
+            r"c\.yaml: instances\.p: engine_args: pipeline_parallel_size: KV transfer does not support pipeline",
+        ),
+        (
+            [{"id": "p", "role": "prefill", "engine": "vllm", "engine_args": {"quantization": "fp8"}}],
+            r"c\.yaml: instances\.p\.engine_args: what 'quantization' changes is not simulated",
         ),
     ],
 )

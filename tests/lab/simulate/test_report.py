@@ -11,8 +11,7 @@ from rich.console import Console
 
 from lab.simulate.deployment import Deployment, load_deployment
 from lab.simulate.plots import latency_figure, load_figure, write_plots
-from lab.simulate.report import file_word, outcomes_table, show, write_csv
-from lab.simulate.run import Run
+from lab.simulate.report import Run, file_word, outcomes_table, show, write_csv
 from shared.domain.job import Slo
 from shared.errors import InvalidRequest
 from shared.sim.metrics import Goodput, summary

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from services.worker.kv.vllm.metadata import StepMetadata, read_settings
 from services.worker.kv.vllm.scheduler_half import SchedulerHalf
 from services.worker.kv.vllm.worker_half import WorkerHalf
+from services.worker.settings import NO_PIPELINE
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -44,7 +45,7 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
         if len(settings.endpoints) != parallel.tensor_parallel_size:
             raise ValueError("endpoints: one a tensor-parallel rank")
         if parallel.pipeline_parallel_size != 1:
-            raise ValueError("KV transfer does not support pipeline parallelism")
+            raise ValueError(NO_PIPELINE)
         if len(kv_cache_config.kv_cache_groups) > 1:
             raise ValueError("KV transfer supports models with one KV cache group only")
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":

@@ -1,0 +1,85 @@
+"""Settings of a cluster file that make no difference to a simulation, each with its reason.
+
+A test holds that every setting is here or changes what is simulated, so that none is ignored in silence.
+"""
+
+from collections.abc import Mapping
+
+from gateway.settings import GatewaySettings
+from services.cluster_monitor.settings import MonitorSettings
+from services.global_scheduler.settings import SchedulerSettings
+from services.worker.settings import WorkerSettings
+from shared.runtime.settings import ServiceSettings
+
+_ADDRESS = "where a process listens: nothing travels in a simulation but KV, over `link`"
+_DATABASE = "nothing waits for the database"
+_LOG = "what is logged, not what is done"
+_SEED = "draws follow the simulation's own seed"
+_NO_FAULTS = "instances of a cluster file do not fail in a simulation"
+_PREDICTOR = "whether lengths are predicted, and how well, is `--accuracy`"
+_MEMORY = "host memory for KV on its way has no bound in a simulation"
+_LATE_KV = "KV on its way never comes too late for its deadline in a simulation"
+
+NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
+    WorkerSettings: {
+        "host": _ADDRESS,
+        "advertise_host": _ADDRESS,
+        "log_level": _LOG,
+        "predict_timeout_s": _PREDICTOR,
+        "policy_seed": _SEED,
+        "dispatch": "the scheduler's counts",
+        "staging_bytes": _MEMORY,
+        "inbox_bytes": _MEMORY,
+        "lease_s": _LATE_KV,
+        "pull_timeout_s": _LATE_KV,
+        "kv_fault": _NO_FAULTS,
+    },
+    SchedulerSettings: {
+        "log_level": _LOG,
+        "queue_rows": _DATABASE,
+        "retention_s": _DATABASE,
+        "prune_period_s": _DATABASE,
+        "ring_jobs": "how many timelines are kept to be looked at",
+        "policy_seed": _SEED,
+    },
+    MonitorSettings: {
+        "log_level": _LOG,
+        "silence_s": _NO_FAULTS,
+        "connect_timeout_s": _NO_FAULTS,
+        "keep_dead_s": _NO_FAULTS,
+        "quiet_start_s": "the monitor of a simulation is never restarted",
+        "fingerprint": "one model is simulated",
+        "rpc_timeout_s": _NO_FAULTS,
+        "verify_timeout_s": _NO_FAULTS,
+        "slo_windows_s": "SLO attainment is that of the whole run",
+        "queue_rows": _DATABASE,
+        "load_sample_s": _DATABASE,
+        "slo_sample_s": _DATABASE,
+        "prune_period_s": _DATABASE,
+        "retention_loads_s": _DATABASE,
+        "retention_slo_s": _DATABASE,
+        "retention_flips_s": _DATABASE,
+    },
+    GatewaySettings: {
+        "log_level": _LOG,
+        "host": _ADDRESS,
+        "port": _ADDRESS,
+        "dtype": "of the front end; the instances' own counts",
+        "vllm_args": "of the front end: templates and parsers, which a trace of lengths does not meet",
+        "api_keys_file": "requests of a trace have no keys",
+        "max_body_bytes": "requests of a trace have no bodies; their lengths meet max_model_len",
+        "attempts": _NO_FAULTS,
+    },
+}
+
+# Of a worker's `engine_args`: what the simulation reads, and what makes no difference to it. Others are refused.
+ENGINE_ARGS: Mapping[str, str] = {
+    "enable_prefix_caching": "read",
+    "pipeline_parallel_size": "1: the worker refuses others",
+    "gpu_memory_utilization": "KV is `kv_cache_bytes`",
+    "seed": "tokens have no content",
+    "load_format": "start-up is not simulated",
+    "download_dir": "start-up is not simulated",
+    "trust_remote_code": "start-up is not simulated",
+    "disable_log_stats": _LOG,
+}
