@@ -21,6 +21,7 @@ from gateway.admission import Admission
 from gateway.auth import LOOPBACK, KeyRing, load_keys
 from gateway.core import ClusterCore, JobRunner
 from gateway.edge import Edge
+from gateway.grammars import Grammars
 from gateway.llm import ClusterLLM
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
@@ -63,6 +64,9 @@ async def running(
 ) -> AsyncIterator[Edge]:
     """The whole application with everything behind it started; stopped in reverse at the end of the block."""
     async with AsyncExitStack() as stack:
+        args = _arguments(settings)
+        config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
+        grammars = stack.enter_context(Grammars(config, settings))
         curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
         sockets = Sockets(curve)
         stack.callback(sockets.close)
@@ -72,23 +76,22 @@ async def running(
         reporter = Reporter(schedulers, metrics)
         tasks = await stack.enter_async_context(background())
         tasks.every("reports", PERIOD_S, reporter.flush)
+        tasks.start("grammars", grammars.watch())
         core = ClusterCore(settings, runner or Pipeline(settings, clients, schedulers, reporter))
         stack.push_async_callback(core.close)
         admission = Admission(settings, keys.count)
         metrics.queued.set_function(lambda: admission.jobs)
-        app = await _vllm_app(settings, core, stack)
+        llm = ClusterLLM(config, core, grammars)
+        stack.callback(llm.shutdown)
+        app = await _vllm_app(args, llm)
         healthy = (lambda: True) if runner else (lambda: schedulers.connected)
         yield Edge(app, settings, keys, metrics, admission, healthy)
         await reporter.flush()
 
 
-async def _vllm_app(settings: GatewaySettings, core: ClusterCore, stack: AsyncExitStack) -> FastAPI:
+async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
     """vLLM's API server without an engine in the process."""
-    args = _arguments(settings)
-    model_config = AsyncEngineArgs.from_cli_args(args).create_model_config()
-    llm = ClusterLLM(VllmConfig(model_config=model_config), core)
-    stack.callback(llm.shutdown)
-    app: FastAPI = build_app(args, _TASKS, model_config)
+    app: FastAPI = build_app(args, _TASKS, llm.model_config)
     surface.trim(app)
     await init_app_state(llm, app.state, args, _TASKS)
     return app

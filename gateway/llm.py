@@ -12,6 +12,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from gateway.core import ClusterCore
+from gateway.grammars import Grammars
 
 # How KV moves is ours to say; the rest of vllm_xargs is for an operator's logits processors.
 _OURS = ("kv_", "ec_")
@@ -25,7 +26,7 @@ _REQUEST_ID = re.compile(r"[\w.:=+@-]{1,128}", re.ASCII)
 class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     """The front end. Its engine core is the cluster."""
 
-    def __init__(self, config: VllmConfig, core: ClusterCore) -> None:
+    def __init__(self, config: VllmConfig, core: ClusterCore, grammars: Grammars) -> None:
         # vLLM offers no argument for the client of the engine core; this is its one seam.
         make = EngineCoreClient.make_async_mp_client
         EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
@@ -34,6 +35,8 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         finally:
             EngineCoreClient.make_async_mp_client = make
         self._core = core
+        self._grammars = grammars
+        self.input_processor.structured_outputs_config = None  # it would try them on the event loop
         core.attach(self.output_processor)
 
     async def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **how: Any) -> Any:
@@ -46,6 +49,8 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         params.extra_args = {
             name: value for name, value in (params.extra_args or {}).items() if not name.startswith(_OURS)
         } or None
+        if params.structured_outputs is not None:
+            params.structured_outputs = await self._grammars.check(params)
         passed = {name: value for name, value in how.items() if name in _PASSED}
         return await super().add_request(request_id, prompt, params, **passed)
 

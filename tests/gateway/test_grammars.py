@@ -1,0 +1,119 @@
+"""Structured outputs through the real API layer: tried before they are jobs, and never on the event loop."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from tests.gateway.api import Api
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+# Each takes minutes to compile.
+PATTERN = {"type": "string", "pattern": r"^(\w{1,9999}-){1,9999}$"}
+CHOICES = ["a" * 100 + str(number) for number in range(1500)]
+TAG = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": PATTERN}}
+
+
+def as_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+@pytest.mark.parametrize(
+    ("wish", "backend"),
+    [
+        ({"response_format": as_format(SCHEMA)}, "xgrammar"),
+        ({"response_format": {"type": "json_object"}}, "xgrammar"),
+        ({"structured_outputs": {"regex": "[ab]+"}}, "xgrammar"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "xgrammar"),
+        ({"structured_outputs": {"grammar": 'root ::= "a" | "b"'}}, "xgrammar"),
+        ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 7}}}, "guidance"),
+    ],
+)  # fmt: skip
+async def test_good_ones_reach_the_engines_as_validated(api: Api, wish: dict[str, Any], backend: str) -> None:
+    for ask in (api.chat, api.complete):
+        response = await ask(**wish)
+        assert response.status_code == 200, response.text
+        sampling = msgspec.msgpack.decode(api.cluster.prefill.prefills[-1].generation.sampling)
+        assert sampling["structured_outputs"]["_backend"] == backend
+        assert sampling["structured_outputs"]["choice"] is None  # a choice is a grammar by then
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"structured_outputs": {"regex": "(a"}},
+        {"structured_outputs": {"grammar": "root ::= nothing"}},
+        {"structured_outputs": {"json": '{"type": '}},
+        {"structured_outputs": {"json": {"type": "nonsense"}}},
+        {"structured_outputs": {"choice": []}},
+        {"structured_outputs": {"structural_tag": "{}"}},
+        {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "(a"}}},
+    ],
+)  # fmt: skip
+async def test_bad_ones_are_a_400_that_says_what_is_wrong(api: Api, wish: dict[str, Any]) -> None:
+    response = await api.chat(**wish)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"]
+    assert not api.cluster.prefill.prefills
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"response_format": as_format(PATTERN)},
+        {"structured_outputs": {"json": PATTERN}},
+        {"structured_outputs": {"choice": CHOICES}},
+        {"response_format": TAG},
+        {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+    ],
+)  # fmt: skip
+async def test_dear_ones_are_a_400_and_others_are_served_meanwhile(api: Api, wish: dict[str, Any]) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, **wish}
+    async with httpx.AsyncClient(base_url=api.client.base_url, timeout=60) as client:
+        dear = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        served, longest_s = 0, 0.0
+        while not dear.done():
+            began = time.monotonic()
+            assert (await api.complete()).status_code == 200
+            longest_s = max(longest_s, time.monotonic() - began)
+            served += 1
+        response = dear.result()
+    assert response.status_code == 400, response.text
+    assert "too expensive" in response.json()["error"]["message"]
+    assert served >= 3, f"in the time of the trial {served} others were served, one in {longest_s:.1f} s"
+    assert all(request.job.max_tokens == 6 for request in api.cluster.prefill.prefills)  # the others' alone
+    assert api.admission.jobs == 0
+
+
+async def test_a_client_that_leaves_does_not_make_room_for_another_trial(api: Api) -> None:
+    grammars = api.app.state.engine_client._grammars
+    posts = [
+        asyncio.create_task(api.complete(structured_outputs={"json": {**PATTERN, "title": str(number)}}))
+        for number in range(6)
+    ]
+    async with asyncio.timeout(20):
+        while len(grammars._trials) < 2:
+            await asyncio.sleep(0.01)
+    for post in posts:
+        post.cancel()
+    await asyncio.gather(*posts, return_exceptions=True)
+    assert len(grammars._trials) <= 2
+    async with asyncio.timeout(30):
+        while grammars._trials:
+            assert len(grammars._trials) <= 2
+            await asyncio.sleep(0.01)
+
+
+async def test_a_grammar_is_tried_once(api: Api) -> None:
+    grammars = api.app.state.engine_client._grammars
+    wish = {"structured_outputs": {"regex": "[a-f]+once"}}
+    assert (await api.complete(**wish)).status_code == 200
+    kept = len(grammars._verdicts)
+    answers = await asyncio.gather(*(api.complete(**wish) for _ in range(10)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(grammars._verdicts) == kept
