@@ -84,8 +84,8 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     """What an instance reports every 100 ms."""
 
     time_s: float = 0.0  # unix time at the instance
-    queued_prefill: int = 0  # jobs waiting for prefill, in our queue and in the engine's
-    queued_prefill_tokens: int = 0  # prompt tokens of those not yet computed
+    queued_prefill: int = 0  # jobs whose prefill is not done, in our queue and in the engine
+    queued_prefill_tokens: int = 0  # prompt tokens of those
     running: int = 0  # requests the engine is stepping
     waiting: int = 0  # requests in the engine's queue, KV waiters included
     decoding: int = 0  # decode jobs accepted and not finished

@@ -196,6 +196,7 @@ class Engine:
             self._events.chunk(leg, now)
             return
         del scheduler.prefilling[leg]
+        scheduler.queued_jobs -= 1
         scheduler.memory.keep_prefix(leg)
         leg.tokens += 1
         leg.left -= 1

@@ -61,17 +61,18 @@ class SimInstance:
         """What the monitor broadcasts of it."""
         if not self.requests:
             return self._idle_view()
-        context = free = queued = running = waiting = 0
+        context = free = queued = tokens = running = waiting = 0
         for engine in self.engines:
             of_engine, free_of_engine = engine.state_at(now)
             context += of_engine
             free += free_of_engine
             scheduler = engine.scheduler
-            queued += scheduler.queued_tokens
+            queued += scheduler.queued_jobs
+            tokens += scheduler.queued_tokens
             running += len(scheduler.running)
             waiting += scheduler.blocked
         load = InstanceLoad(
-            time_s=now, queued_prefill=self.prefills, queued_prefill_tokens=queued, running=running, waiting=waiting,
+            time_s=now, queued_prefill=queued, queued_prefill_tokens=tokens, running=running, waiting=waiting,
             decoding=self.decoding, heavy_decodes=self.heavy, context_tokens=context, free_blocks=free,
             inflight=len(self.requests),
         )  # fmt: skip

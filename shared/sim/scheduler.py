@@ -45,7 +45,8 @@ class Scheduler:
         self.group = DecodeGroup(limits.block_tokens)  # of those, the others
         self.fresh: list[Leg] = []  # of the group, those that the coming step decodes for the first time
         self.leaving: list[Leg] = []  # cancelled while running
-        self.queued_tokens = 0  # prompt tokens not yet computed
+        self.queued_jobs = 0  # legs whose prefill is not done
+        self.queued_tokens = 0  # prompt tokens of those, not yet computed
         self._gate: AdmissionGate | None = None
         if not isinstance(admission, Greedy):  # for greedy the blocks decide
             self._gate = AdmissionGate(admission, memory, self.group, limits.block_tokens)
@@ -67,14 +68,14 @@ class Scheduler:
         """Queue a leg."""
         self.waiting.push(leg, now)
         if not leg.remote:
-            self.queued_tokens += leg.missing
+            self._queued(1, leg.missing)
 
     def kv_arrived(self, leg: Leg) -> None:
         """The KV of an admitted leg is here."""
         del self.awaiting[leg]
         self.arrived.append(leg)
         if leg.missing > 1:
-            self.queued_tokens += leg.missing
+            self._queued(1, leg.missing)
 
     def plan(self, now: float) -> list[Chunk]:
         """The prefill chunks of the coming step. The group decodes beside them, unless prefill goes first."""
@@ -158,13 +159,15 @@ class Scheduler:
             return True
         self.waiting.gone(leg, now)
         if self.waiting.remove(leg):
-            self.queued_tokens -= 0 if leg.remote else leg.missing
+            if not leg.remote:
+                self._queued(-1, -leg.missing)
         elif leg in self.awaiting:
             del self.awaiting[leg]
             self.memory.release(leg)
         elif leg in self.arrived:
             self.arrived.remove(leg)
-            self.queued_tokens -= leg.missing if leg.missing > 1 else 0
+            if leg.missing > 1:
+                self._queued(-1, -leg.missing)
             self.memory.release(leg)
         return False
 
@@ -181,13 +184,17 @@ class Scheduler:
                 self.group.leave(leg)
                 leg.last_token_s = last_s
 
+    def _queued(self, jobs: int, tokens: int) -> None:
+        self.queued_jobs += jobs
+        self.queued_tokens += tokens
+
     def _drop_leaving(self) -> None:
         for leg in self.leaving:
             if leg not in self.running:
                 continue  # it was done in that very step
             if leg in self.prefilling:
                 del self.prefilling[leg]
-                self.queued_tokens -= leg.missing
+                self._queued(-1, -leg.missing)
             else:
                 self.group.leave(leg)
             self.finish(leg, self._now)
@@ -247,7 +254,7 @@ class Scheduler:
         del self.running[leg]
         if leg in self.prefilling:
             del self.prefilling[leg]
-            self.queued_tokens -= leg.missing
+            self._queued(-1, -leg.missing)
             self._chunks = [chunk for chunk in self._chunks if chunk[0] is not leg]
         else:
             self.group.leave(leg)
@@ -258,7 +265,7 @@ class Scheduler:
         self.memory.release(leg)
         leg.computed = 0
         leg.remote = False
-        self.queued_tokens += leg.missing
+        self._queued(1, leg.missing)
         self.waiting.push_front(leg)
         self._preempted(leg)
 

@@ -19,6 +19,7 @@ class PrefillQueue:
     def __init__(self, order: PrefillOrder, batch: int) -> None:
         self._waiting: OrderedQueue[_Turn] = OrderedQueue(order)
         self._free = batch
+        self._admitted = 0
         self._admitted_tokens = 0
 
     @property
@@ -27,8 +28,13 @@ class PrefillQueue:
         return len(self._waiting)
 
     @property
+    def queued(self) -> int:
+        """Jobs whose prefill is not done, in the engine or not yet."""
+        return self._admitted + len(self._waiting)
+
+    @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of all jobs here, in the engine or not yet."""
+        """Prompt tokens of those."""
         return self._admitted_tokens + self._waiting.tokens
 
     @asynccontextmanager
@@ -43,6 +49,7 @@ class PrefillQueue:
         finally:
             if turn.done() and not turn.cancelled():
                 self._free += 1
+                self._admitted -= 1
                 self._admitted_tokens -= job.prompt_tokens
             else:
                 self._waiting.remove(job.job_id)
@@ -57,5 +64,6 @@ class PrefillQueue:
             self._waiting.pop(time.time())
             if not turn.done():
                 self._free -= 1
+                self._admitted += 1
                 self._admitted_tokens += job.prompt_tokens
                 turn.set_result(None)
