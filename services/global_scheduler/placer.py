@@ -18,6 +18,7 @@ from shared.wire.messages import PlaceRequest
 from shared.wire.rpc_server import ServerCall
 
 log = get_log(__name__)
+REFUSED_KEPT = 10_000
 
 
 class Placer:
@@ -29,6 +30,7 @@ class Placer:
         self._rng = Random(seed)
         self._live = LoadTracker()
         self._heard_s = 0.0
+        self._refused: dict[str, int] = {}  # jobs that have no place yet, and how often they asked
 
     def update(self, view: ClusterView) -> None:
         """Take a broadcast of the monitor."""
@@ -57,17 +59,17 @@ class Placer:
     def place(self, request: PlaceRequest) -> Route:
         """Decide, and count it: its load until broadcasts show it, its work until the job ends.
 
-        Raises Busy, Unavailable, InvalidRequest.
+        Raises Unavailable, InvalidRequest.
         """
         started = time.perf_counter()
         now = time.time()
         try:
             route = place(request.job, self._live.current, self._policies.current, now, self._rng, request.exclude)
         except PolyphaseError as error:
-            self._metrics.refused.labels(error.code).inc()
-            job_id = request.job.job_id
-            log.warning("no placement", job_id=job_id, code=error.code, reason=error.message)
+            self._refuse(request.job.job_id, error)
             raise
+        if refusals := self._refused.pop(request.job.job_id, 0):
+            log.info("placed after all", job_id=request.job.job_id, refusals=refusals)
         for assignment in assignments(request.job, route, now):
             self._live.book(assignment)
         self.ledger.add(request.job.job_id, route, now)
@@ -78,3 +80,15 @@ class Placer:
     def ended(self, job_id: str) -> None:
         """A job is over here, however it ended."""
         self.ledger.complete(job_id)
+        if refusals := self._refused.pop(job_id, 0):
+            log.info("ended without a placement", job_id=job_id, refusals=refusals)
+
+    def _refuse(self, job_id: str, error: PolyphaseError) -> None:
+        """Count it; a waiting job asks ten times a second, and one line is enough."""
+        self._metrics.refused.labels(error.code).inc()
+        known = self._refused.pop(job_id, 0)
+        self._refused[job_id] = known + 1
+        if not known:
+            log.warning("no placement", job_id=job_id, code=error.code, reason=error.message)
+            if len(self._refused) > REFUSED_KEPT:
+                del self._refused[next(iter(self._refused))]

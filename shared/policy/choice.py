@@ -1,6 +1,6 @@
 """Which instances can take a job, what a policy that picks one answers, and the error that says why there is none.
 
-*Busy* (429), *broken* (503) and *impossible* (400) are told apart.
+Nobody there (503) and *impossible* (400) are told apart.
 """
 
 from collections.abc import Collection, Iterable
@@ -10,7 +10,7 @@ import msgspec
 from shared.domain.instance import InstanceState, InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import InstanceRef, Reason, Work
-from shared.errors import Busy, InvalidRequest, PolyphaseError, Unavailable
+from shared.errors import InvalidRequest, PolyphaseError, Unavailable
 from shared.policy.index import ClusterIndex
 
 RETRY_S = 0.2
@@ -53,8 +53,8 @@ def usable(view: InstanceView, context_tokens: int, exclude: Collection[str]) ->
 def why_none(job: JobView, role: Role, index: ClusterIndex, exclude: Collection[str]) -> PolyphaseError:
     """The error that says why no instance of `role` can take `job`.
 
-    Busy while some are starting or draining, InvalidRequest when the job is too long for all that are ready,
-    Unavailable else.
+    InvalidRequest when the job is too long for all that are ready, Unavailable else. Never Busy: that is a limit which
+    the client itself has reached.
     """
     ready = index.view.ready(role)
     left = [view for view in ready if view.instance_id not in exclude]
@@ -66,10 +66,7 @@ def why_none(job: JobView, role: Role, index: ClusterIndex, exclude: Collection[
     if ready:
         failed = ", ".join(sorted(view.instance_id for view in ready))
         return Unavailable(f"every ready {role.value} instance just failed this job ({failed})", retry_after_s=RETRY_S)
-    message = f"no {role.value} instance is ready ({seen})"
-    if counts.get(InstanceState.STARTING) or counts.get(InstanceState.DRAINING):
-        return Busy(message, retry_after_s=RETRY_S)
-    return Unavailable(message, retry_after_s=RETRY_S)
+    return Unavailable(f"no {role.value} instance is ready ({seen})", retry_after_s=RETRY_S)
 
 
 def _too_long(job: JobView, role: Role, views: Iterable[InstanceView]) -> PolyphaseError:

@@ -45,7 +45,7 @@ def choose_decode(
     now: float,
     rng: Random,
 ) -> Choice:
-    """The decode instance for `job`. Raises Busy, Unavailable or InvalidRequest: why there is none."""
+    """The decode instance for `job`. Raises Unavailable or InvalidRequest: why there is none."""
     choice = policy.choose(job, index.decode.views, exclude, now, rng)
     if choice is None:
         raise why_none(job, Role.DECODE, index, exclude)

@@ -56,7 +56,7 @@ def place(
     """The route of `job`.
 
     Without a ready prefill instance the decode instance that dispatch chooses does it all; in a coupled cluster the
-    one that placement chooses does. Raises Busy or Unavailable when no decode instance can take it, InvalidRequest
+    one that placement chooses does. Raises Unavailable when no decode instance can take it, InvalidRequest
     when it is too long for all of them or makes no sense.
     """
     if job.prompt_tokens < 1 or job.max_tokens < 0:

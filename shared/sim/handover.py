@@ -4,7 +4,7 @@ from random import Random
 
 from shared.cost.transfer import wire_share
 from shared.domain.instance import InstanceState
-from shared.errors import Busy, Unavailable
+from shared.errors import Unavailable
 from shared.policy.dispatch import choose_decode
 from shared.policy.index import Assignment
 from shared.policy.lengths import is_heavy
@@ -71,7 +71,7 @@ class Handover:
             index = self._fleet.dispatch_index(request.prefill, now)
             try:
                 choice = choose_decode(self._run.policies.dispatch, request.job, index, (), now, self._rng)
-            except (Busy, Unavailable):
+            except Unavailable:
                 self._wait(request, now)
                 return
             self.forget(request, now)

@@ -4,7 +4,7 @@ from collections import deque
 from random import Random
 
 from shared.domain.route import Route
-from shared.errors import Busy, InvalidRequest, Unavailable
+from shared.errors import InvalidRequest, Unavailable
 from shared.policy.placement import assignments, place
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
@@ -149,7 +149,7 @@ class Intake:
         except InvalidRequest:
             self.end(request, Status.IMPOSSIBLE, now)
             return True
-        except (Busy, Unavailable):
+        except Unavailable:
             return False
         for assignment in assignments(request.job, route, now):
             index.book(assignment)

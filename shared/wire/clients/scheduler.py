@@ -43,7 +43,7 @@ class SchedulerClient:
         return any(self._clients.to(address).connected for address in self._addresses)
 
     async def place(self, job: JobView, *, exclude: tuple[str, ...] = (), timeout_s: float) -> Route:
-        """A route for `job`. Raises Busy, Unavailable, InvalidRequest, PeerLost, DeadlineExceeded."""
+        """A route for `job`. Raises Unavailable, InvalidRequest, PeerLost, DeadlineExceeded."""
         lost: PeerLost | None = None
         for client in self._in_order(self._home.get(job.job_id) or self._next()):
             try:

@@ -3,11 +3,12 @@ from collections import Counter
 
 import pytest
 import zmq
+from structlog.testing import capture_logs
 
 from shared.domain.instance import InstanceState, Role
 from shared.domain.job import JobView, Phase
 from shared.domain.route import PolicySpec
-from shared.errors import Busy, InvalidRequest, PeerLost, Unavailable
+from shared.errors import InvalidRequest, PeerLost, Unavailable
 from tests.services.control_plane import tcp, text, until
 from tests.services.global_scheduler.conftest import Scheduler, report
 
@@ -54,9 +55,9 @@ async def test_exclusion(scheduler: Scheduler) -> None:
         await scheduler.client.place(job(), exclude=("d0",), timeout_s=5)
 
 
-async def test_busy_broken_and_impossible_are_kept_apart(scheduler: Scheduler) -> None:
+async def test_nobody_there_and_impossible_are_kept_apart(scheduler: Scheduler) -> None:
     await scheduler.hear(p0=Role.PREFILL, d0=(Role.DECODE, InstanceState.DRAINING))
-    with pytest.raises(Busy, match="1 draining"):
+    with pytest.raises(Unavailable, match="1 draining"):  # a 503: no limit of the client's own is reached
         await scheduler.client.place(job(), timeout_s=5)
     await scheduler.hear(p0=Role.PREFILL)
     with pytest.raises(Unavailable, match="none registered"):
@@ -167,3 +168,21 @@ async def test_another_scheduler_is_asked_when_one_is_away(scheduler: Scheduler)
         gone = SchedulerClient(clients, [tcp()])
         with pytest.raises(PeerLost, match="no connection"):
             await gone.place(job(), timeout_s=5)
+
+
+async def test_a_job_that_waits_is_told_of_once(scheduler: Scheduler) -> None:
+    await scheduler.hear(p0=Role.PREFILL)
+    with capture_logs() as lines:
+        for _ in range(20):
+            for number in range(2):
+                with pytest.raises(Unavailable):
+                    await scheduler.client.place(job(number), timeout_s=5)
+        await scheduler.hear(**CLUSTER)
+        assert await scheduler.client.place(job(0), timeout_s=5)
+        await scheduler.client.report([report("j1", Phase.FAILED, outcome="unavailable")], timeout_s=5)
+    said = [(one["event"], one["job_id"], one.get("refusals")) for one in lines if "job_id" in one]
+    assert said == [
+        ("no placement", "j0", None), ("no placement", "j1", None),
+        ("placed after all", "j0", 20), ("ended without a placement", "j1", 20),
+    ]  # fmt: skip
+    assert 'polyphase_scheduler_refused_total{code="unavailable"} 40.0' in await text(scheduler.transport, "/metrics")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared.domain.instance import InstanceState, InstanceView, Role
 from shared.domain.route import Route
-from shared.errors import Busy, InvalidRequest, Unavailable
+from shared.errors import InvalidRequest, Unavailable
 from shared.policy import registry
 from shared.policy.index import ClusterIndex
 from shared.policy.placement import Policies, assignments, place
@@ -132,8 +132,8 @@ def test_local_only_never_uses_a_prefill_instance() -> None:
     [
         ([], (), Unavailable, "none registered"),
         ([prefill("p")], (), Unavailable, "no decode instance is ready"),
-        ([prefill("p"), decode("d", state=InstanceState.DRAINING)], (), Busy, "1 draining"),
-        ([prefill("p"), decode("d", state=InstanceState.STARTING)], (), Busy, "1 starting"),
+        ([prefill("p"), decode("d", state=InstanceState.DRAINING)], (), Unavailable, "1 draining"),
+        ([prefill("p"), decode("d", state=InstanceState.STARTING)], (), Unavailable, "1 starting"),
         ([prefill("p"), decode("d", state=InstanceState.UNRESPONSIVE)], (), Unavailable, "1 unresponsive"),
         ([prefill("p"), decode("d")], ("d",), Unavailable, "just failed this job"),
         ([prefill("p"), decode("d", max_model_len=149)], (), InvalidRequest, "is 149"),
@@ -207,7 +207,7 @@ def test_any_route_holds_what_it_promises(
 
     try:
         route = decide()
-    except (Busy, Unavailable, InvalidRequest):
+    except (Unavailable, InvalidRequest):
         return
     assert decide() == route  # the same seed, the same decision
     assert 0 <= route.split <= prompt
