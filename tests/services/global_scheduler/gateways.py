@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from gateway.job import Job, JobSpec
 from gateway.metrics import GatewayMetrics
 from gateway.reports import Reporter
-from shared.domain.job import Phase, Slo
+from shared.domain.job import Generation, Phase, Slo
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
@@ -18,8 +18,8 @@ from tests.services.control_plane import until
 
 
 def make_job(job_id: str) -> Job:
-    spec = JobSpec(job_id, [1] * 100, b"", 50, True, False, time.time(), Slo())
-    return Job(spec, lambda _: None, "gateway-0")
+    spec = JobSpec(job_id, [1] * 100, Generation(b"", time.time()), 50, True, False, Slo())
+    return Job(spec, lambda _: None, "gateway-0", time.monotonic() + 600.0)
 
 
 @dataclass
