@@ -1,5 +1,7 @@
 """Opening the database: SQLite by default, PostgreSQL by URL."""
 
+import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,8 @@ def parse_url(url: str) -> URL:
 def open_engine(url: str) -> AsyncEngine:
     """An engine for `sqlite:///path` or `postgresql://…`. Connects on first use.
 
-    Raises InvalidRequest for another kind of URL. A SQLite file's folder is made if it is missing.
+    Raises InvalidRequest for another kind of URL. A SQLite file is made by `migrate` and by nothing else: SQLite itself
+    would make an empty one wherever it is missing, beside the log of one that was removed.
     """
     parsed = parse_url(url)
     if parsed.drivername.startswith("postgresql"):
@@ -42,10 +45,18 @@ def open_engine(url: str) -> AsyncEngine:
         return create_async_engine(parsed, pool_size=2, max_overflow=3, pool_timeout=5, connect_args=timeouts)
     if not parsed.database or parsed.database == ":memory:":
         return create_async_engine(parsed, poolclass=StaticPool)
-    Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
     engine = create_async_engine(parsed, connect_args={"timeout": CONNECT_S})
+    event.listen(engine.sync_engine, "do_connect", _only_what_exists(Path(parsed.database)))
     event.listen(engine.sync_engine, "connect", _tune_sqlite)
     return engine
+
+
+def _only_what_exists(file: Path) -> Callable[..., None]:
+    def check(*_: Any) -> None:
+        if not file.exists():
+            raise sqlite3.OperationalError(f"no database file at {file}")
+
+    return check
 
 
 def _tune_sqlite(connection: Any, _: Any) -> None:

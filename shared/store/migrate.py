@@ -14,6 +14,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.errors import Unavailable
+from shared.store.file import make, path_of
 
 LOCK_S = 30.0
 _POLL_S = 0.05
@@ -21,13 +22,17 @@ _ADVISORY_KEY = zlib.crc32(b"polyphase.migrations")
 
 
 async def migrate(engine: AsyncEngine) -> None:
-    """Upgrade to the newest revision. Any number of processes may do so at once: one works, the others wait.
+    """Make the database if need be, and upgrade it to the newest revision.
+
+    Any number of processes may do so at once: one works, the others wait.
 
     Raises Unavailable when the lock is not to be had within 30 s; errors of the database pass through.
     """
-    async with _lock(engine), engine.connect() as connection:
-        await connection.run_sync(_upgrade)
-        await connection.commit()
+    async with _lock(engine):
+        make(engine)
+        async with engine.connect() as connection:
+            await connection.run_sync(_upgrade)
+            await connection.commit()
 
 
 def _upgrade(connection: Connection) -> None:
@@ -48,10 +53,11 @@ async def _lock(engine: AsyncEngine) -> AsyncIterator[None]:
                 yield
             finally:
                 await connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": _ADVISORY_KEY})
-    elif engine.url.database and engine.url.database != ":memory:":
-        handle = os.open(f"{engine.url.database}.migrate.lock", os.O_CREAT | os.O_RDWR, 0o600)
+    elif (path := path_of(engine)) is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(f"{path}.migrate.lock", os.O_CREAT | os.O_RDWR, 0o600)
         try:
-            await _take(handle, engine.url.database)
+            await _take(handle, path)
             yield
         finally:
             os.close(handle)  # frees the lock
@@ -59,7 +65,7 @@ async def _lock(engine: AsyncEngine) -> AsyncIterator[None]:
         yield
 
 
-async def _take(handle: int, database: str) -> None:
+async def _take(handle: int, database: Path) -> None:
     try:
         async with asyncio.timeout(LOCK_S):
             while not _try_lock(handle):  # noqa: ASYNC110 - another process frees it; there is no event to wait for

@@ -11,6 +11,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from shared.runtime.logs import get_log
+from shared.store.file import Identity, identity
 from shared.store.migrate import migrate
 from shared.store.upsert import upsert
 
@@ -23,10 +24,15 @@ LAST_S = 2.0  # at shutdown
 BATCH_S = 15.0  # a batch that takes longer counts as failed
 
 
+class _Removed(Exception):
+    """What was written went to a file without a name."""
+
+
 class WriteBehind:
     """Rows to upsert, the newest of a key only. When the queue is full the oldest row is dropped and counted.
 
-    `run` is the one writer, for a background task: it migrates first, then writes, and retries for ever.
+    `run` is the one writer, for a background task: it migrates first, then writes, and retries for ever. A SQLite file
+    that somebody removes is made again; connections to the old one would go on writing to no file at all.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class WriteBehind:
         self._rows: dict[Key, tuple[Table, Row]] = {}
         self._writing = 0
         self._wake = asyncio.Event()
+        self._file: Identity | None = None
         self._statements: dict[str, Any] = {}
         self.ready = asyncio.Event()  # the schema is there
         self.dropped: Counter[str] = Counter()
@@ -87,11 +94,15 @@ class WriteBehind:
     async def flush(self) -> None:
         """Write all that is queued. On an error of the database what was not written stays queued."""
         while self._rows:
+            if identity(self._engine) != self._file:
+                await self._make_again()
             taken = [(key, self._rows.pop(key)) for key in list(self._rows)[:BATCH]]
             self._writing = len(taken)
             try:
                 async with asyncio.timeout(BATCH_S):
                     await self._write(taken)
+                if identity(self._engine) != self._file:
+                    raise _Removed("the database file was removed under this write")
             except BaseException:
                 self._put_back(taken)
                 raise
@@ -110,7 +121,13 @@ class WriteBehind:
 
     async def _migrate(self) -> None:
         await migrate(self._engine)
+        self._file = identity(self._engine)
         self.ready.set()
+
+    async def _make_again(self) -> None:
+        log.error("the database file is gone: it is made again", database=self._engine.url.database)
+        await self._engine.dispose()  # SQLite neither keeps nor clears up what is beside a file that was moved
+        await self._migrate()
 
     async def _until_done(self, what: str, step: Any) -> None:
         attempt = 0
