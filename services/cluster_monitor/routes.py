@@ -36,12 +36,12 @@ class State:
     store: WriteBehind
 
 
-def _state(request: Request) -> State:
+async def _state(request: Request) -> State:
     state: State = request.app.state.monitor
     return state
 
 
-def _who(request: Request) -> str:
+async def _who(request: Request) -> str:
     client = request.client.host if request.client else "unknown"
     return request.headers.get(ACTOR_HEADER, client)[:128]
 

@@ -8,7 +8,7 @@ import msgspec
 from services.global_scheduler.metrics import SchedulerMetrics
 from services.global_scheduler.policy_set import PolicySet
 from shared.domain.instance import ClusterView
-from shared.domain.route import Route
+from shared.domain.route import Reason, Route
 from shared.errors import PolyphaseError
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.load_tracker import LoadTracker
@@ -73,13 +73,17 @@ class Placer:
         for assignment in assignments(request.job, route, now):
             self._live.book(assignment)
         self.ledger.add(request.job.job_id, route, now)
-        route = msgspec.structs.replace(route, dispatch=self._policies.dispatch)
+        reasons = route.reasons
+        if age_s := self._live.stale_s(now):
+            reasons += (Reason("old loads: the monitor is silent", {"broadcast_age_s": round(age_s, 1)}),)
+        route = msgspec.structs.replace(route, dispatch=self._policies.dispatch, reasons=reasons)
         self._metrics.placed(route, time.perf_counter() - started)
         return route
 
     def ended(self, job_id: str) -> None:
         """A job is over here, however it ended."""
         self.ledger.complete(job_id)
+        self._live.ended(job_id)
         if refusals := self._refused.pop(job_id, 0):
             log.info("ended without a placement", job_id=job_id, refusals=refusals)
 

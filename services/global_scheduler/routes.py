@@ -27,7 +27,7 @@ class State:
     store: WriteBehind
 
 
-def _state(request: Request) -> State:
+async def _state(request: Request) -> State:
     state: State = request.app.state.scheduler
     return state
 
@@ -75,13 +75,13 @@ async def get_timeline(scheduler: Scheduler, job_id: str) -> Response:
 
 
 @router.get("/policies")
-def get_policies(scheduler: Scheduler) -> dict[str, Any]:
+async def get_policies(scheduler: Scheduler) -> dict[str, Any]:
     """The policies in force, and the choices."""
     return scheduler.policies.describe()
 
 
 @router.put("/policies")
-def put_policies(
+async def put_policies(
     scheduler: Scheduler,
     change: PoliciesChange,
     request: Request,

@@ -76,7 +76,7 @@ def create_app(settings: WorkerSettings) -> FastAPI:
     app = service_app("worker", lifespan, trouble=trouble)
 
     @app.get("/instance")
-    def instance() -> dict[str, Any]:
+    async def instance() -> dict[str, Any]:
         """Who this instance is and what it does right now."""
         running: Instance = app.state.instance
         return {

@@ -29,6 +29,7 @@ class Assignment:
     prefill_tokens: int = 0  # prompt tokens that it has to compute
     decode_tokens: int = 0  # prompt tokens that a decode job brings; 0 when it is no decode job
     heavy: bool = False
+    job_id: str = ""
 
 
 class ReadySet:

@@ -81,10 +81,10 @@ def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...
     """What to book for a route, so that the next decisions count it."""
     booked = []
     if route.prefill is not None:
-        booked.append(Assignment(route.prefill.instance_id, now, prefill_tokens=route.split))
+        booked.append(Assignment(route.prefill.instance_id, now, prefill_tokens=route.split, job_id=job.job_id))
     if route.decode is not None:
         tokens, heavy = job.prompt_tokens, is_heavy(job)
-        booked.append(Assignment(route.decode.instance_id, now, tokens - route.split, tokens, heavy))
+        booked.append(Assignment(route.decode.instance_id, now, tokens - route.split, tokens, heavy, job.job_id))
     return tuple(booked)
 
 

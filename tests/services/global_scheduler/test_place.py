@@ -73,6 +73,13 @@ async def test_without_its_monitor_it_goes_on_with_the_last_broadcast(scheduler:
     routes = [await scheduler.client.place(job(n), timeout_s=5) for n in range(10)]
     assert len({route.prefill.instance_id for route in routes if route.prefill}) == 2
 
+    async def said() -> bool:
+        route = await scheduler.client.place(job(), timeout_s=5)
+        return any(one.what.startswith("old loads") for one in route.reasons)
+
+    assert not any(one.what.startswith("old loads") for one in routes[0].reasons)
+    await until(said, "the reasons say that the loads are old")
+
 
 async def test_policies_change_while_it_runs(scheduler: Scheduler) -> None:
     await scheduler.hear(**CLUSTER)

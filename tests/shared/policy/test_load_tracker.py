@@ -6,7 +6,7 @@ import pytest
 from shared.domain.route import InstanceRef, Route, Work
 from shared.errors import Unavailable
 from shared.policy.index import Assignment
-from shared.policy.load_tracker import FORGET_S, LoadTracker
+from shared.policy.load_tracker import FORGET_S, HOLD_S, LoadTracker
 from tests.shared.policy.views import decode, prefill, view
 
 
@@ -54,6 +54,26 @@ def test_decode_assignments_count_too() -> None:
     live.book(Assignment("d", 10.0, decode_tokens=33, heavy=True))
     load = live.current.decode.views[0].load
     assert (load.decoding, load.heavy_decodes, load.context_tokens, load.free_blocks) == (1, 1, 33, 7)
+
+
+def test_without_broadcasts_bookings_end_with_their_jobs_or_after_a_time() -> None:
+    """The monitor is away for minutes; jobs come and go."""
+    live, rng = LoadTracker(), Random(0)
+    live.update(view(decode("d", free_blocks=1000), decode("e", free_blocks=1000)), 10.0, rng)
+    now = 10.0
+    for number in range(3000):  # 10 a second for 5 minutes, each over after 2 s
+        now = 10.0 + number / 10
+        live.book(Assignment("d", now, decode_tokens=100, job_id=f"j{number}"))
+        if number >= 20:
+            live.ended(f"j{number - 20}")
+    load = live.current.decode.views[0].load
+    assert load.decoding <= 30
+    assert load.free_blocks >= 1000 - 30 * 7
+    assert live.stale_s(now) == pytest.approx(now - 10.0)
+    live.book(Assignment("d", now + HOLD_S + 1, decode_tokens=100))  # all others are too old, ended or not
+    assert live.current.decode.views[0].load.decoding == 1
+    live.update(view(decode("d")), now + HOLD_S + 2, rng)
+    assert live.stale_s(now + HOLD_S + 2.1) == 0.0
 
 
 def test_turns_go_on_over_broadcasts() -> None:
