@@ -65,6 +65,7 @@ def read_cluster(file: Path) -> ClusterRead:
             "patience_s": gateway.patience_s,
             "job_timeout_s": gateway.job_timeout_s,
             "max_queued_jobs": gateway.max_queued_jobs,
+            "max_queued_tokens": gateway.max_queued_tokens,
             "broadcast_s": monitor.broadcast_period_s,
             "role_flip_every_s": monitor.role_flip_period_s,
             "drain_timeout_s": monitor.drain_timeout_s,

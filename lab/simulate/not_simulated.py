@@ -15,7 +15,8 @@ _ADDRESS = "where a process listens: nothing travels in a simulation but KV, ove
 _DATABASE = "nothing waits for the database"
 _LOG = "what is logged, not what is done"
 _SEED = "draws follow the simulation's own seed"
-_NO_FAULTS = "instances of a cluster file do not fail in a simulation"
+_NO_FAULTS = "nothing fails in the simulation of a cluster file"
+_BODIES = "each request of a trace is one job of known lengths, and has no body"
 _PREDICTOR = "whether lengths are predicted, and how well, is `--accuracy`"
 _MEMORY = "host memory for KV on its way has no bound in a simulation"
 _LATE_KV = "KV on its way never comes too late for its deadline in a simulation"
@@ -27,7 +28,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "log_level": _LOG,
         "predict_timeout_s": _PREDICTOR,
         "policy_seed": _SEED,
-        "dispatch": "the scheduler's counts",
+        "hang_s": _NO_FAULTS,
         "staging_bytes": _MEMORY,
         "inbox_bytes": _MEMORY,
         "lease_s": _LATE_KV,
@@ -39,6 +40,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "queue_rows": _DATABASE,
         "retention_s": _DATABASE,
         "prune_period_s": _DATABASE,
+        "lost_after_s": _NO_FAULTS,
         "ring_jobs": "how many timelines are kept to be looked at",
         "policy_seed": _SEED,
     },
@@ -46,7 +48,6 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "log_level": _LOG,
         "silence_s": _NO_FAULTS,
         "connect_timeout_s": _NO_FAULTS,
-        "keep_dead_s": _NO_FAULTS,
         "quiet_start_s": "the monitor of a simulation is never restarted",
         "fingerprint": "one model is simulated",
         "rpc_timeout_s": _NO_FAULTS,
@@ -59,6 +60,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "retention_loads_s": _DATABASE,
         "retention_slo_s": _DATABASE,
         "retention_flips_s": _DATABASE,
+        "retention_events_s": _DATABASE,
     },
     GatewaySettings: {
         "log_level": _LOG,
@@ -67,7 +69,11 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "dtype": "of the front end; the instances' own counts",
         "vllm_args": "of the front end: templates and parsers, which a trace of lengths does not meet",
         "api_keys_file": "requests of a trace have no keys",
-        "max_body_bytes": "requests of a trace have no bodies; their lengths meet max_model_len",
+        "caller_share": "requests of a trace have no keys",
+        "max_body_bytes": _BODIES,
+        "body_timeout_s": _BODIES,
+        "max_jobs_a_body": _BODIES,
+        "jobs_at_once": _BODIES,
         "attempts": _NO_FAULTS,
     },
 }

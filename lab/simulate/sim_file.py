@@ -99,6 +99,7 @@ class RunEntry(_Part):
     patience_s: Annotated[float, Field(ge=0)] = float("inf")
     job_timeout_s: Annotated[float, Field(gt=0)] = float("inf")
     max_queued_jobs: Count | None = None
+    max_queued_tokens: Count | None = None
     drain_timeout_s: Annotated[float, Field(gt=0)] = float("inf")
     codec: Codec = Codec.RAW
     first_token: FirstToken = FirstToken.PREFILL

@@ -90,6 +90,7 @@ class _Simulation:
             if request.decode_leg is not None:
                 request.decode_leg.last_token_s = now
         request.last_token_s = now
+        request.waited_s = 0.0
         if request.first_token_s < 0.0:
             self._intake.first_token(request, now)
 

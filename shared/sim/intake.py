@@ -16,8 +16,32 @@ from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import FirstToken, RunSpec
 
 
+class Queued:
+    """Requests without a first token, of which the gateway takes so many, with so many prompt tokens."""
+
+    def __init__(self, run: RunSpec) -> None:
+        self._most, self._most_tokens = run.max_queued_jobs, run.max_queued_tokens
+        self._tokens: dict[SimRequest, int] = {}
+        self._sum = 0
+
+    def take(self, request: SimRequest) -> bool:
+        """Whether there is room for one more. One that nobody is before always has it."""
+        tokens = request.job.prompt_tokens
+        if self._most is not None and len(self._tokens) >= self._most:
+            return False
+        if self._most_tokens is not None and self._sum and self._sum + tokens > self._most_tokens:
+            return False
+        self._tokens[request] = tokens
+        self._sum += tokens
+        return True
+
+    def leave(self, request: SimRequest) -> None:
+        """It has its first token, or will not get one."""
+        self._sum -= self._tokens.pop(request, 0)
+
+
 class Patience:
-    """How long requests wait for an instance: `patience_s` in all, over every wait of a request."""
+    """How long requests wait for an instance: `patience_s` in all since their last token."""
 
     def __init__(self, run: RunSpec, loop: EventLoop) -> None:
         self._patience_s = run.patience_s
@@ -56,7 +80,7 @@ class Intake:
         self._record = record
         self._patience = patience
         self._rng = rng
-        self._queued = 0  # without a first token
+        self._queued = Queued(run)
         self.held: deque[SimRequest] = deque()  # no instance can take them now
 
     def start(self) -> None:
@@ -88,13 +112,13 @@ class Intake:
     def first_token(self, request: SimRequest, now: float) -> None:
         """The client has its first token."""
         request.first_token_s = now
-        self._queued -= 1
+        self._queued.leave(request)
         self._record.first_token(request, now)
 
     def end(self, request: SimRequest, status: Status, now: float) -> None:
         """The request is over, one way or another: in a closed loop its client sends the next one."""
         request.over = True
-        self._queued -= request.first_token_s < 0.0
+        self._queued.leave(request)
         self._record.end(request, status, now)
         self._fleet.ledger.complete(request.job.job_id)
         if (row := self._record.next_to_send()) is not None:
@@ -115,9 +139,7 @@ class Intake:
         if row + 1 < self._record.count and not self._run.concurrency:
             self._loop.at(self._record.arrival_s(row + 1), self._arrive, row + 1)
         request = self._record.request(row)
-        most = self._run.max_queued_jobs
-        self._queued += 1
-        if most is not None and self._queued > most:
+        if not self._queued.take(request):
             self.end(request, Status.REFUSED, now)
             return
         if self._run.job_timeout_s != NEVER:

@@ -25,7 +25,7 @@ class SimRequest:
         self.attempt = 1
         self.over = False
         self.waits_from_s = -1.0  # for an instance that can take it; negative while it has one
-        self.waited_s = 0.0  # so, before that
+        self.waited_s = 0.0  # so, before that, since its last token
         self.first_token_s = -1.0
         self.last_token_s = -1.0  # as far as it is known: while it decodes, its engine knows better
         self.begin(job, output_tokens)

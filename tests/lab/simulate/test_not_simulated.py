@@ -56,6 +56,7 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
     },
     GatewaySection: {
         "max_queued_jobs": (8, {}),
+        "max_queued_tokens": (4096, {}),
         "job_timeout_s": (60.0, {}),
         "patience_s": (1.0, {}),
         "slo": ({"default": {"ttft_s": 0.5}}, {}),
@@ -93,9 +94,7 @@ def test_every_setting_is_simulated_or_known_to_make_no_difference(section: type
     assert ignored <= set(section.settings.model_fields), "a setting that is gone"
 
 
-@pytest.mark.parametrize(
-    ("section", "key"), [(section, key) for section, keys in CHANGES.items() for key in keys]
-)
+@pytest.mark.parametrize(("section", "key"), [(section, key) for section, keys in CHANGES.items() for key in keys])
 def test_what_is_simulated_changes_with_the_setting(tmp_path: Path, section: type[Section], key: str) -> None:
     value, beside = CHANGES[section][key]
     assert read(tmp_path, section, {**beside, key: value}) != read(tmp_path, section, beside)

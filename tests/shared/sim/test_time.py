@@ -65,15 +65,66 @@ def test_a_restarted_request_does_not_arrive_in_the_past() -> None:
     assert rows.jct_s[0] > 22.0 + 0.011 * (4000 - 20.0 / 0.011)
 
 
-def test_patience_counts_all_waits_of_a_request_together() -> None:
-    work = workload((0.0, 100, 4000))
-    for back_s, ends in ((22.5, Status.COMPLETED), (23.5, Status.REFUSED)):
-        # It waits 1.89 s for its first decode instance: 3.11 of its 5 s are left.
+@pytest.mark.parametrize(("back_s", "ends"), [(7.9, Status.COMPLETED), (8.1, Status.REFUSED)])
+def test_patience_counts_all_waits_together(back_s: float, ends: Status) -> None:
+    # No instance until 2 s, and none from 5 s on, before it has a token: 3 s of its patience are left then.
+    losses = (Loss("p", 0.0, 2.0), Loss("d", 0.0, 2.0), Loss("p", 3.0), Loss("d", 5.0, back_s))
+    rows = simulate(workload((0.5, 2000, 4)), pair(), RunSpec(losses=losses, patience_s=4.5)).outcomes
+    assert rows.status.tolist() == [int(ends)]
+
+
+def test_a_token_renews_patience() -> None:
+    # It waits 1.89 s for its first decode instance; when that is lost, all of its 5 s are left.
+    for back_s, ends in ((24.9, Status.COMPLETED), (25.1, Status.REFUSED)):
         losses = (Loss("d", 0.0, 2.0), Loss("d", 20.0, back_s))
-        with watched() as times:
-            rows = simulate(work, pair(), RunSpec(losses=losses, patience_s=5.0)).outcomes
-        assert times == sorted(times)
+        rows = simulate(workload((0.0, 100, 4000)), pair(), RunSpec(losses=losses, patience_s=5.0)).outcomes
         assert rows.status.tolist() == [int(ends)]
+
+
+@pytest.mark.parametrize("back_s", [None, 4.0])
+@pytest.mark.parametrize("streaming", [True, False])
+def test_prompts_under_way_wait_when_the_last_decode_instance_dies(back_s: float | None, streaming: bool) -> None:
+    # The first decodes; of the second's three chunks one is computed; the third comes while there is no instance.
+    work = workload((0.0, 200, 50), (0.05, 700, 5), (1.5, 100, 5))
+    run = RunSpec(losses=(Loss("d", 0.6, back_s),), patience_s=5.0, streaming=streaming)
+    rows = simulate(work, pair(), run).outcomes
+    ends = Status.REFUSED if back_s is None else Status.COMPLETED
+    assert rows.status.tolist() == [int(ends)] * 3
+    # The first has lost its KV; so has the second, if it was sent chunk by chunk.
+    assert rows.attempts.tolist() == [2, 1 + streaming, 1]
+
+
+@pytest.mark.parametrize("back_s", [30.0, None])
+def test_prompts_under_way_wait_when_the_last_decode_instance_drains(back_s: float | None) -> None:
+    work = workload((0.0, 200, 50), (0.05, 700, 5), (1.5, 100, 5))
+    flips = (Flip("d", 0.6), *(() if back_s is None else (Flip("d", 4.0),)))
+    rows = simulate(work, pair(), RunSpec(flips=flips, patience_s=5.0)).outcomes
+    # What it has already decodes to its end; the other role's instance does not help.
+    assert rows.status.tolist()[:2] == [int(Status.COMPLETED)] * 2
+    assert rows.attempts.tolist() == [1, 1, 1]
+    assert rows.status[2] == (Status.REFUSED if back_s is None else Status.COMPLETED)
+
+
+def test_what_takes_too_long_is_stopped() -> None:
+    work = workload((0.0, 100, 4000), (0.1, 100, 4000), (5.0, 100, 5))
+    rows = simulate(work, pair(), RunSpec(job_timeout_s=3.0)).outcomes
+    assert rows.status.tolist() == [int(Status.TIMED_OUT), int(Status.TIMED_OUT), int(Status.COMPLETED)]
+    assert rows.jct_s[2] == pytest.approx(0.110 + 0.010 + 4 * 0.011)  # nothing is left of them
+
+
+def test_the_gateway_takes_so_many_requests_and_prompt_tokens_without_a_first_token() -> None:
+    work = workload((0.0, 100, 5), (0.0, 100, 5), (0.0, 100, 5), (5.0, 900, 5), (5.0, 900, 5), (10.0, 2000, 5))
+    of_jobs = simulate(work, pair(), RunSpec(max_queued_jobs=2)).outcomes.status.tolist()
+    assert of_jobs == [0, 0, int(Status.REFUSED), 0, 0, 0]
+    of_tokens = simulate(work, pair(), RunSpec(max_queued_tokens=1000)).outcomes.status.tolist()
+    assert of_tokens == [0, 0, 0, 0, int(Status.REFUSED), 0]
+
+
+def test_a_drain_that_takes_too_long_is_given_up() -> None:
+    work = workload((0.0, 100, 4000), (5.0, 100, 5))
+    given_up = simulate(work, several(1, 2), RunSpec(flips=(Flip("d0", 1.0), Flip("d1", 1.0)), drain_timeout_s=2.0))
+    assert given_up.outcomes.completed.all()
+    assert sum(use.flips for use in given_up.instances) == 1  # the idle one; the other keeps its role and takes work
 
 
 def changes() -> st.SearchStrategy[tuple[tuple[Loss, ...], tuple[Flip, ...]]]:
