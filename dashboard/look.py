@@ -19,12 +19,16 @@ STATE_COLOUR = {
     InstanceState.DEAD: BAD,
 }
 SPAN_COLOUR = {
+    Span.INTAKE: "#d3d7de",
     Span.PLACEMENT: "#b3b9c4",
+    Span.HANDOVER: "#d3d7de",
     Span.QUEUE: IDLE,
     Span.PREFILL: PREFILL,
+    Span.REPLY: "#d3d7de",
     Span.TRANSFER: TRANSFER,
     Span.DECODE_QUEUE: IDLE,
     Span.DECODE: DECODE,
+    Span.LOST: BAD,
 }
 
 STYLE = Path(__file__).with_name("look.css")

@@ -157,11 +157,11 @@ class Pipeline:
             decode=route.decode, exclude=tuple(job.failed_instances), dispatch=route.dispatch,
         )  # fmt: skip
         reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
-        spans.prefill_ended(job, instance.instance_id, reply)
-        job.prediction = reply.prediction or job.prediction
         if reply.tokens:
             finish = reply.finish_reason or ("length" if job.remaining <= len(reply.tokens) else "")
             job.accept(TokenStep(reply.tokens, finish, reply.stop_reason, reply.logprobs))
+        spans.prefill_ended(job, instance.instance_id, reply)
+        job.prediction = reply.prediction or job.prediction
         if reply.decode is not None:
             job.decided("dispatch", reply.decode.instance_id, reply.reasons)
         return reply

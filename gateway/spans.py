@@ -35,7 +35,7 @@ def decode_ended(job: Job, instance_id: str, reply: DecodeReply) -> None:
     job.timeline.transfers.append(transfer)
     first_step_s = job.leg_first_step_s or replied_s
     job.spent(Span.DECODE_QUEUE, min(reply.started_s + shift_s, first_step_s), instance_id)
-    if job.timeline.first_token_s == job.leg_first_step_s:
+    if job.timeline.first_token_s == first_step_s:
         job.spent(Span.REPLY, first_step_s, instance_id)
     job.spent(Span.DECODE, min(reply.ended_s + shift_s, replied_s), instance_id)
 

@@ -15,6 +15,11 @@ def test_bars_follow_the_time() -> None:
     assert round(figure.layout.shapes[0].x0, 3) == 80
 
 
+def test_every_stretch_has_a_colour() -> None:
+    spans = [SpanRecord(span, 10.0, 10.1) for span in Span]
+    assert len(waterfall(RequestTimeline("job", 10.0, spans=spans)).data) == len(Span)
+
+
 def test_nothing_happened() -> None:
     figure = waterfall(RequestTimeline("job", 10.0))
     assert len(figure.data) == 0
