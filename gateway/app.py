@@ -33,7 +33,7 @@ from shared.runtime.http import SHUTDOWN_S
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_client import SWEEP_S, RpcClients
 from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
@@ -70,13 +70,14 @@ async def running(
         curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
         sockets = Sockets(curve)
         stack.callback(sockets.close)
-        clients = stack.enter_context(RpcClients(sockets))
+        clients = stack.enter_context(RpcClients(sockets, keep=settings.schedulers))
         schedulers = SchedulerClient(clients, settings.schedulers)
         metrics = GatewayMetrics(settings.served_model_name or settings.model)
         reporter = Reporter(schedulers, metrics)
         tasks = await stack.enter_async_context(background())
         tasks.every("reports", PERIOD_S, reporter.flush)
         tasks.start("grammars", grammars.watch())
+        tasks.every("rpc clients", SWEEP_S, clients.sweep)
         core = ClusterCore(settings, runner or Pipeline(settings, clients, schedulers, reporter))
         stack.push_async_callback(core.close)
         admission = Admission(settings, keys.count)

@@ -7,7 +7,8 @@ from typing import Generic, TypeVar
 import msgspec
 import zmq
 
-from shared.wire.sockets import LoopSocket, Sockets
+from shared.wire.envelope import MALFORMED
+from shared.wire.sockets import LoopSocket, Sockets, whole_messages
 
 Value = TypeVar("Value")
 MAX_STATE_BYTES = 8 << 20
@@ -55,7 +56,7 @@ class Subscriber(Generic[Value]):
             socket = sockets.connect(zmq.SUB, address)
             socket.connect(address)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket = LoopSocket(socket, self._receive)
+        self._socket = LoopSocket(socket, self._receive, whole_messages(socket))
 
     def _receive(self, frames: list[bytes]) -> None:
         if len(frames) != 1 or len(frames[0]) > MAX_STATE_BYTES:
@@ -63,7 +64,7 @@ class Subscriber(Generic[Value]):
             return
         try:
             value = self._decoder.decode(frames[0])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except MALFORMED:
             self.dropped["garbage"] += 1
             return
         self._on_value(value)

@@ -5,6 +5,7 @@ yields tokens for fifty jobs of one gateway is one message, not fifty.
 """
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
@@ -18,6 +19,10 @@ class Kind(IntEnum):
     REPLY = 3
     ERROR = 4
     NOTIFY = 5
+    RESET = 6  # of call 0, from the server: each call up to the number in the body is given up, nothing follows
+
+
+ITEM = Kind.ITEM.value  # as a plain int: tokens are what there are many of
 
 
 class Envelope(msgspec.Struct, array_like=True, gc=False):
@@ -41,9 +46,16 @@ class ErrorBody(msgspec.Struct):
 
 
 NO_BODY = msgspec.Raw(msgspec.msgpack.encode(None))
+MAX_MESSAGE_BYTES = 16 << 20  # a server takes no larger one
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES - 1024  # of one envelope to a server
+_BATCH_BYTES = 1 << 20
+ALL_CALLS = (1 << 63) - 1  # as the number of a RESET
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[Envelope])
+# A batch holds fewer: even empty ones take ten bytes each.
+_decoder = msgspec.msgpack.Decoder(Annotated[list[Envelope], msgspec.Meta(max_length=_BATCH_BYTES // 8)])
 
 
 def encode_body(value: object) -> msgspec.Raw:
@@ -56,6 +68,20 @@ def pack(envelopes: list[Envelope]) -> bytes:
     return _encoder.encode(envelopes)
 
 
+def pack_batches(envelopes: list[Envelope]) -> list[tuple[list[Envelope], bytes]]:
+    """As one message, or as several where that would be a large one: together they may exceed what a peer takes."""
+    message = _encoder.encode(envelopes)
+    if len(message) <= _BATCH_BYTES or len(envelopes) == 1:
+        return [(envelopes, message)]
+    middle = len(envelopes) // 2
+    return pack_batches(envelopes[:middle]) + pack_batches(envelopes[middle:])
+
+
+def reset(last_call: int) -> Envelope:
+    """Tells a peer that its calls up to this number are given up."""
+    return Envelope(Kind.RESET, 0, "", 0.0, encode_body(last_call))
+
+
 def unpack(frame: bytes) -> list[Envelope]:
-    """The envelopes of a message. Raises msgspec.MsgspecError on anything else."""
+    """The envelopes of a message. Raises one of MALFORMED on anything else."""
     return _decoder.decode(frame)

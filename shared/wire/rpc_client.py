@@ -2,7 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -10,17 +11,35 @@ from typing import Any, Self, TypeVar
 import msgspec
 import zmq
 
-from shared.errors import DeadlineExceeded, PeerLost, PolyphaseError, from_code
-from shared.wire.envelope import NO_BODY, Envelope, ErrorBody, Kind, encode_body, pack, unpack
+from shared.errors import DeadlineExceeded, InvalidRequest, PeerLost, PolyphaseError, Unavailable, from_code
+from shared.wire.envelope import (
+    ALL_CALLS,
+    ITEM,
+    MALFORMED,
+    MAX_BODY_BYTES,
+    NO_BODY,
+    Envelope,
+    ErrorBody,
+    Kind,
+    encode_body,
+    pack_batches,
+    unpack,
+)
 from shared.wire.methods import Method
-from shared.wire.sockets import ConnectionWatch, LoopSocket, Sockets
+from shared.wire.sockets import ConnectionWatch, LoopSocket, Sockets, whole_messages
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Item = TypeVar("Item")
 CONNECT_S = 2.0  # how long a call waits for a connection that is not there
+LOST_S = 30.0  # how long an unused client tries to reach an address where nobody is
+IDLE_S = 600.0  # how long it keeps a connection that nobody uses
+SWEEP_S = 5.0
+_RETRY_S = 0.01
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 _error_decoder = msgspec.msgpack.Decoder(ErrorBody)
+_number_decoder = msgspec.msgpack.Decoder(int)
 
 
 @dataclass(slots=True)
@@ -33,7 +52,10 @@ class _Pending:
 
 
 class RpcClient:
-    """One DEALER to one peer. Calls wait for the connection at most CONNECT_S, then fail with PeerLost."""
+    """One DEALER to one peer. Calls wait for the connection at most CONNECT_S, then fail with PeerLost.
+
+    Raises zmq.ZMQError for an address that makes no sense.
+    """
 
     def __init__(self, sockets: Sockets, address: str) -> None:
         self.address = address
@@ -49,14 +71,23 @@ class RpcClient:
         # Without a connection a message must wait here, where it can be withdrawn, not in libzmq's queue:
         # a restarted peer would otherwise get calls that were given up long ago.
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._watch = ConnectionWatch(socket, self._connection_event)
-        socket.connect(address)
-        self._socket = LoopSocket(socket, self._receive)
+        self._watch = ConnectionWatch(socket, _EVENTS, self._connection_event)
+        self._socket = LoopSocket(socket, self._receive, whole_messages(socket))
+        try:
+            socket.connect(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     @property
     def connected(self) -> bool:
         """Whether the peer is there, by the last event of the connection."""
         return self._connected
+
+    @property
+    def busy(self) -> bool:
+        """Whether calls are under way."""
+        return bool(self._pending or self._outgoing)
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call back whenever an established connection breaks."""
@@ -73,18 +104,25 @@ class RpcClient:
         """Call and wait for the reply; items arrive through `on_item`, in order, before it.
 
         Cancelling the awaiting task cancels the call at the peer. Raises the peer's error, PeerLost when the
-        connection breaks or is not there, DeadlineExceeded after `timeout_s`.
+        connection breaks or is not there, DeadlineExceeded after `timeout_s`, InvalidRequest when the request is too
+        large. Whenever it raises, the call may have been carried out all the same, its reply crossing ours: what it
+        left at the peer is the caller's to free.
         """
         if timeout_s <= 0:
             raise DeadlineExceeded(f"{method.name}: no time left")
+        if self._closed:
+            raise PeerLost(f"client of {self.address} is closed")
         number = next(self._numbers)
+        call = Envelope(Kind.CALL, number, method.name, timeout_s, encode_body(request))
+        if len(call.body) > MAX_BODY_BYTES:
+            raise InvalidRequest(f"{method.name}: {len(call.body)} bytes, more than {MAX_BODY_BYTES}")
         reply, item = self._decoders_of(method)
         pending = _Pending(self._loop.create_future(), reply, item, on_item)
         self._pending[number] = pending
         if not self._connected:
-            self._loop.call_later(CONNECT_S, self._give_up_connecting, number)
+            self._loop.call_later(CONNECT_S, self._give_up_connecting, [number])
         timer = self._loop.call_later(timeout_s, self._expire, number, method.name, timeout_s)
-        self._queue(Envelope(Kind.CALL, number, method.name, timeout_s, encode_body(request)))
+        self._queue(call)
         try:
             return await pending.future  # type: ignore[no-any-return]
         finally:
@@ -120,85 +158,117 @@ class RpcClient:
         if self._closed or not self._connected or not self._outgoing:
             return
         outgoing, self._outgoing = self._outgoing, []
-        try:
-            self._socket.send([pack(outgoing)])
-        except zmq.Again:  # the connection broke and its event is on the way, or the peer does not read
-            self._outgoing = outgoing + self._outgoing
-            self._loop.call_later(0.01, self._flush)
-            return
-        for envelope in outgoing:
-            if envelope.kind == Kind.CALL and (pending := self._pending.get(envelope.call)):
-                pending.sent = True
+        left = pack_batches(outgoing)
+        while left:
+            envelopes, message = left[0]
+            try:
+                self._socket.send([message])
+            except zmq.Again:  # the connection broke and its event is on the way, or the peer does not read
+                self._outgoing = [envelope for envelopes, _ in left for envelope in envelopes]
+                self._loop.call_later(_RETRY_S, self._flush)
+                return
+            for envelope in envelopes:
+                if envelope.kind == Kind.CALL and (pending := self._pending.get(envelope.call)):
+                    pending.sent = True
+            del left[0]
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
             envelopes = unpack(frames[-1])
-        except msgspec.MsgspecError:
+        except MALFORMED as error:
+            # Nobody knows what it held: perhaps the only reply to one of the calls.
+            self._fail_sent(ALL_CALLS, f"{self.address} sent a malformed message: {error}")
             return
         for envelope in envelopes:
             pending = self._pending.get(envelope.call)
-            if pending is None or pending.future.done():
-                continue
-            try:
-                self._deliver(pending, envelope)
-            except Exception as error:  # the caller's callback or a body of another shape: the call fails, not the loop
-                pending.future.set_exception(error)
+            if pending is None:
+                if envelope.kind == Kind.RESET:
+                    self._reset(envelope)
+            elif not pending.future.done():
+                try:
+                    self._deliver(pending, envelope)
+                except MALFORMED as error:
+                    pending.future.set_exception(PeerLost(f"{self.address} sent a malformed body: {error}"))
 
     def _deliver(self, pending: _Pending, envelope: Envelope) -> None:
-        if envelope.kind == Kind.ITEM:
-            if pending.on_item is not None:
-                pending.on_item(pending.item.decode(envelope.body))
-            return
-        del self._pending[envelope.call]
-        if envelope.kind == Kind.REPLY:
+        if envelope.kind == ITEM:
+            if pending.on_item is None:
+                return
+            item = pending.item.decode(envelope.body)
             try:
-                pending.future.set_result(pending.reply.decode(envelope.body))
-            except msgspec.MsgspecError as error:
-                pending.future.set_exception(PolyphaseError(f"reply of {self.address} is malformed: {error}"))
-        else:
+                pending.on_item(item)
+            except Exception as error:  # the caller's own: its call fails, and nobody else's
+                if not pending.future.done():
+                    pending.future.set_exception(error)
+        elif envelope.kind == Kind.REPLY:
+            reply = pending.reply.decode(envelope.body)
+            del self._pending[envelope.call]
+            pending.future.set_result(reply)
+        elif envelope.kind == Kind.ERROR:
             body = _error_decoder.decode(envelope.body)
+            del self._pending[envelope.call]
             pending.future.set_exception(from_code(body.code, body.message))
 
-    def _connection_event(self, event: int) -> None:
+    def _reset(self, envelope: Envelope) -> None:
+        try:
+            last = _number_decoder.decode(envelope.body)
+        except MALFORMED:
+            last = ALL_CALLS
+        self._fail_sent(last, f"{self.address} gave the call up: it could not read it, or we did not read its answers")
+
+    def _connection_event(self, event: int, _: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._connected = True
             self._flush()
         elif event == zmq.EVENT_DISCONNECTED and self._connected:
             self._connected = False
-            self._fail(lambda pending: pending.sent, PeerLost(f"connection to {self.address} is lost"))
+            self._fail_sent(ALL_CALLS, f"connection to {self.address} is lost")
+            # The others wait for another connection like calls that begin now, their deadlines being far perhaps.
+            self._outgoing = [envelope for envelope in self._outgoing if envelope.kind == Kind.CALL]
+            self._loop.call_later(CONNECT_S, self._give_up_connecting, [each.call for each in self._outgoing])
             for callback in list(self._on_lost):
                 callback()
 
-    def _give_up_connecting(self, number: int) -> None:
-        pending = self._pending.get(number)
-        if pending is not None and not pending.sent and not pending.future.done():
-            pending.future.set_exception(PeerLost(f"no connection to {self.address}"))
+    def _give_up_connecting(self, numbers: list[int]) -> None:
+        if not self._connected:
+            which = set(numbers)
+            lost = PeerLost(f"no connection to {self.address}")
+            self._fail(lambda number, pending: number in which and not pending.sent, lost)
 
     def _expire(self, number: int, method: str, timeout_s: float) -> None:
         pending = self._pending.get(number)
         if pending is not None and not pending.future.done():
             pending.future.set_exception(DeadlineExceeded(f"{method}: no answer within {timeout_s:.3f} s"))
 
-    def _fail(self, which: Callable[[_Pending], bool], error: PolyphaseError) -> None:
-        for pending in list(self._pending.values()):
-            if which(pending) and not pending.future.done():
+    def _fail_sent(self, last: int, why: str) -> None:
+        self._fail(lambda number, pending: pending.sent and number <= last, PeerLost(why))
+
+    def _fail(self, which: Callable[[int, _Pending], bool], error: PolyphaseError) -> None:
+        for number, pending in list(self._pending.items()):
+            if which(number, pending) and not pending.future.done():
                 pending.future.set_exception(error)
 
     def close(self) -> None:
         """Fail what is pending and close the socket."""
         if not self._closed:
             self._closed = True
-            self._fail(lambda _: True, PeerLost(f"client of {self.address} is closed"))
+            self._connected = False
+            self._fail(lambda *_: True, PeerLost(f"client of {self.address} is closed"))
             self._watch.close()
             self._socket.close()
 
 
 class RpcClients:
-    """Clients by address, made on first use. Use as a context manager."""
+    """Clients by address, made on first use. Use as a context manager, and call `sweep` every SWEEP_S.
 
-    def __init__(self, sockets: Sockets) -> None:
+    Those of `keep` stay connected, used or not.
+    """
+
+    def __init__(self, sockets: Sockets, keep: Collection[str] = ()) -> None:
         self._sockets = sockets
+        self._keep = frozenset(keep)
         self._clients: dict[str, RpcClient] = {}
+        self._used_s: dict[str, float] = {}  # monotonic, by address
 
     def __enter__(self) -> Self:
         return self
@@ -209,14 +279,28 @@ class RpcClients:
         for client in self._clients.values():
             client.close()
 
+    def __len__(self) -> int:
+        return len(self._clients)
+
     def to(self, address: str) -> RpcClient:
-        """The client of that address."""
+        """The client of that address, to be used now: one that is kept may be closed some time. Raises Unavailable when
+        the address makes no sense.
+        """
+        self._used_s[address] = time.monotonic()
         client = self._clients.get(address)
         if client is None:
-            client = self._clients[address] = RpcClient(self._sockets, address)
+            try:
+                client = self._clients[address] = RpcClient(self._sockets, address)
+            except zmq.ZMQError as error:
+                del self._used_s[address]
+                raise Unavailable(f"no connection to {address!r}: {error}") from error
         return client
 
-    def forget(self, address: str) -> None:
-        """Close the client of an address that is no longer used."""
-        if client := self._clients.pop(address, None):
-            client.close()
+    def sweep(self) -> None:
+        """Close clients that nobody has used for a while: instances come and go, each with addresses of its own."""
+        now_s = time.monotonic()
+        for address, client in list(self._clients.items()):
+            unused_s = now_s - self._used_s[address]
+            if address not in self._keep and not client.busy and unused_s > (IDLE_S if client.connected else LOST_S):
+                client.close()
+                del self._clients[address], self._used_s[address]

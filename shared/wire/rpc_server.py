@@ -1,38 +1,65 @@
-"""The serving side of a call: run the handler, send items and reply, cancel when the caller says so or is gone."""
+"""The serving side of a call: run the handler, send items and reply, cancel when the caller says so or is gone.
+
+Who frees what. A caller that is gone, or given up as too slow, is told of by `on_peer_gone`; what calls of that peer
+left behind here is the handlers' to free then. A caller that lives may still never see a reply: one that crosses its
+cancellation or deadline is dropped where it arrives. So what a call leaves behind goes by a name of the caller's
+choosing, and the caller frees it whenever a call ends without its reply.
+"""
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
-import zmq
 
-from shared.errors import DeadlineExceeded, InvalidRequest, PolyphaseError
+from shared.errors import Busy, DeadlineExceeded, InvalidRequest, PolyphaseError
 from shared.runtime.logs import get_log
-from shared.wire.envelope import NO_BODY, Envelope, ErrorBody, Kind, encode_body, pack, unpack
+from shared.wire.envelope import (
+    ALL_CALLS,
+    ITEM,
+    MALFORMED,
+    MAX_MESSAGE_BYTES,
+    NO_BODY,
+    Envelope,
+    ErrorBody,
+    Kind,
+    encode_body,
+    reset,
+    unpack,
+)
 from shared.wire.methods import Method
-from shared.wire.sockets import LoopSocket, Sockets
+from shared.wire.router import Peer, Router
+from shared.wire.sockets import MAX_FRAME_BYTES, Sockets
 
 log = get_log(__name__)
 Request = TypeVar("Request")
-MAX_MESSAGE_BYTES = 16 << 20
 MAX_CALLS_A_PEER = 10_000
+_MAX_TIMEOUT_S = 7 * 86_400.0
+_MAX_ANSWER_BYTES = MAX_FRAME_BYTES - 1024
+_MAX_ERROR_CHARACTERS = 4_000
 
 
 class ServerCall:
-    """A call under way. `send` puts an item on its way to the caller; items keep their order."""
+    """A call under way. `send` puts an item on its way to the caller; items keep their order.
 
-    def __init__(self, server: "RpcServer", peer: bytes, number: int, timeout_s: float) -> None:
-        self._server = server
-        self.peer = peer
+    `peer` names the connection that it came by, for as long as that lasts.
+    """
+
+    def __init__(self, router: Router, peer: Peer, number: int, timeout_s: float) -> None:
+        self._router = router
+        self._peer = peer
         self._number = number
         self.timeout_s = timeout_s
+        self.peer = peer.identity
 
     def send(self, item: object) -> None:
         """Queue one item; all items of one turn of the loop leave in one message."""
-        self._server._queue(self.peer, Envelope(Kind.ITEM, self._number, "", 0.0, encode_body(item)))
+        body = encode_body(item)
+        if len(body) > _MAX_ANSWER_BYTES:
+            raise _too_large(body)
+        self._router.queue(self._peer, Envelope(ITEM, self._number, "", 0.0, body))
 
 
 Handler = Callable[[Any, ServerCall], Awaitable[Any]]
@@ -42,77 +69,79 @@ Handlers = Mapping[Method[Any, Any, Any], Handler]
 class RpcServer:
     """One ROUTER socket and the methods behind it. Use as an async context manager.
 
-    Bad input never reaches a handler: it is dropped and counted in `dropped` by cause.
+    Bad input never reaches a handler: it is dropped and counted in `dropped` by cause. `on_peer_gone(peer)` is called
+    when a peer's connection is lost (at once where the kernel knows, else by heartbeat), or when it is given up because
+    it does not read what is due to it. Its calls have been cancelled by then; their clean-up may still run.
     """
 
     def __init__(
-        self, sockets: Sockets, address: str, handlers: Handlers, on_peer_gone: Callable[[bytes], None] | None = None
+        self,
+        sockets: Sockets,
+        address: str,
+        handlers: Handlers,
+        on_peer_gone: Callable[[bytes], None] | None = None,
     ) -> None:
-        self._on_peer_gone = on_peer_gone
         self._sockets = sockets
         self._address = address
-        self._handlers = {method.name: (method, handler) for method, handler in handlers.items()}
+        self._handlers = {method.name: handler for method, handler in handlers.items()}
         self._decoders = {method.name: msgspec.msgpack.Decoder(method.request) for method in handlers}
-        self._calls: dict[tuple[bytes, int], asyncio.Task[None]] = {}
-        self._by_peer: Counter[bytes] = Counter()
-        self._outgoing: dict[bytes, list[Envelope]] = defaultdict(list)
+        self._on_peer_gone = on_peer_gone
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
         self.dropped: Counter[str] = Counter()
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._socket = self._open()
+        self._router = Router(self._sockets, self._address, self._receive, self._lost, self.dropped)
         return self
-
-    def _open(self) -> LoopSocket:
-        socket = self._sockets.bind(zmq.ROUTER, self._address)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        return LoopSocket(socket, self._receive)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = list(self._calls.values())
-        for task in tasks:
+        self._closing = True
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._flush()
-        self._socket.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._router.flush()
+        self._router.close()
 
     @property
     def calls(self) -> int:
         """Calls under way."""
-        return len(self._calls)
+        return len(self._tasks)
 
-    def _receive(self, frames: list[bytes]) -> None:
-        if len(frames) != 2 or len(frames[1]) > MAX_MESSAGE_BYTES:
-            self.dropped["frame"] += 1
-            return
-        peer, frame = frames
-        try:
-            envelopes = unpack(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self.dropped["garbage"] += 1
+    def _receive(self, peer: Peer, frames: list[bytes]) -> None:
+        envelopes, cause = None, "frame"
+        if len(frames) == 1 and len(frames[0]) <= MAX_MESSAGE_BYTES:
+            try:
+                envelopes = unpack(frames[0])
+            except MALFORMED:
+                cause = "garbage"
+        if envelopes is None:
+            self.dropped[cause] += 1
+            self._router.queue(peer, reset(ALL_CALLS))  # there may have been calls in it: nobody shall wait for them
             return
         for envelope in envelopes:
             self._accept(peer, envelope)
 
-    def _accept(self, peer: bytes, envelope: Envelope) -> None:
-        if envelope.kind == Kind.CANCEL:
-            if task := self._calls.get((peer, envelope.call)):
+    def _accept(self, peer: Peer, envelope: Envelope) -> None:
+        kind, number = envelope.kind, envelope.call
+        if kind == Kind.CANCEL:
+            if task := peer.calls.get(number):
                 task.cancel()
             return
-        if envelope.kind not in (Kind.CALL, Kind.NOTIFY) or (peer, envelope.call) in self._calls:
+        if kind not in (Kind.CALL, Kind.NOTIFY) or number in peer.calls or self._closing:
             self.dropped["kind"] += 1
-            return
-        if self._by_peer[peer] >= MAX_CALLS_A_PEER:
-            self.dropped["too_many_calls"] += 1
             return
         try:
             request = self._decode(envelope)
+            if len(peer.calls) + len(peer.notices) >= MAX_CALLS_A_PEER:
+                self.dropped["too_many_calls"] += 1
+                raise Busy(f"{MAX_CALLS_A_PEER} calls of this peer are under way")
         except PolyphaseError as error:
-            self.dropped["request"] += 1
-            if envelope.kind == Kind.CALL:
-                self._queue_error(peer, envelope.call, error)
+            self.dropped["request"] += isinstance(error, InvalidRequest)
+            if kind == Kind.CALL:
+                self._router.queue(peer, _error(number, error))
             return
         self._start(peer, envelope, request)
 
@@ -120,72 +149,67 @@ class RpcServer:
         decoder = self._decoders.get(envelope.method)
         if decoder is None:
             raise InvalidRequest(f"unknown method {envelope.method!r}")
+        if not 0 < envelope.timeout_s <= _MAX_TIMEOUT_S:
+            raise InvalidRequest(f"{envelope.method}: a timeout of {envelope.timeout_s} s")
         try:
             return decoder.decode(envelope.body)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except MALFORMED as error:
             raise InvalidRequest(f"{envelope.method}: {error}") from error
 
-    def _start(self, peer: bytes, envelope: Envelope, request: Any) -> None:
-        _, handler = self._handlers[envelope.method]
-        call = ServerCall(self, peer, envelope.call, envelope.timeout_s)
-        key = (peer, envelope.call)
-        if envelope.kind == Kind.NOTIFY:
-            key = (peer, -1 - len(self._calls))
-            while key in self._calls:
-                key = (peer, key[1] - 1)
-        task = self._loop.create_task(self._run(handler, request, call, envelope))
-        self._calls[key] = task
-        self._by_peer[peer] += 1
-        task.add_done_callback(lambda _: self._ended(key))
-
-    def _ended(self, key: tuple[bytes, int]) -> None:
-        self._calls.pop(key, None)
-        self._by_peer[key[0]] -= 1
-        if not self._by_peer[key[0]]:
-            del self._by_peer[key[0]]
-
-    async def _run(self, handler: Handler, request: Any, call: ServerCall, envelope: Envelope) -> None:
-        peer, number, answer = call.peer, envelope.call, envelope.kind == Kind.CALL
-        try:
-            async with asyncio.timeout(envelope.timeout_s or None):
-                reply = await handler(request, call)
-        except TimeoutError:
-            error: PolyphaseError = DeadlineExceeded(f"{envelope.method}: {envelope.timeout_s:.3f} s are over")
-        except PolyphaseError as known:
-            error = known
-        except Exception as unknown:  # the boundary of the process: nothing a handler raises may vanish
-            log.error("handler failed", method=envelope.method, exc_info=unknown)
-            error = PolyphaseError(f"{envelope.method} failed: {type(unknown).__name__}: {unknown}")
+    def _start(self, peer: Peer, envelope: Envelope, request: Any) -> None:
+        number, is_call = envelope.call, envelope.kind == Kind.CALL
+        call = ServerCall(self._router, peer, number, envelope.timeout_s)
+        task = self._loop.create_task(self._run(request, call, envelope, peer if is_call else None))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if is_call:
+            peer.last_call = max(peer.last_call, number)
+            peer.calls[number] = task
+            task.add_done_callback(lambda _: peer.calls.pop(number))
         else:
-            if answer:
-                body = NO_BODY if reply is None else encode_body(reply)
-                self._queue(peer, Envelope(Kind.REPLY, number, "", 0.0, body))
-            return
-        if answer:
-            self._queue_error(peer, number, error)
+            peer.notices.add(task)
+            task.add_done_callback(peer.notices.discard)
 
-    def _queue_error(self, peer: bytes, number: int, error: PolyphaseError) -> None:
-        body = encode_body(ErrorBody(error.code, error.message))
-        self._queue(peer, Envelope(Kind.ERROR, number, "", 0.0, body))
+    async def _run(self, request: Any, call: ServerCall, envelope: Envelope, caller: Peer | None) -> None:
+        number, method = envelope.call, envelope.method
+        try:
+            async with asyncio.timeout(envelope.timeout_s) as deadline:
+                reply = await self._handlers[method](request, call)
+            body = NO_BODY if reply is None else encode_body(reply)
+            if len(body) > _MAX_ANSWER_BYTES:
+                raise _too_large(body)
+            answer = Envelope(Kind.REPLY, number, "", 0.0, body)
+        except PolyphaseError as known:
+            answer = _error(number, known)
+        except asyncio.CancelledError as cancelled:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            answer = _failure(number, method, cancelled)  # something that it waited for, not the call
+        except Exception as unknown:  # the boundary of the process: nothing a handler raises may vanish
+            if deadline.expired():
+                answer = _error(number, DeadlineExceeded(f"{method}: {envelope.timeout_s:.3f} s are over"))
+            else:
+                answer = _failure(number, method, unknown)
+        if caller is not None:
+            self._router.queue(caller, answer)
 
-    def _queue(self, peer: bytes, envelope: Envelope) -> None:
-        if not self._outgoing:
-            # One turn later: a handler that was woken by its last item gets to add its reply.
-            self._loop.call_soon(self._loop.call_soon, self._flush)
-        self._outgoing[peer].append(envelope)
-
-    def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, defaultdict(list)
-        for peer, envelopes in outgoing.items():
-            try:
-                self._socket.send([peer, pack(envelopes)])
-            except zmq.ZMQError as error:  # gone (EHOSTUNREACH) or not reading (EAGAIN): its calls are pointless
-                self.dropped["peer_gone" if error.errno == zmq.EHOSTUNREACH else "peer_slow"] += 1
-                self._cancel_peer(peer)
-
-    def _cancel_peer(self, peer: bytes) -> None:
-        for (owner, _), task in list(self._calls.items()):
-            if owner == peer:
-                task.cancel()
+    def _lost(self, peer: Peer) -> None:
+        for task in peer.calls.values():
+            task.cancel()
         if self._on_peer_gone is not None:
-            self._on_peer_gone(peer)
+            self._loop.call_soon(self._on_peer_gone, peer.identity)
+
+
+def _too_large(body: msgspec.Raw) -> PolyphaseError:
+    """Libzmq would cut the connection, and with it all other calls."""
+    return PolyphaseError(f"an answer of {len(body)} bytes is too large to send")
+
+
+def _failure(number: int, method: str, error: BaseException) -> Envelope:
+    log.error("handler failed", method=method, exc_info=error)
+    return _error(number, PolyphaseError(f"{method} failed: {type(error).__name__}: {error}"))
+
+
+def _error(number: int, error: PolyphaseError) -> Envelope:
+    message = error.message[:_MAX_ERROR_CHARACTERS].encode(errors="replace").decode()
+    return Envelope(Kind.ERROR, number, "", 0.0, encode_body(ErrorBody(error.code, message)))

@@ -5,14 +5,23 @@ descriptor and hands each message to a plain function.
 """
 
 import asyncio
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from shared.runtime.logs import get_log
+
+log = get_log(__name__)
+Message = TypeVar("Message")
 MAX_FRAME_BYTES = 64 << 20  # libzmq cuts a connection that announces more
 _DRAIN = 128  # messages handled before other callbacks of the loop get their turn
+_MAX_SOCKETS = 16_384  # of a context; libzmq's 1,023 are 341 clients, each a socket and two ends of a monitor
+_MAX_FILES = 65_536  # a client takes four descriptors; the usual limit of 1,024 is reached at 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +36,29 @@ class Sockets:
     """Makes sockets with the limits that every one of ours has. Owns the ZeroMQ context."""
 
     def __init__(self, curve: Curve | None = None) -> None:
-        self._context = zmq.Context()
+        # One I/O thread: a connection's events come before its messages only in the order of one thread.
+        self._context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._curve = curve
+        _allow_files()
 
     def bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
         """A listening socket. Raises zmq.ZMQError when the address is taken."""
+        socket = self.unbound(kind)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        return socket
+
+    def unbound(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket to listen with, for whoever must do something before it is bound."""
         socket = self._new(kind)
         if self._curve:
             socket.curve_secretkey = self._curve.secret.encode()
             socket.curve_publickey = self._curve.public.encode()
             socket.curve_server = True
-        socket.bind(address)
         return socket
 
     def connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
@@ -56,6 +77,9 @@ class Sockets:
         # libzmq answers heartbeats in its own thread: a busy interpreter is not taken for a dead one.
         socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2_000)
+        # Connections that come to nothing are given up: the other host is frozen, cut off, or does not speak ZMTP.
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         return socket
@@ -65,12 +89,26 @@ class Sockets:
         self._context.destroy(linger=0)
 
 
-class LoopSocket:
-    """A socket whose messages arrive as calls of `on_message(frames)` on the running loop."""
+def _allow_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
-    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
+
+class LoopSocket(Generic[Message]):
+    """A socket whose messages arrive as calls of `on_message` on the running loop.
+
+    `read` takes one message off the socket or raises zmq.Again. What `on_message` raises is logged, and the next
+    message is handled: one that nobody foresaw must not leave those behind it unread.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], on_message: Callable[[Message], None], read: Callable[[], Message]
+    ) -> None:
         self._socket = socket
         self._on_message = on_message
+        self._read = read
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._scheduled = False
@@ -81,6 +119,11 @@ class LoopSocket:
         """Send now or raise: zmq.Again when nobody can take it, EHOSTUNREACH when the peer is gone."""
         self._poke()
         self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def drain(self) -> None:
+        """Handle all that has arrived, now."""
+        while self._take(_DRAIN):
+            pass
 
     def close(self) -> None:
         """Stop watching and close the socket."""
@@ -96,36 +139,57 @@ class LoopSocket:
 
     def _drain(self) -> None:
         self._scheduled = False
-        for _ in range(_DRAIN):
+        if self._take(_DRAIN):
+            self._poke()
+
+    def _take(self, most: int) -> bool:
+        """Handle so many messages; whether there may be more."""
+        for _ in range(most):
             if self._socket.closed:
-                return
+                return False
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                message = self._read()
             except zmq.Again:
-                return
-            self._on_message(frames)
-        self._poke()
+                return False
+            try:
+                self._on_message(message)
+            except Exception as error:  # the boundary of the event loop
+                log.error("a message was not handled", handler=repr(self._on_message), exc_info=error)
+        return True
+
+
+def whole_messages(socket: zmq.Socket[bytes]) -> Callable[[], list[bytes]]:
+    """Reads all frames of a message."""
+    return partial(socket.recv_multipart, zmq.NOBLOCK)
 
 
 class ConnectionWatch:
-    """Tells when a connecting socket gains or loses its peer, and when a handshake fails."""
+    """Tells of a socket's connections: `on_event(event, value)`, where libzmq's meaning of `value` is a descriptor
+    for ACCEPTED and DISCONNECTED.
 
-    _EVENTS = (
-        zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    )  # fmt: skip
+    To miss nothing it must be there before the socket is bound or connected.
+    """
 
-    def __init__(self, socket: zmq.Socket[bytes], on_event: Callable[[int], None]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], events: int, on_event: Callable[[int, int], None]) -> None:
         self._socket = socket
         self._on_event = on_event
-        self._events = LoopSocket(socket.get_monitor_socket(self._EVENTS), self._parse)
+        address = f"inproc://connections-{int(socket.getsockopt(zmq.FD))}"
+        socket.monitor(address, events)
+        pair: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+        pair.setsockopt(zmq.RCVHWM, 0)  # at a bound libzmq's own thread would wait for us, heartbeats and all
+        pair.connect(address)
+        self._events = LoopSocket(pair, self._parse, whole_messages(pair))
+
+    def catch_up(self) -> None:
+        """Tell of all that has happened by now."""
+        self._events.drain()
 
     def _parse(self, frames: list[bytes]) -> None:
-        self._on_event(int(parse_monitor_message(frames)["event"]))
+        told = parse_monitor_message(frames)
+        self._on_event(int(told["event"]), int(told["value"]))
 
     def close(self) -> None:
-        """Stop watching. First the source of events: with nobody to take them libzmq's own thread would block."""
+        """Stop watching. First the source of events: with nobody to take them they would pile up."""
         if not self._socket.closed:
             self._socket.disable_monitor()
         self._events.close()

@@ -2,101 +2,29 @@
 
 import asyncio
 import os
-import socket as plain_socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
 import zmq
 
 from shared.errors import Busy, DeadlineExceeded, InvalidRequest, PeerLost, PolyphaseError
-from shared.wire.envelope import Envelope, Kind, encode_body, pack
+from shared.wire.envelope import MAX_MESSAGE_BYTES, Envelope, Kind, encode_body, pack, unpack
 from shared.wire.methods import Method
 from shared.wire.rpc_client import RpcClient
-from shared.wire.rpc_server import MAX_MESSAGE_BYTES, RpcServer, ServerCall
+from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
-
-
-class Ask(msgspec.Struct):
-    number: int
-
-
-class Answer(msgspec.Struct):
-    number: int
-
-
-ECHO = Method("echo", Ask, Answer, Answer)
-COUNT = Method("count", Ask, Answer, Answer)
-WAIT = Method("wait", Ask, Answer, Answer)
-REFUSE = Method("refuse", Ask, Answer, Answer)
-CRASH = Method("crash", Ask, Answer, Answer)
-
-
-class Peer:
-    """A server with every kind of handler, and what it saw."""
-
-    def __init__(self) -> None:
-        self.waiting = asyncio.Event()
-        self.cancelled = asyncio.Event()
-        self.seen: list[int] = []
-
-    async def echo(self, ask: Ask, _: ServerCall) -> Answer:
-        self.seen.append(ask.number)
-        return Answer(ask.number)
-
-    async def count(self, ask: Ask, call: ServerCall) -> Answer:
-        for number in range(ask.number):
-            call.send(Answer(number))
-        return Answer(ask.number)
-
-    async def wait(self, ask: Ask, call: ServerCall) -> Answer:
-        self.waiting.set()
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            self.cancelled.set()
-        raise AssertionError
-
-    async def refuse(self, ask: Ask, _: ServerCall) -> Answer:
-        raise Busy("come back later")
-
-    async def crash(self, ask: Ask, _: ServerCall) -> Answer:
-        raise ZeroDivisionError("a bug")
-
-    def server(self, sockets: Sockets, address: str) -> RpcServer:
-        return RpcServer(
-            sockets,
-            address,
-            {ECHO: self.echo, COUNT: self.count, WAIT: self.wait, REFUSE: self.refuse, CRASH: self.crash},
-        )
-
-
-def free_address() -> str:
-    with plain_socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-@asynccontextmanager
-async def connected(curve: Curve | None = None) -> AsyncIterator[tuple[Peer, RpcServer, RpcClient, Sockets]]:
-    sockets, peer, address = Sockets(curve), Peer(), free_address()
-    try:
-        async with peer.server(sockets, address) as server:
-            client = RpcClient(sockets, address)
-            try:
-                yield peer, server, client, sockets
-            finally:
-                client.close()
-    finally:
-        sockets.close()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    """Poll a condition with a bound."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
+from tests.shared.wire.peers import (
+    COUNT,
+    CRASH,
+    ECHO,
+    REFUSE,
+    WAIT,
+    Answer,
+    Ask,
+    Peer,
+    connected,
+    free_address,
+    until,
+)
 
 
 async def test_a_call_is_answered() -> None:
@@ -181,29 +109,6 @@ async def test_a_lost_peer_fails_its_calls_at_once_and_a_new_one_is_found() -> N
     sockets.close()
 
 
-async def test_calls_of_a_vanished_client_are_cancelled() -> None:
-    async with connected() as (peer, server, client, sockets):
-
-        async def drip(ask: Ask, call: ServerCall) -> Answer:
-            try:
-                while True:
-                    call.send(Answer(0))
-                    await asyncio.sleep(0.01)
-            finally:
-                peer.cancelled.set()
-
-        server._handlers[ECHO.name] = (ECHO, drip)
-        other = RpcClient(sockets, client.address)
-        got = asyncio.Event()
-        call = asyncio.create_task(other.call(ECHO, Ask(1), timeout_s=30, on_item=lambda _: got.set()))
-        await asyncio.wait_for(got.wait(), 5)
-        other.close()
-        with pytest.raises(PeerLost):
-            await call
-        await asyncio.wait_for(peer.cancelled.wait(), 5)
-        assert server.dropped["peer_gone"] >= 1
-
-
 async def _garbage(sockets: Sockets, address: str) -> None:
     dealer = sockets.connect(zmq.DEALER, address)
     dealer.connect(address)
@@ -214,8 +119,11 @@ async def _garbage(sockets: Sockets, address: str) -> None:
         [pack([valid])],
     ):  # fmt: skip
         dealer.send_multipart(frames)
-    reader = dealer.poll(5000)
-    assert reader  # the malformed request, the last of them, is answered
+    kinds: list[int] = []
+    while Kind.ERROR not in kinds:  # the malformed request, the last of them, is answered
+        assert dealer.poll(5000)
+        kinds += [envelope.kind for envelope in unpack(dealer.recv())]
+    assert kinds.count(Kind.RESET) == len(kinds) - 1 > 0
     dealer.close()
 
 
@@ -244,13 +152,73 @@ async def test_a_plain_tcp_client_does_no_harm() -> None:
         assert (await client.call(ECHO, Ask(3), timeout_s=5)).number == 3
 
 
-async def test_items_of_one_turn_leave_as_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_items_of_one_turn_leave_as_one_message() -> None:
+    async with connected() as (_, _, client, sockets):
+        dealer = sockets.connect(zmq.DEALER, client.address)
+        dealer.connect(client.address)
+        dealer.send(pack([Envelope(Kind.CALL, 1, COUNT.name, 5.0, encode_body(Ask(500)))]))
+        messages: list[list[Envelope]] = []
+        while not messages or messages[-1][-1].kind != Kind.REPLY:
+            await until(lambda: dealer.poll(0))
+            messages.append(unpack(dealer.recv()))
+        assert sum(len(message) for message in messages) == 501
+        assert len(messages) <= 2  # the items, and the reply if it came in a turn of its own
+        dealer.close()
+
+
+async def test_calls_that_together_are_larger_than_a_message_are_all_answered() -> None:
+    async with connected() as (_, _, client, _):
+        asks = [Ask(number, bytes(1_200_000)) for number in range(16)]
+        answers = await asyncio.gather(*(client.call(ECHO, ask, timeout_s=30) for ask in asks))
+        assert [answer.number for answer in answers] == list(range(16))
+
+
+async def test_a_request_that_no_server_takes_is_refused_at_once() -> None:
+    async with connected() as (_, _, client, _):
+        with pytest.raises(InvalidRequest, match=r"echo: .* bytes, more than"):
+            await client.call(ECHO, Ask(1, bytes(MAX_MESSAGE_BYTES)), timeout_s=30)
+        assert not client.busy
+
+
+@pytest.mark.parametrize("reply", [Answer(1 << 80), Answer(1, bytes(64 << 20)), object()])
+async def test_an_answer_that_cannot_be_sent_is_an_error_of_its_call(reply: object) -> None:
+    sockets, address = Sockets(), free_address()
+
+    async def answer(_: Ask, __: ServerCall) -> object:
+        return reply
+
+    async with RpcServer(sockets, address, {ECHO: answer}):
+        client = RpcClient(sockets, address)
+        with pytest.raises(PolyphaseError, match=r"echo failed|too large"):
+            await client.call(ECHO, Ask(1), timeout_s=30)
+        client.close()
+    sockets.close()
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), TimeoutError(), PolyphaseError("\udcff")])
+async def test_whatever_a_handler_raises_is_answered(error: BaseException) -> None:
+    sockets, address = Sockets(), free_address()
+
+    async def fail(_: Ask, __: ServerCall) -> Answer:
+        raise error
+
+    async with RpcServer(sockets, address, {ECHO: fail}):
+        client = RpcClient(sockets, address)
+        with pytest.raises(PolyphaseError) as caught:
+            await asyncio.wait_for(client.call(ECHO, Ask(1), timeout_s=30), 10)
+        assert type(caught.value) is PolyphaseError
+        client.close()
+    sockets.close()
+
+
+async def test_too_many_calls_are_refused_and_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.wire.rpc_server.MAX_CALLS_A_PEER", 3)
     async with connected() as (_, server, client, _):
-        assert (await client.call(ECHO, Ask(1), timeout_s=5)).number == 1
-        sent: list[int] = []
-        send = server._socket.send
-        monkeypatch.setattr(server._socket, "send", lambda frames: (sent.append(len(frames[1])), send(frames)))
-        await client.call(COUNT, Ask(500), timeout_s=5)
-        assert len(sent) <= 2  # the items, and the reply if it came in a turn of its own
-
-
+        calls = [asyncio.create_task(client.call(WAIT, Ask(1), timeout_s=30)) for _ in range(3)]
+        await until(lambda: server.calls == 3)
+        with pytest.raises(Busy):
+            await client.call(ECHO, Ask(1), timeout_s=30)
+        for call in calls:
+            call.cancel()
+        await until(lambda: server.calls == 0)
+        assert (await client.call(ECHO, Ask(1), timeout_s=30)).number == 1
