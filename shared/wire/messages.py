@@ -124,8 +124,8 @@ class DecodeRequest(msgspec.Struct):
 class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Tokens that one engine step gave one job. The last step of a job carries its finish reason.
 
-    "abort" and "error" (with its cause as `stop_reason`) stay between an engine and its worker: a gateway gets
-    "stop", "length" or "repetition", or an error. `logprobs` and `prompt_logprobs` are opaque here.
+    "abort", "error" and "refused" (with the cause as `stop_reason`) stay between an engine and its worker: a gateway
+    gets "stop", "length" or "repetition", or an error. `logprobs` and `prompt_logprobs` are opaque here.
     """
 
     tokens: list[int]

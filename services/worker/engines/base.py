@@ -10,6 +10,7 @@ from shared.domain.instance import Compatibility
 from shared.domain.job import Generation
 from shared.domain.kv import Codec, KvHandle
 from shared.domain.rates import Rates
+from shared.errors import EngineFailed, InvalidRequest, PolyphaseError
 from shared.runtime.logs import get_log
 from shared.wire.messages import TokenStep
 
@@ -54,6 +55,16 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 Sink = Callable[[TokenStep], None]
+FAILED = ("abort", "error", "refused")  # finish reasons of what did not end well
+
+
+def failure(job_id: str, last: TokenStep) -> PolyphaseError | None:
+    """What the last step of a job means for its caller, if it did not end well."""
+    if last.finish_reason == "refused":
+        return InvalidRequest(f"{job_id}: {last.stop_reason}")
+    if last.finish_reason in FAILED:
+        return EngineFailed(f"{job_id}: {last.stop_reason or 'the engine gave up'}")
+    return None
 
 
 def deliver(sink: Sink, step: TokenStep) -> None:

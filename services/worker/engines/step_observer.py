@@ -24,6 +24,11 @@ class StepObserver:
         self._plan = plan = self._schedule(*args, **kwargs)
         return plan
 
+    @property
+    def idle(self) -> bool:
+        """Whether the last turn computed nothing."""
+        return self._plan is None or not self._plan.total_num_scheduled_tokens
+
     def began(self) -> None:
         """A turn of the loop begins."""
         self._plan = None
@@ -32,9 +37,9 @@ class StepObserver:
 
     def ended(self) -> None:
         """The turn's tokens are on their way; a turn in which nothing was computed leaves no record."""
-        plan = self._plan
-        if plan is None or not plan.total_num_scheduled_tokens:
+        if self.idle:
             return
+        plan = self._plan
         seconds = time.perf_counter() - self._began_s
         cpu_s = time.thread_time() - self._cpu_s if self._own_cpu else 0.0
         self._log.add(seconds, cpu_s, *batch_of(plan))

@@ -19,6 +19,7 @@ from vllm import __version__ as vllm_version
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
@@ -38,6 +39,7 @@ from shared.wire.messages import WIRE_VERSION, TokenStep
 
 log = get_log(__name__)
 _IDLE_S = 0.5
+_WAITING_S = 0.001
 Command = Callable[[], None]
 
 
@@ -143,7 +145,7 @@ class VllmEngine:
         self._scheduler = self._core.engine_core.scheduler
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=_computes_here(s))
         self._snapshot()
-        model = config.model_config
+        model = self._model = config.model_config
         geometry = KvGeometry(
             layers=model.get_total_num_hidden_layers() if hasattr(model, "get_total_num_hidden_layers")
             else model.hf_text_config.num_hidden_layers,
@@ -168,12 +170,17 @@ class VllmEngine:
                     batch = [(output.request_id, _convert(output)) for output in outputs.outputs]
                     self._loop.call_soon_threadsafe(self._deliver, batch)
                 self._observer.ended()
+                if self._observer.idle:
+                    self._pause(_WAITING_S)  # for KV or a grammar: the engine would turn as fast as it can
                 continue
             self._snapshot()
             self._step_began_s = 0.0
-            with self._wake:
-                if not self._commands and not self._stopping:
-                    self._wake.wait(_IDLE_S)
+            self._pause(_IDLE_S)
+
+    def _pause(self, seconds: float) -> None:
+        with self._wake:
+            if not self._commands and not self._stopping:
+                self._wake.wait(seconds)
 
     def _add(self, request: EngineRequest) -> None:
         if request.request_id not in self._sinks:
@@ -181,12 +188,26 @@ class VllmEngine:
         try:
             self._core.add_request(self._core_request(request))
         except Exception as error:  # whatever vLLM makes of it: one request is no reason to fail the others
-            log.warning("engine refused a request", request_id=request.request_id, exc_info=error)
-            output = TokenStep([], finish_reason="error", stop_reason=f"{type(error).__name__}: {error}")
+            refused = isinstance(error, (ValueError, TypeError, VLLMValidationError, msgspec.MsgspecError))
+            cause = str(error) if refused else f"{type(error).__name__}: {error}"
+            log.warning("engine refused a request", request_id=request.request_id, error=cause)
+            output = TokenStep([], finish_reason="refused" if refused else "error", stop_reason=cause)
             self._loop.call_soon_threadsafe(self._deliver, [(request.request_id, output)])
+
+    def _check(self, request: EngineRequest, params: SamplingParams) -> None:
+        """What vLLM's front end checks and its engine takes for granted: such a request would end the step, and with
+        it the engine. Raises ValueError. Grammars are left to the engine, which compiles them beside its steps.
+        """
+        prompt, model = request.prompt_token_ids, self._model
+        if not 0 < len(prompt) < model.max_model_len:
+            raise ValueError(f"a prompt of {len(prompt)} tokens; it must have 1 to {model.max_model_len - 1}")
+        if not 0 <= min(prompt) <= max(prompt) < model.get_vocab_size():
+            raise ValueError(f"token ids are 0 to {model.get_vocab_size() - 1}")
+        params.verify(model, None, None, None)
 
     def _core_request(self, request: EngineRequest) -> EngineCoreRequest:
         params = self._sampling.decode(request.generation.sampling)
+        self._check(request, params)
         params.max_tokens = 1 if request.first_token_only else request.max_tokens
         if request.first_token_only:
             params.min_tokens = 0

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.worker.engines.base import Engine, EngineRequest
+from services.worker.engines.base import FAILED, Engine, EngineRequest, failure
 from services.worker.jobs.roles import RoleState
 from services.worker.kv import lossy_salt
 from services.worker.kv.port import KvPort
 from shared.domain.instance import Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
-from shared.errors import EngineFailed
 from shared.policy.lengths import is_heavy
 from shared.wire.messages import DecodeReply, DecodeRequest, PrefetchRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
@@ -86,7 +85,7 @@ class DecodeService:
         await self._kv.release(held)
 
     async def decode(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
-        """Stream tokens as items, then say how it ended. Raises WrongRole, EngineFailed."""
+        """Stream tokens as items, then say how it ended. Raises WrongRole, EngineFailed, InvalidRequest."""
         ended = False
         try:
             with self._roles.job(Role.DECODE):
@@ -122,7 +121,7 @@ class DecodeService:
             started_s = started_s or time.time()
             job.uncomputed = 0
             job.context_tokens += len(output.tokens)
-            if output.finish_reason != "error":
+            if output.finish_reason not in FAILED:
                 call.send(output)
             if output.finish_reason and not ended.done():
                 ended.set_result(output)
@@ -132,8 +131,8 @@ class DecodeService:
             self._prefetches.pop(request.handle.transfer_id, None)  # the engine's now, to import or to drop
         last = await ended
         ended_s = time.time()
-        if last.finish_reason == "error":
-            raise EngineFailed(f"{request.job.job_id}: {last.stop_reason or 'the engine gave up'}")
+        if (error := failure(request.job.job_id, last)) is not None:
+            raise error
         return DecodeReply(await self._transfer(request.handle), queued_s, started_s, ended_s)
 
     async def _transfer(self, handle: KvHandle | None) -> TransferReport:

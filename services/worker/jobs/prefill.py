@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.worker.engines.base import Engine, EngineRequest
+from services.worker.engines.base import Engine, EngineRequest, failure
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.lengths import Asked, LengthClient
 from services.worker.jobs.prefill_queue import PrefillQueue
@@ -16,7 +16,7 @@ from shared.domain.instance import Role
 from shared.domain.job import LengthPrediction
 from shared.domain.kv import KvHandle
 from shared.domain.route import InstanceRef, Reason
-from shared.errors import Busy, EngineFailed, Unavailable
+from shared.errors import Busy, Unavailable
 from shared.wire.messages import PrefillReply, PrefillRequest, PrefillStarted, TokenStep
 from shared.wire.rpc_server import ServerCall
 
@@ -125,8 +125,8 @@ class PrefillService:
             self._kv.when_staged(request.transfer_id, first_chunk)
         self._engine.submit(_engine_request(job.request_id, request), step)
         last = await ended
-        if last.finish_reason in ("error", "abort"):
-            raise EngineFailed(f"{request.job.job_id}: {last.stop_reason or 'the engine gave up'}")
+        if (error := failure(request.job.job_id, last)) is not None:
+            raise error
         return last
 
     def _choose(self, job: _Prefill) -> None:

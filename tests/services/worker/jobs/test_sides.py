@@ -17,7 +17,7 @@ from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.route import InstanceRef, PolicySpec
-from shared.errors import Busy, EngineFailed, PolyphaseError, Unavailable, WrongRole
+from shared.errors import Busy, EngineFailed, InvalidRequest, PolyphaseError, Unavailable, WrongRole
 from shared.policy import registry
 from shared.runtime.tasks import Background
 from shared.wire.messages import (
@@ -414,3 +414,19 @@ async def test_a_job_that_cannot_take_its_step_does_not_cost_the_others_theirs()
     deliver(lambda _: {}["a bug"], TokenStep([1]))
     deliver(taken.append, TokenStep([2]))
     assert taken == [TokenStep([2])]
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"), [("refused", InvalidRequest), ("error", EngineFailed), ("abort", EngineFailed)]
+)
+async def test_what_the_engine_refuses_is_the_requests_fault_and_what_fails_is_not(
+    reason: str, error: type[PolyphaseError]
+) -> None:
+    for role in Role:
+        side = Side(role)
+        request = prefill_request() if role is Role.PREFILL else decode_request()
+        task = await (side.prefill(request) if isinstance(request, PrefillRequest) else side.decode(request))
+        side.engine.step(TokenStep([], reason, "a prompt of 5 tokens"))
+        with pytest.raises(error, match="a prompt of 5 tokens"):
+            await task
+        assert side.call.items == []

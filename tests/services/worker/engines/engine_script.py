@@ -1,0 +1,183 @@
+"""A real engine in a process of its own that is given what no front end lets through; prints what became of it."""
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="WARNING", TORCHDYNAMO_DISABLE="1",
+)  # fmt: skip
+
+import msgspec
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from services.worker.engines.base import EngineRequest
+from services.worker.engines.vllm import VllmEngine
+from services.worker.kv.events import KvEvents
+from services.worker.settings import WorkerSettings
+from shared.domain.job import Generation
+from shared.runtime.logs import configure_logs
+from shared.wire.messages import TokenStep
+
+DEAR = json.dumps({"type": "string", "pattern": r"^(\w{1,99}-){1,99}$"})  # compiles for seconds
+
+
+class Run:
+    """Requests of one engine, by name."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
+        self.times: dict[str, list[float]] = {}
+        self.ends: dict[str, asyncio.Future[TokenStep]] = {}
+
+    def submit(self, name: str, prompt: list[int], tokens: int = 8, sampling: Any = None, **more: Any) -> None:
+        given = sampling if isinstance(sampling, bytes) else msgspec.msgpack.encode(sampling or greedy())
+        self.times[name] = []
+        self.ends[name] = asyncio.get_running_loop().create_future()
+
+        def sink(step: TokenStep) -> None:
+            self.times[name].append(time.monotonic())
+            if step.finish_reason:
+                self.ends[name].set_result(step)
+
+        self.engine.submit(EngineRequest(name, prompt, Generation(given, time.time()), tokens, **more), sink)
+
+    async def end(self, name: str) -> TokenStep:
+        return await asyncio.wait_for(asyncio.shield(self.ends[name]), 120)
+
+    def longest_gap_s(self, name: str, since: float = 0.0) -> float:
+        times = [each for each in self.times[name] if each >= since]
+        return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, ignore_eos=True, **more)
+
+
+def guided(backend: str | None = "xgrammar", **wish: Any) -> SamplingParams:
+    made = StructuredOutputsParams(**wish)
+    made._backend = backend
+    return SamplingParams(temperature=0, structured_outputs=made)
+
+
+async def refusals(run: Run) -> dict[str, Any]:
+    """What would end a step, beside a decode that goes on."""
+    run.submit("steady", [5, 6, 7], 300)
+    bad: dict[str, dict[str, Any]] = {
+        "too long": {"prompt": list(range(5, 4000))}, "empty": {"prompt": []}, "not a token": {"prompt": [10**6]},
+        "negative": {"prompt": [-1]}, "garbage": {"prompt": [5], "sampling": b"\xff\xfe"},
+        "bias": {"prompt": [5], "sampling": greedy(logit_bias={10**6: 1.0})},
+        "allowed": {"prompt": [5], "sampling": greedy(allowed_token_ids=[10**6])},
+        "backend": {"prompt": [5], "sampling": guided("no such", regex="a")},
+        "grammar": {"prompt": [5], "sampling": guided(grammar="root ::= (((")},
+    }  # fmt: skip
+    for name, request in bad.items():
+        run.submit(name, **request)
+    ends = {name: await run.end(name) for name in bad}
+    steady = await run.end("steady")
+    return {
+        "ends": {name: [end.finish_reason, end.stop_reason] for name, end in ends.items()},
+        "steady": [steady.finish_reason, len(run.times["steady"])],
+    }
+
+
+async def grammars(run: Run) -> dict[str, Any]:
+    """A dear grammar beside a decode; aborted while it compiles."""
+    run.submit("fine", [5], 4, guided(regex="(yes|no)"))
+    fine = await run.end("fine")
+    run.submit("steady", [5, 6, 7], 1500)
+    while len(run.times["steady"]) < 20:
+        await asyncio.sleep(0.01)
+    began = time.monotonic()
+    run.submit("dear", [5], 4, guided(json=DEAR))
+    await asyncio.sleep(1.5)
+    compiling = not run.ends["dear"].done()
+    gap_s = run.longest_gap_s("steady", began)
+    run.engine.abort("dear")
+    await run.end("steady")
+    idle = await turns(run)
+    return {"fine": fine.finish_reason, "compiling": compiling, "gap_s": gap_s, "turns_a_second": idle}
+
+
+async def turns(run: Run) -> float:
+    """How often the engine turns while it waits for nothing but a grammar."""
+    count, scheduler = [0], run.engine._scheduler
+    schedule = scheduler.schedule
+
+    def counted(*given: Any, **more: Any) -> Any:
+        count[0] += 1
+        return schedule(*given, **more)
+
+    scheduler.schedule = counted
+    run.submit("dear again", [5], 4, guided(json=DEAR.replace("99", "98")))
+    await asyncio.sleep(1.0)
+    waiting = not run.ends["dear again"].done()
+    run.engine.abort("dear again")
+    scheduler.schedule = schedule
+    return float(count[0]) if waiting else -1.0
+
+
+async def full_staging(run: Run) -> dict[str, Any]:
+    """Exports that find no room, beside a decode: how long they hold up the engine's thread."""
+    rank, spent = run.engine.rank, list[float]()
+    assert rank is not None
+    stage = rank.stage
+
+    def timed(*given: Any) -> None:
+        began, refused = time.perf_counter(), rank.stats().staging_failed
+        stage(*given)
+        if rank.stats().staging_failed > refused:
+            spent.append(time.perf_counter() - began)
+
+    rank.stage = timed  # type: ignore[method-assign]
+    run.submit("steady", [5, 6, 7], 400)
+    for number in range(40):
+        run.submit(f"export {number}", [5 + number, *range(6, 70)], 1, first_token_only=True, export_to=f"t{number}")
+    for number in range(40):
+        await run.end(f"export {number}")
+    await run.end("steady")
+    stats = rank.stats()
+    rank.stage = stage  # type: ignore[method-assign]
+    held = [name for name in (f"t{number}" for number in range(40)) if rank._pool.release(name)]
+    return {"refused": stats.staging_failed, "held": len(held), "refusals_s": sum(spent)}
+
+
+async def freed(run: Run) -> dict[str, int]:
+    async with asyncio.timeout(60):
+        while (stats := run.engine.stats()).free_blocks < stats.total_blocks or stats.waiting or stats.running:
+            await asyncio.sleep(0.05)
+    return {"free": stats.free_blocks, "total": stats.total_blocks, "waiting": stats.waiting}
+
+
+async def main() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = WorkerSettings(
+            instance_id="e", model="models/demo", rpc_port=0, http_port=0, kv_port=int(sys.argv[1]), monitor_url="",
+            heartbeat_address="", broadcast_address="", kv_cache_bytes=64 << 20,
+        )  # fmt: skip
+        async with KvEvents(f"ipc://{folder}/events") as events:
+            engine = VllmEngine(settings, {
+                "endpoints": list(settings.kv_endpoints), "events": events.address, "control_key": "k",
+                "instance_id": "e", "generation": 1, "fingerprint": "f", "staging_bytes": 1 << 20,
+            })  # fmt: skip
+            await engine.start()
+            run = Run(engine)
+            found = {
+                "refusals": await refusals(run), "staging": await full_staging(run), "grammars": await grammars(run),
+                "freed": await freed(run),
+            }  # fmt: skip
+            await engine.close()
+            return found
+
+
+if __name__ == "__main__":
+    configure_logs("engine", "WARNING")
+    print("RESULT " + json.dumps(asyncio.run(main())), flush=True)
+    os._exit(0)  # a grammar may compile for minutes yet, in a thread that nobody can end
