@@ -21,10 +21,12 @@ from lab.demo.client import ApiClient
 from lab.demo.prompts import Prompts
 from services.launcher import state_file
 from services.launcher.cluster_file import Cluster
+from services.launcher.keeper import Status
 from services.launcher.plan import Plan, ProcessSpec, make_plan
 from services.launcher.ports import PortUse
 from services.launcher.suite import Suite
-from services.launcher.supervisor import Limits, Status, Supervisor, supervising
+from services.launcher.supervisor import Supervisor, supervising
+from services.launcher.watch import Limits
 from shared.domain.instance import Role
 
 INJECT = Path(__file__).parent / "inject"
@@ -110,7 +112,7 @@ async def running_arena(bed: Testbed, folder: Path, console: Console, seed: int)
         plan = _injected(plan, switches, run)
         plan, wires = await stack.enter_async_context(wired(plan, rng))
         logs, began = folder / "logs", time.monotonic()
-        supervising_them = supervising(plan.processes, logs, _ignore, LIMITS, plan.fork_env)
+        supervising_them = supervising(plan.processes, logs, _ignore, LIMITS, plan.fork_env, plan.preload)
         supervisor = await stack.enter_async_context(supervising_them)
         suite = Suite(folder, lambda: state_file.describe(plan, supervisor.statuses))
         with console.status(f"starting {bed.name}: {bed.title}"):

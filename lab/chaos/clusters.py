@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.launcher import ports
-from services.launcher.cluster_file import PROJECT, Cluster
+from services.launcher.cluster_file import Cluster
 from services.launcher.keys import curve_pair
+from services.launcher.model_source import PROJECT
 
 MODEL = PROJECT / "models" / "demo"
 _SECOND_GATEWAY, _GATEWAY, _DASHBOARD = 239, 240, 241  # offsets in a range of free ports

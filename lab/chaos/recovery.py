@@ -10,7 +10,7 @@ import psutil
 
 from lab.chaos.arena import RUN, Arena
 from lab.chaos.load import Load
-from services.launcher.supervisor import State
+from services.launcher.keeper import State
 from shared.domain.instance import InstanceState
 from shared.domain.job import Phase
 from shared.errors import PolyphaseError

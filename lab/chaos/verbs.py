@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lab.chaos.inject.sitecustomize import SWITCHES
+from services.launcher.keeper import State, Status
 from services.launcher.process import Child, spawn, stop_all
 from services.launcher.suite import Suite, until
-from services.launcher.supervisor import State, Status, Supervisor
+from services.launcher.supervisor import Supervisor
 from shared.domain.instance import InstanceState, Role
 from shared.errors import PolyphaseError
 

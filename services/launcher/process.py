@@ -97,6 +97,8 @@ class Child:
 async def spawn(program: Sequence[str], env: dict[str, str], log: Path | None, pass_fds: Sequence[int] = ()) -> Child:
     """Start a program with its output appended to `log`, or as ours. Call on the main thread only: see `child`."""
     wrapper = (sys.executable, "-S", "-E", str(Path(child.__file__)), str(os.getpid()))
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if log is not None else None
     try:
         process = await asyncio.create_subprocess_exec(

@@ -93,7 +93,6 @@ async def supervising(
 
     With `fork_env`, those that have a module are forked from a process that has imported `preload`.
     """
-    logs.mkdir(parents=True, exist_ok=True)
     child.adopt_orphans()  # what a dead child leaves behind is ours, and ends with it
     forks = ForkServer(fork_env, preload) if fork_env is not None else None
     supervisor = Supervisor(specs, logs, changed, limits or Limits(), forks)
