@@ -41,7 +41,7 @@ def messages(rng: Random) -> list[list[bytes]]:
         b"", b"\xc1", b"\xff" * 100, rng.randbytes(2000), _DEEP, _DEEP_MAP, b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
         pull, control, confirm, *(_spoilt(each) for each in (pull, control, confirm)), pull[:-3], deep_call,
-        _call("no such method", encode_body(None)), _call("drain", encode_body({"timeout_s": -1.0})),
+        _call("no such method", encode_body(None)), _call("drain", encode_body({"timeout_s": "now"})),
         _call("prefill", encode_body({"job": 5})), _spoilt(_call("release", encode_body({"transfer_ids": [_MARK]}))),
         _call("release", encode_body({"transfer_ids": ["unknown"] * 1000})), b"\x93\x01\x02\x03",
         pack([Envelope(99, 1, "", 0.0, encode_body(1))]),

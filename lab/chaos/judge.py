@@ -86,7 +86,7 @@ def _clean(reply: Reply) -> bool:
     if not reply.code or not reply.error:
         return False
     if reply.status == 200:
-        return True
+        return reply.code != "500"
     return reply.status in _BUSY and (reply.retry_after or reply.status == 504)
 
 

@@ -85,9 +85,9 @@ class Proxy:
         """Flip one bit in this share of all messages, both ways."""
         self._weather.corrupt = share
 
-    def replay(self) -> int:
-        """Send again, in order, what went each way lately; how many messages that were."""
-        count = sum(pipe.replay() for pipe in list(self._pipes))
+    def replay(self, *, back: bool = True) -> int:
+        """Send again, in order, what went there lately, and with `back` what came back; how many messages that were."""
+        count = sum(pipe.replay() for pipe in list(self._pipes) if back or pipe.onward)
         self.replayed += count
         return count
 
@@ -117,8 +117,8 @@ class Proxy:
             return
         onward_reader, onward_writer = await asyncio.open_connection(*self.target, limit=_READ_BYTES)
         touch = self._touch if self._framed else self._touch_raw
-        there = _Pipe(reader, onward_writer, self._weather, touch, self._framed)
-        back = _Pipe(onward_reader, writer, self._weather, touch, self._framed)
+        there = _Pipe(reader, onward_writer, self._weather, touch, self._framed, onward=True)
+        back = _Pipe(onward_reader, writer, self._weather, touch, self._framed, onward=False)
         self._pipes |= {there, back}
         try:
             running = {asyncio.ensure_future(pipe.run()) for pipe in (there, back)}
@@ -152,8 +152,9 @@ class _Pipe:
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, weather: Weather,
-        touch: Callable[[Part], Part], framed: bool,
+        touch: Callable[[Part], Part], framed: bool, *, onward: bool,
     ) -> None:  # fmt: skip
+        self.onward = onward  # from who connected to whom it wanted
         self._reader = reader
         self._writer = writer
         self._weather = weather

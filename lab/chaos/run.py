@@ -121,7 +121,7 @@ class _Bench:
         while waiting:
             outcome = await run_scenario(arena, waiting.pop(0), before, self.options.seed)
             yield outcome
-            if outcome.recovery.recovered_s is None or outcome.recovery.left:
+            if outcome.broke or outcome.recovery.recovered_s is None or outcome.recovery.left:
                 return  # what comes next shall not suffer from it
 
     def _note(self, outcome: Outcome) -> None:

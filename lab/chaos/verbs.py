@@ -1,6 +1,5 @@
 """What can be done to a running suite; every verb can be undone, and `restore` undoes what is left."""
 
-import asyncio
 import os
 import resource
 import signal
@@ -188,9 +187,9 @@ class Database:
     @asynccontextmanager
     async def locked(self) -> AsyncIterator[None]:
         """Somebody else holds the write lock for the block's length."""
-        other = sqlite3.connect(self.file, isolation_level=None, timeout=10.0)
+        other = sqlite3.connect(self.file, isolation_level=None, timeout=0.0)
         try:
-            await asyncio.to_thread(other.execute, "BEGIN EXCLUSIVE")
+            await until(lambda: _lock(other), 10.0, "the lock of the database", poll_s=0.01)
             yield
         finally:
             other.close()
@@ -214,6 +213,14 @@ class Database:
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
         self._limited.clear()
+
+
+def _lock(connection: sqlite3.Connection) -> bool:
+    try:
+        connection.execute("BEGIN EXCLUSIVE")
+    except sqlite3.OperationalError:  # somebody writes just now
+        return False
+    return True
 
 
 class Strangers:

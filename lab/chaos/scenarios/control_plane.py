@@ -47,7 +47,7 @@ async def monitor_and_decode(arena: Arena) -> None:
 
 CONTROL_PLANE = (
     Scenario("either-scheduler", "kill -9 of one scheduler, then of the other", either_scheduler),
-    Scenario("frozen-scheduler", "one of two schedulers stands still for 5 s", frozen_scheduler, away_s=NOTICED_S),
+    Scenario("frozen-scheduler", "one of two schedulers stands still for 4 s", frozen_scheduler, away_s=NOTICED_S),
     Scenario("either-gateway", "kill -9 of one gateway, then of the other", either_gateway, breaks=True, bound_s=60.0),
     Scenario("monitor-again", "kill -9 of the monitor each second, four times", monitor_again_and_again),
     Scenario("monitor-and-decode", "kill -9 of the monitor and of a decode instance together", monitor_and_decode),

@@ -9,7 +9,7 @@ from lab.chaos.arena import Arena
 from lab.chaos.scenario import Scenario
 from services.launcher.suite import until
 
-AWAY_S = 5.0
+AWAY_S = 4.0
 _WRITTEN_S = 10.0
 
 
@@ -69,9 +69,9 @@ def _rows_since(arena: Arena, since_s: float) -> bool:
 
 
 DATABASE = (
-    Scenario("database-locked", "somebody else holds the write lock for 5 s", locked),
+    Scenario("database-locked", "somebody else holds the write lock for 4 s", locked),
     Scenario("database-gone", "the file is removed while it is in use", gone),
-    Scenario("database-read-only", "every write is refused for 5 s", read_only),
-    Scenario("database-disk-full", "no file can grow for 5 s", disk_full),
+    Scenario("database-read-only", "every write is refused for 4 s", read_only),
+    Scenario("database-disk-full", "no file can grow for 4 s", disk_full),
     Scenario("database-gone-restart", "the file is removed and its writers are killed", gone_and_restarted),
 )

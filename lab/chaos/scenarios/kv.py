@@ -9,7 +9,7 @@ from lab.chaos.scenario import Scenario
 from lab.chaos.scenarios.links import silence
 from lab.chaos.scenarios.processes import NOTICED_S, freeze, kill_all, kill_one
 
-BAD_S = 5.0
+BAD_S = 4.0
 
 
 async def _kill_prefill(arena: Arena) -> None:
@@ -98,7 +98,7 @@ KV = (
     Scenario("kv-drain-all", "both decode instances drain by force under long prompts", _drain_all_decode, REAL),
     Scenario(
         "kv-freeze",
-        "a prefill instance stands still for 5 s, its KV half pulled",
+        "a prefill instance stands still for 4 s, its KV half pulled",
         _freeze_exporter,
         REAL,
         away_s=NOTICED_S,
@@ -110,6 +110,6 @@ KV = (
         "kv-stale", "an exporter is restarted twice; its predecessors' pulls come again", _stale, REAL, away_s=1.0
     ),
     Scenario("kv-cut", "all KV connections are reset twice a second", _cut, REAL),
-    Scenario("kv-silent", "all KV links are silent for 5 s", _silent, REAL, away_s=NOTICED_S),
+    Scenario("kv-silent", "all KV links are silent for 4 s", _silent, REAL, away_s=NOTICED_S),
     Scenario("kv-slow", "all KV links carry 4 MB/s", _slow, REAL, away_s=1.0),
 )

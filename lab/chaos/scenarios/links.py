@@ -7,7 +7,7 @@ from lab.chaos.scenario import Scenario
 from lab.chaos.scenarios.processes import NOTICED_S
 from lab.chaos.wires import Wire
 
-SILENT_S = 5.0
+SILENT_S = 4.0
 _PLACE_S = 2.0  # a gateway waits for a scheduler's answer so long
 
 
@@ -89,17 +89,17 @@ async def _flap(arena: Arena) -> None:
 
 
 LINKS = (
-    Scenario("link-silent", "one decode instance's RPC is silent for 5 s", _gateway_to_decode, away_s=NOTICED_S),
+    Scenario("link-silent", "one decode instance's RPC is silent for 4 s", _gateway_to_decode, away_s=NOTICED_S),
     Scenario("link-cut", "each decode instance's connections are reset, twice", _cut_gateway_to_decode, away_s=0.5),
-    Scenario("link-gateway-workers", "one of two gateways cannot reach any instance for 5 s", _gateway_to_workers),
-    Scenario("link-gateway-schedulers", "one of two gateways hears of no scheduler for 5 s", _gateway_to_schedulers),
-    Scenario("link-one-scheduler", "one of two schedulers is silent for 5 s", _one_scheduler, away_s=NOTICED_S),
-    Scenario("link-heartbeats", "one instance's heartbeats do not arrive for 5 s", _heartbeats),
-    Scenario("link-monitor", "the monitor is cut off from everybody for 5 s", _monitor),
-    Scenario("link-instance", "a decode instance is cut off from everybody for 5 s", _instance, away_s=NOTICED_S),
-    Scenario("link-monitor-instance", "monitor and one prefill instance cannot connect for 5 s", _instance_one_way),
-    Scenario("link-slow", "all RPC takes 100 ms longer, at 200 kB/s, for 5 s", _slow, away_s=1.0),
+    Scenario("link-gateway-workers", "one of two gateways cannot reach any instance for 4 s", _gateway_to_workers),
+    Scenario("link-gateway-schedulers", "one of two gateways hears of no scheduler for 4 s", _gateway_to_schedulers),
+    Scenario("link-one-scheduler", "one of two schedulers is silent for 4 s", _one_scheduler, away_s=NOTICED_S),
+    Scenario("link-heartbeats", "one instance's heartbeats do not arrive for 4 s", _heartbeats),
+    Scenario("link-monitor", "the monitor is cut off from everybody for 4 s", _monitor),
+    Scenario("link-instance", "a decode instance is cut off from everybody for 4 s", _instance, away_s=NOTICED_S),
+    Scenario("link-monitor-instance", "monitor and one prefill instance cannot connect for 4 s", _instance_one_way),
+    Scenario("link-slow", "all RPC takes 100 ms longer, at 200 kB/s, for 4 s", _slow, away_s=1.0),
     Scenario(
-        "link-flap", "an eighth of all connections is reset twice a second for 5 s", _flap, away_s=2.0, errors=True
+        "link-flap", "an eighth of all connections is reset twice a second for 4 s", _flap, away_s=2.0, errors=True
     ),
 )

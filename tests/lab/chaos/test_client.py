@@ -50,10 +50,17 @@ async def reply_of(*pieces: "bytes | float", ask: Ask = ASK, hung_s: float = 5.0
 async def test_a_stream_that_ends_well() -> None:
     usage = chunk({"choices": [], "usage": {"completion_tokens": 2}})
     last = chunk(token(98, finish_reason="length"))
-    got = await reply_of(HEAD, chunk(token(97)), 0.2, last, usage, DONE)
+    got = await reply_of(HEAD, chunk(token(97)), last, usage, DONE)
     assert (got.ending, got.tokens, got.text, got.finish_reason) == (Ending.DONE, [97, 98], "ab", "length")
     assert got.completion_tokens == 2
-    assert got.longest_gap_s >= 0.2
+    assert len(got.token_times_s) == 2
+
+
+def test_waits_are_between_all_signs_of_life() -> None:
+    assert Reply(began_s=10.0, token_times_s=[13.0, 14.0], ended_s=15.0).longest_gap_s == 3.0  # the first token's
+    assert Reply(began_s=10.0, token_times_s=[11.0, 14.0], ended_s=15.0).longest_gap_s == 3.0
+    assert Reply(began_s=10.0, token_times_s=[11.0, 12.0], ended_s=19.0).longest_gap_s == 7.0
+    assert Reply(began_s=10.0, ended_s=14.0).longest_gap_s == 4.0
 
 
 async def test_a_chat_stream() -> None:

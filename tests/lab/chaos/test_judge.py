@@ -76,6 +76,7 @@ def test_what_is_wrong_outweighs_how_it_ended() -> None:
         ({"status": 500, "retry_after": True}, Verdict.CRASH),
         ({"status": 400, "retry_after": False}, Verdict.CRASH),
         ({"status": 200}, Verdict.ERROR),
+        ({"status": 200, "code": "500"}, Verdict.CRASH),
         ({"status": 200, "code": ""}, Verdict.CRASH),
     ],
 )
