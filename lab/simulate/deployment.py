@@ -96,6 +96,7 @@ class _Maker:
         model = self._model(entry, device)
         longest = entry.max_model_len or self._read.max_model_len or self._geometry.max_position
         kv_bytes = self._geometry.kv_bytes_per_token(bytes_of(model.kv_dtype))
+        staging = entry.staging_bytes
         return InstanceSpec(
             instance_id=entry.name,
             model=self._times(entry, model),
@@ -117,6 +118,7 @@ class _Maker:
             price_per_hour=price,
             lanes=entry.pipeline_parallel,
             prefill_batch=entry.prefill_batch,
+            staging_tokens=staging and _tokens_in(staging, entry, self._geometry, kv_bytes),
             max_prefills=entry.max_prefills,
             rates=self._reported(entry, model, price),
         )
@@ -182,11 +184,16 @@ def _kv_tokens(
             f"{geometry.name} does not fit {ranks} x {device.name}: weights of {weights / 1e9:.1f} GB and "
             f"kv_cache_bytes of {entry.kv_cache_bytes / 1e9:.1f} GB in {ranks * device.memory_bytes / 1e9:.1f} GB"
         )
-    copies = float(entry.tensor_parallel) if geometry.latent else max(1.0, entry.tensor_parallel / geometry.kv_heads)
-    tokens = int(entry.kv_cache_bytes // (kv_bytes_per_token * copies))
+    tokens = _tokens_in(entry.kv_cache_bytes, entry, geometry, kv_bytes_per_token)
     if tokens < longest:
         raise Incompatible(f"kv_cache_bytes hold {tokens} tokens, and one request may need {longest} (max_model_len)")
     return tokens
+
+
+def _tokens_in(size: int, entry: InstanceEntry, geometry: ModelGeometry, kv_bytes_per_token: float) -> int:
+    """How many tokens' KV that many bytes over all ranks hold."""
+    copies = float(entry.tensor_parallel) if geometry.latent else max(1.0, entry.tensor_parallel / geometry.kv_heads)
+    return int(size // (kv_bytes_per_token * copies))
 
 
 def _link(entry: InstanceEntry, device: Accelerator, links: Mapping[str, LinkEntry]) -> Link:

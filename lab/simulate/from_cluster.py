@@ -112,6 +112,7 @@ class _Entry:
             "block_size": s.block_size,
             "max_model_len": s.max_model_len,
             "prefill_batch": s.prefill_batch,
+            "staging_bytes": None if self.emulated else s.staging_bytes * s.tensor_parallel,  # the worker's: a rank's
             "kv_cache_bytes": s.kv_cache_bytes * (1 if self.emulated else s.tensor_parallel),  # vLLM's is one rank's
             "reserves_output": self.emulated,
             "prefix_cache": not self.emulated and bool(args.get("enable_prefix_caching", True)),

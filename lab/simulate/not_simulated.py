@@ -18,7 +18,7 @@ _SEED = "draws follow the simulation's own seed"
 _NO_FAULTS = "nothing fails in the simulation of a cluster file"
 _BODIES = "each request of a trace is one job of known lengths, and has no body"
 _PREDICTOR = "whether lengths are predicted, and how well, is `--accuracy`"
-_MEMORY = "host memory for KV on its way has no bound in a simulation"
+_MEMORY = "prefetched KV that has no room is pulled again; in a simulation it always has room"
 _LATE_KV = "KV on its way never comes too late for its deadline in a simulation"
 
 NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
@@ -29,7 +29,6 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "predict_timeout_s": _PREDICTOR,
         "policy_seed": _SEED,
         "hang_s": _NO_FAULTS,
-        "staging_bytes": _MEMORY,
         "inbox_bytes": _MEMORY,
         "lease_s": _LATE_KV,
         "pull_timeout_s": _LATE_KV,
@@ -70,6 +69,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "vllm_args": "of the front end: templates and parsers, which a trace of lengths does not meet",
         "api_keys_file": "requests of a trace have no keys",
         "caller_share": "requests of a trace have no keys",
+        "grammar_cpu_s": "requests of a trace have no grammars",
         "max_body_bytes": _BODIES,
         "body_timeout_s": _BODIES,
         "max_jobs_a_body": _BODIES,

@@ -110,6 +110,7 @@ class InstanceEntry(_Part):
     """One instance, or `count` alike ones, named id-0, id-1, …
 
     kv_cache_bytes: KV over all of its accelerators; by default what the memory leaves beside the weights.
+    staging_bytes: host memory for KV of prompts that is not sent yet, over all of its accelerators; by default any.
     price_usd_hour: of one accelerator. link: a name of `links`, or one in place; by default `links.default`, else the
     catalogue's network for each of its accelerators. step_s, prefill_s_per_token: fixed times instead of the model's.
     """
@@ -133,6 +134,7 @@ class InstanceEntry(_Part):
     reserves_output: bool = False
     prefix_cache: bool = False
     prefill_batch: Count | None = None
+    staging_bytes: Count | None = None
     max_prefills: Count | None = None
     price_usd_hour: Seconds | None = None
     weight: Positive = 1.0

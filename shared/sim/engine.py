@@ -83,6 +83,11 @@ class Engine:
         self.scheduler.kv_arrived(leg)
         self._disturb(now)
 
+    def sent(self, leg: Leg, now: float) -> None:
+        """The KV of a prompt that was computed here has left: another prompt may begin."""
+        if self.scheduler.waiting.sent(leg, now):
+            self._disturb(now)
+
     def run(self, now: float) -> None:
         """The step or glide that is due at `now` ends; the next one begins."""
         if self._glide is not None:

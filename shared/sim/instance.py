@@ -149,7 +149,7 @@ class SimInstance:
                 spec.model,
                 spec.limits,
                 spec.kv_tokens // spec.lanes,
-                WaitingLegs(run.prefill_order, spec.prefill_batch),
+                WaitingLegs(run.prefill_order, spec.prefill_batch, spec.staging_tokens),
                 run.decode_admission,
                 self._events,
                 prefix_block_tokens=self._prefix_tokens,

@@ -47,6 +47,11 @@ class Legs:
             if instance.index == request.decode and request.decode_leg is not None:
                 instance.decoding -= 1
                 instance.heavy -= is_heavy(request.job)
+            leg = request.prefill_leg
+            if instance.index == request.prefill and leg is not None and leg.lane is not None:
+                engine = self._engine(leg)
+                engine.sent(leg, now)
+                self._wake(engine)
             self._left(instance, now)
 
     def drop(self, request: SimRequest, now: float) -> int:

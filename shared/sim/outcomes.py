@@ -19,7 +19,7 @@ class Status(IntEnum):
     COMPLETED = 0
     REFUSED = 1  # too many waited before it, or no instance could take it for longer than its patience
     IMPOSSIBLE = 2  # too long for every instance
-    UNFINISHED = 3  # the run was cut off before its end
+    UNFINISHED = 3  # nothing more would happen, and it waits
     TIMED_OUT = 4  # stopped because it took longer than a job may
 
 

@@ -74,7 +74,8 @@ class InstanceSpec:
     kv_tokens: KV capacity. kv_bytes_per_token: of its KV, as stored. link: its network port, for KV that comes or goes.
     lanes: batches in flight at once, each with its share of requests and memory (pipeline parallelism; 1 else).
     prefill_batch: prompts that are in an engine at once, in order of arrival, where the instance only prefills; the
-    order of prefill applies to those beyond it. None: the engine takes its next prompt by that order.
+    order of prefill applies to those beyond it. None: the engine takes its next prompt by that order. staging_tokens:
+    with a prefill_batch, the most tokens of prompts that are in the engine or whose KV is not sent yet.
     max_prefills: prompts that it takes before it has computed them (Cronus: two in the low-end instance); the rest
     waits at the gateway. price_per_hour: USD for the whole instance. rates: what policies know of its speed.
     """
@@ -91,6 +92,7 @@ class InstanceSpec:
     price_per_hour: float = 0.0
     lanes: int = 1
     prefill_batch: int | None = None
+    staging_tokens: int | None = None
     max_prefills: int | None = None
     rates: Rates = field(default_factory=Rates)
 
@@ -99,6 +101,10 @@ class InstanceSpec:
             raise InvalidRequest(f"{self.instance_id}: KV for {self.kv_tokens} tokens is less than one block")
         if self.prefill_batch is not None and self.prefill_batch < 1:
             raise InvalidRequest(f"{self.instance_id}: prefill_batch must be at least 1, not {self.prefill_batch}")
+        if self.staging_tokens is not None and self.prefill_batch is None:
+            raise InvalidRequest(
+                f"{self.instance_id}: room for staged KV is given to a prefill_batch, which is missing"
+            )
 
     def renamed(self, instance_id: str, role: Role | None = None) -> "InstanceSpec":
         """One more of the same kind."""

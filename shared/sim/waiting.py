@@ -11,13 +11,24 @@ class WaitingLegs:
 
     Decodes, and requests that are computed whole where they decode, come first come, first served. Of prompts that are
     only computed here `batch` are in the engine at once, in the order of arrival, and a policy orders those beyond
-    them: what a worker's prefill queue does. Without a `batch` the engine itself takes the next prompt by the policy,
-    whenever it has room for one.
+    them: what a worker's prefill queue does. The next one also waits until its KV has room among `staging_tokens`,
+    which it holds until it is sent; one that is longer than all of them holds none. Without a `batch` the engine itself
+    takes the next prompt by the policy, whenever it has room for one.
     """
 
-    __slots__ = ("_first", "_inside", "_ordered", "_preempted", "_room", "count")
+    __slots__ = (
+        "_first",
+        "_inside",
+        "_ordered",
+        "_preempted",
+        "_room",
+        "_staged",
+        "_staging",
+        "_staging_free",
+        "count",
+    )
 
-    def __init__(self, order: PrefillOrder, batch: int | None = None) -> None:
+    def __init__(self, order: PrefillOrder, batch: int | None = None, staging_tokens: int | None = None) -> None:
         self.count = 0
         self._preempted: deque[Leg] = deque()  # and one that a look at the ordered ones has taken out
         self._first: deque[Leg] = deque()  # first come, first served
@@ -26,6 +37,8 @@ class WaitingLegs:
         self._ordered: OrderedQueue[Leg] | None = None if plain else OrderedQueue(order)
         self._room = batch
         self._inside: set[Leg] = set()  # of the batch, until they are computed
+        self._staging = self._staging_free = staging_tokens
+        self._staged: dict[Leg, int] = {}  # until their KV is sent
 
     def push(self, leg: Leg, now: float) -> None:
         """Add at the end."""
@@ -71,11 +84,32 @@ class WaitingLegs:
             self._inside.remove(leg)
             self._let_in(now)
 
+    def sent(self, leg: Leg, now: float) -> bool:
+        """Nothing of its KV is here any more. Whether there is room for that of another now."""
+        if self._staging_free is None or leg not in self._staged:
+            return False
+        self._staging_free += self._staged.pop(leg)
+        self._let_in(now)
+        return bool(self._first)
+
     def _let_in(self, now: float) -> None:
         while self._room is not None and self._ordered and len(self._inside) < self._room:
-            leg = self._ordered.pop(now)[1]
+            leg = self._ordered.peek(now)[1]
+            if not self._stage(leg):
+                return
+            self._ordered.pop(now)
             self._inside.add(leg)
             self._first.append(leg)
+
+    def _stage(self, leg: Leg) -> bool:
+        if self._staging is None or self._staging_free is None or leg.request.decode_tokens == 0:
+            return True
+        tokens = leg.tokens if leg.tokens <= self._staging else 0
+        if tokens > self._staging_free:
+            return False
+        self._staging_free -= tokens
+        self._staged[leg] = tokens
+        return True
 
     def _remove(self, leg: Leg) -> bool:
         for queue in (self._preempted, self._first):

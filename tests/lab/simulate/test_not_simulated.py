@@ -38,6 +38,7 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
         "emulated_link_gbps": (10.0, DEFAULTS),
         "prefill_order": ("sjf", DEFAULTS),
         "prefill_batch": (4, DEFAULTS),
+        "staging_bytes": (1 << 20, REAL),
     },
     SchedulerSection: {
         "placement": ("round_robin", {}),

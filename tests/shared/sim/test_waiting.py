@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.jobs.prefill_queue import PrefillQueue
+from services.worker.kv.ledger import ExportLedger
 from shared.domain.instance import Role
 from shared.domain.job import JobView
 from shared.errors import InvalidRequest
@@ -20,11 +21,11 @@ from shared.sim.waiting import WaitingLegs
 from tests.shared.sim.clusters import instance
 from tests.shared.sim.test_time import workload
 
-Step = tuple[str, int]  # "come" with a prompt's length, "end" or "leave" with a number that picks who
+Step = tuple[str, int]  # "come" with a prompt's length; "end", "send" or "leave" with a number that picks who
 
 
 def leg(number: int, prompt: int, *, decodes: bool = False) -> Leg:
-    request = SimRequest(number, JobView(str(number), prompt, 1), 1, ())
+    request = SimRequest(number, JobView(str(number), prompt, 2), 2, ())
     made = Leg(request, prompt, 1)
     if decodes:
         request.decode_leg = made
@@ -33,18 +34,22 @@ def leg(number: int, prompt: int, *, decodes: bool = False) -> Leg:
     return made
 
 
-def simulated(order: PrefillOrder, batch: int, steps: list[Step]) -> list[int]:
+def simulated(order: PrefillOrder, batch: int, staging: int, steps: list[Step]) -> list[int]:
     """Who enters the engine, in order."""
-    queue = WaitingLegs(order, batch)
+    queue = WaitingLegs(order, batch, staging)
     waiting: list[Leg] = []
     inside: list[Leg] = []
+    staged: list[Leg] = []
     entered: list[int] = []
     for number, (what, value) in enumerate(steps):
         if what == "come":
             waiting.append(leg(number, value))
             queue.push(waiting[-1], 0.0)
         elif what == "end" and inside:
-            queue.gone(inside.pop(value % len(inside)), 0.0)
+            staged.append(inside.pop(value % len(inside)))
+            queue.gone(staged[-1], 0.0)
+        elif what == "send" and staged:
+            queue.sent(staged.pop(value % len(staged)), 0.0)
         elif what == "leave" and waiting:
             left = waiting.pop(value % len(waiting))
             queue.remove(left)
@@ -56,17 +61,21 @@ def simulated(order: PrefillOrder, batch: int, steps: list[Step]) -> list[int]:
     return entered
 
 
-async def live(order: PrefillOrder, batch: int, steps: list[Step]) -> list[int]:
+async def live(order: PrefillOrder, batch: int, staging: int, steps: list[Step]) -> list[int]:
     """The same through the worker's queue: a job that waits is a task, one that is in the engine holds its turn."""
     queue = PrefillQueue(order, batch)
+    ledger = ExportLedger(staging, 1)
+    ledger.when_room(queue.admit)
     waiting: list[int] = []
     inside: list[int] = []
+    staged: list[int] = []
     entered: list[int] = []
     over = {number: asyncio.Event() for number, _ in enumerate(steps)}
     tasks: dict[int, asyncio.Task[None]] = {}
 
     async def job(number: int, prompt: int) -> None:
-        async with queue.turn(JobView(str(number), prompt, 1)):
+        view = JobView(str(number), prompt, 2)
+        async with queue.turn(view, lambda: ledger.reserve(str(number), prompt, b"")):
             waiting.remove(number)
             inside.append(number)
             entered.append(number)
@@ -81,7 +90,10 @@ async def live(order: PrefillOrder, batch: int, steps: list[Step]) -> list[int]:
             waiting.append(number)
             tasks[number] = asyncio.create_task(job(number, value))
         elif what == "end" and inside:
-            over[inside.pop(value % len(inside))].set()
+            staged.append(inside.pop(value % len(inside)))
+            over[staged[-1]].set()
+        elif what == "send" and staged:
+            ledger.end(str(staged.pop(value % len(staged))))
         elif what == "leave" and waiting:
             tasks[waiting.pop(value % len(waiting))].cancel()
         await settle()
@@ -95,12 +107,13 @@ async def live(order: PrefillOrder, batch: int, steps: list[Step]) -> list[int]:
 @given(
     st.sampled_from([Fcfs(), Sjf(window=3), Ljf(window=2), Sjf()]),
     st.integers(1, 4),
-    st.lists(st.tuples(st.sampled_from(["come", "come", "end", "leave"]), st.integers(1, 50)), max_size=30),
+    st.sampled_from([40, 100, 10_000]),
+    st.lists(st.tuples(st.sampled_from(["come", "come", "end", "send", "leave"]), st.integers(1, 50)), max_size=30),
 )
 def test_prompts_enter_the_engine_as_a_workers_queue_lets_them_in(
-    order: PrefillOrder, batch: int, steps: list[Step]
+    order: PrefillOrder, batch: int, staging: int, steps: list[Step]
 ) -> None:
-    assert simulated(order, batch, steps) == asyncio.run(live(order, batch, steps))
+    assert simulated(order, batch, staging, steps) == asyncio.run(live(order, batch, staging, steps))
 
 
 def test_only_prompts_beyond_the_batch_are_ordered() -> None:
@@ -158,11 +171,23 @@ def test_the_order_applies_beyond_the_batch_of_a_prefill_instance() -> None:
     assert ordered == pytest.approx([0.21, 0.47, 0.63, 0.47])
 
 
+def test_a_prompt_waits_for_room_for_its_kv() -> None:
+    # KV of 100 tokens takes 10 ms; the second's begins only when the first's is sent, at 120 ms.
+    work = workload((0.0, 100, 5), (0.0, 100, 5))
+    specs = [instance("p", Role.PREFILL, prefill_batch=16, staging_tokens=150), instance("d", Role.DECODE)]
+    assert simulate(work, specs).outcomes.ttft_s == pytest.approx([0.11, 0.23])
+    # Longer than all the room there is: it is let in all the same.
+    specs = [instance("p", Role.PREFILL, prefill_batch=16, staging_tokens=50), instance("d", Role.DECODE)]
+    assert simulate(work, specs).outcomes.ttft_s == pytest.approx([0.11, 0.22])
+
+
 def test_an_instance_that_decodes_orders_nothing() -> None:
     sjf, fcfs = (of_prompts(order, None, role=Role.DECODE).outcomes.ttft_s for order in (Sjf(), Fcfs()))
     assert sjf.tolist() == fcfs.tolist()
 
 
 def test_a_batch_of_none_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="i: room for staged KV is given to a prefill_batch"):
+        instance("i", Role.PREFILL, staging_tokens=100)
     with pytest.raises(InvalidRequest, match="i: prefill_batch must be at least 1, not 0"):
         instance("i", Role.PREFILL, prefill_batch=0)
