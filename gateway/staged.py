@@ -56,7 +56,8 @@ class StagedKv:
     async def _prefetch(self, started: PrefillStarted) -> None:
         client = self._clients.to(started.decode.rpc)
         try:
-            await client.call(PREFETCH, PrefetchRequest(started.handle), timeout_s=self._job.left_s)
+            request = PrefetchRequest(started.handle, keep_s=self._job.left_s)
+            await client.call(PREFETCH, request, timeout_s=self._job.left_s)
         except asyncio.CancelledError:
             return  # by us, at the end of the attempt
         except PolyphaseError as error:

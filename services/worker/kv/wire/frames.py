@@ -15,6 +15,7 @@ import xxhash
 
 from services.worker.kv.errors import KvError, KvFault
 from shared.domain.kv import Codec, KvHandle
+from shared.wire.envelope import MALFORMED
 
 FRAME_BYTES = 1 << 20  # target of a payload: 64 KB and 64 MB frames reach half the rate of a plain socket
 MAX_FRAME_BYTES = 8 << 20  # bound of a payload that a receiver accepts
@@ -188,14 +189,10 @@ _answers = msgspec.msgpack.Decoder(Answer)
 
 
 def decoded(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decoded | None:
-    """What anybody may have sent; None for garbage.
-
-    Besides its own errors, msgspec lets through text that is not UTF-8 and nesting deeper than the interpreter's
-    stack (seen: one such frame ended the thread that read it).
-    """
+    """What anybody may have sent; None for garbage (seen: one such frame ended the thread that read it)."""
     try:
         return decoder.decode(part)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+    except MALFORMED:
         return None
 
 

@@ -2,6 +2,7 @@
 no threads.
 """
 
+import logging
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from services.worker.kv.wire.frames import WINDOW_BYTES, Buffer, Frame, verify
 from services.worker.kv.wire.transport import Link
 from shared.domain.kv import KvHandle
 
+_log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -230,3 +232,20 @@ def check(frame: Frame, payload: Buffer) -> None:
     if frame.dtype not in DTYPES:
         raise KvError(KvFault.PROTOCOL, f"unknown dtype {frame.dtype}")
     verify(frame, payload)
+
+
+def finished(load: Load, error: KvError | None) -> KvError | None:
+    """How a load ends, once nothing is written for it any more, a failed one included: its blocks are the engine's."""
+    try:
+        load.destination.finish()
+    except Exception as failure:
+        return error or as_kv_error(failure)
+    return error
+
+
+def as_kv_error(error: Exception) -> KvError:
+    """What a failed import is told; anything unforeseen is logged here, since it goes no further."""
+    if isinstance(error, KvError):
+        return error
+    _log.error("an import failed", exc_info=error)
+    return KvError(KvFault.INTERNAL, repr(error))

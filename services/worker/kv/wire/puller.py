@@ -24,7 +24,9 @@ from services.worker.kv.wire.importing import (
     PullCounters,
     PullLimits,
     PullResult,
+    as_kv_error,
     check,
+    finished,
     write_frame,
 )
 from services.worker.kv.wire.peers import Peers
@@ -142,7 +144,7 @@ class Puller:
             for frame, payload in known.inbox:
                 write_frame(frame, payload, load)
         except Exception as error:
-            self._end(known, _as_kv_error(error))
+            self._end(known, as_kv_error(error))
             return
         self._empty_inbox(known)
         for part in known.parts.values():
@@ -182,7 +184,7 @@ class Puller:
         except OSError as error:
             self._end(new, KvError(KvFault.UNREACHABLE, str(error)))
         except Exception as error:
-            self._end(new, _as_kv_error(error))
+            self._end(new, as_kv_error(error))
         else:
             self._parts.update({pull_id: (new, part) for pull_id, part in new.parts.items()})
 
@@ -196,7 +198,7 @@ class Puller:
                 self._peers.send(part.link, Cancel(part.pull_id))
         self._empty_inbox(known)
         if known.load is not None:
-            error = _finished(known.load, error)
+            error = finished(known.load, error)
             self.counters.ok += error is None
             self.counters.failed += error is not None
             self._on_end(known.result(known.load, str(error) if error else "", time.time()))
@@ -219,7 +221,7 @@ class Puller:
             try:
                 self._take(known, part, message, parts[1:])
             except Exception as error:
-                self._end(known, _as_kv_error(error))
+                self._end(known, as_kv_error(error))
 
     def _take(self, known: Import, part: Part, message: Frame | Failed, payloads: list[Buffer]) -> None:
         match message:
@@ -295,20 +297,3 @@ class Puller:
         if now >= self._sweep_s:
             self._sweep_s = now + _SWEEP_S
             self._peers.close_lost({id(part.link) for _, part in self._parts.values()})
-
-
-def _finished(load: Load, error: KvError | None) -> KvError | None:
-    """How a load ends, once nothing is written for it any more, a failed one included: its blocks are the engine's."""
-    try:
-        load.destination.finish()
-    except Exception as failure:
-        return error or _as_kv_error(failure)
-    return error
-
-
-def _as_kv_error(error: Exception) -> KvError:
-    """What a failed import is told; anything unforeseen is logged here, since it goes no further."""
-    if isinstance(error, KvError):
-        return error
-    _log.error("an import failed", exc_info=error)
-    return KvError(KvFault.INTERNAL, repr(error))
