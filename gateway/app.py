@@ -95,6 +95,7 @@ async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
     app: FastAPI = build_app(args, _TASKS, llm.model_config)
     surface.trim(app)
     await init_app_state(llm, app.state, args, _TASKS)
+    surface.name_errors(app.state.anthropic_serving_messages)
     return app
 
 

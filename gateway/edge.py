@@ -1,4 +1,4 @@
-"""What stands before vLLM's handlers: keys, rates, the size of a body, and how much work may wait.
+"""What stands around vLLM's handlers: keys, rates, the size of a body, how much work may wait, how an answer ends.
 
 Plain ASGI: a stream of tokens passes through without a coroutine of its own.
 """
@@ -17,9 +17,11 @@ from gateway.body import jobs_asked
 from gateway.context import Caller, caller
 from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
-from shared.errors import Busy, InvalidRequest, PolyphaseError, Unavailable
+from shared.errors import Busy, EngineFailed, InvalidRequest, PolyphaseError, Unavailable
 from shared.runtime.http import error_body
+from shared.runtime.logs import get_log
 
+log = get_log(__name__)
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -107,7 +109,7 @@ class Edge:
             except ClientGone:
                 return
             else:
-                await self.app(scope, receive, _with_retry_after(send))
+                await _Reply(self.app, send).run(scope, receive)
 
     def _identify(self, headers: Headers) -> tuple[str, str]:
         """The name of the caller and the SLO class."""
@@ -176,17 +178,47 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-def _with_retry_after(send: Send) -> Send:
-    """vLLM's answers name no time to come back at."""
+class _Reply:
+    """The application's answer, with what vLLM leaves out of it: when to come back, and how a stream ended.
 
-    def sending(message: Message) -> Awaitable[None]:
-        if message["type"] == "http.response.start" and message["status"] in _COME_BACK:
+    Its Responses API lets a stream break off where the others send an error in it.
+    """
+
+    def __init__(self, app: App, send: Send) -> None:
+        self._app = app
+        self._send = send
+        self._streams = False
+
+    async def run(self, scope: Scope, receive: Receive) -> None:
+        """Have the application answer."""
+        try:
+            await self._app(scope, receive, self._sending)
+        except Exception as error:
+            if not self._streams:
+                raise
+            said = _cause_for_clients(error)
+            log.error("a stream broke off", path=scope["path"], error=said.message, exc_info=error)
+            event = {"type": "error", "code": said.code, "message": said.message, "param": None, **error_body(said)}
+            body = f"event: error\ndata: {json.dumps(event)}\n\n".encode()
+            await self._send({"type": "http.response.body", "body": body})
+
+    def _sending(self, message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
             headers = list(message.get("headers", ()))
-            if all(name.lower() != b"retry-after" for name, _ in headers):
+            self._streams = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
+            if message["status"] in _COME_BACK and all(name != b"retry-after" for name, _ in headers):
                 message = {**message, "headers": [*headers, _retry_after(None)]}
-        return send(message)
+        return self._send(message)
 
-    return sending
+
+def _cause_for_clients(error: BaseException | None) -> PolyphaseError:
+    """What one of ours said on the way, as the front end carries it; else only that it is a bug."""
+    while error is not None:
+        status, message = getattr(error, "http_status", None), getattr(error, "message", None)
+        if status is not None and isinstance(message, str):
+            return next((known for known in (Busy, Unavailable) if known.http_status == status), EngineFailed)(message)
+        error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__
+    return PolyphaseError("internal error")
 
 
 def _retry_after(seconds: float | None) -> tuple[bytes, bytes]:

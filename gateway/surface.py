@@ -1,5 +1,9 @@
 """The surface of the API: which of vLLM's routes are served, and how what none of its handlers foresaw is answered."""
 
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -11,6 +15,7 @@ from shared.runtime.logs import get_log
 
 log = get_log(__name__)
 
+_ERROR = 'data: {"error"'
 # Everything else that vLLM mounts is about engines in its own process, other kinds of models, or other servers.
 SERVED = frozenset(
     {
@@ -35,6 +40,29 @@ def trim(app: FastAPI) -> None:
     for kind in (EngineGenerateError, Exception):
         app.add_exception_handler(kind, _unforeseen)
     app.middleware_stack = None  # vLLM has built it already; the next build takes the handlers in
+
+
+def name_errors(messages: Any) -> None:
+    """Have the Messages API name an error in a stream; vLLM's converter complains that it is no chunk of a chat."""
+    convert: Callable[[AsyncIterator[str]], AsyncIterator[str]] = messages.message_stream_converter
+
+    async def converted(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
+        errors: list[str] = []
+
+        async def sound() -> AsyncIterator[str]:
+            async for chunk in chunks:
+                if chunk.startswith(_ERROR):
+                    errors.append(json.loads(chunk.removeprefix("data: "))["error"]["message"])
+                    return
+                yield chunk
+
+        async for event in convert(sound()):
+            yield event
+        for message in errors:
+            said = {"type": "error", "error": {"type": "api_error", "message": message}}
+            yield f"event: error\ndata: {json.dumps(said)}\n\n"
+
+    messages.message_stream_converter = converted
 
 
 def _unrouted(request: Request, error: Exception) -> JSONResponse:

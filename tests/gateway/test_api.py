@@ -1,12 +1,15 @@
 """The real API layer over a cluster without engines: shapes, errors, cancellation, and errors inside a stream."""
 
 import asyncio
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from shared.errors import Busy
 from tests.gateway.api import PROMPT, Api, events, until
-from tests.gateway.cluster import answer
+from tests.gateway.cluster import Worker, answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
@@ -121,17 +124,53 @@ async def test_transfer_parameters_of_a_client_are_ignored(api: Api) -> None:
     assert body["choices"][0]["token_ids"] == answer(PROMPT, 6)
 
 
-async def test_a_job_that_fails_before_its_first_token_gets_its_status(api: Api) -> None:
+APIS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "temperature": 0},
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 9, "temperature": 0},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 9, "temperature": 0},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "temperature": 0},
+}
+
+
+@pytest.fixture
+def no_decode(api: Api) -> Iterator[list[Worker]]:
     workers, api.cluster.decodes = api.cluster.decodes, []
-    try:
-        response = await api.complete()
-        assert response.status_code == 503, response.text
-        assert "decode" in response.json()["error"]["message"]
-    finally:
-        api.cluster.decodes = workers
+    yield workers
+    api.cluster.decodes = workers
 
 
-async def test_a_stream_that_fails_ends_in_a_typed_error(api: Api) -> None:
+@pytest.mark.parametrize("path", APIS)
+async def test_a_job_that_nobody_takes_is_a_503_that_says_when_to_come_back(
+    api: Api, no_decode: list[Worker], path: str
+) -> None:
+    api.cluster.no_route = Busy("one is starting")  # also where a scheduler calls it a matter of load
+    placed = len(api.cluster.places)
+    response = await api.client.post(path, json={"model": "demo", **APIS[path]})
+    assert response.status_code == 503, response.text
+    assert int(response.headers["retry-after"]) >= 1
+    assert "no instance took the job for 0.5 s" in response.json()["error"]["message"]
+    assert len(api.cluster.places) - placed < 8, "its patience of 0.5 s was taken more than once"
+
+
+def error_of(text: str) -> dict[str, Any]:
+    """The error that a stream ends with, whatever its API's shape."""
+    last = [line for line in text.splitlines() if line.startswith("data: ") and line != "data: [DONE]"][-1]
+    error: dict[str, Any] = json.loads(last.removeprefix("data: "))["error"]
+    return error
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_a_stream_of_a_job_that_nobody_takes_ends_in_a_typed_error(
+    api: Api, no_decode: list[Worker], path: str
+) -> None:
+    response = await api.client.post(path, json={"model": "demo", "stream": True, **APIS[path]})
+    error = error_of(response.text)
+    assert error["type"]
+    assert error["message"].startswith("no instance took the job for 0.5 s")
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_a_stream_that_fails_after_tokens_ends_in_a_typed_error(api: Api, path: str) -> None:
     workers = list(api.cluster.decodes)
 
     async def lose_all(count: int) -> None:
@@ -142,8 +181,11 @@ async def test_a_stream_that_fails_ends_in_a_typed_error(api: Api) -> None:
     for worker in workers:
         worker.before_token = lose_all
     try:
-        chunks = await events(await api.complete(stream=True))
-        assert chunks[-1]["error"]["code"] in (500, 503)
-        assert chunks[-1]["error"]["message"]
+        response = await api.client.post(path, json={"model": "demo", "stream": True, **APIS[path]})
+        assert response.text.count("data: ") >= 3
+        error = error_of(response.text)
+        assert error["type"]
+        assert error["message"]
+        assert "validation" not in error["message"]
     finally:
         api.cluster.decodes += workers
