@@ -145,6 +145,9 @@ class _Destination:
         """See services.worker.kv.wire.importing.Destination."""
         self._layers[layer][:, token_start : token_start + kv.shape[1]] = kv
 
+    def finish(self) -> None:
+        """All of it is there: no device is at it."""
+
 
 @contextmanager
 def _exporter(folder: str) -> Iterator[Connection]:

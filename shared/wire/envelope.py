@@ -84,4 +84,5 @@ def reset(last_call: int) -> Envelope:
 
 def unpack(frame: bytes) -> list[Envelope]:
     """The envelopes of a message. Raises one of MALFORMED on anything else."""
-    return _decoder.decode(frame)
+    envelopes: list[Envelope] = _decoder.decode(frame)
+    return envelopes

@@ -62,11 +62,11 @@ def _connect_by_proxy(socket: Any, address: str) -> Any:
 class _Cursor(sqlite3.Cursor):
     """Makes SQLite itself refuse writes, with its own error, while the switch says so."""
 
-    def execute(self, *arguments: Any) -> Any:  # type: ignore[override]
+    def execute(self, *arguments: Any) -> Any:
         super().execute(f"PRAGMA query_only={_switches.read()[1]}")
         return super().execute(*arguments)
 
-    def executemany(self, *arguments: Any) -> Any:  # type: ignore[override]
+    def executemany(self, *arguments: Any) -> Any:
         super().execute(f"PRAGMA query_only={_switches.read()[1]}")
         return super().executemany(*arguments)
 
