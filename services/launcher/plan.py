@@ -23,11 +23,8 @@ from shared.runtime.settings import ServiceSettings
 # What the fork server imports for each module that it forks, and the environment that it needs for that.
 _PRELOAD = {
     "gateway": ("gateway.app", "shared.runtime.http"),
-    "services.worker": (
-        "services.worker.app", "services.worker.engines.vllm", "services.worker.kv.vllm.connector",
-        "shared.runtime.http",
-    ),
-}  # fmt: skip
+    "services.worker": ("services.worker.app", "services.worker.engines.vllm", "services.worker.kv.vllm.connector"),
+}
 _PRELOAD_ENV = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 Settings = TypeVar("Settings", bound=ServiceSettings)
 _OURS = "POLYPHASE_"
@@ -80,8 +77,7 @@ class Plan:
     @property
     def preload(self) -> tuple[str, ...]:
         """What the fork server imports."""
-        modules = dict.fromkeys(process.module for process in self.processes if process.module)
-        return tuple(dict.fromkeys(name for module in modules for name in _PRELOAD[module]))
+        return tuple(dict.fromkeys(name for process in self.processes for name in _PRELOAD.get(process.module, ())))
 
     @property
     def port_uses(self) -> tuple[PortUse, ...]:
@@ -128,7 +124,7 @@ class _Planner:
         plan = Plan(
             model=c.served_model_name or c.model, processes=tuple(processes),
             instance_ids=tuple(spec.name for spec in instances),
-            api_url=f"http://{self._gateway_host}:{c.gateway.port}", monitor_url=self._http(ports.MONITOR),
+            api_url=self._api_url, monitor_url=self._http(ports.MONITOR),
             scheduler_urls=tuple(self._http(self._scheduler_port(i)) for i in range(c.scheduler.count)),
             predictor_url=self._http(ports.PREDICTOR) if c.predictor.enabled else "",
             dashboard_url=f"http://127.0.0.1:{c.dashboard.port}" if with_dashboard else "",
@@ -140,6 +136,14 @@ class _Planner:
     @property
     def _gateway_host(self) -> str:
         return self._cluster.gateway.host or self._control
+
+    @property
+    def _api_url(self) -> str:
+        return f"http://{self._reached(self._gateway_host)}:{self._cluster.gateway.port}"
+
+    def _reached(self, host: str) -> str:
+        """Where to find one that listens on `host`."""
+        return self._control if host in ("0.0.0.0", "::") else host
 
     def _control_plane(self) -> list[ProcessSpec]:
         c = self._cluster
@@ -204,7 +208,7 @@ class _Planner:
         env = {
             "POLYPHASE_DASHBOARD_MONITOR_URL": self._http(ports.MONITOR),
             "POLYPHASE_DASHBOARD_SCHEDULER_URL": self._http(self._scheduler_port(0)),
-            "POLYPHASE_DASHBOARD_GATEWAY_URL": f"http://{self._gateway_host}:{c.gateway.port}",
+            "POLYPHASE_DASHBOARD_GATEWAY_URL": self._api_url,
             "POLYPHASE_DASHBOARD_PREDICTOR_URL": self._predictor_url,
         }
         health = f"http://127.0.0.1:{port}/_stcore/health"
@@ -247,7 +251,7 @@ class _Planner:
     ) -> ProcessSpec:  # fmt: skip
         return ProcessSpec(
             name, (sys.executable, "-P", "-m", module), {**self._env, **settings.to_environment(), **env},
-            f"http://{host}:{http}/health", tuple(PortUse(name, host, port) for port in uses),
+            f"http://{self._reached(host)}:{http}/health", tuple(PortUse(name, host, port) for port in uses),
             module if not env and _forkable(settings) else "", settings,
         )  # fmt: skip
 

@@ -86,14 +86,15 @@ async def _until_hung(health: Health | None, limits: Limits) -> str:
         await asyncio.Event().wait()
     assert health is not None
     patience_s, silent_s = limits.hang_s / 2, 0.0
+    pause_s = min(limits.check_s, patience_s)
     while True:
         began = time.monotonic()
         fault = await health.ask(patience_s)
-        await asyncio.sleep(max(0.0, began + limits.check_s - time.monotonic()))
+        await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
         took = time.monotonic() - began
         if not fault:
             silent_s = 0.0
-        elif took < 2 * max(patience_s, limits.check_s):
+        elif took < 2 * patience_s:
             silent_s += took
         if silent_s > 0.99 * limits.hang_s:  # timers are not exact
             return fault

@@ -98,6 +98,13 @@ def test_the_users_environment_does_not_leak_in(tmp_path: Path, monkeypatch: pyt
     assert "POLYPHASE_WORKER_BLOCK_SIZE" not in process(plan, "p").env
 
 
+def test_a_gateway_that_listens_everywhere_is_reached_on_this_host(tmp_path: Path) -> None:
+    plan = make_plan(cluster(gateway={"host": "0.0.0.0"}), tmp_path)
+    assert plan.api_url == "http://127.0.0.1:8000"
+    assert process(plan, "gateway").health_url == "http://127.0.0.1:8000/health"
+    assert process(plan, "gateway").ports[0].host == "0.0.0.0"
+
+
 def test_children_are_told_not_to_phone_home(tmp_path: Path) -> None:
     plan = make_plan(cluster(model=str(tmp_path)), tmp_path)
     for each in plan.processes:

@@ -163,7 +163,7 @@ class Never:
     [
         ((3.0, 3.0), 2),  # two questions, each unanswered for half of `hang_s`
         ((1.0,) * 6, 6),  # refused at once, again and again
-        ((600.0, 3.0, 3.0), 3),  # first we stood still ourselves: not its fault
+        ((600.0, 3.0, 3.0), 3),  # at first we stood still ourselves: not its fault
     ],
 )
 async def test_when_it_counts_as_hung(
