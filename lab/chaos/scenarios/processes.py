@@ -131,7 +131,7 @@ PROCESSES = (
     Scenario("kill-prefill", "kill -9 of one prefill instance", _prefill_instance),
     Scenario("kill-all-decode", "kill -9 of every decode instance at once", _kill_all_decode),
     Scenario("kill-all-prefill", "kill -9 of every prefill instance at once", _kill_all_prefill),
-    Scenario("kill-in-turn", "kill -9 of a decode instance each second, six times", kill_in_turn),
+    Scenario("kill-in-turn", "kill -9 of a decode instance each second, six times", kill_in_turn, bound_s=90.0),
     Scenario("kill-schedulers", "kill -9 of both schedulers at once", _kill_schedulers, errors=True),
     Scenario("kill-monitor", "kill -9 of the monitor", _kill_monitor),
     Scenario("kill-predictor", "kill -9 of the length predictor", _kill_predictor),
