@@ -13,15 +13,7 @@ import numpy as np
 import pandas as pd
 
 from lab.fit.expert_tables import accelerator_named, aiconfigurator_experts, llmservingsim_experts
-from lab.fit.rows import (
-    AllReduceRows,
-    AttentionRows,
-    ElementwiseRows,
-    Floats,
-    GemmRows,
-    MlpRows,
-    Rows,
-)  # fmt: skip
+from lab.fit.rows import AllReduceRows, AttentionRows, ElementwiseRows, Floats, GemmRows, MlpRows, Rows
 from shared.cost.catalogue import Accelerator, Catalogue, bytes_of, precision_of
 from shared.cost.geometry import ModelGeometry
 from shared.cost.models import bundled_geometry
