@@ -85,8 +85,7 @@ async def running(
         llm = ClusterLLM(config, core, grammars)
         stack.callback(llm.shutdown)
         app = await _vllm_app(args, llm)
-        healthy = (lambda: True) if runner else (lambda: schedulers.connected)
-        yield Edge(app, settings, keys, metrics, admission, healthy)
+        yield Edge(app, settings, keys, metrics, admission)
         await reporter.flush()
 
 

@@ -73,7 +73,7 @@ class TokenBucket:
 
 
 class Edge:
-    """The middleware. `healthy` is asked on each request that creates work."""
+    """The middleware. A cluster that is away is no reason to refuse: jobs wait for it, within their patience."""
 
     def __init__(
         self,
@@ -82,14 +82,12 @@ class Edge:
         keys: KeyRing,
         metrics: GatewayMetrics,
         admission: Admission,
-        healthy: Callable[[], bool],
     ) -> None:
         self.app = app
         self._settings = settings
         self._keys = keys
         self._metrics = metrics
         self.admission = admission
-        self._healthy = healthy
         self._buckets: dict[str, TokenBucket] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,8 +135,6 @@ class Edge:
 
     async def _admitted(self, ticket: Ticket, slo: str, scope: Scope, receive: Receive) -> Receive:
         """Read a body and claim all that it asks for."""
-        if not self._healthy():
-            raise Unavailable("no global scheduler is reachable", retry_after_s=_RETRY_S)
         body = await self._read(receive, dict(scope["headers"]))
         ticket.claim(jobs_asked(body))
         caller.set(Caller(ticket, slo, time.time()))

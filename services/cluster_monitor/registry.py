@@ -200,8 +200,11 @@ def _same_process(info: InstanceInfo, known: InstanceInfo) -> bool:
 
 
 def _check_identity(info: InstanceInfo, known: Record) -> None:
-    """A newer generation takes over, an older one is refused, and so is a live process's id."""
-    if info.generation < known.info.generation:
+    """A newer generation takes over, an older one is refused while the newer lives, and so is a live process's id.
+
+    Generations are times of start: where a clock went back, a process is older than its dead predecessor.
+    """
+    if known.alive and info.generation < known.info.generation:
         raise Conflict(
             f"{info.instance_id}: generation {info.generation} is older than {known.info.generation}, "
             "which has registered already"

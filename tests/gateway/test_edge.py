@@ -35,7 +35,7 @@ class App:
         await send({"type": "http.response.body", "body": body})
 
 
-def edge(app: App, *, keys: tuple[ApiKey, ...] = (), healthy: bool = True, **changes: Any) -> httpx.AsyncClient:
+def edge(app: App, *, keys: tuple[ApiKey, ...] = (), **changes: Any) -> httpx.AsyncClient:
     settings = GatewaySettings(
         schedulers=("tcp://127.0.0.1:1",), model="demo",
         slo={"default": SloTarget(), "chat": SloTarget(ttft_s=0.5)},
@@ -43,7 +43,7 @@ def edge(app: App, *, keys: tuple[ApiKey, ...] = (), healthy: bool = True, **cha
     )  # fmt: skip
     metrics = GatewayMetrics("demo", CollectorRegistry())
     admission = Admission(settings, len(keys))
-    guarded = Edge(app, settings, KeyRing(keys), metrics, admission, lambda: healthy)
+    guarded = Edge(app, settings, KeyRing(keys), metrics, admission)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://gateway")  # type: ignore[arg-type]
 
 
@@ -185,13 +185,6 @@ async def test_an_answer_of_the_application_gets_a_time_to_come_back_at() -> Non
         answer = await client.post("/v1/completions", json={})
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.headers["x-own"] == "1"
-
-
-async def test_without_a_scheduler_the_answer_is_broken_not_busy() -> None:
-    async with edge(App(), healthy=False) as client:
-        answer = await client.post("/v1/completions")
-        assert answer.status_code == 503
-        assert "retry-after" in answer.headers
 
 
 @pytest.mark.parametrize("declared", [True, False])

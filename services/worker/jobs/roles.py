@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shared.domain.instance import Role
-from shared.errors import Conflict, WrongRole
+from shared.errors import Conflict, InvalidRequest, WrongRole
 from shared.runtime.logs import get_log
 from shared.wire.messages import DrainReply, FlipReply
 
@@ -46,8 +46,11 @@ class RoleState:
     async def drain(self, timeout_s: float) -> DrainReply:
         """Take no new jobs and wait for the accepted ones, `timeout_s` at most, or until somebody resumes.
 
-        The instance goes on draining after the timeout, and when the caller is gone; its heartbeats say so.
+        The instance goes on draining after the timeout, and when the caller is gone; its heartbeats say so. Raises
+        InvalidRequest for a time that makes no sense.
         """
+        if not timeout_s >= 0.0:
+            raise InvalidRequest(f"a drain needs a time of 0 s or more, not {timeout_s}")
         started = time.monotonic()
         self.draining = True
         if self._inflight:

@@ -48,7 +48,8 @@ class JsonClient:
             )
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"{method} {self.base_url}{path}: no answer in {timeout_s} s") from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, AttributeError) as error:
+            # AttributeError: anyio's, on uvloop, when a connection is reset in the moment it is made.
             raise Unavailable(f"{method} {self.base_url}{path}: {type(error).__name__}: {error}") from error
         if response.is_success:
             return response.json() if response.content else None

@@ -92,6 +92,16 @@ async def test_generations_and_addresses_tell_processes_apart(cluster: Cluster) 
     assert record.heard_mono is None
 
 
+async def test_a_clock_that_went_back_keeps_nobody_out(cluster: Cluster) -> None:
+    address = tcp()
+    newer = make_info("p0", address, generation=5)
+    async with fake_worker(newer, Role.PREFILL, cluster.settings.heartbeat_address, cluster.client):
+        await cluster.wait_ready("p0", Role.PREFILL)
+    await until(lambda: not cluster.state.registry.get("p0").alive, "dead")
+    await cluster.client.register(make_info("p0", address, generation=4), Role.PREFILL)
+    assert cluster.state.registry.get("p0").info.generation == 4
+
+
 async def test_a_lost_connection_is_death_within_a_second(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL)
     async with fake_worker(make_info("d0", tcp()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client):

@@ -6,7 +6,7 @@ import pytest
 
 from services.worker.jobs.roles import RoleState
 from shared.domain.instance import Role
-from shared.errors import Conflict, WrongRole
+from shared.errors import Conflict, InvalidRequest, WrongRole
 
 
 async def test_a_job_of_another_role_is_refused() -> None:
@@ -14,6 +14,14 @@ async def test_a_job_of_another_role_is_refused() -> None:
     with pytest.raises(WrongRole), state.job(Role.DECODE):
         pass
     assert state.inflight == 0
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+async def test_a_drain_of_no_time_is_refused_and_changes_nothing(seconds: float) -> None:
+    state = RoleState(Role.DECODE)
+    with pytest.raises(InvalidRequest, match="0 s or more"):
+        await state.drain(seconds)
+    assert not state.draining
 
 
 async def test_a_drain_waits_for_what_was_accepted_and_takes_no_more() -> None:
