@@ -20,6 +20,8 @@ async def main(addresses: list[str], job_ids: list[str]) -> None:
     with RpcClients(Sockets()) as clients:
         schedulers = SchedulerClient(clients, addresses)
         reporter = reports.Reporter(schedulers, GatewayMetrics("demo", CollectorRegistry()))
+        while not all(clients.to(address).connected for address in addresses):
+            await asyncio.sleep(0.01)
         for job_id in job_ids:
             job = make_job(job_id)
             job.placed(await schedulers.place(job.view(), timeout_s=5))
