@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -110,6 +111,6 @@ def _look_at(params: SamplingParams) -> None:
     """The part of vLLM's validation that costs nothing: what xgrammar is known not to do, so that parsers know."""
     schema = params.structured_outputs.json if params.structured_outputs is not None else None
     if schema:
-        document = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+        document = json.loads(schema) if isinstance(schema, str) else schema
         if backend_xgrammar.has_xgrammar_unsupported_json_features(document):
             raise VLLMValidationError("the JSON schema has features that xgrammar does not support")

@@ -143,7 +143,7 @@ class Job:
 
     def record(self, span: Span, started_s: float, ended_s: float, instance_id: str = "") -> None:
         """Add a stretch to the timeline."""
-        self.timeline.spans.append(SpanRecord(span, started_s, ended_s, instance_id, self.attempt))
+        self.timeline.spans.append(SpanRecord(span, started_s, ended_s, instance_id, max(1, self.attempt)))
         self.mark_s = max(self.mark_s, ended_s)
 
     def spent(self, span: Span, until_s: float, instance_id: str = "") -> None:

@@ -122,3 +122,17 @@ async def test_one_failed_job_of_a_body_ends_the_others(api: Api) -> None:
     assert "cannot be computed" in answer.json()["error"]["message"]
     phases = Counter(report.phase for report in await api.final_reports(3))
     assert phases == {Phase.FAILED: 1, Phase.CANCELLED: 2}
+
+
+async def test_a_job_whose_turn_does_not_come_ends_with_its_deadline(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = api.app.state.engine_client.engine_core._settings
+    monkeypatch.setattr(api.app.state.engine_client.engine_core, "_settings", settings.model_copy(
+        update={"job_timeout_s": 0.3}
+    ))  # fmt: skip
+    held = Held(api)
+    answer = await api.complete(n=6, temperature=1)
+    assert answer.status_code == 504
+    assert len(held.prefills) == 4
+    await nothing_waits(api)

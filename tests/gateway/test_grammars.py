@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import time
 from typing import Any
 
@@ -9,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 
+from gateway.settings import GatewaySettings
 from tests.gateway.api import Api
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
@@ -75,13 +78,14 @@ async def test_bad_ones_are_a_400_that_says_what_is_wrong(api: Api, wish: dict[s
 async def test_dear_ones_are_a_400_and_others_are_served_meanwhile(api: Api, wish: dict[str, Any]) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, **wish}
     async with httpx.AsyncClient(base_url=api.client.base_url, timeout=60) as client:
-        dear = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         served, longest_s = 0, 0.0
-        while not dear.done():
-            began = time.monotonic()
-            assert (await api.complete()).status_code == 200
-            longest_s = max(longest_s, time.monotonic() - began)
-            served += 1
+        async with asyncio.TaskGroup() as group:
+            dear = group.create_task(client.post("/v1/chat/completions", json=body))
+            while not dear.done():
+                began = time.monotonic()
+                assert (await api.complete()).status_code == 200
+                longest_s = max(longest_s, time.monotonic() - began)
+                served += 1
         response = dear.result()
     assert response.status_code == 400, response.text
     assert "too expensive" in response.json()["error"]["message"]
@@ -117,3 +121,15 @@ async def test_a_grammar_is_tried_once(api: Api) -> None:
     answers = await asyncio.gather(*(api.complete(**wish) for _ in range(10)))
     assert {answer.status_code for answer in answers} == {200}
     assert len(grammars._verdicts) == kept
+
+
+async def test_the_end_of_the_process_that_tries_is_not_silent(api: Api) -> None:
+    from gateway.grammars import Grammars
+
+    settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo")
+    with Grammars(api.app.state.engine_client.vllm_config, settings) as grammars:
+        watch = asyncio.create_task(grammars.watch())
+        await asyncio.sleep(0)
+        os.kill(grammars._pid, signal.SIGKILL)
+        with pytest.raises(ChildProcessError):
+            await asyncio.wait_for(watch, 5)

@@ -88,7 +88,7 @@ async def test_waits_and_lost_attempts_are_in_it() -> None:
         found = until_first_token(job.timeline)
         assert [span.span for span in found] == [Span.INTAKE, Span.PLACEMENT, Span.LOST, *CARRIED[1:]]
         assert found[1].ended_s - found[1].started_s > 0.09
-        assert [span.attempt for span in found] == [0, 1, 1, 2, 2, 2, 2, 2]
+        assert [span.attempt for span in found] == [1, 1, 1, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("carry", [True, False])
