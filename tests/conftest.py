@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from shared.cost.library import Library
@@ -13,6 +14,11 @@ from shared.cost.library import Library
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None, derandomize=False, max_examples=2000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+# What the default prints of an exception, every local variable with colours, takes a busy machine seconds.
+_plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _plain])
 
 
 @pytest.fixture(scope="session")

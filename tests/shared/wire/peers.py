@@ -111,7 +111,7 @@ async def connected(curve: Curve | None = None) -> AsyncIterator[tuple[Peer, Rpc
         sockets.close()
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     """Poll a condition with a bound."""
     async with asyncio.timeout(seconds):
         while not condition():

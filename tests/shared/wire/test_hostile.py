@@ -70,7 +70,7 @@ def test_a_server_serves_on(messages: list[list[bytes]]) -> None:
             while not answered:  # after all that came before it
                 await until(lambda: dealer.poll(0))
                 answered = any(each.call == 77 and each.kind == Kind.REPLY for each in unpack(dealer.recv()))
-            assert (await client.call(ECHO, Ask(1), timeout_s=5)).number == 1
+            assert (await client.call(ECHO, Ask(1), timeout_s=20)).number == 1
             dealer.close()
             await until(lambda: server.calls == 0)
 
@@ -174,7 +174,7 @@ async def test_who_sends_what_cannot_be_read_is_told_that_its_calls_are_lost() -
     sockets, peer, address = Sockets(), Peer(), free_address()
     async with peer.server(sockets, address):
         client = RpcClient(sockets, address)
-        await client.call(ECHO, Ask(1), timeout_s=5)
+        await client.call(ECHO, Ask(1), timeout_s=20)
         client._socket.send([b"\xff"])
         with pytest.raises(PolyphaseError, match="gave the call up"):
             await asyncio.wait_for(client.call(WAIT, Ask(1), timeout_s=600), 10)

@@ -32,7 +32,7 @@ async def test_hundreds_of_replaced_instances_leave_nothing(sockets: Sockets, mo
         for number in range(400):
             address = free_address()
             async with peer.server(sockets, address):
-                assert (await clients.to(address).call(ECHO, Ask(number), timeout_s=5)).number == number
+                assert (await clients.to(address).call(ECHO, Ask(number), timeout_s=20)).number == number
             client = clients.to(address)
             await until(lambda client=client: not client.connected)  # type: ignore[misc]
             clients.sweep()
@@ -54,7 +54,7 @@ async def test_what_is_used_or_to_be_kept_stays(sockets: Sockets, monkeypatch: p
     with RpcClients(sockets, keep=[kept]) as clients:
         async with peer.server(sockets, address):
             call = asyncio.create_task(clients.to(address).call(WAIT, Ask(1), timeout_s=30))
-            await asyncio.wait_for(peer.waiting.wait(), 5)
+            await asyncio.wait_for(peer.waiting.wait(), 20)
             clients.to(kept)
             clients.to(gone)
             clients.sweep()
@@ -70,7 +70,7 @@ async def test_what_is_used_or_to_be_kept_stays(sockets: Sockets, monkeypatch: p
             await until(lambda: not clients.to(address).busy)
             clients.sweep()
             assert len(clients) == 1
-            assert (await clients.to(address).call(ECHO, Ask(2), timeout_s=5)).number == 2
+            assert (await clients.to(address).call(ECHO, Ask(2), timeout_s=20)).number == 2
 
 
 async def test_a_closed_client_fails_at_once(sockets: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from services.worker.kv.wire.transport import Link, Transport
 from shared.domain.kv import KvHandle
 
 _log = logging.getLogger(__name__)
-IDLE_S = 10.0
+LOST_S = 10.0  # how long an unused link tries to reach an address where nobody is
+IDLE_S = 600.0  # how long it keeps a connection that nobody uses
 
 
 class Peers:
@@ -65,14 +66,15 @@ class Peers:
         """Send, or not when the peer takes nothing: deadlines find that out."""
         link.send(encode_message(message))
 
-    def close_lost(self, in_use: set[int]) -> None:
-        """Close links without a connection that nobody has used for a while: else they would try for ever.
+    def close_unused(self, in_use: set[int]) -> None:
+        """Close links that nobody has used for a while: exporters come and go, each with an address of its own.
 
         `in_use` holds the id() of links that imports wait for.
         """
-        idle_s = time.monotonic() - IDLE_S
+        now_s = time.monotonic()
         for address, link in list(self._links.items()):
-            if not link.connected and id(link) not in in_use and self._used_s[address] < idle_s:
+            unused_s = now_s - self._used_s[address]
+            if id(link) not in in_use and unused_s > (IDLE_S if link.connected else LOST_S):
                 link.close()
                 del self._links[address], self._used_s[address]
 

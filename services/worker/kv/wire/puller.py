@@ -296,4 +296,4 @@ class Puller:
                 self._keep_up(known, now)
         if now >= self._sweep_s:
             self._sweep_s = now + _SWEEP_S
-            self._peers.close_lost({id(part.link) for _, part in self._parts.values()})
+            self._peers.close_unused({id(part.link) for _, part in self._parts.values()})

@@ -13,6 +13,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from services.worker.kv.wire.frames import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Buffer
 
+_MAX_SOCKETS = 16_384  # libzmq's 1,023 are 341 links, each a socket and two ends of a monitor
+
 
 class Listener(Protocol):
     """Export side: many peers, each with an identity."""
@@ -73,6 +75,7 @@ class ZmqTransport:
 
     def __init__(self, curve: tuple[str, str] | None = None) -> None:
         self._context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._curve = curve
         self._poller = zmq.Poller()
         self._links: dict[object, ZmqLink] = {}
@@ -83,7 +86,7 @@ class ZmqTransport:
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
 
     def listen(self, address: str) -> "ZmqListener":
-        """Bind a ROUTER. Raises OSError (zmq.ZMQError is one) when the address is taken."""
+        """Bind a ROUTER. Raises OSError when the address is taken."""
         router = self._socket(zmq.ROUTER, MAX_MESSAGE_BYTES)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if self._curve:
@@ -99,16 +102,17 @@ class ZmqTransport:
         return listener
 
     def connect(self, address: str) -> "ZmqLink":
-        """Connect a DEALER. Raises OSError when the address makes no sense."""
-        dealer = self._socket(zmq.DEALER, MAX_FRAME_BYTES)
-        if self._curve:
-            dealer.curve_serverkey = self._curve[0].encode()
-        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        """Connect a DEALER. Raises OSError when the address makes no sense or there are no more sockets to be had."""
+        dealer = monitor = None
         try:
+            dealer = self._socket(zmq.DEALER, MAX_FRAME_BYTES)
+            if self._curve:
+                dealer.curve_serverkey = self._curve[0].encode()
+            monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             dealer.connect(address)
         except zmq.ZMQError as error:
-            dealer.disable_monitor()
-            dealer.close()
+            if dealer is not None:
+                _close(dealer, monitor)
             raise OSError(f"cannot connect to {address!r}: {error}") from error
         link = ZmqLink(address, dealer, monitor, self._forget)
         for each in (dealer, monitor):
@@ -244,8 +248,14 @@ class ZmqLink:
     def close(self) -> None:
         """See Link."""
         self._forget(self._dealer, self._monitor)
-        self._dealer.disable_monitor()
-        self._dealer.close()
+        _close(self._dealer, self._monitor)
+
+
+def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes] | None) -> None:
+    dealer.disable_monitor()  # first the source of events: libzmq's own thread would wait for somebody to take them
+    if monitor is not None:
+        monitor.close()
+    dealer.close()
 
 
 class Forget(Protocol):
