@@ -127,8 +127,8 @@ class Job:
         self.finish_reason = step.finish_reason
 
     def stop(self) -> None:
-        """The front end found a stop string: the client has its answer, whatever its engine still produces."""
-        self.finish_reason = self.finish_reason or "stop"
+        """The front end found a stop string: the client has its answer, whatever its engine produced after it."""
+        self.finish_reason = "stop"
 
     def _skip(self, step: TokenStep) -> TokenStep:
         """Drop the tokens of a second run that the client has; they must be the same."""

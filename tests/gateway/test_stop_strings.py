@@ -58,6 +58,7 @@ async def test_of_two_answers_only_the_stopped_one_ends(api: Api) -> None:
     stop = full[len(full) // 2 :][:6]
     await api.final_reports(1)
     api.renew()
+    last_token_never_comes(api, 38)
     body = (await api.complete(max_tokens=40, stop=[stop], n=2, temperature=0.5)).json()
     assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "stop"]
     assert [(report.phase, report.outcome) for report in await api.final_reports(2)] == [(Phase.COMPLETED, "stop")] * 2
