@@ -14,6 +14,7 @@ from typing import Any
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
+    TORCHDYNAMO_DISABLE="1",  # as in a worker: a C++ compiler takes up to a minute, for sampling helpers
     VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
 )  # fmt: skip
 
