@@ -157,6 +157,7 @@ async def test_frames_of_garbage_on_the_kv_socket_and_requests_without_sense_do_
             with pytest.raises(InvalidRequest):
                 await worker.prefill("senseless", prompt)
         assert (await worker.prefill("after", list(range(10, 300)))).handle is not None
+        worker.clients.to(worker.rpc).notify(RELEASE, ReleaseRequest(["t-after"]))
     assert worker.lives()
 
 
