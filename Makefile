@@ -48,8 +48,9 @@ test-fast: setup ## Tests without real engines.
 test-random: setup ## Property tests alone, each with 2,000 examples drawn anew: a search for rare ones; not part of `make test`.
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'hypothesis and not slow' $(PYTEST_ARGS)
 
-lint: setup ## ruff and mypy.
+lint: setup ## ruff (rules and format) and mypy.
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 clean: ## Remove the environment, caches and the data of local suites.

@@ -40,9 +40,12 @@ def results(session: Session, now_s: float) -> None:
                 case _:
                     st.error(outcome.text, icon=":material/error:")
             st.button(
-                "Dismiss", key=f"dismiss-{operation.key}", type="tertiary",
-                on_click=session.dismiss, args=(operation.key,),
-            )  # fmt: skip
+                "Dismiss",
+                key=f"dismiss-{operation.key}",
+                type="tertiary",
+                on_click=session.dismiss,
+                args=(operation.key,),
+            )
 
 
 def _body(session: Session, api: Api, submit: Submit, intent: Intent) -> None:

@@ -125,9 +125,15 @@ class Api:
             predictor = group.create_task(self._optional(shown.predictor_url, "/v1/model", LengthSource))
             gateway = group.create_task(self._optional(shown.gateway_url, "/health", Any))
         return Snapshot(
-            cluster.result(), instances.result(), flips.result(), events.result(), requests.result(), policies.result(),
-            predictor.result(), gateway.result(),
-        )  # fmt: skip
+            cluster.result(),
+            instances.result(),
+            flips.result(),
+            events.result(),
+            requests.result(),
+            policies.result(),
+            predictor.result(),
+            gateway.result(),
+        )
 
     async def _optional(self, url: str, path: str, kind: Any) -> Read[Any] | None:
         if not url:

@@ -40,31 +40,40 @@ def instances(read: Read[list[InstanceRow]], session: Session, cards_shown: int)
 def _filtered(rows: Sequence[InstanceRow]) -> list[InstanceRow]:
     with st.container(horizontal=True, vertical_alignment="center"):
         role = st.segmented_control(
-            "Role", [ANY, *(r.value for r in Role)], default=ANY, required=True, key="role",
+            "Role",
+            [ANY, *(r.value for r in Role)],
+            default=ANY,
+            required=True,
+            key="role",
             label_visibility="collapsed",
-        )  # fmt: skip
+        )
         state = st.segmented_control(
-            "State", [ANY, *(s.value for s in InstanceState)], default=ANY, required=True, key="state",
+            "State",
+            [ANY, *(s.value for s in InstanceState)],
+            default=ANY,
+            required=True,
+            key="state",
             label_visibility="collapsed",
-        )  # fmt: skip
+        )
         fits = [row for row in rows if role in (ANY, row.role.value)]
         shown = [row for row in fits if state in (ANY, row.state.value)]
         st.caption(f"{len(shown)} of {len(rows)}", width="content")
     return shown
 
 
-def _table_and_one(
-    shown: Sequence[InstanceRow], rows: Sequence[InstanceRow], session: Session, stale: bool
-) -> None:
+def _table_and_one(shown: Sequence[InstanceRow], rows: Sequence[InstanceRow], session: Session, stale: bool) -> None:
     left, right = st.columns([3, 1], gap="medium")
     with left:
         st.dataframe(
-            frame(shown), hide_index=True, height=430, key="instances",
+            frame(shown),
+            hide_index=True,
+            height=430,
+            key="instances",
             column_config={
                 "KV used": st.column_config.ProgressColumn(format="percent", min_value=0.0, max_value=1.0),
                 "staged": st.column_config.NumberColumn(format="bytes"),
             },
-        )  # fmt: skip
+        )
     with right:
         by_id = {row.instance_id: row for row in shown}
         chosen = st.selectbox("Instance to act on (type to search)", list(by_id), key="chosen_instance")
@@ -143,6 +152,9 @@ def _buttons(row: InstanceRow, rows: Sequence[InstanceRow], session: Session, st
     for action, fits in ((Action.DRAIN, not draining), (Action.RESUME, draining), (Action.FLIP, True)):
         label = f"Flip to {row.role.other.value}" if action is Action.FLIP else action.capitalize()
         st.button(
-            label, key=f"{action}-{row.instance_id}", disabled=stale or not (row.operable and fits),
-            on_click=session.want, args=(intend(action, row, rows),),
-        )  # fmt: skip
+            label,
+            key=f"{action}-{row.instance_id}",
+            disabled=stale or not (row.operable and fits),
+            on_click=session.want,
+            args=(intend(action, row, rows),),
+        )

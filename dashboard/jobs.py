@@ -27,13 +27,16 @@ def jobs(read: Read[list[JobReport]], api: Api, session: Session, now_s: float) 
     st.selectbox("Phase", phases, key="phase", label_visibility="collapsed")
     if read.value:
         st.dataframe(
-            frame(read.value, now_s), hide_index=True, height=320, key="requests",
+            frame(read.value, now_s),
+            hide_index=True,
+            height=320,
+            key="requests",
             column_config={
                 "request": st.column_config.TextColumn(width="medium"),
                 "TTFT ms": st.column_config.NumberColumn(format="%.1f"),
                 "TPOT ms": st.column_config.NumberColumn(format="%.1f"),
             },
-        )  # fmt: skip
+        )
     else:
         st.html(look.empty("No request yet."))
     _one(read.value, api, session)

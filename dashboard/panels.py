@@ -37,16 +37,35 @@ def header(snapshot: Snapshot, settings: DashboardSettings) -> None:
 def outages(snapshot: Snapshot, settings: DashboardSettings, now_s: float) -> None:
     """One notice for each service that does not answer as it should."""
     missing = [
-        ("The cluster monitor", settings.monitor_url, snapshot.monitor_error,
-         "Instances, SLO attainment and actions wait until it answers. Serving goes on without it.",
-         snapshot.monitor_known_s),
-        ("The global scheduler", settings.scheduler_url, snapshot.scheduler_error,
-         "Requests and policies wait until it answers.", _known(snapshot.requests)),
-        ("The gateway", settings.gateway_url, snapshot.gateway.error if snapshot.gateway else "",
-         "It takes no requests.", None),
-        ("The predictor", settings.predictor_url, snapshot.predictor.error if snapshot.predictor else "",
-         "Requests are served without a predicted output length.", None),
-    ]  # fmt: skip
+        (
+            "The cluster monitor",
+            settings.monitor_url,
+            snapshot.monitor_error,
+            "Instances, SLO attainment and actions wait until it answers. Serving goes on without it.",
+            snapshot.monitor_known_s,
+        ),
+        (
+            "The global scheduler",
+            settings.scheduler_url,
+            snapshot.scheduler_error,
+            "Requests and policies wait until it answers.",
+            _known(snapshot.requests),
+        ),
+        (
+            "The gateway",
+            settings.gateway_url,
+            snapshot.gateway.error if snapshot.gateway else "",
+            "It takes no requests.",
+            None,
+        ),
+        (
+            "The predictor",
+            settings.predictor_url,
+            snapshot.predictor.error if snapshot.predictor else "",
+            "Requests are served without a predicted output length.",
+            None,
+        ),
+    ]
     for name, url, error, meaning, known_s in missing:
         if error:
             said = error.replace("`", "'")  # it ends no block of code
@@ -143,10 +162,13 @@ def _tiles(cluster: ClusterSummary, slo_goal: float) -> list[str]:
     return [
         *(_role_tile(cluster, role) for role in Role),
         look.tile("Jobs in flight", total.get("inflight", "0"), f"{running} running, {waiting} waiting"),
-        look.tile("Queued for prefill", f"{total.get('queued_prefill_tokens', '0')} tokens",
-                  f"of {total.get('queued_prefill', '0')} jobs"),
+        look.tile(
+            "Queued for prefill",
+            f"{total.get('queued_prefill_tokens', '0')} tokens",
+            f"of {total.get('queued_prefill', '0')} jobs",
+        ),
         look.tile("SLO attainment now", units.share(met), ended + goal, look.BAD if low else ""),
-    ]  # fmt: skip
+    ]
 
 
 def _role_tile(cluster: ClusterSummary, role: Role) -> str:

@@ -22,22 +22,32 @@ def waterfall(timeline: RequestTimeline) -> go.Figure:
     if timeline.first_token_s:
         figure.add_vline(
             x=_ms(timeline.first_token_s, timeline.arrived_s),
-            line_width=1.5, line_dash="dot", line_color=look.IDLE,
-            annotation_text="first token", annotation_position="top", annotation_font_size=11,
-        )  # fmt: skip
+            line_width=1.5,
+            line_dash="dot",
+            line_color=look.IDLE,
+            annotation_text="first token",
+            annotation_position="top",
+            annotation_font_size=11,
+        )
     moments_ms = [_ms(moment, timeline.arrived_s) for span in spans for moment in (span.started_s, span.ended_s)]
     first_ms, last_ms = min([0.0, *moments_ms]), max([1e-3, *moments_ms])
     figure.update_layout(
-        height=_FRAME_PX + _ROW_PX * max(1, len(spans)), margin={"l": 8, "r": 8, "t": 26, "b": 8},
-        showlegend=False, bargap=0.35, font_size=12,
-    )  # fmt: skip
+        height=_FRAME_PX + _ROW_PX * max(1, len(spans)),
+        margin={"l": 8, "r": 8, "t": 26, "b": 8},
+        showlegend=False,
+        bargap=0.35,
+        font_size=12,
+    )
     figure.update_xaxes(
         title_text="ms since arrival", range=[first_ms, last_ms + 0.12 * (last_ms - first_ms)], zeroline=False
     )
     figure.update_yaxes(
-        tickvals=list(range(len(spans))), ticktext=[label(span) for span in spans],
-        range=[len(spans) - 0.5, -0.5], showgrid=False, automargin=True,
-    )  # fmt: skip
+        tickvals=list(range(len(spans))),
+        ticktext=[label(span) for span in spans],
+        range=[len(spans) - 0.5, -0.5],
+        showgrid=False,
+        automargin=True,
+    )
     return figure
 
 
@@ -75,11 +85,17 @@ def _bar(place: int, span: SpanRecord, arrived_s: float) -> go.Bar:
     length_s = max(0.0, span.ended_s - span.started_s)
     said = units.duration(length_s)
     return go.Bar(
-        orientation="h", y=[place], base=[_ms(span.started_s, arrived_s)], x=[length_s * 1000],
+        orientation="h",
+        y=[place],
+        base=[_ms(span.started_s, arrived_s)],
+        x=[length_s * 1000],
         marker={"color": look.SPAN_COLOUR[span.span], "line": {"width": 0}, "cornerradius": 3},
-        text=[said], textposition="auto", insidetextanchor="middle", cliponaxis=False,
+        text=[said],
+        textposition="auto",
+        insidetextanchor="middle",
+        cliponaxis=False,
         hovertemplate=f"{label(span)}<br>{said}<br>from %{{base:.1f}} ms<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def _decision(decision: Decision, arrived_s: float) -> str:

@@ -33,7 +33,7 @@ from shared.runtime.http import SHUTDOWN_S
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.rpc_client import SWEEP_S, RpcClients
+from shared.wire.rpc_clients import SWEEP_S, RpcClients
 from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
@@ -52,16 +52,21 @@ async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> N
 def http_server(app: Edge, host: str, port: int) -> uvicorn.Server:
     """The HTTP server in front of everything."""
     config = uvicorn.Config(
-        app, host=host, port=port, log_config=None, access_log=False, http=HeaderLimitProtocol, ws="none",
-        timeout_graceful_shutdown=SHUTDOWN_S, timeout_keep_alive=30,
-    )  # fmt: skip
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        http=HeaderLimitProtocol,
+        ws="none",
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        timeout_keep_alive=30,
+    )
     return uvicorn.Server(config)
 
 
 @asynccontextmanager
-async def running(
-    settings: GatewaySettings, keys: KeyRing, runner: JobRunner | None = None
-) -> AsyncIterator[Edge]:
+async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | None = None) -> AsyncIterator[Edge]:
     """The whole application with everything behind it started; stopped in reverse at the end of the block."""
     async with AsyncExitStack() as stack:
         args = _arguments(settings)
@@ -100,9 +105,12 @@ async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
 
 def _arguments(settings: GatewaySettings) -> Any:
     options: dict[str, Any] = {
-        "model": settings.model, "served-model-name": settings.served_model_name or settings.model,
-        "dtype": settings.dtype, "max-model-len": settings.max_model_len, **settings.vllm_args,
-    }  # fmt: skip
+        "model": settings.model,
+        "served-model-name": settings.served_model_name or settings.model,
+        "dtype": settings.dtype,
+        "max-model-len": settings.max_model_len,
+        **settings.vllm_args,
+    }
     words = ["--disable-uvicorn-access-log", "--disable-log-stats"]
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"

@@ -167,12 +167,14 @@ class ClusterCore:
         target = self._settings.slo.get(who.slo) or self._settings.slo["default"]
         prompt = list(request.prompt_token_ids or ())
         return JobSpec(
-            job_id=request.request_id, prompt_token_ids=prompt,
+            job_id=request.request_id,
+            prompt_token_ids=prompt,
             generation=Generation(msgspec.msgpack.encode(params), who.arrived_s, request.cache_salt or ""),
-            max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt), carry=carry,
+            max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt),
+            carry=carry,
             local_only=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
             slo=Slo(who.slo, target.ttft_s, target.tpot_s),
-        )  # fmt: skip
+        )
 
     def _emit(self, job_id: str, step: TokenStep) -> None:
         self._jobs[job_id].seat.leave()
@@ -192,12 +194,19 @@ class ClusterCore:
 def _can_carry(params: SamplingParams) -> bool:
     """Whether later tokens depend on earlier ones only as context, so that any engine can go on from them."""
     return not (
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-        or params.seed is not None or params.min_tokens or params.structured_outputs is not None
-        or params.bad_words or params.thinking_token_budget is not None
-        or params.repetition_detection is not None or params.prompt_logprobs is not None
-        or params.prompt_logprob_token_ids is not None or params.trace_decode_token_ids is not None
-    )  # fmt: skip
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.seed is not None
+        or params.min_tokens
+        or params.structured_outputs is not None
+        or params.bad_words
+        or params.thinking_token_budget is not None
+        or params.repetition_detection is not None
+        or params.prompt_logprobs is not None
+        or params.prompt_logprob_token_ids is not None
+        or params.trace_decode_token_ids is not None
+    )
 
 
 def _logprobs(data: bytes) -> LogprobsLists:

@@ -66,8 +66,9 @@ def _serve(config: VllmConfig, channel: socket.socket, cpu_s: float, wall_s: flo
 def _child(trial: "_Trial", descriptor: int, cpu_s: float, wall_s: float) -> NoReturn:
     try:
         for timer, alarm, seconds in (
-            (signal.ITIMER_PROF, signal.SIGPROF, cpu_s), (signal.ITIMER_REAL, signal.SIGALRM, wall_s),
-        ):  # fmt: skip
+            (signal.ITIMER_PROF, signal.SIGPROF, cpu_s),
+            (signal.ITIMER_REAL, signal.SIGALRM, wall_s),
+        ):
             signal.signal(alarm, signal.SIG_DFL)
             signal.setitimer(timer, seconds)
         os.nice(_NICE)
@@ -94,10 +95,11 @@ class _Trial:
         with suppress(Exception):  # a tokenizer that it does not know; the verdict on each grammar will say so
             self._xgrammar = self._backend(backend_xgrammar.XgrammarBackend)
         self._kinds: dict[str, Any] = {
-            "xgrammar": backend_xgrammar.XgrammarBackend, "guidance": backend_guidance.GuidanceBackend,
+            "xgrammar": backend_xgrammar.XgrammarBackend,
+            "guidance": backend_guidance.GuidanceBackend,
             "outlines": backend_outlines.OutlinesBackend,
             "lm-format-enforcer": backend_lm_format_enforcer.LMFormatEnforcerBackend,
-        }  # fmt: skip
+        }
 
     def run(self, request: bytes) -> bytes:
         """Validates and compiles; GOOD with the parameters as validated, or BAD with what is wrong."""

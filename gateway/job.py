@@ -172,7 +172,19 @@ class Job:
         if self.phase is Phase.COMPLETED:
             met = ttft is not None and ttft <= slo.ttft_s and (tpot is None or tpot <= slo.tpot_s)
         return JobReport(
-            self.spec.job_id, self.gateway_id, self.phase, self.spec.arrived_s, len(self.spec.prompt_token_ids),
-            len(self.tokens), self.prefill_instance, self.decode_instance, self.split, slo.name, outcome,
-            ttft, tpot, met, timeline if final else None,
-        )  # fmt: skip
+            self.spec.job_id,
+            self.gateway_id,
+            self.phase,
+            self.spec.arrived_s,
+            len(self.spec.prompt_token_ids),
+            len(self.tokens),
+            self.prefill_instance,
+            self.decode_instance,
+            self.split,
+            slo.name,
+            outcome,
+            ttft,
+            tpot,
+            met,
+            timeline if final else None,
+        )

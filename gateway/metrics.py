@@ -33,22 +33,24 @@ class GatewayMetrics:
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E)
         self._stages = {span: histogram(name, text, _E2E) for span, (name, text) in _STAGES.items()}
         self._spans = Histogram(
-            "polyphase_request_span_seconds", "Time of each stretch of a request.", ["span"], buckets=_TTFT,
+            "polyphase_request_span_seconds",
+            "Time of each stretch of a request.",
+            ["span"],
+            buckets=_TTFT,
             registry=registry,
-        )  # fmt: skip
+        )
         self._ended = Counter(
-            "vllm:request_success", "Requests by how they ended.", ["model_name", "finished_reason"],
-            registry=registry,
-        )  # fmt: skip
+            "vllm:request_success", "Requests by how they ended.", ["model_name", "finished_reason"], registry=registry
+        )
         self._slo = Counter(
-            "polyphase_slo_requests", "Requests by whether they met their targets; cancelled ones are none.",
-            ["slo", "met"], registry=registry,
-        )  # fmt: skip
+            "polyphase_slo_requests",
+            "Requests by whether they met their targets; cancelled ones are none.",
+            ["slo", "met"],
+            registry=registry,
+        )
         self._tokens = Counter("vllm:generation_tokens", "Tokens generated.", ["model_name"], registry=registry)
         self._prompts = Counter("vllm:prompt_tokens", "Prompt tokens.", ["model_name"], registry=registry)
-        self._transfers = Counter(
-            "polyphase_kv_transfers", "KV imports by outcome.", ["outcome"], registry=registry
-        )
+        self._transfers = Counter("polyphase_kv_transfers", "KV imports by outcome.", ["outcome"], registry=registry)
         self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
         self.queued = Gauge("polyphase_gateway_queued_jobs", "Jobs without a first token.", registry=registry)
         self.reports_dropped = Counter(

@@ -22,7 +22,7 @@ from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import DecodeRequest, PrefillReply, PrefillRequest, TokenStep
 from shared.wire.methods import DECODE, PREFILL, Method
-from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_clients import RpcClients
 
 log = get_log(__name__)
 Request = TypeVar("Request")
@@ -150,12 +150,17 @@ class Pipeline:
         job.phase = Phase.PREFILL
         prompt, full = job.prompt, route.split >= len(job.prompt)
         request = PrefillRequest(
-            job=job.view(), transfer_id=job.transfer_id,
+            job=job.view(),
+            transfer_id=job.transfer_id,
             prompt_token_ids=prompt if full else prompt[: route.split],
-            generation=job.spec.generation, want_token=full and job.spec.carry,
-            export=not (full and job.spec.carry and job.remaining <= 1), codec=self._settings.kv_codec,
-            decode=route.decode, exclude=tuple(job.failed_instances), dispatch=route.dispatch,
-        )  # fmt: skip
+            generation=job.spec.generation,
+            want_token=full and job.spec.carry,
+            export=not (full and job.spec.carry and job.remaining <= 1),
+            codec=self._settings.kv_codec,
+            decode=route.decode,
+            exclude=tuple(job.failed_instances),
+            dispatch=route.dispatch,
+        )
         reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
         if reply.tokens:
             finish = reply.finish_reason or ("length" if job.remaining <= len(reply.tokens) else "")
@@ -194,8 +199,8 @@ class Pipeline:
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
         request = DecodeRequest(
-            job=job.view(), prompt_token_ids=job.prompt, generation=job.spec.generation, handle=handle,
-        )  # fmt: skip
+            job=job.view(), prompt_token_ids=job.prompt, generation=job.spec.generation, handle=handle
+        )
         reply = await self._call(job, instance, DECODE, request, job.accept)
         spans.decode_ended(job, instance.instance_id, reply)
         if handle is not None and reply.transfer.outcome is TransferOutcome.RECOMPUTED:

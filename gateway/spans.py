@@ -14,8 +14,10 @@ def prefill_ended(job: Job, instance_id: str, reply: PrefillReply) -> None:
     replied_s = time.time()
     shift_s = clock_shift_s(reply.queued_s, reply.ended_s, job.mark_s, replied_s)
     for span, until_s in (
-        (Span.HANDOVER, reply.queued_s), (Span.QUEUE, reply.started_s), (Span.PREFILL, reply.ended_s),
-    ):  # fmt: skip
+        (Span.HANDOVER, reply.queued_s),
+        (Span.QUEUE, reply.started_s),
+        (Span.PREFILL, reply.ended_s),
+    ):
         job.spent(span, min(until_s + shift_s, replied_s), instance_id)
     job.spent(Span.REPLY, replied_s, instance_id)
 

@@ -11,7 +11,7 @@ from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
 from shared.wire.messages import PrefetchRequest, PrefillStarted, ReleaseRequest
 from shared.wire.methods import PREFETCH, RELEASE
-from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_clients import RpcClients
 
 log = get_log(__name__)
 

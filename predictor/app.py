@@ -22,9 +22,7 @@ from shared.runtime.tasks import background
 router = APIRouter()
 
 
-def build_app(
-    settings: PredictorSettings, load: Callable[[PredictorSettings], Loaded] | None = None
-) -> FastAPI:
+def build_app(settings: PredictorSettings, load: Callable[[PredictorSettings], Loaded] | None = None) -> FastAPI:
     """The service. `load` replaces the loading of a checkpoint, for tests."""
     registry = CollectorRegistry()
 

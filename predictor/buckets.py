@@ -25,9 +25,7 @@ class Buckets:
 
     def __post_init__(self) -> None:
         if self.width_tokens < 1 or self.count < 2:
-            raise ValueError(
-                f"need width_tokens >= 1 and count >= 2, got {self.width_tokens} and {self.count}"
-            )
+            raise ValueError(f"need width_tokens >= 1 and count >= 2, got {self.width_tokens} and {self.count}")
 
     def of(self, output_tokens: int) -> int:
         """The bucket of an answer of that many tokens."""
@@ -39,9 +37,7 @@ class Buckets:
         return bucket * self.width_tokens, OPEN_ENDED_TOKENS if last else (bucket + 1) * self.width_tokens
 
 
-def predict(
-    probabilities: Sequence[float], buckets: Buckets, max_tokens: int | None, source: str
-) -> LengthPrediction:
+def predict(probabilities: Sequence[float], buckets: Buckets, max_tokens: int | None, source: str) -> LengthPrediction:
     """The likeliest bucket (the shorter one of equals), its bounds, and its probability as the confidence.
 
     An answer is cut at `max_tokens`, so all that is expected beyond falls into the bucket of `max_tokens`,

@@ -69,9 +69,7 @@ def digest(examples: Iterable[Example]) -> str:
     """A SHA-256 over all examples in their order: what exactly a checkpoint was trained on."""
     total = hashlib.sha256()
     for example in examples:
-        total.update(
-            json.dumps([example.text, example.prompt_tokens, example.output_tokens]).encode() + b"\n"
-        )
+        total.update(json.dumps([example.text, example.prompt_tokens, example.output_tokens]).encode() + b"\n")
     return total.hexdigest()
 
 
@@ -79,9 +77,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         inside = (
-            [file for file in sorted(path.iterdir()) if file.suffix in (".json", ".jsonl")]
-            if path.is_dir()
-            else []
+            [file for file in sorted(path.iterdir()) if file.suffix in (".json", ".jsonl")] if path.is_dir() else []
         )
         files += inside or [path]
     return files

@@ -34,9 +34,11 @@ class Evaluation:
         aims = {
             "accuracy": {"want": want, "got": self.scores.accuracy, "met": self.scores.accuracy >= want},
             "latency_p99_ms": {
-                "want": aim_p99_ms, "got": self.latency_p99_ms, "met": self.latency_p99_ms <= aim_p99_ms,
+                "want": aim_p99_ms,
+                "got": self.latency_p99_ms,
+                "met": self.latency_p99_ms <= aim_p99_ms,
             },
-        }  # fmt: skip
+        }
         figures = {
             "examples": self.scores.examples,
             "accuracy": self.scores.accuracy,
@@ -67,18 +69,14 @@ def evaluate(classifier: TextClassifier, train: list[Example], examples: list[Ex
         scores=score(truth, rows, buckets.count),
         observed=score(truth, baseline, buckets.count),
         latency_p50_ms=median(latencies_ms),
-        latency_p99_ms=quantiles(latencies_ms, n=100, method="inclusive")[-1]
-        if len(rows) > 1
-        else latencies_ms[0],
+        latency_p99_ms=quantiles(latencies_ms, n=100, method="inclusive")[-1] if len(rows) > 1 else latencies_ms[0],
     )
 
 
 @app.command(name="evaluate")
 def evaluate_command(
     checkpoint: Annotated[Path, typer.Option(help="Folder that train wrote.")],
-    data: Annotated[
-        list[Path], typer.Option(help="JSON or JSONL files, or folders of them; may be repeated.")
-    ],
+    data: Annotated[list[Path], typer.Option(help="JSON or JSONL files, or folders of them; may be repeated.")],
     served_model: Annotated[str, typer.Option(help="Default: the one it was trained for.")] = "",
     split: Annotated[str, typer.Option(help="train, val or test.")] = "test",
     limit: Annotated[int, typer.Option(help="At most this many examples; 0: all.")] = 0,

@@ -49,9 +49,7 @@ def start(train: list[Example], plan: FineTuning) -> tuple[Any, Tokenizer]:
     return network, AutoTokenizer.from_pretrained(plan.base).backend_tokenizer
 
 
-def fine_tune(
-    network: Any, tokenizer: Tokenizer, train: list[Example], val: list[Example], plan: FineTuning
-) -> Any:
+def fine_tune(network: Any, tokenizer: Tokenizer, train: list[Example], val: list[Example], plan: FineTuning) -> Any:
     """Train; what comes back is the state after the epoch with the lowest loss on `val`."""
     pad, bos = network.config.pad_token_id, network.config.bos_token_id
     weights = class_weights(labels(train, plan.buckets), plan.buckets.count) if plan.class_weights else None

@@ -39,8 +39,6 @@ class BodyLimit:
         await self._app(scope, replay, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = error_response(
-            Request(scope), InvalidRequest(f"body of more than {self._max_bytes} bytes")
-        )
+        response = error_response(Request(scope), InvalidRequest(f"body of more than {self._max_bytes} bytes"))
         response.status_code = 413
         await response(scope, receive, send)

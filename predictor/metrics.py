@@ -20,21 +20,14 @@ class Metrics:
             registry=registry,
         )
         self.refused = Counter(
-            "polyphase_predictor_refused",
-            "Predictions not given, by error code.",
-            ["code"],
-            registry=registry,
+            "polyphase_predictor_refused", "Predictions not given, by error code.", ["code"], registry=registry
         )
         Gauge(
-            "polyphase_predictor_pending",
-            "Predictions that wait or run in the classifier.",
-            registry=registry,
+            "polyphase_predictor_pending", "Predictions that wait or run in the classifier.", registry=registry
         ).set_function(lambda: predictor.lane.pending)
+        Gauge("polyphase_predictor_observations", "Finished answers learnt from.", registry=registry).set_function(
+            lambda: predictor.observed.observations
+        )
         Gauge(
-            "polyphase_predictor_observations", "Finished answers learnt from.", registry=registry
-        ).set_function(lambda: predictor.observed.observations)
-        Gauge(
-            "polyphase_predictor_classifier_loaded",
-            "1 while the classifier answers.",
-            registry=registry,
+            "polyphase_predictor_classifier_loaded", "1 while the classifier answers.", registry=registry
         ).set_function(lambda: predictor.source == SOURCE)

@@ -49,12 +49,11 @@ def score(truth: Sequence[int], probabilities: Sequence[Sequence[float]], bucket
         accuracy=gaps.count(0) / len(gaps),
         within_one=sum(gap <= 1 for gap in gaps) / len(gaps),
         majority=max(sum(row) for row in confusion) / len(gaps),
-        calibration_error=sum(
-            bin_.count * abs(bin_.accuracy - bin_.mean_confidence) for bin_ in calibration
-        ) / len(gaps),
+        calibration_error=sum(bin_.count * abs(bin_.accuracy - bin_.mean_confidence) for bin_ in calibration)
+        / len(gaps),
         confusion=confusion,
         calibration=calibration,
-    )  # fmt: skip
+    )
 
 
 def _calibrate(confidences: Sequence[float], hits: Sequence[bool]) -> list[CalibrationBin]:

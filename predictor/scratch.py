@@ -40,9 +40,16 @@ def new_network(tokenizer: Tokenizer, size: str, input_tokens: int, bucket_count
     bos, pad = tokenizer.token_to_id(BOS), tokenizer.token_to_id(PAD)
     return OPTForSequenceClassification(
         OPTConfig(
-            vocab_size=tokenizer.get_vocab_size(), hidden_size=hidden, word_embed_proj_dim=hidden,
-            ffn_dim=4 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
-            max_position_embeddings=input_tokens, num_labels=bucket_count,
-            bos_token_id=bos, eos_token_id=bos, pad_token_id=pad,
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=hidden,
+            word_embed_proj_dim=hidden,
+            ffn_dim=4 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            max_position_embeddings=input_tokens,
+            num_labels=bucket_count,
+            bos_token_id=bos,
+            eos_token_id=bos,
+            pad_token_id=pad,
         )
-    )  # fmt: skip
+    )

@@ -73,9 +73,7 @@ class Loaded:
 class Predictor:
     """Answers predictions, learns from observations, and follows the checkpoint on disk when told to."""
 
-    def __init__(
-        self, settings: PredictorSettings, load: Callable[[PredictorSettings], Loaded] | None = None
-    ) -> None:
+    def __init__(self, settings: PredictorSettings, load: Callable[[PredictorSettings], Loaded] | None = None) -> None:
         self.observed = ObservedLengths(settings.buckets, settings.half_life_observations)
         self.lane = Lane(settings.queue_depth)
         self.state = CheckpointState.MISSING
@@ -143,12 +141,7 @@ class Predictor:
     def _become(self, state: CheckpointState, loaded: Loaded | None, error: str = "") -> None:
         self.state, self._loaded, self.error = state, loaded, error
         say = log.error if error else log.info
-        say(
-            "length classifier",
-            state=state.value,
-            checkpoint=str(self._settings.checkpoint),
-            error=error or None,
-        )
+        say("length classifier", state=state.value, checkpoint=str(self._settings.checkpoint), error=error or None)
 
 
 def load_from_disk(settings: PredictorSettings) -> Loaded:
@@ -156,9 +149,7 @@ def load_from_disk(settings: PredictorSettings) -> Loaded:
     assert settings.checkpoint is not None
     classifier = _load_classifier(settings.checkpoint, settings)
     if not settings.model:
-        return Loaded(
-            classifier, None, "no served model is set: token ids are answered from observed lengths"
-        )
+        return Loaded(classifier, None, "no served model is set: token ids are answered from observed lengths")
     try:
         return Loaded(classifier, load_served(settings.model))
     except InvalidRequest as error:

@@ -49,9 +49,7 @@ def train_checkpoint(
 
 @app.command()
 def train(
-    data: Annotated[
-        list[Path], typer.Option(help="JSON or JSONL files, or folders of them; may be repeated.")
-    ],
+    data: Annotated[list[Path], typer.Option(help="JSON or JSONL files, or folders of them; may be repeated.")],
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint; replaced when done.")],
     served_model: Annotated[str, typer.Option(help="Folder or name: its tokenizer counts answers.")],
     base: Annotated[str, typer.Option(help="OPT model to fine-tune: folder or name.")] = "facebook/opt-125m",
@@ -75,9 +73,17 @@ def train(
 
     torch.set_num_threads(threads)
     plan = FineTuning(
-        Buckets(bucket_tokens, bucket_count), base, from_scratch, input_tokens, epochs, max_steps,
-        batch_size, learning_rate, class_weights, seed,
-    )  # fmt: skip
+        Buckets(bucket_tokens, bucket_count),
+        base,
+        from_scratch,
+        input_tokens,
+        epochs,
+        max_steps,
+        batch_size,
+        learning_rate,
+        class_weights,
+        seed,
+    )
     examples = load_examples(data, load_served(served_model, with_template=True))
     meta, found = train_checkpoint(examples, out, served_model, plan)
     report = found.report(aim_accuracy=None, aim_p99_ms=250.0)

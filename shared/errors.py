@@ -113,9 +113,20 @@ class EngineFailed(PolyphaseError):
 
 
 _ALL: tuple[type[PolyphaseError], ...] = (
-    PolyphaseError, InvalidRequest, NotFound, Unauthorized, Busy, Unavailable, Conflict, Incompatible,
-    DeadlineExceeded, OutcomeUnknown, PeerLost, WrongRole, EngineFailed,
-)  # fmt: skip
+    PolyphaseError,
+    InvalidRequest,
+    NotFound,
+    Unauthorized,
+    Busy,
+    Unavailable,
+    Conflict,
+    Incompatible,
+    DeadlineExceeded,
+    OutcomeUnknown,
+    PeerLost,
+    WrongRole,
+    EngineFailed,
+)
 BY_CODE: dict[str, type[PolyphaseError]] = {error.code: error for error in _ALL}
 
 

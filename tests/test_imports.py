@@ -25,9 +25,14 @@ SHARED: dict[str, set[str]] = {
 PURE = ("policy", "cost", "sim", "domain")
 IMPURE = {"asyncio", "time", "socket", "httpx", "zmq", "sqlalchemy", "threading", "subprocess"}
 VLLM = {
-    "gateway/app.py", "gateway/core.py", "gateway/grammar_process.py", "gateway/grammars.py", "gateway/llm.py",
-    "gateway/surface.py", "services/worker/engines/vllm.py",
-}  # fmt: skip
+    "gateway/app.py",
+    "gateway/core.py",
+    "gateway/grammar_process.py",
+    "gateway/grammars.py",
+    "gateway/llm.py",
+    "gateway/surface.py",
+    "services/worker/engines/vllm.py",
+}
 TORCH = {"gateway/core.py"}
 LAUNCHER = "services/launcher/"  # composes the suite: it may know every process's settings, and nothing else of them
 LAUNCHER_MAY = {"gateway.auth"}

@@ -15,9 +15,16 @@ def make_llama(path: Path, *, kv_heads: int = 2, seed: int = 0) -> Path:
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=kv_heads, max_position_embeddings=4096, bos_token_id=0, eos_token_id=1,
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=1,
         initializer_range=0.15,
-    )  # fmt: skip
+    )
     LlamaForCausalLM(config).save_pretrained(path)
     return path

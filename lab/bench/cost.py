@@ -15,7 +15,7 @@ import numpy as np
 from lab.bench.replayed import COUPLED, Result, at_most, coupled, mean_s, word
 from lab.bench.silicon import silicon_errors
 from lab.fit.efficiencies import TableFit, fit_tables
-from lab.fit.tables import read_tables
+from lab.fit.profilers import read_tables
 from shared.cost.geometry import ExpertSplit
 from shared.cost.library import Library
 from shared.cost.lockstep import Lockstep
@@ -126,9 +126,13 @@ def read_run(folder: Path, library: Library) -> Run:
     device = replace(model.accelerator, memory_bytes=float(total)) if total else model.accelerator
     stated = (meta.get("kv_cache") or {}).get("num_kv_tokens")
     room = stated or kv_capacity_tokens(
-        device, model.geometry, tensor_parallel=degree, pipeline_parallel=stages, experts=dealt,
+        device,
+        model.geometry,
+        tensor_parallel=degree,
+        pipeline_parallel=stages,
+        experts=dealt,
         utilisation=float(asked.get("gpu_memory_utilization") or 0.9),
-    )  # fmt: skip
+    )
     limits = EngineLimits(
         batched_tokens=int(asked.get("max_num_batched_tokens") or 8192),
         sequences=int(asked.get("max_num_seqs") or 256),

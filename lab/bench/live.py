@@ -17,14 +17,7 @@ from typing import Any, Protocol, TypeVar
 from rich.console import Console
 
 from lab.bench.live_clusters import EMULATED, REAL, Scenario
-from lab.bench.live_replay import (
-    METRICS,
-    Means,
-    Replay,
-    replay_live,
-    replay_simulated,
-    workload_of,
-)
+from lab.bench.live_replay import METRICS, Means, Replay, replay_live, replay_simulated, workload_of
 from lab.calibrate.running import Calibrated, calibrate
 from lab.calibrate.target import Target
 from lab.calibrate.traffic import Traffic
@@ -126,13 +119,17 @@ def judged(scenario: Scenario, rounds: Sequence[Round]) -> dict[str, Any]:
             figures[f"{name}_simulated_ms"] = 1e3 * median(said for _, said in pairs)
             figures[f"{name}_off_percent"] = off
             aims[f"{name}_off_percent"] = {
-                "want": f"within {AIM_PERCENT:g}", "got": round(off, 2), "met": abs(off) <= AIM_PERCENT,
-            }  # fmt: skip
+                "want": f"within {AIM_PERCENT:g}",
+                "got": round(off, 2),
+                "met": abs(off) <= AIM_PERCENT,
+            }
     winners = _winners(scenario, rounds, figures)
     aims |= winners
     aims[f"{scenario.name}_the_policies_differ"] = {
-        "want": "in a mean at least", "got": f"in {len(winners)}", "met": bool(winners),
-    }  # fmt: skip
+        "want": "in a mean at least",
+        "got": f"in {len(winners)}",
+        "met": bool(winners),
+    }
     return {"figures": figures, "aims": aims, "notes": []}
 
 

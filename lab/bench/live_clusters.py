@@ -71,8 +71,13 @@ REAL = Scenario(
         "name": "bench live",
         "gateway": {"dtype": "float32"},
         "instance_defaults": {
-            "engine": "vllm", "accelerator": "cpu", "dtype": "float32", "kv_cache_bytes": 192 * _MIB,
-            "staging_bytes": 128 * _MIB, "inbox_bytes": 128 * _MIB, "threads": 1,
+            "engine": "vllm",
+            "accelerator": "cpu",
+            "dtype": "float32",
+            "kv_cache_bytes": 192 * _MIB,
+            "staging_bytes": 128 * _MIB,
+            "inbox_bytes": 128 * _MIB,
+            "threads": 1,
         },
         "instances": [
             {"id": "prefill-0", "role": "prefill", "block_size": 32},
@@ -86,8 +91,13 @@ REAL = Scenario(
         Variant("none", {"split": "none"}),
         Variant("fraction", {"split": "fraction"}),
     ),
-    prompt_tokens=300.0, output_tokens=32.0, share=0.45, requests=100, streaming=True, drifts=True,
-)  # fmt: skip
+    prompt_tokens=300.0,
+    output_tokens=32.0,
+    share=0.45,
+    requests=100,
+    streaming=True,
+    drifts=True,
+)
 
 EMULATED = Scenario(
     name="emulated",
@@ -108,5 +118,9 @@ EMULATED = Scenario(
         Variant("round_robin", {"placement": "round_robin"}),
         Variant("none", {"split": "none"}),
     ),
-    prompt_tokens=700.0, output_tokens=40.0, share=1.0, requests=100, streaming=False,
-)  # fmt: skip
+    prompt_tokens=700.0,
+    output_tokens=40.0,
+    share=1.0,
+    requests=100,
+    streaming=False,
+)

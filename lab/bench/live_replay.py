@@ -56,9 +56,14 @@ class Replay:
 def workload_of(scenario: Scenario, found: Calibrated, longest_tokens: int, seed: int) -> Workload:
     """Log-normal lengths and Poisson arrivals, at a rate that keeps the cluster moderately busy."""
     lengths = synthetic(
-        scenario.requests, scenario.prompt_tokens, scenario.output_tokens, prompt_cv=_CV, output_cv=_CV,
-        longest_tokens=int(_LONGEST_SHARE * longest_tokens), seed=seed,
-    )  # fmt: skip
+        scenario.requests,
+        scenario.prompt_tokens,
+        scenario.output_tokens,
+        prompt_cv=_CV,
+        output_cv=_CV,
+        longest_tokens=int(_LONGEST_SHARE * longest_tokens),
+        seed=seed,
+    )
     return poisson(lengths, _rate(scenario, found, lengths), seed + 1)
 
 

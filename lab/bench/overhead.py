@@ -76,9 +76,12 @@ async def _bench(requests: int, rounds: int) -> dict[str, Any]:
 
 def _cluster() -> Cluster:
     instance = {
-        "engine": "emulated", "accelerator": "A100-SXM-80", "emulated_step_s": 0.0, "max_seqs": 256,
+        "engine": "emulated",
+        "accelerator": "A100-SXM-80",
+        "emulated_step_s": 0.0,
+        "max_seqs": 256,
         "kv_cache_bytes": 64 << 30,
-    }  # fmt: skip
+    }
     return Cluster.model_validate(
         {
             "name": "overhead bench (emulated instances)",
@@ -99,9 +102,12 @@ def _cluster() -> Cluster:
 @asynccontextmanager
 async def _api_layer_alone(folder: Path) -> AsyncIterator[Target]:
     settings = GatewaySettings(
-        schedulers=("tcp://127.0.0.1:9",), model=str(MODEL), served_model_name="demo", port=ALONE_PORT,
+        schedulers=("tcp://127.0.0.1:9",),
+        model=str(MODEL),
+        served_model_name="demo",
+        port=ALONE_PORT,
         max_queued_jobs=4096,
-    )  # fmt: skip
+    )
     environment = {**os.environ, **settings.to_environment(), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     command = [sys.executable, "-m", "gateway.alone"]
     with (folder / "alone.log").open("wb") as log:
@@ -126,11 +132,15 @@ async def _answers() -> bool:
 def _bodies(count: int, tokens: int) -> list[dict[str, object]]:
     return [
         {
-            "model": "demo", "prompt": f"{index} {PROMPT}", "max_tokens": tokens, "stream": True,
-            "temperature": 0, "ignore_eos": True,
+            "model": "demo",
+            "prompt": f"{index} {PROMPT}",
+            "max_tokens": tokens,
+            "stream": True,
+            "temperature": 0,
+            "ignore_eos": True,
         }
         for index in range(count)
-    ]  # fmt: skip
+    ]
 
 
 async def _round(suite: Target, alone: Target, requests: int) -> dict[str, float]:

@@ -62,8 +62,10 @@ def run_policy_bench() -> dict[str, Any]:
         figures[f"index_{size}_ms"] = round(1e3 * build_s, 4)
     for name, decide in _unsized():
         figures[f"{name}_us"] = round(1e6 * cpu_s(decide), 2)
-    aims = {name: {"want": f"<= {most:g}", "got": figures[name], "met": figures[name] <= most}
-            for name, most in AIMS.items()}  # fmt: skip
+    aims = {
+        name: {"want": f"<= {most:g}", "got": figures[name], "met": figures[name] <= most}
+        for name, most in AIMS.items()
+    }
     return {
         "figures": figures,
         "aims": aims,
@@ -179,16 +181,33 @@ def cluster(size: int, coupled: bool = False) -> ClusterView:
     for number in range(size):
         role = Role.DECODE if coupled or number % 2 else Role.PREFILL
         info = InstanceInfo(
-            f"i{number:04}", 1, "m", Compatibility("fp", "emulated", "1", 1, KvGeometry(32, 8, 128)), "any", "bfloat16",
-            1, 16, 20_000, 16_384, 512, f"tcp://10.0.0.1:{1_000 + number}", "http://10.0.0.1:1", (),
+            f"i{number:04}",
+            1,
+            "m",
+            Compatibility("fp", "emulated", "1", 1, KvGeometry(32, 8, 128)),
+            "any",
+            "bfloat16",
+            1,
+            16,
+            20_000,
+            16_384,
+            512,
+            f"tcp://10.0.0.1:{1_000 + number}",
+            "http://10.0.0.1:1",
+            (),
             RATES[number % 3],
-        )  # fmt: skip
+        )
         decoding = rng.randrange(64) if role is Role.DECODE else 0
         load = InstanceLoad(
-            queued_prefill=rng.randrange(5), queued_prefill_tokens=rng.randrange(9_000), running=decoding,
-            decoding=decoding, heavy_decodes=rng.randrange(decoding + 1), context_tokens=decoding * 900,
-            free_blocks=rng.randrange(5_000, 20_000), inflight=decoding,
-        )  # fmt: skip
+            queued_prefill=rng.randrange(5),
+            queued_prefill_tokens=rng.randrange(9_000),
+            running=decoding,
+            decoding=decoding,
+            heavy_decodes=rng.randrange(decoding + 1),
+            context_tokens=decoding * 900,
+            free_blocks=rng.randrange(5_000, 20_000),
+            inflight=decoding,
+        )
         views.append(InstanceView(info, role, InstanceState.READY, load))
     return ClusterView(1, 0.0, tuple(views))
 

@@ -30,9 +30,7 @@ _AIM = 18.0
 _SYSTEMS = ("h100_sxm", "h200_sxm")
 _DENSE, _MIXTURES = "Llama|Qwen3-32B", "Qwen3-235B|DeepSeek-V3$|DeepSeek-R1$"
 _LIKE = {"DeepSeek-R1": "DeepSeek-V3", "Qwen3-235B-A22B-FP8": "Qwen3-235B-A22B"}  # the same shapes
-_MODES: Mapping[str, str] = {
-    "fp8_block": "fp8_block", "fp8": "fp8", "nvfp4": "fp4", "int4": "int4", "int8": "int8"
-}  # fmt: skip
+_MODES: Mapping[str, str] = {"fp8_block": "fp8_block", "fp8": "fp8", "nvfp4": "fp4", "int4": "int4", "int8": "int8"}
 _LEAST_COMPUTED = 30.0  # percent of the prompts; no error of ours explains less
 
 
@@ -119,9 +117,12 @@ def _predicted_ms(row: Mapping[Any, Any], model: StepModel) -> float:
     concurrency, prompt, output = _shape(row)
     engines, backend = model.experts.engines, str(row["backend"])
     room = engines * kv_capacity_tokens(
-        model.accelerator, model.geometry, tensor_parallel=model.tensor_parallel, dtype=model.dtype,
+        model.accelerator,
+        model.geometry,
+        tensor_parallel=model.tensor_parallel,
+        dtype=model.dtype,
         experts=model.experts,
-    )  # fmt: skip
+    )
     if room < prompt + output:
         raise InvalidRequest(f"a request of {prompt} + {output} tokens does not fit the KV capacity of {room} tokens")
     limits = EngineLimits(

@@ -53,14 +53,16 @@ def run_sim_bench(data: Path) -> dict[str, Any]:
     aims = {
         f"trace of {len(workload):,} requests on 8 instances": _aim(5.0, trace_s, "s"),
         "requests per second": {
-            "want": ">= 4000", "got": round(len(workload) / trace_s), "met": len(workload) / trace_s >= 4000
+            "want": ">= 4000",
+            "got": round(len(workload) / trace_s),
+            "met": len(workload) / trace_s >= 4000,
         },
         # n log n for fourfold n, and a tenth for noise.
         "growth for 4x requests": _aim(bound * 1.1, growth, "x"),
         "macro-steps equal stepping (relative)": _aim(1e-9, difference, ""),
         "1,000,000 requests on 1,000 instances": _aim(600.0, large["wall_s"], "s"),
         "peak memory of that run": _aim(4.0, large["peak_gib"], "GiB"),
-    }  # fmt: skip
+    }
     return {"figures": figures, "aims": aims, "notes": [f"workload: {source}"]}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.fit.efficiencies import TableFit, fit_tables, recalibrated, to_yaml
-from lab.fit.tables import read_tables
+from lab.fit.profilers import read_tables
 from shared.cost.data_file import read_yaml
 from shared.cost.efficiency import SHIPPED, EfficiencyTable
 from shared.cost.library import Library

@@ -43,13 +43,22 @@ def _fit(
     times = ScaledSteps(fitted, fit.scale, fit.chunk_s)
     chunk = min(one.info.chunk_size for one in group)
     return CalibratedKind(
-        kind=kind, geometry=geometry, instances=tuple(names), samples=fit.samples,
-        mape_percent=100.0 * fit.mape, naive_mape_percent=100.0 * fit.naive_mape, bias_percent=100.0 * fit.bias,
-        **_factors(model, fit), step_s=fit.live.efficiencies.step_s, sequence_s=fit.live.efficiencies.sequence_s,
-        scale=fit.scale, chunk_s=fit.chunk_s, slowdown=fit.slowdown,
+        kind=kind,
+        geometry=geometry,
+        instances=tuple(names),
+        samples=fit.samples,
+        mape_percent=100.0 * fit.mape,
+        naive_mape_percent=100.0 * fit.naive_mape,
+        bias_percent=100.0 * fit.bias,
+        **_factors(model, fit),
+        step_s=fit.live.efficiencies.step_s,
+        sequence_s=fit.live.efficiencies.sequence_s,
+        scale=fit.scale,
+        chunk_s=fit.chunk_s,
+        slowdown=fit.slowdown,
         saturation_tokens=saturation_tokens(times.prefill_time_s, most=max(32, group[0].info.max_model_len)),
         rates=scaled_rates(rates_of(fitted, chunk), fit.scale, fit.chunk_s, chunk),
-    )  # fmt: skip
+    )
 
 
 def timed_step(step: StepRecord) -> TimedStep:

@@ -98,10 +98,15 @@ class Traffic:
         self._sent += 1
         name = f"m{self._run}n{self._sent}"
         body: dict[str, object] = {
-            "model": self._model, "prompt": self._rng.choices(self._tokens, k=shot.prompt_tokens),
-            "max_tokens": shot.output_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-            "request_id": name, "cache_salt": name,
-        }  # fmt: skip
+            "model": self._model,
+            "prompt": self._rng.choices(self._tokens, k=shot.prompt_tokens),
+            "max_tokens": shot.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "request_id": name,
+            "cache_salt": name,
+        }
         sent_s = time.time()
         host, port = self._target.api_address
         seen = await stream_completion(host, port, body, self._target.api_key)

@@ -22,8 +22,9 @@ from lab.demo.prompts import Prompts
 from services.launcher import state_file
 from services.launcher.cluster_file import Cluster
 from services.launcher.keeper import Status
-from services.launcher.plan import Plan, ProcessSpec, make_plan
+from services.launcher.plan import make_plan
 from services.launcher.ports import PortUse
+from services.launcher.spec import Plan, ProcessSpec
 from services.launcher.suite import Suite
 from services.launcher.supervisor import Supervisor, supervising
 from services.launcher.watch import Limits
@@ -127,19 +128,36 @@ async def running_arena(bed: Testbed, folder: Path, console: Console, seed: int)
 
 
 def _arena(
-    bed: Testbed, cluster: Cluster, plan: Plan, suite: Suite, supervisor: Supervisor, wires: Wires,
-    switches: Switches, run: str, rng: Random, folder: Path,
-) -> Arena:  # fmt: skip
+    bed: Testbed,
+    cluster: Cluster,
+    plan: Plan,
+    suite: Suite,
+    supervisor: Supervisor,
+    wires: Wires,
+    switches: Switches,
+    run: str,
+    rng: Random,
+    folder: Path,
+) -> Arena:
     processes = Processes(suite, supervisor)
     first = {name: entry.role for entry in cluster.instances for name in entry.ids}
     writers = tuple(s.name for s in plan.processes if service_of(s) in ("monitor", "scheduler"))
     ports = ports_of(plan)
     return Arena(
-        bed=bed, plan=plan, suite=suite, processes=processes, roles=Roles(suite, first), wires=wires, ports=ports,
-        switches=switches, database=Database(folder / "polyphase.db", processes, writers),
-        strangers=Strangers(folder / "logs"), run=run, rng=rng,
+        bed=bed,
+        plan=plan,
+        suite=suite,
+        processes=processes,
+        roles=Roles(suite, first),
+        wires=wires,
+        ports=ports,
+        switches=switches,
+        database=Database(folder / "polyphase.db", processes, writers),
+        strangers=Strangers(folder / "logs"),
+        run=run,
+        rng=rng,
         gateways=tuple((port.host, port.port) for port in ports if port.service == "gateway"),
-    )  # fmt: skip
+    )
 
 
 async def _prompts(plan: Plan, bed: Testbed) -> dict[int, list[int]]:
@@ -155,10 +173,12 @@ def _with_gateways(plan: Plan, cluster: Cluster, count: int) -> Plan:
     first = next(spec for spec in plan.processes if service_of(spec) == "gateway")
     old, port = str(cluster.gateway.port), second_gateway_port(cluster)
     second = replace(
-        first, name="gateway-1", health_url=first.health_url.replace(old, str(port)),
+        first,
+        name="gateway-1",
+        health_url=first.health_url.replace(old, str(port)),
         env={**first.env, "POLYPHASE_GATEWAY_PORT": str(port), "POLYPHASE_GATEWAY_GATEWAY_ID": "gateway-1"},
         ports=(PortUse("gateway-1", first.ports[0].host, port),),
-    )  # fmt: skip
+    )
     at = plan.processes.index(first) + 1
     return replace(plan, processes=(*plan.processes[:at], second, *plan.processes[at:]))
 

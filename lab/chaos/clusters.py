@@ -14,13 +14,23 @@ _MIB = 1 << 20
 
 # Times at which two cores have enough left to look at what happens; blocks for all users at once.
 _EMULATED = {
-    "engine": "emulated", "accelerator": "A100-SXM-80", "emulated_step_s": 0.04, "emulated_prefill_s_per_token": 0.0002,
-    "chunk_size": 128, "kv_cache_bytes": 2048 * _MIB,
-}  # fmt: skip
+    "engine": "emulated",
+    "accelerator": "A100-SXM-80",
+    "emulated_step_s": 0.04,
+    "emulated_prefill_s_per_token": 0.0002,
+    "chunk_size": 128,
+    "kv_cache_bytes": 2048 * _MIB,
+}
 _REAL = {
-    "engine": "vllm", "accelerator": "cpu", "dtype": "float32", "kv_cache_bytes": 192 * _MIB,
-    "staging_bytes": 128 * _MIB, "inbox_bytes": 128 * _MIB, "threads": 1, "chunk_size": 256,
-}  # fmt: skip
+    "engine": "vllm",
+    "accelerator": "cpu",
+    "dtype": "float32",
+    "kv_cache_bytes": 192 * _MIB,
+    "staging_bytes": 128 * _MIB,
+    "inbox_bytes": 128 * _MIB,
+    "threads": 1,
+    "chunk_size": 256,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +51,14 @@ class Testbed:
         base = ports.free_range()
         keys = curve_pair() if self.curve else {}
         fixed = {
-            "name": f"chaos {self.name}", "model": str(MODEL), "served_model_name": "demo", "max_model_len": 2048,
-            "ports": base, "dashboard": {"enabled": False, "port": base + _DASHBOARD}, **keys,
-        }  # fmt: skip
+            "name": f"chaos {self.name}",
+            "model": str(MODEL),
+            "served_model_name": "demo",
+            "max_model_len": 2048,
+            "ports": base,
+            "dashboard": {"enabled": False, "port": base + _DASHBOARD},
+            **keys,
+        }
         gateway = {"port": base + _GATEWAY, **self.cluster.get("gateway", {})}
         return Cluster.model_validate({**fixed, **self.cluster, "gateway": gateway})
 
@@ -59,10 +74,7 @@ EMULATED = Testbed(
     cluster={
         "scheduler": {"count": 2},
         "instance_defaults": _EMULATED,
-        "instances": [
-            {"id": "prefill", "count": 2, "role": "prefill"},
-            {"id": "decode", "count": 3, "role": "decode"},
-        ],
+        "instances": [{"id": "prefill", "count": 2, "role": "prefill"}, {"id": "decode", "count": 3, "role": "decode"}],
     },
     prompts=(8, 90, 300, 900),
     answer_tokens=24,

@@ -24,11 +24,16 @@ _DEEP_MAP = b"\x81\xa1a" * 30_000 + b"\xc0"
 def noises(rng: Random) -> list[bytes]:
     """What a port scanner, another protocol, or nobody at all would send."""
     return [
-        b"", b"\x00" * 4096, rng.randbytes(8192), b"GET / HTTP/1.1\r\n\r\n", b"\xff" + b"\x00" * 8 + b"\x7f\x03",
-        struct.pack(">Q", 2**63), b"\xff" + b"\x00" * 7 + b"\x01\x7f\x03\x00NULL" + b"\x00" * 48 + b"\x02" * 64,
+        b"",
+        b"\x00" * 4096,
+        rng.randbytes(8192),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" + b"\x00" * 8 + b"\x7f\x03",
+        struct.pack(">Q", 2**63),
+        b"\xff" + b"\x00" * 7 + b"\x01\x7f\x03\x00NULL" + b"\x00" * 48 + b"\x02" * 64,
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999999999\r\n\r\n{",
         b"\x16\x03\x01" + rng.randbytes(300),
-    ]  # fmt: skip
+    ]
 
 
 def messages(rng: Random) -> list[list[bytes]]:
@@ -38,16 +43,30 @@ def messages(rng: Random) -> list[list[bytes]]:
     confirm = frames.encode_message(frames.Confirm(_MARK, 2**62, -1, 10**9))
     deep_call = _call("prefill", msgspec.Raw(_DEEP))
     singles = [
-        b"", b"\xc1", b"\xff" * 100, rng.randbytes(2000), _DEEP, _DEEP_MAP, b"\xdd\xff\xff\xff\xff",
+        b"",
+        b"\xc1",
+        b"\xff" * 100,
+        rng.randbytes(2000),
+        _DEEP,
+        _DEEP_MAP,
+        b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
-        pull, control, confirm, *(_spoilt(each) for each in (pull, control, confirm)), pull[:-3], deep_call,
-        _call("no such method", encode_body(None)), _call("drain", encode_body({"timeout_s": "now"})),
-        _call("prefill", encode_body({"job": 5})), _spoilt(_call("release", encode_body({"transfer_ids": [_MARK]}))),
-        _call("release", encode_body({"transfer_ids": ["unknown"] * 1000})), b"\x93\x01\x02\x03",
+        pull,
+        control,
+        confirm,
+        *(_spoilt(each) for each in (pull, control, confirm)),
+        pull[:-3],
+        deep_call,
+        _call("no such method", encode_body(None)),
+        _call("drain", encode_body({"timeout_s": "now"})),
+        _call("prefill", encode_body({"job": 5})),
+        _spoilt(_call("release", encode_body({"transfer_ids": [_MARK]}))),
+        _call("release", encode_body({"transfer_ids": ["unknown"] * 1000})),
+        b"\x93\x01\x02\x03",
         pack([Envelope(99, 1, "", 0.0, encode_body(1))]),
         msgspec.msgpack.encode(Heartbeat("nobody", 1, Role.DECODE, False, InstanceLoad())),
         msgspec.msgpack.encode(ClusterView(2**62, 1e18)),
-    ]  # fmt: skip
+    ]
     return [*([each] for each in singles), [], [b"a", b"b"], [b"x"] * 100, [b"\x00" * (1 << 20)]]
 
 

@@ -36,9 +36,15 @@ def _completion(key: str, prompt: list[int], tokens: int, **more: Any) -> Ask:
 
 def _body(what: dict[str, Any], tokens: int) -> dict[str, Any]:
     return {
-        "model": "demo", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
-        "stream": True, "stream_options": {"include_usage": True}, **what,
-    }  # fmt: skip
+        "model": "demo",
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **what,
+    }
 
 
 def _in_one_piece(body: dict[str, Any]) -> dict[str, Any]:

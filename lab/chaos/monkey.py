@@ -136,11 +136,15 @@ def _summary(tally: Tally) -> str:
 
 def _result(found: Findings, faults: int) -> dict[str, Any]:
     figures: dict[str, float] = {
-        "minutes": round((time.monotonic() - found.began_s) / 60.0, 1), "faults": faults, "rounds": found.rounds,
-        "suites": found.suites, **{f"{v}_answers": found.tally.count(v) for v in Verdict},
-        "longest_wait_s": round(found.tally.longest_gap_s, 3), "slowest_recovery_s": round(found.slowest_s, 3),
+        "minutes": round((time.monotonic() - found.began_s) / 60.0, 1),
+        "faults": faults,
+        "rounds": found.rounds,
+        "suites": found.suites,
+        **{f"{v}_answers": found.tally.count(v) for v in Verdict},
+        "longest_wait_s": round(found.tally.longest_gap_s, 3),
+        "slowest_recovery_s": round(found.slowest_s, 3),
         **{f"drawn_{name.replace(' ', '_')}": count for name, count in sorted(found.drawn.items())},
-    }  # fmt: skip
+    }
     whole = found.tally.count(Verdict.WHOLE)
     broken = found.tally.count(*BROKEN)
     got = "; ".join(found.violations) or f"{whole} whole, {broken} lost with their gateway"

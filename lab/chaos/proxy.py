@@ -151,9 +151,15 @@ class _Pipe:
     """One direction of one connection."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, weather: Weather,
-        touch: Callable[[Part], Part], framed: bool, *, onward: bool,
-    ) -> None:  # fmt: skip
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        weather: Weather,
+        touch: Callable[[Part], Part],
+        framed: bool,
+        *,
+        onward: bool,
+    ) -> None:
         self.onward = onward  # from who connected to whom it wanted
         self._reader = reader
         self._writer = writer

@@ -59,12 +59,14 @@ def as_result(outcomes: Sequence[Outcome], took_s: float, finished: bool) -> dic
     if not finished:
         aims |= interrupted()["aims"]
     figures: dict[str, float] = {
-        "scenarios": len(outcomes), "passed": sum(outcome.ok for outcome in outcomes), "took_s": round(took_s, 1),
+        "scenarios": len(outcomes),
+        "passed": sum(outcome.ok for outcome in outcomes),
+        "took_s": round(took_s, 1),
         "answers": sum(outcome.tally.counts.total() for outcome in outcomes),
         **{f"{verdict}_answers": sum(o.tally.count(verdict) for o in outcomes) for verdict in Verdict},
         "longest_wait_s": round(max((o.tally.longest_gap_s for o in outcomes), default=0.0), 3),
         "slowest_recovery_s": round(max((o.recovery.recovered_s or 0.0 for o in outcomes), default=0.0), 3),
-    }  # fmt: skip
+    }
     return {"figures": figures, "aims": aims}
 
 

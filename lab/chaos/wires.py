@@ -12,22 +12,32 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from lab.chaos.proxy import Proxy
-from services.launcher.plan import Plan, ProcessSpec
+from services.launcher.spec import Plan, ProcessSpec
 
 _SERVICES = {
-    "gateway": "gateway", "services.cluster_monitor": "monitor", "services.global_scheduler": "scheduler",
-    "services.worker": "worker", "predictor": "predictor",
-}  # fmt: skip
+    "gateway": "gateway",
+    "services.cluster_monitor": "monitor",
+    "services.global_scheduler": "scheduler",
+    "services.worker": "worker",
+    "predictor": "predictor",
+}
 _PORTS = {  # what a service's ports are for, in the order of the plan
-    "gateway": ("http",), "monitor": ("http", "heartbeats", "broadcasts"), "scheduler": ("http", "rpc"),
-    "worker": ("rpc", "http", "kv"), "predictor": ("http",),
-}  # fmt: skip
+    "gateway": ("http",),
+    "monitor": ("http", "heartbeats", "broadcasts"),
+    "scheduler": ("http", "rpc"),
+    "worker": ("rpc", "http", "kv"),
+    "predictor": ("http",),
+}
 _TALK = {  # who connects to whom, and to what
-    ("gateway", "scheduler"): ("rpc",), ("gateway", "worker"): ("rpc",), ("monitor", "worker"): ("rpc",),
-    ("worker", "monitor"): ("http", "heartbeats", "broadcasts"), ("worker", "worker"): ("kv",),
-    ("scheduler", "monitor"): ("http", "broadcasts"), ("worker", "predictor"): ("http",),
+    ("gateway", "scheduler"): ("rpc",),
+    ("gateway", "worker"): ("rpc",),
+    ("monitor", "worker"): ("rpc",),
+    ("worker", "monitor"): ("http", "heartbeats", "broadcasts"),
+    ("worker", "worker"): ("kv",),
+    ("scheduler", "monitor"): ("http", "broadcasts"),
+    ("worker", "predictor"): ("http",),
     ("scheduler", "predictor"): ("http",),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +74,10 @@ class Wires:
     def between(self, source: str = "", target: str = "", purpose: str = "") -> tuple[Wire, ...]:
         """Those from `source` to `target` for that purpose; an empty word is any. Raises LookupError if none."""
         found = tuple(
-            wire for wire in self.all
+            wire
+            for wire in self.all
             if source in ("", wire.source) and target in ("", wire.port.process) and purpose in ("", wire.port.purpose)
-        )  # fmt: skip
+        )
         if not found:
             raise LookupError(f"no link from {source or 'any'} to {target or 'any'} ({purpose or 'any'})")
         return found
@@ -115,9 +126,10 @@ async def wired(plan: Plan, rng: Random) -> AsyncIterator[tuple[Plan, Wires]]:
 
 def _reached_by(spec: ProcessSpec, ports: Iterable[Port]) -> list[Port]:
     return [
-        port for port in ports
+        port
+        for port in ports
         if port.process != spec.name and port.purpose in _TALK.get((service_of(spec), port.service), ())
-    ]  # fmt: skip
+    ]
 
 
 def _by_proxies(env: dict[str, str], wires: list[Wire]) -> dict[str, str]:

@@ -43,9 +43,14 @@ class Ask:
     def body(self, model: str, stream: bool) -> dict[str, Any]:
         """The JSON to send."""
         body: dict[str, Any] = {
-            "model": model, "prompt": self.prompt, "max_tokens": self.max_tokens, "temperature": 0,
-            "request_id": self.request_id, "return_token_ids": True, "ignore_eos": self.ignore_eos,
-        }  # fmt: skip
+            "model": model,
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "request_id": self.request_id,
+            "return_token_ids": True,
+            "ignore_eos": self.ignore_eos,
+        }
         if self.salt:
             body["cache_salt"] = self.salt
         if stream:
@@ -84,9 +89,14 @@ class ApiClient:
         choice = data["choices"][0]
         took = time.monotonic() - began
         return Answer(
-            ask.request_id, choice["text"], list(choice["token_ids"] or ()), choice["finish_reason"] or "",
-            data["usage"], took, took,
-        )  # fmt: skip
+            ask.request_id,
+            choice["text"],
+            list(choice["token_ids"] or ()),
+            choice["finish_reason"] or "",
+            data["usage"],
+            took,
+            took,
+        )
 
     async def stream(self, ask: Ask, begun: asyncio.Event | None = None) -> Answer:
         """A streamed completion, gathered; an error inside the stream is in `Answer.error`.

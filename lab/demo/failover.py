@@ -34,8 +34,12 @@ async def check_decode_loss(suite: Suite, api: ApiClient, prompts: Prompts) -> S
     answer, loss = await _stream_and_kill(suite, api, Ask(prompt, LONG_TOKENS, name, name))
     section.lines.append(f"{loss.victim} (process {loss.pid}) was killed after {KILL_AFTER} of {LONG_TOKENS} tokens")
     section.equal("the stream ended well", ("", "length"), (answer.error, answer.finish_reason))
-    section.check("text identical to an undisturbed run", answer.text == plain.text, "identical",
-                  _difference(plain.tokens, answer.tokens))  # fmt: skip
+    section.check(
+        "text identical to an undisturbed run",
+        answer.text == plain.text,
+        "identical",
+        _difference(plain.tokens, answer.tokens),
+    )
     section.equal("every token exactly once", len(plain.tokens), len(answer.tokens))
     section.equal("usage", plain.usage["completion_tokens"], answer.usage.get("completion_tokens"))
     (record,) = await jobs.records(suite, [name])

@@ -41,8 +41,15 @@ async def check_flips(suite: Suite, api: ApiClient, prompts: Prompts) -> Section
             for target in (role.other, role):
                 before = load.served
                 row = await _flip(suite, instance, target)
-                rows.append((instance, f"{target.other.value} → {target.value}", f"{row['flip_s'] * 1e3:.3f} ms",
-                             f"{row['drain_s'] * 1e3:.0f} ms", str(load.served - before)))  # fmt: skip
+                rows.append(
+                    (
+                        instance,
+                        f"{target.other.value} → {target.value}",
+                        f"{row['flip_s'] * 1e3:.3f} ms",
+                        f"{row['drain_s'] * 1e3:.0f} ms",
+                        str(load.served - before),
+                    )
+                )
                 _judge(section, instance, target, row)
             answers = list(await asyncio.gather(*(api.complete(ask) for ask in asks(chosen))))
             await compare_with(suite, section, f"after {instance} flipped there and back", plain, answers)

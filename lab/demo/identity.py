@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 
 from lab.demo import jobs
@@ -11,6 +11,7 @@ from lab.demo.client import Answer, ApiClient, Ask
 from lab.demo.findings import Section
 from lab.demo.prompts import Prompts
 from services.launcher.suite import Suite
+from shared.domain.instance import Role
 from shared.domain.kv import TransferOutcome
 
 ANSWER_TOKENS = 24
@@ -18,9 +19,7 @@ LOCAL, FULL, RANDOM = ({"split": {"name": name}} for name in ("none", "full", "r
 SPLITS = 60
 
 
-def asks(
-    prompts: Sequence[list[int]], max_tokens: int = ANSWER_TOKENS, salted: bool = True
-) -> list[Ask]:
+def asks(prompts: Sequence[list[int]], max_tokens: int = ANSWER_TOKENS, salted: bool = True) -> list[Ask]:
     """A request for each prompt. Each has a salt of its own: no prefix cache can stand in for a transfer."""
     ids = [f"demo-{uuid.uuid4().hex[:12]}" for _ in prompts]
     return [Ask(p, max_tokens, i, i if salted else "") for p, i in zip(prompts, ids, strict=True)]
@@ -101,3 +100,37 @@ async def _compare(section: Section, how: str, suite: Suite, plain: list[Answer]
     section.equal(f"KV pulled, {how}", f"{total}/{total}", f"{pulled}/{total}")
     moved = sum(t["wire_bytes"] for record in found for t in record.timeline["transfers"])
     section.figures["kv_moved_bytes"] = section.figures.get("kv_moved_bytes", 0) + moved
+
+
+FAULT = "POLYPHASE_WORKER_KV_FAULT"
+Restart = Callable[[str, dict[str, str]], Awaitable[None]]
+
+
+async def check_zeroed_kv(suite: Suite, api: ApiClient, prompts: Prompts, restart: Restart) -> Section:
+    """One decode instance imports zeroes in place of KV; all others of its role are drained meanwhile."""
+    section = Section("Control: the comparison notices when KV is wrong")
+    ladder = prompts.ladder(ANSWER_TOKENS)
+    plain = await reference(suite, api, ladder)
+    faulty, *others = sorted(await suite.ready(Role.DECODE))
+    await _restart(suite, restart, faulty, "zero")
+    async with suite.monitor() as monitor:
+        for other in others:
+            await monitor.drain(other, timeout_s=30.0, who="polyphase demo")
+    answers = await asyncio.gather(*(api.complete(ask) for ask in asks(ladder)))
+    found = await jobs.records(suite, [answer.request_id for answer in answers])
+    async with suite.monitor() as monitor:
+        for other in others:
+            await monitor.resume(other, who="polyphase demo")
+    await _restart(suite, restart, faulty, "")
+    total, same = len(ladder), sum(a.tokens == b.tokens for a, b in zip(plain, answers, strict=True))
+    section.equal("zeroed KV pulled", total, sum(record.pulled for record in found))
+    section.check("answers that stay the same", same <= total // 2, f"at most {total // 2}", same)
+    section.figures["zeroed_kv_identical"] = same
+    return section
+
+
+async def _restart(suite: Suite, restart: Restart, name: str, fault: str) -> None:
+    pid = suite.state.pid(name)
+    await restart(name, {FAULT: fault})
+    await suite.restarted(name, pid)
+    await suite.wait_ready()

@@ -21,9 +21,10 @@ async def check_first_token(suite: Suite, api: ApiClient, prompts: Prompts) -> S
     found = await jobs.records(suite, [ask.request_id for ask in wanted])
     leads = [_lead_s(record) for record in found]
     section.equal(
-        "first token before the end of the transfer", f"{REQUESTS}/{REQUESTS}",
+        "first token before the end of the transfer",
+        f"{REQUESTS}/{REQUESTS}",
         f"{sum(lead > 0 for lead in leads)}/{REQUESTS}",
-    )  # fmt: skip
+    )
     same = sum(a.tokens == b.tokens for a, b in zip(plain, answers, strict=True))
     section.equal("no token twice or missing", f"{REQUESTS}/{REQUESTS}", f"{same}/{REQUESTS}")
     section.figures["first_token_lead_ms"] = sorted(leads)[len(leads) // 2] * 1e3

@@ -35,9 +35,8 @@ def show_summary(console: Console, sections: Sequence[Section], figures: dict[st
     for number, section in enumerate(sections, 1):
         held = sum(check.met for check in section.checks)
         table.add_row(
-            "[green]✔[/]" if section.ok else "[red]✘[/]", f"{number}. {section.title}",
-            f"{held}/{len(section.checks)}",
-        )  # fmt: skip
+            "[green]✔[/]" if section.ok else "[red]✘[/]", f"{number}. {section.title}", f"{held}/{len(section.checks)}"
+        )
     good = all(section.ok for section in sections)
     style, verdict = ("green", "Everything held.") if good else ("red", "Something did not hold: see above.")
     console.print(Panel(table, title="What was shown", title_align="left", border_style=style, expand=False))

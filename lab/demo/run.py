@@ -15,10 +15,9 @@ from lab.demo.client import ApiClient
 from lab.demo.control_plane import check_control_plane
 from lab.demo.disconnects import check_disconnects
 from lab.demo.failover import check_decode_loss, check_prefill_loss
-from lab.demo.fault_control import check_zeroed_kv
 from lab.demo.findings import Section
 from lab.demo.flips import check_flips
-from lab.demo.identity import check_identity, check_splits
+from lab.demo.identity import check_identity, check_splits, check_zeroed_kv
 from lab.demo.overlap import check_first_token
 from lab.demo.prompts import Prompts
 from lab.demo.report import as_result, show_section, show_summary
@@ -55,9 +54,13 @@ async def demo(
 
 
 async def _show(
-    options: UpOptions, data_dir: Path | None, console: Console, sections: list[Section],
-    figures: dict[str, float], keep: bool,
-) -> bool:  # fmt: skip
+    options: UpOptions,
+    data_dir: Path | None,
+    console: Console,
+    sections: list[Section],
+    figures: dict[str, float],
+    keep: bool,
+) -> bool:
     began = time.monotonic()
     console.print("\n[bold]Polyphase[/] shows what it promises, on this machine, with real engines.\n")
     with tempfile.TemporaryDirectory(prefix="polyphase-demo-") as folder:

@@ -4,9 +4,13 @@ from lab.demo.client import ApiClient
 from lab.demo.findings import Section
 
 QUESTIONS = (
-    "Hello!", "What is the capital of France?", "What is prefill?", "List the days of the week.",
-    "Tell me a short story about a fox.", "Write a short story about a dragon.",
-)  # fmt: skip
+    "Hello!",
+    "What is the capital of France?",
+    "What is prefill?",
+    "List the days of the week.",
+    "Tell me a short story about a fox.",
+    "Write a short story about a dragon.",
+)
 
 
 async def check_samples(api: ApiClient) -> Section:

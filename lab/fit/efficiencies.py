@@ -21,18 +21,20 @@ from shared.cost.efficiency import BY_PRECISION, EfficiencyTable
 # reported, but not used: it times other kernels than an engine of today runs.
 _PREFERENCE: Mapping[str, tuple[str, ...]] = {
     "gemm": (
-        "aiconfigurator bfloat16", "aiconfigurator fp8", "aiconfigurator fp8_block", "llmservingsim", "vidur",
+        "aiconfigurator bfloat16",
+        "aiconfigurator fp8",
+        "aiconfigurator fp8_block",
+        "llmservingsim",
+        "vidur",
         "llmservingsim v0",
     ),
-    "experts": (
-        "aiconfigurator bfloat16", "aiconfigurator fp8", "aiconfigurator fp8_block", "llmservingsim",
-    ),
+    "experts": ("aiconfigurator bfloat16", "aiconfigurator fp8", "aiconfigurator fp8_block", "llmservingsim"),
     "decode": ("aiconfigurator kv bfloat16", "aiconfigurator kv fp8", "llmservingsim"),
     "mixed": ("llmservingsim",),
     "prefill": ("aiconfigurator kv bfloat16", "aiconfigurator kv fp8"),
     "elementwise": ("llmservingsim", "vidur"),
     "all_reduce": ("aiconfigurator custom",),
-}  # fmt: skip
+}
 
 
 _MIXED_ONLY = ("decode_rows", "decode_item_s", "packs_groups", "decode_share", "decode_sharpness", "cache_use")

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from lab.fit.rows import ExpertRows, Floats
+from lab.fit.rows import ExpertRows
+from lab.fit.tables import column
 from shared.cost.catalogue import Catalogue, precision_of
 from shared.cost.models import bundled_geometry
 from shared.errors import InvalidRequest
@@ -29,14 +30,19 @@ def aiconfigurator_experts(path: Path) -> Iterator[tuple[str, ExpertRows]]:
     frame = frame[plain & (frame["kernel_source"] == "vllm_fused_moe")]
     even = min(frame["distribution"].unique())
     for name, part in frame[frame["distribution"] == even].groupby("moe_dtype"):
-        tokens, count = _column(part, "num_tokens"), _column(part, "num_experts")
-        picked = _column(part, "topk")
-        yield str(name), ExpertRows(
-            seconds=_column(part, "latency") * _MS, rows=tokens * picked,
-            active=count * (1.0 - (1.0 - picked / count) ** tokens),  # see Experts.expected_active
-            hidden=_column(part, "hidden_size"), width=_column(part, "inter_size") / _column(part, "moe_tp_size"),
-            precision=precision_of(str(name)),
-        )  # fmt: skip
+        tokens, count = column(part, "num_tokens"), column(part, "num_experts")
+        picked = column(part, "topk")
+        yield (
+            str(name),
+            ExpertRows(
+                seconds=column(part, "latency") * _MS,
+                rows=tokens * picked,
+                active=count * (1.0 - (1.0 - picked / count) ** tokens),  # see Experts.expected_active
+                hidden=column(part, "hidden_size"),
+                width=column(part, "inter_size") / column(part, "moe_tp_size"),
+                precision=precision_of(str(name)),
+            ),
+        )
 
 
 def llmservingsim_experts(path: Path) -> ExpertRows:
@@ -47,18 +53,15 @@ def llmservingsim_experts(path: Path) -> ExpertRows:
     frame = pd.read_csv(path)
     same = np.ones(len(frame))
     return ExpertRows(
-        seconds=_column(frame, "time_us") * _US, rows=_column(frame, "tokens") * geometry.experts.per_token,
-        active=_column(frame, "activated_experts"), hidden=same * geometry.hidden,
-        width=same * geometry.experts.intermediate, precision=precision_of(geometry.dtype),
-    )  # fmt: skip
+        seconds=column(frame, "time_us") * _US,
+        rows=column(frame, "tokens") * geometry.experts.per_token,
+        active=column(frame, "activated_experts"),
+        hidden=same * geometry.hidden,
+        width=same * geometry.experts.intermediate,
+        precision=precision_of(geometry.dtype),
+    )
 
 
 def accelerator_named(path: Path, catalogue: Catalogue) -> str:
     """The catalogue's name of the device that a table's file name begins with."""
     return catalogue.get(path.name.split("_vllm-")[0] if "_vllm-" in path.name else path.name.split("_")[0]).name
-
-
-def _column(frame: pd.DataFrame, name: str) -> Floats:
-    if name not in frame.columns:
-        raise InvalidRequest(f"the table lacks the column {name!r}; it has {', '.join(map(str, frame.columns))}")
-    return frame[name].to_numpy(dtype=np.float64)

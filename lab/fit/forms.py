@@ -7,16 +7,7 @@ import numpy as np
 from lab.fit.least_squares import Form, Parameter
 from lab.fit.rows import AllReduceRows, ElementwiseRows, ExpertRows, Floats, GemmRows, MlpRows
 from shared.cost.catalogue import Accelerator, bytes_of
-from shared.cost.operators import (
-    Collective,
-    Elementwise,
-    ExpertMlp,
-    Gemm,
-    Memory,
-    Mlp,
-    Quantisation,
-    device_of,
-)  # fmt: skip
+from shared.cost.operators import Collective, Elementwise, ExpertMlp, Gemm, Memory, Mlp, Quantisation, device_of
 
 _US, _NS, _MB = 1e-6, 1e-9, 1e6
 # A small transfer may run slower than a large one, but not so much that the larger one ends first (`Memory`, p = 8).
@@ -38,12 +29,16 @@ def gemm_form(
     def build(v: Values) -> Gemm:
         weight_cache_share = v["share"] * v["weight_cache_gain"]
         return Gemm(
-            overhead_s=v["overhead_us"] * _US, compute=v["compute"], tile_penalty=v["tile_penalty"],
-            depth_s=v["depth_ns"] * _NS, split_s=v["split_us"] * _US, sharpness=v["sharpness"],
+            overhead_s=v["overhead_us"] * _US,
+            compute=v["compute"],
+            tile_penalty=v["tile_penalty"],
+            depth_s=v["depth_ns"] * _NS,
+            split_s=v["split_us"] * _US,
+            sharpness=v["sharpness"],
             weights=Memory(v["share"], weight_cache_share, v["weight_cache_mb"] * _MB),
             activations=Memory(v["share"], v["share"] * v["activation_cache_gain"], v["activation_cache_mb"] * _MB),
             quantisation=_quantisation(v, fused=not blocks) if quantised else None,
-        )  # fmt: skip
+        )
 
     def predict(gemm: Gemm, rows: GemmRows) -> Floats:
         return np.asarray(gemm.time_s(rows.m, rows.n, rows.k, width, device))
@@ -59,9 +54,11 @@ def elementwise_form(accelerator: Accelerator) -> Form[Elementwise, ElementwiseR
     """Operators that only move bytes."""
     device = device_of(accelerator, "bf16")
     parameters = {
-        "overhead_us": Parameter(2.5, 0.5, 20.0), "share": Parameter(0.8, 0.1, 1.2),
-        "cache_gain": Parameter(1.5, _LEAST_GAIN, 8.0), "cache_mb": Parameter(40.0, 0.5, 300.0),
-    }  # fmt: skip
+        "overhead_us": Parameter(2.5, 0.5, 20.0),
+        "share": Parameter(0.8, 0.1, 1.2),
+        "cache_gain": Parameter(1.5, _LEAST_GAIN, 8.0),
+        "cache_mb": Parameter(40.0, 0.5, 300.0),
+    }
 
     def build(v: Values) -> Elementwise:
         return Elementwise(
@@ -78,16 +75,23 @@ def all_reduce_form(accelerator: Accelerator) -> Form[Collective, AllReduceRows]
     """All-reduces over the scale-up link."""
     link = accelerator.links.scale_up
     parameters = {
-        "latency_us": Parameter(4.0, 0.1, 100.0), "latency_rank_us": Parameter(0.5, 0.0, 30.0),
-        "share": Parameter(0.3, 0.02, 1.5), "ring_latency_us": Parameter(30.0, 1.0, 300.0),
-        "ring_share": Parameter(0.4, 0.02, 1.5), "contention": Parameter(0.1, -0.5, 3.0),
-    }  # fmt: skip
+        "latency_us": Parameter(4.0, 0.1, 100.0),
+        "latency_rank_us": Parameter(0.5, 0.0, 30.0),
+        "share": Parameter(0.3, 0.02, 1.5),
+        "ring_latency_us": Parameter(30.0, 1.0, 300.0),
+        "ring_share": Parameter(0.4, 0.02, 1.5),
+        "contention": Parameter(0.1, -0.5, 3.0),
+    }
 
     def build(v: Values) -> Collective:
         return Collective(
-            v["latency_us"] * _US, v["latency_rank_us"] * _US, v["share"], v["ring_latency_us"] * _US,
-            v["ring_share"], v["contention"],
-        )  # fmt: skip
+            v["latency_us"] * _US,
+            v["latency_rank_us"] * _US,
+            v["share"],
+            v["ring_latency_us"] * _US,
+            v["ring_share"],
+            v["contention"],
+        )
 
     def predict(one: Collective, rows: AllReduceRows) -> Floats:
         return np.asarray(one.all_reduce_s(rows.moved, rows.ranks, link))
@@ -149,27 +153,42 @@ def fixed_unless(free: bool, start: float, low: float, high: float) -> Parameter
 
 def _gemm_parameters(*, cached: bool) -> dict[str, Parameter]:
     return {
-        "overhead_us": Parameter(3.0, 0.1, 60.0), "compute": Parameter(0.85, 0.2, 1.3),
-        "tile_penalty": Parameter(0.3, 0.0, 1.5), "depth_ns": Parameter(0.5, 0.0, 5.0),
-        "split_us": Parameter(2.0, 0.0, 20.0), "sharpness": Parameter(2.0, 1.0, 12.0),
-        "share": Parameter(0.8, 0.3, 1.1), "weight_cache_gain": fixed_unless(cached, 1.0, _LEAST_GAIN, 12.0),
+        "overhead_us": Parameter(3.0, 0.1, 60.0),
+        "compute": Parameter(0.85, 0.2, 1.3),
+        "tile_penalty": Parameter(0.3, 0.0, 1.5),
+        "depth_ns": Parameter(0.5, 0.0, 5.0),
+        "split_us": Parameter(2.0, 0.0, 20.0),
+        "sharpness": Parameter(2.0, 1.0, 12.0),
+        "share": Parameter(0.8, 0.3, 1.1),
+        "weight_cache_gain": fixed_unless(cached, 1.0, _LEAST_GAIN, 12.0),
         "weight_cache_mb": fixed_unless(cached, 20.0, 1.0, 300.0),
-        "activation_cache_gain": Parameter(1.0, _LEAST_GAIN, 12.0), "activation_cache_mb": Parameter(40.0, 0.5, 400.0),
-    }  # fmt: skip
+        "activation_cache_gain": Parameter(1.0, _LEAST_GAIN, 12.0),
+        "activation_cache_mb": Parameter(40.0, 0.5, 400.0),
+    }
 
 
 def _quantisation_parameters() -> dict[str, Parameter]:
     """The kernel that quantises is a launch of its own; the product's launch is held at that of plain products."""
     return {
-        "overhead_us": Parameter(2.7, 2.7, 2.7), "quant_launch_us": Parameter(9.0, 0.0, 60.0),
-        "quant_ns": Parameter(1.0, 0.0, 50.0), "quant_exponent": Parameter(1.0, 0.3, 1.5),
-        "quant_rows": Parameter(4.0, 0.05, 50.0), "quant_ramp": Parameter(2.0, 0.5, 8.0),
-        "spill_s_gb": Parameter(1.0, 0.0, 100.0), "spill_mb": Parameter(30.0, 1.0, 200.0),
-    }  # fmt: skip
+        "overhead_us": Parameter(2.7, 2.7, 2.7),
+        "quant_launch_us": Parameter(9.0, 0.0, 60.0),
+        "quant_ns": Parameter(1.0, 0.0, 50.0),
+        "quant_exponent": Parameter(1.0, 0.3, 1.5),
+        "quant_rows": Parameter(4.0, 0.05, 50.0),
+        "quant_ramp": Parameter(2.0, 0.5, 8.0),
+        "spill_s_gb": Parameter(1.0, 0.0, 100.0),
+        "spill_mb": Parameter(30.0, 1.0, 200.0),
+    }
 
 
 def _quantisation(v: Values, *, fused: bool) -> Quantisation:
     return Quantisation(
-        v["quant_launch_us"] * _US, v["quant_ns"] * _NS, v["quant_exponent"], v["quant_rows"], v["quant_ramp"],
-        v["spill_s_gb"] * 1e-9, v["spill_mb"] * _MB, fused,
-    )  # fmt: skip
+        v["quant_launch_us"] * _US,
+        v["quant_ns"] * _NS,
+        v["quant_exponent"],
+        v["quant_rows"],
+        v["quant_ramp"],
+        v["spill_s_gb"] * 1e-9,
+        v["spill_mb"] * _MB,
+        fused,
+    )

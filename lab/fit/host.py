@@ -53,9 +53,15 @@ def fit_on_host(model: StepModel, steps: Sequence[TimedStep], others: Floats, se
     alone = scale * _times(_fitted(live, model), judged) + chunk_s * _chunks(judged)
     predicted = alone * slowdown_at(slowdown, others[unseen])
     return HostFit(
-        live, scale, chunk_s, slowdown, len(steps), mape(predicted, measured), mape(_times(model, judged), measured),
+        live,
+        scale,
+        chunk_s,
+        slowdown,
+        len(steps),
+        mape(predicted, measured),
+        mape(_times(model, judged), measured),
         float(predicted.sum() / measured.sum()) - 1.0,
-    )  # fmt: skip
+    )
 
 
 def _fit(

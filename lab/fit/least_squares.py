@@ -95,9 +95,15 @@ def _best_of(form: Form[Operator, Table], table: Table, rng: np.random.Generator
     for turn in range(_DESCENTS):
         begin = start if turn == 0 else start * np.exp(rng.normal(0.0, 0.7, len(start)))
         solved = least_squares(
-            residuals, np.clip(begin, low, high), bounds=(low, high), x_scale=np.maximum(np.abs(start), 0.1),
-            loss="soft_l1", f_scale=0.1, diff_step=1e-3, max_nfev=60,
-        )  # fmt: skip
+            residuals,
+            np.clip(begin, low, high),
+            bounds=(low, high),
+            x_scale=np.maximum(np.abs(start), 0.1),
+            loss="soft_l1",
+            f_scale=0.1,
+            diff_step=1e-3,
+            max_nfev=60,
+        )
         if solved.cost < best_cost:
             best_cost, best = float(solved.cost), solved.x
     return build(best)

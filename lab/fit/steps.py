@@ -90,6 +90,11 @@ def _at(model: StepModel, point: NDArray[np.float64]) -> StepModel:
     )
     efficiencies = replace(model.efficiencies, step_s=step_s, sequence_s=sequence_s)
     return StepModel(
-        accelerator, model.geometry, model.tensor_parallel, model.pipeline_parallel, model.dtype, efficiencies,
+        accelerator,
+        model.geometry,
+        model.tensor_parallel,
+        model.pipeline_parallel,
+        model.dtype,
+        efficiencies,
         model.kv_dtype,
-    )  # fmt: skip
+    )

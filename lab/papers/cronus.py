@@ -41,29 +41,46 @@ def cronus_section(testbed: Testbed, data: Path) -> Section:
         *_latency_rows(testbed, workload, rates),
     )
     charts = tuple(
-        Chart(f"cronus_{column.low.lower()}_{column.model.split('-')[0].lower()}", f"Cronus, Table 2: {column.name}",
-              "req/s", SYSTEMS,
-              {"paper": [_TABLE_2[s][at] for s in SYSTEMS], "ours": [rates[s][at] for s in SYSTEMS]})
+        Chart(
+            f"cronus_{column.low.lower()}_{column.model.split('-')[0].lower()}",
+            f"Cronus, Table 2: {column.name}",
+            "req/s",
+            SYSTEMS,
+            {"paper": [_TABLE_2[s][at] for s in SYSTEMS], "ours": [rates[s][at] for s in SYSTEMS]},
+        )
         for at, column in enumerate(_COLUMNS)
-    )  # fmt: skip
+    )
     return Section("cronus", "Cronus: partially disaggregated prefill", rows, charts)
 
 
 def _stage_rows(testbed: Testbed, workload: Workload) -> tuple[Row, ...]:
     return tuple(
-        told(f"stage_{at}", "Tables 2, 3", f"calibration: {one.accelerator} {one.role} of {one.model}", "req/s",
-             f"{one.measured:g}", ours)
+        told(
+            f"stage_{at}",
+            "Tables 2, 3",
+            f"calibration: {one.accelerator} {one.role} of {one.model}",
+            "req/s",
+            f"{one.measured:g}",
+            ours,
+        )
         for at, (one, ours) in enumerate(capacities(testbed, workload).items())
-    )  # fmt: skip
+    )
 
 
 def _table_rows(rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
     return tuple(
-        value(f"table2_{_word(system)}_{at}", "Table 2", f"{column.name}: {system}", "req/s",
-              _TABLE_2[system][at], rates[system][at], _WITHIN)
+        value(
+            f"table2_{_word(system)}_{at}",
+            "Table 2",
+            f"{column.name}: {system}",
+            "req/s",
+            _TABLE_2[system][at],
+            rates[system][at],
+            _WITHIN,
+        )
         for system in SYSTEMS
         for at, column in enumerate(_COLUMNS)
-    )  # fmt: skip
+    )
 
 
 def _order_rows(rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
@@ -78,10 +95,15 @@ def _order_rows(rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
 
 def _ratio_rows(rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
     return tuple(
-        ratio_gain(f"up_to_{_word(system)}", "5.2", f"throughput against {system}, up to", claimed,
-                   max(a / b for a, b in zip(rates["Cronus"], rates[system], strict=True)))
+        ratio_gain(
+            f"up_to_{_word(system)}",
+            "5.2",
+            f"throughput against {system}, up to",
+            claimed,
+            max(a / b for a, b in zip(rates["Cronus"], rates[system], strict=True)),
+        )
         for system, claimed in (("PP", 2.58), ("Disagg H-L", 5.64), ("Disagg L-H", 1.9))
-    )  # fmt: skip
+    )
 
 
 def _latency_rows(testbed: Testbed, workload: Workload, rates: Mapping[str, tuple[float, ...]]) -> tuple[Row, ...]:
@@ -100,14 +122,26 @@ def _latency_rows(testbed: Testbed, workload: Workload, rates: Mapping[str, tupl
         gain("ttft_dp_a30", "Fig 4", f"TTFT {what} DP, A30, up to", -26.0, min(ttft["DP"][2:])),
         gain("ttft_lh", "Fig 4", f"TTFT {what} Disagg L-H, up to", -84.0, min(ttft["Disagg L-H"])),
         gain("ttft_pp", "Fig 4", f"TTFT {what} PP, up to", -58.0, min(ttft["PP"])),
-        order("ttft_hl", "Fig 4", "TTFT P99 of Disagg H-L lower than Cronus'", "in every column",
-              f"Cronus {_signed(ttft['Disagg H-L'])} %", min(ttft["Disagg H-L"]) > 0),
+        order(
+            "ttft_hl",
+            "Fig 4",
+            "TTFT P99 of Disagg H-L lower than Cronus'",
+            "in every column",
+            f"Cronus {_signed(ttft['Disagg H-L'])} %",
+            min(ttft["Disagg H-L"]) > 0,
+        ),
         gain("tbt_pp", "Fig 4", f"TBT {what} PP, up to", -70.0, min(tbt["PP"])),
         gain("tbt_dp", "Fig 4", f"TBT {what} DP, up to", -63.0, min(tbt["DP"])),
         gain("tbt_hl", "Fig 4", f"TBT {what} Disagg H-L, up to", -51.0, min(tbt["Disagg H-L"])),
-        order("tbt_lh", "Fig 4", "TBT P99 of Disagg L-H lower than Cronus'", "in every column",
-              f"Cronus {_signed(tbt['Disagg L-H'])} %", min(tbt["Disagg L-H"]) > 0),
-    )  # fmt: skip
+        order(
+            "tbt_lh",
+            "Fig 4",
+            "TBT P99 of Disagg L-H lower than Cronus'",
+            "in every column",
+            f"Cronus {_signed(tbt['Disagg L-H'])} %",
+            min(tbt["Disagg L-H"]) > 0,
+        ),
+    )
 
 
 def _p99_tbt_s(result: SimResult) -> float:

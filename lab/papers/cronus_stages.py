@@ -41,13 +41,19 @@ class Capacity:
 
 # Means where two hardware columns give the A100's figure.
 CAPACITIES = (
-    Capacity(HIGH, MODELS[0], Role.PREFILL, 11.82), Capacity(HIGH, MODELS[0], Role.DECODE, 12.95),
-    Capacity(HIGH, MODELS[1], Role.PREFILL, 12.40), Capacity(HIGH, MODELS[1], Role.DECODE, 17.37),
-    Capacity("A10", MODELS[0], Role.PREFILL, 4.15), Capacity("A10", MODELS[0], Role.DECODE, 1.35),
-    Capacity("A10", MODELS[1], Role.PREFILL, 4.18), Capacity("A10", MODELS[1], Role.DECODE, 3.42),
-    Capacity("A30", MODELS[0], Role.PREFILL, 6.27), Capacity("A30", MODELS[0], Role.DECODE, 3.05),
-    Capacity("A30", MODELS[1], Role.PREFILL, 6.66), Capacity("A30", MODELS[1], Role.DECODE, 6.74),
-)  # fmt: skip
+    Capacity(HIGH, MODELS[0], Role.PREFILL, 11.82),
+    Capacity(HIGH, MODELS[0], Role.DECODE, 12.95),
+    Capacity(HIGH, MODELS[1], Role.PREFILL, 12.40),
+    Capacity(HIGH, MODELS[1], Role.DECODE, 17.37),
+    Capacity("A10", MODELS[0], Role.PREFILL, 4.15),
+    Capacity("A10", MODELS[0], Role.DECODE, 1.35),
+    Capacity("A10", MODELS[1], Role.PREFILL, 4.18),
+    Capacity("A10", MODELS[1], Role.DECODE, 3.42),
+    Capacity("A30", MODELS[0], Role.PREFILL, 6.27),
+    Capacity("A30", MODELS[0], Role.DECODE, 3.05),
+    Capacity("A30", MODELS[1], Role.PREFILL, 6.66),
+    Capacity("A30", MODELS[1], Role.DECODE, 6.74),
+)
 
 
 def requests(data: Path) -> Workload:

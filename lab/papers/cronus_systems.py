@@ -22,9 +22,11 @@ SYSTEMS = ("DP", "PP", "Disagg H-L", "Disagg L-H", "Cronus")
 _LOW_CHUNKED = EngineLimits(batched_tokens=256, sequences=256)
 # Layers on the A100 and on the other, by the paper's split after BF16 rates.
 _LAYERS = {
-    ("A10", "Llama-3-8B"): (23, 9), ("A30", "Llama-3-8B"): (21, 11),
-    ("A10", "Qwen2-7B"): (20, 8), ("A30", "Qwen2-7B"): (18, 10),
-}  # fmt: skip
+    ("A10", "Llama-3-8B"): (23, 9),
+    ("A30", "Llama-3-8B"): (21, 11),
+    ("A10", "Qwen2-7B"): (20, 8),
+    ("A30", "Qwen2-7B"): (18, 10),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Huawei: the ranking of tensor-parallel degrees (5.1), and placement on two heterogeneous clusters (5.2, 5.3)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -9,13 +9,13 @@ import numpy as np
 
 from lab.papers.chart import Chart
 from lab.papers.clusters import Kind, change, instances, tokens_per_s, weighed
-from lab.papers.huawei_ranking import estimated_throughput
 from lab.papers.lengths import sharegpt
 from lab.papers.rows import Row, Section, gain, order
 from lab.papers.testbed import Testbed
 from lab.papers.watermark import Watermark
 from shared.cost.linear import huawei_of
 from shared.domain.instance import Role
+from shared.domain.rates import HuaweiCost
 from shared.policy.dispatch import RandomDispatch
 from shared.policy.placement import Placement, Policies, RoundRobin, Single, Weighted
 from shared.policy.split import NoSplit
@@ -42,13 +42,21 @@ def huawei_section(testbed: Testbed, data: Path) -> Section:
     estimated, simulated = _degrees(testbed, sharegpt(data, 200, seed=1), sharegpt(data, 250, seed=2))
     rows = (*_ranking_rows(estimated, simulated), *_strategy_rows(figures), _second_cluster(testbed, data))
     charts = (
-        Chart("huawei_degrees", "Huawei, Fig 4: throughput by tensor-parallel degree (8 V100)", "tokens/s",
-              tuple(f"t = {t}" for t in _DEGREES),
-              {"Algorithm 1's estimate": list(estimated.values()), "simulated": list(simulated.values())}),
-        Chart("huawei_strategies", "Huawei, Fig 5: throughput by scheduling strategy, 4 + 1 V100", "tokens/s",
-              tuple("all at once" if rate == inf else f"{rate:g} req/s" for rate in _RATES),
-              {name: [figures[rate][name] for rate in _RATES] for name in figures[inf]}),
-    )  # fmt: skip
+        Chart(
+            "huawei_degrees",
+            "Huawei, Fig 4: throughput by tensor-parallel degree (8 V100)",
+            "tokens/s",
+            tuple(f"t = {t}" for t in _DEGREES),
+            {"Algorithm 1's estimate": list(estimated.values()), "simulated": list(simulated.values())},
+        ),
+        Chart(
+            "huawei_strategies",
+            "Huawei, Fig 5: throughput by scheduling strategy, 4 + 1 V100",
+            "tokens/s",
+            tuple("all at once" if rate == inf else f"{rate:g} req/s" for rate in _RATES),
+            {name: [figures[rate][name] for rate in _RATES] for name in figures[inf]},
+        ),
+    )
     return Section("huawei", "Huawei: high throughput on heterogeneous clusters", rows, charts)
 
 
@@ -81,9 +89,15 @@ def _ranking_rows(estimated: Mapping[int, float], simulated: Mapping[int, float]
     ours, real = (sorted(figures, key=lambda t: -figures[t]) for figures in (estimated, simulated))
     shown = f"estimate {_ranks(ours)}; simulated {_ranks(real)}"
     return (
-        order("degrees", "5.1, Fig 4", "ranking of t in {1, 2, 4, 8}: Algorithm 1's estimate against the run",
-              "identical (the order is lost in the text)", shown, ours == real),
-    )  # fmt: skip
+        order(
+            "degrees",
+            "5.1, Fig 4",
+            "ranking of t in {1, 2, 4, 8}: Algorithm 1's estimate against the run",
+            "identical (the order is lost in the text)",
+            shown,
+            ours == real,
+        ),
+    )
 
 
 def _strategies(testbed: Testbed, data: Path, rate: float) -> dict[str, float]:
@@ -104,8 +118,15 @@ def _strategies(testbed: Testbed, data: Path, rate: float) -> dict[str, float]:
 
 
 def _strategy_rows(figures: Mapping[float, Mapping[str, float]]) -> tuple[Row, ...]:
-    rows = [gain("os_rr", "5.2, Fig 5", "OS against RR at 24 req/s: throughput", 122.5,
-                 change(figures[24.0]["OS"], figures[24.0]["RR"]))]  # fmt: skip
+    rows = [
+        gain(
+            "os_rr",
+            "5.2, Fig 5",
+            "OS against RR at 24 req/s: throughput",
+            122.5,
+            change(figures[24.0]["OS"], figures[24.0]["RR"]),
+        )
+    ]
     for rate, best in ((8.0, "OS"), (16.0, "OS"), (24.0, "WRR"), (inf, "WRR")):
         by = figures[rate]
         ranked = sorted(by, key=lambda name: -by[name])
@@ -114,13 +135,27 @@ def _strategy_rows(figures: Mapping[float, Mapping[str, float]]) -> tuple[Row, .
         near = by[best] >= (1 - _TIE) * by[ranked[0]]
         rows.append(order(f"best_{name}", "5.2, Fig 5", f"highest at {name} req/s", best, told, near))
         if best == "WRR":
-            rows.append(order(f"worst_{name}", "5.2, Fig 5", f"lowest at {name} req/s", "RR, below SI",
-                              f"{ranked[-1]}", ranked[-1] == "RR"))  # fmt: skip
+            rows.append(
+                order(
+                    f"worst_{name}",
+                    "5.2, Fig 5",
+                    f"lowest at {name} req/s",
+                    "RR, below SI",
+                    f"{ranked[-1]}",
+                    ranked[-1] == "RR",
+                )
+            )
     below = [rate for rate in _RATES if figures[rate]["MB"] <= (1 + _TIE) * figures[rate]["OS"]]
     rows.append(
-        order("mb_os", "5.2, Fig 5", "MB below OS, slightly or by less than seeds differ", "at all rates",
-              f"at {len(below)} of {len(_RATES)} rates", len(below) == len(_RATES))
-    )  # fmt: skip
+        order(
+            "mb_os",
+            "5.2, Fig 5",
+            "MB below OS, slightly or by less than seeds differ",
+            "at all rates",
+            f"at {len(below)} of {len(_RATES)} rates",
+            len(below) == len(_RATES),
+        )
+    )
     return tuple(rows)
 
 
@@ -131,8 +166,9 @@ def _second_cluster(testbed: Testbed, data: Path) -> Row:
     )
     ours = _throughput(data, 16.0, cluster, LeastWorkload(unpredicted_tokens=_mean_output(data)))
     base = _throughput(data, 16.0, cluster, RoundRobin())
-    return gain("cluster2", "5.3, Fig 6", "OS against RR at 16 req/s, 8 V100 + 1 A800: throughput", 33.6,
-                change(ours, base))  # fmt: skip
+    return gain(
+        "cluster2", "5.3, Fig 6", "OS against RR at 16 req/s, 8 V100 + 1 A800: throughput", 33.6, change(ours, base)
+    )
 
 
 def _throughput(data: Path, rate: float, cluster: tuple[InstanceSpec, ...], placement: Placement) -> float:
@@ -150,3 +186,32 @@ def _mean_output(data: Path) -> int:
 
 def _ranks(degrees: list[int]) -> str:
     return " > ".join(f"{degree}" for degree in degrees)
+
+
+Lengths = tuple[int, int]  # prompt and output tokens of a request
+
+
+def estimated_throughput(cost: HuaweiCost, capacity_tokens: int, requests: Sequence[Lengths]) -> float:
+    """Tokens a second of one instance. Source: Algorithm 1 (R): batches are timed at their longest lengths."""
+    seconds = 0.0
+    for batch in packed(capacity_tokens, requests):
+        prompt, output = max(p for p, _ in batch), max(o for _, o in batch)
+        seconds += cost.prefill_s(len(batch), prompt) + cost.decode_s(len(batch), prompt, output)
+    return sum(p + o for p, o in requests) / seconds
+
+
+def packed(capacity_tokens: int, requests: Sequence[Lengths]) -> Iterator[tuple[Lengths, ...]]:
+    """The requests in order, in batches as large as the KV holds when each is padded to the longest.
+
+    One more joins while (b + 1)·(max S + max O) <= capacity; a batch has at least one request.
+    """
+    batch: list[Lengths] = []
+    for request in requests:
+        grown = [*batch, request]
+        longest = max(p for p, _ in grown) + max(o for _, o in grown)
+        if batch and len(grown) * longest > capacity_tokens:
+            yield tuple(batch)
+            grown = [request]
+        batch = grown
+    if batch:
+        yield tuple(batch)

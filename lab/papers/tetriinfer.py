@@ -38,12 +38,17 @@ def tetriinfer_section(testbed: Testbed) -> Section:
     micro, interference = micro_rows(testbed)
     workloads = [_workload_rows(testbed, claim) for claim in _CLAIMS]
     rows = (*micro, *(row for group in workloads for row in group), *scheduler_rows(testbed))
-    return Section("tetriinfer", "TetriInfer: inference without interference", rows, (
-        interference,
-        _chart("ttft", "mean TTFT", [claim.ttft or 0.0 for claim in _CLAIMS], rows),
-        _chart("jct", "mean JCT", [claim.jct for claim in _CLAIMS], rows),
-        _chart("resource", "resource time", [claim.resource for claim in _CLAIMS], rows),
-    ))  # fmt: skip
+    return Section(
+        "tetriinfer",
+        "TetriInfer: inference without interference",
+        rows,
+        (
+            interference,
+            _chart("ttft", "mean TTFT", [claim.ttft or 0.0 for claim in _CLAIMS], rows),
+            _chart("jct", "mean JCT", [claim.jct for claim in _CLAIMS], rows),
+            _chart("resource", "resource time", [claim.resource for claim in _CLAIMS], rows),
+        ),
+    )
 
 
 def _workload_rows(testbed: Testbed, claim: _Claim) -> tuple[Row, ...]:
@@ -57,13 +62,15 @@ def _workload_rows(testbed: Testbed, claim: _Claim) -> tuple[Row, ...]:
     perf = fmean(_perf(ours, busy_s(ours)) / _perf(base, base.duration_s) for base, ours in pairs)
     name, kind, where = claim.workload.lower(), claim.workload, claim.where
     return (
-        gain(f"{name}_ttft", where, f"{kind}: mean TTFT", claim.ttft, ttft) if claim.ttft is not None
+        gain(f"{name}_ttft", where, f"{kind}: mean TTFT", claim.ttft, ttft)
+        if claim.ttft is not None
         else between(f"{name}_ttft", where, f"{kind}: mean TTFT", "%", -100.0, -9.0, ttft, "< -9 (more than HPLD's)"),
         gain(f"{name}_jct", where, f"{kind}: mean JCT", claim.jct, jct),
-        gain(f"{name}_resource", where, f"{kind}: resource time", claim.resource, resource) if claim.resource
+        gain(f"{name}_resource", where, f"{kind}: resource time", claim.resource, resource)
+        if claim.resource
         else points(f"{name}_resource", where, f"{kind}: resource time", claim.resource, resource, 10.0),
         ratio_gain(f"{name}_perf", where, f"{kind}: perf/$", claim.perf, perf),
-    )  # fmt: skip
+    )
 
 
 def _perf(result: SimResult, resource_s: float) -> float:
@@ -74,6 +81,9 @@ def _chart(what: str, title: str, paper: list[float], rows: tuple[Row, ...]) -> 
     ours = {row.key: row.figure or 0.0 for row in rows}
     kinds = tuple(claim.workload for claim in _CLAIMS)
     return Chart(
-        f"tetriinfer_{what}", f"TetriInfer, Figs 11–15: change of {title}", "%", kinds,
+        f"tetriinfer_{what}",
+        f"TetriInfer, Figs 11–15: change of {title}",
+        "%",
+        kinds,
         {"paper": paper, "ours": [ours[f"{kind.lower()}_{what}"] for kind in kinds]},
-    )  # fmt: skip
+    )

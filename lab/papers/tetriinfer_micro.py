@@ -22,18 +22,24 @@ def micro_rows(testbed: Testbed) -> tuple[tuple[Row, ...], Chart]:
     threshold = saturation_tokens(model.prefill_time_s)
     rows = (
         order(
-            "saturation", "Fig 2", "tokens a step at which prefill saturates (ChunkSize)", "512", str(threshold),
+            "saturation",
+            "Fig 2",
+            "tokens a step at which prefill saturates (ChunkSize)",
+            "512",
+            str(threshold),
             threshold == 512,
         ),
         *_slowdowns(model),
         *_mixed_decodes(model),
-    )  # fmt: skip
+    )
     factors = [row for row in rows if row.unit == "x" and row.claimed is not None]
     chart = Chart(
-        "tetriinfer_interference", "TetriInfer, Figs 3–4: slow-down beside others in the batch", "x",
+        "tetriinfer_interference",
+        "TetriInfer, Figs 3–4: slow-down beside others in the batch",
+        "x",
         tuple(row.what for row in factors),
         {"paper": [row.claimed or 0.0 for row in factors], "ours": [row.figure or 0.0 for row in factors]},
-    )  # fmt: skip
+    )
     return rows, chart
 
 
@@ -45,17 +51,28 @@ def _slowdowns(model: StepModel) -> tuple[Row, ...]:
     return (
         factor("lp_7lp", "Fig 3a", "light prefill, 7 light beside it", 2.0, beside(light, Batch((LIGHT,) * 8))),
         factor("lp_63lp", "Fig 3a", "light prefill, 63 light beside it", 8.0, beside(light, Batch((LIGHT,) * 64))),
-        between("lp_hp", "Fig 3b", "light prefill, 7 heavy beside it", "x", 10.0, float("inf"),
-                beside(light, Batch((LIGHT, *(HEAVY,) * 7)))),
-        factor("hp_lp", "Fig 3c", "heavy prefill, 63 light beside it", 3.0,
-               beside(heavy, Batch((HEAVY, *(LIGHT,) * 63)))),
-        factor("ld_hp", "Fig 4b", "light decode, a heavy prefill beside it", 5.0,
-               beside(decode, _decodes((HEAVY,), 1))),
-        factor("lp_ld", "Fig 4c", "light prefill, 127 light decodes beside it", 2.5,
-               beside(light, _decodes((LIGHT,), 127))),
-        factor("hp_ld", "Fig 4d", "heavy prefill, 127 light decodes beside it", 2.5,
-               beside(heavy, _decodes((HEAVY,), 127))),
-    )  # fmt: skip
+        between(
+            "lp_hp",
+            "Fig 3b",
+            "light prefill, 7 heavy beside it",
+            "x",
+            10.0,
+            float("inf"),
+            beside(light, Batch((LIGHT, *(HEAVY,) * 7))),
+        ),
+        factor(
+            "hp_lp", "Fig 3c", "heavy prefill, 63 light beside it", 3.0, beside(heavy, Batch((HEAVY, *(LIGHT,) * 63)))
+        ),
+        factor(
+            "ld_hp", "Fig 4b", "light decode, a heavy prefill beside it", 5.0, beside(decode, _decodes((HEAVY,), 1))
+        ),
+        factor(
+            "lp_ld", "Fig 4c", "light prefill, 127 light decodes beside it", 2.5, beside(light, _decodes((LIGHT,), 127))
+        ),
+        factor(
+            "hp_ld", "Fig 4d", "heavy prefill, 127 light decodes beside it", 2.5, beside(heavy, _decodes((HEAVY,), 127))
+        ),
+    )
 
 
 def _mixed_decodes(model: StepModel) -> tuple[Row, ...]:

@@ -40,13 +40,28 @@ def _prefill_order(testbed: Testbed) -> tuple[Row, ...]:
 
     fixed = fmean(mean_ttft_s(coupled(testbed, tetri("Mixed", 128, seed))) for seed in SEEDS)
     return (
-        gain("chunked", "Fig 16", "chunked prefill, FCFS, against a fixed batch: mean prefill latency", -86.4,
-             change(ttft(Fcfs()), fixed)),
-        gain("sjf", "Fig 16", "SJF against FCFS: mean prefill waiting, window of 16", -7.8,
-             change(waiting(Sjf(16)), waiting(Fcfs()))),
-        gain("sjf_window", "Fig 16", "SJF: mean TTFT, window of 128 against 16", -46.5,
-             change(ttft(Sjf(128)), ttft(Sjf(16)))),
-    )  # fmt: skip
+        gain(
+            "chunked",
+            "Fig 16",
+            "chunked prefill, FCFS, against a fixed batch: mean prefill latency",
+            -86.4,
+            change(ttft(Fcfs()), fixed),
+        ),
+        gain(
+            "sjf",
+            "Fig 16",
+            "SJF against FCFS: mean prefill waiting, window of 16",
+            -7.8,
+            change(waiting(Sjf(16)), waiting(Fcfs())),
+        ),
+        gain(
+            "sjf_window",
+            "Fig 16",
+            "SJF: mean TTFT, window of 128 against 16",
+            -46.5,
+            change(ttft(Sjf(128)), ttft(Sjf(16))),
+        ),
+    )
 
 
 def _mean_wait_s(testbed: Testbed, result: SimResult) -> float:
@@ -69,13 +84,29 @@ def _admission(testbed: Testbed) -> tuple[Row, ...]:
     greedy = jct(Watermark(), _SURE)
     what = "against greedy: mean JCT"
     return (
-        points("rd_749", "Fig 18", f"reserve-dynamic {what}, accuracy 74.9 %", 0.0,
-               change(jct(AtopWatermark(ReserveDynamic()), TETRI.prediction or _SURE), greedy), 5.0),
-        gain("rd_100", "Fig 18", f"reserve-dynamic {what}, accuracy 100 %", -12.0,
-             change(jct(AtopWatermark(ReserveDynamic()), _SURE), greedy)),
-        gain("rs_100", "Fig 18", f"reserve-static {what}, accuracy 100 %", -10.0,
-             change(jct(AtopWatermark(ReserveStatic()), _SURE), greedy)),
-    )  # fmt: skip
+        points(
+            "rd_749",
+            "Fig 18",
+            f"reserve-dynamic {what}, accuracy 74.9 %",
+            0.0,
+            change(jct(AtopWatermark(ReserveDynamic()), TETRI.prediction or _SURE), greedy),
+            5.0,
+        ),
+        gain(
+            "rd_100",
+            "Fig 18",
+            f"reserve-dynamic {what}, accuracy 100 %",
+            -12.0,
+            change(jct(AtopWatermark(ReserveDynamic()), _SURE), greedy),
+        ),
+        gain(
+            "rs_100",
+            "Fig 18",
+            f"reserve-static {what}, accuracy 100 %",
+            -10.0,
+            change(jct(AtopWatermark(ReserveStatic()), _SURE), greedy),
+        ),
+    )
 
 
 def _dispatch(testbed: Testbed) -> tuple[Row, ...]:
@@ -90,9 +121,15 @@ def _dispatch(testbed: Testbed) -> tuple[Row, ...]:
         ours = " < ".join(f"{name} {took[name]:.1f} s" for name in ranking)
         ranking.remove("spread")  # ours, beside the paper's three
         rows.append(
-            order(f"dispatch_{count}", "Fig 19", f"total decode time, {count} decode instances",
-                  "power of two is least", ours, ranking[0] == "power of two")
-        )  # fmt: skip
+            order(
+                f"dispatch_{count}",
+                "Fig 19",
+                f"total decode time, {count} decode instances",
+                "power of two is least",
+                ours,
+                ranking[0] == "power of two",
+            )
+        )
     return tuple(rows)
 
 

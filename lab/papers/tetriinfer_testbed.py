@@ -59,8 +59,5 @@ def disaggregated(
     seed: int = 0,
 ) -> SimResult:
     """One prefill instance and that many decode instances."""
-    cluster = (
-        *instances(testbed, prefill, Role.PREFILL),
-        *instances(testbed, DECODE, Role.DECODE, decodes),
-    )
+    cluster = (*instances(testbed, prefill, Role.PREFILL), *instances(testbed, DECODE, Role.DECODE, decodes))
     return simulate(workload, cluster, replace(run, seed=seed))

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from lab.papers.rows import Section
 from lab.papers.testbed import Testbed
-from lab.papers.thunderserve_kv import kv_rows
-from lab.papers.thunderserve_link import link_rows
+from lab.papers.thunderserve_link import kv_rows, link_rows
 from lab.papers.thunderserve_loss import loss_rows
 from lab.papers.thunderserve_ratio import ratio_rows
 

@@ -50,16 +50,36 @@ class _Case:
 
 
 _CASES = (
-    _Case("coding", CODING, (
-        ("a40", _P, 4, _A40), ("a5000", _P, 1, _A5000_4), ("a6000", _P, 2, _A6000), ("mixed-p", _P, 1, _MIXED),
-        ("3090ti", _D, 1, _TI), (_LOST, _D, 2, _A6000_2), ("mixed-d", _D, 1, _MIXED),
-    ), "a5000"),
-    _Case("conversation", CONVERSATION, (
-        ("a40", _P, 3, _A40), ("mixed-p", _P, 1, _MIXED),
-        ("3090ti", _D, 1, _TI), ("a40-d", _D, 1, _A40_2), ("a5000", _D, 1, _A5000_2), (_LOST, _D, 2, _A6000_2),
-        ("a6000", _D, 2, _A6000_2), ("mixed-d", _D, 1, _MIXED),
-    ), "a40"),
-)  # fmt: skip
+    _Case(
+        "coding",
+        CODING,
+        (
+            ("a40", _P, 4, _A40),
+            ("a5000", _P, 1, _A5000_4),
+            ("a6000", _P, 2, _A6000),
+            ("mixed-p", _P, 1, _MIXED),
+            ("3090ti", _D, 1, _TI),
+            (_LOST, _D, 2, _A6000_2),
+            ("mixed-d", _D, 1, _MIXED),
+        ),
+        "a5000",
+    ),
+    _Case(
+        "conversation",
+        CONVERSATION,
+        (
+            ("a40", _P, 3, _A40),
+            ("mixed-p", _P, 1, _MIXED),
+            ("3090ti", _D, 1, _TI),
+            ("a40-d", _D, 1, _A40_2),
+            ("a5000", _D, 1, _A5000_2),
+            (_LOST, _D, 2, _A6000_2),
+            ("a6000", _D, 2, _A6000_2),
+            ("mixed-d", _D, 1, _MIXED),
+        ),
+        "a40",
+    ),
+)
 
 
 def loss_rows(testbed: Testbed, data: Path) -> tuple[Row, ...]:
@@ -80,18 +100,38 @@ def _case_rows(testbed: Testbed, data: Path, case: _Case) -> tuple[Row, ...]:
         if role is _P
     }
     light = flipped[case.flips]
-    within = [_attainment(run, alone, _LOST_AT_S, _LOST_AT_S + _SEARCH_S + _RELOAD_S)
-              for run in _rescheduled(arriving, cluster, case.flips)]  # fmt: skip
+    within = [
+        _attainment(run, alone, _LOST_AT_S, _LOST_AT_S + _SEARCH_S + _RELOAD_S)
+        for run in _rescheduled(arriving, cluster, case.flips)
+    ]
     ranked = sorted(flipped, key=lambda group: -flipped[group])
     where, name = "5.4, Fig 11", case.name
     return (
-        order(f"loss_{name}", where, f"{name}: attainment without the 4 GPUs, a role flipped against nothing done",
-              "higher", f"{light:.1f} % against {none:.1f} % ({before:.1f} % with them)", light > none),
-        order(f"loss_{name}_while", where, f"{name}: attainment in the 157 s after it, a flip against planning anew",
-              "higher", f"{within[0]:.1f} % against {within[1]:.1f} %", within[0] > within[1]),
-        order(f"loss_{name}_which", "App. G", f"{name}: the group that gives an instance", case.flips,
-              ", ".join(f"{group} {flipped[group]:.1f} %" for group in ranked), ranked[0] == case.flips),
-    )  # fmt: skip
+        order(
+            f"loss_{name}",
+            where,
+            f"{name}: attainment without the 4 GPUs, a role flipped against nothing done",
+            "higher",
+            f"{light:.1f} % against {none:.1f} % ({before:.1f} % with them)",
+            light > none,
+        ),
+        order(
+            f"loss_{name}_while",
+            where,
+            f"{name}: attainment in the 157 s after it, a flip against planning anew",
+            "higher",
+            f"{within[0]:.1f} % against {within[1]:.1f} %",
+            within[0] > within[1],
+        ),
+        order(
+            f"loss_{name}_which",
+            "App. G",
+            f"{name}: the group that gives an instance",
+            case.flips,
+            ", ".join(f"{group} {flipped[group]:.1f} %" for group in ranked),
+            ranked[0] == case.flips,
+        ),
+    )
 
 
 def _cluster(testbed: Testbed, groups: Iterable[Group]) -> Iterable[InstanceSpec]:

@@ -32,20 +32,33 @@ def ratio_rows(testbed: Testbed, data: Path) -> tuple[tuple[Row, ...], Chart]:
     }
     best = {name: max(by, key=lambda prefills: by[prefills]) for name, by in found.items()}
     rows = [
-        order(f"ratio_{name}", "Figs 6, 14", f"best P:D of 8 instances, {name}", _shown(paper), _told(found[name]),
-              best[name] == paper)
+        order(
+            f"ratio_{name}",
+            "Figs 6, 14",
+            f"best P:D of 8 instances, {name}",
+            _shown(paper),
+            _told(found[name]),
+            best[name] == paper,
+        )
         for name, paper in (("coding", 5), ("conversation", 3))
-    ]  # fmt: skip
+    ]
     rows.append(
-        order("ratio_sides", "Figs 6, 14", "more prefill than decode for coding, less for conversation", "yes",
-              f"{_shown(best['coding'])} and {_shown(best['conversation'])}",
-              best["coding"] > _INSTANCES / 2 > best["conversation"])
-    )  # fmt: skip
+        order(
+            "ratio_sides",
+            "Figs 6, 14",
+            "more prefill than decode for coding, less for conversation",
+            "yes",
+            f"{_shown(best['coding'])} and {_shown(best['conversation'])}",
+            best["coding"] > _INSTANCES / 2 > best["conversation"],
+        )
+    )
     chart = Chart(
-        "thunderserve_ratio", "ThunderServe, Fig 6: throughput by P:D, 16 A5000, LLaMA-13B", "tokens/s",
+        "thunderserve_ratio",
+        "ThunderServe, Fig 6: throughput by P:D, 16 A5000, LLaMA-13B",
+        "tokens/s",
         tuple(_shown(prefills) for prefills in found["coding"]),
         {name: list(by.values()) for name, by in found.items()},
-    )  # fmt: skip
+    )
     return tuple(rows), chart
 
 

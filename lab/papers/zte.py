@@ -10,7 +10,8 @@ from lab.papers.clusters import Kind, change, instances, p99_ttft_s
 from lab.papers.rows import Row, Section, gain, order, told
 from lab.papers.testbed import Testbed
 from lab.papers.watermark import Watermark
-from lab.papers.zte_formulas import Discounts, first_token_s, output_token_s
+from shared.cost.catalogue import Accelerator
+from shared.cost.geometry import ModelGeometry
 from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.sim.arrivals import poisson, synthetic
@@ -36,10 +37,7 @@ class _Case:
     after: float
 
 
-_CASES = (
-    _Case("512", "Fig 9", 512, 1024, 3.0, 19.3, 22.6),
-    _Case("1024", "Fig 10", 1024, 1024, 2.0, 19.2, 25.0),
-)
+_CASES = (_Case("512", "Fig 9", 512, 1024, 3.0, 19.3, 22.6), _Case("1024", "Fig 10", 1024, 1024, 2.0, 19.2, 25.0))
 
 
 def zte_section(testbed: Testbed) -> Section:
@@ -49,11 +47,15 @@ def zte_section(testbed: Testbed) -> Section:
     rows = (*cases, *ratios, *_formula_rows(testbed))
     figures = {row.key: row.figure or 0.0 for row in rows}
     bars = Chart(
-        "zte_split", "ZTE, Figs 9–10: gain in throughput of splitting over GPU B and GPU A", "%",
+        "zte_split",
+        "ZTE, Figs 9–10: gain in throughput of splitting over GPU B and GPU A",
+        "%",
         tuple(f"{case.prompt}+{case.output}, {case.rate:g} req/s" for case in _CASES),
-        {"paper": [change(case.after, case.before) for case in _CASES],
-         "ours": [figures[f"gain_{case.name}"] for case in _CASES]},
-    )  # fmt: skip
+        {
+            "paper": [change(case.after, case.before) for case in _CASES],
+            "ours": [figures[f"gain_{case.name}"] for case in _CASES],
+        },
+    )
     return Section("zte", "ZTE: prefill and decode on GPUs of two vendors", rows, (bars, chart))
 
 
@@ -64,13 +66,24 @@ def _case_rows(testbed: Testbed, case: _Case) -> tuple[Row, ...]:
     ttft = [fmean(map(p99_ttft_s, runs)) for runs in (alone, split)]
     what = f"{case.prompt}+{case.output} at {case.rate:g} req/s"
     return (
-        gain(f"gain_{case.name}", case.where, f"{what}: throughput, split against integrated",
-             round(change(case.after, case.before)), change(speeds[1], speeds[0])),
+        gain(
+            f"gain_{case.name}",
+            case.where,
+            f"{what}: throughput, split against integrated",
+            round(change(case.after, case.before)),
+            change(speeds[1], speeds[0]),
+        ),
         told(f"alone_{case.name}", case.where, f"{what}: integrated", "tokens/s", f"{case.before:g}", speeds[0]),
         told(f"split_{case.name}", case.where, f"{what}: split", "tokens/s", f"{case.after:g}", speeds[1]),
-        order(f"ttft_{case.name}", case.where, f"{what}: TTFT within the SLO", "split meets it, integrated does not",
-              f"{ttft[1]:.2f} s against {ttft[0]:.2f} s", ttft[1] <= _TTFT_SLO_S < ttft[0]),
-    )  # fmt: skip
+        order(
+            f"ttft_{case.name}",
+            case.where,
+            f"{what}: TTFT within the SLO",
+            "split meets it, integrated does not",
+            f"{ttft[1]:.2f} s against {ttft[0]:.2f} s",
+            ttft[1] <= _TTFT_SLO_S < ttft[0],
+        ),
+    )
 
 
 def _ratio_rows(testbed: Testbed) -> tuple[tuple[Row, ...], Chart]:
@@ -84,13 +97,22 @@ def _ratio_rows(testbed: Testbed) -> tuple[tuple[Row, ...], Chart]:
         first, second = change(found[two], found[1, 1]), change(found[three], found[1, 1])
         names = f"{_name(two)} and {_name(three)}"
         rows.append(
-            order(f"ratio_{two[0]}p{two[1]}d", "Fig 7", f"throughput of {names} against 1P1D", "both higher, and alike",
-                  f"{first:+.2f} % and {second:+.2f} %", first > 0 and abs(second - first) < 2.0)
-        )  # fmt: skip
+            order(
+                f"ratio_{two[0]}p{two[1]}d",
+                "Fig 7",
+                f"throughput of {names} against 1P1D",
+                "both higher, and alike",
+                f"{first:+.2f} % and {second:+.2f} %",
+                first > 0 and abs(second - first) < 2.0,
+            )
+        )
     chart = Chart(
-        "zte_ratio", "ZTE, Fig 7: throughput by P:D, 256+256 at 2 req/s", "tokens/s a request",
-        tuple(map(_name, found)), {"ours": list(found.values())},
-    )  # fmt: skip
+        "zte_ratio",
+        "ZTE, Fig 7: throughput by P:D, 256+256 at 2 req/s",
+        "tokens/s a request",
+        tuple(map(_name, found)),
+        {"ours": list(found.values())},
+    )
     return tuple(rows), chart
 
 
@@ -120,12 +142,62 @@ def _formula_rows(testbed: Testbed) -> tuple[Row, ...]:
     ttft = testbed.model("ZTE-GPU-B", _MODEL).prefill_time_s(1024)
     tpot = testbed.model("ZTE-GPU-A", _MODEL).decode_time_s(32, 32 * 1024)
     return (
-        told("eq2", "eq. 2", "first token of 1024 tokens on GPU B: formula, beside the step model's "
-             f"{1e3 * ttft:.1f} ms", "ms", "–", 1e3 * first_token_s(second, geometry, 1024, discounts)),
-        told("eq5", "eq. 5", "time per output token of 32 requests on GPU A: formula, beside the step model's "
-             f"{1e3 * tpot:.1f} ms", "ms", "–", 1e3 * output_token_s(first, geometry, 32, 1024, discounts)),
-    )  # fmt: skip
+        told(
+            "eq2",
+            "eq. 2",
+            f"first token of 1024 tokens on GPU B: formula, beside the step model's {1e3 * ttft:.1f} ms",
+            "ms",
+            "–",
+            1e3 * first_token_s(second, geometry, 1024, discounts),
+        ),
+        told(
+            "eq5",
+            "eq. 5",
+            f"time per output token of 32 requests on GPU A: formula, beside the step model's {1e3 * tpot:.1f} ms",
+            "ms",
+            "–",
+            1e3 * output_token_s(first, geometry, 32, 1024, discounts),
+        ),
+    )
 
 
 def _name(ratio: tuple[int, int]) -> str:
     return f"{ratio[0]}P{ratio[1]}D"
+
+
+@dataclass(frozen=True, slots=True)
+class Discounts:
+    """Shares of the peaks: λ of compute, β of the link, α of the memory bandwidth. The paper leaves them open."""
+
+    compute: float
+    link: float
+    memory: float
+
+
+def first_token_s(
+    device: Accelerator, model: ModelGeometry, prompt: int, discounts: Discounts, ranks: int = 1
+) -> float:
+    """l_p = c_p/(λR_p) + e_p/(βB_p): compute, then the all-reduces of tensor parallelism (none on one rank)."""
+    attention = 2.0 * model.layers * model.hidden * prompt * prompt  # causal: half of QKᵀ and of PV
+    work = model.matmul_flops_per_token() * prompt + attention
+    moved = 2.0 * model.layers * prompt * model.hidden * 2.0 * 2.0 * (ranks - 1) / ranks
+    return work / ranks / (discounts.compute * device.flops("fp16")) + moved / (discounts.link * device.links.scale_up)
+
+
+def output_token_s(
+    device: Accelerator, model: ModelGeometry, batch: int, context: float, discounts: Discounts
+) -> float:
+    """l_d = e_vram/(αB_vram): weights once, KV of every request; computation hides behind it. One rank."""
+    moved = model.weight_bytes(2.0) + batch * context * model.kv_bytes_per_token(2.0)
+    return moved / (discounts.memory * device.bandwidth_bytes_s)
+
+
+def prefill_memory_bytes(model: ModelGeometry, prompts_in_flight_tokens: int) -> float:
+    """m_p = weights + activations (eq. 3; F: + KV of the prompts in flight)."""
+    activations = prompts_in_flight_tokens * model.hidden * 2.0 * 2.0
+    return model.weight_bytes(2.0) + activations + prompts_in_flight_tokens * model.kv_bytes_per_token(2.0)
+
+
+def decode_memory_bytes(model: ModelGeometry, batch: int, context: float) -> float:
+    """m_d = weights + activations + KV (eq. 6)."""
+    return model.weight_bytes(2.0) + batch * (model.hidden * 4.0 + context * model.kv_bytes_per_token(2.0))

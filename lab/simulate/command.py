@@ -53,9 +53,7 @@ def simulate_command(
     from lab.simulate.session import SimulateOptions, run_simulation
     from lab.simulate.workloads import WorkloadOptions
 
-    workload = WorkloadOptions(
-        trace, requests, rate, arrivals, cv, seed, trace_format, sort, skip_empty, lengths
-    )  # fmt: skip
+    workload = WorkloadOptions(trace, requests, rate, arrivals, cv, seed, trace_format, sort, skip_empty, lengths)
     options = SimulateOptions(
         cluster, workload, tuple(policy or ()), slo_ttft, slo_tpot, accuracy, calibration, goodput, target, csv, plots
     )

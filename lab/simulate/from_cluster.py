@@ -20,8 +20,14 @@ from shared.cost.rates_file import CalibratedKind, Calibration, Kind
 from shared.errors import InvalidRequest, NotFound
 
 # Settings that the launcher derives, and that say nothing to a simulation.
-_WORKER = {"rpc_port": 0, "http_port": 0, "kv_port": 0, "monitor_url": "", "heartbeat_address": "",
-           "broadcast_address": ""}  # fmt: skip
+_WORKER = {
+    "rpc_port": 0,
+    "http_port": 0,
+    "kv_port": 0,
+    "monitor_url": "",
+    "heartbeat_address": "",
+    "broadcast_address": "",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +94,13 @@ class _Entry:
         self._section = section
         self._at = f"instances.{section.id}"
         values = {
-            **_WORKER, "instance_id": section.id, "role": section.role, "model": cluster.model,
-            "max_model_len": cluster.max_model_len, **section.extra,
-        }  # fmt: skip
+            **_WORKER,
+            "instance_id": section.id,
+            "role": section.role,
+            "model": cluster.model,
+            "max_model_len": cluster.max_model_len,
+            **section.extra,
+        }
         self.settings = settings_of(WorkerSettings, str(file), self._at, values)
         self.emulated = self.settings.engine == "emulated"
         self.model = self.settings.emulated_model if self.emulated else cluster.model

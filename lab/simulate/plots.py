@@ -49,11 +49,17 @@ def latency_figure(runs: Sequence[Run]) -> go.Figure:
             seconds, shares = _distribution(values[np.isfinite(values)])
             figure.add_trace(
                 go.Scatter(
-                    x=seconds, y=shares, name=run.label, legendgroup=run.label, showlegend=column == 1,
-                    mode="lines", line={"color": colours[number % len(colours)]},
+                    x=seconds,
+                    y=shares,
+                    name=run.label,
+                    legendgroup=run.label,
+                    showlegend=column == 1,
+                    mode="lines",
+                    line={"color": colours[number % len(colours)]},
                 ),
-                row=1, col=column,
-            )  # fmt: skip
+                row=1,
+                col=column,
+            )
     slo = runs[0].spec.slo
     for column, target in ((1, slo.ttft_s), (2, slo.tpot_s)):
         figure.add_vline(x=target, line={"dash": "dash", "color": "#888"}, row=1, col=column)
@@ -85,12 +91,18 @@ def load_figure(result: SimResult, timeline: LoadTimeline, label: str) -> go.Fig
         known = np.asarray(values, dtype=np.float64) if number == 1 else np.where(gone, np.nan, values)
         figure.add_trace(
             go.Heatmap(
-                x=timeline.time_s, y=names, z=known.T, colorscale=colours,
-                zmin=-1.0 if number == 1 else 0.0, zmax=most, showscale=False,
+                x=timeline.time_s,
+                y=names,
+                z=known.T,
+                colorscale=colours,
+                zmin=-1.0 if number == 1 else 0.0,
+                zmax=most,
+                showscale=False,
                 hovertemplate=f"%{{y}} at %{{x:.2f}} s<br>{title}: %{{z}}<extra></extra>",
             ),
-            row=number, col=1,
-        )  # fmt: skip
+            row=number,
+            col=1,
+        )
     figure.update_xaxes(title_text="seconds", row=len(rows), col=1)
     figure.update_layout(title=label, height=4 * (110 + 18 * len(names)))
     return figure

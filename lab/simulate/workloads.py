@@ -58,9 +58,7 @@ def _requests(options: WorkloadOptions) -> Workload:
     if options.requests is not None and options.requests < 1:
         raise InvalidRequest(f"requests must be at least 1, not {options.requests}")
     if Path(options.source).is_file():
-        read = read_trace(
-            Path(options.source), options.format, sort=options.sort, skip_empty=options.skip_empty
-        )  # fmt: skip
+        read = read_trace(Path(options.source), options.format, sort=options.sort, skip_empty=options.skip_empty)
         return read if options.requests is None else read.head(options.requests)
     count = options.requests or DEFAULT_REQUESTS
     if options.source in _LIKE:

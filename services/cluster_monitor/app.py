@@ -98,9 +98,15 @@ def _sockets(stack: AsyncExitStack, settings: MonitorSettings) -> Sockets:
 
 
 def _repeat(
-    tasks: Background, settings: MonitorSettings, beats: Heartbeats, broadcaster: Broadcaster,
-    history: History, slo: SloService, engine: AsyncEngine, store: WriteBehind,
-) -> None:  # fmt: skip
+    tasks: Background,
+    settings: MonitorSettings,
+    beats: Heartbeats,
+    broadcaster: Broadcaster,
+    history: History,
+    slo: SloService,
+    engine: AsyncEngine,
+    store: WriteBehind,
+) -> None:
     def turn() -> None:
         beats.tick()
         broadcaster.publish()
@@ -118,9 +124,13 @@ def _repeat(
 
 
 async def _recall(
-    settings: MonitorSettings, store: WriteBehind, engine: AsyncEngine, registry: Registry, memory: Memory,
+    settings: MonitorSettings,
+    store: WriteBehind,
+    engine: AsyncEngine,
+    registry: Registry,
+    memory: Memory,
     logs: tuple[Audit, Events],
-) -> None:  # fmt: skip
+) -> None:
     """Once the database answers, remember what this monitor's predecessor knew; bury who does not return."""
     await store.ready.wait()
     for log_book in logs:

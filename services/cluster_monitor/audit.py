@@ -95,15 +95,14 @@ class Audit:
         self._on_end = on_end
         self._entries: OrderedDict[str, dict[str, Any]] = OrderedDict()  # by operation id, newest last
         self._operations = Counter(
-            "polyphase_operations",
-            "Flips, drains and resumes by result",
-            ["kind", "result"],
-            registry=registry,
+            "polyphase_operations", "Flips, drains and resumes by result", ["kind", "result"], registry=registry
         )
         self._flip = Histogram(
-            "polyphase_flip_seconds", "The role change itself, as the instance measured it",
-            buckets=_FLIP_S, registry=registry,
-        )  # fmt: skip
+            "polyphase_flip_seconds",
+            "The role change itself, as the instance measured it",
+            buckets=_FLIP_S,
+            registry=registry,
+        )
         self._drain = Histogram(
             "polyphase_drain_seconds", "Waiting for accepted work to end", buckets=_DRAIN_S, registry=registry
         )
@@ -131,9 +130,16 @@ class Audit:
     def begin(self, kind: str, record: Record, to_role: Role, asked: Asked) -> Entry:
         """Note that an operation is asked for."""
         entry = Entry(
-            kind, record.instance_id, record.info.generation, record.role.value, to_role.value, asked.who, time.time(),
-            asked.operation_id, asked.why,
-        )  # fmt: skip
+            kind,
+            record.instance_id,
+            record.info.generation,
+            record.role.value,
+            to_role.value,
+            asked.who,
+            time.time(),
+            asked.operation_id,
+            asked.why,
+        )
         self._keep(asdict(entry))
         return entry
 

@@ -161,13 +161,7 @@ class OutcomeIn(_Edge):
     def to_outcome(self) -> SloOutcome:
         """As the policy has it."""
         return SloOutcome(
-            self.slo,
-            self.ended_s,
-            self.ttft_s,
-            self.tpot_s,
-            self.ttft_target_s,
-            self.tpot_target_s,
-            self.failed,
+            self.slo, self.ended_s, self.ttft_s, self.tpot_s, self.ttft_target_s, self.tpot_target_s, self.failed
         )
 
 

@@ -63,9 +63,13 @@ class Events:
     def note(self, kind: EventKind, text: str, instance_id: str, role: str = "") -> None:
         """Keep an event."""
         row = {
-            "event_id": uuid.uuid4().hex, "time_s": time.time(), "kind": kind.value, "instance_id": instance_id,
-            "role": role, "text": text,
-        }  # fmt: skip
+            "event_id": uuid.uuid4().hex,
+            "time_s": time.time(),
+            "kind": kind.value,
+            "instance_id": instance_id,
+            "role": role,
+            "text": text,
+        }
         self._rings[kind.value].append(row)
         self._store.put(events, dict(row))
 

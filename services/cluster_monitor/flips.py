@@ -30,9 +30,7 @@ class Operations:
         self._audit = audit
         self._under_way: dict[str, asyncio.Event] = {}
 
-    async def drain(
-        self, instance_id: str, asked: Asked, *, force: bool, timeout_s: float | None
-    ) -> dict[str, Any]:
+    async def drain(self, instance_id: str, asked: Asked, *, force: bool, timeout_s: float | None) -> dict[str, Any]:
         """Give it no new work and wait for what it has.
 
         Raises Conflict for the last ready instance of a role unless forced, DeadlineExceeded when work is left at the
@@ -80,9 +78,7 @@ class Operations:
             raise NotFound(f"no operation {operation_id!r}: it never arrived here, or is forgotten")
         return row
 
-    async def _once(
-        self, kind: str, instance_id: str, asked: Asked, run: Run, *, spare_last: bool
-    ) -> dict[str, Any]:
+    async def _once(self, kind: str, instance_id: str, asked: Asked, run: Run, *, spare_last: bool) -> dict[str, Any]:
         known = self._audit.find(asked.operation_id)
         if known is not None:
             return await self._again(known, kind, instance_id)

@@ -74,11 +74,7 @@ class ClusterCollector(Collector):
         for report in self._slo.reports():
             window = f"{report.window_s:g}"
             count.add_metric((report.slo, window), report.requests)
-            targets = {
-                "ttft": report.ttft_attainment,
-                "tpot": report.tpot_attainment,
-                "both": report.attainment,
-            }
+            targets = {"ttft": report.ttft_attainment, "tpot": report.tpot_attainment, "both": report.attainment}
             for target, value in targets.items():
                 if value is not None:
                     share.add_metric((report.slo, window, target), value)

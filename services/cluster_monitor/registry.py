@@ -185,9 +185,13 @@ class Registry:
         record.state_since_s = time.time()
         level = log.warning if state in (InstanceState.DEAD, InstanceState.UNRESPONSIVE) else log.info
         level(
-            "instance changed", instance_id=record.instance_id, role=record.role.value,
-            before=before.value, state=state.value, why=record.death,
-        )  # fmt: skip
+            "instance changed",
+            instance_id=record.instance_id,
+            role=record.role.value,
+            before=before.value,
+            state=state.value,
+            why=record.death,
+        )
         self._tell(record, before)
 
     def _tell(self, record: Record, before: InstanceState) -> None:

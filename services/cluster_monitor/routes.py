@@ -108,9 +108,7 @@ async def flip(monitor: Monitor, instance_id: str, who: Who, body: FlipIn | None
     """Change its role; answers when it works in the new one, with drain and flip times apart."""
     wanted = body or FlipIn()
     asked = wanted.to_asked(who)
-    return await monitor.operations.flip(
-        instance_id, asked, force=wanted.force, drain_timeout_s=wanted.drain_timeout_s
-    )
+    return await monitor.operations.flip(instance_id, asked, force=wanted.force, drain_timeout_s=wanted.drain_timeout_s)
 
 
 @router.get("/operations/{operation_id}")

@@ -21,9 +21,8 @@ from services.global_scheduler.wiring import open_broadcast, open_rpc, open_sock
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
-from shared.store.closing import close_lost
 from shared.store.database import open_engine
-from shared.store.retention import Retention
+from shared.store.retention import Retention, close_lost
 from shared.store.write_behind import WriteBehind
 from shared.wire.clients.http import JsonClient
 

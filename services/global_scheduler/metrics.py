@@ -12,10 +12,7 @@ class SchedulerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._decisions = Histogram(
-            "polyphase_scheduler_decision_seconds",
-            "Time of one placement",
-            buckets=_DECISION_S,
-            registry=registry,
+            "polyphase_scheduler_decision_seconds", "Time of one placement", buckets=_DECISION_S, registry=registry
         )
         self._placements = Counter(
             "polyphase_scheduler_placements", "Placements", ["prefill", "decode", "kind"], registry=registry

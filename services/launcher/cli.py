@@ -14,9 +14,11 @@ from services.launcher.up import UpOptions, up
 from shared.errors import PolyphaseError
 
 app = typer.Typer(
-    name="polyphase", no_args_is_help=True, add_completion=False,
+    name="polyphase",
+    no_args_is_help=True,
+    add_completion=False,
     help="LLM serving that splits prefill and decode over unlike accelerators.",
-)  # fmt: skip
+)
 keys_app = typer.Typer(no_args_is_help=True, help="API keys; the keys for traffic between hosts.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure. Exit code 0 only if every aim is met.")
 app.add_typer(keys_app, name="keys")
@@ -100,9 +102,7 @@ def drain_command(
 
 
 @app.command("resume")
-def resume_command(
-    instance: str, data_dir: DataDir = DATA_DIR, monitor: Monitor = "", as_json: Json = False
-) -> None:
+def resume_command(instance: str, data_dir: DataDir = DATA_DIR, monitor: Monitor = "", as_json: Json = False) -> None:
     """Give a drained instance work again."""
     _operate("resume", instance, data_dir, monitor, as_json)
 
@@ -220,9 +220,7 @@ app.command("simulate")(measuring.from_lab("simulate.command", "simulate_command
 
 
 @app.command("predictor", context_settings=_PASS_ON)
-def predictor_command(
-    context: typer.Context, what: Annotated[str, typer.Argument(help="train or evaluate")]
-) -> None:
+def predictor_command(context: typer.Context, what: Annotated[str, typer.Argument(help="train or evaluate")]) -> None:
     """Train or evaluate the length predictor; further arguments go to `predictor.train` or `.evaluate`."""
     if what not in ("train", "evaluate"):
         print("polyphase predictor train|evaluate …", file=sys.stderr)
@@ -232,9 +230,15 @@ def predictor_command(
 
 
 def _operate(
-    what: str, instance: str, data_dir: Path, monitor: str, as_json: bool, *,
-    timeout_s: float = 0.0, force: bool = False,
-) -> None:  # fmt: skip
+    what: str,
+    instance: str,
+    data_dir: Path,
+    monitor: str,
+    as_json: bool,
+    *,
+    timeout_s: float = 0.0,
+    force: bool = False,
+) -> None:
     url = operate.monitor_url(data_dir, monitor)
     answer: dict[str, Any] = asyncio.run(operate.act(what, instance, url, timeout_s=timeout_s, force=force))
     if as_json:

@@ -19,9 +19,7 @@ from shared.runtime.settings import ServiceSettings
 
 LOCAL = "local"
 CLUSTERS = Path(__file__).parent / "clusters"
-_COMMON = frozenset(
-    {"curve_public", "curve_secret", "monitor_url", "broadcast_address", "database_url", "model"}
-)
+_COMMON = frozenset({"curve_public", "curve_secret", "monitor_url", "broadcast_address", "database_url", "model"})
 
 
 class Section(BaseModel):
@@ -105,9 +103,7 @@ class InstanceSection(Section):
     """One instance, or `count` alike ones, named id-0, id-1, … `extra`: WorkerSettings."""
 
     settings = WorkerSettings
-    derived = frozenset(
-        {"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "predictor_url"}
-    )
+    derived = frozenset({"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "predictor_url"})
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     role: Role
@@ -162,9 +158,7 @@ class Cluster(BaseModel):
         known = ", ".join(self.hosts) or "none"
         for entry in self.instances:
             if entry.host and entry.host not in self.hosts:
-                raise ValueError(
-                    f"instances: {entry.id}: host {entry.host!r} is not in `hosts` (known: {known})"
-                )
+                raise ValueError(f"instances: {entry.id}: host {entry.host!r} is not in `hosts` (known: {known})")
         if self.hosts and self.control not in self.hosts:
             raise ValueError(f"control: must name the control plane's host, one of `hosts` ({known})")
         if bool(self.curve_public) != bool(self.curve_secret):

@@ -11,12 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from services.launcher.keeper import State, Status
-from services.launcher.plan import Plan
+from services.launcher.spec import Plan
 
 _MARKS = {
-    State.WAITING: ("·", "dim"), State.STARTING: ("◐", "yellow"), State.READY: ("✔", "green"),
-    State.RESTARTING: ("↻", "magenta"), State.FAILED: ("✘", "red"), State.STOPPED: ("■", "dim"),
-}  # fmt: skip
+    State.WAITING: ("·", "dim"),
+    State.STARTING: ("◐", "yellow"),
+    State.READY: ("✔", "green"),
+    State.RESTARTING: ("↻", "magenta"),
+    State.FAILED: ("✘", "red"),
+    State.STOPPED: ("■", "dim"),
+}
 
 
 class StartDisplay:
@@ -63,9 +67,11 @@ class StartDisplay:
         for status in self._statuses.values():
             mark, style = _MARKS[status.state]
             table.add_row(
-                f"[{style}]{mark}[/] {status.name}", Text(f"{status.state.value} {status.note}", style),
-                _seconds(status), str(status.pid or ""),
-            )  # fmt: skip
+                f"[{style}]{mark}[/] {status.name}",
+                Text(f"{status.state.value} {status.note}", style),
+                _seconds(status),
+                str(status.pid or ""),
+            )
         return table
 
 
@@ -100,8 +106,9 @@ def _line(status: Status) -> str:
     mark, style = _MARKS[status.state]
     words = {
         State.READY: f"ready after {status.took_s:.1f} s (process {status.pid})",
-        State.RESTARTING: status.note, State.FAILED: f"failed: {status.note}",
-    }.get(status.state, status.state.value)  # fmt: skip
+        State.RESTARTING: status.note,
+        State.FAILED: f"failed: {status.note}",
+    }.get(status.state, status.state.value)
     return f"[{style}]{mark}[/] {status.name}: {words}"
 
 

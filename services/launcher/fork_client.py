@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from services.launcher import child
-from services.launcher.plan import ProcessSpec
 from services.launcher.process import Child, spawn
+from services.launcher.spec import ProcessSpec
 from shared.errors import Unavailable
 
 NAME = "fork-server"

@@ -11,8 +11,8 @@ from pathlib import Path
 from services.launcher import process_log
 from services.launcher.fork_client import ForkServer
 from services.launcher.health import Health
-from services.launcher.plan import ProcessSpec
 from services.launcher.process import Child, spawn
+from services.launcher.spec import ProcessSpec
 from services.launcher.watch import Limits, until_ended, until_healthy
 from shared.errors import Unavailable
 
@@ -84,9 +84,16 @@ class Keeper:
     """Keeps one process running. Without one that is not `vital` the suite starts as well."""
 
     def __init__(
-        self, spec: ProcessSpec, logs: Path, changed: Changed, limits: Limits, starter: Starter, health: Health | None,
-        *, vital: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        spec: ProcessSpec,
+        logs: Path,
+        changed: Changed,
+        limits: Limits,
+        starter: Starter,
+        health: Health | None,
+        *,
+        vital: bool = True,
+    ) -> None:
         self.status = Status(spec.name, logs / f"{spec.name}.log")
         self.child: Child | None = None
         self.was_ready = asyncio.Event()

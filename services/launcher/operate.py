@@ -12,9 +12,7 @@ from services.launcher import state_file
 from shared.errors import NotFound, OutcomeUnknown
 from shared.wire.clients.monitor import MonitorClient
 
-_STYLES = {
-    "ready": "green", "starting": "yellow", "draining": "magenta", "unresponsive": "red", "dead": "red",
-}  # fmt: skip
+_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta", "unresponsive": "red", "dead": "red"}
 
 _NO = "[red]✘[/]"
 _MARKS = {"failed": _NO, "refused": _NO, "expired": _NO, "running": "…", "unknown": "?"}  # of other results: ✔
@@ -103,9 +101,14 @@ def _instances(entries: list[dict[str, Any]]) -> Table:
         free = f"{load['free_blocks'] / max(1, info['total_blocks']):.0%}"
         engine = " (emulated)" if info["compatibility"]["engine"] == "emulated" else ""
         table.add_row(
-            entry["instance_id"], entry["role"], state, info["accelerator"] + engine, *counts, free,
+            entry["instance_id"],
+            entry["role"],
+            state,
+            info["accelerator"] + engine,
+            *counts,
+            free,
             f"{load['staged_bytes'] / 2**20:.1f}",
-        )  # fmt: skip
+        )
     return table
 
 

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,73 +15,13 @@ from services.launcher import ports
 from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection, describe
 from services.launcher.model_source import PROJECT
 from services.launcher.ports import PortUse
+from services.launcher.spec import OURS, Plan, ProcessSpec
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
 
-# What the fork server imports for each module that it forks, and the environment that it needs for that.
-_PRELOAD = {
-    "gateway": ("gateway.app", "shared.runtime.http"),
-    "services.worker": ("services.worker.app", "services.worker.engines.vllm", "services.worker.kv.vllm.connector"),
-}
-_PRELOAD_ENV = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 Settings = TypeVar("Settings", bound=ServiceSettings)
-_OURS = "POLYPHASE_"
 _UNSET = "POLYPHASE_NOT_FROM_THE_ENVIRONMENT_"  # settings come from the cluster file alone
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
-    """One process to keep running. `health_url` answers 200 once it is ready; empty: ready when it runs.
-
-    One with a `module` may also be forked from a process that has imported the engine; see `fork_server`.
-    """
-
-    name: str
-    argv: tuple[str, ...]
-    env: dict[str, str]
-    health_url: str = ""
-    ports: tuple[PortUse, ...] = ()
-    module: str = ""
-    settings: ServiceSettings | None = None  # what `env` says; None: not a service of ours
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one host runs, and where to find the rest."""
-
-    model: str
-    processes: tuple[ProcessSpec, ...]
-    instance_ids: tuple[str, ...]  # of this host
-    api_url: str
-    monitor_url: str
-    scheduler_urls: tuple[str, ...]
-    predictor_url: str
-    dashboard_url: str
-    runs_control: bool
-    api_keys: bool = False  # whether the API wants a key
-
-    @property
-    def fork_env(self) -> dict[str, str] | None:
-        """The fork server's environment; None when nothing is to be forked, or nothing can be.
-
-        For the gateway alone it is worth it too: a lost one is back within two seconds, not after an import.
-        """
-        forked = [process for process in self.processes if process.module]
-        if not forked or sys.platform != "linux":
-            return None
-        shared = {key: value for key, value in forked[0].env.items() if not key.startswith(_OURS)}
-        return {**shared, **_PRELOAD_ENV}
-
-    @property
-    def preload(self) -> tuple[str, ...]:
-        """What the fork server imports."""
-        return tuple(dict.fromkeys(name for process in self.processes for name in _PRELOAD.get(process.module, ())))
-
-    @property
-    def port_uses(self) -> tuple[PortUse, ...]:
-        """Every port that is listened on here."""
-        return tuple(use for process in self.processes for use in process.ports)
 
 
 def make_plan(cluster: Cluster, data_dir: Path, host_name: str = "", where: str = "cluster file") -> Plan:
@@ -122,14 +61,17 @@ class _Planner:
         if not processes:
             raise InvalidRequest(f"{self._where}: nothing is to run on host {self._here!r}")
         plan = Plan(
-            model=c.served_model_name or c.model, processes=tuple(processes),
+            model=c.served_model_name or c.model,
+            processes=tuple(processes),
             instance_ids=tuple(spec.name for spec in instances),
-            api_url=self._api_url, monitor_url=self._http(ports.MONITOR),
+            api_url=self._api_url,
+            monitor_url=self._http(ports.MONITOR),
             scheduler_urls=tuple(self._http(self._scheduler_port(i)) for i in range(c.scheduler.count)),
             predictor_url=self._http(ports.PREDICTOR) if c.predictor.enabled else "",
             dashboard_url=f"http://127.0.0.1:{c.dashboard.port}" if with_dashboard else "",
-            runs_control=runs_control, api_keys=bool(c.gateway.extra.get("api_keys_file")),
-        )  # fmt: skip
+            runs_control=runs_control,
+            api_keys=bool(c.gateway.extra.get("api_keys_file")),
+        )
         ports.check_distinct(plan.port_uses)
         return plan
 
@@ -157,54 +99,81 @@ class _Planner:
     def _monitor(self) -> ProcessSpec:
         port = self._base + ports.MONITOR
         values = {
-            "http_host": self._control, "http_port": port, "database_url": self._database,
-            "heartbeat_address": self._zmq(1), "broadcast_address": self._zmq(2), **self._curve,
-        }  # fmt: skip
+            "http_host": self._control,
+            "http_port": port,
+            "database_url": self._database,
+            "heartbeat_address": self._zmq(1),
+            "broadcast_address": self._zmq(2),
+            **self._curve,
+        }
         settings = self._settings(MonitorSettings, "monitor", self._cluster.monitor.extra, values)
         uses = (port, port + 1, port + 2)
-        return self._process("monitor", "services.cluster_monitor", settings, self._control, port, uses,
-                             self._cluster.monitor.env)  # fmt: skip
+        return self._process(
+            "monitor", "services.cluster_monitor", settings, self._control, port, uses, self._cluster.monitor.env
+        )
 
     def _scheduler(self, index: int) -> ProcessSpec:
         c, offset = self._cluster, self._scheduler_port(index)
         port = self._base + offset
         values = {
-            "scheduler_id": f"scheduler-{index}", "http_host": self._control, "http_port": port,
-            "rpc_address": self._zmq(offset + 1), "broadcast_address": self._zmq(2),
-            "monitor_url": self._http(ports.MONITOR), "predictor_url": self._predictor_url,
-            "database_url": self._database, **self._curve,
-        }  # fmt: skip
+            "scheduler_id": f"scheduler-{index}",
+            "http_host": self._control,
+            "http_port": port,
+            "rpc_address": self._zmq(offset + 1),
+            "broadcast_address": self._zmq(2),
+            "monitor_url": self._http(ports.MONITOR),
+            "predictor_url": self._predictor_url,
+            "database_url": self._database,
+            **self._curve,
+        }
         settings = self._settings(SchedulerSettings, "scheduler", c.scheduler.extra, values)
         name = "scheduler" if c.scheduler.count == 1 else f"scheduler-{index}"
         uses = (port, port + 1)
-        return self._process(name, "services.global_scheduler", settings, self._control, port, uses,
-                             c.scheduler.env)  # fmt: skip
+        return self._process(name, "services.global_scheduler", settings, self._control, port, uses, c.scheduler.env)
 
     def _gateway(self) -> ProcessSpec:
         c = self._cluster
         addresses = tuple(self._zmq(self._scheduler_port(i) + 1) for i in range(c.scheduler.count))
         values = {
-            "host": self._gateway_host, "port": c.gateway.port, "schedulers": addresses, "model": c.model,
-            "served_model_name": c.served_model_name, "max_model_len": c.max_model_len, **self._curve,
-        }  # fmt: skip
+            "host": self._gateway_host,
+            "port": c.gateway.port,
+            "schedulers": addresses,
+            "model": c.model,
+            "served_model_name": c.served_model_name,
+            "max_model_len": c.max_model_len,
+            **self._curve,
+        }
         settings = self._settings(GatewaySettings, "gateway", c.gateway.extra, values)
-        return self._process("gateway", "gateway", settings, self._gateway_host, c.gateway.port,
-                             (c.gateway.port,), c.gateway.env)  # fmt: skip
+        return self._process(
+            "gateway", "gateway", settings, self._gateway_host, c.gateway.port, (c.gateway.port,), c.gateway.env
+        )
 
     def _predictor(self) -> ProcessSpec:
         port = self._base + ports.PREDICTOR
         values = {"host": self._control, "port": port, "model": self._cluster.model}
         settings = self._settings(PredictorSettings, "predictor", self._cluster.predictor.extra, values)
-        return self._process("predictor", "predictor", settings, self._control, port, (port,),
-                             self._cluster.predictor.env)  # fmt: skip
+        return self._process(
+            "predictor", "predictor", settings, self._control, port, (port,), self._cluster.predictor.env
+        )
 
     def _dashboard(self) -> ProcessSpec:
         c, port = self._cluster, self._cluster.dashboard.port
         argv = (
-            sys.executable, "-P", "-m", "streamlit", "run", str(PROJECT / "dashboard" / "app.py"),
-            "--server.port", str(port), "--server.address", "127.0.0.1", "--server.headless", "true",
-            "--browser.gatherUsageStats", "false",
-        )  # fmt: skip
+            sys.executable,
+            "-P",
+            "-m",
+            "streamlit",
+            "run",
+            str(PROJECT / "dashboard" / "app.py"),
+            "--server.port",
+            str(port),
+            "--server.address",
+            "127.0.0.1",
+            "--server.headless",
+            "true",
+            "--browser.gatherUsageStats",
+            "false",
+        )
         env = {
             "POLYPHASE_DASHBOARD_MONITOR_URL": self._http(ports.MONITOR),
             "POLYPHASE_DASHBOARD_SCHEDULER_URL": self._http(self._scheduler_port(0)),
@@ -230,30 +199,46 @@ class _Planner:
     def _instance(self, entry: InstanceSection, name: str, first: int, ranks: int) -> ProcessSpec:
         host = self._cluster.hosts.get(entry.host or self._cluster.control, "127.0.0.1")
         values = {
-            "instance_id": name, "role": entry.role, "model": self._cluster.model, "host": host,
-            "rpc_port": first, "http_port": first + 1, "kv_port": first + 2,
-            "max_model_len": self._cluster.max_model_len, "monitor_url": self._http(ports.MONITOR),
-            "heartbeat_address": self._zmq(1), "broadcast_address": self._zmq(2),
-            "predictor_url": self._predictor_url, **self._curve,
-        }  # fmt: skip
+            "instance_id": name,
+            "role": entry.role,
+            "model": self._cluster.model,
+            "host": host,
+            "rpc_port": first,
+            "http_port": first + 1,
+            "kv_port": first + 2,
+            "max_model_len": self._cluster.max_model_len,
+            "monitor_url": self._http(ports.MONITOR),
+            "heartbeat_address": self._zmq(1),
+            "broadcast_address": self._zmq(2),
+            "predictor_url": self._predictor_url,
+            **self._curve,
+        }
         settings = self._settings(WorkerSettings, f"instances.{entry.id}", entry.extra, values)
         uses = tuple(range(first, first + 2 + ranks))
         return self._process(name, "services.worker", settings, host, first + 1, uses, entry.env)
 
-    def _settings(
-        self, kind: type[Settings], at: str, extra: dict[str, Any], values: dict[str, Any]
-    ) -> Settings:
+    def _settings(self, kind: type[Settings], at: str, extra: dict[str, Any], values: dict[str, Any]) -> Settings:
         return settings_of(kind, self._where, at, {**values, **extra})
 
     def _process(
-        self, name: str, module: str, settings: ServiceSettings, host: str, http: int, uses: tuple[int, ...],
+        self,
+        name: str,
+        module: str,
+        settings: ServiceSettings,
+        host: str,
+        http: int,
+        uses: tuple[int, ...],
         env: dict[str, str],
-    ) -> ProcessSpec:  # fmt: skip
+    ) -> ProcessSpec:
         return ProcessSpec(
-            name, (sys.executable, "-P", "-m", module), {**self._env, **settings.to_environment(), **env},
-            f"http://{self._reached(host)}:{http}/health", tuple(PortUse(name, host, port) for port in uses),
-            module if not env and _forkable(settings) else "", settings,
-        )  # fmt: skip
+            name,
+            (sys.executable, "-P", "-m", module),
+            {**self._env, **settings.to_environment(), **env},
+            f"http://{self._reached(host)}:{http}/health",
+            tuple(PortUse(name, host, port) for port in uses),
+            module if not env and _forkable(settings) else "",
+            settings,
+        )
 
     @property
     def _predictor_url(self) -> str:
@@ -292,7 +277,7 @@ def _own_host(cluster: Cluster, name: str) -> str:
 
 def _child_environment(model: str) -> dict[str, str]:
     """Ours without POLYPHASE_…: what is not in the cluster file does not count."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
+    env = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
     env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
     if Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"

@@ -16,7 +16,7 @@ from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster
 from services.launcher.fork_client import NAME as FORK_SERVER
 from services.launcher.model_source import config_of, fault_of
-from services.launcher.plan import Plan
+from services.launcher.spec import Plan
 from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.cost.models import bundled_geometry
@@ -82,8 +82,9 @@ def _of_gateway(settings: GatewaySettings) -> Faults:
 def _of_scheduler(settings: SchedulerSettings) -> Faults:
     yield from _of_database(settings.database_url)
     for key in ("placement", "split", "dispatch"):
-        yield from _of_policy(f"scheduler.{key}", getattr(registry, key), getattr(settings, key),
-                              getattr(settings, f"{key}_parameters"))  # fmt: skip
+        yield from _of_policy(
+            f"scheduler.{key}", getattr(registry, key), getattr(settings, key), getattr(settings, f"{key}_parameters")
+        )
 
 
 def _of_monitor(settings: MonitorSettings) -> Faults:

@@ -102,9 +102,15 @@ async def spawn(program: Sequence[str], env: dict[str, str], log: Path | None, p
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if log is not None else None
     try:
         process = await asyncio.create_subprocess_exec(
-            *wrapper, *program, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True, pass_fds=pass_fds,
-        )  # fmt: skip
+            *wrapper,
+            *program,
+            env=env,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
     finally:
         if output is not None:
             os.close(output)

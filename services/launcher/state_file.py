@@ -11,7 +11,7 @@ import msgspec
 import psutil
 
 from services.launcher.keeper import Status
-from services.launcher.plan import Plan
+from services.launcher.spec import Plan
 from shared.errors import Conflict, InvalidRequest, NotFound
 
 NAME = "state.json"
@@ -69,9 +69,17 @@ def describe(plan: Plan, statuses: Iterable[Status]) -> SuiteState:
         for s in statuses
     )
     return SuiteState(
-        os.getpid(), psutil.Process().create_time(), plan.model, plan.api_url, plan.monitor_url,
-        plan.scheduler_urls, plan.predictor_url, plan.dashboard_url, plan.instance_ids, processes,
-    )  # fmt: skip
+        os.getpid(),
+        psutil.Process().create_time(),
+        plan.model,
+        plan.api_url,
+        plan.monitor_url,
+        plan.scheduler_urls,
+        plan.predictor_url,
+        plan.dashboard_url,
+        plan.instance_ids,
+        processes,
+    )
 
 
 def write(data_dir: Path, state: SuiteState) -> None:

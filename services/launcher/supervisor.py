@@ -10,8 +10,8 @@ from services.launcher import child
 from services.launcher.fork_client import ForkServer
 from services.launcher.health import HttpHealth
 from services.launcher.keeper import Changed, Keeper, Starter, Status
-from services.launcher.plan import ProcessSpec
 from services.launcher.process import stop_all
+from services.launcher.spec import ProcessSpec
 from services.launcher.watch import Limits
 from shared.errors import NotFound, Unavailable
 
@@ -86,9 +86,13 @@ class Supervisor:
 
 @asynccontextmanager
 async def supervising(
-    specs: Sequence[ProcessSpec], logs: Path, changed: Changed, limits: Limits | None = None,
-    fork_env: dict[str, str] | None = None, preload: Sequence[str] = (),
-) -> AsyncIterator[Supervisor]:  # fmt: skip
+    specs: Sequence[ProcessSpec],
+    logs: Path,
+    changed: Changed,
+    limits: Limits | None = None,
+    fork_env: dict[str, str] | None = None,
+    preload: Sequence[str] = (),
+) -> AsyncIterator[Supervisor]:
     """Run the processes for the length of the block, and stop every one at its end, however it ends.
 
     With `fork_env`, those that have a module are forked from a process that has imported `preload`.

@@ -16,8 +16,9 @@ from services.launcher import display, state_file
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.keeper import Status
 from services.launcher.model_source import resolve_model
-from services.launcher.plan import Plan, make_plan
+from services.launcher.plan import make_plan
 from services.launcher.ports import check_free
+from services.launcher.spec import Plan
 from services.launcher.suite import Suite
 from services.launcher.supervisor import Supervisor, supervising
 from services.launcher.watch import Limits
@@ -89,9 +90,7 @@ async def _running(cluster: Cluster, plan: Plan, data_dir: Path, console: Consol
     patience = cluster.launcher
     limits = Limits(patience.start_s, hang_s=patience.hang_s, at_once=max(3, os.cpu_count() or 1))
     logs = data_dir / "logs"
-    async with supervising(
-        plan.processes, logs, listener.changed, limits, plan.fork_env, plan.preload
-    ) as supervisor:
+    async with supervising(plan.processes, logs, listener.changed, limits, plan.fork_env, plan.preload) as supervisor:
 
         def save() -> None:
             state_file.write(data_dir, state_file.describe(plan, supervisor.statuses))
@@ -137,9 +136,7 @@ async def until_stopped(work: Coroutine[Any, Any, Result], console: Console) -> 
 async def _serve(options: UpOptions, console: Console) -> None:
     cluster = cluster_of(options)
     where = f"{options.cluster} with --model" if options.model else str(options.cluster)
-    async with running_suite(
-        cluster, options.data_dir, console, host_name=options.host_name, where=where
-    ) as running:
+    async with running_suite(cluster, options.data_dir, console, host_name=options.host_name, where=where) as running:
         display.welcome(console, running.plan, running.took_s, running.suite.memory_bytes())
         await running.supervisor.during(asyncio.Event().wait())
 

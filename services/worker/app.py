@@ -34,14 +34,7 @@ from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
 from shared.wire.broadcast import Publisher, Subscriber
 from shared.wire.clients.monitor import MonitorClient
-from shared.wire.messages import (
-    DrainReply,
-    DrainRequest,
-    FlipReply,
-    FlipRequest,
-    ReleaseRequest,
-    ResumeRequest,
-)  # fmt: skip
+from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, ReleaseRequest, ResumeRequest
 from shared.wire.methods import DECODE, DRAIN, FLIP, PREFETCH, PREFILL, RELEASE, RESUME
 from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
@@ -127,9 +120,11 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
             await decode.drop_of(peer)
 
         server = RpcServer(
-            sockets, settings.address(settings.rpc_port), _handlers(prefill, decode, roles, kv),
+            sockets,
+            settings.address(settings.rpc_port),
+            _handlers(prefill, decode, roles, kv),
             on_peer_gone=lambda peer: tasks.start("release what a gone peer held", release_of(peer)),
-        )  # fmt: skip
+        )
         await stack.enter_async_context(server)
         telemetry = await _telemetry(
             settings, info, roles, engine, kv, queue, decode, dispatcher, sockets, stack, tasks
@@ -165,13 +160,20 @@ async def _start_engine(
     events_address, control_key = f"ipc://{Path(folder) / 'events'}", secrets.token_hex(16)
     events = await stack.enter_async_context(KvEvents(events_address))
     config = {
-        "endpoints": list(settings.kv_endpoints), "events": events_address, "control_key": control_key,
-        "instance_id": settings.instance_id, "generation": generation,
-        "fingerprint": fingerprint(settings.model), "staging_bytes": settings.staging_bytes,
-        "inbox_bytes": settings.inbox_bytes, "lease_s": settings.lease_s,
-        "pull_timeout_s": settings.pull_timeout_s, "curve_public": settings.curve_public,
-        "curve_secret": settings.curve_secret, "fault": settings.kv_fault,
-    }  # fmt: skip
+        "endpoints": list(settings.kv_endpoints),
+        "events": events_address,
+        "control_key": control_key,
+        "instance_id": settings.instance_id,
+        "generation": generation,
+        "fingerprint": fingerprint(settings.model),
+        "staging_bytes": settings.staging_bytes,
+        "inbox_bytes": settings.inbox_bytes,
+        "lease_s": settings.lease_s,
+        "pull_timeout_s": settings.pull_timeout_s,
+        "curve_public": settings.curve_public,
+        "curve_secret": settings.curve_secret,
+        "fault": settings.kv_fault,
+    }
     engine = VllmEngine(settings, config)
     stack.push_async_callback(engine.close)
     info = await engine.start()
@@ -202,13 +204,22 @@ def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int
 def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int) -> InstanceInfo:
     host = settings.advertise_host or settings.host
     info = InstanceInfo(
-        instance_id=settings.instance_id, generation=generation, model=settings.model,
-        compatibility=engine.compatibility, accelerator=settings.accelerator, dtype=settings.dtype,
-        tensor_parallel=settings.tensor_parallel, block_size=engine.block_size, total_blocks=engine.total_blocks,
-        max_model_len=engine.max_model_len, chunk_size=settings.chunk_size,
-        rpc=settings.address(settings.rpc_port), http=f"http://{host}:{settings.http_port}",
-        kv_endpoints=settings.kv_endpoints, rates=engine.rates,
-    )  # fmt: skip
+        instance_id=settings.instance_id,
+        generation=generation,
+        model=settings.model,
+        compatibility=engine.compatibility,
+        accelerator=settings.accelerator,
+        dtype=settings.dtype,
+        tensor_parallel=settings.tensor_parallel,
+        block_size=engine.block_size,
+        total_blocks=engine.total_blocks,
+        max_model_len=engine.max_model_len,
+        chunk_size=settings.chunk_size,
+        rpc=settings.address(settings.rpc_port),
+        http=f"http://{host}:{settings.http_port}",
+        kv_endpoints=settings.kv_endpoints,
+        rates=engine.rates,
+    )
     if not settings.rates_file:
         return info
     from shared.cost.rates_file import Calibration, Kind, merged_rates
@@ -232,15 +243,29 @@ def _handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, 
         roles.resume()
 
     return {
-        PREFILL: prefill.prefill, RELEASE: release, PREFETCH: decode.prefetch, DECODE: decode.decode,
-        DRAIN: drain, FLIP: flip, RESUME: resume,
-    }  # fmt: skip
+        PREFILL: prefill.prefill,
+        RELEASE: release,
+        PREFETCH: decode.prefetch,
+        DECODE: decode.decode,
+        DRAIN: drain,
+        FLIP: flip,
+        RESUME: resume,
+    }
 
 
 async def _telemetry(
-    settings: WorkerSettings, info: InstanceInfo, roles: RoleState, engine: Engine, kv: KvPort, queue: PrefillQueue,
-    decode: DecodeService, dispatcher: Dispatcher, sockets: Sockets, stack: AsyncExitStack, tasks: Background,
-) -> Telemetry:  # fmt: skip
+    settings: WorkerSettings,
+    info: InstanceInfo,
+    roles: RoleState,
+    engine: Engine,
+    kv: KvPort,
+    queue: PrefillQueue,
+    decode: DecodeService,
+    dispatcher: Dispatcher,
+    sockets: Sockets,
+    stack: AsyncExitStack,
+    tasks: Background,
+) -> Telemetry:
     publisher = Publisher(sockets, settings.heartbeat_address, bind=False)
     stack.callback(publisher.close)
     monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url))

@@ -50,12 +50,18 @@ class Telemetry:
         """The present load."""
         stats = self._engine.stats()
         return InstanceLoad(
-            time_s=time.time(), queued_prefill=self._queue.queued + self._decodes.queued,
+            time_s=time.time(),
+            queued_prefill=self._queue.queued + self._decodes.queued,
             queued_prefill_tokens=self._queue.queued_tokens + self._decodes.queued_tokens,
-            running=stats.running, waiting=stats.waiting, decoding=self._decodes.active,
-            heavy_decodes=self._decodes.heavy, context_tokens=self._decodes.context_tokens,
-            free_blocks=stats.free_blocks, staged_bytes=self._kv.staged_bytes, inflight=self._roles.inflight,
-        )  # fmt: skip
+            running=stats.running,
+            waiting=stats.waiting,
+            decoding=self._decodes.active,
+            heavy_decodes=self._decodes.heavy,
+            context_tokens=self._decodes.context_tokens,
+            free_blocks=stats.free_blocks,
+            staged_bytes=self._kv.staged_bytes,
+            inflight=self._roles.inflight,
+        )
 
     async def leave(self) -> None:
         """Tell the monitor that this instance stops, so that nobody takes it for dead; and tell nothing more."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from shared.cost.operators import Device, Extremum, Memory, Numeric
-from shared.cost.roofline import smooth_max
 
 # Shared memory of one tile of 64 queries against 128 positions: queries, keys and values, 128 wide, in 16 bits.
 _TILE_BYTES = (64 + 2 * 128) * 128 * 2
@@ -65,9 +64,7 @@ class DecodeAttention:
     def cold_position_s(self, heads: Heads, device: Device) -> float:
         """Seconds of one position of context when all units are busy and KV comes from memory."""
         return smooth_max(
-            heads.flops / (device.flops * self.compute),
-            heads.kv_bytes / (device.bandwidth * self.memory.share),
-            4.0,
+            heads.flops / (device.flops * self.compute), heads.kv_bytes / (device.bandwidth * self.memory.share), 4.0
         )
 
     def time_s(self, count: Numeric, context: Numeric, heads: Heads, device: Device) -> Numeric:
@@ -162,3 +159,15 @@ class VarlenAttention:
         memory_s = self.memory.time_s(moved, device)
         work_s = (compute_s**p + memory_s**p) ** (1.0 / p) + decode_s
         return self.overhead_s + (work_s**p + (self.depth_s * longest) ** p) ** (1.0 / p)
+
+
+def smooth_max(a: float, b: float, sharpness: float) -> float:
+    """(a^p + b^p)^(1/p) of two times: at least the greater, at most their sum; safe at any scale.
+
+    Source: FORMULAS section 1, `c + (t_compute^p + t_memory^p)^(1/p)`, p in 1…12.
+    """
+    if a < b:
+        a, b = b, a
+    if b <= 0.0:
+        return a
+    return float(a * (1.0 + (b / a) ** sharpness) ** (1.0 / sharpness))

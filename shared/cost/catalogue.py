@@ -14,19 +14,30 @@ BUILT_IN = Path(__file__).with_name("accelerators.yaml")
 
 # Names that engines and papers use for one precision.
 _PRECISIONS: Mapping[str, str] = {
-    "float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32",
-    "fp8_block": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "float8": "fp8", "nvfp4": "fp4", "mxfp4": "fp4",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "fp8_block": "fp8",
+    "fp8_e4m3": "fp8",
+    "fp8_e5m2": "fp8",
+    "float8": "fp8",
+    "nvfp4": "fp4",
+    "mxfp4": "fp4",
     "int8_wo": "int8",
-}  # fmt: skip
-_BYTES: Mapping[str, float] = {
-    "fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5, "int4": 0.5
-}  # fmt: skip
+}
+_BYTES: Mapping[str, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5, "int4": 0.5}
 # What computes in place of a precision that the device's matrix unit lacks.
 _FALLBACK: Mapping[str, tuple[str, ...]] = {
-    "bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp8": ("bf16", "fp16", "fp32"),
-    "int8": ("bf16", "fp16", "fp32"), "fp4": ("fp8", "bf16", "fp16", "fp32"), "int4": ("bf16", "fp16", "fp32"),
+    "bf16": ("fp16", "fp32"),
+    "fp16": ("bf16", "fp32"),
+    "fp8": ("bf16", "fp16", "fp32"),
+    "int8": ("bf16", "fp16", "fp32"),
+    "fp4": ("fp8", "bf16", "fp16", "fp32"),
+    "int4": ("bf16", "fp16", "fp32"),
     "fp32": ("bf16", "fp16"),
-}  # fmt: skip
+}
 
 
 def precision_of(dtype: str) -> str:

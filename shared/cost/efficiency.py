@@ -18,9 +18,13 @@ BY_PRECISION = ("gemm", "experts", "decode", "varlen")  # operators with constan
 SHIPPED = Path(__file__).with_name("efficiencies.yaml")
 # Which precision's constants stand in for one that was not fitted.
 _STAND_IN: Mapping[str, tuple[str, ...]] = {
-    "fp16": ("bf16",), "fp32": ("bf16",), "fp8": ("int8", "bf16"), "int8": ("fp8", "bf16"),
-    "fp4": ("fp8", "bf16"), "int4": ("bf16",),
-}  # fmt: skip
+    "fp16": ("bf16",),
+    "fp32": ("bf16",),
+    "fp8": ("int8", "bf16"),
+    "int8": ("fp8", "bf16"),
+    "fp4": ("fp8", "bf16"),
+    "int4": ("bf16",),
+}
 
 
 @dataclass(frozen=True, slots=True)

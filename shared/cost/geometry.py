@@ -136,10 +136,7 @@ class ModelGeometry:
         if self.latent:
             return _latent_matmuls(self.hidden, self.heads, self.latent)
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
-        return (
-            Matmul("qkv", qkv, self.hidden, "column"),
-            Matmul("o", self.hidden, self.heads * self.head_dim, "row"),
-        )
+        return (Matmul("qkv", qkv, self.hidden, "column"), Matmul("o", self.hidden, self.heads * self.head_dim, "row"))
 
     def mlp_matmuls(self, intermediate: int | None = None) -> tuple[Matmul, ...]:
         """Weight matrices of one MLP, or of one expert of that width."""

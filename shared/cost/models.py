@@ -120,9 +120,12 @@ def _opt(config: Config) -> dict[str, Any]:
     if projected != config["hidden_size"]:
         raise InvalidRequest("model config: OPT with word_embed_proj_dim != hidden_size is not supported")
     return {
-        "intermediate": _need(config, "ffn_dim"), "gated_mlp": False, "all_bias": True,
-        "tied_embeddings": bool(config.get("tie_word_embeddings", True)), "learned_positions": positions + 2,
-    }  # fmt: skip
+        "intermediate": _need(config, "ffn_dim"),
+        "gated_mlp": False,
+        "all_bias": True,
+        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "learned_positions": positions + 2,
+    }
 
 
 def _gemma(config: Config) -> dict[str, Any]:
@@ -154,10 +157,12 @@ def _window(config: Config, every: int = 0) -> dict[str, Any]:
 
 def _mixtral(config: Config) -> dict[str, Any]:
     experts = Experts(
-        count=_need(config, "num_local_experts"), per_token=_need(config, "num_experts_per_tok"),
-        intermediate=_need(config, "intermediate_size"), shared_intermediate=0,
+        count=_need(config, "num_local_experts"),
+        per_token=_need(config, "num_experts_per_tok"),
+        intermediate=_need(config, "intermediate_size"),
+        shared_intermediate=0,
         layers=_need(config, "num_hidden_layers"),
-    )  # fmt: skip
+    )
     return {"experts": experts, **_window(config)}
 
 
@@ -168,10 +173,13 @@ def _qwen_moe(config: Config) -> dict[str, Any]:
     sparse = sum(1 for i in range(layers) if i not in dense and (i + 1) % step == 0)
     shared = config.get("shared_expert_intermediate_size") or 0
     experts = Experts(
-        count=_need(config, "num_experts"), per_token=_need(config, "num_experts_per_tok"),
-        intermediate=_need(config, "moe_intermediate_size"), shared_intermediate=shared, layers=sparse,
+        count=_need(config, "num_experts"),
+        per_token=_need(config, "num_experts_per_tok"),
+        intermediate=_need(config, "moe_intermediate_size"),
+        shared_intermediate=shared,
+        layers=sparse,
         shared_gate=bool(shared),
-    )  # fmt: skip
+    )
     return {"experts": experts}
 
 
@@ -185,19 +193,24 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
 
 def _deepseek(config: Config) -> dict[str, Any]:
     latent = LatentAttention(
-        kv_rank=_need(config, "kv_lora_rank"), q_rank=config.get("q_lora_rank") or 0,
-        nope_dim=_need(config, "qk_nope_head_dim"), rope_dim=_need(config, "qk_rope_head_dim"),
+        kv_rank=_need(config, "kv_lora_rank"),
+        q_rank=config.get("q_lora_rank") or 0,
+        nope_dim=_need(config, "qk_nope_head_dim"),
+        rope_dim=_need(config, "qk_rope_head_dim"),
         v_dim=_need(config, "v_head_dim"),
-    )  # fmt: skip
+    )
     if not config.get("n_routed_experts"):
         return {"latent": latent}
     width = _need(config, "moe_intermediate_size")
     layers = _need(config, "num_hidden_layers") - config.get("first_k_dense_replace", 0)
     experts = Experts(
-        count=_need(config, "n_routed_experts"), per_token=_need(config, "num_experts_per_tok"), intermediate=width,
-        shared_intermediate=width * (config.get("n_shared_experts") or 0), layers=layers,
+        count=_need(config, "n_routed_experts"),
+        per_token=_need(config, "num_experts_per_tok"),
+        intermediate=width,
+        shared_intermediate=width * (config.get("n_shared_experts") or 0),
+        layers=layers,
         router_bias=config.get("topk_method") == "noaux_tc",
-    )  # fmt: skip
+    )
     return {"latent": latent, "experts": experts}
 
 
@@ -218,12 +231,20 @@ _READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
     "DeepseekV3ForCausalLM": _deepseek,
 }
 _MODEL_TYPES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "opt": "OPTForCausalLM", "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
-}  # fmt: skip
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
 
 
 @cache

@@ -19,8 +19,17 @@ Extremum = Callable[..., Any]  # max and min for numbers, np.maximum and np.mini
 
 # Output tiles that matrix kernels use, and the ways to split the inner dimension.
 _TILES: tuple[tuple[int, int], ...] = (
-    (256, 128), (128, 256), (128, 128), (64, 256), (128, 64), (64, 128), (64, 64), (32, 64), (16, 64), (16, 128)
-)  # fmt: skip
+    (256, 128),
+    (128, 256),
+    (128, 128),
+    (64, 256),
+    (128, 64),
+    (64, 128),
+    (64, 64),
+    (32, 64),
+    (16, 64),
+    (16, 128),
+)
 _SPLITS: tuple[int, ...] = (1, 2, 4, 8)
 
 
@@ -38,9 +47,12 @@ class Device:
 def device_of(accelerator: Accelerator, precision: str) -> Device:
     """The peaks of an accelerator in one precision."""
     return Device(
-        accelerator.flops(precision), accelerator.bandwidth_bytes_s, accelerator.compute_units,
-        accelerator.cache_bytes, accelerator.unit_memory_bytes,
-    )  # fmt: skip
+        accelerator.flops(precision),
+        accelerator.bandwidth_bytes_s,
+        accelerator.compute_units,
+        accelerator.cache_bytes,
+        accelerator.unit_memory_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +203,15 @@ class ExpertMlp:
     elementwise: Elementwise  # moving rows to their experts and back, and the activation; in 16 bits
 
     def time_s(
-        self, rows: Numeric, active: Numeric, up: Numeric, width: Numeric, hidden: Numeric, element: float,
+        self,
+        rows: Numeric,
+        active: Numeric,
+        up: Numeric,
+        width: Numeric,
+        hidden: Numeric,
+        element: float,
         device: Device,
-    ) -> Numeric:  # fmt: skip
+    ) -> Numeric:
         """Seconds. `rows`: over all `active` experts; `up`: columns of the first product, twice `width` when gated."""
         first = self.gemm.time_s(rows, up, hidden, element, device, cold=True, count=active)
         second = self.gemm.time_s(rows, hidden, width, element, device, cold=True, count=active)

@@ -26,24 +26,14 @@ class DispatchPolicy(Protocol):
     name: ClassVar[str]
 
     def choose(
-        self,
-        job: JobView,
-        candidates: Sequence[InstanceView],
-        exclude: Collection[str],
-        now: float,
-        rng: Random,
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
         """Decide. `now` is unix seconds; the same `rng` state gives the same choice."""
         ...
 
 
 def choose_decode(
-    policy: DispatchPolicy,
-    job: JobView,
-    index: ClusterIndex,
-    exclude: Collection[str],
-    now: float,
-    rng: Random,
+    policy: DispatchPolicy, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
 ) -> Choice:
     """The decode instance for `job`. Raises Unavailable or InvalidRequest: why there is none."""
     choice = policy.choose(job, index.decode.views, exclude, now, rng)
@@ -59,12 +49,7 @@ class RandomDispatch:
     name: ClassVar[str] = "random"
 
     def choose(
-        self,
-        job: JobView,
-        candidates: Sequence[InstanceView],
-        exclude: Collection[str],
-        now: float,
-        rng: Random,
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
         """See `DispatchPolicy`."""
         drawn = _draw(candidates, 1, _beta(job, exclude), rng)
@@ -90,12 +75,7 @@ class PowerOfTwo:
         _check(self.name, self.unpredicted_tokens)
 
     def choose(
-        self,
-        job: JobView,
-        candidates: Sequence[InstanceView],
-        exclude: Collection[str],
-        now: float,
-        rng: Random,
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
         """See `DispatchPolicy`."""
         need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
@@ -132,12 +112,7 @@ class Spread:
         _check(self.name, self.unpredicted_tokens)
 
     def choose(
-        self,
-        job: JobView,
-        candidates: Sequence[InstanceView],
-        exclude: Collection[str],
-        now: float,
-        rng: Random,
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
         """See `DispatchPolicy`."""
         need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
@@ -167,12 +142,7 @@ class LeastInterference:
         _check(self.name, self.unpredicted_tokens)
 
     def choose(
-        self,
-        job: JobView,
-        candidates: Sequence[InstanceView],
-        exclude: Collection[str],
-        now: float,
-        rng: Random,
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
         """See `DispatchPolicy`."""
         need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
@@ -200,12 +170,7 @@ class WorstCase:
         _check(self.name, self.unpredicted_tokens)
 
     def choose(
-        self,
-        job: JobView,
-        candidates: Sequence[InstanceView],
-        exclude: Collection[str],
-        now: float,
-        rng: Random,
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
         """See `DispatchPolicy`."""
         need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)

@@ -46,12 +46,7 @@ class Policies(msgspec.Struct, frozen=True):
 
 
 def place(
-    job: JobView,
-    index: ClusterIndex,
-    policies: Policies,
-    now: float,
-    rng: Random,
-    exclude: Collection[str] = (),
+    job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: Collection[str] = ()
 ) -> Route:
     """The route of `job`.
 
@@ -94,13 +89,7 @@ class _Case:
     __slots__ = ("exclude", "index", "job", "now", "policies", "rng")
 
     def __init__(
-        self,
-        job: JobView,
-        index: ClusterIndex,
-        policies: Policies,
-        now: float,
-        rng: Random,
-        exclude: Collection[str],
+        self, job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: Collection[str]
     ) -> None:
         self.job = job
         self.index = index

@@ -74,7 +74,14 @@ def _validation_response(request: Request, error: Exception) -> JSONResponse:
 def serve(app: FastAPI, host: str, port: int) -> None:
     """Run until SIGTERM or SIGINT; clean-up belongs to the lifespan, since nothing after this is sure to run."""
     config = uvicorn.Config(
-        app, host=host, port=port, log_config=None, access_log=False, loop="uvloop",
-        http=HeaderLimitProtocol, ws="none", timeout_graceful_shutdown=SHUTDOWN_S,
-    )  # fmt: skip
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        loop="uvloop",
+        http=HeaderLimitProtocol,
+        ws="none",
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
     uvicorn.Server(config).run()

@@ -37,6 +37,4 @@ class ServiceSettings(BaseSettings):
 
 
 def _text(value: Any) -> str:
-
-
     return value if isinstance(value, str) else json.dumps(value)

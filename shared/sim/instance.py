@@ -72,10 +72,17 @@ class SimInstance:
             running += len(scheduler.running)
             waiting += scheduler.blocked
         load = InstanceLoad(
-            time_s=now, queued_prefill=queued, queued_prefill_tokens=tokens, running=running, waiting=waiting,
-            decoding=self.decoding, heavy_decodes=self.heavy, context_tokens=context, free_blocks=free,
+            time_s=now,
+            queued_prefill=queued,
+            queued_prefill_tokens=tokens,
+            running=running,
+            waiting=waiting,
+            decoding=self.decoding,
+            heavy_decodes=self.heavy,
+            context_tokens=context,
+            free_blocks=free,
             inflight=len(self.requests),
-        )  # fmt: skip
+        )
         return InstanceView(self.info, self.role, self.state, load)
 
     def _idle_view(self) -> InstanceView:

@@ -87,10 +87,7 @@ def with_control(run: RunSpec, control: ControlPlane) -> RunSpec:
 
 
 def simulate_on_hosts(
-    workload: Workload,
-    instances: Sequence[InstanceSpec],
-    neighbours: Mapping[str, Neighbours],
-    run: RunSpec,
+    workload: Workload, instances: Sequence[InstanceSpec], neighbours: Mapping[str, Neighbours], run: RunSpec
 ) -> SimResult:
     """A run in which instances of one host slow each other down, by how busy the run finds them to be.
 

@@ -85,10 +85,7 @@ def _endings(outcomes: Outcomes) -> dict[str, float]:
     counts = np.bincount(outcomes.status, minlength=len(Status))
     figures = {"requests": float(len(outcomes))}
     figures |= {status.name.lower(): float(counts[status]) for status in Status}
-    return figures | {
-        "resumed": float((outcomes.attempts > 1).sum()),
-        "preemptions": float(outcomes.preemptions.sum()),
-    }
+    return figures | {"resumed": float((outcomes.attempts > 1).sum()), "preemptions": float(outcomes.preemptions.sum())}
 
 
 def _throughput(result: SimResult) -> dict[str, float]:

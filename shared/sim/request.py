@@ -14,10 +14,27 @@ class SimRequest:
     """
 
     __slots__ = (
-        "admitted", "attempt", "carried", "decode", "decode_leg", "first_token_s", "job", "last_token_s", "output_left",
-        "over", "prefill", "prefill_done_s", "prefill_leg", "prefix", "row", "sent_tokens", "split", "waited_s",
-        "waits_from_s", "waits_prefill",
-    )  # fmt: skip
+        "admitted",
+        "attempt",
+        "carried",
+        "decode",
+        "decode_leg",
+        "first_token_s",
+        "job",
+        "last_token_s",
+        "output_left",
+        "over",
+        "prefill",
+        "prefill_done_s",
+        "prefill_leg",
+        "prefix",
+        "row",
+        "sent_tokens",
+        "split",
+        "waited_s",
+        "waits_from_s",
+        "waits_prefill",
+    )
 
     def __init__(self, row: int, job: JobView, output_tokens: int, prefix: tuple[int, ...]) -> None:
         self.row = row
@@ -60,9 +77,20 @@ class Leg:
     """
 
     __slots__ = (
-        "base", "blocks", "cancelled", "computed", "finish_step", "lane", "last_token_s", "left", "prefix", "remote",
-        "request", "tokens", "wanted",
-    )  # fmt: skip
+        "base",
+        "blocks",
+        "cancelled",
+        "computed",
+        "finish_step",
+        "lane",
+        "last_token_s",
+        "left",
+        "prefix",
+        "remote",
+        "request",
+        "tokens",
+        "wanted",
+    )
 
     def __init__(
         self,

@@ -169,9 +169,15 @@ def _read_csv(text: _Opened, form: TraceFormat) -> Table:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)
             frame = pd.read_csv(
-                text.path, index_col=False, skiprows=text.first_at - 1, skip_blank_lines=False, low_memory=False,
-                skipinitialspace=True, encoding="utf-8-sig", dtype={form.arrival: str} if not form.ticks else None,
-            )  # fmt: skip
+                text.path,
+                index_col=False,
+                skiprows=text.first_at - 1,
+                skip_blank_lines=False,
+                low_memory=False,
+                skipinitialspace=True,
+                encoding="utf-8-sig",
+                dtype={form.arrival: str} if not form.ticks else None,
+            )
     except pd.errors.ParserWarning as error:
         raise InvalidRequest(f"{text.path}: rows have more fields than the header") from error
     except (ValueError, OSError) as error:  # pandas' errors of parsing, and of decoding

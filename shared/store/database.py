@@ -14,11 +14,7 @@ from shared.errors import InvalidRequest
 
 CONNECT_S = 3
 STATEMENT_S = 10
-_DRIVERS = {
-    "sqlite": "sqlite+aiosqlite",
-    "postgres": "postgresql+asyncpg",
-    "postgresql": "postgresql+asyncpg",
-}
+_DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgres": "postgresql+asyncpg", "postgresql": "postgresql+asyncpg"}
 
 
 def parse_url(url: str) -> URL:

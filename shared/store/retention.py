@@ -1,14 +1,15 @@
-"""Deleting rows that are too old."""
+"""What time ends: rows that are too old, and rows that nobody will end any more."""
 
 import asyncio
 import time
 from collections.abc import Mapping
 
-from sqlalchemy import delete
+from sqlalchemy import delete, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from shared.domain.job import LOST, Phase
 from shared.runtime.logs import get_log
-from shared.store.tables import AGE, metadata
+from shared.store.tables import AGE, metadata, requests
 
 log = get_log(__name__)
 
@@ -43,3 +44,14 @@ class Retention:
             return
         if any(deleted.values()):
             log.info("old rows deleted", **deleted)
+
+
+async def close_lost(engine: AsyncEngine, scheduler_id: str, before_s: float) -> int:
+    """Mark as lost what this scheduler's former life left open and nobody has told of since; gives back how many.
+
+    Errors of the database pass through.
+    """
+    left = (requests.c.scheduler_id == scheduler_id, requests.c.final.is_(False), requests.c.updated_s < before_s)
+    ended = {"phase": Phase.FAILED.value, "final": True, "outcome": LOST, "slo_met": False}
+    async with engine.begin() as connection:
+        return (await connection.execute(update(requests).where(*left).values(**ended))).rowcount

@@ -12,7 +12,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
-)  # fmt: skip
+)
 
 metadata = MetaData()
 

@@ -6,14 +6,17 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import Counter as PrometheusCounter
-from sqlalchemy import Table
+from sqlalchemy import Table, and_, not_, or_
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.sql import ClauseElement
 
+from shared.domain.job import LOST
 from shared.runtime.logs import get_log
 from shared.store.file import Identity, identity
 from shared.store.migrate import migrate
-from shared.store.upsert import upsert
+from shared.store.tables import requests
 
 log = get_log(__name__)
 Row = dict[str, Any]
@@ -36,12 +39,7 @@ class WriteBehind:
     """
 
     def __init__(
-        self,
-        engine: AsyncEngine,
-        registry: CollectorRegistry,
-        *,
-        capacity: int = 20_000,
-        pause_s: float = 0.2,
+        self, engine: AsyncEngine, registry: CollectorRegistry, *, capacity: int = 20_000, pause_s: float = 0.2
     ) -> None:
         self._engine = engine
         self._capacity = capacity
@@ -203,3 +201,23 @@ class WriteBehind:
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:500]
+
+
+def upsert(table: Table, dialect: str) -> Any:
+    """A statement to execute with a list of full rows; a row that exists by its primary key is replaced.
+
+    A job in a final phase is never overwritten by a report that was overtaken on the way. That a job is lost, its
+    scheduler supposes: it stands only until somebody knows better, and never against what another scheduler wrote.
+    """
+    insert: Any = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(table)
+    key = [column.name for column in table.primary_key]
+    changed = {c.name: insert.excluded[c.name] for c in table.columns if c.name not in key}
+    where: ClauseElement | None = None
+    if table is requests:
+        new = insert.excluded
+        supposed = and_(new.final.is_(True), new.outcome == LOST)
+        where = or_(
+            and_(supposed, requests.c.final.is_(False), requests.c.scheduler_id == new.scheduler_id),
+            and_(not_(supposed), or_(requests.c.final.is_(False), requests.c.outcome == LOST, new.final.is_(True))),
+        )
+    return insert.on_conflict_do_update(index_elements=key, set_=changed, where=where)

@@ -75,11 +75,7 @@ class RpcServer:
     """
 
     def __init__(
-        self,
-        sockets: Sockets,
-        address: str,
-        handlers: Handlers,
-        on_peer_gone: Callable[[bytes], None] | None = None,
+        self, sockets: Sockets, address: str, handlers: Handlers, on_peer_gone: Callable[[bytes], None] | None = None
     ) -> None:
         self._sockets = sockets
         self._address = address

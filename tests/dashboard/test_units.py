@@ -5,10 +5,18 @@ from dashboard import units
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(None, "–"), (0.0000013, "1.3 µs"),
-     (0.000412, "0.412 ms"), (0.0853, "85.3 ms"), (0.4, "400 ms"), (1.24, "1.24 s"), (60, "60 s"),
-     (300, "5 min"), (0, "0 ms")],
-)  # fmt: skip
+    [
+        (None, "–"),
+        (0.0000013, "1.3 µs"),
+        (0.000412, "0.412 ms"),
+        (0.0853, "85.3 ms"),
+        (0.4, "400 ms"),
+        (1.24, "1.24 s"),
+        (60, "60 s"),
+        (300, "5 min"),
+        (0, "0 ms"),
+    ],
+)
 def test_duration(seconds: float | None, said: str) -> None:
     assert units.duration(seconds) == said
 

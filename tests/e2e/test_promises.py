@@ -16,11 +16,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest
 
 # In the order of `run.steps`; the length is compared below, so that none can be forgotten.
 PROMISES = (
-    "it_starts", "it_answers", "tokens_are_identical", "any_split_is_identical", "zeroed_kv_is_noticed",
-    "the_first_token_does_not_wait_for_the_transfer", "a_client_that_leaves_frees_everything",
-    "roles_flip_under_load", "a_lost_decode_instance_costs_nothing", "a_lost_prefill_instance_costs_nothing",
-    "the_control_plane_may_die", "bad_input_is_refused",
-)  # fmt: skip
+    "it_starts",
+    "it_answers",
+    "tokens_are_identical",
+    "any_split_is_identical",
+    "zeroed_kv_is_noticed",
+    "the_first_token_does_not_wait_for_the_transfer",
+    "a_client_that_leaves_frees_everything",
+    "roles_flip_under_load",
+    "a_lost_decode_instance_costs_nothing",
+    "a_lost_prefill_instance_costs_nothing",
+    "the_control_plane_may_die",
+    "bad_input_is_refused",
+)
 
 TIMED = {"ready to serve"}  # the demo's to judge: a test says nothing of speed on a shared machine
 

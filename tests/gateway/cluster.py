@@ -33,9 +33,9 @@ from shared.wire.messages import (
     PrefillStarted,
     ReleaseRequest,
     TokenStep,
-)  # fmt: skip
+)
 from shared.wire.methods import DECODE, PLACE, PREFETCH, PREFILL, RELEASE, REPORT
-from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_clients import RpcClients
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 
@@ -140,9 +140,14 @@ class Worker:
         token = next_token(request.prompt_token_ids)
         finish = "stop" if request.want_token and token == self.stop_token else ""
         return PrefillReply(
-            [token] if request.want_token else [], target, handle, finish,
-            queued_s=queued_s, started_s=started_s, ended_s=time.time(),
-        )  # fmt: skip
+            [token] if request.want_token else [],
+            target,
+            handle,
+            finish,
+            queued_s=queued_s,
+            started_s=started_s,
+            ended_s=time.time(),
+        )
 
     async def decode(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
         queued_s, started_s = time.time(), 0.0
@@ -229,9 +234,11 @@ class Cluster:
         self.prefill.decode_at = usable[0]
         full = split is None or split >= request.job.prompt_tokens
         return Route(
-            self.prefill.ref, None if full else usable[0].ref, request.job.prompt_tokens if split is None else split,
+            self.prefill.ref,
+            None if full else usable[0].ref,
+            request.job.prompt_tokens if split is None else split,
             "test",
-        )  # fmt: skip
+        )
 
     async def report(self, reports: JobReports, _: ServerCall) -> None:
         self.reports += reports.reports
@@ -254,7 +261,16 @@ async def running_cluster(**changes: object) -> AsyncIterator[Cluster]:
         reporter = Reporter(schedulers, GatewayMetrics("demo", CollectorRegistry()))
         pipeline = Pipeline(settings, clients, schedulers, reporter)
         cluster = Cluster(
-            pipeline, reporter, sockets, workers[0], workers[1:], None, address, [], [], lambda _: None  # type: ignore[arg-type]
+            pipeline,
+            reporter,
+            sockets,
+            workers[0],
+            workers[1:],
+            None,
+            address,
+            [],
+            [],
+            lambda _: None,  # type: ignore[arg-type]
         )
         await cluster.scheduler_up()
         stack.push_async_callback(cluster.scheduler_down)
@@ -265,8 +281,13 @@ _numbers = itertools.count()
 
 
 def make_job(
-    prompt: list[int], max_tokens: int = 8, *, carry: bool = True, local_only: bool = False,
-    timeout_s: float = 600.0, job_id: str = "",
+    prompt: list[int],
+    max_tokens: int = 8,
+    *,
+    carry: bool = True,
+    local_only: bool = False,
+    timeout_s: float = 600.0,
+    job_id: str = "",
 ) -> tuple[Job, list[TokenStep]]:
     """A job and the list in which its steps gather."""
     steps: list[TokenStep] = []

@@ -19,10 +19,18 @@ async def running_api() -> AsyncIterator[Api]:
     prepare_environment()
     async with running_cluster() as cluster:
         settings = GatewaySettings(
-            schedulers=(cluster.scheduler_address,), model=str(MODEL), served_model_name="demo", patience_s=0.5,
-            max_model_len=2048, max_body_bytes=200_000, max_queued_jobs=64, max_queued_tokens=10_000,
-            max_jobs_a_body=24, jobs_at_once=4, grammar_cpu_s=0.7,
-        )  # fmt: skip
+            schedulers=(cluster.scheduler_address,),
+            model=str(MODEL),
+            served_model_name="demo",
+            patience_s=0.5,
+            max_model_len=2048,
+            max_body_bytes=200_000,
+            max_queued_jobs=64,
+            max_queued_tokens=10_000,
+            max_jobs_a_body=24,
+            jobs_at_once=4,
+            grammar_cpu_s=0.7,
+        )
         async with (
             running(settings, KeyRing(())) as edge,
             listening(edge) as url,

@@ -23,9 +23,12 @@ async def test_a_completion_has_the_cluster_s_tokens_and_the_right_usage(api: Ap
     assert body["choices"][0]["token_ids"] == answer(PROMPT, 6)
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"] == {
-        "prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10, "prompt_tokens_details": None,
+        "prompt_tokens": 4,
+        "completion_tokens": 6,
+        "total_tokens": 10,
+        "prompt_tokens_details": None,
         "completion_tokens_details": None,
-    }  # fmt: skip
+    }
 
 
 async def test_a_stream_has_the_same_tokens(api: Api) -> None:
@@ -43,9 +46,14 @@ async def test_n_answers_are_n_jobs(api: Api) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [{"seed": 5}, {"presence_penalty": 0.5}, {"min_tokens": 3}, {"repetition_penalty": 1.2},
-     {"structured_outputs": {"choice": ["a", "b"]}}],
-)  # fmt: skip
+    [
+        {"seed": 5},
+        {"presence_penalty": 0.5},
+        {"min_tokens": 3},
+        {"repetition_penalty": 1.2},
+        {"structured_outputs": {"choice": ["a", "b"]}},
+    ],
+)
 async def test_what_depends_on_earlier_tokens_is_not_carried(api: Api, body: dict[str, Any]) -> None:
     assert (await api.complete(**body)).status_code == 200
     assert not api.cluster.prefill.prefills[0].want_token
@@ -96,10 +104,19 @@ async def test_a_client_that_leaves_stops_its_job(api: Api) -> None:
 
 @pytest.mark.parametrize(
     ("body", "status"),
-    [({"max_tokens": -1}, 400), ({"temperature": "hot"}, 400), ({"prompt": list(range(300, 3000))}, 400),
-     ({"max_tokens": 10**9}, 400), ({"model": "other"}, 404), ({"prompt": None}, 400), ({"n": 0}, 400),
-     ({"prompt": [10**9]}, 400), ({"logprobs": 10**6}, 400), ({"top_p": 7}, 400)],
-)  # fmt: skip
+    [
+        ({"max_tokens": -1}, 400),
+        ({"temperature": "hot"}, 400),
+        ({"prompt": list(range(300, 3000))}, 400),
+        ({"max_tokens": 10**9}, 400),
+        ({"model": "other"}, 404),
+        ({"prompt": None}, 400),
+        ({"n": 0}, 400),
+        ({"prompt": [10**9]}, 400),
+        ({"logprobs": 10**6}, 400),
+        ({"top_p": 7}, 400),
+    ],
+)
 async def test_bad_input_gets_a_4xx_in_openai_s_shape(api: Api, body: dict[str, Any], status: int) -> None:
     response = await api.complete(**body)
     assert response.status_code == status, response.text

@@ -38,9 +38,7 @@ def test_a_wrong_key_is_refused(header: str) -> None:
 def test_a_keys_file_is_read(tmp_path: Path) -> None:
     _, key = create_key("team", 2.0, 5)
     file = tmp_path / "keys.yaml"
-    file.write_text(
-        yaml.safe_dump([{"name": key.name, "digest": key.digest, "requests_per_s": 2.0, "burst": 5}])
-    )
+    file.write_text(yaml.safe_dump([{"name": key.name, "digest": key.digest, "requests_per_s": 2.0, "burst": 5}]))
     assert load_keys(file) == (key,)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.body import jobs_asked
+from gateway.edge import jobs_asked
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,6 @@ from gateway.body import jobs_asked
         (b"\xff\xfe", 1),
         (b'{"n": ' + b"[" * 5000 + b"]" * 5000 + b"}", 1),
     ],
-)  # fmt: skip
+)
 def test_jobs(body: bytes, jobs: int) -> None:
     assert jobs_asked(body) == jobs

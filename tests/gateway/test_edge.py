@@ -37,10 +37,11 @@ class App:
 
 def edge(app: App, *, keys: tuple[ApiKey, ...] = (), **changes: Any) -> httpx.AsyncClient:
     settings = GatewaySettings(
-        schedulers=("tcp://127.0.0.1:1",), model="demo",
+        schedulers=("tcp://127.0.0.1:1",),
+        model="demo",
         slo={"default": SloTarget(), "chat": SloTarget(ttft_s=0.5)},
         **{"max_body_bytes": 1000, "max_queued_jobs": 10, **changes},
-    )  # fmt: skip
+    )
     metrics = GatewayMetrics("demo", CollectorRegistry())
     admission = Admission(settings, len(keys))
     guarded = Edge(app, settings, KeyRing(keys), metrics, admission)
@@ -118,7 +119,7 @@ async def test_of_a_burst_as_many_pass_as_may_wait_and_the_others_are_told_at_on
 @pytest.mark.parametrize(
     ("body", "jobs"),
     [({"n": 5000}, 5000), ({"prompt": ["a"] * 1000}, 1000), ({"prompt": [[1, 2]] * 40, "n": "30"}, 1200)],
-)  # fmt: skip
+)
 async def test_a_body_of_too_many_jobs_is_a_400_that_says_how_many(body: dict[str, Any], jobs: int) -> None:
     app = App()
     async with edge(app, max_body_bytes=100_000, max_queued_jobs=1000) as client:

@@ -124,13 +124,11 @@ async def test_one_failed_job_of_a_body_ends_the_others(api: Api) -> None:
     assert phases == {Phase.FAILED: 1, Phase.CANCELLED: 2}
 
 
-async def test_a_job_whose_turn_does_not_come_ends_with_its_deadline(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_job_whose_turn_does_not_come_ends_with_its_deadline(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = api.app.state.engine_client.engine_core._settings
-    monkeypatch.setattr(api.app.state.engine_client.engine_core, "_settings", settings.model_copy(
-        update={"job_timeout_s": 0.3}
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        api.app.state.engine_client.engine_core, "_settings", settings.model_copy(update={"job_timeout_s": 0.3})
+    )
     held = Held(api)
     answer = await api.complete(n=6, temperature=1)
     assert answer.status_code == 504

@@ -36,7 +36,7 @@ def as_format(schema: dict[str, Any]) -> dict[str, Any]:
         ({"structured_outputs": {"grammar": 'root ::= "a" | "b"'}}, "xgrammar"),
         ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 7}}}, "guidance"),
     ],
-)  # fmt: skip
+)
 async def test_good_ones_reach_the_engines_as_validated(api: Api, wish: dict[str, Any], backend: str) -> None:
     for ask in (api.chat, api.complete):
         response = await ask(**wish)
@@ -57,7 +57,7 @@ async def test_good_ones_reach_the_engines_as_validated(api: Api, wish: dict[str
         {"structured_outputs": {"structural_tag": "{}"}},
         {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "(a"}}},
     ],
-)  # fmt: skip
+)
 async def test_bad_ones_are_a_400_that_says_what_is_wrong(api: Api, wish: dict[str, Any]) -> None:
     response = await api.chat(**wish)
     assert response.status_code == 400, response.text
@@ -74,7 +74,7 @@ async def test_bad_ones_are_a_400_that_says_what_is_wrong(api: Api, wish: dict[s
         {"response_format": TAG},
         {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
     ],
-)  # fmt: skip
+)
 async def test_dear_ones_are_a_400_and_others_are_served_meanwhile(api: Api, wish: dict[str, Any]) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, **wish}
     async with httpx.AsyncClient(base_url=api.client.base_url, timeout=60) as client:

@@ -55,8 +55,11 @@ async def test_a_job_whose_first_token_comes_from_decode(split: int | None) -> N
         cluster.split = lambda _: split
         job = await run(cluster, carry=False)
         assert [span.span for span in until_first_token(job.timeline)] == [
-            *CARRIED, Span.HANDOVER, Span.DECODE_QUEUE, Span.REPLY
-        ]  # fmt: skip
+            *CARRIED,
+            Span.HANDOVER,
+            Span.DECODE_QUEUE,
+            Span.REPLY,
+        ]
 
 
 async def test_a_job_without_prefill_instance() -> None:
@@ -64,8 +67,12 @@ async def test_a_job_without_prefill_instance() -> None:
         cluster.split = lambda _: 0
         job = await run(cluster)
         assert [span.span for span in until_first_token(job.timeline)] == [
-            Span.INTAKE, Span.PLACEMENT, Span.HANDOVER, Span.DECODE_QUEUE, Span.REPLY
-        ]  # fmt: skip
+            Span.INTAKE,
+            Span.PLACEMENT,
+            Span.HANDOVER,
+            Span.DECODE_QUEUE,
+            Span.REPLY,
+        ]
 
 
 async def test_waits_and_lost_attempts_are_in_it() -> None:
@@ -129,9 +136,7 @@ async def test_hosts_whose_clocks_disagree(apart_s: float, carry: bool) -> None:
     await asyncio.sleep(0.02)
     theirs_s = called_s + apart_s
     transfer = TransferReport(TransferOutcome.PULLED, 5, 100, theirs_s + 0.004, theirs_s + 0.009)
-    spans.decode_ended(
-        job, "d0", DecodeReply(transfer, theirs_s + 0.001, theirs_s + 0.015, theirs_s + 0.035)
-    )
+    spans.decode_ended(job, "d0", DecodeReply(transfer, theirs_s + 0.001, theirs_s + 0.015, theirs_s + 0.035))
     length = {span.span: span.ended_s - span.started_s for span in job.timeline.spans if span.instance_id}
     assert length[Span.QUEUE] == pytest.approx(0.005, abs=1e-5)
     assert length[Span.PREFILL] == pytest.approx(0.008, abs=1e-5)

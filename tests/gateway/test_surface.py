@@ -12,17 +12,44 @@ from tests.gateway.cluster import answer
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 PROMPT = [400, 401, 402, 403]
 ROUTES = {
-    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"), ("POST", "/v1/messages"),
-    ("POST", "/v1/messages/count_tokens"), ("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"),
-    ("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/version"), ("GET", "/metrics"),
-    ("GET", "/openapi.json"), ("GET", "/docs"),
-}  # fmt: skip
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("GET", "/v1/models"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/health"),
+    ("GET", "/ping"),
+    ("POST", "/ping"),
+    ("GET", "/version"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/docs"),
+}
 GONE = [
-    "/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/chat/completions/batch", "/v1/chat/completions/render",
-    "/generative_scoring", "/invocations", "/inference/v1/generate", "/inference/v1/abort_requests", "/v1/systemone",
-    "/v1/responses/resp_1/cancel", "/v1/embeddings", "/v1/load_lora_adapter", "/sleep", "/wake_up", "/start_profile",
-    "/update_weights", "/reset_prefix_cache", "/abort_requests", "/collective_rpc", "/no/such/path",
-]  # fmt: skip
+    "/scale_elastic_ep",
+    "/is_scaling_elastic_ep",
+    "/v1/chat/completions/batch",
+    "/v1/chat/completions/render",
+    "/generative_scoring",
+    "/invocations",
+    "/inference/v1/generate",
+    "/inference/v1/abort_requests",
+    "/v1/systemone",
+    "/v1/responses/resp_1/cancel",
+    "/v1/embeddings",
+    "/v1/load_lora_adapter",
+    "/sleep",
+    "/wake_up",
+    "/start_profile",
+    "/update_weights",
+    "/reset_prefix_cache",
+    "/abort_requests",
+    "/collective_rpc",
+    "/no/such/path",
+]
 
 
 def is_an_error(body: dict[str, Any], code: str) -> bool:
@@ -68,7 +95,7 @@ async def test_another_method_is_a_405_in_openai_s_shape(api: Api) -> None:
         {"kv_transfer_params": {"do_remote_prefill": True}, "vllm_xargs": {"mine": 1}},
         {"vllm_xargs": {"kv_cache_report_mode": "full", "mine": 1}},
     ],
-)  # fmt: skip
+)
 async def test_how_kv_moves_is_not_for_clients_to_say(api: Api, path: str, wish: dict[str, Any]) -> None:
     if path == "responses":
         response = await api.client.post("/v1/responses", json={"model": "demo", "input": "Hello", **wish})
@@ -89,7 +116,7 @@ async def test_a_refused_request_that_speaks_of_kv_makes_no_job(api: Api) -> Non
 @pytest.mark.parametrize(
     "headers",
     [{"X-Data-Parallel-Rank": "3"}, {"X-Data-Parallel-Rank": "x"}, {"X-Session-Id": "s"}, {"X-Vllm-Priority": "-9"}],
-)  # fmt: skip
+)
 async def test_ranks_sessions_and_priorities_are_ignored(api: Api, headers: dict[str, str]) -> None:
     body = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
     response = await api.client.post("/v1/completions", json={**body, "priority": -9}, headers=headers)

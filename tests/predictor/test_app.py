@@ -25,9 +25,7 @@ async def test_without_a_checkpoint_observed_lengths_answer(serve: Any) -> None:
     async with serve(PLAIN) as client:
         first = (await client.post("/v1/predict", json={"prompt": "hello", "max_tokens": 900})).json()
         assert first.pop("latency_ms") >= 0
-        assert first == {
-            "bucket": 0, "lower_tokens": 0, "upper_tokens": 901, "confidence": 0.0, "source": "observed",
-        }  # fmt: skip
+        assert first == {"bucket": 0, "lower_tokens": 0, "upper_tokens": 901, "confidence": 0.0, "source": "observed"}
         fed = await client.post("/v1/observations", json=[{"prompt_tokens": 2000, "output_tokens": 410}] * 50)
         assert fed.json() == {"accepted": 50, "observations": 50}
         ids = {"prompt_token_ids": [1, 2, 3], "prompt_tokens": 1800}
@@ -49,9 +47,7 @@ async def test_health_and_metrics(serve: Any) -> None:
         assert "polyphase_predictor_classifier_loaded 0.0" in text
 
 
-async def test_a_checkpoint_is_picked_up_dropped_and_told_broken(
-    serve: Any, fake: Any, tmp_path: Path
-) -> None:
+async def test_a_checkpoint_is_picked_up_dropped_and_told_broken(serve: Any, fake: Any, tmp_path: Path) -> None:
     folder = tmp_path / "later"
     broken: list[str] = []
 
@@ -132,15 +128,28 @@ async def test_a_slow_load_does_not_stop_serving(serve: Any, fake: Any, on_disk:
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"\xff\xfe", b"[" * 100_000, b"3", b"{}", b'{"prompt": 3}', b'{"prompt": "\\ud800"}',
-        b'{"prompt": "a", "prompt_token_ids": [1]}', b'{"prompt": "a", "max_tokens": 0}',
-        b'{"prompt": "a", "max_tokens": -5}', b'{"prompt": "a", "max_tokens": true}',
-        b'{"prompt": "a", "max_tokens": 99999999999}', b'{"prompt": "a", "max_tokens": 1e400}',
-        b'{"prompt": "a", "timeout_ms": NaN}', b'{"prompt": "a", "timeout_ms": 0}',
-        b'{"prompt_token_ids": [-1]}', b'{"prompt_token_ids": ["a"]}', b'{"prompt": "a", "colour": "red"}',
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"3",
+        b"{}",
+        b'{"prompt": 3}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "prompt_token_ids": [1]}',
+        b'{"prompt": "a", "max_tokens": 0}',
+        b'{"prompt": "a", "max_tokens": -5}',
+        b'{"prompt": "a", "max_tokens": true}',
+        b'{"prompt": "a", "max_tokens": 99999999999}',
+        b'{"prompt": "a", "max_tokens": 1e400}',
+        b'{"prompt": "a", "timeout_ms": NaN}',
+        b'{"prompt": "a", "timeout_ms": 0}',
+        b'{"prompt_token_ids": [-1]}',
+        b'{"prompt_token_ids": ["a"]}',
+        b'{"prompt": "a", "colour": "red"}',
         b'{"prompt_token_ids": [1, 2], "prompt_tokens": 1}',
     ],
-)  # fmt: skip
+)
 async def test_malformed_predictions(serve: Any, body: bytes) -> None:
     async with serve(PLAIN) as client:
         answer = await client.post("/v1/predict", content=body, headers={"content-type": "application/json"})
@@ -152,9 +161,15 @@ async def test_malformed_predictions(serve: Any, body: bytes) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [{}, [{}], [{"prompt_tokens": 1, "output_tokens": -1}], [{"prompt_tokens": "1", "output_tokens": 1}],
-     [{"prompt_tokens": 1, "output_tokens": 1}, 3], [{"prompt_tokens": 1, "output_tokens": 1}] * 10_001],
-)  # fmt: skip
+    [
+        {},
+        [{}],
+        [{"prompt_tokens": 1, "output_tokens": -1}],
+        [{"prompt_tokens": "1", "output_tokens": 1}],
+        [{"prompt_tokens": 1, "output_tokens": 1}, 3],
+        [{"prompt_tokens": 1, "output_tokens": 1}] * 10_001,
+    ],
+)
 async def test_malformed_observations_teach_nothing(serve: Any, body: Any) -> None:
     async with serve(PLAIN) as client:
         answer = await client.post("/v1/observations", json=body)

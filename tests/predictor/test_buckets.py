@@ -7,9 +7,7 @@ from predictor.buckets import OPEN_ENDED_TOKENS, Buckets, no_prediction, predict
 WIDE = Buckets(200, 4)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "bucket"), [(0, 0), (199, 0), (200, 1), (399, 1), (400, 2), (600, 3), (10**6, 3)]
-)
+@pytest.mark.parametrize(("tokens", "bucket"), [(0, 0), (199, 0), (200, 1), (399, 1), (400, 2), (600, 3), (10**6, 3)])
 def test_tetriinfers_labels(tokens: int, bucket: int) -> None:
     assert WIDE.of(tokens) == bucket
 
@@ -62,7 +60,5 @@ def test_a_prediction_holds_together(weights: list[float], width: int, max_token
 @given(tokens=st.integers(0, 10**7), width=st.integers(1, 1000), count=st.integers(2, 50))
 def test_buckets_cover_every_length_once(tokens: int, width: int, count: int) -> None:
     buckets = Buckets(width, count)
-    inside = [
-        index for index in range(count) if buckets.bounds(index)[0] <= tokens < buckets.bounds(index)[1]
-    ]
+    inside = [index for index in range(count) if buckets.bounds(index)[0] <= tokens < buckets.bounds(index)[1]]
     assert inside == [buckets.of(tokens)]

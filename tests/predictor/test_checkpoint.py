@@ -12,8 +12,7 @@ def test_metadata_comes_back(tmp_path: Path, meta: CheckpointMeta) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"format": 99}, {"bucket_count": 1}, {"bucket_tokens": 0}, {"input_tokens": 0}, {"temperature": 0.0}],
+    "change", [{"format": 99}, {"bucket_count": 1}, {"bucket_tokens": 0}, {"input_tokens": 0}, {"temperature": 0.0}]
 )
 def test_metadata_that_cannot_be(tmp_path: Path, meta: CheckpointMeta, change: dict[str, float]) -> None:
     write_meta(tmp_path, msgspec.structs.replace(meta, **change))

@@ -21,20 +21,7 @@ from predictor.settings import PredictorSettings
 from predictor.train import app as train_app
 
 pytestmark = pytest.mark.slow
-THINGS = [
-    "cats",
-    "dogs",
-    "rivers",
-    "stars",
-    "bridges",
-    "poems",
-    "ships",
-    "clocks",
-    "maps",
-    "songs",
-    "trees",
-    "storms",
-]
+THINGS = ["cats", "dogs", "rivers", "stars", "bridges", "poems", "ships", "clocks", "maps", "songs", "trees", "storms"]
 MANNERS = {"short": 40, "plain": 150, "long": 380}  # asked manner -> output tokens
 
 
@@ -55,9 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = list(records())
     (base / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
     (base / "served").mkdir()
-    train_tokenizer((record["prompt"] for record in data), "tiny").save(
-        str(base / "served" / "tokenizer.json")
-    )
+    train_tokenizer((record["prompt"] for record in data), "tiny").save(str(base / "served" / "tokenizer.json"))
     (base / "served" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     arguments = (
         f"--data {base}/data.jsonl --out {base}/checkpoint --served-model {base}/served --from-scratch tiny"
@@ -132,9 +117,7 @@ def test_a_real_process_loads_it_beside_serving(settings: PredictorSettings) -> 
         try:
             lines = iter(process.stderr)
             address = next(found[1] for line in lines if (found := re.search(r"running on (http\S+)", line)))
-            body = {
-                "prompt": next(one["prompt"] for one in records() if one["output_tokens"] == MANNERS["long"])
-            }
+            body = {"prompt": next(one["prompt"] for one in records() if one["output_tokens"] == MANNERS["long"])}
             early = httpx.post(f"{address}/v1/predict", json=body, timeout=30).json()
             assert early["source"] in ("observed", "classifier")
             states = (json.loads(line).get("state") for line in lines)

@@ -17,9 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 def served() -> ServedTokenizer:
     """One token a known word; the others are unknown."""
     words = ["say", "it", "be", "brief", "yes", "no", "<|user|>"]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(["?", *words])}, unk_token="?")
-    )
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(["?", *words])}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<|user|>"])
     return ServedTokenizer(tokenizer, lambda prompt: f"<|user|> {prompt}")
@@ -33,9 +31,7 @@ def write(path: Path, records: list[object]) -> Path:
 
 def test_every_form_of_record(tmp_path: Path, served: ServedTokenizer) -> None:
     write(tmp_path / "a.json", [{"instruction": "say it", "input": "be brief", "response": "yes no"}])
-    write(
-        tmp_path / "b.jsonl", [{"prompt": "say", "response": "yes"}, {"prompt": "it", "output_tokens": 900}]
-    )
+    write(tmp_path / "b.jsonl", [{"prompt": "say", "response": "yes"}, {"prompt": "it", "output_tokens": 900}])
     write(tmp_path / "c.jsonl", [{"prompt": "say", "response": "yes"}])
     found = load_examples([tmp_path], served)
     # An end token counts; special tokens of the template are not seen; duplicates are one.
@@ -57,9 +53,7 @@ def test_every_form_of_record(tmp_path: Path, served: ServedTokenizer) -> None:
         ({"prompt": "x", "output_tokens": True}, "output_tokens"),
     ],
 )
-def test_a_bad_record_is_named(
-    tmp_path: Path, served: ServedTokenizer, record: object, complaint: str
-) -> None:
+def test_a_bad_record_is_named(tmp_path: Path, served: ServedTokenizer, record: object, complaint: str) -> None:
     file = write(tmp_path / "data.json", [{"prompt": "say", "response": "yes"}, record])
     with pytest.raises(InvalidRequest, match=f"data.json, record 2: .*{complaint}"):
         load_examples([file], served)

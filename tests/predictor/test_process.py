@@ -15,9 +15,7 @@ import pytest
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "POLYPHASE_PREDICTOR_PORT": "0", "POLYPHASE_PREDICTOR_BUCKET_TOKENS": "100"}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "predictor"], env=environment, stderr=subprocess.PIPE, text=True
-    )
+    child = subprocess.Popen([sys.executable, "-m", "predictor"], env=environment, stderr=subprocess.PIPE, text=True)
     with child:
         yield child
         child.kill()

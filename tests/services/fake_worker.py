@@ -91,11 +91,7 @@ class FakeWorker:
 
 @asynccontextmanager
 async def fake_worker(
-    info: InstanceInfo,
-    role: Role,
-    heartbeat_address: str,
-    monitor: MonitorClient | None,
-    period_s: float = 0.05,
+    info: InstanceInfo, role: Role, heartbeat_address: str, monitor: MonitorClient | None, period_s: float = 0.05
 ) -> AsyncIterator[FakeWorker]:
     """A fake worker, registered if a monitor is given. Leaving the block is its sudden death."""
     sockets = Sockets()

@@ -20,13 +20,22 @@ from services.worker.settings import WorkerSettings
 
 def _apps() -> dict[str, FastAPI]:
     settings = WorkerSettings(
-        instance_id="d0", model="demo", rpc_port=1, http_port=2, kv_port=3, monitor_url="http://127.0.0.1:9",
-        heartbeat_address="tcp://127.0.0.1:9", broadcast_address="tcp://127.0.0.1:9", engine="emulated",
-    )  # fmt: skip
+        instance_id="d0",
+        model="demo",
+        rpc_port=1,
+        http_port=2,
+        kv_port=3,
+        monitor_url="http://127.0.0.1:9",
+        heartbeat_address="tcp://127.0.0.1:9",
+        broadcast_address="tcp://127.0.0.1:9",
+        engine="emulated",
+    )
     return {
-        "monitor": monitor(MonitorSettings()), "scheduler": scheduler(SchedulerSettings()),
-        "worker": worker(settings), "predictor": predictor(PredictorSettings()),
-    }  # fmt: skip
+        "monitor": monitor(MonitorSettings()),
+        "scheduler": scheduler(SchedulerSettings()),
+        "worker": worker(settings),
+        "predictor": predictor(PredictorSettings()),
+    }
 
 
 def _calls(dependant: Dependant) -> Iterator[object]:

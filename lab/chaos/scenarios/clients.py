@@ -95,10 +95,18 @@ async def odd_bodies(arena: Arena) -> None:
     """Wishes that make no sense are the client's fault, never a 500."""
     plain = {key: value for key, value in _body(arena).items() if key not in ("stream", "stream_options")}
     odd: tuple[dict[str, Any], ...] = (
-        {"vllm_xargs": {"kv_transfer_params": "x"}}, {"kv_transfer_params": {"do_remote_prefill": True}},
-        {"logit_bias": {"99999999": 5}}, {"stop": [""] * 500}, {"prompt": []}, {"prompt": [[]]}, {"priority": 10**30},
-        {"cache_salt": ""}, {"prompt_logprobs": 10**6}, {"min_tokens": 10**9}, {"stop_token_ids": [-1]},
-    )  # fmt: skip
+        {"vllm_xargs": {"kv_transfer_params": "x"}},
+        {"kv_transfer_params": {"do_remote_prefill": True}},
+        {"logit_bias": {"99999999": 5}},
+        {"stop": [""] * 500},
+        {"prompt": []},
+        {"prompt": [[]]},
+        {"priority": 10**30},
+        {"cache_salt": ""},
+        {"prompt_logprobs": 10**6},
+        {"min_tokens": 10**9},
+        {"stop_token_ids": [-1]},
+    )
     wrong = []
     for wish in odd:
         reply = await rude.body_of(arena.gateways[0], Ask("odd", "/v1/completions", {**plain, **wish}), 5.0)

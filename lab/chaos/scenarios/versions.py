@@ -68,10 +68,12 @@ async def _refused(arena: Arena, env: dict[str, str], reason: str) -> None:
 async def _start(arena: Arena, env: dict[str, str]) -> tuple[Child, WorkerAdmin]:
     spec, port = arena.spec(arena.decode[0]), free_range(size=3)
     own = {
-        "POLYPHASE_WORKER_INSTANCE_ID": _STRANGER, "POLYPHASE_WORKER_ROLE": Role.DECODE.value,
-        "POLYPHASE_WORKER_RPC_PORT": str(port), "POLYPHASE_WORKER_HTTP_PORT": str(port + 1),
+        "POLYPHASE_WORKER_INSTANCE_ID": _STRANGER,
+        "POLYPHASE_WORKER_ROLE": Role.DECODE.value,
+        "POLYPHASE_WORKER_RPC_PORT": str(port),
+        "POLYPHASE_WORKER_HTTP_PORT": str(port + 1),
         "POLYPHASE_WORKER_KV_PORT": str(port + 2),
-    }  # fmt: skip
+    }
     child = await arena.strangers.start(_STRANGER, spec.argv, {**spec.env, **own, **env})
     return child, WorkerAdmin(f"http://127.0.0.1:{port + 1}")
 

@@ -21,8 +21,14 @@ class StepLog:
         """Record a step that ends now. See StepRecord."""
         number = self._count
         self._ring[number % len(self._ring)] = (
-            number, time.time(), seconds, cpu_s, prefill, decode_count, decode_context_tokens,
-        )  # fmt: skip
+            number,
+            time.time(),
+            seconds,
+            cpu_s,
+            prefill,
+            decode_count,
+            decode_context_tokens,
+        )
         self._count = number + 1
 
     def page(self, instance_id: str, generation: int, since: int, limit: int) -> StepPage:

@@ -130,16 +130,24 @@ class VllmEngine:
     def _load(self) -> EngineInfo:
         s = self._settings
         arguments: dict[str, Any] = {
-            "model": s.model, "dtype": s.dtype, "max_model_len": s.max_model_len, "block_size": s.block_size,
-            "tensor_parallel_size": s.tensor_parallel, "max_num_batched_tokens": s.chunk_size,
-            "max_num_seqs": s.max_seqs, "kv_cache_memory_bytes": s.kv_cache_bytes,
-            "enforce_eager": s.accelerator == "cpu", "async_scheduling": False,
+            "model": s.model,
+            "dtype": s.dtype,
+            "max_model_len": s.max_model_len,
+            "block_size": s.block_size,
+            "tensor_parallel_size": s.tensor_parallel,
+            "max_num_batched_tokens": s.chunk_size,
+            "max_num_seqs": s.max_seqs,
+            "kv_cache_memory_bytes": s.kv_cache_bytes,
+            "enforce_eager": s.accelerator == "cpu",
+            "async_scheduling": False,
             "kv_transfer_config": KVTransferConfig(
-                kv_connector="PolyphaseConnector", kv_connector_module_path="services.worker.kv.vllm.connector",
-                kv_role="kv_both", kv_load_failure_policy="recompute",
+                kv_connector="PolyphaseConnector",
+                kv_connector_module_path="services.worker.kv.vllm.connector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
                 kv_connector_extra_config=self._kv_config,
             ),
-        }  # fmt: skip
+        }
         config = EngineArgs(**{**arguments, **s.engine_args}).create_engine_config(UsageContext.ENGINE_CONTEXT)
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         self._scheduler = self._core.engine_core.scheduler
@@ -147,14 +155,19 @@ class VllmEngine:
         self._snapshot()
         model = self._model = config.model_config
         geometry = KvGeometry(
-            layers=model.get_total_num_hidden_layers() if hasattr(model, "get_total_num_hidden_layers")
+            layers=model.get_total_num_hidden_layers()
+            if hasattr(model, "get_total_num_hidden_layers")
             else model.hf_text_config.num_hidden_layers,
-            kv_heads=model.get_total_num_kv_heads(), head_dim=model.get_head_size(),
-        )  # fmt: skip
+            kv_heads=model.get_total_num_kv_heads(),
+            head_dim=model.get_head_size(),
+        )
         compatibility = Compatibility(
-            fingerprint=fingerprint(model.model), engine="vllm", engine_version=vllm_version,
-            wire_version=WIRE_VERSION, geometry=geometry,
-        )  # fmt: skip
+            fingerprint=fingerprint(model.model),
+            engine="vllm",
+            engine_version=vllm_version,
+            wire_version=WIRE_VERSION,
+            geometry=geometry,
+        )
         return EngineInfo(compatibility, self._stats.total_blocks, model.max_model_len, s.block_size)
 
     def _steps(self) -> None:
@@ -219,10 +232,16 @@ class VllmEngine:
             extra["kv_transfer_params"] = {"import": msgspec.to_builtins(request.import_from)}
         params.extra_args = extra or None
         return EngineCoreRequest(
-            request_id=request.request_id, prompt_token_ids=request.prompt_token_ids, mm_features=None,
-            sampling_params=params, pooling_params=None, arrival_time=request.generation.arrived_s or time.time(),
-            lora_request=None, cache_salt=request.generation.cache_salt or None, data_parallel_rank=None,
-        )  # fmt: skip
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=request.generation.arrived_s or time.time(),
+            lora_request=None,
+            cache_salt=request.generation.cache_salt or None,
+            data_parallel_rank=None,
+        )
 
     def _snapshot(self) -> None:
         scheduler = self._scheduler
@@ -230,9 +249,11 @@ class VllmEngine:
         waiting = len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
         # Block 0 is vLLM's null block: it is never free and never used.
         self._stats = EngineStats(
-            running=len(scheduler.running), waiting=waiting, free_blocks=pool.get_num_free_blocks(),
+            running=len(scheduler.running),
+            waiting=waiting,
+            free_blocks=pool.get_num_free_blocks(),
             total_blocks=pool.num_gpu_blocks - 1,
-        )  # fmt: skip
+        )
 
     # Back on the event loop.
 

@@ -153,6 +153,9 @@ def _engine_request(request_id: str, request: DecodeRequest) -> EngineRequest:
         # Blocks that hold approximate KV must never be found by a request that wants exact ones.
         generation = msgspec.structs.replace(generation, cache_salt=lossy_salt(handle.transfer_id))
     return EngineRequest(
-        request_id=request_id, prompt_token_ids=request.prompt_token_ids, generation=generation,
-        max_tokens=request.job.max_tokens, import_from=handle,
-    )  # fmt: skip
+        request_id=request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        generation=generation,
+        max_tokens=request.job.max_tokens,
+        import_from=handle,
+    )

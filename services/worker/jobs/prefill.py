@@ -95,11 +95,18 @@ class PrefillService:
             self._choose(job)
             handle = self._handle(request)
         return PrefillReply(
-            tokens=job.tokens if request.want_token else [], decode=job.decode, handle=handle,
+            tokens=job.tokens if request.want_token else [],
+            decode=job.decode,
+            handle=handle,
             finish_reason="stop" if last.finish_reason == "stop" and request.want_token else "",
-            stop_reason=last.stop_reason, logprobs=last.logprobs, queued_s=job.queued_s,
-            started_s=job.started_s, ended_s=time.time(), reasons=job.reasons, prediction=job.prediction,
-        )  # fmt: skip
+            stop_reason=last.stop_reason,
+            logprobs=last.logprobs,
+            queued_s=job.queued_s,
+            started_s=job.started_s,
+            ended_s=time.time(),
+            reasons=job.reasons,
+            prediction=job.prediction,
+        )
 
     def _has_room(self, job: _Prefill) -> bool:
         request = job.request
@@ -153,6 +160,11 @@ def _is_over(last: TokenStep, request: PrefillRequest) -> bool:
 
 def _engine_request(request_id: str, request: PrefillRequest) -> EngineRequest:
     return EngineRequest(
-        request_id=request_id, prompt_token_ids=request.prompt_token_ids, generation=request.generation, max_tokens=1,
-        first_token_only=True, export_to=request.transfer_id if request.export else "", codec=request.codec,
-    )  # fmt: skip
+        request_id=request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        generation=request.generation,
+        max_tokens=1,
+        first_token_only=True,
+        export_to=request.transfer_id if request.export else "",
+        codec=request.codec,
+    )

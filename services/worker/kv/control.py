@@ -19,7 +19,7 @@ from services.worker.kv.wire.frames import (
     Stats,
     decode_answer,
     encode_message,
-)  # fmt: skip
+)
 from shared.domain.kv import KvHandle
 from shared.errors import DeadlineExceeded, PolyphaseError
 from shared.runtime.tasks import Background

@@ -46,9 +46,13 @@ class StridedLayout:
     """
 
     def __init__(
-        self, keys: Callable[[torch.Tensor], torch.Tensor], values: Callable[[torch.Tensor], torch.Tensor],
-        block_size: int, kv_heads: int, head_dim: int,
-    ) -> None:  # fmt: skip
+        self,
+        keys: Callable[[torch.Tensor], torch.Tensor],
+        values: Callable[[torch.Tensor], torch.Tensor],
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+    ) -> None:
         self.block_size = block_size
         self.kv_heads = kv_heads
         self.head_dim = head_dim
@@ -83,9 +87,12 @@ def strided_layout(cache: torch.Tensor, head_dim: int, block_size: int) -> Strid
     shape = tuple(cache.shape)
     if len(shape) == 4 and shape[2:] == (block_size, 2 * head_dim):
         return StridedLayout(
-            lambda c: c[..., :head_dim].transpose(1, 2), lambda c: c[..., head_dim:].transpose(1, 2),
-            block_size, shape[1], head_dim,
-        )  # fmt: skip
+            lambda c: c[..., :head_dim].transpose(1, 2),
+            lambda c: c[..., head_dim:].transpose(1, 2),
+            block_size,
+            shape[1],
+            head_dim,
+        )
     if len(shape) == 5 and shape[2] == block_size and shape[4] == head_dim and (shape[0] == 2) != (shape[1] == 2):
         axis = 0 if shape[0] == 2 else 1
         return StridedLayout(lambda c: c.select(axis, 0), lambda c: c.select(axis, 1), block_size, shape[3], head_dim)

@@ -48,9 +48,13 @@ class StagingPool:
     """
 
     def __init__(
-        self, limit_bytes: int, lease_s: float, clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[], None] = lambda: None, on_end: Callable[[str, int], None] = lambda *_: None,
-    ) -> None:  # fmt: skip
+        self,
+        limit_bytes: int,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[], None] = lambda: None,
+        on_end: Callable[[str, int], None] = lambda *_: None,
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.staging_failed = 0
         self.leases_expired = 0
@@ -72,9 +76,14 @@ class StagingPool:
         return len(self._transfers)
 
     def append(
-        self, transfer_id: str, codec: Codec, segments: Callable[[], Iterator[Segment]], size_bytes: int, last: bool,
+        self,
+        transfer_id: str,
+        codec: Codec,
+        segments: Callable[[], Iterator[Segment]],
+        size_bytes: int,
+        last: bool,
         whole_bytes: int = 0,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Stage a chunk of a transfer of `whole_bytes`; returns the pool's staged bytes. `segments` runs once there
         is room for `size_bytes`.
 

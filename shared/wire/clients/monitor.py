@@ -53,9 +53,14 @@ class MonitorClient(JsonClient):
         return await self._operate(instance_id, "resume", {}, 0.0, who, operation_id)
 
     async def flip(
-        self, instance_id: str, *, force: bool = False, drain_timeout_s: float = 30.0, who: str = "",
+        self,
+        instance_id: str,
+        *,
+        force: bool = False,
+        drain_timeout_s: float = 30.0,
+        who: str = "",
         operation_id: str = "",
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Change its role. Raises Conflict for the last ready instance of a role, unless forced; OutcomeUnknown when
         no answer came: `operation` tells later.
         """

@@ -13,7 +13,8 @@ from shared.runtime.logs import get_log
 from shared.wire.clients.http import JsonClient
 from shared.wire.messages import JobReport, JobReports, PlaceRequest
 from shared.wire.methods import PLACE, REPORT
-from shared.wire.rpc_client import RpcClient, RpcClients
+from shared.wire.rpc_client import RpcClient
+from shared.wire.rpc_clients import RpcClients
 
 log = get_log(__name__)
 JOBS_KEPT = 100_000  # whose scheduler is remembered; the oldest are forgotten first

@@ -16,11 +16,23 @@ META: dict[str, Any] = {
     "kv_cache": {"num_kv_tokens": 41408, "block_size": 32},
 }
 ROWS = [
-    {"input_toks": 100, "output_toks": 11, "arrival_time": 1000.0, "queued_ts": 5.0, "first_token_ts": 5.5,
-     "last_token_ts": 6.5},
-    {"input_toks": 50, "output_toks": 1, "arrival_time": 1001.0, "queued_ts": 6.25, "first_token_ts": 6.5,
-     "last_token_ts": 6.5},
-]  # fmt: skip
+    {
+        "input_toks": 100,
+        "output_toks": 11,
+        "arrival_time": 1000.0,
+        "queued_ts": 5.0,
+        "first_token_ts": 5.5,
+        "last_token_ts": 6.5,
+    },
+    {
+        "input_toks": 50,
+        "output_toks": 1,
+        "arrival_time": 1001.0,
+        "queued_ts": 6.25,
+        "first_token_ts": 6.5,
+        "last_token_ts": 6.5,
+    },
+]
 
 
 @pytest.fixture

@@ -18,11 +18,18 @@ def test_figures_and_aims_have_the_agreed_form(monkeypatch: pytest.MonkeyPatch) 
     result = bench.run_policy_bench()
     assert summary(result)["ok"] is True
     figures = result["figures"]
-    for kind, table in (("placement", registry.PLACEMENT), ("coupled", registry.PLACEMENT),
-                        ("dispatch", registry.DISPATCH), ("role_flip", registry.ROLE_FLIP)):  # fmt: skip
+    for kind, table in (
+        ("placement", registry.PLACEMENT),
+        ("coupled", registry.PLACEMENT),
+        ("dispatch", registry.DISPATCH),
+        ("role_flip", registry.ROLE_FLIP),
+    ):
         assert all(figures[f"{kind}_{name}_{size}_us"] == 1.0 for name in table for size in (6, 1_000))
-    for kind, table in (("split", registry.SPLIT), ("prefill_order", registry.PREFILL_ORDER),
-                        ("decode_admission", registry.DECODE_ADMISSION)):  # fmt: skip
+    for kind, table in (
+        ("split", registry.SPLIT),
+        ("prefill_order", registry.PREFILL_ORDER),
+        ("decode_admission", registry.DECODE_ADMISSION),
+    ):
         assert all(figures[f"{kind}_{name}_us"] == 1.0 for name in table)
     assert {name: set(aim) for name, aim in result["aims"].items()} == {
         name: {"want", "got", "met"} for name in bench.AIMS

@@ -8,10 +8,21 @@ from lab.bench.silicon import silicon_errors
 from shared.cost.library import Library
 
 ROW: dict[str, Any] = {
-    "id": "a", "backend": "vllm", "model_path": "meta-llama/Llama-3.1-8B-Instruct", "system": "h200_sxm", "mode": "agg",
-    "isl": 1000, "osl": 100, "gemm_quant_mode": "fp8", "batch_size": 8, "tp_size": 1, "attention_dp_size": float("nan"),
-    "moe_ep_size": 1, "silicon_ttft_ms": 100.0, "silicon_tpot_ms": 10.0,
-}  # fmt: skip
+    "id": "a",
+    "backend": "vllm",
+    "model_path": "meta-llama/Llama-3.1-8B-Instruct",
+    "system": "h200_sxm",
+    "mode": "agg",
+    "isl": 1000,
+    "osl": 100,
+    "gemm_quant_mode": "fp8",
+    "batch_size": 8,
+    "tp_size": 1,
+    "attention_dp_size": float("nan"),
+    "moe_ep_size": 1,
+    "silicon_ttft_ms": 100.0,
+    "silicon_tpot_ms": 10.0,
+}
 
 
 def errors_of(tmp_path: Path, library: Library, *rows: dict[str, Any]) -> dict[str, Any]:
@@ -23,8 +34,12 @@ def errors_of(tmp_path: Path, library: Library, *rows: dict[str, Any]) -> dict[s
 
 def test_rows_of_dense_models_have_an_aim_and_others_none(tmp_path: Path, library: Library) -> None:
     mixture = {
-        **ROW, "model_path": "Qwen/Qwen3-235B-A22B-FP8", "tp_size": 4, "moe_ep_size": 8, "attention_dp_size": 2.0
-    }  # fmt: skip
+        **ROW,
+        "model_path": "Qwen/Qwen3-235B-A22B-FP8",
+        "tp_size": 4,
+        "moe_ep_size": 8,
+        "attention_dp_size": 2.0,
+    }
     got = errors_of(tmp_path, library, ROW, mixture, {**ROW, "mode": "disagg"}, {**ROW, "system": "b200_sxm"})
     assert set(got["aims"]) == {"silicon_dense_tpot_mape_percent"}
     assert got["figures"]["silicon_llama_3_1_8b_instruct_h200_sxm_vllm_rows"] == 1

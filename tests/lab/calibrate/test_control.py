@@ -33,13 +33,20 @@ class Made:
         first = self.step("d0", ready, DECODE_S)
         last = self.step("d0", first, DECODE_S)
         self.timelines[name] = RequestTimeline(
-            name, sent, 100, 3, prefilled, last, last,
+            name,
+            sent,
+            100,
+            3,
+            prefilled,
+            last,
+            last,
             spans=[
-                SpanRecord(Span.QUEUE, queued, queued, "p0"), SpanRecord(Span.PREFILL, queued, prefilled, "p0"),
+                SpanRecord(Span.QUEUE, queued, queued, "p0"),
+                SpanRecord(Span.PREFILL, queued, prefilled, "p0"),
                 SpanRecord(Span.DECODE, first, last, "d0"),
             ],
             transfers=[TransferReport(outcome, 100, moved, pulled, ready)],
-        )  # fmt: skip
+        )
         return Sample(name, Shot(100, 3), sent, prefilled + TOKEN - sent, last + TOKEN - sent)
 
     def step(self, where: str, began: float, seconds: float, prefill: tuple[tuple[int, int], ...] = ()) -> float:

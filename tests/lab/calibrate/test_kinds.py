@@ -18,9 +18,21 @@ LIBRARY = Library.built_in()
 def live(name: str, accelerator: str, threads: int = 1) -> LiveInstance:
     compatibility = Compatibility("abc", "vllm", "1", 2, KvGeometry(32, 8, 128))
     info = InstanceInfo(
-        name, 1, "Llama-3-8B", compatibility, accelerator, "bfloat16", 1, 16, 5000, 4096, 512,
-        "tcp://h:1", "http://h:2", (),
-    )  # fmt: skip
+        name,
+        1,
+        "Llama-3-8B",
+        compatibility,
+        accelerator,
+        "bfloat16",
+        1,
+        16,
+        5000,
+        4096,
+        512,
+        "tcp://h:1",
+        "http://h:2",
+        (),
+    )
     return LiveInstance(info, Role.DECODE, "h", threads)
 
 
@@ -40,9 +52,11 @@ def steps(accelerator: str, slower: float, seed: int) -> list[StepRecord]:
 def test_each_kind_is_fitted_from_all_of_its_instances() -> None:
     instances = (live("a0", "A100-SXM-80"), live("b0", "A10"), live("a1", "A100-SXM-80"), live("a2", "A100-SXM-80", 2))
     recorded = {
-        "a0": steps("A100-SXM-80", 2.0, 1), "a1": steps("A100-SXM-80", 2.0, 2), "a2": steps("A100-SXM-80", 4.0, 3),
+        "a0": steps("A100-SXM-80", 2.0, 1),
+        "a1": steps("A100-SXM-80", 2.0, 2),
+        "a2": steps("A100-SXM-80", 4.0, 3),
         "b0": steps("A10", 1.5, 4),
-    }  # fmt: skip
+    }
     found = {one.kind: one for one in fit_kinds(instances, recorded, LIBRARY)}
     assert {one.instances for one in found.values()} == {("a0", "a1"), ("b0",), ("a2",)}
     fast = found[instances[0].kind]

@@ -26,13 +26,20 @@ LINK_BYTES_S = 0.58 * 10e9 / 8
 
 def cluster() -> Cluster:
     content = {
-        "name": "calibrate test", "model": str(PROJECT / "models" / "demo"), "served_model_name": "m",
-        "dashboard": {"enabled": False}, "predictor": {"enabled": False}, "scheduler": {"split": "random"},
+        "name": "calibrate test",
+        "model": str(PROJECT / "models" / "demo"),
+        "served_model_name": "m",
+        "dashboard": {"enabled": False},
+        "predictor": {"enabled": False},
+        "scheduler": {"split": "random"},
         "instance_defaults": {
-            "engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 8 << 30, "emulated_link_gbps": 10,
+            "engine": "emulated",
+            "accelerator": "A100-SXM-80",
+            "kv_cache_bytes": 8 << 30,
+            "emulated_link_gbps": 10,
         },
         "instances": [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode"}],
-    }  # fmt: skip
+    }
     return on_free_ports(Cluster.model_validate(content))
 
 

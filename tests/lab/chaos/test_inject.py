@@ -16,9 +16,13 @@ ROOT = Path(__file__).parents[3]
 def run(code: str, env: dict[str, str]) -> str:
     path = os.pathsep.join((str(INJECT), str(ROOT)))
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], env={**os.environ, **env, "PYTHONPATH": path}, capture_output=True,
-        text=True, timeout=60, check=True,
-    )  # fmt: skip
+        [sys.executable, "-P", "-c", code],
+        env={**os.environ, **env, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     return done.stdout.strip()
 
 

@@ -15,9 +15,13 @@ def reply(tokens: "list[int] | None" = None, **changes: object) -> Reply:
     got = list(TOKENS) if tokens is None else tokens
     text = "".join(chr(97 + token % 26) for token in got)
     fields = {
-        "ending": Ending.DONE, "status": 200, "tokens": got, "text": text, "finish_reason": "length",
+        "ending": Ending.DONE,
+        "status": 200,
+        "tokens": got,
+        "text": text,
+        "finish_reason": "length",
         "completion_tokens": len(TOKENS),
-    }  # fmt: skip
+    }
     return Reply(**(fields | changes))  # type: ignore[arg-type]
 
 

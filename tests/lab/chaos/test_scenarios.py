@@ -62,10 +62,12 @@ def test_each_bad_verdict_fails_a_scenario(verdict: Verdict) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"recovery": Recovery(None, ["decode-0 is dead"])}, {"recovery": Recovery(1.0, left=["2 open rows"])},
-        {"broke": "it did not end"}, {"died": ["prefill-0 died by itself"]},
+        {"recovery": Recovery(None, ["decode-0 is dead"])},
+        {"recovery": Recovery(1.0, left=["2 open rows"])},
+        {"broke": "it did not end"},
+        {"died": ["prefill-0 died by itself"]},
     ],
-)  # fmt: skip
+)
 def test_what_else_fails_a_scenario(changes: dict[str, object]) -> None:
     assert not outcome(**changes).ok
 

@@ -13,10 +13,18 @@ from shared.errors import InvalidRequest
 def test_a_table_of_expert_kernels(tmp_path: Path) -> None:
     path = tmp_path / "h100_sxm_vllm-0.14.0_moe_perf.parquet"
     row = {
-        "kernel_source": "vllm_fused_moe", "moe_dtype": "fp8_block", "num_tokens": 4, "hidden_size": 2048, "topk": 8,
-        "inter_size": 768, "num_experts": 128, "moe_tp_size": 2, "moe_ep_size": 1, "distribution": "balanced",
+        "kernel_source": "vllm_fused_moe",
+        "moe_dtype": "fp8_block",
+        "num_tokens": 4,
+        "hidden_size": 2048,
+        "topk": 8,
+        "inter_size": 768,
+        "num_experts": 128,
+        "moe_tp_size": 2,
+        "moe_ep_size": 1,
+        "distribution": "balanced",
         "latency": 0.5,
-    }  # fmt: skip
+    }
     skewed, dealt = {**row, "distribution": "power_law_1.2"}, {**row, "moe_ep_size": 4}
     other = {**row, "kernel_source": "vllm_marlin_moe"}
     pd.DataFrame([row, skewed, dealt, other]).to_parquet(path)

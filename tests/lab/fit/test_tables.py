@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from lab.fit.profilers import read_tables
 from lab.fit.rows import AttentionRows, ElementwiseRows, GemmRows, MlpRows
-from lab.fit.tables import Table, read_tables
+from lab.fit.tables import Table
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest, NotFound
 
@@ -38,10 +39,18 @@ def test_aiconfigurator_products(tmp_path: Path) -> None:
 
 def _context_attention(latency_ms: float) -> pd.DataFrame:
     rows = 100
-    return pd.DataFrame({
-        "kv_cache_dtype": ["bfloat16"] * rows, "batch_size": 2, "isl": 1024, "num_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "step": 0, "latency": latency_ms,
-    })  # fmt: skip
+    return pd.DataFrame(
+        {
+            "kv_cache_dtype": ["bfloat16"] * rows,
+            "batch_size": 2,
+            "isl": 1024,
+            "num_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "step": 0,
+            "latency": latency_ms,
+        }
+    )
 
 
 def test_aiconfigurator_attention(tmp_path: Path) -> None:
@@ -84,8 +93,11 @@ def test_llmservingsim_layers_and_whole_mlps(tmp_path: Path) -> None:
     assert isinstance(products, GemmRows)
     assert isinstance(mlp, MlpRows)
     assert {(n, k) for n, k in zip(products.n, products.k, strict=True)} == {
-        (6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
-    }  # fmt: skip
+        (6144, 4096),
+        (28672, 4096),
+        (4096, 14336),
+        (128256, 4096),
+    }
     assert mlp.seconds == pytest.approx([30e-6, 60e-6])
     assert (mlp.up[0], mlp.width[0], mlp.hidden[0]) == (28672, 14336, 4096)
     elementwise = found["elementwise", "llmservingsim"].rows
@@ -114,23 +126,42 @@ def test_vidur_mlp_tables(tmp_path: Path) -> None:
         "add",
     )
     row: dict[str, float] = {f"time_stats.{name}.median": 0.1 for name in names}
-    row |= {"num_tokens": 8, "num_tensor_parallel_workers": 2, "n_embd": 4096, "n_expanded_embd": 11008, "n_head": 32,
-            "n_kv_head": 32, "use_gated_mlp": True}  # fmt: skip
+    row |= {
+        "num_tokens": 8,
+        "num_tensor_parallel_workers": 2,
+        "n_embd": 4096,
+        "n_expanded_embd": 11008,
+        "n_head": 32,
+        "n_kv_head": 32,
+        "use_gated_mlp": True,
+    }
     pd.DataFrame([row]).to_csv(_folder(tmp_path, "vidur") / "a40_Llama-2-7b-hf_mlp.csv", index=False)
     found = _read(tmp_path)
     products, mlp = found["gemm", "vidur"].rows, found["mlp", "vidur"].rows
     assert isinstance(products, GemmRows)
     assert isinstance(mlp, MlpRows)
     assert {(n, k) for n, k in zip(products.n, products.k, strict=True)} == {
-        (3 * 2048, 4096), (4096, 2048), (11008, 4096), (4096, 5504)
-    }  # fmt: skip
+        (3 * 2048, 4096),
+        (4096, 2048),
+        (11008, 4096),
+        (4096, 5504),
+    }
     assert mlp.seconds[0] == pytest.approx(0.3e-3)
 
 
 def test_a_shared_context_is_divided_over_the_batch(tmp_path: Path) -> None:
-    row = {"time_stats.attn_prefill.median": np.nan, "time_stats.attn_decode.median": 0.05, "n_embd": 4096,
-           "n_q_head": 32, "n_kv_head": 8, "num_tensor_parallel_workers": 1, "batch_size": 4, "prefill_chunk_size": 0,
-           "kv_cache_size": 1024, "is_prefill": False}  # fmt: skip
+    row = {
+        "time_stats.attn_prefill.median": np.nan,
+        "time_stats.attn_decode.median": 0.05,
+        "n_embd": 4096,
+        "n_q_head": 32,
+        "n_kv_head": 8,
+        "num_tensor_parallel_workers": 1,
+        "batch_size": 4,
+        "prefill_chunk_size": 0,
+        "kv_cache_size": 1024,
+        "is_prefill": False,
+    }
     pd.DataFrame([row]).to_csv(
         _folder(tmp_path, "llmservingsim/v0") / "A6000_Llama-3.1-8B_tp1_attention.csv", index=False
     )

@@ -10,21 +10,15 @@ from lab.papers.clusters import Kind, instances, requests_per_s, weighed
 from lab.papers.cronus_fit import with_values
 from lab.papers.cronus_stages import CAPACITIES, modelled
 from lab.papers.cronus_systems import SYSTEMS, Column, run_system
-from lab.papers.huawei_ranking import estimated_throughput, packed
+from lab.papers.huawei import estimated_throughput, packed
 from lab.papers.lengths import CONVERSATION, azure, sharegpt
 from lab.papers.stages import Stage, in_turn, staged
 from lab.papers.testbed import Coefficients
 from lab.papers.testbed import Testbed as Bed  # pytest would collect a name in Test
 from lab.papers.tetriinfer_micro import micro_rows
-from lab.papers.thunderserve_kv import kv_rows
+from lab.papers.thunderserve_link import kv_rows
 from lab.papers.watermark import AtopWatermark, Watermark
-from lab.papers.zte_formulas import (
-    Discounts,
-    decode_memory_bytes,
-    first_token_s,
-    output_token_s,
-    prefill_memory_bytes,
-)
+from lab.papers.zte import Discounts, decode_memory_bytes, first_token_s, output_token_s, prefill_memory_bytes
 from shared.cost.linear import huawei_of
 from shared.cost.step import Batch
 from shared.cost.transfer import Link

@@ -50,10 +50,20 @@ def test_what_the_catalogue_and_the_cost_model_say(tmp_path: Path) -> None:
 
 def test_what_an_entry_may_say_otherwise(tmp_path: Path) -> None:
     entry = {
-        **A100, "count": 1, "kv_cache_bytes": 2**30, "price_usd_hour": 1.0, "weight": 2.0, "max_model_len": 2048,
-        "link": "slow", "max_prefills": 2, "pipeline_parallel": 2, "chunk_size": 512, "max_seqs": 64, "block_size": 32,
+        **A100,
+        "count": 1,
+        "kv_cache_bytes": 2**30,
+        "price_usd_hour": 1.0,
+        "weight": 2.0,
+        "max_model_len": 2048,
+        "link": "slow",
+        "max_prefills": 2,
+        "pipeline_parallel": 2,
+        "chunk_size": 512,
+        "max_seqs": 64,
+        "block_size": 32,
         "prefill_first": True,
-    }  # fmt: skip
+    }
     spec = load_deployment(write(tmp_path, instances=[entry], links={"slow": {"gbps": 8}})).instances[0]
     assert spec.kv_tokens == 8192
     assert (spec.price_per_hour, spec.rates.weight, spec.max_prefills, spec.lanes) == (2.0, 2.0, 2, 2)
@@ -153,7 +163,7 @@ def test_fixed_steps(tmp_path: Path) -> None:
         ({"policies": {"split": {"name": "full", "x": 1}}}, InvalidRequest, r"policies\.split: .*no parameter 'x'"),
         ({"prediction": {"confusion": [[1.0]]}}, InvalidRequest, r"confusion has 1 rows"),
     ],
-)  # fmt: skip
+)
 def test_errors(tmp_path: Path, changes: dict[str, Any], kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
         load_deployment(write(tmp_path, **changes))

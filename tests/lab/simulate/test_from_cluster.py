@@ -97,10 +97,23 @@ def test_disabled_instances_are_left_out(tmp_path: Path) -> None:
 
 def calibrated(kind: Kind) -> CalibratedKind:
     return CalibratedKind(
-        kind=kind, geometry="Llama-3-8B", instances=("p",), samples=100, mape_percent=1.0, naive_mape_percent=1.0,
-        bias_percent=0.0, compute_factor=0.5, bandwidth_factor=0.5, step_s=2e-3, sequence_s=0.0, scale=1.0,
-        chunk_s=3e-3, slowdown=(1.0,), saturation_tokens=256, rates=Rates(PartialPrefillCost(1e-4, 0.25)),
-    )  # fmt: skip
+        kind=kind,
+        geometry="Llama-3-8B",
+        instances=("p",),
+        samples=100,
+        mape_percent=1.0,
+        naive_mape_percent=1.0,
+        bias_percent=0.0,
+        compute_factor=0.5,
+        bandwidth_factor=0.5,
+        step_s=2e-3,
+        sequence_s=0.0,
+        scale=1.0,
+        chunk_s=3e-3,
+        slowdown=(1.0,),
+        saturation_tokens=256,
+        rates=Rates(PartialPrefillCost(1e-4, 0.25)),
+    )
 
 
 def calibration(folder: Path, *kinds: Kind) -> str:
@@ -120,9 +133,12 @@ def test_the_prefill_queue_is_the_workers(tmp_path: Path) -> None:
 
 def test_roles_flip_as_the_monitor_is_told(tmp_path: Path) -> None:
     monitor = {
-        "role_flip": "pressure", "role_flip_parameters": {"for_s": 3}, "role_flip_period_s": 0.5, "drain_timeout_s": 7,
+        "role_flip": "pressure",
+        "role_flip_parameters": {"for_s": 3},
+        "role_flip_period_s": 0.5,
+        "drain_timeout_s": 7,
         "broadcast_period_s": 0.2,
-    }  # fmt: skip
+    }
     run = load_deployment(write(tmp_path, monitor=monitor)).run
     assert run.role_flip == PressureFlip(for_s=3.0)
     assert (run.role_flip_every_s, run.drain_timeout_s, run.broadcast_s) == (0.5, 7.0, 0.2)

@@ -64,8 +64,12 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
         "kv_codec": ("int8", {}),
     },
 }
-KEYS = {InstanceSection: "instance_defaults", SchedulerSection: "scheduler", MonitorSection: "monitor",
-        GatewaySection: "gateway"}  # fmt: skip
+KEYS = {
+    InstanceSection: "instance_defaults",
+    SchedulerSection: "scheduler",
+    MonitorSection: "monitor",
+    GatewaySection: "gateway",
+}
 
 
 def settable(section: type[Section]) -> set[str]:
@@ -77,8 +81,11 @@ def read(folder: Path, section: type[Section], said: dict[str, Any]) -> Any:
     file = calibration(folder, *(Kind("vllm", "A10", "some-model", "bfloat16", 1, threads) for threads in (1, 2)))
     said = {key: file if value == "CALIBRATION" else value for key, value in said.items()}
     data: dict[str, Any] = {
-        "name": "small", "model": "org/some-model", "instance_defaults": DEFAULTS, "instances": [{"id": "p"}],
-    }  # fmt: skip
+        "name": "small",
+        "model": "org/some-model",
+        "instance_defaults": DEFAULTS,
+        "instances": [{"id": "p"}],
+    }
     data = {**data, KEYS[section]: said}
     data["instance_defaults"] = {"role": "prefill", **data["instance_defaults"]}
     path = folder / "c.yaml"

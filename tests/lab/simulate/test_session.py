@@ -64,9 +64,8 @@ def test_policies_side_by_side_with_csv_and_pages(cluster: Path, tmp_path: Path)
     policies = ("least_load+split=full", "split=none")
     words = [word for policy in policies for word in ("--policy", policy)]
     lines = invoke(
-        cluster, "--trace", "LPLD", "--rate", 5, "--requests", 80, *words,
-        "--csv", csv, "--plots", plots, "--json",
-    )  # fmt: skip
+        cluster, "--trace", "LPLD", "--rate", 5, "--requests", 80, *words, "--csv", csv, "--plots", plots, "--json"
+    )
     figures = json.loads(lines[-1])["figures"]
     assert {name.split("/")[0] for name in figures} == set(policies)
     table = pd.read_csv(csv / "summary.csv")
@@ -91,9 +90,20 @@ def test_the_same_seed_gives_the_same_figures(cluster: Path) -> None:
 
 def test_goodput(cluster: Path) -> None:
     lines = invoke(
-        cluster, "--trace", "prompt=1000,output=50", "--requests", 300, "--rate", 1, "--goodput", "--slo-ttft", 0.5,
-        "--slo-tpot", 0.1, "--json",
-    )  # fmt: skip
+        cluster,
+        "--trace",
+        "prompt=1000,output=50",
+        "--requests",
+        300,
+        "--rate",
+        1,
+        "--goodput",
+        "--slo-ttft",
+        0.5,
+        "--slo-tpot",
+        0.1,
+        "--json",
+    )
     figures = json.loads(lines[-1])["figures"]
     assert 1.0 < figures["goodput_requests_per_s"] < 100.0
     assert figures["goodput_attainment"] >= 0.9

@@ -75,9 +75,13 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
         async def run(**changes: Any) -> Cluster:
             wanted = {
-                "heartbeat_address": tcp(), "broadcast_address": tcp(), "database_url": sqlite(tmp_path),
-                "silence_s": 0.4, "quiet_start_s": 0.3, **changes,
-            }  # fmt: skip
+                "heartbeat_address": tcp(),
+                "broadcast_address": tcp(),
+                "database_url": sqlite(tmp_path),
+                "silence_s": 0.4,
+                "quiet_start_s": 0.3,
+                **changes,
+            }
             settings = MonitorSettings(**wanted)
             app = create_app(settings)
             own = await stack.enter_async_context(AsyncExitStack())

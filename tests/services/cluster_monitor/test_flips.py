@@ -14,8 +14,11 @@ async def test_a_flip_drains_changes_verifies_and_resumes(cluster: Cluster) -> N
     done = await cluster.client.flip("p0", who="tester")
     assert worker.calls == ["drain", "flip", "resume"]
     assert (done["result"], done["from_role"], done["to_role"], done["who"]) == (
-        "succeeded", "prefill", "decode", "tester",
-    )  # fmt: skip
+        "succeeded",
+        "prefill",
+        "decode",
+        "tester",
+    )
     assert done["flip_s"] == 0.0042  # as the instance measured it, apart from the drain
     assert 0 <= done["drain_s"] < done["total_s"] < 1.0
     await cluster.wait_ready("p0", Role.DECODE)

@@ -23,9 +23,12 @@ ROOT = Path(__file__).parents[3]
 @asynccontextmanager
 async def process(*command: str, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
     running = await asyncio.create_subprocess_exec(
-        sys.executable, *command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        sys.executable,
+        *command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     try:
         yield running
     finally:

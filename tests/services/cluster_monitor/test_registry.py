@@ -43,8 +43,9 @@ async def test_an_instance_joins_and_is_broadcast_as_ready(cluster: Cluster) -> 
     assert sequences == sorted(set(sequences))
     listed = await cluster.client.instances()
     assert [(i["instance_id"], i["role"], i["state"]) for i in listed] == [
-        ("d0", "decode", "ready"), ("p0", "prefill", "ready"),
-    ]  # fmt: skip
+        ("d0", "decode", "ready"),
+        ("p0", "prefill", "ready"),
+    ]
     assert listed[0]["load"]["free_blocks"] == 900
     assert (await cluster.client.instance("p0"))["connected"]
     with pytest.raises(NotFound):
@@ -144,12 +145,17 @@ async def test_an_address_where_nobody_listens_ends_as_dead(start: Start) -> Non
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rpc": "udp://nowhere"}, {"rpc": "tcp://127.0.0.1:99999"}, {"block_size": 0}, {"instance_id": "a b"},
-        {"kv_endpoints": ["nonsense"]}, {"rates": {"prefill": {"k_p": -1, "b_p": 0}}}, {"surprise": 1},
+        {"rpc": "udp://nowhere"},
+        {"rpc": "tcp://127.0.0.1:99999"},
+        {"block_size": 0},
+        {"instance_id": "a b"},
+        {"kv_endpoints": ["nonsense"]},
+        {"rates": {"prefill": {"k_p": -1, "b_p": 0}}},
+        {"surprise": 1},
         {"role": "boss"},
     ],
     ids=lambda changes: next(iter(changes)),
-)  # fmt: skip
+)
 async def test_nonsense_is_a_400(cluster: Cluster, changes: dict[str, object]) -> None:
     body = {**msgspec.to_builtins(make_info("p0", tcp())), "role": "prefill", **changes}
     answer = await request(cluster.transport, "POST", "/instances", body)
@@ -173,8 +179,9 @@ async def test_a_restarted_monitor_recovers_its_instances_without_registrations(
         second: Cluster = await start(heartbeat_address=heartbeats, broadcast_address=broadcast)
         await until(
             lambda: second.views and all(second.views[-1].ready(role) for role in Role),
-            "both ready again", timeout_s=2.0,
-        )  # fmt: skip
+            "both ready again",
+            timeout_s=2.0,
+        )
         assert second.views[-1].sequence > last
 
 

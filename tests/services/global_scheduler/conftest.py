@@ -17,7 +17,7 @@ from shared.timeline import RequestTimeline
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.scheduler import SchedulerAdmin, SchedulerClient
 from shared.wire.messages import JobReport
-from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_clients import RpcClients
 from shared.wire.sockets import Sockets
 from tests.services.control_plane import running, sqlite, tcp, until
 from tests.services.fake_worker import make_info
@@ -56,10 +56,20 @@ class Scheduler:
 
 def report(job_id: str, phase: Phase = Phase.COMPLETED, **changes: Any) -> JobReport:
     fields: dict[str, Any] = {
-        "job_id": job_id, "gateway_id": "g0", "phase": phase, "arrived_s": time.time(), "prompt_tokens": 100,
-        "output_tokens": 20, "prefill_instance": "p0", "decode_instance": "d0", "split": 100, "outcome": "stop",
-        "ttft_s": 0.2, "tpot_s": 0.02, "slo_met": True,
-    }  # fmt: skip
+        "job_id": job_id,
+        "gateway_id": "g0",
+        "phase": phase,
+        "arrived_s": time.time(),
+        "prompt_tokens": 100,
+        "output_tokens": 20,
+        "prefill_instance": "p0",
+        "decode_instance": "d0",
+        "split": 100,
+        "outcome": "stop",
+        "ttft_s": 0.2,
+        "tpot_s": 0.02,
+        "slo_met": True,
+    }
     if phase.final:
         fields["timeline"] = RequestTimeline(job_id, time.time(), prompt_tokens=100)
     return JobReport(**{**fields, **changes})
@@ -75,9 +85,13 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
         async def run(**changes: Any) -> Scheduler:
             wanted = {
-                "rpc_address": tcp(), "broadcast_address": tcp(), "database_url": sqlite(tmp_path),
-                "monitor_url": "", "policy_seed": 0, **changes,
-            }  # fmt: skip
+                "rpc_address": tcp(),
+                "broadcast_address": tcp(),
+                "database_url": sqlite(tmp_path),
+                "monitor_url": "",
+                "policy_seed": 0,
+                **changes,
+            }
             settings = SchedulerSettings(**wanted)
             app = create_app(settings)
             transport = await stack.enter_async_context(running(app))

@@ -139,8 +139,7 @@ async def test_garbage_on_both_sockets_is_dropped_and_counted(scheduler: Schedul
         metrics = await text(scheduler.transport, "/metrics")
         causes = (("rpc", "garbage"), ("rpc", "frame"), ("broadcast", "garbage"))
         return all(
-            f'polyphase_wire_dropped_total{{cause="{cause}",socket="{socket}"}}' in metrics
-            for socket, cause in causes
+            f'polyphase_wire_dropped_total{{cause="{cause}",socket="{socket}"}}' in metrics for socket, cause in causes
         )
 
     await until(counted, "all kinds counted")
@@ -164,7 +163,7 @@ async def test_work_counts_until_a_report_says_that_the_job_is_over(scheduler: S
 
 async def test_another_scheduler_is_asked_when_one_is_away(scheduler: Scheduler) -> None:
     from shared.wire.clients.scheduler import SchedulerClient
-    from shared.wire.rpc_client import RpcClients
+    from shared.wire.rpc_clients import RpcClients
 
     await scheduler.hear(**CLUSTER)
     with RpcClients(scheduler.sockets) as clients:
@@ -189,7 +188,9 @@ async def test_a_job_that_waits_is_told_of_once(scheduler: Scheduler) -> None:
         await scheduler.client.report([report("j1", Phase.FAILED, outcome="unavailable")], timeout_s=5)
     said = [(one["event"], one["job_id"], one.get("refusals")) for one in lines if "job_id" in one]
     assert said == [
-        ("no placement", "j0", None), ("no placement", "j1", None),
-        ("placed after all", "j0", 20), ("ended without a placement", "j1", 20),
-    ]  # fmt: skip
+        ("no placement", "j0", None),
+        ("no placement", "j1", None),
+        ("placed after all", "j0", 20),
+        ("ended without a placement", "j1", 20),
+    ]
     assert 'polyphase_scheduler_refused_total{code="unavailable"} 40.0' in await text(scheduler.transport, "/metrics")

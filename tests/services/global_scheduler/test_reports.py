@@ -45,8 +45,9 @@ async def test_reports_are_served_from_memory_and_reach_the_database(scheduler: 
     await scheduler.client.report([report("j1", Phase.QUEUED), report("j2", Phase.DECODE)], timeout_s=5)
     await scheduler.client.report([report("j1", Phase.PREFILL)], timeout_s=5)
     assert [(r["job_id"], r["phase"]) for r in await scheduler.admin.requests()] == [
-        ("j2", "decode"), ("j1", "prefill"),
-    ]  # fmt: skip
+        ("j2", "decode"),
+        ("j1", "prefill"),
+    ]
     assert [r["job_id"] for r in await scheduler.admin.requests(phase="decode")] == ["j2"]
     with pytest.raises(NotFound, match="yet"):
         await scheduler.admin.timeline("j1")
@@ -119,8 +120,9 @@ async def test_outcomes_and_lengths_are_forwarded_with_the_targets_of_their_clas
         )
         await until(lambda: len(taken) == 2, "both forwarded")
     assert [(o["ttft_target_s"], o["tpot_target_s"], o["failed"]) for o in taken["/slo/outcomes"]] == [
-        (1.5, 0.15, False), (1.5, 0.15, True),
-    ]  # fmt: skip
+        (1.5, 0.15, False),
+        (1.5, 0.15, True),
+    ]
     assert taken["/v1/observations"] == [{"prompt_tokens": 100, "output_tokens": 20}]
 
 

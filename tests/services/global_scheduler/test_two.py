@@ -229,11 +229,17 @@ async def _processes(tmp_path: Path) -> AsyncIterator[Processes]:
     await engine.dispose()
     settings = [
         SchedulerSettings(
-            scheduler_id=f"s{number}", http_port=free_port(), rpc_address=tcp(), broadcast_address=broadcast,
-            database_url=url, monitor_url="", lost_after_s=4.0, **COUNTED,  # type: ignore[arg-type]
+            scheduler_id=f"s{number}",
+            http_port=free_port(),
+            rpc_address=tcp(),
+            broadcast_address=broadcast,
+            database_url=url,
+            monitor_url="",
+            lost_after_s=4.0,
+            **COUNTED,  # type: ignore[arg-type]
         )
         for number in range(2)
-    ]  # fmt: skip
+    ]
     async with AsyncExitStack() as stack:
         sockets = Sockets()
         stack.callback(sockets.close)

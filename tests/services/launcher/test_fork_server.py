@@ -15,8 +15,8 @@ import pytest
 
 from services.launcher.fork_client import ForkServer
 from services.launcher.keeper import State, Status
-from services.launcher.plan import ProcessSpec
 from services.launcher.process import Child
+from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
 from services.launcher.supervisor import Supervisor, supervising
 from services.launcher.watch import Limits
@@ -144,9 +144,7 @@ async def test_a_server_that_cannot_import_is_never_ready(tmp_path: Path, enviro
 
 
 @asynccontextmanager
-async def supervised(
-    tmp_path: Path, environment: dict[str, str], preload: str = "heavy"
-) -> AsyncIterator[Supervisor]:
+async def supervised(tmp_path: Path, environment: dict[str, str], preload: str = "heavy") -> AsyncIterator[Supervisor]:
     """`probe` can be forked, `plain` cannot."""
     probe = spec(environment, "stay")
     plain = replace(probe, name="plain", module="")
@@ -199,7 +197,7 @@ async def test_without_a_server_processes_are_started_the_plain_way(
 LAUNCHER = """
 import asyncio, json, sys
 from pathlib import Path
-from services.launcher.plan import ProcessSpec
+from services.launcher.spec import ProcessSpec
 from services.launcher.supervisor import supervising
 
 async def main():

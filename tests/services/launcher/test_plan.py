@@ -15,7 +15,8 @@ from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import display
 from services.launcher.cluster_file import Cluster
-from services.launcher.plan import Plan, ProcessSpec, make_plan
+from services.launcher.plan import make_plan
+from services.launcher.spec import Plan, ProcessSpec
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
@@ -48,8 +49,14 @@ def loaded(kind: type[ServiceSettings], spec: ProcessSpec, monkeypatch: pytest.M
 def test_every_process_is_there_once(tmp_path: Path) -> None:
     plan = make_plan(cluster(), tmp_path)
     assert [each.name for each in plan.processes] == [
-        "monitor", "scheduler", "gateway", "predictor", "p", "d", "dashboard",
-    ]  # fmt: skip
+        "monitor",
+        "scheduler",
+        "gateway",
+        "predictor",
+        "p",
+        "d",
+        "dashboard",
+    ]
     assert plan.instance_ids == ("p", "d")
 
 

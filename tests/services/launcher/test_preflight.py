@@ -90,5 +90,3 @@ def test_a_host_answers_for_its_own_part_only(tmp_path: Path) -> None:
     there = {**P, "id": "there", "host": "b", "accelerator": "nothing"}
     hosts = {"hosts": {"a": "127.0.0.1", "b": "127.0.0.2"}, "control": "a", **curve_pair()}
     assert not faults(tmp_path, instances=[{**P, "host": "a"}, there], **hosts)
-
-

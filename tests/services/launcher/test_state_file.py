@@ -10,13 +10,20 @@ import pytest
 
 from services.launcher import state_file
 from services.launcher.keeper import State, Status
-from services.launcher.plan import Plan
+from services.launcher.spec import Plan
 from shared.errors import Conflict, InvalidRequest, NotFound
 
 PLAN = Plan(
-    model="m", processes=(), instance_ids=("p", "d"), api_url="http://a", monitor_url="http://m",
-    scheduler_urls=("http://s",), predictor_url="", dashboard_url="", runs_control=True,
-)  # fmt: skip
+    model="m",
+    processes=(),
+    instance_ids=("p", "d"),
+    api_url="http://a",
+    monitor_url="http://m",
+    scheduler_urls=("http://s",),
+    predictor_url="",
+    dashboard_url="",
+    runs_control=True,
+)
 STATUSES = (Status("p", Path("p.log"), State.READY, pid=42), Status("d", Path("d.log"), State.RESTARTING))
 
 

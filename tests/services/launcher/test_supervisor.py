@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from services.launcher.keeper import StartFailed, State, Status
-from services.launcher.plan import ProcessSpec
 from services.launcher.ports import free_range
+from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
 from services.launcher.supervisor import Supervisor, supervising
 from services.launcher.watch import Limits
@@ -164,7 +164,7 @@ async def test_an_error_in_the_block_stops_everything_and_passes_through(tmp_pat
 LAUNCHER = """
 import asyncio, sys
 from pathlib import Path
-from services.launcher.plan import ProcessSpec
+from services.launcher.spec import ProcessSpec
 from services.launcher.supervisor import supervising
 
 async def main():

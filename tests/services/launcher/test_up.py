@@ -26,11 +26,16 @@ START_S = 200.0
 def cluster(folder: Path) -> Path:
     base = free_range()
     content = {
-        "name": "test", "model": "models/demo", "served_model_name": "m", "ports": base,
-        "gateway": {"port": base + 240}, "dashboard": {"enabled": False}, "predictor": {"enabled": False},
+        "name": "test",
+        "model": "models/demo",
+        "served_model_name": "m",
+        "ports": base,
+        "gateway": {"port": base + 240},
+        "dashboard": {"enabled": False},
+        "predictor": {"enabled": False},
         "instance_defaults": {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30},
         "instances": [{"id": "p", "role": "prefill", "count": 2}, {"id": "d", "role": "decode", "count": 2}],
-    }  # fmt: skip
+    }
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(content))
     return file

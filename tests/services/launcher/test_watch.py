@@ -12,9 +12,9 @@ import pytest
 
 from services.launcher import watch
 from services.launcher.keeper import State, Status
-from services.launcher.plan import ProcessSpec
 from services.launcher.ports import free_range
 from services.launcher.process import Child, spawn
+from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
 from services.launcher.supervisor import Supervisor, supervising
 from services.launcher.watch import Limits, until_ended, until_healthy

@@ -8,17 +8,19 @@ from shared.domain.job import Generation, JobView
 from shared.domain.route import PolicySpec
 from shared.wire.messages import PrefillRequest
 from shared.wire.methods import PREFILL
-from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_clients import RpcClients
 from shared.wire.sockets import Sockets
 
 
 async def main(address: str, sampling: bytes) -> None:
     prompt = list(range(10, 400))
     request = PrefillRequest(
-        JobView("killed", len(prompt), 8), "t-killed", prompt,
+        JobView("killed", len(prompt), 8),
+        "t-killed",
+        prompt,
         Generation(sampling, time.time()),
         dispatch=PolicySpec("power_of_two"),
-    )  # fmt: skip
+    )
     with RpcClients(Sockets()) as clients:
         await clients.to(address).call(PREFILL, request, timeout_s=60)
         print("staged", flush=True)

@@ -15,9 +15,16 @@ from shared.runtime.http import service_app
 
 def settings() -> WorkerSettings:
     return WorkerSettings(
-        instance_id="p", model="m", rpc_port=1, http_port=2, kv_port=3, monitor_url="", heartbeat_address="",
-        broadcast_address="", hang_s=60.0,
-    )  # fmt: skip
+        instance_id="p",
+        model="m",
+        rpc_port=1,
+        http_port=2,
+        kv_port=3,
+        monitor_url="",
+        heartbeat_address="",
+        broadcast_address="",
+        hang_s=60.0,
+    )
 
 
 async def health(app: Any) -> httpx.Response:

@@ -24,7 +24,7 @@ from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.wire.messages import PrefillReply, PrefillRequest, ReleaseRequest
 from shared.wire.methods import PREFILL, RELEASE
-from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_clients import RpcClients
 from shared.wire.sockets import Sockets
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -55,10 +55,12 @@ class Worker:
 
     async def prefill(self, name: str, prompt: list[int], items: list[Any] | None = None) -> PrefillReply:
         request = PrefillRequest(
-            JobView(name, len(prompt), 8), f"t-{name}", prompt,
+            JobView(name, len(prompt), 8),
+            f"t-{name}",
+            prompt,
             Generation(SAMPLING, time.time()),
             dispatch=PolicySpec("power_of_two"),
-        )  # fmt: skip
+        )
         on_item = (items if items is not None else []).append
         return await self.clients.to(self.rpc).call(PREFILL, request, timeout_s=120, on_item=on_item)
 
@@ -79,18 +81,31 @@ async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Work
     folder = tmp_path_factory.mktemp("worker")
     rpc, http, kv, beats, broadcasts = free_ports(5)
     settings = {
-        "instance_id": "p0", "model": str(ROOT / "models" / "demo"), "rpc_port": rpc, "http_port": http, "kv_port": kv,
-        "monitor_url": "http://127.0.0.1:1", "heartbeat_address": f"tcp://127.0.0.1:{beats}",
-        "broadcast_address": f"tcp://127.0.0.1:{broadcasts}", "kv_cache_bytes": 64 << 20, "chunk_size": CHUNK,
-        "lease_s": LEASE_S, "staging_bytes": 8 << 20,
-    }  # fmt: skip
+        "instance_id": "p0",
+        "model": str(ROOT / "models" / "demo"),
+        "rpc_port": rpc,
+        "http_port": http,
+        "kv_port": kv,
+        "monitor_url": "http://127.0.0.1:1",
+        "heartbeat_address": f"tcp://127.0.0.1:{beats}",
+        "broadcast_address": f"tcp://127.0.0.1:{broadcasts}",
+        "kv_cache_bytes": 64 << 20,
+        "chunk_size": CHUNK,
+        "lease_s": LEASE_S,
+        "staging_bytes": 8 << 20,
+    }
     env = os.environ | {f"POLYPHASE_WORKER_{key.upper()}": str(value) for key, value in settings.items()}
     log = folder / "log"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.worker", cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)},
-            stdout=output, stderr=output,
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "services.worker",
+            cwd=ROOT,
+            env=env | {"PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=output,
+        )
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}", timeout=20) as client:
         with RpcClients(Sockets()) as clients:
             made = Worker(process, log, f"tcp://127.0.0.1:{rpc}", f"tcp://127.0.0.1:{kv}", client, clients)
@@ -133,9 +148,13 @@ async def test_long_prompts_without_a_decode_instance_end_well_and_the_worker_li
 
 async def test_what_a_killed_gateway_had_staged_is_free_soon_after(worker: Worker) -> None:
     gateway = await asyncio.create_subprocess_exec(
-        sys.executable, str(Path(__file__).with_name("prefill_client.py")), worker.rpc, SAMPLING.hex(),
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        sys.executable,
+        str(Path(__file__).with_name("prefill_client.py")),
+        worker.rpc,
+        SAMPLING.hex(),
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+    )
     assert gateway.stdout is not None
     try:
         assert (await gateway.stdout.readline()).strip() == b"staged"

@@ -11,13 +11,29 @@ from shared.cost.operators import Device, Memory
 DEVICE = Device(flops=100e12, bandwidth=1e12, units=100)
 HEADS = Heads(query=32, kv=8, flops=4.0 * 32 * 128, kv_bytes=4096.0, query_bytes=4.0 * 32 * 128)
 DECODE = DecodeAttention(
-    overhead_s=10e-6, long_s=2e-6, grouped_s=1e-6, depth_s=1e-9, depth_tokens=1000.0, depth_items=1e12, item_s=20e-9,
-    splits=1000.0, ungrouped_splits=1.0, compute=1.0, memory=Memory(0.5, 0.5, 1e6),
-)  # fmt: skip
+    overhead_s=10e-6,
+    long_s=2e-6,
+    grouped_s=1e-6,
+    depth_s=1e-9,
+    depth_tokens=1000.0,
+    depth_items=1e12,
+    item_s=20e-9,
+    splits=1000.0,
+    ungrouped_splits=1.0,
+    compute=1.0,
+    memory=Memory(0.5, 0.5, 1e6),
+)
 VARLEN = VarlenAttention(
-    overhead_s=5e-6, compute=0.5, tile_rows=64.0, depth_s=0.0, sharpness=1.0, memory=Memory(0.5, 0.5, 1e6),
-    decode_rows=64.0, decode_item_s=0.0, packs_groups=False,
-)  # fmt: skip
+    overhead_s=5e-6,
+    compute=0.5,
+    tile_rows=64.0,
+    depth_s=0.0,
+    sharpness=1.0,
+    memory=Memory(0.5, 0.5, 1e6),
+    decode_rows=64.0,
+    decode_item_s=0.0,
+    packs_groups=False,
+)
 PACKED = replace(VARLEN, packs_groups=True)
 
 

@@ -7,10 +7,35 @@ from shared.errors import InvalidRequest, NotFound
 
 # Issue 3: what the catalogue must know, by the names that people use.
 WANTED = (
-    "T4", "V100-16", "V100-32", "A10", "A30", "A40", "A100-40-PCIe", "A100-80-PCIe", "A100-40", "A100-80",
-    "A5000", "A6000", "3090Ti", "4090", "L4", "L40S", "RTX PRO 6000", "H100 PCIe", "H100 SXM", "H200", "B200",
-    "MI210", "MI250", "MI300X", "Gaudi 2", "Gaudi 3", "Ascend 910B", "CPU",
-)  # fmt: skip
+    "T4",
+    "V100-16",
+    "V100-32",
+    "A10",
+    "A30",
+    "A40",
+    "A100-40-PCIe",
+    "A100-80-PCIe",
+    "A100-40",
+    "A100-80",
+    "A5000",
+    "A6000",
+    "3090Ti",
+    "4090",
+    "L4",
+    "L40S",
+    "RTX PRO 6000",
+    "H100 PCIe",
+    "H100 SXM",
+    "H200",
+    "B200",
+    "MI210",
+    "MI250",
+    "MI300X",
+    "Gaudi 2",
+    "Gaudi 3",
+    "Ascend 910B",
+    "CPU",
+)
 
 ENTRY = """
 Mine:

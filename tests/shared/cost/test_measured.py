@@ -7,7 +7,8 @@ import pytest
 from lab.bench.cost import run_errors
 from lab.bench.silicon import silicon_errors
 from lab.fit.efficiencies import fit_table
-from lab.fit.tables import Table, read_tables
+from lab.fit.profilers import read_tables
+from lab.fit.tables import Table
 from shared.cost.library import Library
 
 AIMS = {"gemm": 0.15, "mlp": 0.08, "decode": 0.12, "prefill": 0.18}
@@ -21,14 +22,19 @@ def tables(profiles: Path, library: Library) -> dict[tuple[str, str, str], Table
 @pytest.mark.parametrize(
     "key",
     [
-        ("A100-SXM-80", "gemm", "aiconfigurator bfloat16"), ("H100-SXM", "gemm", "aiconfigurator bfloat16"),
-        ("A40", "gemm", "vidur"), ("RTX-4090", "gemm", "llmservingsim"),
-        ("RTX-PRO-6000-Server", "decode", "llmservingsim"), ("RTX-4090", "decode", "llmservingsim"),
-        ("H200-SXM", "decode", "aiconfigurator kv bfloat16"), ("L40S", "prefill", "aiconfigurator kv bfloat16"),
-        ("A100-SXM-80", "prefill", "vidur"), ("RTX-A6000", "prefill", "llmservingsim v0"),
+        ("A100-SXM-80", "gemm", "aiconfigurator bfloat16"),
+        ("H100-SXM", "gemm", "aiconfigurator bfloat16"),
+        ("A40", "gemm", "vidur"),
+        ("RTX-4090", "gemm", "llmservingsim"),
+        ("RTX-PRO-6000-Server", "decode", "llmservingsim"),
+        ("RTX-4090", "decode", "llmservingsim"),
+        ("H200-SXM", "decode", "aiconfigurator kv bfloat16"),
+        ("L40S", "prefill", "aiconfigurator kv bfloat16"),
+        ("A100-SXM-80", "prefill", "vidur"),
+        ("RTX-A6000", "prefill", "llmservingsim v0"),
     ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_held_out_errors(
     tables: dict[tuple[str, str, str], Table], library: Library, key: tuple[str, str, str]
 ) -> None:

@@ -9,18 +9,37 @@ from shared.errors import InvalidRequest, NotFound
 
 # Parameters of the published checkpoints, to the last weight.
 PARAMETERS = {
-    "OPT-125M": 125_239_296, "OPT-13B": 12_853_473_280, "LLaMA-30B": 32_528_943_616, "Llama-2-7B": 6_738_415_616,
-    "Llama-2-70B": 68_976_648_192, "Llama-3-8B": 8_030_261_248, "Llama-3.1-8B": 8_030_261_248,
-    "Llama-3.1-70B": 70_553_706_496, "Llama-3.2-1B": 1_235_814_400, "Mistral-7B": 7_241_732_096,
-    "Qwen2-7B": 7_615_616_512, "Qwen2.5-14B": 14_770_033_664, "Qwen3-8B": 8_190_735_360, "Qwen3-32B": 32_762_123_264,
-    "Gemma-2-9B": 9_241_705_984, "Mixtral-8x7B": 46_702_792_704, "Qwen3-30B-A3B": 30_532_122_624,
-    "Qwen3-235B-A22B": 235_093_634_560, "DeepSeek-V2-Lite": 15_706_484_224, "DeepSeek-V3": 671_026_419_200,
-}  # fmt: skip
+    "OPT-125M": 125_239_296,
+    "OPT-13B": 12_853_473_280,
+    "LLaMA-30B": 32_528_943_616,
+    "Llama-2-7B": 6_738_415_616,
+    "Llama-2-70B": 68_976_648_192,
+    "Llama-3-8B": 8_030_261_248,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Mistral-7B": 7_241_732_096,
+    "Qwen2-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-32B": 32_762_123_264,
+    "Gemma-2-9B": 9_241_705_984,
+    "Mixtral-8x7B": 46_702_792_704,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "DeepSeek-V2-Lite": 15_706_484_224,
+    "DeepSeek-V3": 671_026_419_200,
+}
 
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
 
 
 @pytest.mark.parametrize(("name", "count"), PARAMETERS.items())

@@ -11,9 +11,15 @@ from shared.cost.operators import Collective, Device, Elementwise, Gemm, Memory,
 DEVICE = Device(flops=100e12, bandwidth=1e12, units=100)
 FLAT = Memory(share=0.5, cache_share=0.5, cache_bytes=1e6)
 PLAIN = Gemm(
-    overhead_s=1e-6, compute=0.5, tile_penalty=0.0, depth_s=0.0, split_s=1.0, sharpness=12.0, weights=FLAT,
+    overhead_s=1e-6,
+    compute=0.5,
+    tile_penalty=0.0,
+    depth_s=0.0,
+    split_s=1.0,
+    sharpness=12.0,
+    weights=FLAT,
     activations=FLAT,
-)  # fmt: skip
+)
 
 
 def test_a_memory_bound_product_by_hand() -> None:

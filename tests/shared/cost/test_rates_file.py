@@ -6,14 +6,7 @@ import msgspec
 import pytest
 
 from shared.cost.library import Library
-from shared.cost.rates_file import (
-    CalibratedKind,
-    Calibration,
-    ControlPlane,
-    Kind,
-    merged_rates,
-    scaled_rates,
-)
+from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind, merged_rates, scaled_rates
 from shared.cost.step import Batch
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry
 from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
@@ -25,11 +18,24 @@ KIND = Kind("vllm", "cpu", "demo", "float32", 1, 1)
 
 def calibrated(**more: object) -> CalibratedKind:
     values: dict[str, object] = {
-        "kind": KIND, "geometry": "Llama-3-8B", "instances": ("p0", "d0"), "samples": 100, "mape_percent": 12.5,
-        "naive_mape_percent": 90.0, "bias_percent": -0.5, "compute_factor": 0.5, "bandwidth_factor": 0.25,
-        "step_s": 2e-3, "sequence_s": 1e-4, "scale": 1.1, "chunk_s": 3e-3, "slowdown": (1.0, 1.25),
-        "saturation_tokens": 256, "rates": RATES, **more,
-    }  # fmt: skip
+        "kind": KIND,
+        "geometry": "Llama-3-8B",
+        "instances": ("p0", "d0"),
+        "samples": 100,
+        "mape_percent": 12.5,
+        "naive_mape_percent": 90.0,
+        "bias_percent": -0.5,
+        "compute_factor": 0.5,
+        "bandwidth_factor": 0.25,
+        "step_s": 2e-3,
+        "sequence_s": 1e-4,
+        "scale": 1.1,
+        "chunk_s": 3e-3,
+        "slowdown": (1.0, 1.25),
+        "saturation_tokens": 256,
+        "rates": RATES,
+        **more,
+    }
     return CalibratedKind(**values)  # type: ignore[arg-type]
 
 
@@ -47,10 +53,7 @@ def test_a_file_is_read_back(tmp_path: Path) -> None:
     assert "polyphase calibrate live" in file.read_text().splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("kinds: 3", "kinds"), ("[1]", "mapping"), ("date: [", "not valid YAML")],
-)
+@pytest.mark.parametrize(("text", "said"), [("kinds: 3", "kinds"), ("[1]", "mapping"), ("date: [", "not valid YAML")])
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(text)

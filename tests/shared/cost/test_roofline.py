@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cost.roofline import naive_time_s, smooth_max
+from shared.cost.attention import smooth_max
 
 TIMES = st.floats(1e-12, 1e6)
 SHARPNESS = st.floats(1.0, 12.0)
@@ -24,8 +24,3 @@ def test_by_hand() -> None:
     assert smooth_max(3.0, 4.0, 2.0) == pytest.approx(5.0)
     assert smooth_max(3.0, 4.0, 1.0) == pytest.approx(7.0)
     assert smooth_max(0.0, 2.0, 3.0) == 2.0
-
-
-def test_naive() -> None:
-    assert naive_time_s(100.0, 10.0, 50.0, 20.0) == 2.0  # compute
-    assert naive_time_s(100.0, 100.0, 50.0, 20.0) == 5.0  # memory

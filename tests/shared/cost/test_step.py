@@ -10,10 +10,18 @@ from shared.errors import InvalidRequest
 
 # Devices with tables of their own, like another, and with defaults only; models of each kind of attention and MLP.
 PAIRS = (
-    ("A100", "Llama-3-8B", 1), ("H100", "Qwen3-32B", 2), ("4090", "Llama-3.1-8B", 1), ("A10", "Qwen2-7B", 1),
-    ("MI300X", "Mixtral-8x7B", 1), ("V100", "OPT-13B", 2), ("H200", "DeepSeek-V2-Lite", 1), ("CPU", "OPT-125M", 1),
-    ("L40S", "Gemma-2-9B", 1), ("Gaudi3", "Qwen3-30B-A3B", 1), ("T4", "Mistral-7B", 2),
-)  # fmt: skip
+    ("A100", "Llama-3-8B", 1),
+    ("H100", "Qwen3-32B", 2),
+    ("4090", "Llama-3.1-8B", 1),
+    ("A10", "Qwen2-7B", 1),
+    ("MI300X", "Mixtral-8x7B", 1),
+    ("V100", "OPT-13B", 2),
+    ("H200", "DeepSeek-V2-Lite", 1),
+    ("CPU", "OPT-125M", 1),
+    ("L40S", "Gemma-2-9B", 1),
+    ("Gaudi3", "Qwen3-30B-A3B", 1),
+    ("T4", "Mistral-7B", 2),
+)
 
 
 @pytest.fixture(scope="module")

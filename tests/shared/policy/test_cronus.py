@@ -24,13 +24,31 @@ EXAMPLES: list[tuple[str, PartialPrefillCost, dict[str, Any], dict[str, Any], Cr
     ("enough free blocks", PARTIAL, {}, {"free_blocks": 64}, CronusSplit(), 458),
     ("decodes fill the budget: all", PARTIAL, {}, {"decoding": 512}, CronusSplit(), 1024),
     ("steps of 256: the jump where 512 saves the third lies across 0", PARTIAL, {}, {}, CronusSplit(budget=256), 512),
-    ("0.11 s of prefill wait already", PARTIAL, {"queued_prefill_tokens": 500, "queued_prefill": 1}, {},
-     CronusSplit(), 0),
-    ("and are not looked at", PARTIAL, {"queued_prefill_tokens": 500, "queued_prefill": 1}, {},
-     CronusSplit(queue_aware=False), 458),
-    ("two steps of prefill wait at the other: 0.01 + 2e-4 L = 0.15 + 1e-6 L", PARTIAL, {},
-     {"queued_prefill_tokens": 600}, CronusSplit(), 704),
-]  # fmt: skip
+    (
+        "0.11 s of prefill wait already",
+        PARTIAL,
+        {"queued_prefill_tokens": 500, "queued_prefill": 1},
+        {},
+        CronusSplit(),
+        0,
+    ),
+    (
+        "and are not looked at",
+        PARTIAL,
+        {"queued_prefill_tokens": 500, "queued_prefill": 1},
+        {},
+        CronusSplit(queue_aware=False),
+        458,
+    ),
+    (
+        "two steps of prefill wait at the other: 0.01 + 2e-4 L = 0.15 + 1e-6 L",
+        PARTIAL,
+        {},
+        {"queued_prefill_tokens": 600},
+        CronusSplit(),
+        704,
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -109,9 +127,14 @@ def test_the_gap_rises_where_it_is_said_to(balance: Balance) -> None:
 
 
 @given(
-    st.integers(1, 5000), balances(), st.integers(0, 600), st.integers(0, 1000), st.booleans(), st.booleans(),
+    st.integers(1, 5000),
+    balances(),
+    st.integers(0, 600),
+    st.integers(0, 1000),
+    st.booleans(),
+    st.booleans(),
     st.integers(0, 3000),
-)  # fmt: skip
+)
 def test_a_split_stays_within_the_prompt(
     prompt: int, balance: Balance, decoding: int, free: int, zero: bool, aware: bool, queued: int
 ) -> None:

@@ -61,8 +61,7 @@ def test_interference_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "takes"),
-    [(PredictedEnd.LOWER, "small"), (PredictedEnd.MIDDLE, "big"), (PredictedEnd.UPPER, "big")],
+    ("end", "takes"), [(PredictedEnd.LOWER, "small"), (PredictedEnd.MIDDLE, "big"), (PredictedEnd.UPPER, "big")]
 )
 def test_the_end_of_the_predicted_range_decides_the_need(end: PredictedEnd, takes: str) -> None:
     small = decode("small", free_blocks=20)  # 320 tokens: 100 + 200 fit, 100 + 300 do not
@@ -149,9 +148,11 @@ def test_the_worst_case_piles_heavy_decodes_up_and_scatters_light_ones() -> None
 @given(
     st.sampled_from(sorted(registry.DISPATCH)),
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60), st.sampled_from([90, 4096])), max_size=12),
-    st.sets(st.sampled_from(["d0", "d1", "d2"])), st.integers(1, 400), st.sampled_from([None, HEAVY, LIGHT]),
+    st.sets(st.sampled_from(["d0", "d1", "d2"])),
+    st.integers(1, 400),
+    st.sampled_from([None, HEAVY, LIGHT]),
     st.integers(0, 1000),
-)  # fmt: skip
+)
 def test_any_choice_is_a_candidate_that_fits(
     name: str, loads: list[tuple[int, int, int]], exclude: set[str], prompt: int, prediction: Any, seed: int
 ) -> None:
@@ -171,8 +172,9 @@ def test_any_choice_is_a_candidate_that_fits(
 
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 60)), max_size=15),
-    st.integers(1, 400), st.integers(0, 1000),
-)  # fmt: skip
+    st.integers(1, 400),
+    st.integers(0, 1000),
+)
 def test_memory_is_respected_when_any_instance_has_it(
     loads: list[tuple[int, int, int]], prompt: int, seed: int
 ) -> None:

@@ -33,8 +33,12 @@ def test_bookings_show_in_loads_and_backlogs_whenever_the_backlog_is_built() -> 
         p, d = cluster.prefill.views[0].load, cluster.decode.views[0].load
         assert (p.queued_prefill, p.queued_prefill_tokens, p.decoding) == (1, 100, 0)
         assert (d.queued_prefill_tokens, d.decoding, d.heavy_decodes, d.context_tokens, d.free_blocks) == (
-            20, 1, 1, 33, 7
-        )  # fmt: skip
+            20,
+            1,
+            1,
+            33,
+            7,
+        )
         assert cluster.turn == 3
 
 

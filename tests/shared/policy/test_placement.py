@@ -58,9 +58,7 @@ def test_reasons_name_filters_the_chosen_and_the_runner_up() -> None:
     route = place(job(10), cluster, policies(), 0.0, Random(0), ("c",))
     by_name = {reason.what: reason.figures for reason in route.reasons}
     assert by_name["filter: ready, not excluded, context fits"]["excluded"] == "c"
-    assert by_name["placement:least_load"] == {
-        "chosen": "b", "score": 10.0, "runner_up": "a", "runner_up_score": 60.0
-    }  # fmt: skip
+    assert by_name["placement:least_load"] == {"chosen": "b", "score": 10.0, "runner_up": "a", "runner_up_score": 60.0}
 
 
 def test_round_robin_takes_turns_by_id() -> None:
@@ -115,8 +113,9 @@ def test_what_a_route_books() -> None:
     asked = job(100, 1000)
     split = place(asked, index(prefill("p"), decode("d")), policies(split="fraction", fraction=0.3), 0.0, Random(0))
     assert [(a.instance_id, a.prefill_tokens, a.decode_tokens, a.heavy) for a in assignments(asked, split, 0.0)] == [
-        ("p", 30, 0, False), ("d", 70, 100, True)
-    ]  # fmt: skip
+        ("p", 30, 0, False),
+        ("d", 70, 100, True),
+    ]
     whole = place(asked, index(decode("d")), policies(), 0.0, Random(0))
     (booked,) = assignments(asked, whole, 0.0)
     assert (booked.instance_id, booked.prefill_tokens, booked.decode_tokens) == ("d", 100, 100)
@@ -192,9 +191,13 @@ def clusters(draw: st.DrawFn) -> list[InstanceView]:
 
 @settings(deadline=None)
 @given(
-    clusters(), st.integers(1, 500), st.sampled_from(sorted(registry.PLACEMENT)),
-    st.sampled_from(sorted(registry.SPLIT)), st.sets(st.sampled_from(["i0", "i1"])), st.integers(0, 99),
-)  # fmt: skip
+    clusters(),
+    st.integers(1, 500),
+    st.sampled_from(sorted(registry.PLACEMENT)),
+    st.sampled_from(sorted(registry.SPLIT)),
+    st.sets(st.sampled_from(["i0", "i1"])),
+    st.integers(0, 99),
+)
 def test_any_route_holds_what_it_promises(
     instances: list[InstanceView], prompt: int, placement: str, split: str, exclude: set[str], seed: int
 ) -> None:

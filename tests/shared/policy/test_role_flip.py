@@ -45,16 +45,25 @@ def test_load_share(one: InstanceView, share: float) -> None:
 
 IDLE: list[tuple[str, list[InstanceView], tuple[float, str, Role] | None]] = [
     ("idle for a minute (TetriInfer 5.1)", [prefill("p"), prefill("q"), decode("d", **BUSY)], (60.0, "p", Role.DECODE)),
-    ("under 10 % is idle (TetriInfer 3.5)", [prefill("p", **BUSY), decode("d", **BUSY), decode("e", **QUIET)],
-     (60.0, "e", Role.PREFILL)),
+    (
+        "under 10 % is idle (TetriInfer 3.5)",
+        [prefill("p", **BUSY), decode("d", **BUSY), decode("e", **QUIET)],
+        (60.0, "e", Role.PREFILL),
+    ),
     ("10 % is not", [prefill("p", **BUSY), decode("d", **BUSY), decode("e", free_blocks=900)], None),
     ("the last of a role stays", [prefill("p"), decode("d", **BUSY), decode("e", **BUSY)], None),
-    ("the last ready of a role stays", [
-        prefill("p"), prefill("q", state=InstanceState.UNRESPONSIVE), decode("d", **BUSY)], None),
+    (
+        "the last ready of a role stays",
+        [prefill("p"), prefill("q", state=InstanceState.UNRESPONSIVE), decode("d", **BUSY)],
+        None,
+    ),
     ("all are idle: nothing would be won", [prefill("p"), prefill("q"), decode("d"), decode("e")], None),
-    ("another one drains", [prefill("p"), prefill("q"), decode("d", **BUSY),
-                            decode("e", state=InstanceState.DRAINING)], None),
-]  # fmt: skip
+    (
+        "another one drains",
+        [prefill("p"), prefill("q"), decode("d", **BUSY), decode("e", state=InstanceState.DRAINING)],
+        None,
+    ),
+]
 
 
 @pytest.mark.parametrize(("what", "instances", "expected"), IDLE, ids=[row[0] for row in IDLE])
@@ -84,24 +93,48 @@ def test_the_reasons_hold_the_figures() -> None:
 
 QUEUED = {"queued_prefill_tokens": 30_000, "rate": 1e-4}  # 3 s of prefill
 PRESSURE: list[tuple[str, list[InstanceView], tuple[float, str, Role] | None]] = [
-    ("prefill waits, decode does not: the emptier one goes",
-     [prefill("p", **QUEUED), decode("d", **QUIET), decode("e", free_blocks=980)], (5.0, "e", Role.PREFILL)),
-    ("decode memory is wanted twice over", [
-        prefill("p"), prefill("q", queued_prefill_tokens=100), decode("d", free_blocks=0, running=8, waiting=8)],
-     (5.0, "p", Role.DECODE)),
-    ("jobs wait for memory though none runs", [prefill("p"), prefill("q"), decode("d", waiting=3)],
-     (5.0, "p", Role.DECODE)),
-    ("both are under pressure", [prefill("p", **QUEUED), decode("d", free_blocks=0, running=8, waiting=8),
-                                 decode("e", free_blocks=0, running=8, waiting=8)], None),
+    (
+        "prefill waits, decode does not: the emptier one goes",
+        [prefill("p", **QUEUED), decode("d", **QUIET), decode("e", free_blocks=980)],
+        (5.0, "e", Role.PREFILL),
+    ),
+    (
+        "decode memory is wanted twice over",
+        [prefill("p"), prefill("q", queued_prefill_tokens=100), decode("d", free_blocks=0, running=8, waiting=8)],
+        (5.0, "p", Role.DECODE),
+    ),
+    (
+        "jobs wait for memory though none runs",
+        [prefill("p"), prefill("q"), decode("d", waiting=3)],
+        (5.0, "p", Role.DECODE),
+    ),
+    (
+        "both are under pressure",
+        [
+            prefill("p", **QUEUED),
+            decode("d", free_blocks=0, running=8, waiting=8),
+            decode("e", free_blocks=0, running=8, waiting=8),
+        ],
+        None,
+    ),
     ("unequal, but both light", [prefill("p", queued_prefill_tokens=3000, rate=1e-4), decode("d"), decode("e")], None),
     ("the last one stays", [prefill("p", **QUEUED), decode("d")], None),
     ("nobody to relieve", [decode("d"), decode("e")], None),
-    ("it would turn the order round: 0.6 over 1 against 0.25 over 2",
-     [prefill("p", queued_prefill_tokens=6000, rate=1e-4), decode("d", free_blocks=750), decode("e", free_blocks=750)],
-     None),
-    ("another one drains", [prefill("p", **QUEUED), decode("d"), decode("e"),
-                            decode("f", state=InstanceState.DRAINING)], None),
-]  # fmt: skip
+    (
+        "it would turn the order round: 0.6 over 1 against 0.25 over 2",
+        [
+            prefill("p", queued_prefill_tokens=6000, rate=1e-4),
+            decode("d", free_blocks=750),
+            decode("e", free_blocks=750),
+        ],
+        None,
+    ),
+    (
+        "another one drains",
+        [prefill("p", **QUEUED), decode("d"), decode("e"), decode("f", state=InstanceState.DRAINING)],
+        None,
+    ),
+]
 
 
 @pytest.mark.parametrize(("what", "instances", "expected"), PRESSURE, ids=[row[0] for row in PRESSURE])
@@ -131,17 +164,28 @@ def spread(prefill_s: float, wanted: float, roles: dict[str, Role]) -> ClusterVi
             used = min(1.0, share)
             waiting = round(1000 * (share / used - 1)) if used else 0
             views.append(
-                instance(instance_id, role, total_blocks=10**6, free_blocks=round(10**6 * (1 - used)), running=1000,
-                         waiting=waiting)
-            )  # fmt: skip
+                instance(
+                    instance_id,
+                    role,
+                    total_blocks=10**6,
+                    free_blocks=round(10**6 * (1 - used)),
+                    running=1000,
+                    waiting=waiting,
+                )
+            )
     return view(*views)
 
 
 @settings(deadline=None)
 @given(
-    st.integers(2, 12), st.integers(1, 11), st.floats(0, 20), st.floats(0, 20), st.floats(1, 4), st.floats(0, 20),
+    st.integers(2, 12),
+    st.integers(1, 11),
+    st.floats(0, 20),
+    st.floats(0, 20),
+    st.floats(1, 4),
+    st.floats(0, 20),
     st.floats(0, 60),
-)  # fmt: skip
+)
 def test_constant_loads_never_flip_an_instance_back(
     count: int, prefills: int, prefill_s: float, wanted: float, ratio: float, for_s: float, cooldown_s: float
 ) -> None:

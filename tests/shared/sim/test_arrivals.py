@@ -139,7 +139,7 @@ def test_a_million_requests_take_seconds() -> None:
         (lambda: tetri("HP", 3), "unknown workload 'HP'; known: LPLD, LPHD, HPLD, HPHD, Mixed"),
         (lambda: tetri("LPLD", 3, longest_tokens=600), "leaves no room"),
     ],
-)  # fmt: skip
+)
 def test_errors(make, says: str) -> None:  # noqa: ANN001
     with pytest.raises(InvalidRequest, match=says):
         make()

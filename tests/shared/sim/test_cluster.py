@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,53 +15,15 @@ from shared.errors import InvalidRequest
 from shared.policy import registry
 from shared.policy.decode_admission import ReserveDynamic, ReserveStatic
 from shared.policy.dispatch import PowerOfTwo, RandomDispatch
-from shared.policy.placement import Policies
 from shared.policy.prefill_order import Sjf
 from shared.policy.role_flip import IdleFlip
 from shared.policy.split import FractionSplit, NoSplit, RandomSplit
 from shared.sim.cluster import simulate
-from shared.sim.outcomes import SimResult, Status
+from shared.sim.outcomes import Status
 from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, FirstToken, Flip, InstanceSpec, Loss, RunSpec, default_policies
-from shared.sim.workload import Workload
+from tests.shared.sim.cluster_runs import check, drawn, policies, with_split, workload
 from tests.shared.sim.clusters import Linear, instance, pair, several
-
-
-def workload(*requests: tuple[float, int, int]) -> Workload:
-    arrivals, prompts, outputs = zip(*requests, strict=True)
-    return Workload("test", np.array(arrivals, dtype=np.float64), np.array(prompts), np.array(outputs))
-
-
-def drawn(count: int, seed: int, rate: float = 20.0) -> Workload:
-    rng = np.random.default_rng(seed)
-    return Workload(
-        "drawn", np.cumsum(rng.exponential(1 / rate, count)), rng.integers(1, 400, count), rng.integers(1, 120, count)
-    )
-
-
-def policies(**changed: object) -> Policies:
-    """The default ones but for those named."""
-    return msgspec.structs.replace(default_policies(), **changed)
-
-
-def with_split(split: object) -> Policies:
-    return policies(split=split)
-
-
-def check(result: SimResult, work: Workload, gaps: bool = True) -> None:
-    """What must hold of every run that ends well."""
-    rows = result.outcomes
-    assert rows.completed.all()
-    assert (rows.first_token_s > rows.arrival_s).all()
-    assert (rows.last_token_s >= rows.first_token_s).all()
-    several_tokens = rows.output_tokens > 1
-    assert (rows.last_token_s > rows.first_token_s)[several_tokens].all()
-    if gaps:  # every gap between two tokens of a request is counted once, and together they span its decode
-        assert result.gaps.count == pytest.approx(float((work.output_tokens - 1).sum()))
-        assert result.gaps.total_s == pytest.approx(float((rows.last_token_s - rows.first_token_s).sum()))
-    for use in result.instances:
-        assert 0.0 <= use.busy_s <= sum(use.role_s.values()) + 1e-9
-        assert 0.0 <= use.peak_kv_share <= 1.0
 
 
 def test_one_request_by_hand() -> None:

@@ -19,9 +19,21 @@ CONTROL = ControlPlane(0.004, 0.002, 0.001, 0.003, 1e8)
 def live(name: str, role: Role, host: str = "h") -> LiveInstance:
     compatibility = Compatibility("abc", "vllm", "1", 2, KvGeometry(32, 8, 128))
     info = InstanceInfo(
-        name, 1, "Llama-3-8B", compatibility, "A100-SXM-80", "bfloat16", 1, 16, 5000, 4096, 512,
-        f"tcp://{host}:1", f"http://{host}:2", (),
-    )  # fmt: skip
+        name,
+        1,
+        "Llama-3-8B",
+        compatibility,
+        "A100-SXM-80",
+        "bfloat16",
+        1,
+        16,
+        5000,
+        4096,
+        512,
+        f"tcp://{host}:1",
+        f"http://{host}:2",
+        (),
+    )
     return LiveInstance(info, role, host, 1, 64)
 
 
@@ -30,9 +42,23 @@ INSTANCES = (live("p0", Role.PREFILL), live("d0", Role.DECODE))
 
 def calibration(*slowdown: float) -> Calibration:
     kind = CalibratedKind(
-        INSTANCES[0].kind, "Llama-3-8B", ("p0", "d0"), 100, 5.0, 50.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0,
-        slowdown, 512, Rates(),
-    )  # fmt: skip
+        INSTANCES[0].kind,
+        "Llama-3-8B",
+        ("p0", "d0"),
+        100,
+        5.0,
+        50.0,
+        0.0,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+        1.0,
+        0.0,
+        slowdown,
+        512,
+        Rates(),
+    )
     return Calibration("d", "c", CONTROL, (kind,))
 
 

@@ -131,12 +131,12 @@ def changes() -> st.SearchStrategy[tuple[tuple[Loss, ...], tuple[Flip, ...]]]:
     moments = st.floats(0.0, 6.0)
     losses = st.builds(
         lambda name, at, away: Loss(name, at, None if away is None else at + away),
-        st.sampled_from(INSTANCES), moments, st.none() | st.floats(0.0, 3.0),
-    )  # fmt: skip
+        st.sampled_from(INSTANCES),
+        moments,
+        st.none() | st.floats(0.0, 3.0),
+    )
     flips = st.builds(Flip, st.sampled_from(INSTANCES), moments)
-    return st.tuples(
-        st.lists(losses, max_size=6).map(tuple), st.lists(flips, max_size=4).map(tuple)
-    )  # fmt: skip
+    return st.tuples(st.lists(losses, max_size=6).map(tuple), st.lists(flips, max_size=4).map(tuple))
 
 
 @settings(max_examples=100, deadline=None)
@@ -156,9 +156,15 @@ def test_time_only_goes_forward_and_every_request_ends_once(
 ) -> None:
     work = workload(*sorted(requests))
     run = RunSpec(
-        losses=changed[0], flips=changed[1], patience_s=patience_s, job_timeout_s=job_timeout_s, hop_s=0.001,
-        role_flip=IdleFlip(for_s=0.5) if policy else None, role_flip_every_s=0.2, drain_timeout_s=1.0,
-    )  # fmt: skip
+        losses=changed[0],
+        flips=changed[1],
+        patience_s=patience_s,
+        job_timeout_s=job_timeout_s,
+        hop_s=0.001,
+        role_flip=IdleFlip(for_s=0.5) if policy else None,
+        role_flip_every_s=0.2,
+        drain_timeout_s=1.0,
+    )
     ended: list[int] = []
     with watched() as times:
         result = simulate(work, several(2, 2, kv_tokens=1600), run, ended.append)

@@ -123,14 +123,19 @@ def test_blank_lines_at_the_end_are_nothing(write: Write, end: str) -> None:
         (BURST + "5,ChatGPT,0,0,0,API log\n", r":2: Request tokens 0"),
         ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1}\nnot json\n', r":2: not JSON"),
         ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n[1]\n', r":2: not a JSON object"),
-        ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n\n{"arrival_s": 0, "prompt_tokens": 1}\n',
-         r":3: output_tokens is missing"),
+        (
+            '{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1}\n\n{"arrival_s": 0, "prompt_tokens": 1}\n',
+            r":3: output_tokens is missing",
+        ),
         ('{"arrival_s": 0, "prompt_tokens": [1], "output_tokens": 1}\n', r":1: prompt_tokens .* is not a number"),
         ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}\n', r":1: hash_ids"),
-        ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n'
-         '{"timestamp": 0, "input_length": 1, "output_length": 1}\n', r":2: hash_ids is missing"),
+        (
+            '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n'
+            '{"timestamp": 0, "input_length": 1, "output_length": 1}\n',
+            r":2: hash_ids is missing",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors_name_line_and_key(write: Write, text: str, says: str) -> None:
     path = write(text)
     with pytest.raises(InvalidRequest, match=says) as error:

@@ -49,9 +49,14 @@ class PostgresServer:
 
     def _run(self, command: list[str]) -> None:
         subprocess.run(
-            command, check=True, user=self._user, cwd=self._folder, timeout=60,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            command,
+            check=True,
+            user=self._user,
+            cwd=self._folder,
+            timeout=60,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 @contextmanager
@@ -75,8 +80,13 @@ def postgres_server() -> Iterator[PostgresServer]:
             yield server
         finally:
             subprocess.run(
-                [*server._ctl(), "-m", "immediate", "stop"], user=user, cwd=folder, check=False, timeout=60,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+                [*server._ctl(), "-m", "immediate", "stop"],
+                user=user,
+                cwd=folder,
+                check=False,
+                timeout=60,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -89,11 +89,17 @@ async def test_several_processes_find_the_same_new_file(tmp_path: Path, until: U
     pipe = asyncio.subprocess.PIPE
     running = [
         await asyncio.create_subprocess_exec(
-            sys.executable, script, f"sqlite:///{file}", name, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=pipe, stdout=pipe, stderr=pipe,
+            sys.executable,
+            script,
+            f"sqlite:///{file}",
+            name,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
         )
         for name in names
-    ]  # fmt: skip
+    ]
     try:
         for round_ in range(3):
             await until(lambda: {one.split("-")[0] for one in rows(file)} == set(names), "all write", timeout_s=60)

@@ -41,10 +41,7 @@ async def test_rows_arrive_and_the_newest_of_a_key_wins(engine: AsyncEngine, unt
     assert row is not None
     assert (row["phase"], row["output_tokens"]) == ("decode", 3)
     assert len(await read_requests(engine, phase=None, limit=5000)) == 1200
-    assert [row["job_id"] for row in await read_requests(engine, phase="queued", limit=2)] == [
-        "j1199",
-        "j1198",
-    ]
+    assert [row["job_id"] for row in await read_requests(engine, phase="queued", limit=2)] == ["j1199", "j1198"]
 
 
 async def test_a_final_phase_is_not_overwritten_by_an_older_report(engine: AsyncEngine, until: Until) -> None:
@@ -64,21 +61,29 @@ async def test_that_a_job_is_lost_is_only_supposed(engine: AsyncEngine, until: U
     lost = {"phase": "failed", "final": True, "outcome": "lost"}
     done = {"phase": "completed", "final": True, "outcome": "stop"}
     rows = [
-        request_row("mine", phase="decode"), request_row("mine", **lost),
-        request_row("taken over", phase="decode", scheduler_id="s1"), request_row("taken over", **lost),
-        request_row("ended elsewhere", scheduler_id="s1", **done), request_row("ended elsewhere", **lost),
-        request_row("came back", **lost), request_row("came back", scheduler_id="s1", phase="decode"),
-        request_row("ended after all", **lost), request_row("ended after all", **done),
-    ]  # fmt: skip
+        request_row("mine", phase="decode"),
+        request_row("mine", **lost),
+        request_row("taken over", phase="decode", scheduler_id="s1"),
+        request_row("taken over", **lost),
+        request_row("ended elsewhere", scheduler_id="s1", **done),
+        request_row("ended elsewhere", **lost),
+        request_row("came back", **lost),
+        request_row("came back", scheduler_id="s1", phase="decode"),
+        request_row("ended after all", **lost),
+        request_row("ended after all", **done),
+    ]
     async with writer(engine) as store:
         for row in rows:
             store.put(requests, row)
             await until(lambda: not store.queued and store.ready.is_set(), "written")
     found = {row["job_id"]: (row["phase"], row["outcome"]) for row in await read_requests(engine, phase=None, limit=9)}
     assert found == {
-        "mine": ("failed", "lost"), "taken over": ("decode", ""), "ended elsewhere": ("completed", "stop"),
-        "came back": ("decode", ""), "ended after all": ("completed", "stop"),
-    }  # fmt: skip
+        "mine": ("failed", "lost"),
+        "taken over": ("decode", ""),
+        "ended elsewhere": ("completed", "stop"),
+        "came back": ("decode", ""),
+        "ended after all": ("completed", "stop"),
+    }
 
 
 async def test_what_is_queued_at_the_end_is_still_written(engine: AsyncEngine, until: Until) -> None:

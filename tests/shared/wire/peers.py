@@ -85,9 +85,13 @@ class Peer:
 
     def server(self, sockets: Sockets, address: str) -> RpcServer:
         handlers = {
-            ECHO: self.echo, COUNT: self.count, WAIT: self.wait, FLOOD: self.flood, REFUSE: self.refuse,
+            ECHO: self.echo,
+            COUNT: self.count,
+            WAIT: self.wait,
+            FLOOD: self.flood,
+            REFUSE: self.refuse,
             CRASH: self.crash,
-        }  # fmt: skip
+        }
         return RpcServer(sockets, address, handlers, self.gone.append)
 
 
@@ -123,9 +127,12 @@ async def caller(address: str, method: Method[Ask, Answer, Answer], *, stuck: bo
     """A process that makes one call and says how it ended; `stuck` blocks it in its first item until told to go on."""
     words = (__file__, address, method.name, "stuck" if stuck else "")
     child = await asyncio.create_subprocess_exec(
-        sys.executable, *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        sys.executable,
+        *words,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     try:
         yield child
     finally:

@@ -25,12 +25,15 @@ bodies = st.one_of(
     st.binary(max_size=50),
     st.builds(encode_body, st.recursive(st.none() | st.integers(-9, 9) | st.text(max_size=5), st.lists)).map(bytes),
     st.just(bytes(encode_body(Ask(1)))),
-)  # fmt: skip
+)
 envelopes = st.builds(
     Envelope,
-    st.integers(-2, 9), st.integers(-2, 5) | st.just(1 << 63), st.sampled_from([ECHO.name, "wait", "", "nobody"]),
-    st.floats() | st.just(5.0), bodies.map(msgspec.Raw),
-)  # fmt: skip
+    st.integers(-2, 9),
+    st.integers(-2, 5) | st.just(1 << 63),
+    st.sampled_from([ECHO.name, "wait", "", "nobody"]),
+    st.floats() | st.just(5.0),
+    bodies.map(msgspec.Raw),
+)
 frames = st.one_of(
     st.sampled_from([b"", DEEP, b"\xff" * 9, b"\x91\x95\x00\x01\xa4\xff\xff\xff\xff\x01\xc0"]),
     st.binary(max_size=60),

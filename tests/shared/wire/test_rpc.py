@@ -12,19 +12,7 @@ from shared.wire.methods import Method
 from shared.wire.rpc_client import RpcClient
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
-from tests.shared.wire.peers import (
-    COUNT,
-    CRASH,
-    ECHO,
-    REFUSE,
-    WAIT,
-    Answer,
-    Ask,
-    Peer,
-    connected,
-    free_address,
-    until,
-)
+from tests.shared.wire.peers import COUNT, CRASH, ECHO, REFUSE, WAIT, Answer, Ask, Peer, connected, free_address, until
 
 
 async def test_a_call_is_answered() -> None:
@@ -116,10 +104,15 @@ async def _garbage(sockets: Sockets, address: str) -> None:
     dealer.connect(address)
     valid = Envelope(Kind.CALL, 1, ECHO.name, 1.0, encode_body({"number": "no number"}))
     for frames in (
-        [b""], [b"\xff" * 100], [b"a", b"b", b"c"], [os.urandom(1000)], [b"\x91" * 5000],
-        [b"x" * (MAX_MESSAGE_BYTES + 1)], [pack([Envelope(99, 1, ECHO.name, 1.0, encode_body(None))])],
+        [b""],
+        [b"\xff" * 100],
+        [b"a", b"b", b"c"],
+        [os.urandom(1000)],
+        [b"\x91" * 5000],
+        [b"x" * (MAX_MESSAGE_BYTES + 1)],
+        [pack([Envelope(99, 1, ECHO.name, 1.0, encode_body(None))])],
         [pack([valid])],
-    ):  # fmt: skip
+    ):
         dealer.send_multipart(frames)
     kinds: list[int] = []
     while Kind.ERROR not in kinds:  # the malformed request, the last of them, is answered

@@ -101,10 +101,16 @@ class SchedulerHalf:
             return
         wanted.pulling = True
         end = self._end(request, wanted)
-        self._next.imports.append(ImportStart(
-            request.request_id, wanted.handle, end - external_tokens, end, list(blocks.get_block_ids()[0]),
-            wanted.timeout_s,
-        ))  # fmt: skip
+        self._next.imports.append(
+            ImportStart(
+                request.request_id,
+                wanted.handle,
+                end - external_tokens,
+                end,
+                list(blocks.get_block_ids()[0]),
+                wanted.timeout_s,
+            )
+        )
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers do in this step."""

@@ -68,8 +68,9 @@ class WorkerHalf:
             self._endpoint_settings(rank),
             ExportShape(len(self._caches), start, end, head_dim, first.dtype, rank, ranks),
             ImportShape(len(self._caches), kv_heads, head_dim, rank, ranks),
-            self._ended, self.faults,
-        )  # fmt: skip
+            self._ended,
+            self.faults,
+        )
 
     def _find_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> KvLayout:
         if cache.device.type != "cpu":
@@ -96,12 +97,14 @@ class WorkerHalf:
     def _endpoint_settings(self, rank: int) -> EndpointSettings:
         s = self._settings
         return EndpointSettings(
-            address=s.endpoints[rank], events=s.events,
+            address=s.endpoints[rank],
+            events=s.events,
             identity=ExportIdentity(s.generation, s.fingerprint, s.control_key),
-            staging_bytes=s.staging_bytes, lease_s=s.lease_s,
+            staging_bytes=s.staging_bytes,
+            lease_s=s.lease_s,
             limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes),
             curve=(s.curve_public, s.curve_secret) if s.curve_public else None,
-        )  # fmt: skip
+        )
 
     def begin(self, step: StepMetadata) -> None:
         """Start and end imports; while the engine has nothing but imports to wait for, wait a moment for one."""

@@ -10,14 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.events import (
-    EventSender,
-    PullEnded,
-    StagedChunk,
-    StagingFailed,
-    ThreadEnded,
-    TransferEnded,
-)  # fmt: skip
+from services.worker.kv.events import EventSender, PullEnded, StagedChunk, StagingFailed, ThreadEnded, TransferEnded
 from services.worker.kv.staging import Segment, StagingPool
 from services.worker.kv.wire.frames import MAX_LIFE_S, RankStats
 from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
@@ -52,9 +45,13 @@ class KvEndpoint:
     """Exports and imports KV for one rank. `fill(segment, kv)` of `stage` runs on the caller's thread."""
 
     def __init__(
-        self, settings: EndpointSettings, export: ExportShape, import_: ImportShape,
-        on_end: Callable[[PullResult], None], faults: Faults | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        settings: EndpointSettings,
+        export: ExportShape,
+        import_: ImportShape,
+        on_end: Callable[[PullResult], None],
+        faults: Faults | None = None,
+    ) -> None:
         """Binds and starts at once. Raises OSError when an address cannot be had."""
         faults = faults or Faults()
         self._settings = settings
@@ -66,9 +63,15 @@ class KvEndpoint:
             settings.staging_bytes, settings.lease_s, on_change=self._staged, on_end=self._transfer_ended
         )
         self._server = KvServer(
-            settings.address, ZmqTransport(settings.curve), self._pool, export, settings.identity, self,
-            corrupt=lambda: faults.corrupt, on_death=self._thread_ended,
-        )  # fmt: skip
+            settings.address,
+            ZmqTransport(settings.curve),
+            self._pool,
+            export,
+            settings.identity,
+            self,
+            corrupt=lambda: faults.corrupt,
+            on_death=self._thread_ended,
+        )
         self._puller = Puller(
             ZmqTransport(settings.curve), import_, self._ended, settings.limits, on_death=self._thread_ended
         )
@@ -91,9 +94,14 @@ class KvEndpoint:
         return self._server.counters
 
     def stage(
-        self, transfer_id: str, codec: Codec, start: int, end: int, total: int,
+        self,
+        transfer_id: str,
+        codec: Codec,
+        start: int,
+        end: int,
+        total: int,
         fill: Callable[[int, int, torch.Tensor], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Stage tokens [start, end) of a transfer of `total` tokens: `fill(start, end, kv)` copies KV into `kv`
         [layers, 2, tokens, heads, dim].
 
@@ -139,14 +147,25 @@ class KvEndpoint:
         """Counters and levels of both sides."""
         served, pulled, pool = self._server.counters, self._puller.counters, self._pool
         return RankStats(
-            rank=self._rank, staged_bytes=pool.staged_bytes, staging_limit_bytes=pool.limit_bytes,
-            transfers=len(pool), staging_failed=pool.staging_failed, leases_expired=pool.leases_expired,
-            serving=self._server.serving, sent_bytes=served.sent_bytes, pulls_served=served.served,
-            pulls_refused=served.refused, pulling=pulled.pulling, inbox_bytes=pulled.inbox_bytes,
-            received_bytes=pulled.received_bytes, pulls_ok=pulled.ok, pulls_failed=pulled.failed,
-            prefetches=pulled.prefetches, events_lost=self._events.lost,
+            rank=self._rank,
+            staged_bytes=pool.staged_bytes,
+            staging_limit_bytes=pool.limit_bytes,
+            transfers=len(pool),
+            staging_failed=pool.staging_failed,
+            leases_expired=pool.leases_expired,
+            serving=self._server.serving,
+            sent_bytes=served.sent_bytes,
+            pulls_served=served.served,
+            pulls_refused=served.refused,
+            pulling=pulled.pulling,
+            inbox_bytes=pulled.inbox_bytes,
+            received_bytes=pulled.received_bytes,
+            pulls_ok=pulled.ok,
+            pulls_failed=pulled.failed,
+            prefetches=pulled.prefetches,
+            events_lost=self._events.lost,
             dropped_messages=served.dropped + pulled.dropped,
-        )  # fmt: skip
+        )
 
     def load(self, load: Load) -> None:
         """Import into an engine's blocks; `on_end` follows, once."""
@@ -186,7 +205,16 @@ class KvEndpoint:
 
     def _ended(self, result: PullResult) -> None:
         self._on_end(result)
-        self._events.send(PullEnded(
-            result.transfer_id, self._rank, result.ok, result.error, result.tokens, result.wire_bytes,
-            result.started_s, result.ended_s, result.prefetched,
-        ))  # fmt: skip
+        self._events.send(
+            PullEnded(
+                result.transfer_id,
+                self._rank,
+                result.ok,
+                result.error,
+                result.tokens,
+                result.wire_bytes,
+                result.started_s,
+                result.ended_s,
+                result.prefetched,
+            )
+        )

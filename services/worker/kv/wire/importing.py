@@ -145,13 +145,31 @@ class Part:
     def admit(self, frame: Frame, size_bytes: int, handle: KvHandle, shape: ImportShape) -> None:
         """Note a frame. Raises KvError(PROTOCOL) unless it is the next one and fits what was asked."""
         expected = (
-            handle.transfer_id, handle.generation, handle.codec, handle.dtype, shape.layers, shape.head_dim,
-            self.source.head_start, self.source.head_end, self.source.rank, len(handle.endpoints), self._sequence,
-        )  # fmt: skip
+            handle.transfer_id,
+            handle.generation,
+            handle.codec,
+            handle.dtype,
+            shape.layers,
+            shape.head_dim,
+            self.source.head_start,
+            self.source.head_end,
+            self.source.rank,
+            len(handle.endpoints),
+            self._sequence,
+        )
         got = (
-            frame.transfer_id, frame.generation, frame.codec, frame.dtype, frame.layers, frame.head_dim,
-            frame.head_start, frame.head_end, frame.rank, frame.ranks, frame.sequence,
-        )  # fmt: skip
+            frame.transfer_id,
+            frame.generation,
+            frame.codec,
+            frame.dtype,
+            frame.layers,
+            frame.head_dim,
+            frame.head_start,
+            frame.head_end,
+            frame.rank,
+            frame.ranks,
+            frame.sequence,
+        )
         if expected != got:
             raise KvError(KvFault.PROTOCOL, f"frame does not belong to the pull: {got} is not {expected}")
         inside = self._start <= frame.token_start < frame.token_end <= self._end
@@ -209,10 +227,16 @@ class Import:
     def result(self, load: Load, error: str, now_s: float) -> PullResult:
         """What to tell about `load`."""
         return PullResult(
-            request_id=load.request_id, transfer_id=self.handle.transfer_id, ok=not error, error=error,
-            tokens=0 if error else load.token_end - load.token_start, wire_bytes=self.wire_bytes,
-            started_s=self.started_s, ended_s=now_s, prefetched=self.prefetched,
-        )  # fmt: skip
+            request_id=load.request_id,
+            transfer_id=self.handle.transfer_id,
+            ok=not error,
+            error=error,
+            tokens=0 if error else load.token_end - load.token_start,
+            wire_bytes=self.wire_bytes,
+            started_s=self.started_s,
+            ended_s=now_s,
+            prefetched=self.prefetched,
+        )
 
 
 def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:

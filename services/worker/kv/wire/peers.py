@@ -40,12 +40,24 @@ class Peers:
             tokens = (wanted.token_start, wanted.token_end)
             part = Part(source, link, self._last_pull_id, shape.layers, tokens, window_bytes)
             wanted.parts[part.pull_id] = part
-            self.send(link, Pull(
-                pull_id=part.pull_id, transfer_id=handle.transfer_id, generation=handle.generation,
-                fingerprint=handle.fingerprint, token_start=wanted.token_start, token_end=wanted.token_end,
-                head_start=source.head_start, head_end=source.head_end, rank=shape.rank, ranks=shape.ranks,
-                consumers=source.consumers, credit_bytes=window_bytes, timeout_s=silence_s,
-            ))  # fmt: skip
+            self.send(
+                link,
+                Pull(
+                    pull_id=part.pull_id,
+                    transfer_id=handle.transfer_id,
+                    generation=handle.generation,
+                    fingerprint=handle.fingerprint,
+                    token_start=wanted.token_start,
+                    token_end=wanted.token_end,
+                    head_start=source.head_start,
+                    head_end=source.head_end,
+                    rank=shape.rank,
+                    ranks=shape.ranks,
+                    consumers=source.consumers,
+                    credit_bytes=window_bytes,
+                    timeout_s=silence_s,
+                ),
+            )
 
     def confirm(self, handle: KvHandle) -> None:
         """Tell the exporters that this rank needs no more of the handle; best effort, their leases end

@@ -7,15 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.wire.frames import (
-    MAX_MESSAGE_BYTES,
-    Buffer,
-    Cancel,
-    Credit,
-    Failed,
-    Frame,
-    decode_reply,
-)  # fmt: skip
+from services.worker.kv.wire.frames import MAX_MESSAGE_BYTES, Buffer, Cancel, Credit, Failed, Frame, decode_reply
 from services.worker.kv.wire.importing import (
     Import,
     ImportShape,
@@ -47,9 +39,13 @@ class Puller:
     """
 
     def __init__(
-        self, transport: Transport, shape: ImportShape, on_end: Callable[[PullResult], None],
-        limits: PullLimits | None = None, on_death: Callable[[str, BaseException], None] = lambda *_: None,
-    ) -> None:  # fmt: skip
+        self,
+        transport: Transport,
+        shape: ImportShape,
+        on_end: Callable[[PullResult], None],
+        limits: PullLimits | None = None,
+        on_death: Callable[[str, BaseException], None] = lambda *_: None,
+    ) -> None:
         """`on_death(thread, error)` is called on the puller's thread when a bug ends it."""
         self.counters = PullCounters()
         self._limits = limits or PullLimits()
@@ -173,10 +169,17 @@ class Puller:
     def _begin(self, handle: KvHandle, tokens: tuple[int, int], timeout_s: float, load: Load | None) -> None:
         now = time.monotonic()
         new = Import(
-            handle=handle, token_start=tokens[0], token_end=tokens[1], started_s=time.time(), load=load,
-            deadline_s=now + timeout_s, reachable_by_s=now + self._limits.connect_timeout_s, prefetched=load is None,
-            progress_s=now, told_s=now,
-        )  # fmt: skip
+            handle=handle,
+            token_start=tokens[0],
+            token_end=tokens[1],
+            started_s=time.time(),
+            load=load,
+            deadline_s=now + timeout_s,
+            reachable_by_s=now + self._limits.connect_timeout_s,
+            prefetched=load is None,
+            progress_s=now,
+            told_s=now,
+        )
         self._imports[handle.transfer_id] = new
         self.counters.pulling = len(self._imports)
         try:

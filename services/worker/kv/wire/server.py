@@ -29,7 +29,7 @@ from services.worker.kv.wire.frames import (
     Release,
     decode_request,
     encode_message,
-)  # fmt: skip
+)
 from services.worker.kv.wire.serving import ExportShape, Serving
 from services.worker.kv.wire.transport import Listener, Transport
 
@@ -63,10 +63,16 @@ class KvServer:
     """Serves one rank's staging pool at one address until it is stopped."""
 
     def __init__(
-        self, address: str, transport: Transport, pool: StagingPool, shape: ExportShape, identity: ExportIdentity,
-        controls: Rank, corrupt: Callable[[], bool] = lambda: False,
+        self,
+        address: str,
+        transport: Transport,
+        pool: StagingPool,
+        shape: ExportShape,
+        identity: ExportIdentity,
+        controls: Rank,
+        corrupt: Callable[[], bool] = lambda: False,
         on_death: Callable[[str, BaseException], None] = lambda *_: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Binds at once. Raises OSError when the address is taken. `corrupt` is fault injection for tests.
 
         `on_death(thread, error)` is called on the server's thread when a bug ends it.

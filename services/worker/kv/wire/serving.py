@@ -107,13 +107,24 @@ class Serving:
 
     def _header(self, transfer: Transfer, generation: int, last_layer: int, end: int, digest: int) -> Frame:
         return Frame(
-            pull_id=self.pull.pull_id, sequence=self.frames, transfer_id=transfer.transfer_id,
-            generation=generation, codec=transfer.codec, dtype=str(self._shape.dtype).removeprefix("torch."),
-            layer_start=self._layer, layer_end=last_layer, layers=self._shape.layers,
-            token_start=self._token, token_end=end,
-            head_start=self.pull.head_start, head_end=self.pull.head_end, head_dim=self._shape.head_dim,
-            rank=self._shape.rank, ranks=self._shape.ranks, checksum=digest,
-        )  # fmt: skip
+            pull_id=self.pull.pull_id,
+            sequence=self.frames,
+            transfer_id=transfer.transfer_id,
+            generation=generation,
+            codec=transfer.codec,
+            dtype=str(self._shape.dtype).removeprefix("torch."),
+            layer_start=self._layer,
+            layer_end=last_layer,
+            layers=self._shape.layers,
+            token_start=self._token,
+            token_end=end,
+            head_start=self.pull.head_start,
+            head_end=self.pull.head_end,
+            head_dim=self._shape.head_dim,
+            rank=self._shape.rank,
+            ranks=self._shape.ranks,
+            checksum=digest,
+        )
 
     def _advance(self, last_layer: int, end: int, size_bytes: int) -> None:
         self.frames += 1

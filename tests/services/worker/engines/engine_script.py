@@ -10,9 +10,13 @@ from itertools import pairwise
 from typing import Any
 
 os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
-    VLLM_LOGGING_LEVEL="WARNING", TORCHDYNAMO_DISABLE="1",
-)  # fmt: skip
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    TORCHDYNAMO_DISABLE="1",
+)
 
 import msgspec
 from vllm import SamplingParams
@@ -71,13 +75,16 @@ async def refusals(run: Run) -> dict[str, Any]:
     """What would end a step, beside a decode that goes on."""
     run.submit("steady", [5, 6, 7], 300)
     bad: dict[str, dict[str, Any]] = {
-        "too long": {"prompt": list(range(5, 4000))}, "empty": {"prompt": []}, "not a token": {"prompt": [10**6]},
-        "negative": {"prompt": [-1]}, "garbage": {"prompt": [5], "sampling": b"\xff\xfe"},
+        "too long": {"prompt": list(range(5, 4000))},
+        "empty": {"prompt": []},
+        "not a token": {"prompt": [10**6]},
+        "negative": {"prompt": [-1]},
+        "garbage": {"prompt": [5], "sampling": b"\xff\xfe"},
         "bias": {"prompt": [5], "sampling": greedy(logit_bias={10**6: 1.0})},
         "allowed": {"prompt": [5], "sampling": greedy(allowed_token_ids=[10**6])},
         "backend": {"prompt": [5], "sampling": guided("no such", regex="a")},
         "grammar": {"prompt": [5], "sampling": guided(grammar="root ::= (((")},
-    }  # fmt: skip
+    }
     for name, request in bad.items():
         run.submit(name, **request)
     ends = {name: await run.end(name) for name in bad}
@@ -159,20 +166,37 @@ async def freed(run: Run) -> dict[str, int]:
 async def main() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         settings = WorkerSettings(
-            instance_id="e", model="models/demo", rpc_port=0, http_port=0, kv_port=int(sys.argv[1]), monitor_url="",
-            heartbeat_address="", broadcast_address="", kv_cache_bytes=64 << 20,
-        )  # fmt: skip
+            instance_id="e",
+            model="models/demo",
+            rpc_port=0,
+            http_port=0,
+            kv_port=int(sys.argv[1]),
+            monitor_url="",
+            heartbeat_address="",
+            broadcast_address="",
+            kv_cache_bytes=64 << 20,
+        )
         async with KvEvents(f"ipc://{folder}/events") as events:
-            engine = VllmEngine(settings, {
-                "endpoints": list(settings.kv_endpoints), "events": events.address, "control_key": "k",
-                "instance_id": "e", "generation": 1, "fingerprint": "f", "staging_bytes": 1 << 20,
-            })  # fmt: skip
+            engine = VllmEngine(
+                settings,
+                {
+                    "endpoints": list(settings.kv_endpoints),
+                    "events": events.address,
+                    "control_key": "k",
+                    "instance_id": "e",
+                    "generation": 1,
+                    "fingerprint": "f",
+                    "staging_bytes": 1 << 20,
+                },
+            )
             await engine.start()
             run = Run(engine)
             found = {
-                "refusals": await refusals(run), "staging": await full_staging(run), "grammars": await grammars(run),
+                "refusals": await refusals(run),
+                "staging": await full_staging(run),
+                "grammars": await grammars(run),
                 "freed": await freed(run),
-            }  # fmt: skip
+            }
             await engine.close()
             return found
 

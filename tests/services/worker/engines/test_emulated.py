@@ -20,10 +20,22 @@ STEP_S = 0.002
 
 def settings(**more: Any) -> WorkerSettings:
     values = {
-        "instance_id": "d0", "model": "m", "engine": "emulated", "accelerator": "A100-SXM-80", "rpc_port": 1,
-        "http_port": 2, "kv_port": 3, "monitor_url": "", "heartbeat_address": "", "broadcast_address": "",
-        "kv_cache_bytes": 1 << 30, "chunk_size": 64, "max_seqs": 8, "emulated_step_s": STEP_S, **more,
-    }  # fmt: skip
+        "instance_id": "d0",
+        "model": "m",
+        "engine": "emulated",
+        "accelerator": "A100-SXM-80",
+        "rpc_port": 1,
+        "http_port": 2,
+        "kv_port": 3,
+        "monitor_url": "",
+        "heartbeat_address": "",
+        "broadcast_address": "",
+        "kv_cache_bytes": 1 << 30,
+        "chunk_size": 64,
+        "max_seqs": 8,
+        "emulated_step_s": STEP_S,
+        **more,
+    }
     return WorkerSettings(**values)
 
 

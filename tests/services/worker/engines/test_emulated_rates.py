@@ -10,10 +10,20 @@ from shared.domain.rates import HuaweiCost, PartialPrefillCost, Rates
 
 async def rates(**changes: Any) -> Rates:
     fields: dict[str, Any] = {
-        "instance_id": "e0", "engine": "emulated", "model": "m", "rpc_port": 1, "http_port": 2, "kv_port": 3,
-        "monitor_url": "http://h:1", "heartbeat_address": "tcp://127.0.0.1:1", "accelerator": "A100",
-        "broadcast_address": "tcp://127.0.0.1:2", "kv_cache_bytes": 1 << 30, "chunk_size": 512, **changes,
-    }  # fmt: skip
+        "instance_id": "e0",
+        "engine": "emulated",
+        "model": "m",
+        "rpc_port": 1,
+        "http_port": 2,
+        "kv_port": 3,
+        "monitor_url": "http://h:1",
+        "heartbeat_address": "tcp://127.0.0.1:1",
+        "accelerator": "A100",
+        "broadcast_address": "tcp://127.0.0.1:2",
+        "kv_cache_bytes": 1 << 30,
+        "chunk_size": 512,
+        **changes,
+    }
     engine = EmulatedEngine(WorkerSettings(**fields))
     try:
         return (await engine.start()).rates

@@ -11,10 +11,11 @@ def plan(scheduled: dict[str, int], known: dict[str, int] | None = None, new: di
     """A SchedulerOutput: tokens by request; computed tokens of requests known before, and of new ones."""
     known, new = known or {}, new or {}
     return SimpleNamespace(
-        num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()),
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
         scheduled_cached_reqs=SimpleNamespace(req_ids=list(known), num_computed_tokens=list(known.values())),
         scheduled_new_reqs=[SimpleNamespace(req_id=name, num_computed_tokens=done) for name, done in new.items()],
-    )  # fmt: skip
+    )
 
 
 def test_decodes_alone() -> None:

@@ -20,9 +20,14 @@ def found() -> dict[str, Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("engine_script.py")), str(port)], cwd=ROOT, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=250, check=False,
-    )  # fmt: skip
+        [sys.executable, str(Path(__file__).with_name("engine_script.py")), str(port)],
+        cwd=ROOT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=250,
+        check=False,
+    )
     result = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     assert result, run.stdout[-2000:] + run.stderr[-6000:]
     answer: dict[str, Any] = json.loads(result[0].removeprefix("RESULT "))

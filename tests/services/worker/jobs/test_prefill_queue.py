@@ -15,11 +15,7 @@ def job(name: str, tokens: int) -> JobView:
 
 
 async def run(
-    queue: PrefillQueue,
-    view: JobView,
-    order: list[str],
-    go: asyncio.Event,
-    has_room: Callable[[], bool] = lambda: True,
+    queue: PrefillQueue, view: JobView, order: list[str], go: asyncio.Event, has_room: Callable[[], bool] = lambda: True
 ) -> None:
     async with queue.turn(view, has_room):
         order.append(view.job_id)
@@ -28,9 +24,12 @@ async def run(
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
-    [("fcfs", ["first", "long", "short", "middle"]), ("sjf", ["first", "short", "middle", "long"]),
-     ("ljf", ["first", "long", "middle", "short"])],
-)  # fmt: skip
+    [
+        ("fcfs", ["first", "long", "short", "middle"]),
+        ("sjf", ["first", "short", "middle", "long"]),
+        ("ljf", ["first", "long", "middle", "short"]),
+    ],
+)
 async def test_the_policy_orders_those_that_wait(policy: str, expected: list[str]) -> None:
     queue, order, go = PrefillQueue(registry.prefill_order(policy), 1), list[str](), asyncio.Event()
     jobs = [job("first", 5), job("long", 900), job("short", 10), job("middle", 100)]

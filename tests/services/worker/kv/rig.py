@@ -56,38 +56,60 @@ class Rig:
     results: "queue.Queue[PullResult]" = field(default_factory=queue.Queue)
 
     def endpoint(
-        self, rank: int = 0, ranks: int = 1, *, address: str = "tcp://127.0.0.1:*", generation: int = 0,
-        dtype: torch.dtype = torch.float32, limits: PullLimits | None = None, faults: Faults | None = None,
-        staging_bytes: int = 64 << 20, lease_s: float = 60.0,
+        self,
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        address: str = "tcp://127.0.0.1:*",
+        generation: int = 0,
+        dtype: torch.dtype = torch.float32,
+        limits: PullLimits | None = None,
+        faults: Faults | None = None,
+        staging_bytes: int = 64 << 20,
+        lease_s: float = 60.0,
         curve: tuple[str, str] | None = None,
-    ) -> KvEndpoint:  # fmt: skip
+    ) -> KvEndpoint:
         each = KV_HEADS // ranks
         made = KvEndpoint(
             EndpointSettings(
-                address, f"ipc://{self.folder}/events",
+                address,
+                f"ipc://{self.folder}/events",
                 ExportIdentity(generation or self.generation, self.fingerprint, KEY),
-                staging_bytes=staging_bytes, lease_s=lease_s, limits=limits or PullLimits(),
+                staging_bytes=staging_bytes,
+                lease_s=lease_s,
+                limits=limits or PullLimits(),
                 curve=curve,
             ),
             ExportShape(LAYERS, rank * each, (rank + 1) * each, DIM, dtype, rank, ranks),
             ImportShape(LAYERS, KV_HEADS, DIM, rank, ranks),
-            self.results.put, faults,
-        )  # fmt: skip
+            self.results.put,
+            faults,
+        )
         self.endpoints.append(made)
         return made
 
     def handle(self, exporters: list[KvEndpoint], tokens: int, name: str = "t", **more: object) -> KvHandle:
         fields = {
-            "transfer_id": name, "instance_id": "exporter", "generation": self.generation,
-            "fingerprint": self.fingerprint, "endpoints": tuple(e.address for e in exporters), "tokens": tokens,
-            "dtype": "float32", "codec": Codec.RAW,
-        }  # fmt: skip
+            "transfer_id": name,
+            "instance_id": "exporter",
+            "generation": self.generation,
+            "fingerprint": self.fingerprint,
+            "endpoints": tuple(e.address for e in exporters),
+            "tokens": tokens,
+            "dtype": "float32",
+            "codec": Codec.RAW,
+        }
         return KvHandle(**(fields | more))  # type: ignore[arg-type]
 
     def load(
-        self, importer: KvEndpoint, handle: KvHandle, start: int = 0, end: int = 0, timeout_s: float = WAIT_S,
+        self,
+        importer: KvEndpoint,
+        handle: KvHandle,
+        start: int = 0,
+        end: int = 0,
+        timeout_s: float = WAIT_S,
         capture: Capture | None = None,
-    ) -> Capture:  # fmt: skip
+    ) -> Capture:
         end = end or handle.tokens
         capture = capture or Capture(start, end)
         importer.load(Load(f"request-{handle.transfer_id}", handle, start, end, capture, timeout_s))
@@ -102,9 +124,15 @@ class Rig:
 
 
 def stage(
-    exporter: KvEndpoint, kv: torch.Tensor, name: str = "t", start: int = 0, end: int = 0, *,
-    codec: Codec = Codec.RAW, heads: slice = slice(None),
-) -> None:  # fmt: skip
+    exporter: KvEndpoint,
+    kv: torch.Tensor,
+    name: str = "t",
+    start: int = 0,
+    end: int = 0,
+    *,
+    codec: Codec = Codec.RAW,
+    heads: slice = slice(None),
+) -> None:
     """Stage tokens [start, end) of a transfer of all of the model's KV, of the exporter's heads."""
 
     def fill(first: int, until: int, out: torch.Tensor) -> None:

@@ -2,14 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker.kv.layout import (
-    CpuLayout,
-    Kernel,
-    LayoutError,
-    find_interior,
-    slots_of,
-    strided_layout,
-)
+from services.worker.kv.layout import CpuLayout, Kernel, LayoutError, find_interior, slots_of, strided_layout
 
 BLOCKS = 12
 

@@ -47,14 +47,25 @@ class Engine:
         self.generation = time.time_ns()
         self.dtype = options.setdefault("dtype", "bfloat16")
         self.extra = {
-            "endpoints": self.endpoints, "events": f"ipc://{self.folder}/events", "control_key": "secret",
-            "instance_id": name, "generation": self.generation, "fingerprint": FINGERPRINT, "pull_timeout_s": 30.0,
-            "staging_bytes": 64 << 20, "inbox_bytes": 32 << 20,
-        } | options.pop("extra", {})  # fmt: skip
+            "endpoints": self.endpoints,
+            "events": f"ipc://{self.folder}/events",
+            "control_key": "secret",
+            "instance_id": name,
+            "generation": self.generation,
+            "fingerprint": FINGERPRINT,
+            "pull_timeout_s": 30.0,
+            "staging_bytes": 64 << 20,
+            "inbox_bytes": 32 << 20,
+        } | options.pop("extra", {})
         options = {
-            "model": str(model), "max_model_len": 1280, "block_size": 32, "max_num_batched_tokens": 256,
-            "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20, "tensor_parallel_size": tp,
-        } | options  # fmt: skip
+            "model": str(model),
+            "max_model_len": 1280,
+            "block_size": 32,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 32,
+            "kv_cache_memory_bytes": 32 << 20,
+            "tensor_parallel_size": tp,
+        } | options
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.bind(f"ipc://{self.folder}/api")
@@ -63,8 +74,11 @@ class Engine:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("engine_process.py")), *arguments],
-                stdout=log, stderr=log, start_new_session=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+            )
         self.events: list[KvEvent] = []
         self._done: dict[str, asyncio.Future[list[int]]] = {}
         self._answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -109,9 +123,13 @@ class Engine:
         self.process.wait()
 
     async def generate(
-        self, prompt: list[int], max_tokens: int, kv: dict[str, Any] | None = None, salt: str | None = None,
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        kv: dict[str, Any] | None = None,
+        salt: str | None = None,
         request_id: str | None = None,
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         self._count += 1
         request_id = request_id or f"{self.name}-{self._count}"
         self._done[request_id] = asyncio.get_running_loop().create_future()
@@ -127,9 +145,15 @@ class Engine:
 
     def handle(self, transfer_id: str, tokens: int, codec: Codec = Codec.RAW) -> KvHandle:
         return KvHandle(
-            transfer_id=transfer_id, instance_id=self.name, generation=self.generation, fingerprint=FINGERPRINT,
-            endpoints=tuple(self.endpoints), tokens=tokens, dtype=self.dtype, codec=codec,
-        )  # fmt: skip
+            transfer_id=transfer_id,
+            instance_id=self.name,
+            generation=self.generation,
+            fingerprint=FINGERPRINT,
+            endpoints=tuple(self.endpoints),
+            tokens=tokens,
+            dtype=self.dtype,
+            codec=codec,
+        )
 
     async def wait_event(self, kind: type[KvEvent], transfer_id: str, rank: int = 0) -> Any:
         """The first event of that kind, rank and transfer, seen already or yet to come."""
@@ -184,8 +208,32 @@ def importing(handle: KvHandle, **more: Any) -> dict[str, Any]:
 
 
 LENGTHS = (
-    1, 2, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300, 511, 513, 777, 1000,
-)  # fmt: skip
+    1,
+    2,
+    5,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    100,
+    127,
+    128,
+    129,
+    200,
+    255,
+    256,
+    257,
+    300,
+    511,
+    513,
+    777,
+    1000,
+)
 NEW_TOKENS = 16
 
 
@@ -195,9 +243,15 @@ def prompts(seed: int = 1, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]
 
 
 async def handed_over(
-    source: Engine, target: Engine, prompt: list[int], *, split: int = 0, codec: Codec = Codec.RAW, salt: bool = True,
+    source: Engine,
+    target: Engine,
+    prompt: list[int],
+    *,
+    split: int = 0,
+    codec: Codec = Codec.RAW,
+    salt: bool = True,
     new_tokens: int = NEW_TOKENS,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Tokens of `target` for the prompt whose first `split` tokens (all when 0) `source` computes, at the same time."""
     transfer_id = uuid.uuid4().hex
     length = split or len(prompt)

@@ -13,10 +13,13 @@ import time
 from typing import Any
 
 os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
     TORCHDYNAMO_DISABLE="1",  # as in a worker: a C++ compiler takes up to a minute, for sampling helpers
     VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-)  # fmt: skip
+)
 
 import torch
 import zmq
@@ -38,9 +41,12 @@ class Driver:
         transfer = None
         if extra is not None:
             transfer = KVTransferConfig(
-                kv_connector="PolyphaseConnector", kv_connector_module_path="services.worker.kv.vllm.connector",
-                kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config=extra,
-            )  # fmt: skip
+                kv_connector="PolyphaseConnector",
+                kv_connector_module_path="services.worker.kv.vllm.connector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config=extra,
+            )
         config = EngineArgs(
             skip_tokenizer_init=True, enforce_eager=True, kv_transfer_config=transfer, **options
         ).create_engine_config()
@@ -88,10 +94,19 @@ class Driver:
     ) -> None:
         extra = {"kv_transfer_params": kv} if kv else None
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-        self.client.add_request(EngineCoreRequest(
-            request_id=id, prompt_token_ids=prompt, mm_features=None, sampling_params=params, pooling_params=None,
-            arrival_time=time.time(), lora_request=None, cache_salt=salt, data_parallel_rank=None,
-        ))  # fmt: skip
+        self.client.add_request(
+            EngineCoreRequest(
+                request_id=id,
+                prompt_token_ids=prompt,
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=salt,
+                data_parallel_rank=None,
+            )
+        )
 
     def do_abort(self, id: str) -> None:
         self.client.abort_requests([id])
@@ -107,10 +122,13 @@ class Driver:
 
     def do_levels(self) -> None:
         self.send(
-            op="answer", free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-            requests=len(self.scheduler.requests), preemptions=self.preemptions,
-            cpu_s=time.process_time(), now_s=time.monotonic(),
-        )  # fmt: skip
+            op="answer",
+            free=self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            requests=len(self.scheduler.requests),
+            preemptions=self.preemptions,
+            cpu_s=time.process_time(),
+            now_s=time.monotonic(),
+        )
 
 
 if __name__ == "__main__":

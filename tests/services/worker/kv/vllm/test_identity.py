@@ -11,17 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import pytest_asyncio
-from kv_engines import (
-    LENGTHS,
-    NEW_TOKENS,
-    Engine,
-    emptied,
-    exporting,
-    handed_over,
-    identical,
-    importing,
-    prompts,
-)
+from kv_engines import LENGTHS, NEW_TOKENS, Engine, emptied, exporting, handed_over, identical, importing, prompts
 from tiny_models import make_llama
 
 from services.worker.kv.events import PullEnded, StagedChunk

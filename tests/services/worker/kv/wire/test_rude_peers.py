@@ -25,9 +25,11 @@ NOTICED_S = 3.5  # libzmq's heartbeats: every 0.5 s, given up after 2; the rest 
 @contextmanager
 def peer(folder: Path, address: str = "") -> Iterator["subprocess.Popen[str]"]:
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(folder), address], stdout=subprocess.PIPE, text=True,
+        [sys.executable, str(SCRIPT), str(folder), address],
+        stdout=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     try:
         yield process
     finally:

@@ -1,0 +1,221 @@
+"""The reading edge of calibration: operator tables of public profilers (CSV, parquet) as rows of measured times.
+
+Formats, with where to get them: NVIDIA aiconfigurator (ai-dynamo/aiconfigurator, `systems/data`), LLMServingSim
+(casys-kaist/LLMServingSim, `profiler/perf`), Vidur (microsoft/vidur, `data/profiling`). The product reads these
+formats and contains none of the data.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from lab.fit.expert_tables import accelerator_named, aiconfigurator_experts, llmservingsim_experts
+from lab.fit.rows import AllReduceRows, AttentionRows, ElementwiseRows, Floats, GemmRows, MlpRows
+from lab.fit.tables import Table, column, merged
+from lab.fit.vidur_tables import vidur_attention, vidur_tables
+from shared.cost.catalogue import Accelerator, Catalogue, bytes_of, precision_of
+from shared.cost.geometry import ModelGeometry
+from shared.cost.models import bundled_geometry
+from shared.errors import InvalidRequest, NotFound
+
+_MS, _US, _NS = 1e-3, 1e-6, 1e-9
+# No kernel runs faster than this multiple of the data sheet's peak rate; such rows did not do the work they name.
+IMPOSSIBLE = 1.5
+
+
+def read_tables(profiles: Path, catalogue: Catalogue) -> tuple[Table, ...]:
+    """All operator tables below a folder laid out as `aiconfigurator/`, `llmservingsim/{perf,v0}`, `vidur/`, `moe/`."""
+    readers = (
+        ("aiconfigurator", "*_perf.parquet", _aiconfigurator),
+        ("llmservingsim/perf", "*.csv", _llmservingsim),
+        ("llmservingsim/v0", "*.csv", _llmservingsim_v0),
+        ("vidur", "*.csv", vidur_tables),
+        ("moe", "*_moe_perf.parquet", _experts),
+        ("moe", "*_moe.csv", _experts),
+    )
+    found: list[Table] = []
+    for folder, pattern, reader in readers:
+        for path in sorted((profiles / folder).glob(pattern)):
+            found.extend(reader(path, catalogue))
+    if not found:
+        raise NotFound(f"no operator tables below {profiles}; see lab/fit/profilers.py for the formats")
+    return merged(found)
+
+
+def _experts(path: Path, catalogue: Catalogue) -> Iterator[Table]:
+    accelerator = catalogue.get(accelerator_named(path, catalogue))
+    if path.suffix == ".csv":
+        yield Table(accelerator, "experts", "llmservingsim", llmservingsim_experts(path))
+        return
+    for name, rows in aiconfigurator_experts(path):
+        yield Table(accelerator, "experts", f"aiconfigurator {name}", rows, blocks=name.endswith("_block"))
+
+
+def _aiconfigurator(path: Path, catalogue: Catalogue) -> Iterator[Table]:
+    """`{system}_{framework}-{version}_{operator}_perf.parquet`; latency in ms, memory-cold only beyond the cache."""
+    system = path.name.split("_vllm-")[0].split("_nccl")[0]
+    accelerator = catalogue.get(system)
+    frame = pd.read_parquet(path)
+    if "gemm_perf" in path.name:
+        for name, part in frame.groupby("gemm_dtype"):
+            rows = _aic_gemm(part, str(name))
+            origin = f"aiconfigurator {name}"
+            quantised = bytes_of(rows.precision) < 2
+            blocks = str(name).endswith("_block")
+            yield Table(accelerator, "gemm", origin, rows, cached=True, quantised=quantised, blocks=blocks)
+    elif "attention_perf" in path.name:
+        operator = "prefill" if "context" in path.name else "decode"
+        for name, part in frame.groupby("kv_cache_dtype"):
+            timed, rejected = _possible(_aic_attention(part, str(name), operator), accelerator)
+            yield Table(accelerator, operator, f"aiconfigurator kv {name}", timed, rejected)
+    elif "custom_allreduce" in path.name:
+        graph = frame[frame["backend"] == "vllm_graph"]
+        reduced = AllReduceRows(
+            column(graph, "latency") * _MS, column(graph, "message_size"), column(graph, "num_gpus")
+        )
+        yield Table(accelerator, "all_reduce", "aiconfigurator custom", reduced)
+
+
+def _aic_gemm(frame: pd.DataFrame, dtype: str) -> GemmRows:
+    return GemmRows(
+        seconds=column(frame, "latency") * _MS,
+        m=column(frame, "m"),
+        n=column(frame, "n"),
+        k=column(frame, "k"),
+        precision=precision_of(dtype),
+    )
+
+
+def _aic_attention(frame: pd.DataFrame, kv_dtype: str, operator: str) -> AttentionRows:
+    batch, none = column(frame, "batch_size"), np.zeros(len(frame))
+    prefill = operator == "prefill"
+    return AttentionRows(
+        seconds=column(frame, "latency") * _MS,
+        sequences=batch if prefill else none,
+        tokens=column(frame, "isl") if prefill else none,
+        context=column(frame, "step") if prefill else none,
+        decodes=none if prefill else batch,
+        decode_context=none if prefill else column(frame, "step") + 1.0,
+        heads=column(frame, "num_heads"),
+        kv_heads=column(frame, "num_key_value_heads"),
+        head_dim=int(frame["head_dim"].iloc[0]),
+        kv_precision=precision_of(kv_dtype),
+        kv_width=bytes_of(kv_dtype),
+    )
+
+
+def _possible(rows: AttentionRows, accelerator: Accelerator) -> tuple[AttentionRows, int]:
+    """Without rows that beat the device's peak; a table with more than a few such rows is wrong as a whole."""
+    flops = accelerator.flops("fp8" if rows.kv_width < 2 else "bf16")
+    pairs = rows.sequences * rows.tokens * (rows.context + rows.tokens / 2.0)
+    least = pairs * rows.shape().flops / (flops * IMPOSSIBLE)
+    possible = rows.seconds >= least
+    bad = int(np.sum(~possible))
+    if bad > 0.02 * len(rows):
+        return rows.where(np.zeros(len(rows), dtype=np.bool_)), bad
+    return rows.where(possible), bad
+
+
+def _llmservingsim(path: Path, catalogue: Catalogue) -> Iterator[Table]:
+    """`{device}_{model}_tp{n}_{dense,per_sequence,attention}.csv`; time in µs, one kernel each, in a running vLLM."""
+    accelerator, geometry, degree = _named(path, catalogue)
+    frame = pd.read_csv(path)
+    if path.name.endswith("_attention.csv"):
+        yield from _llm_attention(frame, accelerator, geometry, degree)
+        return
+    counts = "sequences" if path.name.endswith("_per_sequence.csv") else "tokens"
+    shapes = {m.name + "_proj": m for m in (*geometry.attention_matmuls(), *geometry.mlp_matmuls())}
+    shapes["lm_head"] = geometry.lm_head()
+    for layer, part in frame.groupby("layer"):
+        times, m = column(part, "time_us") * _US, column(part, counts)
+        if str(layer) in shapes:
+            n, k = shapes[str(layer)].shard(degree)
+            rows = GemmRows(times, m, np.full_like(m, n), np.full_like(m, k), precision_of(geometry.dtype))
+            yield Table(accelerator, "gemm", "llmservingsim", rows)
+        moved = _moved_bytes(str(layer), geometry, degree)
+        if moved:
+            yield Table(accelerator, "elementwise", "llmservingsim", ElementwiseRows(times, m * moved))
+    if counts == "tokens":
+        yield Table(accelerator, "mlp", "llmservingsim", _llm_mlp(frame, geometry, degree))
+
+
+def _llm_mlp(frame: pd.DataFrame, geometry: ModelGeometry, degree: int) -> MlpRows:
+    wide = frame.pivot_table(index="tokens", columns="layer", values="time_us")
+    times = (wide["gate_up_proj"] + wide["act_fn"] + wide["down_proj"]).to_numpy(dtype=np.float64) * _US
+    return _mlp(times, wide.index.to_numpy(dtype=np.float64), geometry, degree, gated=True)
+
+
+def _mlp(times: Floats, tokens: Floats, geometry: ModelGeometry, degree: int, *, gated: bool) -> MlpRows:
+    width = np.full_like(tokens, geometry.intermediate // degree)
+    hidden = np.full_like(tokens, geometry.hidden)
+    return MlpRows(times, tokens, width * (2 if gated else 1), width, hidden, precision_of(geometry.dtype))
+
+
+def _moved_bytes(layer: str, geometry: ModelGeometry, degree: int) -> float:
+    """Bytes that an elementwise operator moves for each token; 0 for what is not one."""
+    rotated = (geometry.heads + geometry.kv_heads) // degree * geometry.head_dim * 4.0
+    return {
+        "layernorm": geometry.hidden * 8.0,
+        "final_layernorm": geometry.hidden * 8.0,
+        "rotary_emb": rotated,
+        "qk_norm": rotated,
+        "act_fn": geometry.intermediate / degree * 6.0,
+    }.get(layer, 0.0)
+
+
+def _llm_attention(
+    frame: pd.DataFrame, accelerator: Accelerator, geometry: ModelGeometry, degree: int
+) -> Iterator[Table]:
+    chunk, decodes = column(frame, "prefill_chunk"), column(frame, "n_decode")
+    everything = AttentionRows(
+        seconds=column(frame, "time_us") * _US,
+        sequences=(chunk > 0).astype(np.float64),
+        tokens=chunk,
+        context=column(frame, "kv_prefill"),
+        decodes=decodes,
+        decode_context=column(frame, "kv_decode"),
+        heads=np.full(len(frame), geometry.heads / degree),
+        kv_heads=np.full(len(frame), geometry.kv_heads / degree),
+        head_dim=geometry.head_dim,
+        kv_precision="bf16",
+        kv_width=2.0,
+    )
+    yield Table(accelerator, "decode", "llmservingsim", everything.where(chunk == 0))
+    yield Table(accelerator, "prefill", "llmservingsim", everything.where((chunk > 0) & (decodes == 0)))
+    yield Table(accelerator, "mixed", "llmservingsim", everything.where(chunk > 0))
+
+
+def _llmservingsim_v0(path: Path, catalogue: Catalogue) -> Iterator[Table]:
+    """An older profiler's tables: `layers.csv` in ns, `attention.csv` in ms with Vidur's columns."""
+    accelerator, geometry, degree = _named(path, catalogue)
+    frame = pd.read_csv(path)
+    if path.name.endswith("_attention.csv"):
+        yield from vidur_attention(frame, accelerator, "llmservingsim v0", shared_context=True)
+        return
+    head, width = geometry.head_dim, geometry.intermediate // degree
+    shapes = {
+        "q_proj": (geometry.heads * head, geometry.hidden),
+        "k_proj": (geometry.kv_heads * head, geometry.hidden),
+        "v_proj": (geometry.kv_heads * head, geometry.hidden),
+        "o_proj": (geometry.hidden, geometry.heads * head),
+        "gate_proj": (width, geometry.hidden),
+        "up_proj": (width, geometry.hidden),
+        "down_proj": (geometry.hidden, width),
+        "lm_head": (geometry.vocab, geometry.hidden),
+    }
+    for layer, part in frame.groupby("layer_name"):
+        if str(layer) in shapes:
+            n, k = shapes[str(layer)]
+            m = column(part, "input")
+            times = column(part, "latency(ns)") * _NS
+            rows = GemmRows(times, m, np.full_like(m, n), np.full_like(m, k), precision_of(geometry.dtype))
+            yield Table(accelerator, "gemm", "llmservingsim v0", rows, cached=True)
+
+
+def _named(path: Path, catalogue: Catalogue) -> tuple[Accelerator, ModelGeometry, int]:
+    parts = path.stem.split("_")
+    if len(parts) < 4 or not parts[2].startswith("tp"):
+        raise InvalidRequest(f"{path.name}: want a name of the form DEVICE_MODEL_tpN_TABLE.csv")
+    return catalogue.get(parts[0]), bundled_geometry(parts[1]), int(parts[2].removeprefix("tp"))

@@ -1,0 +1,69 @@
+"""What one host runs: its processes, their ports and health checks, and what is forked rather than started."""
+
+import sys
+from dataclasses import dataclass
+
+from services.launcher.ports import PortUse
+from shared.runtime.settings import ServiceSettings
+
+OURS = "POLYPHASE_"  # begins the name of each of our variables
+# What the fork server imports for each module that it forks, and the environment that it needs for that.
+_PRELOAD = {
+    "gateway": ("gateway.app", "shared.runtime.http"),
+    "services.worker": ("services.worker.app", "services.worker.engines.vllm", "services.worker.kv.vllm.connector"),
+}
+_PRELOAD_ENV = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to keep running. `health_url` answers 200 once it is ready; empty: ready when it runs.
+
+    One with a `module` may also be forked from a process that has imported the engine; see `fork_server`.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: dict[str, str]
+    health_url: str = ""
+    ports: tuple[PortUse, ...] = ()
+    module: str = ""
+    settings: ServiceSettings | None = None  # what `env` says; None: not a service of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one host runs, and where to find the rest."""
+
+    model: str
+    processes: tuple[ProcessSpec, ...]
+    instance_ids: tuple[str, ...]  # of this host
+    api_url: str
+    monitor_url: str
+    scheduler_urls: tuple[str, ...]
+    predictor_url: str
+    dashboard_url: str
+    runs_control: bool
+    api_keys: bool = False  # whether the API wants a key
+
+    @property
+    def fork_env(self) -> dict[str, str] | None:
+        """The fork server's environment; None when nothing is to be forked, or nothing can be.
+
+        For the gateway alone it is worth it too: a lost one is back within two seconds, not after an import.
+        """
+        forked = [process for process in self.processes if process.module]
+        if not forked or sys.platform != "linux":
+            return None
+        shared = {key: value for key, value in forked[0].env.items() if not key.startswith(OURS)}
+        return {**shared, **_PRELOAD_ENV}
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """What the fork server imports."""
+        return tuple(dict.fromkeys(name for process in self.processes for name in _PRELOAD.get(process.module, ())))
+
+    @property
+    def port_uses(self) -> tuple[PortUse, ...]:
+        """Every port that is listened on here."""
+        return tuple(use for process in self.processes for use in process.ports)

@@ -1,0 +1,170 @@
+"""A worker's two sides over an engine and a KV port that do what a test tells them."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink
+from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.dispatcher import Dispatcher
+from services.worker.jobs.lengths import LengthClient
+from services.worker.jobs.prefill import PrefillService
+from services.worker.jobs.prefill_queue import PrefillQueue
+from services.worker.jobs.roles import RoleState
+from shared.domain.instance import Role
+from shared.domain.job import Generation, JobView
+from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
+from shared.domain.route import InstanceRef, PolicySpec
+from shared.errors import PolyphaseError
+from shared.policy import registry
+from shared.runtime.tasks import Background
+from shared.wire.messages import DecodeRequest, PrefillReply, PrefillRequest, TokenStep
+from shared.wire.rpc_server import ServerCall
+
+TARGET = InstanceRef("d0", 1, "tcp://127.0.0.1:1")
+
+
+class ScriptedEngine:
+    """Keeps what it is given; the test steps it."""
+
+    def __init__(self) -> None:
+        self.sinks: dict[str, Sink] = {}
+        self.requests: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.arrived = asyncio.Event()
+
+    async def start(self) -> EngineInfo:
+        raise NotImplementedError
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        self.requests.append(request)
+        self.sinks[request.request_id] = sink
+        self.arrived.set()
+
+    def abort(self, request_id: str) -> None:
+        if self.sinks.pop(request_id, None):
+            self.aborted.append(request_id)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def close(self) -> None:
+        """Nothing to stop."""
+
+    def step(self, output: TokenStep) -> None:
+        request_id, sink = next(iter(self.sinks.items()))
+        if output.finish_reason:
+            del self.sinks[request_id]
+        sink(output)
+
+
+class ScriptedPort:
+    """The KV side, as a list of what was asked."""
+
+    staged_bytes = 0
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+        self.dropped: list[str] = []
+        self.reserved: dict[str, bytes] = {}
+        self.prefetched: dict[str, float] = {}
+        self.full = False
+        self.callbacks: dict[str, Callable[[], None]] = {}
+
+    def start(self, tasks: Background) -> None:
+        """Nothing runs."""
+
+    def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
+        return KvHandle(transfer_id, "p0", 1, "f", (), tokens, "bfloat16", codec)
+
+    def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
+        self.callbacks[transfer_id] = callback
+
+    def forget(self, transfer_id: str) -> None:
+        self.callbacks.pop(transfer_id, None)
+
+    async def import_report(self, transfer_id: str) -> TransferReport:
+        return TransferReport(TransferOutcome.PULLED, tokens=3)
+
+    async def release(self, transfer_ids: list[str]) -> None:
+        self.released += transfer_ids
+
+    def reserve(self, transfer_id: str, tokens: int, owner: bytes) -> bool:
+        if self.full:
+            return False
+        self.reserved[transfer_id] = owner
+        return True
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        self.room = callback
+
+    async def release_of(self, owner: bytes) -> None:
+        await self.release([each for each, known in self.reserved.items() if known == owner])
+
+    async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
+        self.prefetched[handle.transfer_id] = keep_s
+
+    async def drop(self, transfer_id: str) -> None:
+        self.dropped.append(transfer_id)
+
+
+class Call:
+    """The caller's end."""
+
+    timeout_s = 5.0
+
+    def __init__(self, peer: bytes = b"gateway") -> None:
+        self.peer = peer
+        self.items: list[Any] = []
+
+    def send(self, item: object) -> None:
+        self.items.append(item)
+
+
+class FixedDispatcher:
+    """Always the same instance, or none."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.refusal: PolyphaseError | None = None
+
+    def choose(
+        self, job: JobView, policy: PolicySpec | None, exclude: tuple[str, ...] = ()
+    ) -> tuple[InstanceRef, tuple[()]]:
+        self.asked += 1
+        if self.refusal is not None:
+            raise self.refusal
+        return TARGET, ()
+
+
+class Side:
+    """Both sides of an instance, wired as the app does."""
+
+    def __init__(self, role: Role, chunk_size: int = 4) -> None:
+        self.engine, self.port, self.call = ScriptedEngine(), ScriptedPort(), Call()
+        self.roles = RoleState(role)
+        self.dispatcher = FixedDispatcher()
+        queue = PrefillQueue(registry.prefill_order("fcfs"), 4)
+        lengths = LengthClient("", 0.1)
+        dispatcher = cast(Dispatcher, self.dispatcher)
+        self._prefill = PrefillService(self.engine, self.port, self.roles, queue, dispatcher, lengths, chunk_size)
+        self._decode = DecodeService(self.engine, self.port, self.roles)
+
+    async def prefill(self, request: PrefillRequest) -> "asyncio.Task[PrefillReply]":
+        task = asyncio.create_task(self._prefill.prefill(request, cast(ServerCall, self.call)))
+        await asyncio.wait_for(self.engine.arrived.wait(), 5)
+        return task
+
+    async def decode(self, request: DecodeRequest) -> "asyncio.Task[Any]":
+        task = asyncio.create_task(self._decode.decode(request, cast(ServerCall, self.call)))
+        await asyncio.wait_for(self.engine.arrived.wait(), 5)
+        return task
+
+
+def prefill_request(tokens: int = 3, **changes: Any) -> PrefillRequest:
+    view = JobView("job", tokens, changes.pop("max_tokens", 8))
+    return PrefillRequest(view, "t1", list(range(tokens)), Generation(b"", 1.0), **changes)
+
+
+def decode_request(handle: KvHandle | None = None) -> DecodeRequest:
+    return DecodeRequest(JobView("job", 3, 8), [1, 2, 3], Generation(b"", 1.0), handle)
