@@ -113,7 +113,7 @@ async def running_arena(bed: Testbed, folder: Path, console: Console, seed: int)
         plan = _injected(plan, switches, run)
         plan, wires = await stack.enter_async_context(wired(plan, rng))
         logs, began = folder / "logs", time.monotonic()
-        supervising_them = supervising(plan.processes, logs, _ignore, LIMITS, plan.fork_env)
+        supervising_them = supervising(plan.processes, logs, _ignore, LIMITS, plan.fork_env, plan.preload)
         supervisor = await stack.enter_async_context(supervising_them)
         suite = Suite(folder, lambda: state_file.describe(plan, supervisor.statuses))
         with console.status(f"starting {bed.name}: {bed.title}"):

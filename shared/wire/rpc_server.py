@@ -36,6 +36,7 @@ from shared.wire.sockets import MAX_FRAME_BYTES, Sockets
 log = get_log(__name__)
 Request = TypeVar("Request")
 MAX_CALLS_A_PEER = 10_000
+_MAX_NUMBER = 1 << 53
 _MAX_TIMEOUT_S = 7 * 86_400.0
 _MAX_ANSWER_BYTES = MAX_FRAME_BYTES - 1024
 _MAX_ERROR_CHARACTERS = 4_000
@@ -130,6 +131,8 @@ class RpcServer:
             self.dropped["kind"] += 1
             return
         try:
+            if kind == Kind.CALL:
+                self._take_number(peer, number)
             request = self._decode(envelope)
             if len(peer.calls) + len(peer.notices) >= MAX_CALLS_A_PEER:
                 self.dropped["too_many_calls"] += 1
@@ -140,6 +143,13 @@ class RpcServer:
                 self._router.queue(peer, _error(number, error))
             return
         self._start(peer, envelope, request)
+
+    def _take_number(self, peer: Peer, number: int) -> None:
+        """A caller counts its calls, so that one whose number is not new is an old one that came again."""
+        if not peer.last_call < number <= _MAX_NUMBER:
+            self.dropped["repeated"] += 1
+            raise InvalidRequest(f"call {number} came after call {peer.last_call}: it is not carried out again")
+        peer.last_call = number
 
     def _decode(self, envelope: Envelope) -> Any:
         decoder = self._decoders.get(envelope.method)
@@ -159,7 +169,6 @@ class RpcServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if is_call:
-            peer.last_call = max(peer.last_call, number)
             peer.calls[number] = task
             task.add_done_callback(lambda _: peer.calls.pop(number))
         else:

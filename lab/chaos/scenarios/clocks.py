@@ -20,16 +20,12 @@ async def _monitor(arena: Arena) -> None:
     await _jump(arena, *arena.named("monitor"))
 
 
-async def _schedulers(arena: Arena) -> None:
-    await _jump(arena, *arena.named("scheduler"))
+async def _front(arena: Arena) -> None:
+    await _jump(arena, *arena.named("scheduler"), arena.named("gateway")[0])
 
 
 async def _instance(arena: Arena) -> None:
     await _jump(arena, arena.decode[0], arena.prefill[0])
-
-
-async def _gateway(arena: Arena) -> None:
-    await _jump(arena, arena.named("gateway")[0])
 
 
 async def _restart_behind(arena: Arena) -> None:
@@ -42,8 +38,7 @@ async def _restart_behind(arena: Arena) -> None:
 
 CLOCKS = (
     Scenario("clock-monitor", "the monitor's clock jumps an hour ahead, and behind", _monitor),
-    Scenario("clock-schedulers", "both schedulers' clocks jump an hour ahead, and behind", _schedulers),
+    Scenario("clock-front", "clocks of schedulers and a gateway jump an hour ahead, and behind", _front),
     Scenario("clock-instances", "clocks of two instances jump an hour ahead, and behind", _instance),
-    Scenario("clock-gateway", "a gateway's clock jumps an hour ahead, and behind", _gateway),
     Scenario("clock-restart", "a decode instance is restarted with its clock an hour behind", _restart_behind),
 )

@@ -4,7 +4,7 @@ import asyncio
 
 from lab.chaos.arena import Arena
 from lab.chaos.scenario import Scenario
-from lab.chaos.scenarios.processes import FROZEN_S, NOTICED_S, kill_one
+from lab.chaos.scenarios.processes import kill_one
 
 
 async def either_scheduler(arena: Arena) -> None:
@@ -14,27 +14,11 @@ async def either_scheduler(arena: Arena) -> None:
         await asyncio.sleep(0.5)
 
 
-async def frozen_scheduler(arena: Arena) -> None:
-    """One of two stands still: the other places everything once that is noticed."""
-    arena.processes.freeze(arena.named("scheduler")[1])
-    await asyncio.sleep(FROZEN_S)
-    arena.processes.thaw()
-
-
 async def either_gateway(arena: Arena) -> None:
     """One after the other; whoever asked the other one notices nothing."""
     for name in arena.named("gateway"):
         await kill_one(arena, name)
         await asyncio.sleep(0.5)
-
-
-async def monitor_again_and_again(arena: Arena) -> None:
-    """Four times, a second apart: serving goes on from the last broadcast."""
-    (monitor,) = arena.named("monitor")
-    for _ in range(4):
-        arena.processes.kill(monitor)
-        await asyncio.sleep(1.0)
-    await arena.roles.ready(*arena.roles.first)
 
 
 async def monitor_and_decode(arena: Arena) -> None:
@@ -47,8 +31,6 @@ async def monitor_and_decode(arena: Arena) -> None:
 
 CONTROL_PLANE = (
     Scenario("either-scheduler", "kill -9 of one scheduler, then of the other", either_scheduler),
-    Scenario("frozen-scheduler", "one of two schedulers stands still for 4 s", frozen_scheduler, away_s=NOTICED_S),
     Scenario("either-gateway", "kill -9 of one gateway, then of the other", either_gateway, breaks=True, bound_s=60.0),
-    Scenario("monitor-again", "kill -9 of the monitor each second, four times", monitor_again_and_again),
     Scenario("monitor-and-decode", "kill -9 of the monitor and of a decode instance together", monitor_and_decode),
 )

@@ -33,14 +33,6 @@ async def _gateway_to_decode(arena: Arena) -> None:
     await silence(*arena.wires.between(target=arena.decode[0], purpose="rpc"))
 
 
-async def _cut_gateway_to_decode(arena: Arena) -> None:
-    for _ in range(2):
-        for name in arena.decode:
-            for wire in arena.wires.between(target=name, purpose="rpc"):
-                wire.proxy.cut()
-            await asyncio.sleep(0.7)
-
-
 async def _gateway_to_workers(arena: Arena) -> None:
     with arena.away():
         await refusal(*(w for w in arena.wires.touching(arena.named("gateway")[0]) if w.port.service == "worker"))
@@ -67,11 +59,6 @@ async def _instance(arena: Arena) -> None:
     await silence(*arena.wires.touching(arena.decode[0]))
 
 
-async def _instance_one_way(arena: Arena) -> None:
-    """The monitor loses it; gateways still reach it: it must not be called dead and alive in turns for long."""
-    await refusal(*arena.wires.between("monitor", arena.prefill[0]), *arena.wires.between(arena.prefill[0], "monitor"))
-
-
 async def _slow(arena: Arena) -> None:
     wires = arena.wires.between(purpose="rpc")
     for wire in wires:
@@ -90,14 +77,12 @@ async def _flap(arena: Arena) -> None:
 
 LINKS = (
     Scenario("link-silent", "one decode instance's RPC is silent for 4 s", _gateway_to_decode, away_s=NOTICED_S),
-    Scenario("link-cut", "each decode instance's connections are reset, twice", _cut_gateway_to_decode, away_s=0.5),
     Scenario("link-gateway-workers", "one of two gateways cannot reach any instance for 4 s", _gateway_to_workers),
     Scenario("link-gateway-schedulers", "one of two gateways hears of no scheduler for 4 s", _gateway_to_schedulers),
     Scenario("link-one-scheduler", "one of two schedulers is silent for 4 s", _one_scheduler, away_s=NOTICED_S),
     Scenario("link-heartbeats", "one instance's heartbeats do not arrive for 4 s", _heartbeats),
     Scenario("link-monitor", "the monitor is cut off from everybody for 4 s", _monitor),
     Scenario("link-instance", "a decode instance is cut off from everybody for 4 s", _instance, away_s=NOTICED_S),
-    Scenario("link-monitor-instance", "monitor and one prefill instance cannot connect for 4 s", _instance_one_way),
     Scenario("link-slow", "all RPC takes 100 ms longer, at 200 kB/s, for 4 s", _slow, away_s=1.0),
     Scenario(
         "link-flap", "an eighth of all connections is reset twice a second for 4 s", _flap, away_s=2.0, errors=True

@@ -51,14 +51,6 @@ async def kill_in_turn(arena: Arena) -> None:
     await arena.roles.ready(*arena.decode)
 
 
-async def freeze_in_turn(arena: Arena) -> None:
-    """Each decode instance for 1.5 s, one after the other: longer than a heartbeat, too short for a loss."""
-    for name in arena.decode:
-        arena.processes.freeze(name)
-        await asyncio.sleep(1.5)
-        arena.processes.thaw(name)
-
-
 async def _decode_instance(arena: Arena) -> None:
     await kill_one(arena, arena.decode[0])
 
@@ -92,10 +84,6 @@ async def _kill_control_plane(arena: Arena) -> None:
         names = (*arena.named("scheduler"), *arena.named("monitor"), *arena.named("predictor"))
         await arena.processes.back(arena.processes.kill(*names))
         await arena.roles.ready(*arena.roles.first)
-
-
-async def _kill_gateway(arena: Arena) -> None:
-    await kill_one(arena, arena.named("gateway")[0])
 
 
 async def _freeze_decode(arena: Arena) -> None:
@@ -136,10 +124,8 @@ PROCESSES = (
     Scenario("kill-monitor", "kill -9 of the monitor", _kill_monitor),
     Scenario("kill-predictor", "kill -9 of the length predictor", _kill_predictor),
     Scenario("kill-control-plane", "kill -9 of schedulers, monitor, predictor", _kill_control_plane),
-    Scenario("kill-gateway", "kill -9 of one of two gateways", _kill_gateway, breaks=True),
     Scenario("freeze-decode", "one decode instance stands still for 4 s", _freeze_decode, away_s=NOTICED_S),
     Scenario("freeze-prefill", "one prefill instance stands still for 4 s", _freeze_prefill, away_s=NOTICED_S),
-    Scenario("freeze-in-turn", "each decode instance stands still for 1.5 s", freeze_in_turn, away_s=1.5),
     Scenario("freeze-monitor", "the monitor stands still for 4 s", _freeze_monitor),
     Scenario("freeze-schedulers", "both schedulers stand still for 4 s", _freeze_schedulers),
     Scenario("freeze-predictor", "the predictor stands still for 4 s", _freeze_predictor),

@@ -45,13 +45,6 @@ async def drain_all_forced(arena: Arena) -> None:
         await arena.roles.as_first()
 
 
-async def flip_in_turn(arena: Arena) -> None:
-    """One instance of each role there and back again."""
-    for name in (arena.decode[0], arena.prefill[0]):
-        await arena.roles.flip(name)
-        await arena.roles.flip(name)
-
-
 async def flip_race(arena: Arena) -> None:
     """Everything is asked of everybody at once. Some of it is refused; some instance of each role must remain."""
     names = (*arena.decode, *arena.prefill)
@@ -117,7 +110,6 @@ ROLES = (
     Scenario("drain-in-turn", "every instance drains and resumes, one after the other", drain_in_turn),
     Scenario("drain-last", "all decode instances but one drain; the last one is asked to", drain_last),
     Scenario("drain-all", "every decode instance drains by force, and resumes", drain_all_forced),
-    Scenario("flip-in-turn", "an instance of each role flips there and back", flip_in_turn),
     Scenario("flip-race", "flips and drains of all instances at once, three times", flip_race),
     Scenario("flip-and-kill", "instances die in the middle of a flip and of a drain", flip_and_kill),
     Scenario("flip-monitor-dies", "the monitor dies in the middle of three flips", monitor_dies_in_flips),

@@ -172,6 +172,33 @@ async def test_a_call_without_a_sane_deadline_is_refused(timeout_s: float) -> No
         await until(lambda: server.calls == 0)
 
 
+async def test_a_call_that_comes_again_is_not_carried_out_again() -> None:
+    """Neither one that is under way nor one that is over; what the caller does next goes on."""
+    async with connected() as (peer, server, client, sockets):
+        dealer = sockets.connect(zmq.DEALER, client.address)
+        dealer.connect(client.address)
+        done = pack([Envelope(Kind.CALL, 1, ECHO.name, 30.0, encode_body(Ask(1)))])
+        under_way = pack([Envelope(Kind.CALL, 2, WAIT.name, 30.0, encode_body(Ask(2)))])
+        heard: list[tuple[int, int]] = []
+
+        async def hear(kind: Kind, number: int) -> None:
+            while (kind, number) not in heard:
+                await until(lambda: dealer.poll(0))
+                heard.extend((each.kind, each.call) for each in unpack(dealer.recv()))
+
+        dealer.send(done)
+        await hear(Kind.REPLY, 1)
+        for message in (under_way, done, under_way, done):
+            dealer.send(message)
+        dealer.send(pack([Envelope(Kind.CALL, 3, ECHO.name, 30.0, encode_body(Ask(3)))]))
+        await hear(Kind.REPLY, 3)
+        assert heard == [(Kind.REPLY, 1), (Kind.ERROR, 1), (Kind.ERROR, 1), (Kind.REPLY, 3)]
+        assert peer.seen == [1, 3]
+        assert server.calls == 1
+        dealer.close()
+        await until(lambda: server.calls == 0)
+
+
 async def test_who_sends_what_cannot_be_read_is_told_that_its_calls_are_lost() -> None:
     """The message may have held one."""
     sockets, peer, address = Sockets(), Peer(), free_address()
