@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 import msgspec
 import zmq
 
+from shared.wire.connections import Connection
 from shared.wire.envelope import MALFORMED
 from shared.wire.sockets import LoopSocket, Sockets, whole_messages
 
@@ -18,12 +19,8 @@ class Publisher:
     """A PUB socket: never blocks, drops for whoever does not read. Binds, or connects to a bound subscriber."""
 
     def __init__(self, sockets: Sockets, address: str, *, bind: bool = True) -> None:
-        if bind:
-            socket = sockets.bind(zmq.PUB, address)
-        else:
-            socket = sockets.connect(zmq.PUB, address)
-            socket.connect(address)
-        self._socket = socket
+        self._socket = sockets.bind(zmq.PUB, address) if bind else sockets.unconnected(zmq.PUB)
+        self._connection = None if bind else Connection(self._socket, address)
         self._encoder = msgspec.msgpack.Encoder()
 
     def publish(self, value: object) -> None:
@@ -32,6 +29,8 @@ class Publisher:
 
     def close(self) -> None:
         """Close the socket."""
+        if self._connection is not None:
+            self._connection.close()
         self._socket.close()
 
 
@@ -50,12 +49,9 @@ class Subscriber(Generic[Value]):
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._on_value = on_value
         self.dropped: Counter[str] = Counter()
-        if bind:
-            socket = sockets.bind(zmq.SUB, address)
-        else:
-            socket = sockets.connect(zmq.SUB, address)
-            socket.connect(address)
+        socket = sockets.bind(zmq.SUB, address) if bind else sockets.unconnected(zmq.SUB)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._connection = None if bind else Connection(socket, address)
         self._socket = LoopSocket(socket, self._receive, whole_messages(socket))
 
     def _receive(self, frames: list[bytes]) -> None:
@@ -71,4 +67,6 @@ class Subscriber(Generic[Value]):
 
     def close(self) -> None:
         """Close the socket."""
+        if self._connection is not None:
+            self._connection.close()
         self._socket.close()

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import zmq
 
+from shared.wire.connections import ConnectionWatch
 from shared.wire.envelope import Envelope, pack, pack_batches, reset
-from shared.wire.sockets import ConnectionWatch, LoopSocket, Sockets
+from shared.wire.sockets import LoopSocket, Sockets
 
 BACKLOG_BYTES = 8 << 20  # what may wait for a peer that does not read, beyond what libzmq and the kernel hold
 RETRY_S = 0.01

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from shared.errors import DeadlineExceeded, InvalidRequest, PeerLost, PolyphaseError, from_code
+from shared.wire.connections import Connection
 from shared.wire.envelope import (
     ALL_CALLS,
     ITEM,
@@ -24,14 +25,13 @@ from shared.wire.envelope import (
     unpack,
 )
 from shared.wire.methods import Method
-from shared.wire.sockets import ConnectionWatch, LoopSocket, Sockets, whole_messages
+from shared.wire.sockets import LoopSocket, Sockets, whole_messages
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Item = TypeVar("Item")
 CONNECT_S = 2.0  # how long a call waits for a connection that is not there
 _RETRY_S = 0.01
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 _error_decoder = msgspec.msgpack.Decoder(ErrorBody)
 _number_decoder = msgspec.msgpack.Decoder(int)
@@ -58,26 +58,24 @@ class RpcClient:
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
         self._outgoing: list[Envelope] = []
-        self._connected = False
         self._closed = False
         self._on_lost: list[Callable[[], None]] = []
         self._decoders: dict[str, tuple[msgspec.msgpack.Decoder[Any], msgspec.msgpack.Decoder[Any]]] = {}
-        socket = sockets.connect(zmq.DEALER, address)
+        socket = sockets.unconnected(zmq.DEALER)
         # Without a connection a message must wait here, where it can be withdrawn, not in libzmq's queue:
         # a restarted peer would otherwise get calls that were given up long ago.
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._watch = ConnectionWatch(socket, _EVENTS, self._connection_event)
-        self._socket = LoopSocket(socket, self._receive, whole_messages(socket))
         try:
-            socket.connect(address)
+            self._connection = Connection(socket, address, self._made_or_lost)
         except zmq.ZMQError:
-            self.close()
+            socket.close()
             raise
+        self._socket = LoopSocket(socket, self._receive, whole_messages(socket))
 
     @property
     def connected(self) -> bool:
         """Whether the peer is there, by the last event of the connection."""
-        return self._connected
+        return self._connection.made
 
     @property
     def busy(self) -> bool:
@@ -114,7 +112,7 @@ class RpcClient:
         reply, item = self._decoders_of(method)
         pending = _Pending(self._loop.create_future(), reply, item, on_item)
         self._pending[number] = pending
-        if not self._connected:
+        if not self.connected:
             self._loop.call_later(CONNECT_S, self._give_up_connecting, [number])
         timer = self._loop.call_later(timeout_s, self._expire, number, method.name, timeout_s)
         self._queue(call)
@@ -127,7 +125,7 @@ class RpcClient:
 
     def notify(self, method: Method[Request, Any, Any], request: Request) -> None:
         """Send without waiting for anything; lost if the peer is not there."""
-        if self._connected:
+        if self.connected:
             self._queue(Envelope(Kind.NOTIFY, 0, method.name, 30.0, encode_body(request)))
 
     def _decoders_of(self, method: Method[Any, Any, Any]) -> tuple[Any, Any]:
@@ -141,16 +139,16 @@ class RpcClient:
         kept = [envelope for envelope in self._outgoing if envelope.call != number]
         if len(kept) != len(self._outgoing):
             self._outgoing = kept
-        elif self._connected:
+        elif self.connected:
             self._queue(Envelope(Kind.CANCEL, number, "", 0.0, NO_BODY))
 
     def _queue(self, envelope: Envelope) -> None:
         self._outgoing.append(envelope)
-        if self._connected and len(self._outgoing) == 1:
+        if self.connected and len(self._outgoing) == 1:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        if self._closed or not self._connected or not self._outgoing:
+        if self._closed or not self.connected or not self._outgoing:
             return
         outgoing, self._outgoing = self._outgoing, []
         left = pack_batches(outgoing)
@@ -211,21 +209,19 @@ class RpcClient:
             last = ALL_CALLS
         self._fail_sent(last, f"{self.address} gave the call up: it could not read it, or we did not read its answers")
 
-    def _connection_event(self, event: int, _: int) -> None:
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._connected = True
+    def _made_or_lost(self, made: bool) -> None:
+        if made:
             self._flush()
-        elif event == zmq.EVENT_DISCONNECTED and self._connected:
-            self._connected = False
-            self._fail_sent(ALL_CALLS, f"connection to {self.address} is lost")
-            # The others wait for another connection like calls that begin now, their deadlines being far perhaps.
-            self._outgoing = [envelope for envelope in self._outgoing if envelope.kind == Kind.CALL]
-            self._loop.call_later(CONNECT_S, self._give_up_connecting, [each.call for each in self._outgoing])
-            for callback in list(self._on_lost):
-                callback()
+            return
+        self._fail_sent(ALL_CALLS, f"connection to {self.address} is lost")
+        # The others wait for another connection like calls that begin now, their deadlines being far perhaps.
+        self._outgoing = [envelope for envelope in self._outgoing if envelope.kind == Kind.CALL]
+        self._loop.call_later(CONNECT_S, self._give_up_connecting, [each.call for each in self._outgoing])
+        for callback in list(self._on_lost):
+            callback()
 
     def _give_up_connecting(self, numbers: list[int]) -> None:
-        if not self._connected:
+        if not self.connected:
             which = set(numbers)
             lost = PeerLost(f"no connection to {self.address}")
             self._fail(lambda number, pending: number in which and not pending.sent, lost)
@@ -247,7 +243,6 @@ class RpcClient:
         """Fail what is pending and close the socket."""
         if not self._closed:
             self._closed = True
-            self._connected = False
             self._fail(lambda *_: True, PeerLost(f"client of {self.address} is closed"))
-            self._watch.close()
+            self._connection.close()
             self._socket.close()

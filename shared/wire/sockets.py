@@ -12,7 +12,6 @@ from functools import partial
 from typing import Generic, TypeVar
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from shared.runtime.logs import get_log
 
@@ -61,8 +60,8 @@ class Sockets:
             socket.curve_server = True
         return socket
 
-    def connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        """A connecting socket; it reconnects by itself."""
+    def unconnected(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket for one `Connection`, which connects it."""
         socket = self._new(kind)
         if self._curve:
             socket.curve_secretkey = self._curve.secret.encode()
@@ -161,35 +160,3 @@ class LoopSocket(Generic[Message]):
 def whole_messages(socket: zmq.Socket[bytes]) -> Callable[[], list[bytes]]:
     """Reads all frames of a message."""
     return partial(socket.recv_multipart, zmq.NOBLOCK)
-
-
-class ConnectionWatch:
-    """Tells of a socket's connections: `on_event(event, value)`, where libzmq's meaning of `value` is a descriptor
-    for ACCEPTED and DISCONNECTED.
-
-    To miss nothing it must be there before the socket is bound or connected.
-    """
-
-    def __init__(self, socket: zmq.Socket[bytes], events: int, on_event: Callable[[int, int], None]) -> None:
-        self._socket = socket
-        self._on_event = on_event
-        address = f"inproc://connections-{int(socket.getsockopt(zmq.FD))}"
-        socket.monitor(address, events)
-        pair: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
-        pair.setsockopt(zmq.RCVHWM, 0)  # at a bound libzmq's own thread would wait for us, heartbeats and all
-        pair.connect(address)
-        self._events = LoopSocket(pair, self._parse, whole_messages(pair))
-
-    def catch_up(self) -> None:
-        """Tell of all that has happened by now."""
-        self._events.drain()
-
-    def _parse(self, frames: list[bytes]) -> None:
-        told = parse_monitor_message(frames)
-        self._on_event(int(told["event"]), int(told["value"]))
-
-    def close(self) -> None:
-        """Stop watching. First the source of events: with nobody to take them they would pile up."""
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-        self._events.close()

@@ -28,9 +28,9 @@ def outcome(**changes: Any) -> dict[str, Any]:
 async def test_garbage_on_the_sockets_is_dropped_and_counted(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL)
     sockets = Sockets()
-    hostile = sockets.connect(zmq.PUB, cluster.settings.heartbeat_address)
+    hostile = sockets.unconnected(zmq.PUB)
     hostile.connect(cluster.settings.heartbeat_address)
-    to_broadcast = sockets.connect(zmq.DEALER, cluster.settings.broadcast_address)
+    to_broadcast = sockets.unconnected(zmq.DEALER)
     to_broadcast.connect(cluster.settings.broadcast_address)
 
     async def dropped(cause: str) -> float:

@@ -129,7 +129,7 @@ def test_an_unknown_policy_in_the_settings_stops_the_start() -> None:
 
 
 async def test_garbage_on_both_sockets_is_dropped_and_counted(scheduler: Scheduler) -> None:
-    hostile = scheduler.sockets.connect(zmq.DEALER, scheduler.settings.rpc_address)
+    hostile = scheduler.sockets.unconnected(zmq.DEALER)
     hostile.connect(scheduler.settings.rpc_address)
 
     async def counted() -> bool:

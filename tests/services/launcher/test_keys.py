@@ -71,7 +71,7 @@ def test_a_curve_pair_works() -> None:
     sockets = Sockets(Curve(pair["curve_public"], pair["curve_secret"]))
     try:
         server = sockets.bind(zmq.PAIR, "tcp://127.0.0.1:*")
-        client = sockets.connect(zmq.PAIR, "")
+        client = sockets.unconnected(zmq.PAIR)
         client.connect(server.getsockopt_string(zmq.LAST_ENDPOINT))
         client.send(b"hello")
         assert server.poll(5_000)

@@ -64,7 +64,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def test_a_server_serves_on(messages: list[list[bytes]]) -> None:
     async def test() -> None:
         async with connected() as (_, server, client, sockets):
-            dealer = sockets.connect(zmq.DEALER, client.address)
+            dealer = sockets.unconnected(zmq.DEALER)
             dealer.connect(client.address)
             for message in messages:
                 dealer.send_multipart(message)
@@ -160,7 +160,7 @@ async def test_one_message_that_breaks_its_handler_leaves_none_unread(monkeypatc
 @pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), 0.0, -1.0, 1e30])
 async def test_a_call_without_a_sane_deadline_is_refused(timeout_s: float) -> None:
     async with connected() as (peer, server, client, sockets):
-        dealer = sockets.connect(zmq.DEALER, client.address)
+        dealer = sockets.unconnected(zmq.DEALER)
         dealer.connect(client.address)
         dealer.send(pack([Envelope(Kind.CALL, 1, ECHO.name, timeout_s, encode_body(Ask(1)))]))
         await until(lambda: dealer.poll(0))
@@ -175,7 +175,7 @@ async def test_a_call_without_a_sane_deadline_is_refused(timeout_s: float) -> No
 async def test_a_call_that_comes_again_is_not_carried_out_again() -> None:
     """Neither one that is under way nor one that is over; what the caller does next goes on."""
     async with connected() as (peer, server, client, sockets):
-        dealer = sockets.connect(zmq.DEALER, client.address)
+        dealer = sockets.unconnected(zmq.DEALER)
         dealer.connect(client.address)
         done = pack([Envelope(Kind.CALL, 1, ECHO.name, 30.0, encode_body(Ask(1)))])
         under_way = pack([Envelope(Kind.CALL, 2, WAIT.name, 30.0, encode_body(Ask(2)))])

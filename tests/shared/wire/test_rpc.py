@@ -100,7 +100,7 @@ async def test_a_lost_peer_fails_its_calls_at_once_and_a_new_one_is_found() -> N
 
 
 async def _garbage(sockets: Sockets, address: str) -> None:
-    dealer = sockets.connect(zmq.DEALER, address)
+    dealer = sockets.unconnected(zmq.DEALER)
     dealer.connect(address)
     valid = Envelope(Kind.CALL, 1, ECHO.name, 1.0, encode_body({"number": "no number"}))
     for frames in (
@@ -149,7 +149,7 @@ async def test_a_plain_tcp_client_does_no_harm() -> None:
 
 async def test_items_of_one_turn_leave_as_one_message() -> None:
     async with connected() as (_, _, client, sockets):
-        dealer = sockets.connect(zmq.DEALER, client.address)
+        dealer = sockets.unconnected(zmq.DEALER)
         dealer.connect(client.address)
         dealer.send(pack([Envelope(Kind.CALL, 1, COUNT.name, 5.0, encode_body(Ask(500)))]))
         messages: list[list[Envelope]] = []

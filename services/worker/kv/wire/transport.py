@@ -5,13 +5,17 @@ from elsewhere. An RDMA transport (NIXL) would be another `Transport`: its `send
 completes one.
 """
 
+import math
 import socket
+import time
+from contextlib import suppress
 from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from services.worker.kv.wire.frames import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Buffer
+from shared.wire.connections import LOST, RENEW_S, TRYING
 
 _MAX_SOCKETS = 16_384  # libzmq's 1,023 are 341 links, each a socket and two ends of a monitor
 
@@ -108,7 +112,7 @@ class ZmqTransport:
             dealer = self._socket(zmq.DEALER, MAX_FRAME_BYTES)
             if self._curve:
                 dealer.curve_serverkey = self._curve[0].encode()
-            monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | LOST | TRYING)
             dealer.connect(address)
         except zmq.ZMQError as error:
             if dealer is not None:
@@ -123,6 +127,8 @@ class ZmqTransport:
     def wait(self, timeout_s: float) -> list[Link]:
         """See Transport."""
         ready: dict[int, Link] = {}
+        for link in self._links.values():
+            link.renew()
         for source, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
             if source == self._woken.fileno():
                 self._drain_wakes()
@@ -215,6 +221,7 @@ class ZmqLink:
         self.address = address
         self.connected = False
         self.losses = 0
+        self._renew_s = math.inf  # when it is to be made again, unless libzmq does so
         self._dealer = dealer
         self._monitor = monitor
         self._forget = forget
@@ -243,7 +250,16 @@ class ZmqLink:
             except zmq.Again:
                 return
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self.losses += event == zmq.EVENT_DISCONNECTED
+            self.losses += bool(event & LOST)
+            self._renew_s = time.monotonic() + RENEW_S if event & LOST else math.inf
+
+    def renew(self) -> None:
+        """Make a lost connection again that libzmq has given up; see `shared.wire.connections`."""
+        if time.monotonic() > self._renew_s:
+            self._renew_s = math.inf
+            with suppress(zmq.ZMQError):
+                self._dealer.disconnect(self.address)
+            self._dealer.connect(self.address)
 
     def close(self) -> None:
         """See Link."""
