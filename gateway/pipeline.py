@@ -179,12 +179,12 @@ class Pipeline:
             if instance is None:
                 instance = await self._place_decode(job)
             try:
-                outcome = await self._decode(job, instance, handle)
+                await self._decode(job, instance, handle)
             except (WrongRole, Busy) as refusal:
                 self._waited(job, RETRY_S, refusal)
                 instance = None
             else:
-                staged.ended_on(instance, outcome)
+                staged.ended_on(instance)
                 return
 
     async def _place_decode(self, job: Job) -> InstanceRef:
@@ -194,7 +194,7 @@ class Pipeline:
         job.decided("dispatch", route.decode.instance_id, route.reasons)
         return route.decode
 
-    async def _decode(self, job: Job, instance: InstanceRef, handle: KvHandle | None) -> TransferOutcome:
+    async def _decode(self, job: Job, instance: InstanceRef, handle: KvHandle | None) -> None:
         job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
@@ -207,7 +207,6 @@ class Pipeline:
             log.warning("KV was recomputed", job_id=job.spec.job_id, error=reply.transfer.error)
         if not job.finished:
             raise self._broken(job, instance, "ended the job without a reason")
-        return reply.transfer.outcome
 
     def _broken(self, job: Job, instance: InstanceRef, what: str) -> EngineFailed:
         job.failed_instances.append(instance.instance_id)

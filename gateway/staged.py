@@ -5,7 +5,6 @@ from types import TracebackType
 from typing import Self
 
 from gateway.job import Job
-from shared.domain.kv import TransferOutcome
 from shared.domain.route import InstanceRef
 from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
@@ -17,7 +16,7 @@ log = get_log(__name__)
 
 
 class StagedKv:
-    """Entered before the prefill is called. At the end all is released but what `ended_on` says was taken.
+    """Entered before the prefill is called. At the end all is released but what `ended_on` says is gone.
 
     That holds for every end, also where the prefill's reply and its cancellation cross: the id is the gateway's own.
     """
@@ -47,11 +46,12 @@ class StagedKv:
         self._holders.add(started.decode.rpc)
         self._fetches.append(asyncio.get_running_loop().create_task(self._prefetch(started)))
 
-    def ended_on(self, decode: InstanceRef, outcome: TransferOutcome) -> None:
-        """A decode has ended there; who pulls KV, or finds that it has it already, tells the prefill instance."""
+    def ended_on(self, decode: InstanceRef) -> None:
+        """A decode has ended there, and what had been fetched for it with it.
+
+        The prefill instance is told all the same: that the KV was pulled, it heard by a connection that may be broken.
+        """
         self._holders.discard(decode.rpc)
-        if outcome in (TransferOutcome.PULLED, TransferOutcome.CACHED):
-            self._holders.discard(self._prefill.rpc)
 
     async def _prefetch(self, started: PrefillStarted) -> None:
         client = self._clients.to(started.decode.rpc)

@@ -1,7 +1,7 @@
 """Messages of the KV protocol, msgpack-coded msgspec structs.
 
 Importer to exporter: `Pull`, `Credit`, `Cancel`, `Confirm`. Exporter to importer: `Frame` (followed by its
-payload as a second ZeroMQ part), `Failed`. Worker process to its own ranks: `Control`, answered by `Answer`.
+payload as a second ZeroMQ part), `Sent`, `Failed`. Worker process to its own ranks: `Control`, answered by `Answer`.
 
 A pull names the tokens and heads it wants and grants an amount of payload bytes; the exporter sends frames as
 they become staged while the grant lasts; the importer grants more as it consumes. Every frame describes
@@ -55,10 +55,13 @@ class Pull(Message, frozen=True):
 
 
 class Credit(Message, frozen=True):
-    """The importer has consumed that much payload and grants as much again; with 0 it only says that it is there."""
+    """What the exporter may have sent in all: one that is lost or comes twice does no harm, as the next one says it
+    again. One comes twice a second while anything is missing; `Sent`, or `Failed` for a pull that is not known, answers
+    one that grants nothing new.
+    """
 
     pull_id: int
-    credit_bytes: int
+    granted_bytes: int
 
 
 class Cancel(Message, frozen=True):
@@ -107,6 +110,13 @@ class Frame(Message, frozen=True):
         """Shape of the KV."""
         layers = self.layer_end - self.layer_start
         return layers, 2, self.token_end - self.token_start, self.head_end - self.head_start, self.head_dim
+
+
+class Sent(Message, frozen=True):
+    """So many frames went out before this: whoever has fewer has lost some."""
+
+    pull_id: int
+    frames: int
 
 
 class Failed(Message, frozen=True):
@@ -184,7 +194,8 @@ _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Pull | Credit | Cancel | Confirm | Control] = msgspec.msgpack.Decoder(
     Pull | Credit | Cancel | Confirm | Control
 )
-_replies: msgspec.msgpack.Decoder[Frame | Failed] = msgspec.msgpack.Decoder(Frame | Failed)
+Reply = Frame | Sent | Failed
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _answers = msgspec.msgpack.Decoder(Answer)
 
 
@@ -206,7 +217,7 @@ def decode_request(part: Buffer) -> Pull | Credit | Cancel | Confirm | Control |
     return decoded(_requests, part)
 
 
-def decode_reply(part: Buffer) -> Frame | Failed | None:
+def decode_reply(part: Buffer) -> Reply | None:
     """What an exporter sent; None for garbage."""
     return decoded(_replies, part)
 

@@ -12,7 +12,7 @@ import torch
 from services.worker.kv.codec import decode
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.heads import Source
-from services.worker.kv.wire.frames import WINDOW_BYTES, Buffer, Frame, verify
+from services.worker.kv.wire.frames import WINDOW_BYTES, Buffer, Frame, Sent, verify
 from services.worker.kv.wire.transport import Link
 from shared.domain.kv import KvHandle
 
@@ -107,9 +107,9 @@ class Part:
         self.source = source
         self.link = link
         self.pull_id = pull_id
-        self.owed_bytes = 0  # consumed but not yet granted again
+        self.granted_bytes = window_bytes  # in all
         self._window_bytes = window_bytes  # payload that the exporter may send ahead
-        self._granted_bytes = window_bytes  # of it, what has not come yet
+        self._received_bytes = 0
         self._losses = link.losses
         self._sequence = 0
         self._start, self._end = tokens
@@ -122,6 +122,11 @@ class Part:
         return self._missing == 0
 
     @property
+    def owed_bytes(self) -> int:
+        """Consumed but not yet granted again."""
+        return self._received_bytes + self._window_bytes - self.granted_bytes
+
+    @property
     def wants_grant(self) -> bool:
         """Whether enough was consumed to be worth a message: each wakes threads on both sides."""
         return not self.done and self.owed_bytes >= self._window_bytes // 2
@@ -129,18 +134,21 @@ class Part:
     @property
     def expects(self) -> bool:
         """Whether it is the exporter's turn: it may send and has not."""
-        return not self.done and self._granted_bytes > 0
+        return not self.done and self.granted_bytes > self._received_bytes
 
-    def take_owed(self) -> int:
-        """What to grant now."""
-        owed, self.owed_bytes = self.owed_bytes, 0
-        self._granted_bytes += owed
-        return owed
+    def grant(self) -> None:
+        """Let the exporter send as much again as has come."""
+        self.granted_bytes += self.owed_bytes
 
     @property
     def lost(self) -> bool:
         """Whether the connection broke since this was asked, and with it what was under way."""
         return self.link.losses > self._losses
+
+    def compare(self, sent: Sent) -> None:
+        """Raises KvError(PROTOCOL) when frames that went out have not come: on one connection they keep their order."""
+        if sent.frames > self._sequence:
+            raise KvError(KvFault.PROTOCOL, f"{sent.frames - self._sequence} frames were lost on the way")
 
     def admit(self, frame: Frame, size_bytes: int, handle: KvHandle, shape: ImportShape) -> None:
         """Note a frame. Raises KvError(PROTOCOL) unless it is the next one and fits what was asked."""
@@ -182,8 +190,7 @@ class Part:
         seen[:] = True
         self._missing -= seen.size
         self._sequence += 1
-        self.owed_bytes += size_bytes
-        self._granted_bytes -= size_bytes
+        self._received_bytes += size_bytes
 
 
 @dataclass(slots=True)

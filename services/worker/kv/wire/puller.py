@@ -7,7 +7,17 @@ from collections import deque
 from collections.abc import Callable
 
 from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.wire.frames import MAX_MESSAGE_BYTES, Buffer, Cancel, Credit, Failed, Frame, decode_reply
+from services.worker.kv.wire.frames import (
+    MAX_MESSAGE_BYTES,
+    Buffer,
+    Cancel,
+    Credit,
+    Failed,
+    Frame,
+    Reply,
+    Sent,
+    decode_reply,
+)
 from services.worker.kv.wire.importing import (
     Import,
     ImportShape,
@@ -27,6 +37,7 @@ from shared.domain.kv import KvHandle
 
 _log = logging.getLogger(__name__)
 _TURN_S = 0.1  # deadlines are looked at this often
+_POLL_S = 0.5  # exporters are told again what they may send, and tell what they do not know of
 _BURST = 64  # messages of one link before the others get their turn
 _MESSAGE_CHARS = 200  # of what an exporter says of its failure
 _SWEEP_S = 5.0  # and idle links
@@ -215,22 +226,31 @@ class Puller:
             if (parts := link.receive()) is None:
                 return
             message = decode_reply(parts[0]) if len(parts[0]) <= MAX_MESSAGE_BYTES else None
-            if message is None:
+            if message is None:  # nobody knows what it held: perhaps a frame that nobody sends again
                 self.counters.dropped += 1
-                continue
+                self._give_up(link)
+                return
             known, part = self._parts.get(message.pull_id, (None, None))
-            if known is None or part is None or part.link is not link:
+            if known is None or part is None or part.link is not link or part.done:
                 continue  # the rest of a pull that has ended here
             try:
                 self._take(known, part, message, parts[1:])
             except Exception as error:
                 self._end(known, as_kv_error(error))
 
-    def _take(self, known: Import, part: Part, message: Frame | Failed, payloads: list[Buffer]) -> None:
+    def _give_up(self, link: Link) -> None:
+        error = KvError(KvFault.PROTOCOL, f"{link.address} sent a malformed message")
+        for known in {id(known): known for known, part in self._parts.values() if part.link is link}.values():
+            if not known.complete:
+                self._end(known, error)
+
+    def _take(self, known: Import, part: Part, message: Reply, payloads: list[Buffer]) -> None:
         match message:
             case Failed():
                 fault = message.fault if message.fault in set(KvFault) else KvFault.PROTOCOL
                 raise KvError(KvFault(fault), message.message[:_MESSAGE_CHARS])
+            case Sent():
+                part.compare(message)
             case Frame():
                 if len(payloads) != 1:
                     raise KvError(KvFault.PROTOCOL, "a frame has one payload")
@@ -261,17 +281,18 @@ class Puller:
         if not part.wants_grant or (known.load is None and not self._inbox_has_room(part.owed_bytes)):
             return
         known.progress_s = time.monotonic()
-        self._peers.send(part.link, Credit(part.pull_id, part.take_owed()))
+        part.grant()
+        self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
 
     def _keep_up(self, known: Import, now: float) -> None:
         """Go on with a prefetch that had to pause for room, and tell the exporters that it is still wanted."""
         waiting = [part for part in known.parts.values() if not part.done]
         for part in waiting:
             self._grant(known, part)
-        if now >= known.told_s + self._limits.stall_s / 3:
+        if now >= known.told_s + min(_POLL_S, self._limits.stall_s / 3):
             known.told_s = now
             for part in waiting:
-                self._peers.send(part.link, Credit(part.pull_id, 0))
+                self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
 
     def _inbox_has_room(self, more_bytes: int) -> bool:
         """Whether the inbox holds `more_bytes` on top of what it has and what prefetches may still send

@@ -27,6 +27,7 @@ from services.worker.kv.wire.frames import (
     Prefetch,
     Pull,
     Release,
+    Sent,
     decode_request,
     encode_message,
 )
@@ -146,9 +147,10 @@ class KvServer:
                 self._begin(peer, request)
             case Credit():
                 serving = self._servings.get((peer, request.pull_id))
-                if serving is not None and request.credit_bytes >= 0:
-                    serving.credit_bytes = min(MAX_WINDOW_BYTES, serving.credit_bytes + request.credit_bytes)
-                    serving.renew(time.monotonic())
+                if serving is None:  # it may be over: whoever still asks has not got all that was sent
+                    self._send(peer, Failed(request.pull_id, KvFault.PROTOCOL.value, "no such pull is under way"))
+                elif not serving.grant(request.granted_bytes, time.monotonic()):
+                    self._send(peer, Sent(request.pull_id, serving.frames))
             case Cancel():
                 self._servings.pop((peer, request.pull_id), None)
             case Confirm():

@@ -7,7 +7,7 @@ import torch
 from services.worker.kv.codec import encode, payload_bytes
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.staging import Segment, Transfer
-from services.worker.kv.wire.frames import FRAME_BYTES, Buffer, Frame, Pull, checksum
+from services.worker.kv.wire.frames import FRAME_BYTES, MAX_WINDOW_BYTES, Buffer, Frame, Pull, checksum
 from shared.domain.kv import Codec
 
 
@@ -47,17 +47,23 @@ class Serving:
         """`now_s` is monotonic."""
         self.peer = peer
         self.pull = pull
-        self.credit_bytes = pull.credit_bytes
-        self.renew(now_s)
         self.frames = 0
         self.sent_bytes = 0
+        self._granted_bytes = pull.credit_bytes
+        self._renew(now_s)
         self._shape = shape
         self._segment = 0
         self._token = pull.token_start
         self._layer = 0
 
-    def renew(self, now_s: float) -> None:
-        """The importer has spoken: it still wants this."""
+    def grant(self, granted_bytes: int, now_s: float) -> bool:
+        """The importer has spoken: it still wants this, and grants so much in all. Whether that is more than before."""
+        before, most = self._granted_bytes, self.sent_bytes + MAX_WINDOW_BYTES
+        self._granted_bytes = max(before, min(granted_bytes, most))
+        self._renew(now_s)
+        return self._granted_bytes > before
+
+    def _renew(self, now_s: float) -> None:
         self.deadline_s = now_s + self.pull.timeout_s
 
     @property
@@ -70,7 +76,7 @@ class Serving:
 
         Raises KvError when the transfer is complete and shorter than what is wanted, or cannot be coded.
         """
-        if self.credit_bytes <= 0 or self.finished:
+        if self.sent_bytes >= self._granted_bytes or self.finished:
             return None
         segment = self._find(transfer)
         if segment is None:
@@ -129,7 +135,6 @@ class Serving:
     def _advance(self, last_layer: int, end: int, size_bytes: int) -> None:
         self.frames += 1
         self.sent_bytes += size_bytes
-        self.credit_bytes -= size_bytes
         self._layer = last_layer
         if last_layer == self._shape.layers:
             self._layer = 0

@@ -1,0 +1,88 @@
+"""Messages that do not arrive, or cannot be read: an import goes on or ends soon, it does not wait to be given up."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import zmq
+from kv_rig import Rig, model_kv, stage
+
+from services.worker.kv.wire.frames import Credit, Frame, Pull, decode_reply, decode_request
+from services.worker.kv.wire.importing import PullLimits
+
+Lose = Callable[[object], bool]
+STALL_S = 20.0
+SOON_S = 5.0  # of a machine that has little time
+LIMITS = PullLimits(stall_s=STALL_S, window_bytes=20_000)
+TOKENS = 600
+
+
+@contextmanager
+def relay(target: str, lose: Lose, garble: bool = False) -> Iterator[str]:
+    """An address before `target` that loses, or makes unreadable, the first message that `lose` picks."""
+    stop, lost = threading.Event(), threading.Event()
+    context = zmq.Context()
+    front, back = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+    port = front.bind_to_random_port("tcp://127.0.0.1")
+    back.connect(target)
+
+    def passes(parts: list[bytes], message: object) -> list[bytes]:
+        if lost.is_set() or not lose(message):
+            return parts
+        lost.set()
+        return [b"\xff\xff", *parts[1:]] if garble else []
+
+    def run() -> None:
+        peer = b""
+        while not stop.is_set():
+            if front.poll(10):
+                peer, *parts = front.recv_multipart()
+                if kept := passes(parts, decode_request(parts[0])):
+                    back.send_multipart(kept)
+            while back.poll(0):
+                parts = back.recv_multipart()
+                if kept := passes(parts, decode_reply(parts[0])):
+                    front.send_multipart([peer, *kept])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+        assert lost.is_set(), "nothing was lost: the test shows nothing"
+    finally:
+        stop.set()
+        thread.join()
+        context.destroy(linger=0)
+
+
+def last_frame(message: object) -> bool:
+    return isinstance(message, Frame) and message.token_end == TOKENS and message.layer_end == message.layers
+
+
+@pytest.mark.parametrize(
+    ("lose", "garble", "ok"),
+    [
+        pytest.param(lambda m: isinstance(m, Credit), False, True, id="a grant"),
+        pytest.param(lambda m: isinstance(m, Credit), True, True, id="a garbled grant"),
+        pytest.param(lambda m: isinstance(m, Pull), False, False, id="a pull"),
+        pytest.param(lambda m: isinstance(m, Frame), False, False, id="a frame"),
+        pytest.param(last_frame, False, False, id="the last frame"),
+        pytest.param(last_frame, True, False, id="a garbled last frame"),
+    ],
+)
+def test_what_is_lost_holds_nobody_up(rig: Rig, lose: Lose, garble: bool, ok: bool) -> None:
+    exporter, importer, kv = rig.endpoint(), rig.endpoint(limits=LIMITS), model_kv(TOKENS)
+    for first in range(0, TOKENS, 60):  # a frame each
+        stage(exporter, kv, start=first, end=first + 60)
+    with relay(exporter.address, lose, garble) as address:
+        began = time.monotonic()
+        got = rig.load(importer, rig.handle([exporter], TOKENS, endpoints=(address,)), timeout_s=60.0)
+        result = rig.result()
+        took_s = time.monotonic() - began
+    assert result.ok == ok
+    assert took_s < SOON_S < STALL_S
+    if ok:
+        assert torch.equal(got.kv, kv)
