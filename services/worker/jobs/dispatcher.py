@@ -40,7 +40,7 @@ class Dispatcher:
     ) -> tuple[InstanceRef, tuple[Reason, ...]]:
         """A decode instance and why.
 
-        Raises Unavailable or Busy when there is none, InvalidRequest when the policy is missing or unknown.
+        Raises Unavailable when there is none, InvalidRequest when the policy is missing or unknown.
         """
         if policy is None:
             raise InvalidRequest(f"{job.job_id}: neither a decode instance nor a dispatch policy was named")

@@ -16,7 +16,7 @@ from shared.domain.instance import Role
 from shared.domain.job import LengthPrediction
 from shared.domain.kv import KvHandle
 from shared.domain.route import InstanceRef, Reason
-from shared.errors import Busy, Unavailable
+from shared.errors import Unavailable
 from shared.wire.messages import PrefillReply, PrefillRequest, PrefillStarted, TokenStep
 from shared.wire.rpc_server import ServerCall
 
@@ -146,7 +146,7 @@ class PrefillService:
             view = msgspec.structs.replace(view, prediction=job.prediction)
         try:
             job.decode, job.reasons = self._dispatcher.choose(view, job.request.dispatch, exclude=job.request.exclude)
-        except (Unavailable, Busy) as error:
+        except Unavailable as error:
             job.reasons = (Reason(error.message, {"code": error.code}),)
 
     def _handle(self, request: PrefillRequest) -> KvHandle:
