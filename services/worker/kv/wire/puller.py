@@ -2,45 +2,16 @@
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
 from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.wire.frames import (
-    MAX_MESSAGE_BYTES,
-    Buffer,
-    Cancel,
-    Credit,
-    Failed,
-    Frame,
-    Reply,
-    Sent,
-    decode_reply,
-)
-from services.worker.kv.wire.importing import (
-    Import,
-    ImportShape,
-    Load,
-    Part,
-    PullCounters,
-    PullLimits,
-    PullResult,
-    as_kv_error,
-    check,
-    finished,
-    write_frame,
-)
-from services.worker.kv.wire.peers import Peers
-from services.worker.kv.wire.transport import Link, Transport
+from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
+from services.worker.kv.wire.imports import TURN_S, Imports
+from services.worker.kv.wire.transport import Transport
 from shared.domain.kv import KvHandle
 
 _log = logging.getLogger(__name__)
-_TURN_S = 0.1  # deadlines are looked at this often
-_POLL_S = 0.5  # exporters are told again what they may send, and tell what they do not know of
-_BURST = 64  # messages of one link before the others get their turn
-_MESSAGE_CHARS = 200  # of what an exporter says of its failure
-_SWEEP_S = 5.0  # and idle links
 
 
 class Puller:
@@ -58,16 +29,11 @@ class Puller:
         on_death: Callable[[str, BaseException], None] = lambda *_: None,
     ) -> None:
         """`on_death(thread, error)` is called on the puller's thread when a bug ends it."""
-        self.counters = PullCounters()
-        self._limits = limits or PullLimits()
+        self._imports = Imports(transport, shape, on_end, limits or PullLimits())
+        self.counters = self._imports.counters
         self._transport = transport
-        self._shape = shape
-        self._on_end = on_end
+        self._rank = shape.rank
         self._on_death = on_death
-        self._peers = Peers(transport, shape, self._limits.window_bytes)
-        self._imports: dict[str, Import] = {}
-        self._parts: dict[int, tuple[Import, Part]] = {}
-        self._check_s = self._sweep_s = 0.0
         self._commands: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._stopping = self._closed = False
@@ -79,20 +45,20 @@ class Puller:
 
     def load(self, load: Load) -> None:
         """Begin, or let a prefetch go on into its blocks."""
-        if not self._command(lambda: self._load(load)):
-            self._reject(load, KvError(KvFault.STOPPED))
+        if not self._command(lambda: self._imports.load(load)):
+            self._imports.reject(load, KvError(KvFault.STOPPED))
 
     def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
         """Begin without blocks; silently not done where there is no room. Kept for `timeout_s`, if no load comes."""
-        self._command(lambda: self._prefetch(handle, tokens, timeout_s))
+        self._command(lambda: self._imports.prefetch(handle, tokens, timeout_s))
 
     def cancel(self, transfer_id: str, prefetch_only: bool = False) -> None:
         """End an import; a load's `on_end` follows promptly."""
-        self._command(lambda: self._cancel(transfer_id, prefetch_only))
+        self._command(lambda: self._imports.cancel(transfer_id, prefetch_only))
 
     def confirm(self, handle: KvHandle) -> None:
         """Tell the exporters that this rank needs nothing of the handle."""
-        self._command(lambda: self._peers.confirm(handle))
+        self._command(lambda: self._imports.confirm(handle))
 
     def stop(self) -> None:
         """End all imports, the thread and the links."""
@@ -111,213 +77,20 @@ class Puller:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for link in self._transport.wait(_TURN_S):
-                    self._receive(link)
+                for link in self._transport.wait(TURN_S):
+                    self._imports.receive(link)
                 self._obey()
-                self._check()
+                self._imports.check()
         except Exception as error:
-            _log.exception("the KV puller of rank %d ended", self._shape.rank)
+            _log.exception("the KV puller of rank %d ended", self._rank)
             self._on_death("puller", error)
         finally:
             with self._lock:
                 self._closed = True
             self._obey()
-            for each in list(self._imports.values()):
-                self._end(each, KvError(KvFault.STOPPED))
+            self._imports.end_all(KvError(KvFault.STOPPED))
             self._transport.close()
 
     def _obey(self) -> None:
         while self._commands:
             self._commands.popleft()()
-
-    # Commands, on the puller's thread.
-
-    def _load(self, load: Load) -> None:
-        known = self._imports.get(load.handle.transfer_id)
-        if known is not None and known.load is not None:
-            self._reject(load, KvError(KvFault.INVALID, "the transfer is being imported already"))
-        elif known is not None and known.handle == load.handle and known.token_end >= load.token_end:
-            self._join(known, load)
-        else:
-            if known is not None:
-                self._end(known, KvError(KvFault.CANCELLED))
-            self._begin(load.handle, (load.token_start, load.token_end), load.timeout_s, load)
-
-    def _join(self, known: Import, load: Load) -> None:
-        known.load = load
-        known.progress_s = time.monotonic()
-        known.deadline_s = known.progress_s + load.timeout_s
-        try:
-            for frame, payload in known.inbox:
-                write_frame(frame, payload, load)
-        except Exception as error:
-            self._end(known, as_kv_error(error))
-            return
-        self._empty_inbox(known)
-        for part in known.parts.values():
-            self._grant(known, part)
-        if known.complete:
-            self._end(known)
-
-    def _prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
-        if handle.transfer_id in self._imports or not self._inbox_has_room(self._limits.window_bytes):
-            return
-        self.counters.prefetches += 1
-        self._begin(handle, (0, tokens), timeout_s, None)
-
-    def _cancel(self, transfer_id: str, prefetch_only: bool) -> None:
-        known = self._imports.get(transfer_id)
-        if known is not None and not (prefetch_only and known.load is not None):
-            self._end(known, KvError(KvFault.CANCELLED))
-
-    def _reject(self, load: Load, error: KvError) -> None:
-        now = time.time()
-        self.counters.failed += 1
-        self._on_end(PullResult(load.request_id, load.handle.transfer_id, False, str(error), 0, 0, now, now, False))
-
-    # An import's life.
-
-    def _begin(self, handle: KvHandle, tokens: tuple[int, int], timeout_s: float, load: Load | None) -> None:
-        now = time.monotonic()
-        new = Import(
-            handle=handle,
-            token_start=tokens[0],
-            token_end=tokens[1],
-            started_s=time.time(),
-            load=load,
-            deadline_s=now + timeout_s,
-            reachable_by_s=now + self._limits.connect_timeout_s,
-            prefetched=load is None,
-            progress_s=now,
-            told_s=now,
-        )
-        self._imports[handle.transfer_id] = new
-        self.counters.pulling = len(self._imports)
-        try:
-            self._peers.ask(new, self._limits.stall_s)
-        except OSError as error:
-            self._end(new, KvError(KvFault.UNREACHABLE, str(error)))
-        except Exception as error:
-            self._end(new, as_kv_error(error))
-        else:
-            self._parts.update({pull_id: (new, part) for pull_id, part in new.parts.items()})
-
-    def _end(self, known: Import, error: KvError | None = None) -> None:
-        """Forget an import, tell the exporters, and tell its load's owner. Nothing is written after this."""
-        self._imports.pop(known.handle.transfer_id, None)
-        self.counters.pulling = len(self._imports)
-        for part in known.parts.values():
-            self._parts.pop(part.pull_id, None)
-            if not part.done:
-                self._peers.send(part.link, Cancel(part.pull_id))
-        self._empty_inbox(known)
-        if known.load is not None:
-            error = finished(known.load, error)
-            self.counters.ok += error is None
-            self.counters.failed += error is not None
-            self._on_end(known.result(known.load, str(error) if error else "", time.time()))
-            # Also after a failure: the engine recomputes, and nobody else will ask for this rank's share.
-            self._peers.confirm(known.handle)
-
-    # The wire.
-
-    def _receive(self, link: Link) -> None:
-        for _ in range(_BURST):
-            if (parts := link.receive()) is None:
-                return
-            message = decode_reply(parts[0]) if len(parts[0]) <= MAX_MESSAGE_BYTES else None
-            if message is None:  # nobody knows what it held: perhaps a frame that nobody sends again
-                self.counters.dropped += 1
-                self._give_up(link)
-                return
-            known, part = self._parts.get(message.pull_id, (None, None))
-            if known is None or part is None or part.link is not link or part.done:
-                continue  # the rest of a pull that has ended here
-            try:
-                self._take(known, part, message, parts[1:])
-            except Exception as error:
-                self._end(known, as_kv_error(error))
-
-    def _give_up(self, link: Link) -> None:
-        error = KvError(KvFault.PROTOCOL, f"{link.address} sent a malformed message")
-        for known in {id(known): known for known, part in self._parts.values() if part.link is link}.values():
-            if not known.complete:
-                self._end(known, error)
-
-    def _take(self, known: Import, part: Part, message: Reply, payloads: list[Buffer]) -> None:
-        match message:
-            case Failed():
-                fault = message.fault if message.fault in set(KvFault) else KvFault.PROTOCOL
-                raise KvError(KvFault(fault), message.message[:_MESSAGE_CHARS])
-            case Sent():
-                part.compare(message)
-            case Frame():
-                if len(payloads) != 1:
-                    raise KvError(KvFault.PROTOCOL, "a frame has one payload")
-                self._take_frame(known, part, message, payloads[0])
-
-    def _take_frame(self, known: Import, part: Part, frame: Frame, payload: Buffer) -> None:
-        size = len(payload)
-        part.admit(frame, size, known.handle, self._shape)
-        check(frame, payload)
-        known.progress_s = time.monotonic()
-        known.wire_bytes += size
-        self.counters.received_bytes += size
-        if known.load is not None:
-            write_frame(frame, payload, known.load)
-        else:
-            known.inbox.append((frame, payload))
-            known.inbox_bytes += size
-            self.counters.inbox_bytes += size
-        if known.complete and known.load is not None:
-            self._end(known)
-        elif known.complete:
-            self._peers.confirm(known.handle)  # all is in the inbox: the exporter may free it
-        else:
-            self._grant(known, part)
-
-    def _grant(self, known: Import, part: Part) -> None:
-        """Return credit: for a load what it has consumed, for a prefetch as much as the inbox has room for."""
-        if not part.wants_grant or (known.load is None and not self._inbox_has_room(part.owed_bytes)):
-            return
-        known.progress_s = time.monotonic()
-        part.grant()
-        self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
-
-    def _keep_up(self, known: Import, now: float) -> None:
-        """Go on with a prefetch that had to pause for room, and tell the exporters that it is still wanted."""
-        waiting = [part for part in known.parts.values() if not part.done]
-        for part in waiting:
-            self._grant(known, part)
-        if now >= known.told_s + min(_POLL_S, self._limits.stall_s / 3):
-            known.told_s = now
-            for part in waiting:
-                self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
-
-    def _inbox_has_room(self, more_bytes: int) -> bool:
-        """Whether the inbox holds `more_bytes` on top of what it has and what prefetches may still send
-        unasked.
-        """
-        prefetching = sum(each.load is None and not each.complete for each in self._imports.values())
-        granted = prefetching * self._limits.window_bytes
-        return self.counters.inbox_bytes + granted + more_bytes <= self._limits.inbox_bytes
-
-    def _empty_inbox(self, known: Import) -> None:
-        self.counters.inbox_bytes -= known.inbox_bytes
-        known.inbox_bytes = 0
-        known.inbox.clear()
-
-    def _check(self) -> None:
-        now = time.monotonic()
-        if now < self._check_s:
-            return
-        self._check_s = now + _TURN_S
-        for known in list(self._imports.values()):
-            fault = known.lateness(now, self._limits.stall_s)
-            if fault is not None:
-                self._end(known, KvError(fault))
-            else:
-                self._keep_up(known, now)
-        if now >= self._sweep_s:
-            self._sweep_s = now + _SWEEP_S
-            self._peers.close_unused({id(part.link) for _, part in self._parts.values()})

@@ -17,7 +17,7 @@ TOKENS = 40
 
 
 def links(importer: KvEndpoint) -> int:
-    return len(importer._puller._peers._links)
+    return len(importer._puller._imports._peers._links)
 
 
 def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:

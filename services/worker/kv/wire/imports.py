@@ -1,0 +1,256 @@
+"""The imports under way on one rank: what they ask, take and grant, and how they end. For one thread."""
+
+import time
+from collections.abc import Callable
+
+from services.worker.kv.errors import KvError, KvFault
+from services.worker.kv.wire.frames import (
+    MAX_MESSAGE_BYTES,
+    Buffer,
+    Cancel,
+    Credit,
+    Failed,
+    Frame,
+    Reply,
+    Sent,
+    decode_reply,
+)
+from services.worker.kv.wire.importing import (
+    Import,
+    ImportShape,
+    Load,
+    Part,
+    PullCounters,
+    PullLimits,
+    PullResult,
+    as_kv_error,
+    check,
+    finished,
+    write_frame,
+)
+from services.worker.kv.wire.peers import Peers
+from services.worker.kv.wire.transport import Link, Transport
+from shared.domain.kv import KvHandle
+
+TURN_S = 0.1  # deadlines are looked at this often
+_POLL_S = 0.5  # exporters are told again what they may send, and tell what they do not know of
+_BURST = 64  # messages of one link before the others get their turn
+_MESSAGE_CHARS = 200  # of what an exporter says of its failure
+_SWEEP_S = 5.0  # and idle links
+
+
+class Imports:
+    """`on_end` is called exactly once a load, whatever happens; its destination is not touched again after that."""
+
+    def __init__(
+        self, transport: Transport, shape: ImportShape, on_end: Callable[[PullResult], None], limits: PullLimits
+    ) -> None:
+        self.counters = PullCounters()
+        self._limits = limits
+        self._shape = shape
+        self._on_end = on_end
+        self._peers = Peers(transport, shape, limits.window_bytes)
+        self._imports: dict[str, Import] = {}
+        self._parts: dict[int, tuple[Import, Part]] = {}
+        self._check_s = self._sweep_s = 0.0
+
+    def load(self, load: Load) -> None:
+        """Begin, or let a prefetch go on into its blocks."""
+        known = self._imports.get(load.handle.transfer_id)
+        if known is not None and known.load is not None:
+            self.reject(load, KvError(KvFault.INVALID, "the transfer is being imported already"))
+        elif known is not None and known.handle == load.handle and known.token_end >= load.token_end:
+            self._join(known, load)
+        else:
+            if known is not None:
+                self._end(known, KvError(KvFault.CANCELLED))
+            self._begin(load.handle, (load.token_start, load.token_end), load.timeout_s, load)
+
+    def _join(self, known: Import, load: Load) -> None:
+        known.load = load
+        known.progress_s = time.monotonic()
+        known.deadline_s = known.progress_s + load.timeout_s
+        try:
+            for frame, payload in known.inbox:
+                write_frame(frame, payload, load)
+        except Exception as error:
+            self._end(known, as_kv_error(error))
+            return
+        self._empty_inbox(known)
+        for part in known.parts.values():
+            self._grant(known, part)
+        if known.complete:
+            self._end(known)
+
+    def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
+        """Begin without blocks, where there is room."""
+        if handle.transfer_id in self._imports or not self._inbox_has_room(self._limits.window_bytes):
+            return
+        self.counters.prefetches += 1
+        self._begin(handle, (0, tokens), timeout_s, None)
+
+    def cancel(self, transfer_id: str, prefetch_only: bool) -> None:
+        """End it as cancelled."""
+        known = self._imports.get(transfer_id)
+        if known is not None and not (prefetch_only and known.load is not None):
+            self._end(known, KvError(KvFault.CANCELLED))
+
+    def confirm(self, handle: KvHandle) -> None:
+        """Tell the exporters that this rank needs nothing of the handle."""
+        self._peers.confirm(handle)
+
+    def end_all(self, error: KvError) -> None:
+        """End every one."""
+        for each in list(self._imports.values()):
+            self._end(each, error)
+
+    def reject(self, load: Load, error: KvError) -> None:
+        """End a load that never began."""
+        now = time.time()
+        self.counters.failed += 1
+        self._on_end(PullResult(load.request_id, load.handle.transfer_id, False, str(error), 0, 0, now, now, False))
+
+    def _begin(self, handle: KvHandle, tokens: tuple[int, int], timeout_s: float, load: Load | None) -> None:
+        now = time.monotonic()
+        new = Import(
+            handle=handle,
+            token_start=tokens[0],
+            token_end=tokens[1],
+            started_s=time.time(),
+            load=load,
+            deadline_s=now + timeout_s,
+            reachable_by_s=now + self._limits.connect_timeout_s,
+            prefetched=load is None,
+            progress_s=now,
+            told_s=now,
+        )
+        self._imports[handle.transfer_id] = new
+        self.counters.pulling = len(self._imports)
+        try:
+            self._peers.ask(new, self._limits.stall_s)
+        except OSError as error:
+            self._end(new, KvError(KvFault.UNREACHABLE, str(error)))
+        except Exception as error:
+            self._end(new, as_kv_error(error))
+        else:
+            self._parts.update({pull_id: (new, part) for pull_id, part in new.parts.items()})
+
+    def _end(self, known: Import, error: KvError | None = None) -> None:
+        """Forget an import, tell the exporters, and tell its load's owner. Nothing is written after this."""
+        self._imports.pop(known.handle.transfer_id, None)
+        self.counters.pulling = len(self._imports)
+        for part in known.parts.values():
+            self._parts.pop(part.pull_id, None)
+            if not part.done:
+                self._peers.send(part.link, Cancel(part.pull_id))
+        self._empty_inbox(known)
+        if known.load is not None:
+            error = finished(known.load, error)
+            self.counters.ok += error is None
+            self.counters.failed += error is not None
+            self._on_end(known.result(known.load, str(error) if error else "", time.time()))
+            # Also after a failure: the engine recomputes, and nobody else will ask for this rank's share.
+            self._peers.confirm(known.handle)
+
+    def receive(self, link: Link) -> None:
+        """Take what has come, so much at most that the other links get their turn."""
+        for _ in range(_BURST):
+            if (parts := link.receive()) is None:
+                return
+            message = decode_reply(parts[0]) if len(parts[0]) <= MAX_MESSAGE_BYTES else None
+            if message is None:  # nobody knows what it held: perhaps a frame that nobody sends again
+                self.counters.dropped += 1
+                self._give_up(link)
+                return
+            known, part = self._parts.get(message.pull_id, (None, None))
+            if known is None or part is None or part.link is not link or part.done:
+                continue  # the rest of a pull that has ended here
+            try:
+                self._take(known, part, message, parts[1:])
+            except Exception as error:
+                self._end(known, as_kv_error(error))
+
+    def _give_up(self, link: Link) -> None:
+        error = KvError(KvFault.PROTOCOL, f"{link.address} sent a malformed message")
+        for known in {id(known): known for known, part in self._parts.values() if part.link is link}.values():
+            if not known.complete:
+                self._end(known, error)
+
+    def _take(self, known: Import, part: Part, message: Reply, payloads: list[Buffer]) -> None:
+        match message:
+            case Failed():
+                fault = message.fault if message.fault in set(KvFault) else KvFault.PROTOCOL
+                raise KvError(KvFault(fault), message.message[:_MESSAGE_CHARS])
+            case Sent():
+                part.compare(message)
+            case Frame():
+                if len(payloads) != 1:
+                    raise KvError(KvFault.PROTOCOL, "a frame has one payload")
+                self._take_frame(known, part, message, payloads[0])
+
+    def _take_frame(self, known: Import, part: Part, frame: Frame, payload: Buffer) -> None:
+        size = len(payload)
+        part.admit(frame, size, known.handle, self._shape)
+        check(frame, payload)
+        known.progress_s = time.monotonic()
+        known.wire_bytes += size
+        self.counters.received_bytes += size
+        if known.load is not None:
+            write_frame(frame, payload, known.load)
+        else:
+            known.inbox.append((frame, payload))
+            known.inbox_bytes += size
+            self.counters.inbox_bytes += size
+        if known.complete and known.load is not None:
+            self._end(known)
+        elif known.complete:
+            self._peers.confirm(known.handle)  # all is in the inbox: the exporter may free it
+        else:
+            self._grant(known, part)
+
+    def _grant(self, known: Import, part: Part) -> None:
+        """Return credit: for a load what it has consumed, for a prefetch as much as the inbox has room for."""
+        if not part.wants_grant or (known.load is None and not self._inbox_has_room(part.owed_bytes)):
+            return
+        known.progress_s = time.monotonic()
+        part.grant()
+        self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
+
+    def _keep_up(self, known: Import, now: float) -> None:
+        """Go on with a prefetch that had to pause for room, and tell the exporters that it is still wanted."""
+        waiting = [part for part in known.parts.values() if not part.done]
+        for part in waiting:
+            self._grant(known, part)
+        if now >= known.told_s + min(_POLL_S, self._limits.stall_s / 3):
+            known.told_s = now
+            for part in waiting:
+                self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
+
+    def _inbox_has_room(self, more_bytes: int) -> bool:
+        """Whether the inbox holds `more_bytes` on top of what it has and what prefetches may still send
+        unasked.
+        """
+        prefetching = sum(each.load is None and not each.complete for each in self._imports.values())
+        granted = prefetching * self._limits.window_bytes
+        return self.counters.inbox_bytes + granted + more_bytes <= self._limits.inbox_bytes
+
+    def _empty_inbox(self, known: Import) -> None:
+        self.counters.inbox_bytes -= known.inbox_bytes
+        known.inbox_bytes = 0
+        known.inbox.clear()
+
+    def check(self) -> None:
+        """End what is late, go on with what had to pause; to be called every TURN_S or more often."""
+        now = time.monotonic()
+        if now < self._check_s:
+            return
+        self._check_s = now + TURN_S
+        for known in list(self._imports.values()):
+            fault = known.lateness(now, self._limits.stall_s)
+            if fault is not None:
+                self._end(known, KvError(fault))
+            else:
+                self._keep_up(known, now)
+        if now >= self._sweep_s:
+            self._sweep_s = now + _SWEEP_S
+            self._peers.close_unused({id(part.link) for _, part in self._parts.values()})
