@@ -7,6 +7,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 # Further options of pytest, such as PYTEST_ARGS='-k gateway'.
 PYTEST_ARGS ?=
+# Two processes, a file of tests in one of them; PYTEST_JOBS= for one process, whose output comes as it is made.
+PYTEST_JOBS ?= -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -35,15 +37,16 @@ up: setup ## Start the suite and keep it running; ARGS='--model … --port …'.
 demo: setup ## Start a suite, check every promise on it, report; ARGS='--json --keep'.
 	@exec $(BIN)/polyphase demo $(ARGS)
 
-# Tests that start engines or suites get a process of their own: what one leaves behind cannot disturb the others.
+# Tests that start engines or suites run one after the other, so that bounds of a second hold on two cores, and in
+# processes of their own: what one leaves behind cannot disturb the others.
 test: setup lint ## All tests.
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_JOBS) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m slow tests/services/worker $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m slow tests/e2e $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m slow --ignore tests/services/worker --ignore tests/e2e $(PYTEST_ARGS)
 
 test-fast: setup ## Tests without real engines.
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_JOBS) $(PYTEST_ARGS)
 
 test-random: setup ## Property tests alone, each with 2,000 examples drawn anew: a search for rare ones; not part of `make test`.
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'hypothesis and not slow' $(PYTEST_ARGS)

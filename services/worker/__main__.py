@@ -19,6 +19,7 @@ def main() -> None:
 
 def _prepare_environment(settings: WorkerSettings) -> None:
     """Before torch or vLLM are imported. Unbound threads: vLLM would put every instance on the first cores."""
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would count before `kv_cache_bytes`
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
     if settings.tensor_parallel == 1:

@@ -1,8 +1,10 @@
 """The emulated engine: tokens, batches, times, and imports that take theirs."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -104,10 +106,21 @@ async def test_a_chunk_shares_the_step_with_decodes() -> None:
 
 
 async def test_steps_keep_to_the_model_on_average() -> None:
+    """As far as the machine lets anybody sleep that long: what one step is late, the next ones make good."""
+    slept: list[float] = []
+
+    async def sleep_as_long() -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.004)
+            slept.append(time.perf_counter() - began)
+
     async with engine(emulated_step_s=0.004) as running:
+        sleeping = asyncio.create_task(sleep_as_long())
         await finish(running, request("a", 10, 100))
+        sleeping.cancel()
         took = [step.seconds for step in steps(running)]
-        assert sum(took) / len(took) == pytest.approx(0.004, rel=0.25)
+        assert 0.003 < fmean(took) < max(0.005, 1.25 * fmean(slept))
 
 
 async def test_an_import_takes_its_time_on_the_link() -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # as in a worker
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
