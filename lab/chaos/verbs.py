@@ -47,10 +47,11 @@ class Processes:
         self._frozen |= self._signal(signal.SIGSTOP, names)
 
     def thaw(self, *names: str) -> None:
-        """SIGCONT to those that are frozen; all of them when none is named."""
+        """SIGCONT to those that are frozen; all of them when none is named. Of two freezes the first thaw ends both."""
         for name in names or tuple(self._frozen):
-            with suppress(ProcessLookupError):
-                os.kill(self._frozen.pop(name), signal.SIGCONT)
+            if pid := self._frozen.pop(name, 0):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     async def back(self, old: dict[str, int], timeout_s: float = BACK_S) -> None:
         """Wait until the launcher calls each ready under another pid. Raises DeadlineExceeded."""
