@@ -22,10 +22,11 @@ async def either_gateway(arena: Arena) -> None:
 
 
 async def monitor_and_decode(arena: Arena) -> None:
-    """An instance dies while nobody can say so, and comes back before the monitor does."""
-    monitor = arena.processes.kill(*arena.named("monitor"))
-    decode = arena.processes.kill(arena.decode[0])
-    await arena.processes.back(monitor | decode)
+    """An instance dies while nobody can say so: jobs are still placed there, and wait for a connection."""
+    with arena.away():
+        monitor = arena.processes.kill(*arena.named("monitor"))
+        decode = arena.processes.kill(arena.decode[0])
+        await arena.processes.back(monitor | decode)
     await arena.roles.ready(*arena.roles.first)
 
 
