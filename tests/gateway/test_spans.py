@@ -27,7 +27,7 @@ def until_first_token(timeline: RequestTimeline) -> list[SpanRecord]:
     assert found[0].started_s == timeline.arrived_s
     for one, other in pairwise(found):
         assert one.ended_s == other.started_s, (one, other)
-    assert found[-1].ended_s == pytest.approx(timeline.first_token_s, abs=0.02)
+    assert found[-1].ended_s == pytest.approx(timeline.first_token_s, abs=1e-3)
     return found
 
 

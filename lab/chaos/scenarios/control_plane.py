@@ -23,10 +23,9 @@ async def either_gateway(arena: Arena) -> None:
 
 async def monitor_and_decode(arena: Arena) -> None:
     """An instance dies while nobody can say so: jobs are still placed there, and wait for a connection."""
-    with arena.away():
-        monitor = arena.processes.kill(*arena.named("monitor"))
-        decode = arena.processes.kill(arena.decode[0])
-        await arena.processes.back(monitor | decode)
+    monitor = arena.processes.kill(*arena.named("monitor"))
+    decode = arena.processes.kill(arena.decode[0])
+    await arena.processes.back(monitor | decode)
     await arena.roles.ready(*arena.roles.first)
 
 
