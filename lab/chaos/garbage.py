@@ -55,6 +55,8 @@ def messages(rng: Random) -> list[list[bytes]]:
         control,
         confirm,
         *(_spoilt(each) for each in (pull, control, confirm)),
+        *(frames.sealed(_spoilt(_body(each))) for each in (pull, control, confirm)),
+        *(frames.sealed(each) for each in (b"", b"\xc1", _body(pull)[:-3], _DEEP, _DEEP_MAP)),
         pull[:-3],
         deep_call,
         _call("no such method", encode_body(None)),
@@ -72,6 +74,11 @@ def messages(rng: Random) -> list[list[bytes]]:
 
 def _call(method: str, body: msgspec.Raw) -> bytes:
     return pack([Envelope(Kind.CALL, 1, method, 5.0, body)])
+
+
+def _body(message: bytes) -> bytes:
+    """A KV message without its seal."""
+    return message[: -len(frames.sealed(b""))]
 
 
 def _spoilt(message: bytes) -> bytes:

@@ -18,7 +18,6 @@ import pytest_asyncio
 import zmq
 from vllm import SamplingParams
 
-from services.worker.kv.wire.frames import Confirm, encode_message
 from shared.domain.job import Generation, JobView
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
@@ -26,6 +25,7 @@ from shared.wire.messages import PrefillReply, PrefillRequest, ReleaseRequest
 from shared.wire.methods import PREFILL, RELEASE
 from shared.wire.rpc_clients import RpcClients
 from shared.wire.sockets import Sockets
+from tests.services.worker.kv.wire.hostile import NOT_UTF8, SEALED_NESTED
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 ROOT = Path(__file__).parents[3]
@@ -170,8 +170,8 @@ async def test_what_a_killed_gateway_had_staged_is_free_soon_after(worker: Worke
 async def test_frames_of_garbage_on_the_kv_socket_and_requests_without_sense_do_no_harm(worker: Worker) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(worker.kv)
-        stranger.send(encode_message(Confirm("~~", 7, 0, 1)).replace(b"~~", b"\xff\xfe"))
-        stranger.send(b"\x93\xa6Cancel\x01" + b"\x91" * 60_000 + b"\xc0")
+        stranger.send(NOT_UTF8)
+        stranger.send(SEALED_NESTED)
         for prompt in ([], [10**6], list(range(10, 4000))):
             with pytest.raises(InvalidRequest):
                 await worker.prefill("senseless", prompt)

@@ -6,6 +6,9 @@ payload as a second ZeroMQ part), `Sent`, `Failed`. Worker process to its own ra
 A pull names the tokens and heads it wants and grants an amount of payload bytes; the exporter sends frames as
 they become staged while the grant lasts; the importer grants more as it consumes. Every frame describes
 itself, and the importer knows by the ranges when it has everything.
+
+Every message ends with a checksum over it: bits that flip on the way may leave one that reads well and names another
+transfer, for which somebody would wait.
 """
 
 from typing import TypeVar
@@ -197,6 +200,7 @@ _requests: msgspec.msgpack.Decoder[Pull | Credit | Cancel | Confirm | Control] =
 Reply = Frame | Sent | Failed
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _answers = msgspec.msgpack.Decoder(Answer)
+_SEAL_BYTES = 8
 
 
 def decoded(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decoded | None:
@@ -209,26 +213,40 @@ def decoded(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decode
 
 def encode_message(message: Message) -> bytes:
     """Any message as bytes."""
-    return _encoder.encode(message)
+    return sealed(_encoder.encode(message))
+
+
+def sealed(body: bytes) -> bytes:
+    """A message's body and its checksum."""
+    return body + _seal(body)
+
+
+def _seal(body: Buffer) -> bytes:
+    return checksum(body).to_bytes(_SEAL_BYTES, "little")
+
+
+def _opened(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decoded | None:
+    body, seal = memoryview(part)[:-_SEAL_BYTES], memoryview(part)[-_SEAL_BYTES:]
+    return decoded(decoder, body) if seal == _seal(body) else None
 
 
 def decode_request(part: Buffer) -> Pull | Credit | Cancel | Confirm | Control | None:
     """What an importer or the worker sent; None for garbage."""
-    return decoded(_requests, part)
+    return _opened(_requests, part)
 
 
 def decode_reply(part: Buffer) -> Reply | None:
     """What an exporter sent; None for garbage."""
-    return decoded(_replies, part)
+    return _opened(_replies, part)
 
 
 def decode_answer(part: Buffer) -> Answer | None:
     """What a rank answered to its worker; None for garbage."""
-    return decoded(_answers, part)
+    return _opened(_answers, part)
 
 
 def checksum(payload: Buffer) -> int:
-    """Checksum of a payload."""
+    """Checksum of a payload or a message."""
     return xxhash.xxh3_64_intdigest(payload)
 
 

@@ -2,7 +2,6 @@ import asyncio
 from pathlib import Path
 
 import zmq
-from kv_rig import KEY, Rig, model_kv, stage
 
 from services.worker.kv.control import SocketControl
 from services.worker.kv.events import (
@@ -15,6 +14,7 @@ from services.worker.kv.events import (
     TransferEnded,
 )
 from shared.domain.kv import Codec
+from tests.services.worker.kv.rig import KEY, Rig, model_kv, stage
 
 
 async def next_event(events: KvEvents) -> KvEvent:

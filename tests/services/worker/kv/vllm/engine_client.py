@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
-from tiny_models import VOCABULARY
 
 from services.worker.kv.control import SocketControl
 from services.worker.kv.errors import lossy_salt
 from services.worker.kv.events import KvEvent, KvEvents, PullEnded
 from shared.domain.kv import Codec, KvHandle
+from tests.tiny_models import VOCABULARY
 
 ROOT = Path(__file__).parents[5]
 FINGERPRINT = "tiny"

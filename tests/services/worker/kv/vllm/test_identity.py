@@ -11,11 +11,21 @@ from dataclasses import dataclass
 
 import pytest
 import pytest_asyncio
-from kv_engines import LENGTHS, NEW_TOKENS, Engine, emptied, exporting, handed_over, identical, importing, prompts
-from tiny_models import make_llama
 
 from services.worker.kv.events import PullEnded, StagedChunk
 from shared.domain.kv import Codec
+from tests.services.worker.kv.vllm.engine_client import (
+    LENGTHS,
+    NEW_TOKENS,
+    Engine,
+    emptied,
+    exporting,
+    handed_over,
+    identical,
+    importing,
+    prompts,
+)
+from tests.tiny_models import make_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

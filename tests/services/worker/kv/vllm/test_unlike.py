@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 import pytest_asyncio
-from kv_engines import NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
-from tiny_models import make_llama
+
+from tests.services.worker.kv.vllm.engine_client import NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
+from tests.tiny_models import make_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

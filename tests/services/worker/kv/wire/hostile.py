@@ -4,24 +4,22 @@ import msgspec
 import torch
 import zmq
 import zmq.asyncio
-from kv_rig import Rig, model_kv, stage
 
 from services.worker.kv.wire.endpoint import KvEndpoint
-from services.worker.kv.wire.frames import Confirm, Failed, Frame, Pull, decode_request, encode_message
+from services.worker.kv.wire.frames import Confirm, Failed, Frame, Message, Pull, decode_request, encode_message, sealed
 from services.worker.kv.wire.transport import ZmqListener, ZmqTransport
+from tests.services.worker.kv.rig import Rig, model_kv, stage
 
 
 # Well-framed messages on which msgspec raises what is no error of its own.
-def not_utf8(message: bytes) -> bytes:
-    return message.replace(b"~~", b"\xff\xfe")
+def not_utf8(message: Message) -> bytes:
+    return sealed(msgspec.msgpack.encode(message).replace(b"~~", b"\xff\xfe"))
 
 
-NOT_UTF8 = not_utf8(encode_message(Confirm("~~", 7, 0, 1)))
-
-
-NOT_UTF8_REPLY = not_utf8(encode_message(Failed(1, "~~", "")))
-
+NOT_UTF8 = not_utf8(Confirm("~~", 7, 0, 1))
+NOT_UTF8_REPLY = not_utf8(Failed(1, "~~", ""))
 NESTED = b"\x93\xa6Cancel\x01" + b"\x91" * 60_000 + b"\xc0"
+SEALED_NESTED = sealed(NESTED)
 
 
 def assert_serves(rig: Rig, exporter: KvEndpoint) -> None:

@@ -10,17 +10,27 @@ import pytest
 import torch
 import zmq
 import zmq.asyncio
-from kv_rig import KEY, Rig, model_kv, stage
 
 from services.worker.kv.control import SocketControl
 from services.worker.kv.events import KvEvents, StagedChunk, StagingFailed
-from services.worker.kv.wire.frames import MAX_MESSAGE_BYTES, Answer, RankStats, decode_reply, encode_message
+from services.worker.kv.wire.frames import (
+    MAX_MESSAGE_BYTES,
+    Answer,
+    Control,
+    RankStats,
+    decode_reply,
+    decode_request,
+    encode_message,
+    sealed,
+)
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.transport import ZmqTransport
+from tests.services.worker.kv.rig import KEY, Rig, model_kv, stage
 from tests.services.worker.kv.wire.hostile import (
     NESTED,
     NOT_UTF8,
     NOT_UTF8_REPLY,
+    SEALED_NESTED,
     assert_serves,
     dealer,
     next_pull,
@@ -33,14 +43,15 @@ from tests.services.worker.kv.wire.hostile import (
 
 def test_garbage_is_dropped_and_counted(rig: Rig) -> None:
     exporter = rig.endpoint()
-    garbage = [[b""], [b"\xff" * 100], [b"a", b"b"], [b"\x93\x01\x02\x03"], [encode_message(pull())[:-3]]]
-    garbage += [[NOT_UTF8], [NESTED]]
+    garbage = [b"", b"\xff" * 100, b"\x93\x01\x02\x03", msgspec.msgpack.encode(pull())[:-3]]
+    garbage += [*map(sealed, garbage), NOT_UTF8, SEALED_NESTED, encode_message(pull())[:-3]]
     with zmq.Context() as context, dealer(context, exporter) as peer:
-        for parts in garbage:
-            peer.send_multipart(parts)
+        for message in garbage:
+            peer.send(message)
+        peer.send_multipart([b"a", b"b"])
         peer.send(encode_message(pull(generation=1)))
         assert decode_reply(peer.recv()).fault == "stale_generation"  # after the garbage, in order
-    assert exporter.server_counters.dropped == len(garbage)
+    assert exporter.server_counters.dropped == len(garbage) + 1
     assert_serves(rig, exporter)
 
 
@@ -103,7 +114,7 @@ def test_an_exporter_that_lies_fails_the_pull_only(rig: Rig) -> None:
     exporter, importer = rig.endpoint(), rig.endpoint()
     handle = rig.handle([exporter], 40, endpoints=(listener.address,))
     frame = true_frame(rig, exporter)
-    lies = [[b"\xff\xff"], [NOT_UTF8_REPLY], [NESTED], [b"x" * (MAX_MESSAGE_BYTES + 1)]]
+    lies = [[b"\xff\xff"], [NOT_UTF8_REPLY], [SEALED_NESTED], [b"x" * (MAX_MESSAGE_BYTES + 1)]]
     lies += [[frame[0]], [frame[0], frame[1][:-4]], [frame[0], frame[1], b"more"], [frame[0], b""]]
     for lie in lies:
         got = rig.load(importer, handle, timeout_s=1.0)
@@ -124,10 +135,13 @@ async def test_garbage_answers_do_not_end_the_workers_own_side(rig: Rig) -> None
         async with SocketControl((f"tcp://127.0.0.1:{port}",), KEY) as control:
             waiting = asyncio.create_task(control.stats(timeout_s=10))
             peer, request = await rank.recv_multipart()
-            call = msgspec.msgpack.decode(request)[1]
-            garbage = not_utf8(encode_message(Answer(call, "~~")))
-            for parts in ([garbage], [NESTED], [b""], [b"a", b"b"], [encode_message(Answer(call, "", RankStats(3)))]):
-                await rank.send_multipart([peer, *parts])
+            control = decode_request(request)
+            assert isinstance(control, Control)
+            call = control.call
+            for garbage in (not_utf8(Answer(call, "~~")), SEALED_NESTED, b"", sealed(b"")):
+                await rank.send_multipart([peer, garbage])
+            await rank.send_multipart([peer, b"a", b"b"])
+            await rank.send_multipart([peer, encode_message(Answer(call, "", RankStats(3)))])
             assert (await waiting)[0].rank == 3
 
 
@@ -137,7 +151,7 @@ async def test_garbage_events_are_dropped_and_counted(rig: Rig) -> None:
         with zmq.Context() as context, context.socket(zmq.PUSH) as rank:
             rank.connect(address)
             for garbage in (
-                not_utf8(msgspec.msgpack.encode(StagingFailed("~~", 0, ""))),
+                msgspec.msgpack.encode(StagingFailed("~~", 0, "")).replace(b"~~", b"\xff\xfe"),
                 NESTED,
                 b"",
                 b"\x81\xa4type\xa9PullEnded",

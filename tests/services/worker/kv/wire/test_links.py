@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kv_rig import Rig, model_kv, stage
 
 from services.worker.kv.wire import peers
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import PullLimits
+from tests.services.worker.kv.rig import Rig, model_kv, stage
 
 TOKENS = 40
 

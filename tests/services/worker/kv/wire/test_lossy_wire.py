@@ -8,21 +8,23 @@ from contextlib import contextmanager
 import pytest
 import torch
 import zmq
-from kv_rig import Rig, model_kv, stage
 
 from services.worker.kv.wire.frames import Credit, Frame, Pull, decode_reply, decode_request
 from services.worker.kv.wire.importing import PullLimits
+from tests.services.worker.kv.rig import Rig, model_kv, stage
 
 Lose = Callable[[object], bool]
+Garble = Callable[[bytes], bytes] | None
 STALL_S = 20.0
 SOON_S = 5.0  # of a machine that has little time
 LIMITS = PullLimits(stall_s=STALL_S, window_bytes=20_000)
 TOKENS = 600
+NAME = "transfer"
 
 
 @contextmanager
-def relay(target: str, lose: Lose, garble: bool = False) -> Iterator[str]:
-    """An address before `target` that loses, or makes unreadable, the first message that `lose` picks."""
+def relay(target: str, lose: Lose, garble: Garble = None) -> Iterator[str]:
+    """An address before `target` that loses, or garbles, the first message that `lose` picks."""
     stop, lost = threading.Event(), threading.Event()
     context = zmq.Context()
     front, back = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
@@ -33,7 +35,7 @@ def relay(target: str, lose: Lose, garble: bool = False) -> Iterator[str]:
         if lost.is_set() or not lose(message):
             return parts
         lost.set()
-        return [b"\xff\xff", *parts[1:]] if garble else []
+        return [garble(parts[0]), *parts[1:]] if garble else []
 
     def run() -> None:
         peer = b""
@@ -58,6 +60,16 @@ def relay(target: str, lose: Lose, garble: bool = False) -> Iterator[str]:
         context.destroy(linger=0)
 
 
+def unreadable(message: bytes) -> bytes:
+    return b"\xff\xff"
+
+
+def of_another(message: bytes) -> bytes:
+    """One flipped bit in the transfer's name: it reads as well as before."""
+    assert message.count(NAME.encode()) == 1
+    return message.replace(NAME.encode(), NAME.replace("e", "d").encode())
+
+
 def last_frame(message: object) -> bool:
     return isinstance(message, Frame) and message.token_end == TOKENS and message.layer_end == message.layers
 
@@ -65,21 +77,22 @@ def last_frame(message: object) -> bool:
 @pytest.mark.parametrize(
     ("lose", "garble", "ok"),
     [
-        pytest.param(lambda m: isinstance(m, Credit), False, True, id="a grant"),
-        pytest.param(lambda m: isinstance(m, Credit), True, True, id="a garbled grant"),
-        pytest.param(lambda m: isinstance(m, Pull), False, False, id="a pull"),
-        pytest.param(lambda m: isinstance(m, Frame), False, False, id="a frame"),
-        pytest.param(last_frame, False, False, id="the last frame"),
-        pytest.param(last_frame, True, False, id="a garbled last frame"),
+        pytest.param(lambda m: isinstance(m, Credit), None, True, id="a grant"),
+        pytest.param(lambda m: isinstance(m, Credit), unreadable, True, id="a garbled grant"),
+        pytest.param(lambda m: isinstance(m, Pull), None, False, id="a pull"),
+        pytest.param(lambda m: isinstance(m, Pull), of_another, False, id="a pull that names another transfer"),
+        pytest.param(lambda m: isinstance(m, Frame), None, False, id="a frame"),
+        pytest.param(last_frame, None, False, id="the last frame"),
+        pytest.param(last_frame, unreadable, False, id="a garbled last frame"),
     ],
 )
-def test_what_is_lost_holds_nobody_up(rig: Rig, lose: Lose, garble: bool, ok: bool) -> None:
+def test_what_is_lost_holds_nobody_up(rig: Rig, lose: Lose, garble: Garble, ok: bool) -> None:
     exporter, importer, kv = rig.endpoint(), rig.endpoint(limits=LIMITS), model_kv(TOKENS)
     for first in range(0, TOKENS, 60):  # a frame each
-        stage(exporter, kv, start=first, end=first + 60)
+        stage(exporter, kv, NAME, start=first, end=first + 60)
     with relay(exporter.address, lose, garble) as address:
         began = time.monotonic()
-        got = rig.load(importer, rig.handle([exporter], TOKENS, endpoints=(address,)), timeout_s=60.0)
+        got = rig.load(importer, rig.handle([exporter], TOKENS, NAME, endpoints=(address,)), timeout_s=60.0)
         result = rig.result()
         took_s = time.monotonic() - began
     assert result.ok == ok

@@ -7,13 +7,13 @@ import time
 import pytest
 import torch
 import zmq
-from kv_rig import KEY, KV_HEADS, Rig, model_kv, stage
 
 from services.worker.kv.control import DirectControl, KvControl, SocketControl
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.frames import Credit, Pull, RankStats, encode_message
 from services.worker.kv.wire.importing import PullLimits
 from shared.errors import DeadlineExceeded, PolyphaseError
+from tests.services.worker.kv.rig import KEY, KV_HEADS, Rig, model_kv, stage
 
 
 async def level(control: KvControl, name: str, wanted: object) -> RankStats:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kv_rig import Rig, model_kv, stage
 
 from services.worker.kv.wire.importing import PullLimits
+from tests.services.worker.kv.rig import Rig, model_kv, stage
 
 SCRIPT = Path(__file__).with_name("peer_process.py")
 ROOT = Path(__file__).parents[5]

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kv_rig import DIM, KV_HEADS, LAYERS, Capture, Rig, model_kv, stage
 
 from services.worker.kv.wire.endpoint import Faults
 from services.worker.kv.wire.frames import FRAME_BYTES
 from services.worker.kv.wire.importing import PullLimits
 from shared.domain.kv import Codec
+from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, Capture, Rig, model_kv, stage
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
