@@ -16,7 +16,7 @@ from gateway.staged import StagedKv
 from shared.domain.job import Phase
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.route import InstanceRef, Reason, Route
-from shared.errors import Busy, DeadlineExceeded, EngineFailed, PolyphaseError, Unavailable, WrongRole
+from shared.errors import Busy, DeadlineExceeded, EngineFailed, NotConnected, PolyphaseError, Unavailable, WrongRole
 from shared.runtime.logs import get_log
 from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
@@ -94,7 +94,7 @@ class Pipeline:
                     self._prepare_another(job, error)
 
     def _prepare_another(self, job: Job, error: PolyphaseError) -> None:
-        if isinstance(error, WrongRole | Busy):
+        if isinstance(error, WrongRole | Busy | NotConnected):
             self._waited(job, RETRY_S, error)  # nothing was lost, but refusals in turn must not take for ever
         elif error.retriable:
             job.losses += 1
@@ -174,13 +174,13 @@ class Pipeline:
     async def _decode_somewhere(
         self, job: Job, instance: InstanceRef | None, handle: KvHandle, staged: StagedKv
     ) -> None:
-        """Decode; an instance that refuses before it began leaves the same KV to another one."""
+        """Decode; an instance that refuses, or is not there, leaves the same KV to another one."""
         while True:
             if instance is None:
                 instance = await self._place_decode(job)
             try:
                 await self._decode(job, instance, handle)
-            except (WrongRole, Busy) as refusal:
+            except (WrongRole, Busy, NotConnected) as refusal:
                 self._waited(job, RETRY_S, refusal)
                 instance = None
             else:
@@ -222,10 +222,13 @@ class Pipeline:
     ) -> Reply:
         """One leg, for what is left of the job's time. What fails in it is its instance's failure and no other's."""
         job.leg_first_step_s = 0.0
+        began_s = time.monotonic()
         try:
             return await self._clients.to(instance.rpc).call(method, request, timeout_s=job.left_s, on_item=on_item)
         except BaseException as error:
             spans.leg_broke_off(job, instance.instance_id)
             if isinstance(error, PolyphaseError):
                 job.failed_instances.append(instance.instance_id)
+            if isinstance(error, NotConnected):
+                self._waited(job, time.monotonic() - began_s, error)
             raise

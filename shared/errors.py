@@ -96,6 +96,12 @@ class PeerLost(PolyphaseError):
     retriable = True
 
 
+class NotConnected(PeerLost):
+    """There was no connection for so long that the call was given up before it was sent: nobody has seen it."""
+
+    code = "not_connected"
+
+
 class WrongRole(PolyphaseError):
     """The instance is draining or has another role by now; place the job again."""
 
@@ -124,6 +130,7 @@ _ALL: tuple[type[PolyphaseError], ...] = (
     DeadlineExceeded,
     OutcomeUnknown,
     PeerLost,
+    NotConnected,
     WrongRole,
     EngineFailed,
 )

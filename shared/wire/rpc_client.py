@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from shared.errors import DeadlineExceeded, InvalidRequest, PeerLost, PolyphaseError, from_code
+from shared.errors import DeadlineExceeded, InvalidRequest, NotConnected, PeerLost, PolyphaseError, from_code
 from shared.wire.connections import Connection
 from shared.wire.envelope import (
     ALL_CALLS,
@@ -30,7 +30,8 @@ from shared.wire.sockets import LoopSocket, Sockets, whole_messages
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Item = TypeVar("Item")
-CONNECT_S = 2.0  # how long a call waits for a connection that is not there
+CONNECT_S = 2.0  # how long a call waits for the first connection
+RECONNECT_S = 0.5  # and for one that was lost: libzmq has made it again in a tenth of that, if anybody is there
 _RETRY_S = 0.01
 
 _error_decoder = msgspec.msgpack.Decoder(ErrorBody)
@@ -47,7 +48,8 @@ class _Pending:
 
 
 class RpcClient:
-    """One DEALER to one peer. Calls wait for the connection at most CONNECT_S, then fail with PeerLost.
+    """One DEALER to one peer. Calls wait for its first connection for CONNECT_S, for one that was lost for
+    RECONNECT_S, then fail with NotConnected.
 
     Raises zmq.ZMQError for an address that makes no sense.
     """
@@ -59,6 +61,7 @@ class RpcClient:
         self._pending: dict[int, _Pending] = {}
         self._outgoing: list[Envelope] = []
         self._closed = False
+        self._connect_s = CONNECT_S
         self._on_lost: list[Callable[[], None]] = []
         self._decoders: dict[str, tuple[msgspec.msgpack.Decoder[Any], msgspec.msgpack.Decoder[Any]]] = {}
         socket = sockets.unconnected(zmq.DEALER)
@@ -97,9 +100,9 @@ class RpcClient:
         """Call and wait for the reply; items arrive through `on_item`, in order, before it.
 
         Cancelling the awaiting task cancels the call at the peer. Raises the peer's error, PeerLost when the
-        connection breaks or is not there, DeadlineExceeded after `timeout_s`, InvalidRequest when the request is too
-        large. Whenever it raises, the call may have been carried out all the same, its reply crossing ours: what it
-        left at the peer is the caller's to free.
+        connection breaks, NotConnected when there is none, DeadlineExceeded after `timeout_s`, InvalidRequest when the
+        request is too large. Whenever it raises anything but the last, or NotConnected, the call may have been carried
+        out all the same, its reply crossing ours: what it left at the peer is the caller's to free.
         """
         if timeout_s <= 0:
             raise DeadlineExceeded(f"{method.name}: no time left")
@@ -113,7 +116,7 @@ class RpcClient:
         pending = _Pending(self._loop.create_future(), reply, item, on_item)
         self._pending[number] = pending
         if not self.connected:
-            self._loop.call_later(CONNECT_S, self._give_up_connecting, [number])
+            self._loop.call_later(self._connect_s, self._give_up_connecting, [number])
         timer = self._loop.call_later(timeout_s, self._expire, number, method.name, timeout_s)
         self._queue(call)
         try:
@@ -211,19 +214,20 @@ class RpcClient:
 
     def _made_or_lost(self, made: bool) -> None:
         if made:
+            self._connect_s = RECONNECT_S
             self._flush()
             return
         self._fail_sent(ALL_CALLS, f"connection to {self.address} is lost")
         # The others wait for another connection like calls that begin now, their deadlines being far perhaps.
         self._outgoing = [envelope for envelope in self._outgoing if envelope.kind == Kind.CALL]
-        self._loop.call_later(CONNECT_S, self._give_up_connecting, [each.call for each in self._outgoing])
+        self._loop.call_later(self._connect_s, self._give_up_connecting, [each.call for each in self._outgoing])
         for callback in list(self._on_lost):
             callback()
 
     def _give_up_connecting(self, numbers: list[int]) -> None:
         if not self.connected:
             which = set(numbers)
-            lost = PeerLost(f"no connection to {self.address}")
+            lost = NotConnected(f"no connection to {self.address}")
             self._fail(lambda number, pending: number in which and not pending.sent, lost)
 
     def _expire(self, number: int, method: str, timeout_s: float) -> None:

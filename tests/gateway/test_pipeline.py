@@ -168,6 +168,29 @@ async def test_a_refused_decode_takes_the_same_kv_elsewhere(refusal: PolyphaseEr
         assert handle.transfer_id == job.transfer_id
 
 
+async def test_a_decode_instance_that_is_gone_leaves_the_same_kv_to_another() -> None:
+    """It died while nobody could say so: dispatch still names it."""
+    async with running_cluster() as cluster:
+        await cluster.decodes[0].stop()
+        job, steps = make_job(PROMPT, 5)
+        await cluster.pipeline.run(job)
+        assert tokens_of(steps) == answer(PROMPT, 5)
+        assert len(cluster.prefill.prefills) == 1  # not computed again
+        assert job.losses == 0
+        assert len(cluster.decodes[1].decodes) == 1
+
+
+async def test_waiting_for_an_instance_that_is_gone_takes_from_the_patience_and_costs_no_attempt() -> None:
+    async with running_cluster(patience_s=10.0, attempts=1) as cluster:
+        await cluster.prefill.stop()
+        job, steps = make_job(PROMPT, 5)
+        running = asyncio.create_task(cluster.pipeline.run(job))
+        await until(lambda: job.waited_s >= 1.0, 20)
+        await cluster.prefill.start()
+        await asyncio.wait_for(running, 20)
+        assert tokens_of(steps) == answer(PROMPT, 5)
+
+
 async def test_cancelling_stops_the_decode_leg_and_frees_the_staged_kv() -> None:
     async with running_cluster() as cluster:
         decode, reached = cluster.decodes[0], asyncio.Event()

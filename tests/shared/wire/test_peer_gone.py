@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import zmq
 
-from shared.errors import PeerLost
+from shared.errors import NotConnected, PeerLost
 from shared.wire.envelope import Envelope, Kind, encode_body, pack, unpack
-from shared.wire.rpc_client import RpcClient
+from shared.wire.rpc_client import CONNECT_S, RpcClient
 from shared.wire.sockets import Curve, Sockets
 from tests.shared.wire.peers import ECHO, FLOOD, WAIT, Answer, Ask, Peer, caller, connected, free_address, until
 
@@ -205,10 +205,31 @@ async def test_unsent_calls_get_no_more_than_the_time_to_connect_when_their_peer
         await asyncio.sleep(0.001)
     router.close()
     ended = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
-    assert {type(error) for error in ended} == {PeerLost}
-    assert any("no connection" in str(error) for error in ended)
+    assert {type(error) for error in ended} == {PeerLost, NotConnected}  # sent already, and not yet
     assert not client.busy
     client.close()
+    sockets.close()
+
+
+async def test_calls_of_a_lost_peer_are_given_up_sooner_than_those_of_one_that_was_never_there() -> None:
+    sockets, address, peer = Sockets(), free_address(), Peer()
+    never, lost = RpcClient(sockets, free_address()), RpcClient(sockets, address)
+    async with peer.server(sockets, address):
+        await lost.call(ECHO, Ask(0), timeout_s=20)
+    await until(lambda: not lost.connected)
+    ended: list[RpcClient] = []
+
+    async def call(client: RpcClient) -> None:
+        with pytest.raises(NotConnected):
+            await client.call(ECHO, Ask(1), timeout_s=20)
+        ended.append(client)
+
+    began_s = time.monotonic()
+    await asyncio.gather(call(never), call(lost))
+    assert ended == [lost, never]
+    assert time.monotonic() >= began_s + CONNECT_S
+    for client in (never, lost):
+        client.close()
     sockets.close()
 
 
