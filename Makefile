@@ -37,13 +37,11 @@ up: setup ## Start the suite and keep it running; ARGS='--model … --port …'.
 demo: setup ## Start a suite, check every promise on it, report; ARGS='--json --keep'.
 	@exec $(BIN)/polyphase demo $(ARGS)
 
-# Tests that start engines or suites run one after the other, so that bounds of a second hold on two cores, and in
-# processes of their own: what one leaves behind cannot disturb the others.
+# Those marked `alone` hold bounds of a second with real engines, which two cores can do for one of them at a time.
 test: setup lint ## All tests.
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_JOBS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m slow tests/services/worker $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m slow tests/e2e $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m slow --ignore tests/services/worker --ignore tests/e2e $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'slow and not alone' $(PYTEST_JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS)
 
 test-fast: setup ## Tests without real engines.
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_JOBS) $(PYTEST_ARGS)

@@ -61,15 +61,8 @@ def decode_form(accelerator: Accelerator) -> Form[DecodeAttention, AttentionRows
     return Form("decode attention", parameters, build, predict, naive)
 
 
-def varlen_form(
-    accelerator: Accelerator, *, mixed: bool, packs_groups: bool, contexts: bool = True
-) -> Form[VarlenAttention, AttentionRows]:
-    """Attention of prefill chunks. `mixed`: the table has decodes in the same kernel too, so their cost is fitted.
-
-    `contexts`: some chunks follow earlier tokens; else nothing tells a kernel that skips the future from a fast one.
-    """
-    device = device_of(accelerator, "bf16")
-    parameters = {
+def _varlen_parameters(mixed: bool, contexts: bool) -> dict[str, Parameter]:
+    return {
         "overhead_us": Parameter(9.0, 1.0, 60.0),
         "compute": Parameter(0.55, 0.02, 1.2),
         "tile_rows": Parameter(64.0, 1.0, 256.0),
@@ -84,6 +77,17 @@ def varlen_form(
         "decode_sharpness": fixed_unless(mixed, 5.0, 1.0, 12.0),
         "cache_use": fixed_unless(mixed, 1.1, 0.3, 2.0),
     }
+
+
+def varlen_form(
+    accelerator: Accelerator, *, mixed: bool, packs_groups: bool, contexts: bool = True
+) -> Form[VarlenAttention, AttentionRows]:
+    """Attention of prefill chunks. `mixed`: the table has decodes in the same kernel too, so their cost is fitted.
+
+    `contexts`: some chunks follow earlier tokens; else nothing tells a kernel that skips the future from a fast one.
+    """
+    device = device_of(accelerator, "bf16")
+    parameters = _varlen_parameters(mixed, contexts)
 
     def build(v: Values) -> VarlenAttention:
         return VarlenAttention(

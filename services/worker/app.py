@@ -154,14 +154,31 @@ async def _start_engine(
         info = await emulated.start()
         return emulated, info, EmulatedPort(_handle_template(settings, info, generation), emulated.link)
     from services.worker.engines.vllm import VllmEngine
-    from services.worker.fingerprint import fingerprint
 
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="polyphase-"))
     events_address, control_key = f"ipc://{Path(folder) / 'events'}", secrets.token_hex(16)
     events = await stack.enter_async_context(KvEvents(events_address))
-    config = {
+    engine = VllmEngine(settings, _connector_config(settings, generation, events_address, control_key))
+    stack.push_async_callback(engine.close)
+    info = await engine.start()
+    control: KvControl
+    if (rank := engine.rank) is not None:
+        control = DirectControl(rank)
+    else:
+        curve = (settings.curve_public, settings.curve_secret) if settings.curve_public else None
+        control = await stack.enter_async_context(SocketControl(settings.kv_endpoints, control_key, curve))
+    ledger = ExportLedger(settings.staging_bytes, settings.tensor_parallel)
+    template = _handle_template(settings, info, generation)
+    return engine, info, ConnectorPort(control, events, template, ledger, _token_bytes(settings, info))
+
+
+def _connector_config(settings: WorkerSettings, generation: int, events: str, control_key: str) -> dict[str, Any]:
+    """What the connector in the engine's ranks has to know."""
+    from services.worker.fingerprint import fingerprint
+
+    return {
         "endpoints": list(settings.kv_endpoints),
-        "events": events_address,
+        "events": events,
         "control_key": control_key,
         "instance_id": settings.instance_id,
         "generation": generation,
@@ -174,18 +191,6 @@ async def _start_engine(
         "curve_secret": settings.curve_secret,
         "fault": settings.kv_fault,
     }
-    engine = VllmEngine(settings, config)
-    stack.push_async_callback(engine.close)
-    info = await engine.start()
-    control: KvControl
-    if (rank := engine.rank) is not None:
-        control = DirectControl(rank)
-    else:
-        curve = (settings.curve_public, settings.curve_secret) if settings.curve_public else None
-        control = await stack.enter_async_context(SocketControl(settings.kv_endpoints, control_key, curve))
-    ledger = ExportLedger(settings.staging_bytes, settings.tensor_parallel)
-    template = _handle_template(settings, info, generation)
-    return engine, info, ConnectorPort(control, events, template, ledger, _token_bytes(settings, info))
 
 
 def _token_bytes(settings: WorkerSettings, engine: EngineInfo) -> int:

@@ -12,7 +12,7 @@ from lab.demo.client import ApiClient
 from lab.demo.prompts import Prompts
 from services.launcher.up import UpOptions, cluster_of, running_suite
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 # In the order of `run.steps`; the length is compared below, so that none can be forgotten.
 PROMISES = (

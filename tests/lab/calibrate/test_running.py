@@ -20,7 +20,7 @@ from shared.domain.instance import InstanceInfo
 from shared.errors import NotFound
 from shared.wire.clients.worker import WorkerAdmin
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 LINK_BYTES_S = 0.58 * 10e9 / 8
 
 

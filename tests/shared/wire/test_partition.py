@@ -1,66 +1,15 @@
 """Connections that break on the way, both ends living."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
 from shared.errors import DeadlineExceeded, PeerLost, PolyphaseError
 from shared.wire.rpc_client import RpcClient
-from tests.shared.wire.peers import ECHO, FLOOD, WAIT, Answer, Ask, Peer, connected, free_address, until
-
-
-class Proxy:
-    """TCP between two addresses. `alter(data)` says what of it passes on; `hold` lets nothing pass, and nothing end."""
-
-    def __init__(self, target: str) -> None:
-        self.address = free_address()
-        self._target = target
-        self.hold = False
-        self.alter: Callable[[bytes], bytes] = lambda data: data
-        self._writers: list[asyncio.StreamWriter] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, port = self._target.removeprefix("tcp://").split(":")
-        there_reader, there_writer = await asyncio.open_connection(host, int(port))
-        self._writers += [writer, there_writer]
-        for source, sink in ((reader, there_writer), (there_reader, writer)):
-            task = asyncio.create_task(self._pass(source, sink))
-            self._tasks.add(task)
-
-    async def _pass(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        try:
-            while data := await source.read(65536):
-                while self.hold:
-                    await asyncio.sleep(0.01)
-                sink.write(self.alter(data))
-                await sink.drain()
-        except ConnectionError:
-            pass
-        finally:
-            while self.hold:
-                await asyncio.sleep(0.01)
-            sink.close()
-
-    def cut(self) -> None:
-        """End all connections rudely."""
-        for writer in self._writers:
-            writer.transport.abort()
-
-    @asynccontextmanager
-    async def running(self) -> "AsyncIterator[Proxy]":
-        host, port = self.address.removeprefix("tcp://").split(":")
-        server = await asyncio.start_server(self._accept, host, int(port))
-        try:
-            yield self
-        finally:
-            server.close()
-            self.cut()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+from tests.shared.wire.peers import ECHO, FLOOD, WAIT, Answer, Ask, Peer, connected, until
+from tests.shared.wire.proxy import Proxy
 
 
 @asynccontextmanager
@@ -114,7 +63,7 @@ async def test_bytes_lost_on_the_way_cost_the_calls_under_way_and_no_more(missin
             middle = len(data) // 2
             return data if left[0] != 0 else data[:middle] + data[middle + missing :]
 
-        proxy.alter = alter
+        proxy.up = proxy.down = alter
         outcomes = []
         for number in range(20):
             call = client.call(ECHO, Ask(number), timeout_s=30)

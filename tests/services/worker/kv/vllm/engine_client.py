@@ -2,11 +2,10 @@
 
 import asyncio
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -25,8 +24,10 @@ from services.worker.kv.events import KvEvent, KvEvents, PullEnded
 from shared.domain.kv import Codec, KvHandle
 from tests.tiny_models import VOCABULARY
 
-ROOT = Path(__file__).parents[5]
 FINGERPRINT = "tiny"
+# vLLM takes longer to import than an engine to start: one process does it, the engines are its forks.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.services.worker.kv.vllm.engine_process"])
 
 
 def free_port() -> int:
@@ -70,15 +71,9 @@ class Engine:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.bind(f"ipc://{self.folder}/api")
         self.log = self.folder / "log"
-        arguments = [f"ipc://{self.folder}/api", json.dumps(options), json.dumps(self.extra if connector else None)]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("engine_process.py")), *arguments],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-            )
+        arguments = (str(self.log), f"ipc://{self.folder}/api", options, self.extra if connector else None)
+        self.process = PROCESSES.Process(target=run_engine, args=arguments, name=name)
+        self.process.start()
         self.events: list[KvEvent] = []
         self._done: dict[str, asyncio.Future[list[int]]] = {}
         self._answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -93,7 +88,7 @@ class Engine:
         self.control = await SocketControl(self.endpoints, "secret").__aenter__()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
         while not self._ready.is_set():
-            if self.process.poll() is not None:
+            if self.process.exitcode is not None:
                 raise RuntimeError(f"{self.name} died: {self.log.read_text()[-4000:]}")
             try:
                 await asyncio.wait_for(self._ready.wait(), 0.3)
@@ -102,12 +97,10 @@ class Engine:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self.process.poll() is None:
+        if self.process.exitcode is None:
             await self._socket.send(b'{"op": "stop"}')
-            try:
-                await asyncio.to_thread(self.process.wait, 10)
-            except subprocess.TimeoutExpired:
-                self.kill()
+            await asyncio.to_thread(self.process.join, 10)
+        self.kill()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -118,9 +111,11 @@ class Engine:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """The process and its ranks, at once."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """The process and its ranks, at once, if they still live."""
+        if self.process.exitcode is None:
+            assert self.process.pid is not None
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
 
     async def generate(
         self,
@@ -197,6 +192,13 @@ class Engine:
             async with self._changed:
                 self.events.append(event)
                 self._changed.notify_all()
+
+
+def run_engine(log: str, *arguments: Any) -> None:
+    """What an engine's process does."""
+    from tests.services.worker.kv.vllm.engine_process import run
+
+    run(log, *arguments)
 
 
 def exporting(transfer_id: str, codec: Codec = Codec.RAW) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # as in a worker
@@ -132,8 +133,13 @@ class Driver:
         )
 
 
-if __name__ == "__main__":
+def run(log: str, address: str, options: dict[str, Any], extra: dict[str, Any] | None) -> None:
+    """Drive an engine until told to stop; what it prints goes to `log`."""
+    os.setsid()
+    with Path(log).open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
     faulthandler.enable()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # pytest may be killed: an engine must not outlive it
     torch.cpu._init_amx()  # see connector_worker; engines without our connector need it too
-    Driver(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])).run()
+    Driver(address, options, extra).run()

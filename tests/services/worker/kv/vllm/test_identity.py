@@ -27,7 +27,7 @@ from tests.services.worker.kv.vllm.engine_client import (
 )
 from tests.tiny_models import make_llama
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
 
 
 @dataclass
@@ -53,6 +53,8 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     p = Engine("p", model, dtype="float32", block_size=32)
     d = Engine("d", model, dtype="float32", block_size=128)
     async with AsyncExitStack() as stack:
+        for engine in (plain, p, d):
+            stack.callback(engine.kill)  # also where another one does not start
         for engine in (plain, p, d):
             await stack.enter_async_context(engine)
         texts = prompts()

@@ -14,7 +14,7 @@ import pytest_asyncio
 from tests.services.worker.kv.vllm.engine_client import NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
 from tests.tiny_models import make_llama
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
 
 COUNT = 25
 
@@ -47,6 +47,8 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         Engine("tight", model, dtype="float32", kv_cache_memory_bytes=1536 * token_bytes),
     ]
     async with AsyncExitStack() as stack:
+        for engine in engines:
+            stack.callback(engine.kill)  # also where another one does not start
         for engine in engines:
             await stack.enter_async_context(engine)
         texts = prompts()
