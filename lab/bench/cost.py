@@ -25,7 +25,7 @@ from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, InstanceSpec
 from shared.sim.workload import Workload
 
-# Issue 3, "what it must show": the most that each error may be, in percent.
+# The most that each error may be, in percent.
 _TABLE_AIMS: Mapping[str, float] = {"gemm": 15.0, "mlp": 8.0, "decode": 12.0, "prefill": 18.0, "mixed": 10.0}
 _RUN_AIMS: Mapping[str, float] = {"ttft": 20.0, "tpot": 10.0, "jct": 10.0}
 

@@ -30,7 +30,7 @@ from shared.policy.placement import Policies, assignments, place
 SIZES = (10, 100, 1_000)
 ROUNDS = 7
 ROUND_S = 0.01  # CPU time of one round, at least
-# Issue 3: the most that each may cost.
+# The most that each may cost.
 AIMS = {
     "dispatch_power_of_two_1000_us": 20.0,
     "split_cronus_1000_us": 1_000.0,

@@ -5,7 +5,7 @@ import pytest
 from shared.cost.catalogue import Catalogue, bytes_of, precision_of
 from shared.errors import InvalidRequest, NotFound
 
-# Issue 3: what the catalogue must know, by the names that people use.
+# What the catalogue must know, by the names that people use.
 WANTED = (
     "T4",
     "V100-16",
