@@ -16,6 +16,14 @@ settings.register_profile("random", deadline=None, derandomize=False, max_exampl
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Pass over files that do not name the mark that is asked for: importing them takes longer than many a test."""
+    wanted = str(config.option.markexpr).split()[:1]
+    if wanted in (["slow"], ["alone"]) and collection_path.name.startswith("test_"):
+        return f"mark.{wanted[0]}" not in collection_path.read_text() or None
+    return None
+
+
 # What the default prints of an exception, every local variable with colours, takes a busy machine seconds.
 _plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
 structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _plain])

@@ -27,7 +27,7 @@ from shared.wire.rpc_clients import RpcClients
 from shared.wire.sockets import Sockets
 from tests.services.worker.kv.wire.hostile import NOT_UTF8, SEALED_NESTED
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 ROOT = Path(__file__).parents[3]
 CHUNK = 64
 SAMPLING = msgspec.msgpack.encode(SamplingParams(temperature=0))

@@ -5,6 +5,7 @@ Tokens in, tokens out: no tokenizer, no front end. `Engine` in `engine_client.py
 
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -32,8 +33,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
+from vllm.v1.worker import cpu_worker  # noqa: F401  # what an engine would import at its start
 
 PR_SET_PDEATHSIG = 1
+
+gc.collect()
+gc.freeze()  # engines are forks of a process that has imported this; vLLM collects five times at a start
 
 
 class Driver:
