@@ -31,7 +31,7 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 Item = TypeVar("Item")
 CONNECT_S = 2.0  # how long a call waits for the first connection
-RECONNECT_S = 0.5  # and for one that was lost: libzmq has made it again in a tenth of that, if anybody is there
+RECONNECT_S = 0.5  # and for one that was lost, made again sooner if anybody is there
 _RETRY_S = 0.01
 
 _error_decoder = msgspec.msgpack.Decoder(ErrorBody)

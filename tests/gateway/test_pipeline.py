@@ -177,7 +177,7 @@ async def test_a_decode_instance_that_is_gone_leaves_the_same_kv_to_another() ->
         assert tokens_of(steps) == answer(PROMPT, 5)
         assert len(cluster.prefill.prefills) == 1  # not computed again
         assert job.losses == 0
-        assert len(cluster.decodes[1].decodes) == 1
+        assert [each.handle and each.handle.transfer_id for each in cluster.decodes[1].decodes] == [job.transfer_id]
 
 
 async def test_waiting_for_an_instance_that_is_gone_takes_from_the_patience_and_costs_no_attempt() -> None:

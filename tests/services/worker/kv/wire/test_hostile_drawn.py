@@ -13,7 +13,16 @@ from services.worker.kv.wire.frames import Cancel, Confirm, Credit, Failed, Fram
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.transport import ZmqTransport
 from tests.services.worker.kv.rig import Rig, model_kv, stage
-from tests.services.worker.kv.wire.hostile import NESTED, assert_serves, dealer, next_pull, pull, true_frame
+from tests.services.worker.kv.wire.hostile import (
+    NESTED,
+    NOT_UTF8,
+    NOT_UTF8_REPLY,
+    assert_serves,
+    dealer,
+    next_pull,
+    pull,
+    true_frame,
+)
 
 WORDS = st.sampled_from(["Pull", "Credit", "Cancel", "Confirm", "Control", "Frame", "Failed", "Answer", "t", "model"])
 
@@ -29,7 +38,9 @@ TAGGED = st.builds(lambda word, fields: msgspec.msgpack.encode([word, *fields]),
 
 MESSAGES = st.sampled_from([pull(), Credit(1, 5), Cancel(1), Confirm("t", 7, 0, 1), Failed(1, "timeout", "text")])
 
-BODIES = st.sampled_from([NESTED[:200]]) | MESSAGES.map(msgspec.msgpack.encode)
+_SEAL = len(sealed(b""))
+UNREADABLE = st.sampled_from([NESTED[:200], NOT_UTF8[:-_SEAL], NOT_UTF8_REPLY[:-_SEAL]])
+BODIES = UNREADABLE | MESSAGES.map(msgspec.msgpack.encode)
 
 
 @st.composite
