@@ -6,6 +6,7 @@ A body is admitted before it is read and settles with each job that it becomes: 
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -110,10 +111,17 @@ class Seat:
         self._waits = True
         self._has_turn = False
 
-    async def turn(self) -> None:
-        """Wait until few enough jobs of the body are in the cluster without a first token."""
-        await self._ticket.turns.acquire()
-        self._has_turn = True
+    async def turn(self, timeout_s: float) -> None:
+        """Wait until few enough jobs of the body are in the cluster without a first token, at most so long."""
+        turns = self._ticket.turns
+        if not turns.locked():
+            await turns.acquire()  # returns at once
+            self._has_turn = True
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await turns.acquire()
+                self._has_turn = True
 
     def leave(self) -> None:
         """The job waits no longer. May be said more than once."""

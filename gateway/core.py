@@ -8,7 +8,6 @@ import asyncio
 import copy
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -127,9 +126,7 @@ class ClusterCore:
     async def _run(self, running: _Running) -> None:
         job_id = running.job.spec.job_id
         try:
-            with suppress(TimeoutError):  # the pipeline finds the deadline passed, and records it
-                async with asyncio.timeout(running.job.left_s):
-                    await running.seat.turn()
+            await running.seat.turn(running.job.left_s)  # a deadline that passes here is the pipeline's to find
             await self._pipeline.run(running.job)
         except PolyphaseError as error:
             log.warning("job failed", job_id=job_id, code=error.code, error=error.message)

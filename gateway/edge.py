@@ -93,10 +93,11 @@ class Edge:
             return
         with ExitStack() as stack:
             try:
-                who, slo = self._identify(dict(scope["headers"]))
+                headers = dict(scope["headers"])
+                who, slo = self._identify(headers)
                 if scope["method"] == "POST":
                     ticket = stack.enter_context(self.admission.admit(who))
-                    receive = await self._admitted(ticket, slo, scope, receive)
+                    receive = await self._admitted(ticket, slo, headers, receive)
             except PolyphaseError as error:
                 self._metrics.refused.labels(cause=error.code).inc()
                 await _answer(send, error)
@@ -129,9 +130,9 @@ class Edge:
         if wait:
             raise Busy(f"key {key.name!r} is over its {key.requests_per_s:g} requests/s", retry_after_s=wait)
 
-    async def _admitted(self, ticket: Ticket, slo: str, scope: Scope, receive: Receive) -> Receive:
+    async def _admitted(self, ticket: Ticket, slo: str, headers: Headers, receive: Receive) -> Receive:
         """Read a body and claim all that it asks for."""
-        body = await self._read(receive, dict(scope["headers"]))
+        body = await self._read(receive, headers)
         ticket.claim(jobs_asked(body))
         caller.set(Caller(ticket, slo, time.time()))
         return _replay(body, receive)

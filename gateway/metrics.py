@@ -32,13 +32,15 @@ class GatewayMetrics:
         self._tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean gap between tokens.", _TPOT)
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E)
         self._stages = {span: histogram(name, text, _E2E) for span, (name, text) in _STAGES.items()}
-        self._spans = Histogram(
+        spans = Histogram(
             "polyphase_request_span_seconds",
             "Time of each stretch of a request.",
             ["span"],
             buckets=_TTFT,
             registry=registry,
         )
+        # Looking up a child by its labels costs as much as observing it.
+        self._spans = {span: spans.labels(span=span.value) for span in Span}
         self._ended = Counter(
             "vllm:request_success", "Requests by how they ended.", ["model_name", "finished_reason"], registry=registry
         )
@@ -48,8 +50,10 @@ class GatewayMetrics:
             ["slo", "met"],
             registry=registry,
         )
-        self._tokens = Counter("vllm:generation_tokens", "Tokens generated.", ["model_name"], registry=registry)
-        self._prompts = Counter("vllm:prompt_tokens", "Prompt tokens.", ["model_name"], registry=registry)
+        tokens = Counter("vllm:generation_tokens", "Tokens generated.", ["model_name"], registry=registry)
+        self._tokens = tokens.labels(model_name=model)
+        prompts = Counter("vllm:prompt_tokens", "Prompt tokens.", ["model_name"], registry=registry)
+        self._prompts = prompts.labels(model_name=model)
         self._transfers = Counter("polyphase_kv_transfers", "KV imports by outcome.", ["outcome"], registry=registry)
         self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
         self.queued = Gauge("polyphase_gateway_queued_jobs", "Jobs without a first token.", registry=registry)
@@ -66,15 +70,15 @@ class GatewayMetrics:
         self._ended.labels(model_name=self._model, finished_reason=reason).inc()
         if report.phase is not Phase.CANCELLED:
             self._slo.labels(slo=report.slo, met="yes" if report.slo_met else "no").inc()
-        self._prompts.labels(model_name=self._model).inc(timeline.prompt_tokens)
-        self._tokens.labels(model_name=self._model).inc(len(job.tokens))
+        self._prompts.inc(timeline.prompt_tokens)
+        self._tokens.inc(len(job.tokens))
         times = ((self._ttft, timeline.ttft_s), (self._tpot, timeline.tpot_s), (self._e2e, timeline.jct_s))
         for metric, value in times:
             if value is not None:
                 metric.observe(value)
         for span in timeline.spans:
             took_s = span.ended_s - span.started_s
-            self._spans.labels(span=span.span.value).observe(took_s)
+            self._spans[span.span].observe(took_s)
             if stage := self._stages.get(span.span):
                 stage.observe(took_s)
         for transfer in timeline.transfers:
