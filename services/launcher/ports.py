@@ -1,10 +1,18 @@
 """Ports: who gets which, whether they are free, and a free range for a throw-away suite."""
 
 import errno
+import fcntl
+import json
+import os
 import socket
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TextIO
 
 import psutil
 
@@ -12,6 +20,8 @@ from shared.errors import Conflict, InvalidRequest
 
 MONITOR, PREDICTOR, SCHEDULERS, INSTANCES = 0, 3, 10, 50  # offsets from the first port
 _SPAN = 250
+RESERVED_S = 60.0
+_RESERVED = Path(tempfile.gettempdir()) / f"polyphase-ports-{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +68,39 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host: str = "127.0.0.1") -> int:
-    """The first of `size` free ports in a row, below the range from which the system takes outgoing ones."""
-    for base in range(start, stop, size):
-        if all(is_free(host, port) for port in range(base, base + size)):
-            return base
+    """The first of `size` free ports in a row, below the range from which the system takes outgoing ones.
+
+    For RESERVED_S they are given to no other process of this user, so that the caller can start to listen on them.
+    """
+    with _RESERVED.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed; nobody holds it for longer than looking takes
+        reserved = _reserved(file)
+        for base in range(start, stop, size):
+            ports = range(base, base + size)
+            if not any(entry.meets(ports) for entry in reserved) and all(is_free(host, port) for port in ports):
+                reserved.append(_Reserved(base, size, time.monotonic()))
+                file.truncate(0)
+                file.writelines(json.dumps(entry) + "\n" for entry in reserved)
+                return base
     raise Conflict(f"no {size} free ports in a row between {start} and {stop}")
+
+
+class _Reserved(NamedTuple):
+    base: int
+    size: int
+    at_s: float  # of the monotonic clock, which all processes share; after a reboot it is in the future
+
+    def meets(self, ports: range) -> bool:
+        return self.base < ports.stop and ports.start < self.base + self.size
+
+
+def _reserved(file: TextIO) -> list[_Reserved]:
+    file.seek(0)
+    entries = []
+    for line in file:
+        with suppress(ValueError, TypeError):  # whoever wrote it was killed meanwhile
+            entries.append(_Reserved(*json.loads(line)))
+    return [entry for entry in entries if 0 <= time.monotonic() - entry.at_s < RESERVED_S]
 
 
 def _fault(host: str, port: int) -> OSError | None:

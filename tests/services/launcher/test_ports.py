@@ -1,9 +1,13 @@
 """Ports: a busy one is named before anything starts."""
 
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from services.launcher import ports
 from services.launcher.ports import PortUse, check_free, free_range, is_free
 from shared.errors import Conflict
 
@@ -26,6 +30,25 @@ def test_a_free_range_skips_what_is_taken() -> None:
     base = free_range(size=20)
     with socket.create_server(("127.0.0.1", base + 7)):
         assert free_range(start=base, stop=base + 2_000, size=20) >= base + 20
+
+
+def test_those_who_ask_at_the_same_time_get_different_ranges() -> None:
+    ask = "from services.launcher.ports import free_range; print(free_range(size=250))"
+    command = [sys.executable, "-c", ask]
+    asking = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    bases = [int(process.communicate(timeout=60)[0]) for process in asking]
+    assert len({*bases}) == 4
+    own = free_range(size=10)
+    assert not any(base - 10 < own < base + 250 for base in bases)
+
+
+def test_a_reservation_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ports, "_RESERVED", tmp_path / "reserved")
+    (tmp_path / "reserved").write_text("[20000, 5")  # by one that was killed
+    first = free_range(size=30)
+    assert free_range(size=30) != first
+    monkeypatch.setattr(ports, "RESERVED_S", 0.0)
+    assert free_range(size=30) == first
 
 
 def test_no_free_range() -> None:
