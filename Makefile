@@ -13,7 +13,7 @@ PYTEST_JOBS ?= -n 2 --dist loadfile
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup up demo test test-fast test-random lint clean
+.PHONY: setup up demo test test-fast test-random lint ruff clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -38,8 +38,11 @@ demo: setup ## Start a suite, check every promise on it, report; ARGS='--json --
 	@exec $(BIN)/polyphase demo $(ARGS)
 
 # Those marked `alone` hold bounds of a second with real engines, which two cores can do for one of them at a time.
-test: setup lint ## All tests.
-	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_JOBS) $(PYTEST_ARGS)
+# mypy takes what the fast tests leave of the cores: they wait for half of their time.
+test: setup ruff ## All tests.
+	nice -n 19 $(BIN)/mypy & types=$$!; trap "kill $$types" INT TERM; \
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_JOBS) $(PYTEST_ARGS); tests=$$?; \
+	wait $$types && exit $$tests
 	$(BIN)/python -m pytest -m 'slow and not alone' $(PYTEST_JOBS) $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m alone $(PYTEST_ARGS)
 
@@ -49,10 +52,12 @@ test-fast: setup ## Tests without real engines.
 test-random: setup ## Property tests alone, each with 2,000 examples drawn anew: a search for rare ones; not part of `make test`.
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'hypothesis and not slow' $(PYTEST_ARGS)
 
-lint: setup ## ruff (rules and format) and mypy.
+lint: setup ruff ## ruff (rules and format) and mypy.
+	$(BIN)/mypy
+
+ruff: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 
 clean: ## Remove the environment, caches and the data of local suites.
 	rm -rf $(VENV) .polyphase .mypy_cache .ruff_cache .pytest_cache .hypothesis

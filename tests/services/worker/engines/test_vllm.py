@@ -1,37 +1,36 @@
 """The real engine under requests that no front end lets through: each fails alone, and the others keep their pace."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.services.worker.kv.vllm.engine_client import PROCESSES, free_port
+
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
-ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("engine_script.py")), str(port)],
-        cwd=ROOT,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        timeout=250,
-        check=False,
-    )
-    result = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    assert result, run.stdout[-2000:] + run.stderr[-6000:]
-    answer: dict[str, Any] = json.loads(result[0].removeprefix("RESULT "))
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    log = tmp_path_factory.mktemp("engine") / "log"
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_run, args=(str(log), free_port(), sender))
+    process.start()
+    sender.close()  # so that its end is seen here
+    try:
+        assert receiver.poll(250), log.read_text()[-6000:]
+        answer: dict[str, Any] = receiver.recv()
+    except EOFError:
+        pytest.fail(log.read_text()[-6000:])
+    finally:
+        process.kill()
+        process.join()
     return answer
+
+
+def _run(*arguments: Any) -> None:
+    from tests.services.worker.engines.engine_run import run
+
+    run(*arguments)
 
 
 def test_a_request_that_cannot_be_computed_fails_alone_and_says_why(found: dict[str, Any]) -> None:

@@ -138,13 +138,18 @@ class Driver:
         )
 
 
-def run(log: str, address: str, options: dict[str, Any], extra: dict[str, Any] | None) -> None:
-    """Drive an engine until told to stop; what it prints goes to `log`."""
+def own_process(log: str) -> None:
+    """What a fork does first: a group of its own, what it prints goes to `log`, and it ends with its parent."""
     os.setsid()
     with Path(log).open("w") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     faulthandler.enable()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # pytest may be killed: an engine must not outlive it
+
+
+def run(log: str, address: str, options: dict[str, Any], extra: dict[str, Any] | None) -> None:
+    """Drive an engine until told to stop; what it prints goes to `log`."""
+    own_process(log)
     torch.cpu._init_amx()  # see connector_worker; engines without our connector need it too
     Driver(address, options, extra).run()

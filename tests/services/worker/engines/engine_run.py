@@ -1,23 +1,13 @@
-"""A real engine in a process of its own that is given what no front end lets through; prints what became of it."""
+"""A real engine in a process of its own that is given what no front end lets through; sends what became of it."""
 
 import asyncio
 import json
 import os
-import sys
 import tempfile
 import time
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from typing import Any
-
-os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # as in a worker
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    OMP_NUM_THREADS="1",
-    HF_HUB_OFFLINE="1",
-    VLLM_LOGGING_LEVEL="WARNING",
-    TORCHDYNAMO_DISABLE="1",
-)
 
 import msgspec
 from vllm import SamplingParams
@@ -30,6 +20,7 @@ from services.worker.settings import WorkerSettings
 from shared.domain.job import Generation
 from shared.runtime.logs import configure_logs
 from shared.wire.messages import TokenStep
+from tests.services.worker.kv.vllm.engine_process import own_process
 
 DEAR = json.dumps({"type": "string", "pattern": r"^(\w{1,99}-){1,99}$"})  # compiles for seconds
 
@@ -56,6 +47,13 @@ class Run:
 
     async def end(self, name: str) -> TokenStep:
         return await asyncio.wait_for(asyncio.shield(self.ends[name]), 120)
+
+    async def produced(self, name: str, steps: int) -> None:
+        """Wait for so many of them."""
+        async with asyncio.timeout(60):
+            while len(self.times[name]) < steps:
+                assert not self.ends[name].done(), f"{name} has ended"
+                await asyncio.sleep(0.01)
 
     def longest_gap_s(self, name: str, since: float = 0.0) -> float:
         times = [each for each in self.times[name] if each >= since]
@@ -101,15 +99,15 @@ async def grammars(run: Run) -> dict[str, Any]:
     run.submit("fine", [5], 4, guided(regex="(yes|no)"))
     fine = await run.end("fine")
     run.submit("steady", [5, 6, 7], 1500)
-    while len(run.times["steady"]) < 20:
-        await asyncio.sleep(0.01)
+    await run.produced("steady", 20)
     began = time.monotonic()
     run.submit("dear", [5], 4, guided(json=DEAR))
     await asyncio.sleep(1.5)
     compiling = not run.ends["dear"].done()
     gap_s = run.longest_gap_s("steady", began)
     run.engine.abort("dear")
-    await run.end("steady")
+    await run.produced("steady", len(run.times["steady"]) + 20)
+    run.engine.abort("steady")
     idle = await turns(run)
     return {"fine": fine.finish_reason, "compiling": compiling, "gap_s": gap_s, "turns_a_second": idle}
 
@@ -164,14 +162,14 @@ async def freed(run: Run) -> dict[str, int]:
     return {"free": stats.free_blocks, "total": stats.total_blocks, "waiting": stats.waiting}
 
 
-async def main() -> dict[str, Any]:
+async def requests(port: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         settings = WorkerSettings(
             instance_id="e",
             model="models/demo",
             rpc_port=0,
             http_port=0,
-            kv_port=int(sys.argv[1]),
+            kv_port=port,
             monitor_url="",
             heartbeat_address="",
             broadcast_address="",
@@ -202,7 +200,9 @@ async def main() -> dict[str, Any]:
             return found
 
 
-if __name__ == "__main__":
+def run(log: str, port: int, found: "Connection[dict[str, Any], None]") -> None:
+    """Try it all; what the engine prints goes to `log`."""
+    own_process(log)
     configure_logs("engine", "WARNING")
-    print("RESULT " + json.dumps(asyncio.run(main())), flush=True)
+    found.send(asyncio.run(requests(port)))
     os._exit(0)  # a grammar may compile for minutes yet, in a thread that nobody can end
