@@ -107,6 +107,12 @@ def resume_command(instance: str, data_dir: DataDir = DATA_DIR, monitor: Monitor
     _operate("resume", instance, data_dir, monitor, as_json)
 
 
+@app.command("forget")
+def forget_command(instance: str, data_dir: DataDir = DATA_DIR, monitor: Monitor = "", as_json: Json = False) -> None:
+    """Count a dead instance no longer."""
+    _operate("forget", instance, data_dir, monitor, as_json)
+
+
 @app.command("operation")
 def operation_command(
     operation_id: str, data_dir: DataDir = DATA_DIR, monitor: Monitor = "", as_json: Json = False

@@ -1,4 +1,4 @@
-"""`polyphase status`, `flip`, `drain`, `resume`, `operation`: look at a running suite and act on it."""
+"""`polyphase status`, `flip`, `drain`, `resume`, `forget`, `operation`: look at a running suite and act on it."""
 
 import getpass
 from pathlib import Path
@@ -46,7 +46,7 @@ async def status(data_dir: Path, given: str) -> dict[str, Any]:
 
 
 async def act(what: str, instance: str, url: str, *, timeout_s: float, force: bool) -> dict[str, Any]:
-    """Flip, drain or resume. Raises the monitor's own error."""
+    """Flip, drain, resume or forget. Raises the monitor's own error."""
     try:
         return await _act(what, instance, url, timeout_s=timeout_s, force=force)
     except OutcomeUnknown as unknown:
@@ -66,6 +66,9 @@ async def _act(what: str, instance: str, url: str, *, timeout_s: float, force: b
             return await monitor.flip(instance, force=force, drain_timeout_s=timeout_s, who=actor())
         if what == "drain":
             return await monitor.drain(instance, force=force, timeout_s=timeout_s, who=actor())
+        if what == "forget":
+            await monitor.forget(instance, who=actor())
+            return {"instance_id": instance, "result": "forgotten"}
         return await monitor.resume(instance, who=actor())
 
 

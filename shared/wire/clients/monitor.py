@@ -72,9 +72,9 @@ class MonitorClient(JsonClient):
         answer: dict[str, Any] = await self.call("GET", f"/operations/{operation_id}")
         return answer
 
-    async def forget(self, instance_id: str) -> None:
-        """Remove a dead instance from the list."""
-        await self.call("DELETE", f"/instances/{instance_id}")
+    async def forget(self, instance_id: str, *, who: str = "") -> None:
+        """Count a dead instance no longer. Raises NotFound, or Conflict while it lives."""
+        await self.call("DELETE", f"/instances/{instance_id}", headers={ACTOR_HEADER: who} if who else {})
 
     async def flips(self, limit: int = 100) -> list[dict[str, Any]]:
         """The audit of flips, drains and resumes, newest first."""

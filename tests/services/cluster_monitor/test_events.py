@@ -36,7 +36,9 @@ async def test_three_of_fifteen_that_die_are_missed(cluster: Cluster) -> None:
     assert {(one["instance_id"], one["text"], one["role"]) for one in deaths} == {
         (f"v{number}", "connection lost", "decode") for number in range(3)
     }
-    await cluster.client.forget("v0")
+    await cluster.client.forget("v0", who="anna")
+    (forgotten,) = await cluster.client.events(kind="forgotten")
+    assert (forgotten["instance_id"], forgotten["text"]) == ("v0", "by anna")
     assert (await cluster.client.cluster())["known"]["decode"] == 14
     await cluster.worker("v1", Role.DECODE, info=make_info("v1", tcp(), generation=2))
     await cluster.wait_ready("v1", Role.DECODE)

@@ -14,7 +14,20 @@ RUN = CliRunner()
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["up"], ["demo"], ["status"], ["flip"], ["drain"], ["resume"], ["keys"], ["keys", "add"], ["bench"]]
+    "words",
+    [
+        [],
+        ["up"],
+        ["demo"],
+        ["status"],
+        ["flip"],
+        ["drain"],
+        ["resume"],
+        ["forget"],
+        ["keys"],
+        ["keys", "add"],
+        ["bench"],
+    ],
 )
 def test_help(words: list[str]) -> None:
     result = RUN.invoke(cli.app, [*words, "--help"])
@@ -85,7 +98,7 @@ def test_predictor_takes_train_and_evaluate_only() -> None:
     assert RUN.invoke(cli.app, ["predictor", "dream"]).exit_code == 2
 
 
-@pytest.mark.parametrize("what", ["flip", "drain", "resume"])
+@pytest.mark.parametrize("what", ["flip", "drain", "resume", "forget"])
 def test_operations_go_to_the_monitor(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     asked: list[tuple[object, ...]] = []
 
@@ -94,10 +107,10 @@ def test_operations_go_to_the_monitor(monkeypatch: pytest.MonkeyPatch, what: str
         return {"instance_id": instance, "flip_s": 0.001}
 
     monkeypatch.setattr(operate, "act", act)
-    words = [what, "p-0", "--monitor", "http://m", *(["--force"] if what != "resume" else [])]
+    words = [what, "p-0", "--monitor", "http://m", *(["--force"] if what in ("flip", "drain") else [])]
     result = RUN.invoke(cli.app, words)
     assert result.exit_code == 0
-    assert asked == [(what, "p-0", "http://m", what != "resume")]
+    assert asked == [(what, "p-0", "http://m", what in ("flip", "drain"))]
     assert f"{what} p-0" in result.stdout
     assert json.loads(RUN.invoke(cli.app, [*words, "--json"]).stdout)["flip_s"] == 0.001
 
