@@ -1,6 +1,7 @@
 """The pipeline over real sockets: what runs where, exactly-once tokens, and what follows each failure."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -184,8 +185,10 @@ async def test_waiting_for_an_instance_that_is_gone_takes_from_the_patience_and_
     async with running_cluster(patience_s=10.0, attempts=1) as cluster:
         await cluster.prefill.stop()
         job, steps = make_job(PROMPT, 5)
+        began = time.monotonic()
         running = asyncio.create_task(cluster.pipeline.run(job))
         await until(lambda: job.waited_s >= 1.0, 20)
+        assert job.waited_s > 0.5 * (time.monotonic() - began)  # nearly all of it was spent in calls, not in pauses
         await cluster.prefill.start()
         await asyncio.wait_for(running, 20)
         assert tokens_of(steps) == answer(PROMPT, 5)
