@@ -21,7 +21,8 @@ from shared.errors import Conflict, InvalidRequest
 MONITOR, PREDICTOR, SCHEDULERS, INSTANCES = 0, 3, 10, 50  # offsets from the first port
 _SPAN = 250
 RESERVED_S = 60.0
-_RESERVED = Path(tempfile.gettempdir()) / f"polyphase-ports-{os.getuid()}"
+LOCK_S = 10.0
+_RESERVATIONS = Path(tempfile.gettempdir()) / f"polyphase-ports-{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +73,20 @@ def free_range(start: int = 20_000, stop: int = 32_000, size: int = _SPAN, host:
 
     For RESERVED_S they are given to no other process of this user, so that the caller can start to listen on them.
     """
-    with _RESERVED.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed; nobody holds it for longer than looking takes
-        reserved = _reserved(file)
+    with _opened() as file:
+        _lock(file)
+        reserved = _read(file)
         for base in range(start, stop, size):
             ports = range(base, base + size)
             if not any(entry.meets(ports) for entry in reserved) and all(is_free(host, port) for port in ports):
-                reserved.append(_Reserved(base, size, time.monotonic()))
+                reserved.append(_Reservation(base, size, time.monotonic()))
                 file.truncate(0)
                 file.writelines(json.dumps(entry) + "\n" for entry in reserved)
                 return base
     raise Conflict(f"no {size} free ports in a row between {start} and {stop}")
 
 
-class _Reserved(NamedTuple):
+class _Reservation(NamedTuple):
     base: int
     size: int
     at_s: float  # of the monotonic clock, which all processes share; after a reboot it is in the future
@@ -94,12 +95,30 @@ class _Reserved(NamedTuple):
         return self.base < ports.stop and ports.start < self.base + self.size
 
 
-def _reserved(file: TextIO) -> list[_Reserved]:
+def _opened() -> TextIO:
+    """The file, and nobody else's behind its name."""
+    return os.fdopen(os.open(_RESERVATIONS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600), "a+")
+
+
+def _lock(file: TextIO) -> None:
+    """Until it is closed. Raises Conflict when somebody holds it for much longer than looking for ports takes."""
+    give_up_s = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > give_up_s:
+                raise Conflict(f"{_RESERVATIONS} has been locked for {LOCK_S:g} s") from None
+            time.sleep(0.01)
+
+
+def _read(file: TextIO) -> list[_Reservation]:
     file.seek(0)
     entries = []
     for line in file:
         with suppress(ValueError, TypeError):  # whoever wrote it was killed meanwhile
-            entries.append(_Reserved(*json.loads(line)))
+            entries.append(_Reservation(*json.loads(line)))
     return [entry for entry in entries if 0 <= time.monotonic() - entry.at_s < RESERVED_S]
 
 

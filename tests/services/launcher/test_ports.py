@@ -1,5 +1,6 @@
 """Ports: a busy one is named before anything starts."""
 
+import fcntl
 import socket
 import subprocess
 import sys
@@ -26,8 +27,10 @@ def test_an_address_of_another_machine_is_said_to_be_one() -> None:
         check_free([PortUse("gateway", "192.0.2.1", 8000)])
 
 
-def test_a_free_range_skips_what_is_taken() -> None:
+def test_a_free_range_skips_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     base = free_range(size=20)
+    monkeypatch.setattr(ports, "RESERVED_S", 0.0)  # so that nothing but the port keeps it
+    assert free_range(start=base, stop=base + 20, size=20) == base
     with socket.create_server(("127.0.0.1", base + 7)):
         assert free_range(start=base, stop=base + 2_000, size=20) >= base + 20
 
@@ -43,7 +46,7 @@ def test_those_who_ask_at_the_same_time_get_different_ranges() -> None:
 
 
 def test_a_reservation_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ports, "_RESERVED", tmp_path / "reserved")
+    monkeypatch.setattr(ports, "_RESERVATIONS", tmp_path / "reserved")
     (tmp_path / "reserved").write_text("[20000, 5")  # by one that was killed
     first = free_range(size=30)
     assert free_range(size=30) != first
@@ -51,7 +54,17 @@ def test_a_reservation_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert free_range(size=30) == first
 
 
-def test_no_free_range() -> None:
+def test_a_lock_that_is_not_let_go_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ports, "_RESERVATIONS", tmp_path / "reserved")
+    monkeypatch.setattr(ports, "LOCK_S", 0.1)
+    with (tmp_path / "reserved").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(Conflict, match="reserved has been locked"):
+            free_range(size=10)
+
+
+def test_no_free_range(monkeypatch: pytest.MonkeyPatch) -> None:
     base = free_range(size=20)
+    monkeypatch.setattr(ports, "RESERVED_S", 0.0)
     with socket.create_server(("127.0.0.1", base)), pytest.raises(Conflict):
         free_range(start=base, stop=base + 20, size=20)

@@ -93,6 +93,9 @@ async def test_serves_is_operated_and_stops(tmp_path: Path) -> None:
         code, text = await polyphase("flip", "p-0", *where)  # the last prefill instance
         assert code == 1
         assert "last ready prefill" in text
+        code, text = await polyphase("forget", "p-0", *where)
+        assert code == 1
+        assert "only dead instances can be forgotten" in text
         for what, state in (("drain", "draining"), ("resume", "ready")):
             assert (await polyphase(what, "d-0", *where))[0] == 0
             assert (await suite.instances())["d-0"]["state"] == state

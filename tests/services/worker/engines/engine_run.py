@@ -13,6 +13,7 @@ import msgspec
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from services.launcher.model_source import PROJECT
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.vllm import VllmEngine
 from services.worker.kv.events import KvEvents
@@ -166,7 +167,7 @@ async def requests(port: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         settings = WorkerSettings(
             instance_id="e",
-            model="models/demo",
+            model=str(PROJECT / "models" / "demo"),
             rpc_port=0,
             http_port=0,
             kv_port=port,
