@@ -53,7 +53,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """What a policy may know of a job."""
+    """What a policy may know of a job. prefix: hashes of its prompt's blocks, see `shared.domain.prefix`."""
 
     job_id: str
     prompt_tokens: int
@@ -61,3 +61,4 @@ class JobView(msgspec.Struct, frozen=True):
     slo: Slo = Slo()
     prediction: LengthPrediction | None = None
     local_only: bool = False  # must be computed whole by one instance (prompt logprobs)
+    prefix: tuple[int, ...] = ()

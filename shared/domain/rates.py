@@ -52,16 +52,62 @@ class ChunkedCost(msgspec.Struct, frozen=True):
         return self.k_ctxp * prefill_context + self.k_ctxd * decode_context + self.b_c
 
 
+class StepForm(msgspec.Struct, frozen=True):
+    """Seconds of one kind of engine step, linear in what it computes.
+
+    token_s: a prompt token. position_s: a prompt token for each token before it, its own chunk's included (attention).
+    sequence_s: a decode. context_s: a token of the decodes' contexts. error: how far a step's time lies from this, as
+    a share of it (median). steps: how many were learned from; 0 says that nothing was measured yet.
+    """
+
+    fixed_s: float
+    token_s: float = 0.0
+    position_s: float = 0.0
+    sequence_s: float = 0.0
+    context_s: float = 0.0
+    error: float = 0.0
+    steps: int = 0
+
+
+class StepRates(msgspec.Struct, frozen=True):
+    """What any step costs: of prefill chunks alone, of decodes alone, and of both together."""
+
+    prefill: StepForm
+    decode: StepForm
+    mixed: StepForm
+
+    def prefill_s(self, tokens: float, before: float) -> float:
+        """A step of one chunk after `before` earlier tokens."""
+        form = self.prefill
+        return form.fixed_s + tokens * (form.token_s + form.position_s * (before + tokens / 2.0))
+
+    def decode_s(self, decodes: float, context: float) -> float:
+        """A step of `decodes` whose contexts sum to `context`."""
+        form = self.decode
+        return form.fixed_s + form.sequence_s * decodes + form.context_s * context
+
+    def mixed_s(self, tokens: float, before: float, decodes: float, context: float) -> float:
+        """A step of both; without decodes or without a chunk it is a step of the other kind."""
+        if decodes <= 0:
+            return self.prefill_s(tokens, before)
+        if tokens <= 0:
+            return self.decode_s(decodes, context)
+        form = self.mixed
+        chunk_s = tokens * (form.token_s + form.position_s * (before + tokens / 2.0))
+        return form.fixed_s + chunk_s + form.sequence_s * decodes + form.context_s * context
+
+
 class Rates(msgspec.Struct, frozen=True):
     """Measured, not named: what policies know of an instance's speed and price. None: not measured.
 
     prefill: a prompt, or its first part, on this instance alone. chunked: one step of a full chunk beside its decodes.
-    batch: prefill and decode of padded batches. price_per_hour: USD for the whole instance. weight: its share of the
-    requests under weighted placement.
+    batch: prefill and decode of padded batches. step: any step. price_per_hour: USD for the whole instance. weight: its
+    share of the requests under weighted placement.
     """
 
     prefill: PartialPrefillCost | None = None
     chunked: ChunkedCost | None = None
     batch: HuaweiCost | None = None
+    step: StepRates | None = None
     price_per_hour: float = 0.0
     weight: float = 1.0
