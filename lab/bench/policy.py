@@ -21,11 +21,12 @@ from shared.domain.instance import (
 from shared.domain.job import JobView, LengthPrediction
 from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
 from shared.policy import registry
+from shared.policy.assignment import assignments
 from shared.policy.cronus import Balance, best_split
 from shared.policy.decode_admission import DecodeMemory, RunningDecode
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
-from shared.policy.placement import Policies, assignments, place
+from shared.policy.placement import Policies, place
 
 SIZES = (10, 100, 1_000)
 ROUNDS = 7
@@ -115,7 +116,7 @@ def _placement(name: str, size: int, coupled: bool, jobs: list[JobView]) -> Deci
     fill = Policies(policy, registry.split("full"), registry.dispatch("random"))
     for number in range(2 * size):  # unfinished work, for those that look at it
         job = msgspec.structs.replace(jobs[number % 64], job_id=f"before-{number}")
-        index.ledger.add(job.job_id, place(job, index, fill, 0.0, rng))
+        index.ledger.add(job, place(job, index, fill, 0.0, rng))
     return lambda call: policy.choose(jobs[call % 64], index, (), 0.0, rng)
 
 
@@ -140,7 +141,7 @@ def _whole(size: int, jobs: list[JobView]) -> Iterator[Case]:
         route = place(job, booked, full, 0.0, rng)
         for assignment in assignments(job, route, 0.0):
             booked.book(assignment)
-        booked.ledger.add(job.job_id, route)
+        booked.ledger.add(job, route)
 
     yield "place_book", place_and_book
     yield "for_dispatch", lambda _: index.for_dispatch()
@@ -195,6 +196,7 @@ def cluster(size: int, coupled: bool = False) -> ClusterView:
             f"tcp://10.0.0.1:{1_000 + number}",
             "http://10.0.0.1:1",
             (),
+            128,
             RATES[number % 3],
         )
         decoding = rng.randrange(64) if role is Role.DECODE else 0

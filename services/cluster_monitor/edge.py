@@ -79,12 +79,41 @@ class HuaweiIn(_Edge):
     p8: Finite
 
 
+class StepFormIn(_Edge):
+    """StepForm."""
+
+    fixed_s: Finite
+    token_s: Finite = 0.0
+    position_s: Finite = 0.0
+    sequence_s: Finite = 0.0
+    context_s: Finite = 0.0
+    error: Seconds = 0.0
+    steps: Count = 0
+
+
+class StepRatesIn(_Edge):
+    """StepRates."""
+
+    prefill: StepFormIn
+    decode: StepFormIn
+    mixed: StepFormIn
+
+
+class LinkRateIn(_Edge):
+    """LinkRate."""
+
+    bytes_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    latency_s: Seconds = 0.0
+
+
 class RatesIn(_Edge):
     """Rates."""
 
     prefill: PartialPrefillIn | None = None
     chunked: ChunkedIn | None = None
     batch: HuaweiIn | None = None
+    step: StepRatesIn | None = None
+    link: LinkRateIn | None = None
     price_per_hour: Seconds = 0.0
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
@@ -107,6 +136,7 @@ class Registration(_Edge):
     rpc: Tcp
     http: Http
     kv_endpoints: Annotated[list[Tcp], Field(max_length=1024)]
+    max_seqs: Count = 0
     rates: RatesIn = RatesIn()
 
     def to_info(self) -> InstanceInfo:

@@ -10,9 +10,10 @@ from services.global_scheduler.policy_set import PolicySet
 from shared.domain.instance import ClusterView
 from shared.domain.route import Reason, Route
 from shared.errors import PolyphaseError
+from shared.policy.assignment import assignments
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.load_tracker import LoadTracker
-from shared.policy.placement import assignments, place
+from shared.policy.placement import place
 from shared.runtime.logs import get_log
 from shared.wire.messages import PlaceRequest
 from shared.wire.rpc_server import ServerCall
@@ -70,9 +71,9 @@ class Placer:
             raise
         if refusals := self._refused.pop(request.job.job_id, 0):
             log.info("placed after all", job_id=request.job.job_id, refusals=refusals)
+        self.ledger.add(request.job, route, now)
         for assignment in assignments(request.job, route, now):
             self._live.book(assignment)
-        self.ledger.add(request.job.job_id, route, now)
         reasons = route.reasons
         if age_s := self._live.stale_s(now):
             reasons += (Reason("old loads: the monitor is silent", {"broadcast_age_s": round(age_s, 1)}),)

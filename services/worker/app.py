@@ -223,6 +223,7 @@ def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int
         rpc=settings.address(settings.rpc_port),
         http=f"http://{host}:{settings.http_port}",
         kv_endpoints=settings.kv_endpoints,
+        max_seqs=settings.max_seqs,
         rates=engine.rates,
     )
     if not settings.rates_file:

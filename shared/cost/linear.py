@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shared.cost.step import Batch, StepModel
+from shared.cost.step_rates import least_squares, step_rates_of
 from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
-from shared.errors import InvalidRequest
 
 
 def fit_huawei(prefills: Sequence[tuple[int, int, float]], decodes: Sequence[tuple[int, int, float]]) -> HuaweiCost:
@@ -19,14 +18,14 @@ def fit_huawei(prefills: Sequence[tuple[int, int, float]], decodes: Sequence[tup
 def fit_partial_prefill(samples: Sequence[tuple[int, float]]) -> PartialPrefillCost:
     """From (tokens, seconds) of prefills."""
     table = np.array([(tokens, 1.0) for tokens, _ in samples])
-    k_p, b_p = _least_squares(table, [seconds for _, seconds in samples], "partial prefill")
+    k_p, b_p = least_squares(table, [seconds for _, seconds in samples], "partial prefill")
     return PartialPrefillCost(k_p, b_p)
 
 
 def fit_chunked(samples: Sequence[tuple[int, int, float]]) -> ChunkedCost:
     """From (prefill context, total decode context, seconds) of iterations that use the whole token budget."""
     table = np.array([(prefill, decode, 1.0) for prefill, decode, _ in samples])
-    k_ctxp, k_ctxd, b_c = _least_squares(table, [seconds for *_, seconds in samples], "chunked iteration")
+    k_ctxp, k_ctxd, b_c = least_squares(table, [seconds for *_, seconds in samples], "chunked iteration")
     return ChunkedCost(k_ctxp, k_ctxd, b_c)
 
 
@@ -59,7 +58,8 @@ def chunked_of(model: StepModel, budget: int = 512, decodes: int = 64, longest: 
 def rates_of(model: StepModel, budget: int = 512, price_per_hour: float = 0.0, weight: float = 1.0) -> Rates:
     """All that policies want to know of an instance that runs like `model`, in steps of `budget` tokens."""
     partial = partial_prefill_of(model, chunk=budget)
-    return Rates(partial, chunked_of(model, budget), huawei_of(model), price_per_hour, weight)
+    step = step_rates_of(model.step_time_s, budget)
+    return Rates(partial, chunked_of(model, budget), huawei_of(model), step, None, price_per_hour, weight)
 
 
 def saturation_tokens(time_s: Callable[[int], float], share: float = 0.9, most: int = 16384) -> int:
@@ -79,18 +79,4 @@ def _chunks_s(model: StepModel, tokens: int, chunk: int) -> float:
 
 def _solve(samples: Sequence[tuple[int, int, float]], what: str) -> tuple[float, ...]:
     table = np.array([(b * n, b, n, 1.0) for b, n, _ in samples], dtype=np.float64)
-    return _least_squares(table, [seconds for *_, seconds in samples], what)
-
-
-def _least_squares(table: NDArray[np.float64], seconds: Sequence[float], what: str) -> tuple[float, ...]:
-    """Least squares of relative errors, so that short steps count as much as long ones."""
-    columns = table.shape[1] if table.ndim == 2 else 0
-    if len(seconds) < columns or columns == 0:
-        raise InvalidRequest(f"{what}: {len(seconds)} samples are too few for {columns or 'any'} coefficients")
-    measured = np.asarray(seconds, dtype=np.float64)
-    if not np.all(np.isfinite(measured) & (measured > 0)):
-        raise InvalidRequest(f"{what}: sample times must be positive and finite")
-    solution, _, rank, _ = np.linalg.lstsq(table / measured[:, None], np.ones(len(measured)), rcond=None)
-    if rank < columns:
-        raise InvalidRequest(f"{what}: the samples do not vary enough to tell {columns} coefficients apart")
-    return tuple(float(x) for x in solution)
+    return least_squares(table, [seconds for *_, seconds in samples], what)

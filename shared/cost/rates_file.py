@@ -11,8 +11,9 @@ import yaml
 from shared.cost.data_file import read_yaml
 from shared.cost.library import Library
 from shared.cost.step import Batch, StepModel
+from shared.cost.step_rates import NAMES
 from shared.domain.instance import InstanceInfo
-from shared.domain.rates import Rates
+from shared.domain.rates import Rates, StepForm, StepRates
 from shared.errors import InvalidRequest, NotFound
 
 _EMULATED = "emulated:"  # how an emulated instance's fingerprint names its model
@@ -174,11 +175,18 @@ def scaled_rates(rates: Rates, factor: float, chunk_s: float = 0.0, chunk: int =
         plain = {name: value * factor + more.get(name, 0.0) for name, value in msgspec.to_builtins(cost).items()}
         return type(cost)(**plain)
 
+    def stepped(form: StepForm, chunks: float) -> StepForm:
+        longer = {name: getattr(form, name) * factor for name in NAMES}
+        return msgspec.structs.replace(form, **{**longer, "fixed_s": form.fixed_s * factor + chunks * chunk_s})
+
+    step = rates.step
+
     return msgspec.structs.replace(
         rates,
         prefill=scaled(rates.prefill, k_p=chunk_s / chunk, b_p=chunk_s / 2.0),  # the last chunk is half full on average
         chunked=scaled(rates.chunked, b_c=chunk_s),
         batch=scaled(rates.batch, p2=chunk_s),
+        step=step and StepRates(stepped(step.prefill, 1.0), stepped(step.decode, 0.0), stepped(step.mixed, 1.0)),
     )
 
 

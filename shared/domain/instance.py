@@ -71,6 +71,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     rpc: str
     http: str
     kv_endpoints: tuple[str, ...]  # one a tensor-parallel rank
+    max_seqs: int = 0  # requests that its engine runs at once; 0: not known
     rates: Rates = Rates()
 
     @property
@@ -91,9 +92,12 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     decoding: int = 0  # decode jobs accepted and not finished
     heavy_decodes: int = 0  # of those, predicted long (TetriInfer: more than 128 tokens)
     context_tokens: int = 0  # total context of the decode jobs
+    waiting_tokens: int = 0  # context of decode jobs that hold no KV blocks: they wait for some, or for a place
     free_blocks: int = 0
-    staged_bytes: int = 0
+    staged_bytes: int = 0  # of KV that is not pulled yet
+    inbound_bytes: int = 0  # of KV that is being pulled
     inflight: int = 0  # jobs of any kind accepted and not finished; 0 means drained
+    prefill_share: float = 0.0  # of the last seconds' steps with decodes in them: how many computed prompts, too
 
 
 class InstanceView(msgspec.Struct, frozen=True):

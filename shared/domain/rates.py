@@ -97,17 +97,30 @@ class StepRates(msgspec.Struct, frozen=True):
         return form.fixed_s + chunk_s + form.sequence_s * decodes + form.context_s * context
 
 
+class LinkRate(msgspec.Struct, frozen=True):
+    """What an instance's network port carries, and how long a transfer takes besides."""
+
+    bytes_s: float
+    latency_s: float = 0.0
+
+
+UNKNOWN_STEPS = StepRates(  # of an instance that nobody measured: some mid-range accelerator with a mid-size model
+    StepForm(0.02, 1e-4, 1e-8), StepForm(0.02, 0.0, 0.0, 1e-4, 2e-7), StepForm(0.02, 1e-4, 1e-8, 1e-4, 2e-7)
+)
+
+
 class Rates(msgspec.Struct, frozen=True):
     """Measured, not named: what policies know of an instance's speed and price. None: not measured.
 
     prefill: a prompt, or its first part, on this instance alone. chunked: one step of a full chunk beside its decodes.
-    batch: prefill and decode of padded batches. step: any step. price_per_hour: USD for the whole instance. weight: its
-    share of the requests under weighted placement.
+    batch: prefill and decode of padded batches. step: any step. link: of KV that comes or goes. price_per_hour: USD for
+    the whole instance. weight: its share of the requests under weighted placement.
     """
 
     prefill: PartialPrefillCost | None = None
     chunked: ChunkedCost | None = None
     batch: HuaweiCost | None = None
     step: StepRates | None = None
+    link: LinkRate | None = None
     price_per_hour: float = 0.0
     weight: float = 1.0

@@ -72,7 +72,7 @@ class Backlog:
             waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
             found = classes.get(per_token_s)
             if found is None:
-                found = classes[per_token_s] = _class(per_token_s)
+                found = classes[per_token_s] = speed_class(per_token_s)
             self._rates[instance_id] = per_token_s, per_job_s
             self._class_of[instance_id] = found
             # Ties break at random, once a broadcast: several schedulers must not all like the same idle instance.
@@ -102,10 +102,11 @@ class Backlog:
         per_token_s = per_token_s or self._unknown_s
         waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
         self._rates[instance_id] = per_token_s, per_job_s
-        self._class_of[instance_id] = found = _class(per_token_s)
+        self._class_of[instance_id] = found = speed_class(per_token_s)
         self._keys[instance_id] = key = waits_s, key[1], instance_id
         insort(self._order.setdefault(found, []), key)
 
 
-def _class(per_token_s: float) -> int:
+def speed_class(per_token_s: float) -> int:
+    """The same for those that need about as long."""
     return round(log(per_token_s) / _LOG_WIDTH)

@@ -19,13 +19,15 @@ RETRY_S = 0.2
 class Choice(msgspec.Struct, frozen=True):
     """The chosen instance and why it was chosen. A struct, because it is made once a decision and cheaply.
 
-    A placement may name the decode instance that belongs to it, too, and the work to count until the job is complete.
+    A placement may name the decode instance that belongs to it, too, the split between both, and the work to count
+    until the job is complete.
     """
 
     instance: InstanceView
     reasons: tuple[Reason, ...] = ()
     decode: InstanceView | None = None
     work: Work | None = None
+    split: int | None = None
 
     @property
     def ref(self) -> InstanceRef:

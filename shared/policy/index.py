@@ -7,29 +7,18 @@ comparisons. Pure: no clock, no I/O; the driver says when to build and what to b
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from operator import attrgetter
 from random import Random
 from typing import Any, TypeVar, cast
 
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
+from shared.policy.assignment import Assignment
 from shared.policy.backlog import Backlog, chunked_rate, prefill_rate
 from shared.policy.ledger import WorkloadLedger
+from shared.policy.pressure import Pressures
 
 Made = TypeVar("Made")
 _by_id = attrgetter("info.instance_id")
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """Work given to an instance at `time_s` (unix seconds), perhaps not yet in the instance's load."""
-
-    instance_id: str
-    time_s: float
-    prefill_tokens: int = 0  # prompt tokens that it has to compute
-    decode_tokens: int = 0  # prompt tokens that a decode job brings; 0 when it is no decode job
-    heavy: bool = False
-    job_id: str = ""
 
 
 class ReadySet:
@@ -66,7 +55,7 @@ class ReadySet:
         if at is None:
             return None
         view = self._views[at]
-        load = _with(view.load, assignment, max(1, view.info.block_size))
+        load = _with(view, assignment)
         raised = self._views[at] = InstanceView(view.info, view.role, view.state, load)
         return raised
 
@@ -106,6 +95,7 @@ class ClusterIndex:
         self.decode = ReadySet(decodes)
         self._rng = rng
         self._backlog: Backlog | None = None
+        self._pressures: Pressures | None = None
         self._made: dict[Hashable, Any] = {}
         for assignment in pending:
             self._apply(assignment)
@@ -127,6 +117,13 @@ class ClusterIndex:
             speed = chunked_rate if self.coupled else _prefill_rate
             self._backlog = Backlog(self.candidates.views, self._rng, speed)
         return self._backlog
+
+    @property
+    def pressures(self) -> Pressures:
+        """The decode instances by what one more job would meet there. Built when first asked for."""
+        if self._pressures is None:
+            self._pressures = Pressures(self.decode.views, self._rng)
+        return self._pressures
 
     @property
     def states(self) -> "Counter[tuple[Role, InstanceState]]":
@@ -152,24 +149,28 @@ class ClusterIndex:
         """
         twin = copy(self)
         twin.decode = self.decode.copy()
-        twin._backlog = None
+        twin._backlog = twin._pressures = None
         return twin
 
     def _apply(self, assignment: Assignment) -> None:
         placed = self.candidates.book(assignment)
-        if placed is None:
-            if not self.coupled:
-                self.decode.book(assignment)
-        elif self._backlog is not None:
+        if placed is not None and self._backlog is not None:
             self._backlog.refresh(placed)
+        if placed is None and not self.coupled:
+            placed = self.decode.book(assignment)
+        if placed is not None and self._pressures is not None:
+            self._pressures.refresh(placed)
 
 
 def _prefill_rate(view: InstanceView) -> tuple[float, float]:
     return prefill_rate(view.info.rates)
 
 
-def _with(load: InstanceLoad, more: Assignment, block_size: int) -> InstanceLoad:
+def _with(view: InstanceView, more: Assignment) -> InstanceLoad:
+    load, block_size = view.load, max(1, view.info.block_size)
+    inbound_bytes = int(more.import_tokens * view.info.kv_bytes_per_token) if more.import_tokens else 0
     decodes = more.decode_tokens > 0
+    free_blocks = load.free_blocks - -(-more.decode_tokens // block_size)
     return InstanceLoad(
         time_s=load.time_s,
         queued_prefill=load.queued_prefill + (more.prefill_tokens > 0),
@@ -179,7 +180,10 @@ def _with(load: InstanceLoad, more: Assignment, block_size: int) -> InstanceLoad
         decoding=load.decoding + decodes,
         heavy_decodes=load.heavy_decodes + (decodes and more.heavy),
         context_tokens=load.context_tokens + more.decode_tokens,
-        free_blocks=max(0, load.free_blocks - -(-more.decode_tokens // block_size)),
+        waiting_tokens=load.waiting_tokens + max(0, -free_blocks) * block_size,
+        free_blocks=max(0, free_blocks),
         staged_bytes=load.staged_bytes,
+        inbound_bytes=load.inbound_bytes + inbound_bytes,
         inflight=load.inflight,
+        prefill_share=load.prefill_share,
     )

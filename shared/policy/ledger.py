@@ -4,7 +4,7 @@ Owned by the driver, which adds each placement and completes it; policies only r
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -12,7 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.domain.instance import ClusterView, InstanceState
+from shared.domain.job import JobView
 from shared.domain.route import Route
+from shared.policy.answers import Answers
+from shared.policy.assignment import Assignment, assignments
 
 SETTLE_S = 1.0  # a job placed so long ago shows in the load of its instance
 FORGET_S = 3600.0  # no job takes longer: its completion was lost
@@ -64,19 +67,26 @@ class WorkloadLedger:
         self.scores: NDArray[np.float64] = np.zeros(16)  # by slot: Q of the paper
         self.tokens: NDArray[np.float64] = np.zeros(16)  # by slot: prompt and predicted tokens of unfinished jobs
         self._rotations: dict[str, Rotation] = {}
+        self._coming: dict[str, Assignment] = {}
+        self.answers = Answers()
 
     def __len__(self) -> int:
         """Unfinished jobs."""
         return len(self._entries)
 
-    def add(self, job_id: str, route: Route, now: float = 0.0) -> None:
+    def add(self, job: JobView, route: Route, now: float = 0.0) -> None:
         """Count a placement. A job that is placed again leaves its former place."""
+        job_id = job.job_id
         prefill = route.prefill.instance_id if route.prefill else ""
         decode = route.decode.instance_id if route.decode else ""
         for rotation in self._rotations.values():
             rotation.took(prefill or decode)
             rotation.took(pair_key(prefill, decode))
         self.complete(job_id)
+        self.answers.begun(job)
+        for assignment in assignments(job, route, now):
+            if assignment.coming:
+                self._coming[job_id] = assignment
         if route.work is None:
             return
         slot = self.slot(prefill or decode)
@@ -85,8 +95,10 @@ class WorkloadLedger:
         self.scores[slot] += route.work.score
         self.tokens[slot] += route.work.tokens
 
-    def complete(self, job_id: str) -> None:
-        """Take off what was added for a job; jobs without an entry are ignored."""
+    def complete(self, job_id: str, output_tokens: int = 0) -> None:
+        """Take off what was added for a job; jobs without an entry are ignored. output_tokens: of a whole answer."""
+        self.answers.ended(job_id, output_tokens)
+        self._coming.pop(job_id, None)
         entry = self._entries.pop(job_id, None)
         if entry is None:
             return
@@ -96,6 +108,15 @@ class WorkloadLedger:
         left = bool(self._jobs[slot])
         self.scores[slot] = max(0.0, self.scores[slot] - entry.score) if left else 0.0
         self.tokens[slot] = max(0.0, self.tokens[slot] - entry.tokens) if left else 0.0
+
+    @property
+    def coming(self) -> Collection[Assignment]:
+        """Decodes that were bound to an instance and have not come there yet."""
+        return self._coming.values()
+
+    def arrived(self, job_id: str) -> Assignment | None:
+        """Its decode has come to an instance, whose loads show it from now on."""
+        return self._coming.pop(job_id, None)
 
     def settle(self, view: ClusterView, now: float) -> None:
         """Forget work whose completion was missed: on instances that are gone or idle, or older than an hour.

@@ -5,11 +5,13 @@ instance.
 """
 
 from collections import deque
+from dataclasses import replace
 from random import Random
 
 from shared.domain.instance import ClusterView
 from shared.errors import Unavailable
-from shared.policy.index import Assignment, ClusterIndex
+from shared.policy.assignment import Assignment
+from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
 
 REACH_S = 0.03  # time a job takes from the decision into the instance's load
@@ -66,10 +68,17 @@ class LoadTracker:
         self._build(view, now)
 
     def book(self, assignment: Assignment) -> None:
-        """Count a decision until a load shows it."""
+        """Count a decision until a load shows it; what is still to come counts as long as the ledger knows it."""
         self._drop_old(assignment.time_s)
-        self._recent.append(assignment)
+        if not assignment.coming:
+            self._recent.append(assignment)
         self.current.book(assignment)
+
+    def arrived(self, job_id: str, now: float) -> None:
+        """A job's decode has come to its instance: it counts until a load shows it."""
+        assignment = self.ledger.arrived(job_id)
+        if assignment is not None:
+            self._recent.append(replace(assignment, time_s=now, coming=False))
 
     def ended(self, job_id: str) -> None:
         """A job is over: with old loads, what it was assigned to counts no more."""
@@ -85,4 +94,6 @@ class LoadTracker:
         turn = self._index.turn if self._index else 0
         self._over.clear()
         self._built_s = now
-        self._index = ClusterIndex(view, self._recent, rng=self._rng, turn=turn, ledger=self.ledger)
+        self._index = ClusterIndex(
+            view, (*self._recent, *self.ledger.coming), rng=self._rng, turn=turn, ledger=self.ledger
+        )

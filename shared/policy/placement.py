@@ -13,8 +13,7 @@ from shared.domain.route import Reason, Route
 from shared.errors import InvalidRequest
 from shared.policy.choice import Choice, context_of, ref_of, usable, why_none
 from shared.policy.dispatch import DispatchPolicy, choose_decode
-from shared.policy.index import Assignment, ClusterIndex
-from shared.policy.lengths import is_heavy
+from shared.policy.index import ClusterIndex
 from shared.policy.split import Split
 
 LOOK = 2  # instances of each class of speed: the best and a runner-up
@@ -67,20 +66,11 @@ def place(
         return case.local(f"local: {why.message}")
     if chosen.instance.role is Role.DECODE:
         return case.whole(chosen)
+    if chosen.split is not None and chosen.decode is not None:
+        return case.decided(chosen, Choice(chosen.decode), chosen.split)
     if chosen.decode is not None or policies.split.needs_decode:
         return case.pair(chosen)
     return case.prefill_only(chosen)
-
-
-def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...]:
-    """What to book for a route, so that the next decisions count it."""
-    booked = []
-    if route.prefill is not None:
-        booked.append(Assignment(route.prefill.instance_id, now, prefill_tokens=route.split, job_id=job.job_id))
-    if route.decode is not None:
-        tokens, heavy = job.prompt_tokens, is_heavy(job)
-        booked.append(Assignment(route.decode.instance_id, now, tokens - route.split, tokens, heavy, job.job_id))
-    return tuple(booked)
 
 
 class _Case:
@@ -116,6 +106,10 @@ class _Case:
             # No use for the decode instance: the dispatcher's loads will be fresher.
             return self._route(prefill, None, self.job.prompt_tokens, reasons)
         return self._route(prefill, decode, min(split.tokens, self.job.prompt_tokens), reasons + decode.reasons)
+
+    def decided(self, prefill: Choice, decode: Choice, split: int) -> Route:
+        """Placement decided on everything."""
+        return self._route(prefill, decode, split, prefill.reasons)
 
     def whole(self, chosen: Choice) -> Route:
         """The decode instance that placement chose does it all."""

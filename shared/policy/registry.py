@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from shared.errors import InvalidRequest
+from shared.policy.adaptive import Adaptive
 from shared.policy.cronus import CronusSplit
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
 from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo, RandomDispatch, Spread, WorstCase
@@ -21,6 +22,7 @@ Policy = TypeVar("Policy")
 Parameters = Mapping[str, Any]
 
 PLACEMENT: dict[str, Callable[..., Placement]] = {
+    "adaptive": Adaptive,
     "least_load": LeastLoad,
     "round_robin": RoundRobin,
     "weighted": Weighted,

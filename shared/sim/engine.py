@@ -9,6 +9,7 @@ from typing import Protocol
 
 from shared.cost.step import Batch
 from shared.policy.decode_admission import DecodeAdmission
+from shared.policy.prefill_share import PrefillShare
 from shared.sim.events import NEVER
 from shared.sim.glide import Glide
 from shared.sim.memory import KvMemory
@@ -72,6 +73,7 @@ class Engine:
         self.due_s = NEVER
         self.booked_s = NEVER  # the driver's: for when it has an event
         self.tally = Tally()
+        self._share = PrefillShare()
 
     def add(self, leg: Leg, now: float) -> None:
         """Queue a leg."""
@@ -127,6 +129,11 @@ class Engine:
         done = min(self._glide.steps_done(now), self._glide_steps)
         return group.context_tokens + done * group.count, free - self.scheduler.memory.growth(group, done)
 
+    def prefill_share_at(self, now: float) -> float:
+        """See `InstanceLoad.prefill_share`."""
+        glide = self._glide
+        return self._share.after(min(glide.steps_done(now), self._glide_steps) if glide is not None else 0)
+
     def _disturb(self, now: float) -> None:
         """Something has come: begin at once when idle, else at the end of the decode step under way."""
         if self.due_s == NEVER:
@@ -164,6 +171,7 @@ class Engine:
         now = glide.end_s(steps)
         self.tally.glide(glide, steps, self.scheduler.group.count, len(self.scheduler.fresh))
         self.tally.busy_s += now - glide.start_s
+        self._share.plain(steps)
         self._end_decodes(steps, glide.start_s + glide.first_step_s, now)
 
     def _end_step(self, now: float) -> None:
@@ -173,6 +181,7 @@ class Engine:
         self.tally.steps += 1
         if self._decodes:
             self._decodes = False
+            self._share.mixed()
             self.tally.decodes(took_s, self.scheduler.group.count, len(self.scheduler.fresh))
             self._end_decodes(1, now, now)
         for leg, tokens in chunks:

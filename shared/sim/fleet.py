@@ -52,7 +52,7 @@ class Fleet:
         """What the global scheduler decides on at `now`; book its decisions there."""
         if self._index is None or now - self._taken_s >= self._broadcast_s:
             turn = self._index.turn if self._index is not None else self._turn
-            self._index = ClusterIndex(self.view(now), rng=self._rng, turn=turn, ledger=self.ledger)
+            self._index = ClusterIndex(self.view(now), self.ledger.coming, rng=self._rng, turn=turn, ledger=self.ledger)
             self._taken_s = now
             self._dispatchers.clear()
         return self._index

@@ -5,8 +5,8 @@ from random import Random
 from shared.cost.transfer import wire_share
 from shared.domain.instance import InstanceState
 from shared.errors import Unavailable
+from shared.policy.assignment import Assignment
 from shared.policy.dispatch import choose_decode
-from shared.policy.index import Assignment
 from shared.policy.lengths import is_heavy
 from shared.sim.events import EventLoop
 from shared.sim.fleet import Fleet

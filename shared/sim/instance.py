@@ -1,5 +1,7 @@
 """One simulated instance: its engines, its role, its counts, its port, and what a broadcast says of it."""
 
+import msgspec
+
 from shared.cost.transfer import Link
 from shared.domain.instance import (
     Compatibility,
@@ -10,13 +12,12 @@ from shared.domain.instance import (
     KvGeometry,
     Role,
 )
+from shared.domain.rates import LinkRate
 from shared.sim.engine import Engine, EngineEvents
 from shared.sim.outcomes import Gaps, InstanceUse
 from shared.sim.request import SimRequest
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.waiting import WaitingLegs
-
-_NOWHERE = Compatibility("simulated", "simulated", "1", 0, KvGeometry(1, 1, 1))
 
 
 class SimInstance:
@@ -61,7 +62,7 @@ class SimInstance:
         """What the monitor broadcasts of it."""
         if not self.requests:
             return self._idle_view()
-        context = free = queued = tokens = running = waiting = 0
+        context = free = queued = tokens = running = waiting = unheld = 0
         for engine in self.engines:
             of_engine, free_of_engine = engine.state_at(now)
             context += of_engine
@@ -71,6 +72,7 @@ class SimInstance:
             tokens += scheduler.queued_tokens
             running += len(scheduler.running)
             waiting += scheduler.blocked
+            unheld += scheduler.waiting.decode_tokens
         load = InstanceLoad(
             time_s=now,
             queued_prefill=queued,
@@ -80,8 +82,12 @@ class SimInstance:
             decoding=self.decoding,
             heavy_decodes=self.heavy,
             context_tokens=context,
+            waiting_tokens=unheld,
             free_blocks=free,
+            staged_bytes=self.port.out_bytes(now),
+            inbound_bytes=self.port.in_bytes(now),
             inflight=len(self.requests),
+            prefill_share=sum(engine.prefill_share_at(now) for engine in self.engines) / len(self.engines),
         )
         return InstanceView(self.info, self.role, self.state, load)
 
@@ -171,7 +177,10 @@ def _info(spec: InstanceSpec, generation: int) -> InstanceInfo:
         instance_id=spec.instance_id,
         generation=generation,
         model="simulated",
-        compatibility=_NOWHERE,
+        # One layer of one head that is as large as the whole KV of a token: its bytes are all that counts.
+        compatibility=Compatibility(
+            "simulated", "simulated", "1", 0, KvGeometry(1, 1, max(1, round(spec.kv_bytes_per_token / 4.0)))
+        ),
         accelerator=spec.accelerator,
         dtype="bfloat16",
         tensor_parallel=1,
@@ -182,8 +191,13 @@ def _info(spec: InstanceSpec, generation: int) -> InstanceInfo:
         rpc="",
         http="",
         kv_endpoints=(),
-        rates=spec.rates,
+        max_seqs=spec.limits.sequences * spec.lanes,
+        rates=spec.rates if spec.rates.link else msgspec.structs.replace(spec.rates, link=_link_rate(spec.link)),
     )
+
+
+def _link_rate(link: Link) -> LinkRate:
+    return LinkRate(link.bandwidth_bytes_s * link.efficiency, link.latency_s)
 
 
 class Port:
@@ -197,6 +211,14 @@ class Port:
         self.out_free_s = 0.0
         self.in_free_s = 0.0
 
+    def out_bytes(self, now: float) -> int:
+        """Still to leave."""
+        return int(max(0.0, self.out_free_s - now) * self.rate)
+
+    def in_bytes(self, now: float) -> int:
+        """Still to come."""
+        return int(max(0.0, self.in_free_s - now) * self.rate)
+
     def clear(self, now: float) -> None:
         """Forget what was under way (the instance died)."""
         self.out_free_s = self.in_free_s = now
@@ -205,11 +227,11 @@ class Port:
 def send(source: Port, target: Port, wire_bytes: float, now: float) -> float:
     """When `wire_bytes` that are ready at `now` have arrived.
 
-    A transfer has both ports to itself and waits for those before it: under contention the bytes a second are those of
-    fair sharing, and transfers finish in order instead of all late. The longer of the two latencies comes on top, which
-    delays this transfer and nobody else. Rate: the slower port (ThunderServe eq. 1 with effective rates).
+    Each port passes its transfers on in order at its own rate, and none waits for what goes on at the other end: a
+    fast port serves others while a slow peer sends. A transfer has arrived when both have passed it. So the slower port
+    sets the pace (ThunderServe eq. 1 with effective rates), ports carry what they can, and transfers end in order
+    instead of all late. The longer of the two latencies comes on top, which delays this transfer and nobody else.
     """
-    begins = max(now, source.out_free_s, target.in_free_s)
-    ends = begins + wire_bytes / min(source.rate, target.rate)
-    source.out_free_s = target.in_free_s = ends
-    return ends + max(source.link.latency_s, target.link.latency_s)
+    source.out_free_s = max(now, source.out_free_s) + wire_bytes / source.rate
+    target.in_free_s = max(now, target.in_free_s) + wire_bytes / target.rate
+    return max(source.out_free_s, target.in_free_s) + max(source.link.latency_s, target.link.latency_s)

@@ -5,7 +5,8 @@ from random import Random
 
 from shared.domain.route import Route
 from shared.errors import InvalidRequest, Unavailable
-from shared.policy.placement import assignments, place
+from shared.policy.assignment import assignments
+from shared.policy.placement import place
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.instance import SimInstance
@@ -120,7 +121,8 @@ class Intake:
         request.over = True
         self._queued.leave(request)
         self._record.end(request, status, now)
-        self._fleet.ledger.complete(request.job.job_id)
+        answer = self._record.output_tokens(request.row) if status is Status.COMPLETED else 0
+        self._fleet.ledger.complete(request.job.job_id, answer)
         if (row := self._record.next_to_send()) is not None:
             self._loop.at(self._record.sent(row, now), self._arrive, row)
 
@@ -173,9 +175,9 @@ class Intake:
             return True
         except Unavailable:
             return False
+        self._fleet.ledger.add(request.job, route, now)
         for assignment in assignments(request.job, route, now):
             index.book(assignment)
-        self._fleet.ledger.add(request.job.job_id, route, now)
         self._begin(request, route, now)
         return True
 

@@ -28,6 +28,7 @@ class Legs:
         instance.requests[leg.request] = None
         if leg.decodes:
             instance.decoding += 1
+            self._fleet.ledger.arrived(leg.request.job.job_id)
             instance.heavy += is_heavy(leg.request.job)
         if self._hop_s > 0.0:
             self._loop.at(now + self._hop_s, self._enter, (instance, leg))

@@ -61,8 +61,13 @@ class Record:
         if self._buckets is not None and self._run.prediction is not None:
             prediction = self._run.prediction.as_prediction(self._buckets[row])
         output = self._outputs[row]
-        job = JobView(str(row), self._prompts[row], output, self._run.slo, prediction)
+        asked = max(output, self._run.max_tokens or 0)
+        job = JobView(str(row), self._prompts[row], asked, self._run.slo, prediction)
         return SimRequest(row, job, output, self._prefixes[row] if self._prefixes is not None else ())
+
+    def output_tokens(self, row: int) -> int:
+        """Of the request of that row, in all."""
+        return self._outputs[row]
 
     def first_token(self, request: SimRequest, now: float) -> None:
         """The client has its first token."""

@@ -152,6 +152,8 @@ class RunSpec:
     to the last token; what takes longer is stopped. max_queued_jobs, max_queued_tokens: requests without a first token,
     and their prompt tokens, beyond which new ones are refused at once. drain_timeout_s: a flip whose drain takes longer
     is given up, and the instance keeps its role.
+    max_tokens: what clients ask for at most, all that policies know of a length that nobody predicts; None: what they
+    get.
     concurrency: a closed loop of so many clients; the workload's arrivals count for nothing, a request is sent when one
     has ended.
     sample_s: spacing of the load timeline, 0 for none. stepwise: one event an engine step, for checking macro-steps.
@@ -180,6 +182,7 @@ class RunSpec:
     max_queued_jobs: int | None = None
     max_queued_tokens: int | None = None
     drain_timeout_s: float = float("inf")
+    max_tokens: int | None = None
     concurrency: int = 0
     sample_s: float = 0.0
     seed: int = 0

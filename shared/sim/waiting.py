@@ -40,6 +40,11 @@ class WaitingLegs:
         self._staging = self._staging_free = staging_tokens
         self._staged: dict[Leg, int] = {}  # until their KV is sent
 
+    @property
+    def decode_tokens(self) -> int:
+        """Context of those that are to decode here."""
+        return sum(leg.tokens for queue in (self._preempted, self._first) for leg in queue if leg.decodes)
+
     def push(self, leg: Leg, now: float) -> None:
         """Add at the end."""
         self.count += 1

@@ -21,7 +21,7 @@ from shared.cost.linear import rates_of
 from shared.cost.models import bundled_geometry, geometry_from_file
 from shared.cost.step import Batch, StepModel
 from shared.domain.instance import Compatibility, KvGeometry
-from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
+from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.runtime.logs import get_log
 from shared.wire.messages import WIRE_VERSION, TokenStep
 
@@ -199,6 +199,7 @@ def fixed_step_rates(step_s: float, s_per_token: float, chunk_size: int) -> Rate
         PartialPrefillCost(s_per_token + step_s / chunk_size, step_s / 2.0),  # the last step is half full
         ChunkedCost(0.0, 0.0, step_s + s_per_token * chunk_size),
         HuaweiCost(s_per_token, 0.0, 0.0, step_s, 0.0, 0.0, 0.0, step_s),
+        StepRates(StepForm(step_s, s_per_token), StepForm(step_s), StepForm(step_s, s_per_token)),
     )
 
 

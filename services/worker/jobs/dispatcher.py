@@ -11,8 +11,8 @@ from shared.domain.job import JobView
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.errors import InvalidRequest
 from shared.policy import registry
+from shared.policy.assignment import Assignment
 from shared.policy.dispatch import DispatchPolicy, choose_decode
-from shared.policy.index import Assignment
 from shared.policy.lengths import is_heavy
 from shared.policy.load_tracker import LoadTracker
 

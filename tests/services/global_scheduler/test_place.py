@@ -124,7 +124,7 @@ def test_an_unknown_policy_in_the_settings_stops_the_start() -> None:
     from services.global_scheduler.app import create_app
     from services.global_scheduler.settings import SchedulerSettings
 
-    with pytest.raises(InvalidRequest, match="known: least_load, memory, plan"):
+    with pytest.raises(InvalidRequest, match="known: adaptive, least_load, memory, plan"):
         create_app(SchedulerSettings(placement="best"))
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shared.domain.instance import InstanceView
 from shared.errors import InvalidRequest, Unavailable
 from shared.policy import registry
+from shared.policy.assignment import Assignment
 from shared.policy.dispatch import (
     DispatchPolicy,
     LeastInterference,
@@ -20,7 +21,6 @@ from shared.policy.dispatch import (
     free_tokens,
     interference,
 )
-from shared.policy.index import Assignment
 from shared.policy.lengths import PredictedEnd
 from tests.shared.policy.views import decode, index, job, predicted
 

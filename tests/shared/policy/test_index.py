@@ -2,7 +2,8 @@ from random import Random
 
 from shared.domain.instance import InstanceState, Role
 from shared.domain.rates import ChunkedCost, PartialPrefillCost, Rates
-from shared.policy.index import Assignment, ClusterIndex
+from shared.policy.assignment import Assignment
+from shared.policy.index import ClusterIndex
 from shared.policy.placement import LeastLoad
 from tests.shared.policy.views import decode, index, job, prefill, view
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shared.domain.instance import InstanceState
 from shared.domain.route import InstanceRef, Route, Work
 from shared.policy.ledger import FORGET_S, SETTLE_S, Rotation, WorkloadLedger, pair_key
-from tests.shared.policy.views import decode, view
+from tests.shared.policy.views import decode, job, view
 
 
 def route(instance_id: str, score: float = 1.0, tokens: int = 10) -> Route:
@@ -17,8 +17,8 @@ def route(instance_id: str, score: float = 1.0, tokens: int = 10) -> Route:
 
 def test_what_is_added_is_what_is_taken_off() -> None:
     ledger = WorkloadLedger()
-    ledger.add("a", route("d", 0.1, 5))
-    ledger.add("b", route("d", 0.2, 7))
+    ledger.add(job(job_id="a"), route("d", 0.1, 5))
+    ledger.add(job(job_id="b"), route("d", 0.2, 7))
     assert ledger.score("d") == pytest.approx(0.3)
     assert ledger.tokens_at("d") == 12
     ledger.complete("a")
@@ -29,10 +29,10 @@ def test_what_is_added_is_what_is_taken_off() -> None:
 
 def test_a_job_that_is_placed_again_moves() -> None:
     ledger = WorkloadLedger()
-    ledger.add("a", route("d", 3.0))
-    ledger.add("a", route("e", 4.0))
+    ledger.add(job(job_id="a"), route("d", 3.0))
+    ledger.add(job(job_id="a"), route("e", 4.0))
     assert (ledger.score("d"), ledger.score("e")) == (0.0, 4.0)
-    ledger.add("a", Route(None, InstanceRef("f", 1, ""), 0, "least_load"))
+    ledger.add(job(job_id="a"), Route(None, InstanceRef("f", 1, ""), 0, "least_load"))
     assert len(ledger) == 0
 
 
@@ -55,7 +55,7 @@ def test_unknown_jobs_and_instances_are_nothing() -> None:
 )
 def test_settling_forgets_what_cannot_be_there(age_s: float, instances: list, left: int) -> None:  # type: ignore[type-arg]
     ledger = WorkloadLedger()
-    ledger.add("a", route("d"), 100.0)
+    ledger.add(job(job_id="a"), route("d"), 100.0)
     ledger.settle(view(*instances), 100.0 + age_s)
     assert len(ledger) == left
     assert (ledger.score("d") > 0) is (left > 0)
@@ -73,7 +73,7 @@ def test_what_stays_is_not_looked_at_again() -> None:
 
     ledger = WorkloadLedger()
     for number in range(1000):
-        ledger.add(f"j{number}", route("d"), 100.0)
+        ledger.add(job(job_id=f"j{number}"), route("d"), 100.0)
     ledger._entries = watched = Watched(ledger._entries)  # type: ignore[assignment, arg-type]
     ledger.settle(view(decode("d", inflight=1)), 200.0)
     assert (len(ledger), watched.reads) == (1000, 0)
@@ -92,7 +92,7 @@ def test_it_returns_to_zero(steps: list[tuple[int, int, float, int]]) -> None:
             ledger.complete(f"j{number - 1}")
             open_jobs.discard(f"j{number - 1}")
         else:
-            ledger.add(f"j{number}", route(f"d{instance}", score, tokens))
+            ledger.add(job(job_id=f"j{number}"), route(f"d{instance}", score, tokens))
             open_jobs.add(f"j{number}")
     assert len(ledger) == len(open_jobs)
     for job_id in open_jobs:
@@ -135,7 +135,7 @@ def test_turns_keep_to_the_weights(weights: dict[str, float], count: int) -> Non
 def test_a_rotation_counts_placements_and_starts_anew_with_other_members() -> None:
     ledger = WorkloadLedger()
     rotation = ledger.rotation("weighted", {"a": 1.0, "b": 1.0})
-    ledger.add("j", route("a"))
+    ledger.add(job(job_id="j"), route("a"))
     assert list(ledger.rotation("weighted", {"a": 1.0, "b": 1.0}).order()) == ["b", "a"]
     assert ledger.rotation("weighted", {"a": 1.0, "b": 1.0}) is rotation
     assert list(ledger.rotation("weighted", {"a": 1.0, "b": 1.0, "c": 1.0}).order()) == ["a", "b", "c"]
@@ -145,5 +145,5 @@ def test_pairs_have_turns_of_their_own() -> None:
     ledger = WorkloadLedger()
     weights = {pair_key("p", "d"): 1.0, pair_key("p", "e"): 1.0}
     ledger.rotation("plan", weights)
-    ledger.add("j", Route(InstanceRef("p", 1, ""), InstanceRef("d", 1, ""), 5, "plan"))
+    ledger.add(job(job_id="j"), Route(InstanceRef("p", 1, ""), InstanceRef("d", 1, ""), 5, "plan"))
     assert next(ledger.rotation("plan", weights).order()) == pair_key("p", "e")

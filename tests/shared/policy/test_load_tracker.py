@@ -5,9 +5,9 @@ import pytest
 
 from shared.domain.route import InstanceRef, Route, Work
 from shared.errors import Unavailable
-from shared.policy.index import Assignment
+from shared.policy.assignment import Assignment
 from shared.policy.load_tracker import FORGET_S, HOLD_S, LoadTracker
-from tests.shared.policy.views import decode, prefill, view
+from tests.shared.policy.views import decode, job, prefill, view
 
 
 def backlogs(live: LoadTracker) -> dict[str, float]:
@@ -96,7 +96,7 @@ def test_idle_instances_are_liked_differently_after_each_broadcast() -> None:
 def test_the_ledger_outlives_broadcasts_until_its_instance_is_gone() -> None:
     live, rng = LoadTracker(), Random(0)
     live.update(view(decode("d", inflight=1)), 10.0, rng)
-    live.ledger.add("j", Route(None, InstanceRef("d", 1, ""), 0, "workload", work=Work(2.0, 30)), 10.0)
+    live.ledger.add(job(job_id="j"), Route(None, InstanceRef("d", 1, ""), 0, "workload", work=Work(2.0, 30)), 10.0)
     for step in range(1, 4):
         live.update(view(decode("d", inflight=1)), 10.0 + step, rng)
         assert live.current.ledger is live.ledger

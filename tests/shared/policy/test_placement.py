@@ -10,8 +10,9 @@ from shared.domain.instance import InstanceState, InstanceView, Role
 from shared.domain.route import Route
 from shared.errors import InvalidRequest, Unavailable
 from shared.policy import registry
+from shared.policy.assignment import assignments
 from shared.policy.index import ClusterIndex
-from shared.policy.placement import Policies, assignments, place
+from shared.policy.placement import Policies, place
 from tests.shared.policy.views import decode, index, instance, job, prefill, view
 
 

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from shared.domain.instance import InstanceView
 from shared.domain.rates import Rates
 from shared.policy import registry
+from shared.policy.assignment import assignments
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
-from shared.policy.placement import Policies, Single, assignments, place
+from shared.policy.placement import Policies, Single, place
 from tests.shared.policy.views import decode, index, job, prefill, view
 
 
@@ -25,7 +26,7 @@ def run(name: str, views: list[InstanceView], jobs: int, exclude: tuple[str, ...
         for assignment in assignments(asked, route, 0.0):
             cluster.book(assignment)
         turn = cluster.turn
-        ledger.add(asked.job_id, route)
+        ledger.add(asked, route)
         placed = route.prefill or route.decode
         assert placed is not None
         seen.append(placed.instance_id)

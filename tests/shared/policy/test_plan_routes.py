@@ -23,7 +23,7 @@ def run(plan: PlanRoutes, views: list[InstanceView], jobs: int, split: str = "fu
     for number in range(jobs):
         cluster = ClusterIndex(view(*views), rng=rng, ledger=ledger)
         routes.append(place(job(prompt, 10, job_id=f"j{number}"), cluster, policies, 0.0, rng))
-        ledger.add(f"j{number}", routes[-1])
+        ledger.add(job(job_id=f"j{number}"), routes[-1])
     return routes
 
 
@@ -54,7 +54,7 @@ def test_a_pair_that_comes_back_does_not_catch_up() -> None:
         for number in range(count):
             cluster = ClusterIndex(view(*views), rng=rng, ledger=ledger)
             routes.append(place(job(job_id=f"{number}"), cluster, policies, 0.0, rng))
-            ledger.add(f"{number}", routes[-1])
+            ledger.add(job(job_id=f"{number}"), routes[-1])
         return pairs(routes)
 
     place_some(ALL[:1] + ALL[2:], 1000)

@@ -54,7 +54,7 @@ def test_penalties_at_half_full(penalty: Penalty, factor: float) -> None:
     works = []
     for number in range(6):
         route = place(asked, indexed(ledger, one), run, 0.0, Random(0))
-        ledger.add(f"j{number}", route)
+        ledger.add(job(job_id=f"j{number}"), route)
         assert route.work is not None
         works.append(route.work)
     assert works[0].score == pytest.approx(0.126)
@@ -82,7 +82,9 @@ def test_workload_by_example(
     run = Policies(Workload(), registry.split("full"), registry.dispatch("random"))
     for one, count in zip(views, jobs, strict=True):
         for number in range(count):
-            ledger.add(f"{one.instance_id}-{number}", place(asked, indexed(ledger, one), run, 0.0, Random(0)))
+            ledger.add(
+                job(job_id=f"{one.instance_id}-{number}"), place(asked, indexed(ledger, one), run, 0.0, Random(0))
+            )
     assert chosen(Workload().choose(asked, indexed(ledger, *views), (), 0.0, Random(0))) == winner
 
 
@@ -93,7 +95,7 @@ def test_memory_only_looks_at_memory() -> None:
     counts = {"slow": 0, "fast": 0}
     for number in range(25):
         route = place(asked, indexed(ledger, *views, seed=number), run, 0.0, Random(number))
-        ledger.add(f"j{number}", route)
+        ledger.add(job(job_id=f"j{number}"), route)
         assert route.decode is not None
         counts[route.decode.instance_id] += 1
     assert counts["slow"] > counts["fast"] >= 5
@@ -156,7 +158,7 @@ def test_the_chosen_has_the_least_sum(
         if all(v.info.rates.batch for v in views) or name == "memory":  # else "the mean" differs when alone
             sums = [ledger.score(c.instance.instance_id) + c.work.score for c in alone if c and c.work]
             assert total == pytest.approx(min(sums))
-        ledger.add(asked.job_id, Route(None, choice.ref, 0, name, work=choice.work))
+        ledger.add(asked, Route(None, choice.ref, 0, name, work=choice.work))
         open_jobs.append(asked.job_id)
         if end < 3:
             ledger.complete(open_jobs.pop(0))

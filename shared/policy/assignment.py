@@ -1,0 +1,47 @@
+"""What a placement gives instances to do, as loads will show it a little later."""
+
+from dataclasses import dataclass
+
+from shared.domain.job import JobView
+from shared.domain.route import Route
+from shared.policy.lengths import is_heavy
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Work given to an instance at `time_s` (unix seconds), perhaps not yet in the instance's load.
+
+    coming: a decode whose prompt is computed elsewhere first, wholly or in part, so that it comes only then.
+    """
+
+    instance_id: str
+    time_s: float
+    prefill_tokens: int = 0  # prompt tokens that it has to compute
+    decode_tokens: int = 0  # prompt tokens that a decode job brings; 0 when it is no decode job
+    heavy: bool = False
+    job_id: str = ""
+    coming: bool = False
+    import_tokens: int = 0  # of KV that comes from elsewhere
+
+
+def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...]:
+    """What to book for a route, so that the next decisions count it."""
+    booked = []
+    if route.prefill is not None:
+        booked.append(Assignment(route.prefill.instance_id, now, prefill_tokens=route.split, job_id=job.job_id))
+    if route.decode is not None:
+        tokens, heavy = job.prompt_tokens, is_heavy(job)
+        later = route.prefill is not None
+        booked.append(
+            Assignment(
+                route.decode.instance_id,
+                now,
+                tokens - route.split,
+                tokens,
+                heavy,
+                job.job_id,
+                later,
+                later * route.split,
+            )
+        )
+    return tuple(booked)
