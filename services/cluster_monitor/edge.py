@@ -104,6 +104,7 @@ class LinkRateIn(_Edge):
 
     bytes_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     latency_s: Seconds = 0.0
+    slow: Annotated[dict[Name, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(max_length=64)] = {}
 
 
 class RatesIn(_Edge):

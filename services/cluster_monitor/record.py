@@ -69,6 +69,8 @@ class Record:
         self.role = beat.role
         self.draining = beat.draining
         self.load = beat.load
+        if beat.rates is not None:
+            self.info = msgspec.structs.replace(self.info, rates=beat.rates)
         for accepts, future in list(self.waiters):
             if not future.done() and accepts(beat):
                 future.set_result(None)

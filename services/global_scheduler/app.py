@@ -58,7 +58,7 @@ async def _start(
     placer = Placer(policies, metrics, settings.policy_seed)
     open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
     name, ring = settings.scheduler_id, settings.ring_jobs
-    reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.ended)
+    reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.decodes, placer.ended)
     stack.push_async_callback(outcomes.step)  # once more, when the loops have ended
 
     tasks = await stack.enter_async_context(background())

@@ -81,9 +81,13 @@ class Placer:
         self._metrics.placed(route, time.perf_counter() - started)
         return route
 
-    def ended(self, job_id: str) -> None:
-        """A job is over here, however it ended."""
-        self.ledger.complete(job_id)
+    def decodes(self, job_id: str) -> None:
+        """A job has come to its decode instance."""
+        self._live.arrived(job_id, time.time())
+
+    def ended(self, job_id: str, output_tokens: int) -> None:
+        """A job is over here, however it ended; `output_tokens` of a whole answer, else 0."""
+        self.ledger.complete(job_id, output_tokens)
         self._live.ended(job_id)
         if refusals := self._refused.pop(job_id, 0):
             log.info("ended without a placement", job_id=job_id, refusals=refusals)

@@ -25,7 +25,8 @@ MAX_CLASSES = 1_000  # SLO classes remembered; names come from clients' keys
 class Reports:
     """The newest jobs by id, and the places where their reports go.
 
-    `on_end` is called once for each job that is open here no longer, for whatever reason: its work counts no more.
+    `on_decode` is called when a job has come to its decode instance; `on_end` once for each job that is open here no
+    longer, for whatever reason, with the tokens of its answer if that is whole: its work counts no more.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class Reports:
         outcomes: Forwarder,
         lengths: Forwarder,
         open_jobs: OpenJobs,
-        on_end: Callable[[str], None],
+        on_decode: Callable[[str], None],
+        on_end: Callable[[str, int], None],
     ) -> None:
         self._scheduler_id = scheduler_id
         self._ring_jobs = ring_jobs
@@ -47,6 +49,7 @@ class Reports:
         self._lengths = lengths
         self._jobs: OrderedDict[str, JobReport] = OrderedDict()
         self._classes: dict[str, Slo] = {}
+        self._on_decode = on_decode
         self._on_end = on_end
         self._open = open_jobs
 
@@ -81,19 +84,21 @@ class Reports:
             self._store.put(requests, self._row(report, now))
         if report.phase.final:
             self._open.ended(report.job_id)
-            self._on_end(report.job_id)
+            self._on_end(report.job_id, report.output_tokens if report.phase is Phase.COMPLETED else 0)
             self._forward(report, now)
+        elif report.phase is Phase.DECODE:
+            self._on_decode(report.job_id)
 
     def sweep(self) -> None:
         """End what nobody speaks for: jobs of a gateway that is gone are lost; those of another scheduler leave."""
         swept = self._open.sweep(asyncio.get_running_loop().time())
         for job_id in swept.elsewhere:
             self._jobs.pop(job_id, None)
-            self._on_end(job_id)
+            self._on_end(job_id, 0)
         for job_id in swept.lost:
             known = self._jobs.get(job_id)
             if known is None:
-                self._on_end(job_id)
+                self._on_end(job_id, 0)
             else:
                 ended = {"phase": Phase.FAILED, "outcome": LOST, "slo_met": False}
                 self.take(msgspec.structs.replace(known, **ended), time.time())

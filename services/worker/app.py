@@ -23,6 +23,7 @@ from services.worker.kv.control import DirectControl, KvControl, SocketControl
 from services.worker.kv.events import KvEvents
 from services.worker.kv.ledger import ExportLedger
 from services.worker.kv.port import ConnectorPort, KvPort
+from services.worker.live_rates import LEARN_S, LiveRates
 from services.worker.metrics import WorkerMetrics
 from services.worker.settings import WorkerSettings
 from services.worker.telemetry import HEARTBEAT_S, Telemetry
@@ -73,7 +74,7 @@ def create_app(settings: WorkerSettings) -> FastAPI:
         """Who this instance is and what it does right now."""
         running: Instance = app.state.instance
         return {
-            "info": msgspec.to_builtins(running.info),
+            "info": msgspec.to_builtins(running.telemetry.info),
             "role": running.roles.role.value,
             "draining": running.roles.draining,
             "load": msgspec.to_builtins(running.telemetry.load()),
@@ -113,7 +114,8 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         queue = PrefillQueue(registry.prefill_order(settings.prefill_order), settings.prefill_batch)
         lengths = await stack.enter_async_context(LengthClient(settings.predictor_url, settings.predict_timeout_s))
         prefill = PrefillService(engine, kv, roles, queue, dispatcher, lengths, settings.chunk_size)
-        decode = DecodeService(engine, kv, roles)
+        rates = LiveRates(settings, info, engine.steps)
+        decode = DecodeService(engine, kv, roles, rates.transferred)
 
         async def release_of(peer: bytes) -> None:
             await kv.release_of(peer)
@@ -127,7 +129,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         )
         await stack.enter_async_context(server)
         telemetry = await _telemetry(
-            settings, info, roles, engine, kv, queue, decode, dispatcher, sockets, stack, tasks
+            settings, info, roles, engine, kv, queue, decode, rates, dispatcher, sockets, stack, tasks
         )
         stack.push_async_callback(telemetry.leave)
         WorkerMetrics(info, telemetry, roles, server, lengths, dispatcher)
@@ -267,6 +269,7 @@ async def _telemetry(
     kv: KvPort,
     queue: PrefillQueue,
     decode: DecodeService,
+    rates: LiveRates,
     dispatcher: Dispatcher,
     sockets: Sockets,
     stack: AsyncExitStack,
@@ -275,7 +278,7 @@ async def _telemetry(
     publisher = Publisher(sockets, settings.heartbeat_address, bind=False)
     stack.callback(publisher.close)
     monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url))
-    telemetry = Telemetry(info, roles, engine, kv, queue, decode, publisher, monitor)
+    telemetry = Telemetry(info, roles, engine, kv, queue, decode, rates, publisher, monitor)
 
     def broadcast(view: ClusterView) -> None:
         dispatcher.update(view)
@@ -283,6 +286,7 @@ async def _telemetry(
 
     subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, broadcast)
     stack.callback(subscriber.close)
+    tasks.every("rates", LEARN_S, rates.learn)
     tasks.every("heartbeat", HEARTBEAT_S, telemetry.beat)
     tasks.every("registration", HEARTBEAT_S, telemetry.keep_registered)
     return telemetry

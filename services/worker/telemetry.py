@@ -2,11 +2,14 @@
 
 import time
 
+import msgspec
+
 from services.worker.engines.base import Engine
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.prefill_queue import PrefillQueue
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
+from services.worker.live_rates import LiveRates
 from shared.domain.instance import ClusterView, InstanceInfo, InstanceLoad
 from shared.errors import Incompatible, PolyphaseError
 from shared.runtime.logs import get_log
@@ -30,10 +33,12 @@ class Telemetry:
         kv: KvPort,
         queue: PrefillQueue,
         decodes: DecodeService,
+        rates: LiveRates,
         publisher: Publisher,
         monitor: MonitorClient,
     ) -> None:
-        self.info = info
+        self._info = info
+        self._rates = rates
         self._roles = roles
         self._engine = engine
         self._kv = kv
@@ -45,6 +50,11 @@ class Telemetry:
         self._seen_s = 0.0
         self.refused = ""
         self._trouble = ""
+
+    @property
+    def info(self) -> InstanceInfo:
+        """Who this instance is, with the rates that it knows by now."""
+        return msgspec.structs.replace(self._info, rates=self._rates.current)
 
     def load(self) -> InstanceLoad:
         """The present load."""
@@ -58,16 +68,19 @@ class Telemetry:
             decoding=self._decodes.active,
             heavy_decodes=self._decodes.heavy,
             context_tokens=self._decodes.context_tokens,
+            waiting_tokens=stats.waiting_tokens,
             free_blocks=stats.free_blocks,
             staged_bytes=self._kv.staged_bytes,
+            inbound_bytes=int(self._decodes.inbound_tokens * self._info.kv_bytes_per_token),
             inflight=self._roles.inflight,
+            prefill_share=self._engine.steps.prefill_share,
         )
 
     async def leave(self) -> None:
         """Tell the monitor that this instance stops, so that nobody takes it for dead; and tell nothing more."""
         self._leaving = True
         try:
-            await self._monitor.leave(self.info)
+            await self._monitor.leave(self._info)
         except PolyphaseError as error:  # no monitor is there: it will take us for dead
             log.info("could not take leave", reason=error.message)
 
@@ -75,14 +88,16 @@ class Telemetry:
         """Publish one heartbeat."""
         if self._leaving:
             return
+        now, who = time.time(), self._info
+        rates = self._rates.news(now)
         self._publisher.publish(
-            Heartbeat(self.info.instance_id, self.info.generation, self._roles.role, self._roles.draining, self.load())
+            Heartbeat(who.instance_id, who.generation, self._roles.role, self._roles.draining, self.load(), rates)
         )
 
     def seen(self, view: ClusterView) -> None:
         """Note whether a broadcast knows this very process."""
-        known = view.of(self.info.instance_id)
-        if known is not None and known.info.generation == self.info.generation:
+        known = view.of(self._info.instance_id)
+        if known is not None and known.info.generation == self._info.generation:
             self._seen_s = time.monotonic()
 
     async def keep_registered(self) -> None:

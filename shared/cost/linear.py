@@ -6,7 +6,7 @@ import numpy as np
 
 from shared.cost.step import Batch, StepModel
 from shared.cost.step_rates import least_squares, step_rates_of
-from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
+from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates, StepRates
 
 
 def fit_huawei(prefills: Sequence[tuple[int, int, float]], decodes: Sequence[tuple[int, int, float]]) -> HuaweiCost:
@@ -60,6 +60,24 @@ def rates_of(model: StepModel, budget: int = 512, price_per_hour: float = 0.0, w
     partial = partial_prefill_of(model, chunk=budget)
     step = step_rates_of(model.step_time_s, budget)
     return Rates(partial, chunked_of(model, budget), huawei_of(model), step, None, price_per_hour, weight)
+
+
+def rates_of_steps(step: StepRates, budget: int) -> Rates:
+    """The papers' costs of an instance whose steps cost `step`, in chunks of `budget` tokens; price and weight unknown.
+
+    A prompt of n tokens takes n / budget full steps and, on average, half a one that is not full; the quadratic part
+    is taken at a prompt of 1,024 tokens.
+    """
+    prefill, mixed, decode = step.prefill, step.mixed, step.decode
+    token_s = prefill.token_s + prefill.fixed_s / budget
+    partial = PartialPrefillCost(token_s + prefill.position_s * 1024.0, prefill.fixed_s / 2.0)
+    full_s = mixed.fixed_s + budget * (mixed.token_s + mixed.position_s * budget / 2.0)
+    chunked = ChunkedCost(mixed.position_s * budget, mixed.context_s, full_s)
+    batch_s = token_s + prefill.position_s * 512.0
+    huawei = HuaweiCost(
+        batch_s, 0.0, 0.0, prefill.fixed_s / 2.0, decode.context_s, decode.sequence_s, 0.0, decode.fixed_s
+    )
+    return Rates(partial, chunked, huawei, step)
 
 
 def saturation_tokens(time_s: Callable[[int], float], share: float = 0.9, most: int = 16384) -> int:

@@ -98,10 +98,18 @@ class StepRates(msgspec.Struct, frozen=True):
 
 
 class LinkRate(msgspec.Struct, frozen=True):
-    """What an instance's network port carries, and how long a transfer takes besides."""
+    """What an instance's network port carries, and how long a transfer takes besides.
+
+    slow: by instance id, what comes from those that are much slower to send.
+    """
 
     bytes_s: float
     latency_s: float = 0.0
+    slow: dict[str, float] = {}
+
+    def from_s(self, instance_id: str) -> float:
+        """Bytes a second from that instance."""
+        return self.slow.get(instance_id, self.bytes_s)
 
 
 UNKNOWN_STEPS = StepRates(  # of an instance that nobody measured: some mid-range accelerator with a mid-size model

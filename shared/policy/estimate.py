@@ -60,12 +60,16 @@ class PrefillSide(NamedTuple):
 
 def transfer_s(prefill: InstanceView, decode: InstanceView, tokens: int) -> tuple[float, float]:
     """Seconds from now until a transfer could begin, and that it takes. Nothing where nobody measured a link."""
-    out, into = prefill.info.rates.link, decode.info.rates.link
-    if out is None or into is None:
+    into = decode.info.rates.link
+    if into is None:
         return 0.0, 0.0
-    waits_s = max(prefill.load.staged_bytes / out.bytes_s, decode.load.inbound_bytes / into.bytes_s)
-    bytes_s = min(out.bytes_s, into.bytes_s)
-    return waits_s, tokens * prefill.info.kv_bytes_per_token / bytes_s + max(out.latency_s, into.latency_s)
+    bytes_s, latency_s = into.from_s(prefill.info.instance_id), into.latency_s
+    waits_s = decode.load.inbound_bytes / into.bytes_s
+    out = prefill.info.rates.link
+    if out is not None:
+        waits_s = max(waits_s, prefill.load.staged_bytes / out.bytes_s)
+        bytes_s, latency_s = min(bytes_s, out.bytes_s), max(latency_s, out.latency_s)
+    return waits_s, tokens * prefill.info.kv_bytes_per_token / bytes_s + latency_s
 
 
 def link_harm(waits_s: float, moves_s: float, tpot_s: float, brief: float, slo: Slo) -> float:

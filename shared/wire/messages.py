@@ -5,10 +5,11 @@ import msgspec
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.job import Generation, JobView, LengthPrediction, Phase
 from shared.domain.kv import Codec, KvHandle, TransferReport
+from shared.domain.rates import Rates
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.timeline import RequestTimeline
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 
 class PlaceRequest(msgspec.Struct):
@@ -176,10 +177,11 @@ class FlipReply(msgspec.Struct):
 
 
 class Heartbeat(msgspec.Struct):
-    """What each worker publishes every 100 ms."""
+    """What each worker publishes every 100 ms; its rates only when they have changed, and every few seconds."""
 
     instance_id: str
     generation: int
     role: Role
     draining: bool
     load: InstanceLoad
+    rates: Rates | None = None

@@ -36,10 +36,13 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot. `waiting` includes requests that wait for KV."""
+    """A snapshot. `waiting` includes requests that wait for KV; `waiting_tokens` are those of requests without blocks that
+    are to decode here.
+    """
 
     running: int = 0
     waiting: int = 0
+    waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
 

@@ -2,6 +2,7 @@
 
 import time
 
+from shared.policy.prefill_share import PrefillShare
 from shared.wire.steps import StepPage, StepRecord
 
 KEPT = 8192  # steps: over a minute of a fast engine's, some 2 MB
@@ -16,6 +17,12 @@ class StepLog:
     def __init__(self, kept: int = KEPT) -> None:
         self._ring: list[_Entry | None] = [None] * kept
         self._count = 0
+        self._share = PrefillShare()
+
+    @property
+    def prefill_share(self) -> float:
+        """Of the last steps with decodes, how many computed prompts, too."""
+        return self._share.after()
 
     def add(self, seconds: float, cpu_s: float, prefill: Chunks, decode_count: int, decode_context_tokens: int) -> None:
         """Record a step that ends now. See StepRecord."""
@@ -30,6 +37,11 @@ class StepLog:
             decode_context_tokens,
         )
         self._count = number + 1
+        if decode_count:
+            if prefill:
+                self._share.mixed()
+            else:
+                self._share.plain()
 
     def page(self, instance_id: str, generation: int, since: int, limit: int) -> StepPage:
         """Up to `limit` steps from number `since` on; with a negative `since`, the newest ones."""

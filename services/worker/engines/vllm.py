@@ -251,6 +251,7 @@ class VllmEngine:
         self._stats = EngineStats(
             running=len(scheduler.running),
             waiting=waiting,
+            waiting_tokens=sum(request.num_tokens for request in scheduler.waiting if not _holds_blocks(request)),
             free_blocks=pool.get_num_free_blocks(),
             total_blocks=pool.num_gpu_blocks - 1,
         )

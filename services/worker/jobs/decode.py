@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -24,15 +25,19 @@ class _Decode:
     request: DecodeRequest
     context_tokens: int
     uncomputed: int
+    started: bool = False
 
 
 class DecodeService:
-    """Serves `decode` and `prefetch`."""
+    """Serves `decode` and `prefetch`. `on_transfer` hears who exported KV that came here, and how that went."""
 
-    def __init__(self, engine: Engine, kv: KvPort, roles: RoleState) -> None:
+    def __init__(
+        self, engine: Engine, kv: KvPort, roles: RoleState, on_transfer: Callable[[str, TransferReport], None]
+    ) -> None:
         self._engine = engine
         self._kv = kv
         self._roles = roles
+        self._on_transfer = on_transfer
         self._active: dict[str, _Decode] = {}
         self._prefetches: dict[str, bytes] = {}  # transfers that no job has come for yet, and who asked
         self._sequence = 0
@@ -51,6 +56,12 @@ class DecodeService:
     def context_tokens(self) -> int:
         """Tokens of all of them: prompts, and what was generated here."""
         return sum(job.context_tokens for job in self._active.values())
+
+    @property
+    def inbound_tokens(self) -> int:
+        """Tokens whose KV comes from elsewhere and is not here yet, as far as is known: nothing was computed on it."""
+        handles = (job.request.handle for job in self._active.values() if not job.started)
+        return sum(handle.tokens for handle in handles if handle is not None)
 
     @property
     def queued(self) -> int:
@@ -120,6 +131,7 @@ class DecodeService:
             nonlocal started_s
             started_s = started_s or time.time()
             job.uncomputed = 0
+            job.started = True
             job.context_tokens += len(output.tokens)
             if output.finish_reason not in FAILED:
                 call.send(output)
@@ -138,7 +150,9 @@ class DecodeService:
     async def _transfer(self, handle: KvHandle | None) -> TransferReport:
         if handle is None:
             return TransferReport(TransferOutcome.LOCAL)
-        return await self._kv.import_report(handle.transfer_id)
+        report = await self._kv.import_report(handle.transfer_id)
+        self._on_transfer(handle.instance_id, report)
+        return report
 
 
 def _to_prefill(request: DecodeRequest) -> int:

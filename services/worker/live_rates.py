@@ -1,0 +1,106 @@
+"""What this instance knows of its own speed: where it began, corrected by its steps and its transfers while it serves."""
+
+import time
+
+import msgspec
+
+from services.worker.engines.step_log import StepLog
+from services.worker.settings import WorkerSettings
+from shared.cost.learning import StepLearner
+from shared.cost.library import Library
+from shared.cost.linear import rates_of_steps
+from shared.cost.step import Batch
+from shared.cost.step_rates import step_rates_of
+from shared.cost.transfers import LinkLearner
+from shared.domain.instance import InstanceInfo
+from shared.domain.kv import TransferOutcome, TransferReport
+from shared.domain.rates import UNKNOWN_STEPS, Rates, StepForm, StepRates
+from shared.errors import PolyphaseError
+from shared.runtime.logs import get_log
+
+log = get_log(__name__)
+LEARN_S = 0.5  # between two looks at the steps
+REPEAT_S = 5.0  # so often rates are told again though they are the same: who was away hears them then
+STEPS_A_LOOK = 64  # the newest are learned from; an engine of many short steps is not learned from more
+TOLD_APART = 0.02  # a change by a smaller share is not told
+
+
+class LiveRates:
+    """Learns at each `learn`; `news` is what the next heartbeat is to carry."""
+
+    def __init__(self, settings: WorkerSettings, info: InstanceInfo, steps: StepLog) -> None:
+        start = info.rates.step or catalogue_steps(settings)
+        self.current = msgspec.structs.replace(info.rates, step=start)
+        self._steps = steps
+        self._next = 0
+        self._chunk = settings.chunk_size
+        self._learner = StepLearner(start, settings.chunk_size, settings.max_seqs)
+        self._link = LinkLearner(info.rates.link)
+        self._told: Rates | None = None
+        self._told_s = 0.0
+
+    @property
+    def step(self) -> StepRates | None:
+        """What a step costs, as far as it is known."""
+        return self.current.step
+
+    def transferred(self, exporter: str, report: TransferReport) -> None:
+        """An import has ended."""
+        if report.outcome is TransferOutcome.PULLED and report.wire_bytes:
+            self._link.add(exporter, report.wire_bytes, report.ended_s - report.started_s)
+
+    def learn(self) -> None:
+        """Take in what has happened since the last time."""
+        page = self._steps.page("", 0, self._next, 1 << 20)
+        self._next = page.next
+        steps = page.steps[-STEPS_A_LOOK:]
+        for one in steps:
+            batch = Batch(one.prefill, one.decode_count, one.decode_context_tokens)
+            self._learner.add(batch, one.seconds, one.ended_s)
+        step = self._learner.rates(steps[-1].ended_s if steps else time.time()) if steps else self.current.step
+        if step is not None and steps:
+            learned = rates_of_steps(step, self._chunk)
+            self.current = msgspec.structs.replace(
+                self.current, prefill=learned.prefill, chunked=learned.chunked, batch=learned.batch, step=step
+            )
+        if (link := self._link.rate) is not None:
+            self.current = msgspec.structs.replace(self.current, link=link)
+
+    def news(self, now: float) -> Rates | None:
+        """The present rates, if they differ from those told last, or were not told for a while. Unix seconds."""
+        if now - self._told_s < REPEAT_S and self._told is not None and _alike(self.current, self._told):
+            return None
+        self._told, self._told_s = self.current, now
+        return self.current
+
+
+def catalogue_steps(settings: WorkerSettings) -> StepRates:
+    """Where to begin without a calibration: the catalogue's accelerator, or some mid-range one where it has none."""
+    try:
+        model = Library.built_in().step_model(
+            settings.accelerator, settings.model, settings.tensor_parallel, dtype=settings.dtype
+        )
+    except PolyphaseError as error:
+        log.info("no step times of this accelerator and model; they are learned", reason=error.message)
+        return UNKNOWN_STEPS
+    return step_rates_of(model.step_time_s, settings.chunk_size, settings.max_seqs)
+
+
+def _alike(one: Rates, other: Rates) -> bool:
+    if one.step is None or other.step is None or one.link != other.link:
+        return one == other
+    pairs = zip(_forms(one.step), _forms(other.step), strict=True)
+    return all(abs(a - b) <= TOLD_APART * max(abs(a), abs(b)) for a, b in pairs)
+
+
+def _forms(step: StepRates) -> list[float]:
+    """The times of a usual step of each kind: what a change of coefficients comes to."""
+    usual = 256
+    return [
+        step.prefill_s(usual, 0),
+        step.prefill_s(usual, 1024),
+        step.decode_s(1, 512),
+        step.decode_s(16, 16 * 512),
+        step.mixed_s(usual, 0, 1, 512),
+        step.mixed_s(usual, 0, 16, 16 * 512),
+    ]

@@ -1,0 +1,114 @@
+"""Step rates that follow what an instance measures of itself while it serves. Pure: told of steps, asked for rates."""
+
+from collections import deque
+from math import exp, log
+from statistics import median
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.cost.step import Batch
+from shared.cost.step_rates import NAMES, TERMS, profile_batches, terms_of
+from shared.domain.rates import StepForm, StepRates
+
+HALF_LIFE_S = 60.0  # of what a step says of the shape of its kind
+RECENT_S = 4.0  # steps so old at most say how fast the instance is right now
+RECENT = 64  # of each kind, at most
+FEW = 5  # of a kind that has fewer, the steps of all kinds say it
+PRIOR_STEPS = 30.0  # steps that the start is worth
+OUTLIER = log(1.5)  # a step that is off by more from its like counts less, the more it is off
+TRUSTED = 3  # steps before outliers are told from others
+
+Array = NDArray[np.float64]
+
+
+class _Kind:
+    """Steps of one kind: weighed sums for least squares, and the last ratios of measured to started-from times."""
+
+    def __init__(self, name: str, prior: StepForm, profile: list[Batch]) -> None:
+        self.terms = list(TERMS[name])
+        self.prior = np.array([getattr(prior, NAMES[term]) for term in self.terms])
+        rows = np.array([[terms_of(batch)[term] for term in self.terms] for batch in profile])
+        rows = rows / np.maximum(rows @ self.prior, 1e-9)[:, None]
+        self.before: Array = rows.T @ rows * (PRIOR_STEPS / len(rows))
+        self.square: Array = np.zeros_like(self.before)
+        self.target: Array = np.zeros(len(self.terms))
+        self.steps = 0
+        self.level = 1.0  # measured over started-from times, lately
+        self.added_s = 0.0
+        self.recent: deque[tuple[float, Array, float]] = deque(maxlen=RECENT)
+
+    def add(self, row: Array, seconds: float, now: float) -> None:
+        """A step of these terms took `seconds`."""
+        expected = max(float(row @ self.prior), 1e-9)
+        ratio, scaled = seconds / expected, row / expected
+        off = abs(log(max(ratio, 1e-9) / self.level)) if self.steps >= TRUSTED else 0.0
+        weight = 1.0 if off <= OUTLIER else OUTLIER / off
+        fade = exp(-max(0.0, now - self.added_s) * log(2.0) / HALF_LIFE_S) if self.steps else 1.0
+        self.square = self.square * fade + weight * np.outer(scaled, scaled)
+        self.target = self.target * fade + weight * ratio * scaled
+        self.added_s = now
+        self.steps += 1
+        self.recent.append((now, row, seconds))
+        if self.steps <= TRUSTED or self.steps % 8 == 0:
+            self.level = median(took / max(float(one @ self.prior), 1e-9) for _, one, took in self.recent)
+
+    def solved(self, level: float) -> Array:
+        """The terms' seconds: the steps seen, and the start at the level that was seen. None is negative."""
+        scale = np.sqrt(np.maximum(np.diag(self.square + self.before), 1e-18))
+        matrix = (self.square + self.before) / np.outer(scale, scale)
+        target = (self.target + self.before @ (self.prior * level)) / scale
+        free = np.ones(len(scale), dtype=bool)
+        found: Array = np.zeros(len(scale))
+        for _ in range(len(scale)):  # the active set of a few terms: drop the negative ones and solve again
+            found[:] = 0.0
+            found[free] = np.linalg.solve(matrix[np.ix_(free, free)], target[free])
+            if not (found < 0.0).any():
+                break
+            free &= found >= 0.0
+        return np.maximum(found, 0.0) / scale
+
+
+class StepLearner:
+    """Begins with `prior`, the catalogue's or a calibration's forms, and corrects them by each step that is added.
+
+    Two speeds: the shape of each kind of step (prefill, decode, mixed) by least squares of relative errors, in which a
+    step counts half as much after a minute; and how much longer than that the last seconds' steps took, by their
+    median, so that an instance that slows down is seen within seconds. Single outliers hardly count in either.
+    `budget`, `decodes`: the most prompt tokens and decodes of a step.
+    """
+
+    def __init__(self, prior: StepRates, budget: int, decodes: int) -> None:
+        profile = profile_batches(budget, decodes)
+        self._kinds = {name: _Kind(name, getattr(prior, name), profile[name]) for name in TERMS}
+
+    def add(self, batch: Batch, seconds: float, now: float) -> None:
+        """A step of `batch` took `seconds` and ended at `now`; times do not go back."""
+        if not seconds > 0.0:
+            return
+        name = "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
+        kind = self._kinds[name]
+        terms = terms_of(batch)
+        kind.add(np.array([terms[term] for term in kind.terms]), seconds, now)
+
+    def rates(self, now: float) -> StepRates:
+        """What steps cost, as it looks at `now`."""
+        seen = [kind for kind in self._kinds.values() if kind.steps]
+        level = median(kind.level for kind in seen) if seen else 1.0
+        solved = {name: kind.solved(kind.level if kind.steps else level) for name, kind in self._kinds.items()}
+        ratios = {
+            name: [took / max(float(row @ solved[name]), 1e-9) for at, row, took in kind.recent if now - at <= RECENT_S]
+            for name, kind in self._kinds.items()
+        }
+        every = [ratio for some in ratios.values() for ratio in some]
+        common = median(every) if len(every) >= FEW else 1.0
+        forms = {name: self._form(name, solved[name], ratios[name], common) for name in TERMS}
+        return StepRates(**forms)
+
+    def _form(self, name: str, solved: Array, ratios: list[float], common: float) -> StepForm:
+        kind = self._kinds[name]
+        pace = median(ratios) if len(ratios) >= FEW else common
+        error = median(abs(ratio / pace - 1.0) for ratio in ratios) if ratios else 0.0
+        plain = {NAMES[term]: float(value) * pace for term, value in zip(kind.terms, solved, strict=True)}
+        return msgspec.convert({"fixed_s": 0.0, **plain, "error": error, "steps": kind.steps}, StepForm)
