@@ -62,7 +62,8 @@ class Record:
             prediction = self._run.prediction.as_prediction(self._buckets[row])
         output = self._outputs[row]
         job = JobView(str(row), self._prompts[row], output, self._run.slo, prediction)
-        return SimRequest(row, job, output, self._prefixes[row] if self._prefixes is not None else ())
+        prefix = self._prefixes[row] if self._prefixes is not None else ()
+        return SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]))
 
     def first_token(self, request: SimRequest, now: float) -> None:
         """The client has its first token."""
