@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.entrance import Entrance
@@ -17,12 +17,15 @@ from services.worker.engines.policies import CurrentRates, EnginePolicies
 from shared.policy.admission_gate import Blocks, Decoding
 from shared.policy.step_budget import StepLoad, prefill_tokens
 
+_HOLDING = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
+
 
 class EngineQueue(RequestQueue):  # type: ignore[misc]  # vLLM is untyped here
     """vLLM's contract over an `Entrance`. Its truth is whether somebody may enter now, its length how many wait."""
 
     def __init__(self, entrance: Entrance[Request]) -> None:
         self._entrance = entrance
+        self.inside: dict[str, Request] = {}  # those that were taken and did not come back
         self.shut = False  # when it was last asked, somebody waited and nobody could enter
 
     def add_request(self, request: Request) -> None:
@@ -31,7 +34,9 @@ class EngineQueue(RequestQueue):  # type: ignore[misc]  # vLLM is untyped here
 
     def pop_request(self) -> Request:
         """The one that `peek_request` gave."""
-        return self._entrance.take()
+        request = self._entrance.take()
+        self.inside[request.request_id] = request
+        return request
 
     def peek_request(self) -> Request:
         """The next."""
@@ -39,12 +44,13 @@ class EngineQueue(RequestQueue):  # type: ignore[misc]  # vLLM is untyped here
 
     def prepend_request(self, request: Request) -> None:
         """A preempted one."""
+        self.inside.pop(request.request_id, None)
         self._entrance.put_back(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Those that could not start, in reverse order."""
         for request in requests:
-            self._entrance.put_back(request)
+            self.prepend_request(request)
 
     def remove_request(self, request: Request) -> None:
         """It gives up."""
@@ -100,6 +106,7 @@ class SchedulerSeam:
     def forget(self, request_id: str) -> None:
         """The scheduler has it no more."""
         self._requests.pop(request_id, None)
+        self._queue.inside.pop(request_id, None)
 
     def before_step(self) -> None:
         """Say how many tokens the coming step may compute."""
@@ -131,10 +138,12 @@ class SchedulerSeam:
         return self._requests[request.request_id]
 
     def _inside(self) -> list[Decoding]:
-        s, found = self._scheduler, []
-        for request in (*s.running, *s.kv_holding_waiting):
+        """Also those that were taken in this very step, whom the scheduler has in no queue yet."""
+        found = []
+        for request in self._queue.inside.values():
             asked = self._request_of(request)
-            if asked.decodes:
+            holds = request.status in _HOLDING or request.num_computed_tokens > 0  # else it waits for its grammar
+            if asked.decodes and holds:
                 found.append(Decoding(asked.job, len(asked.prompt_token_ids), request.num_tokens))
         return found
 
