@@ -108,8 +108,9 @@ class AdmissionGate:
         return self._policy.needs_running
 
     def _context(self, leg: Leg) -> int:
+        """Its prompt and its output, the newest token included."""
         if leg.finish_step > self._group.steps:
-            return leg.base + self._group.steps
+            return leg.base + self._group.steps + 1
         return leg.tokens
 
 

@@ -89,7 +89,9 @@ def test_the_next_is_the_models_next_whatever_happens(order: PrefillOrder, steps
 
 
 @given(
-    st.integers(1, 5), st.sampled_from([Sjf, Ljf]), st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=120)
+    st.integers(1, 3),
+    st.sampled_from([Sjf, Ljf]),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 99)), min_size=30, max_size=120),
 )
 def test_nobody_is_overtaken_by_more_than_window_later_ones(
     window: int, kind: type[Sjf], steps: list[tuple[bool, int]]
