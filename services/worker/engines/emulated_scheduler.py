@@ -124,10 +124,10 @@ class EmulatedScheduler:
 
     def _budget(self) -> int:
         """Prompt tokens of the coming step."""
-        decodes = [entry for entry in self.running if entry.decodes]
-        most = max(0, self._settings.chunk_size - len(decodes))
+        most = max(0, self._settings.chunk_size - sum(entry.decodes for entry in self.running))
         if not self.policies.step_budget:
             return most
+        decodes = [entry for entry in self.running if entry.decodes and entry.request.decodes]
         load = StepLoad(
             len(decodes),
             sum(entry.computed for entry in decodes),

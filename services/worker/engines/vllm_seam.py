@@ -121,14 +121,14 @@ class SchedulerSeam:
         needed = decodes = context = before = 0
         tpot_s = inf
         for request in self._scheduler.running:
-            computed = request.num_computed_tokens
-            if computed < request.num_tokens - 1:
+            computed, asked = request.num_computed_tokens, self._request_of(request)
+            if computed < request.num_tokens - 1 or not asked.decodes:
                 before = max(before, computed)
                 continue
             needed += request.num_tokens_with_spec - computed
             decodes += 1
             context += computed
-            tpot_s = min(tpot_s, self._request_of(request).job.slo.tpot_s)
+            tpot_s = min(tpot_s, asked.job.slo.tpot_s)
         for request in self._scheduler.kv_holding_waiting:
             if request.num_computed_tokens < request.num_tokens - 1:
                 before = max(before, request.num_computed_tokens)

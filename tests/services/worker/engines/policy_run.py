@@ -5,28 +5,21 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
-from vllm import SamplingParams
-
 from services.launcher.model_source import PROJECT
-from services.worker.engines.base import EngineRequest
 from services.worker.engines.policies import EnginePolicies
 from services.worker.engines.vllm import VllmEngine
-from services.worker.kv.events import KvEvents, PullEnded
+from services.worker.kv.events import KvEvents
 from services.worker.settings import WorkerSettings
-from shared.domain.job import Generation, JobView, LengthPrediction, Slo
+from shared.domain.job import Slo
 from shared.domain.kv import KvHandle
 from shared.domain.rates import StepForm, StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.runtime.logs import configure_logs
-from shared.wire.messages import TokenStep
+from tests.services.worker.engines.watched_engine import WatchedEngine, make_prompt
 from tests.services.worker.kv.vllm.engine_process import own_process
 
 BLOCKS = 25  # one is vLLM's own; of 32 tokens each
@@ -48,93 +41,7 @@ MIXED = StepForm(0.0, token_s=0.001)  # 0.9 of 50 ms are 45 tokens
 RATES = StepRates(StepForm(0.0), StepForm(0.0), MIXED)
 
 
-class Engine:
-    """The engine, and all that was asked of it, by name."""
-
-    def __init__(self, engine: VllmEngine, settings: WorkerSettings) -> None:
-        self.engine = engine
-        self.settings = settings
-        self.entered: list[str] = []
-        self.ended: list[str] = []
-        self.tokens: dict[str, list[int]] = {}
-        self.first_s: dict[str, float] = {}
-        self.ends: dict[str, asyncio.Future[TokenStep]] = {}
-        self.beside: dict[str, list[str]] = {}  # who was inside when it entered
-        self.pulls: list[PullEnded] = []
-        self.preemptions = self.turns = 0
-        self._watch()
-
-    def _watch(self) -> None:
-        scheduler = self.engine._scheduler
-        preempt, schedule = scheduler._preempt_request, scheduler.schedule
-
-        def preempted(*given: Any, **more: Any) -> Any:
-            self.preemptions += 1
-            return preempt(*given, **more)
-
-        def turned(*given: Any, **more: Any) -> Any:
-            self.turns += 1
-            return schedule(*given, **more)
-
-        scheduler._preempt_request, scheduler.schedule = preempted, turned
-
-    async def follow_events(self, events: KvEvents) -> None:
-        async for event in events:
-            if isinstance(event, PullEnded):
-                self.pulls.append(event)
-
-    def submit(self, name: str, prompt: list[int], tokens: int = 1, slo: Slo | None = None, **more: Any) -> None:
-        self.tokens[name] = []
-        self.ends[name] = asyncio.get_running_loop().create_future()
-        asked_s = time.monotonic()
-
-        def sink(step: TokenStep) -> None:
-            self.first_s.setdefault(name, time.monotonic() - asked_s)
-            self.tokens[name] += step.tokens
-            if step.finish_reason:
-                self.ended.append(name)
-                self.ends[name].set_result(step)
-
-        # As long as it will be: who predicts better knows nothing more.
-        said = LengthPrediction(0, tokens, tokens, 1.0, "observed")
-        job = JobView(name, len(prompt), tokens, slo or Slo(), prediction=said)
-        sampling = msgspec.msgpack.encode(SamplingParams(temperature=0, ignore_eos=True))
-        generation = Generation(sampling, time.time())
-        entered = partial(self._entered, name)
-        self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, entered=entered, **more), sink)
-
-    def _entered(self, name: str) -> None:  # on the engine's thread, between two looks at the gate
-        self.entered.append(name)
-        self.beside[name] = [one.job.job_id for one in self.engine._seam._inside() if one.job.job_id != name]
-
-    async def end(self, *names: str) -> None:
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(asyncio.shield(self.ends[name]) for name in names))
-
-    async def until(self, what: Any) -> None:
-        async with asyncio.timeout(30):
-            while not what():
-                await asyncio.sleep(0.005)
-
-    @asynccontextmanager
-    async def at_once(self) -> AsyncIterator[None]:
-        """All that is submitted in the block is there before the engine looks."""
-        done = threading.Event()
-        self.engine._post(lambda: done.wait(30))
-        try:
-            yield
-        finally:
-            done.set()
-
-    def follow(self, order: PrefillOrder | None = None, admission: DecodeAdmission | None = None) -> None:
-        self.engine.set_policies(EnginePolicies(order or Fcfs(), admission or Greedy()))
-
-
-def make_prompt(tokens: int, seed: int = 0) -> list[int]:
-    return [5 + (seed * 131 + at * 7) % 4000 for at in range(tokens)]
-
-
-async def orders(run: Engine) -> dict[str, Any]:
+async def orders(run: WatchedEngine) -> dict[str, Any]:
     """Prompts that are there at once, under each order; the policy is exchanged while they wait."""
     found = {}
     run.submit("warm up", make_prompt(300), 4)
@@ -156,7 +63,7 @@ async def orders(run: Engine) -> dict[str, Any]:
     return found
 
 
-async def small_kv(run: Engine) -> dict[str, Any]:
+async def small_kv(run: WatchedEngine) -> dict[str, Any]:
     """More than fits: 8 requests that grow to 160 tokens, of which 24 blocks hold no more than four."""
     found: dict[str, Any] = {}
     pairs = [(order, "greedy") for order in ORDERS] + [("fcfs", "reserve_static"), ("fcfs", "reserve_dynamic")]
@@ -178,7 +85,7 @@ async def small_kv(run: Engine) -> dict[str, Any]:
     return found
 
 
-async def local_order(run: Engine) -> dict[str, Any]:
+async def local_order(run: WatchedEngine) -> dict[str, Any]:
     """Whole prompts that decode here are ordered, too, and held back by the gate."""
     run.follow(Sjf(), ReserveStatic())
     run.submit("large", make_prompt(600), 100)  # 700 of 768 tokens
@@ -191,7 +98,7 @@ async def local_order(run: Engine) -> dict[str, Any]:
     return {"entered": [name for name in run.entered if name in names], "beside": [run.beside[name] for name in names]}
 
 
-async def shut(run: Engine) -> dict[str, Any]:
+async def shut(run: WatchedEngine) -> dict[str, Any]:
     """Nothing runs, and the next one has no room; one behind it gives up."""
     room = threading.Event()
     run.submit("no room", make_prompt(50), first_token_only=True, export_to="s1", has_room=room.is_set)
@@ -211,7 +118,7 @@ async def shut(run: Engine) -> dict[str, Any]:
     return {**found, "opened_s": time.monotonic() - began_s, "entered": run.entered[at:]}
 
 
-async def aborts(run: Engine) -> dict[str, Any]:
+async def aborts(run: WatchedEngine) -> dict[str, Any]:
     """The one at the head of a shut gate gives up, and those behind it go on."""
     run.follow(Fcfs(), ReserveStatic())
     async with run.at_once():
@@ -230,7 +137,7 @@ async def aborts(run: Engine) -> dict[str, Any]:
     return {"held": held, "beside": beside, "waiting": stats.waiting, "free": stats.free_blocks, "of": BLOCKS - 1}
 
 
-async def imports(run: Engine) -> dict[str, Any]:
+async def imports(run: WatchedEngine) -> dict[str, Any]:
     """KV that comes from elsewhere passes the gate before it gets blocks, and counts while it is under way."""
     asked = make_prompt(200, 3)
     run.submit("whole", asked, 60)
@@ -256,7 +163,7 @@ async def imports(run: Engine) -> dict[str, Any]:
     }
 
 
-async def budget(run: Engine) -> dict[str, Any]:
+async def budget(run: WatchedEngine) -> dict[str, Any]:
     """A long prompt beside two decodes of which one is in a hurry, without a budget and with one."""
     found: dict[str, Any] = {}
     for label, step_budget in (("without", False), ("with", True)):
@@ -303,7 +210,7 @@ async def all_of_it(port: int) -> dict[str, Any]:
             }
             engine = VllmEngine(settings, connector, lambda: RATES)
             await engine.start()
-            run = Engine(engine, settings)
+            run = WatchedEngine(engine, settings)
             following = asyncio.create_task(run.follow_events(events))
             found = {}
             for scenario in (orders, small_kv, local_order, shut, aborts, imports, budget):
