@@ -19,6 +19,7 @@ from shared.domain.rates import StepForm, StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.runtime.logs import configure_logs
+from tests.services.worker.engines.engine_run import DEAR, guided
 from tests.services.worker.engines.watched_engine import WatchedEngine, make_prompt
 from tests.services.worker.kv.vllm.engine_process import own_process
 
@@ -168,8 +169,8 @@ async def budget(run: WatchedEngine) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for label, step_budget in (("without", False), ("with", True)):
         run.engine.set_policies(EnginePolicies(step_budget=step_budget))
-        run.submit(f"hurry {label}", make_prompt(20), 60, Slo(tpot_s=0.05))
-        run.submit(f"other {label}", make_prompt(20, 1), 60, Slo(tpot_s=5.0))
+        run.submit(f"hurry {label}", make_prompt(20), 60, slo=Slo(tpot_s=0.05))
+        run.submit(f"other {label}", make_prompt(20, 1), 60, slo=Slo(tpot_s=5.0))
         await run.until(lambda label=label: len(run.tokens[f"other {label}"]) > 2)
         since = run.engine.steps.page("e", 1, -1, 1).next
         run.submit(f"long {label}", make_prompt(400, 9), 3)
@@ -177,6 +178,20 @@ async def budget(run: WatchedEngine) -> dict[str, Any]:
         steps = run.engine.steps.page("e", 1, since, 1000).steps
         found[label] = [sum(tokens for tokens, _ in step.prefill) for step in steps if step.prefill]
         found[f"tokens {label}"] = [run.tokens[f"{who} {label}"] for who in ("hurry", "other", "long")]
+    run.follow()
+    return found
+
+
+async def grammar(run: WatchedEngine) -> dict[str, Any]:
+    """One that waits for its grammar at the head of the line is passed, and holds nothing that another one needs."""
+    run.follow(Fcfs(), ReserveStatic())
+    async with run.at_once():
+        run.submit("dear", make_prompt(50), 100, sampling=guided(json=DEAR))
+        run.submit("plain", make_prompt(600), 90)  # 690 of 768 tokens
+    await run.until(lambda: len(run.tokens["plain"]) > 1 or run.ends["dear"].done())
+    found = {"began": len(run.tokens["plain"]) > 1, "compiling": not run.ends["dear"].done()}
+    run.engine.abort("dear")
+    await run.end("plain")
     run.follow()
     return found
 
@@ -213,7 +228,7 @@ async def all_of_it(port: int) -> dict[str, Any]:
             run = WatchedEngine(engine, settings)
             following = asyncio.create_task(run.follow_events(events))
             found = {}
-            for scenario in (orders, small_kv, local_order, shut, aborts, imports, budget):
+            for scenario in (orders, small_kv, local_order, shut, aborts, imports, budget, grammar):
                 found[scenario.__name__] = await scenario(run)
             following.cancel()
             await engine.close()

@@ -99,6 +99,10 @@ def test_imports_pass_the_gate_and_count_from_the_moment_they_have_blocks(found:
     assert len(beside) < 2
 
 
+def test_one_that_waits_for_its_grammar_keeps_nobody_out(found: dict[str, Any]) -> None:
+    assert found["grammar"] == {"began": True, "compiling": True}
+
+
 def test_prompts_keep_to_the_budget_that_the_tightest_target_leaves(found: dict[str, Any]) -> None:
     budget = found["budget"]
     assert max(budget["without"]) == 126  # of 128 beside two decodes

@@ -57,7 +57,9 @@ class WatchedEngine:
             if isinstance(event, PullEnded):
                 self.pulls.append(event)
 
-    def submit(self, name: str, prompt: list[int], tokens: int = 1, slo: Slo | None = None, **more: Any) -> None:
+    def submit(self, name: str, prompt: list[int], tokens: int = 1, **more: Any) -> None:
+        """`slo` and `sampling` are taken out of what else an EngineRequest has."""
+        slo, sampling = more.pop("slo", Slo()), more.pop("sampling", SamplingParams(temperature=0, ignore_eos=True))
         self.tokens[name] = []
         self.ends[name] = asyncio.get_running_loop().create_future()
         asked_s = time.monotonic()
@@ -71,9 +73,9 @@ class WatchedEngine:
 
         # As long as it will be: who predicts better knows nothing more.
         said = LengthPrediction(0, tokens, tokens, 1.0, "observed")
-        job = JobView(name, len(prompt), tokens, slo or Slo(), prediction=said)
-        sampling = msgspec.msgpack.encode(SamplingParams(temperature=0, ignore_eos=True))
-        generation = Generation(sampling, time.time())
+        job = JobView(name, len(prompt), tokens, slo, prediction=said)
+        given = msgspec.msgpack.encode(sampling)
+        generation = Generation(given, time.time())
         entered = partial(self._entered, name)
         self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, entered=entered, **more), sink)
 
