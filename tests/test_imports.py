@@ -32,6 +32,8 @@ VLLM = {
     "gateway/llm.py",
     "gateway/surface.py",
     "services/worker/engines/vllm.py",
+    "services/worker/engines/vllm_requests.py",
+    "services/worker/engines/vllm_seam.py",
 }
 TORCH = {"gateway/core.py"}
 LAUNCHER = "services/launcher/"  # composes the suite: it may know every process's settings, and nothing else of them

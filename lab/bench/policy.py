@@ -27,6 +27,8 @@ from shared.policy.decode_admission import DecodeMemory, RunningDecode
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.placement import Policies, place
+from shared.policy.prefill_order import WaitingJob
+from shared.policy.waiting_line import WaitingLine
 
 SIZES = (10, 100, 1_000)
 ROUNDS = 7
@@ -157,13 +159,21 @@ def _unsized() -> Iterator[Case]:
     steep = Balance(8_000, PartialPrefillCost(1e-7, 0.0), ChunkedCost(1e-6, 1e-8, 0.03), 448, 60_000)
     yield "split_cronus_all_candidates", lambda _: best_split(steep)
     for name in registry.PREFILL_ORDER:
-        order = registry.prefill_order(name)
-        yield f"prefill_order_{name}", lambda _, p=order: p.order(jobs[:16], 0.0)  # type: ignore[misc]
+        line = WaitingLine[object](registry.prefill_order(name))
+        for job in jobs:
+            line.push(object(), WaitingJob(job, job.prompt_tokens))
+        yield f"prefill_order_{name}", lambda call, one=line: _turn(one, jobs[call % 64])  # type: ignore[misc]
     running = tuple(RunningDecode(400 + at, at) for at in range(256))
     memory = DecodeMemory(2_000, 16, 10_000, 100_000, running)
     for name in registry.DECODE_ADMISSION:
         admission = registry.decode_admission(name)
         yield f"decode_admission_{name}", lambda call, p=admission: p.admit(jobs[call % 64], memory, 0.0)  # type: ignore[misc]
+
+
+def _turn(line: WaitingLine[object], job: JobView) -> object:
+    """One comes, and one is taken, while 64 wait."""
+    line.push(object(), WaitingJob(job, job.prompt_tokens))
+    return line.pop()
 
 
 def some_jobs() -> list[JobView]:

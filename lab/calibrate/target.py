@@ -111,8 +111,8 @@ async def _describe(info: dict[str, object], role: str) -> LiveInstance:
     known = msgspec.convert(info, InstanceInfo)
     async with WorkerAdmin(known.http) as worker:
         said = await worker.instance()
-    if "prefill_batch" not in said:
+    if "max_seqs" not in said:
         raise Unavailable(f"{known.instance_id} is of another version: it does not say how its engine is run")
     host = urlsplit(known.rpc).hostname or ""
-    how = (int(said[key]) for key in ("threads", "max_seqs", "prefill_batch"))
+    how = (int(said[key]) for key in ("threads", "max_seqs"))
     return LiveInstance(known, Role(role), host, *how)

@@ -8,6 +8,7 @@ right. Requests come at once; their lengths are `tetri`'s, which have the median
 from dataclasses import replace
 
 from lab.papers.clusters import Kind, instances
+from lab.papers.sorted_batches import SortedBatches
 from lab.papers.testbed import Testbed
 from lab.papers.tetriinfer_micro import ACCELERATOR, DEGREE, MODEL
 from lab.papers.watermark import AtopWatermark, Watermark
@@ -16,7 +17,6 @@ from shared.domain.instance import Role
 from shared.policy.decode_admission import ReserveDynamic
 from shared.policy.dispatch import PowerOfTwo
 from shared.policy.placement import LeastLoad, Policies
-from shared.policy.prefill_order import Sjf
 from shared.policy.split import FullSplit
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
@@ -33,7 +33,7 @@ DECODE = Kind(ACCELERATOR, MODEL, DEGREE, EngineLimits(batched_tokens=2048), ROC
 TETRI = RunSpec(
     label="TetriInfer",
     policies=Policies(placement=LeastLoad(), split=FullSplit(), dispatch=PowerOfTwo()),
-    prefill_order=Sjf(16),
+    prefill_order=SortedBatches(16),
     decode_admission=AtopWatermark(ReserveDynamic()),
     prediction=PREDICTOR,
     streaming=False,  # KV leaves a request at a time (3.3.4)

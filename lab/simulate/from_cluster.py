@@ -46,8 +46,8 @@ def read_cluster(file: Path) -> ClusterRead:
     """The instances, policies, limits and SLO of a cluster file.
 
     Raises InvalidRequest that names file and key, with the words of the service that would refuse the setting. Emulated
-    engines keep room for a request's whole output, have the model that they imitate, and send KV when the whole prompt
-    is computed. KV is as much as the file says, links are `emulated_link_gbps`, else the catalogue's network.
+    engines have the model that they imitate, and send KV when the whole prompt is computed. KV is as much as the file
+    says, links are `emulated_link_gbps`, else the catalogue's network.
     """
     cluster = load_cluster(file)
     entries = [_Entry(file, cluster, section) for section in cluster.instances if section.enabled]
@@ -121,10 +121,9 @@ class _Entry:
             "max_seqs": s.max_seqs,
             "block_size": s.block_size,
             "max_model_len": s.max_model_len,
-            "prefill_batch": s.prefill_batch,
+            "step_budget": s.step_budget,
             "staging_bytes": None if self.emulated else s.staging_bytes * s.tensor_parallel,  # the worker's: a rank's
             "kv_cache_bytes": s.kv_cache_bytes * (1 if self.emulated else s.tensor_parallel),  # vLLM's is one rank's
-            "reserves_output": self.emulated,
             "prefix_cache": not self.emulated and bool(args.get("enable_prefix_caching", True)),
             "link": {"gbps": s.emulated_link_gbps} if s.emulated_link_gbps else None,
             "step_s": s.emulated_step_s if self.emulated else None,
@@ -162,16 +161,26 @@ class _Entry:
 def _policies(
     file: Path, scheduler: SchedulerSettings, monitor: MonitorSettings, entries: list[_Entry]
 ) -> dict[str, Any]:
-    """The scheduler's and the monitor's; the order of prefill is the workers' own, alike in all."""
-    orders = {entry.settings.prefill_order for entry in entries}
-    if len(orders) > 1:
-        raise InvalidRequest(f"{file}: instances: prefill_order must be one for all, not {', '.join(sorted(orders))}")
+    """The scheduler's and the monitor's; the order of prefill and decode admission are the workers', alike in all."""
     found: dict[str, Any] = {
         "placement": {"name": scheduler.placement, **scheduler.placement_parameters},
         "split": {"name": scheduler.split, **scheduler.split_parameters},
         "dispatch": {"name": scheduler.dispatch, **scheduler.dispatch_parameters},
-        "prefill_order": {"name": orders.pop()},
+        "prefill_order": _of_workers(file, entries, "prefill_order"),
+        "decode_admission": _of_workers(file, entries, "decode_admission"),
     }
     if monitor.role_flip:
         found["role_flip"] = {"name": monitor.role_flip, **monitor.role_flip_parameters}
     return found
+
+
+def _of_workers(file: Path, entries: list[_Entry], kind: str) -> dict[str, Any]:
+    """The policy that all of them name, with its parameters."""
+    named = [(getattr(one.settings, kind), getattr(one.settings, f"{kind}_parameters")) for one in entries]
+    name, parameters = named[0]
+    others = sorted({other for other, _ in named} - {name})
+    if others:
+        raise InvalidRequest(f"{file}: instances: {kind} must be one for all, not {', '.join(sorted([name, *others]))}")
+    if any(given != parameters for _, given in named):
+        raise InvalidRequest(f"{file}: instances: {kind}_parameters must be alike in all")
+    return {"name": name, **parameters}

@@ -133,7 +133,7 @@ class InstanceEntry(_Part):
     prefill_first: bool = False
     reserves_output: bool = False
     prefix_cache: bool = False
-    prefill_batch: Count | None = None
+    step_budget: bool = False
     staging_bytes: Count | None = None
     max_prefills: Count | None = None
     price_usd_hour: Seconds | None = None

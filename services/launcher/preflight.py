@@ -96,7 +96,9 @@ def _of_monitor(settings: MonitorSettings) -> Faults:
 
 
 def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faults:
-    yield from _of_policy(f"{at}.prefill_order", registry.prefill_order, settings.prefill_order, {})
+    for kind in ("prefill_order", "decode_admission"):
+        name, parameters = getattr(settings, kind), getattr(settings, f"{kind}_parameters")
+        yield from _of_policy(f"{at}.{kind}", getattr(registry, kind), name, parameters)
     if settings.rates_file and not Path(settings.rates_file).is_file():
         yield f"{at}.rates_file", f"there is no file {settings.rates_file}: `polyphase calibrate live` writes one"
     if settings.engine == "emulated":

@@ -13,11 +13,11 @@ import msgspec
 from fastapi import FastAPI, Query, Response
 
 from services.worker.engines.base import Engine, EngineInfo
+from services.worker.engines.policies import CurrentRates
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.lengths import LengthClient
 from services.worker.jobs.prefill import PrefillService
-from services.worker.jobs.prefill_queue import PrefillQueue
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.control import DirectControl, KvControl, SocketControl
 from services.worker.kv.events import KvEvents
@@ -29,7 +29,7 @@ from services.worker.settings import WorkerSettings
 from services.worker.telemetry import HEARTBEAT_S, Telemetry
 from shared.domain.instance import ClusterView, InstanceInfo
 from shared.domain.kv import KvHandle
-from shared.policy import registry
+from shared.domain.rates import StepRates
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
@@ -41,6 +41,17 @@ from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
+
+
+@dataclass(slots=True)
+class KnownRates:
+    """What the instance's steps cost, for its engine, which starts before anything of it is known."""
+
+    rates: LiveRates | None = None
+
+    def step(self) -> StepRates | None:
+        """As far as it is known by now."""
+        return self.rates.step if self.rates is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +93,7 @@ def create_app(settings: WorkerSettings) -> FastAPI:
             "refused": running.telemetry.refused,
             "threads": settings.threads,
             "max_seqs": settings.max_seqs,
-            "prefill_batch": settings.prefill_batch,
+            "policies": running.engine.policies.names(),
         }
 
     @app.get("/steps")
@@ -106,15 +117,16 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         sockets = Sockets(curve)
         stack.callback(sockets.close)
         roles = RoleState(settings.role)
-        engine, engine_info, kv = await _start_engine(settings, generation, stack)
+        known = KnownRates()
+        engine, engine_info, kv = await _start_engine(settings, generation, known.step, stack)
         tasks = await stack.enter_async_context(background())
         kv.start(tasks)
         info = _instance_info(settings, engine_info, generation)
-        dispatcher = Dispatcher(_seed(settings, generation))
-        queue = PrefillQueue(registry.prefill_order(settings.prefill_order), settings.prefill_batch)
-        lengths = await stack.enter_async_context(LengthClient(settings.predictor_url, settings.predict_timeout_s))
-        prefill = PrefillService(engine, kv, roles, queue, dispatcher, lengths, settings.chunk_size)
         rates = LiveRates(settings, info, engine.steps)
+        known.rates = rates
+        dispatcher = Dispatcher(_seed(settings, generation))
+        lengths = await stack.enter_async_context(LengthClient(settings.predictor_url, settings.predict_timeout_s))
+        prefill = PrefillService(engine, kv, roles, dispatcher, lengths, settings.chunk_size)
         decode = DecodeService(engine, kv, roles, rates.transferred)
 
         async def release_of(peer: bytes) -> None:
@@ -129,7 +141,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         )
         await stack.enter_async_context(server)
         telemetry = await _telemetry(
-            settings, info, roles, engine, kv, queue, decode, rates, dispatcher, sockets, stack, tasks
+            settings, info, roles, engine, kv, prefill, decode, rates, dispatcher, sockets, stack, tasks
         )
         stack.push_async_callback(telemetry.leave)
         WorkerMetrics(info, telemetry, roles, server, lengths, dispatcher)
@@ -144,14 +156,14 @@ def _seed(settings: WorkerSettings, generation: int) -> int | str:
 
 
 async def _start_engine(
-    settings: WorkerSettings, generation: int, stack: AsyncExitStack
+    settings: WorkerSettings, generation: int, rates: CurrentRates, stack: AsyncExitStack
 ) -> tuple[Engine, EngineInfo, KvPort]:
     # Each engine imports what the other does without: vLLM and torch, or the cost model.
     if settings.engine == "emulated":
         from services.worker.engines.emulated import EmulatedEngine
         from services.worker.kv.emulated import EmulatedPort
 
-        emulated = EmulatedEngine(settings)
+        emulated = EmulatedEngine(settings, rates)
         stack.push_async_callback(emulated.close)
         info = await emulated.start()
         return emulated, info, EmulatedPort(_handle_template(settings, info, generation), emulated.link)
@@ -160,7 +172,7 @@ async def _start_engine(
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="polyphase-"))
     events_address, control_key = f"ipc://{Path(folder) / 'events'}", secrets.token_hex(16)
     events = await stack.enter_async_context(KvEvents(events_address))
-    engine = VllmEngine(settings, _connector_config(settings, generation, events_address, control_key))
+    engine = VllmEngine(settings, _connector_config(settings, generation, events_address, control_key), rates)
     stack.push_async_callback(engine.close)
     info = await engine.start()
     control: KvControl
@@ -267,7 +279,7 @@ async def _telemetry(
     roles: RoleState,
     engine: Engine,
     kv: KvPort,
-    queue: PrefillQueue,
+    prefill: PrefillService,
     decode: DecodeService,
     rates: LiveRates,
     dispatcher: Dispatcher,
@@ -278,7 +290,7 @@ async def _telemetry(
     publisher = Publisher(sockets, settings.heartbeat_address, bind=False)
     stack.callback(publisher.close)
     monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url))
-    telemetry = Telemetry(info, roles, engine, kv, queue, decode, rates, publisher, monitor)
+    telemetry = Telemetry(info, roles, engine, kv, prefill, decode, rates, publisher, monitor)
 
     def broadcast(view: ClusterView) -> None:
         dispatcher.update(view)

@@ -1,4 +1,4 @@
-"""What this instance knows of its own speed: where it began, corrected by its steps and its transfers while it serves."""
+"""What this instance knows of its own speed: a start, corrected by its steps and its transfers while it serves."""
 
 import time
 
@@ -14,7 +14,7 @@ from shared.cost.step_rates import step_rates_of
 from shared.cost.transfers import LinkLearner
 from shared.domain.instance import InstanceInfo
 from shared.domain.kv import TransferOutcome, TransferReport
-from shared.domain.rates import UNKNOWN_STEPS, Rates, StepForm, StepRates
+from shared.domain.rates import UNKNOWN_STEPS, Rates, StepRates
 from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
 

@@ -6,7 +6,7 @@ import msgspec
 
 from services.worker.engines.base import Engine
 from services.worker.jobs.decode import DecodeService
-from services.worker.jobs.prefill_queue import PrefillQueue
+from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
 from services.worker.live_rates import LiveRates
@@ -31,7 +31,7 @@ class Telemetry:
         roles: RoleState,
         engine: Engine,
         kv: KvPort,
-        queue: PrefillQueue,
+        prefills: PrefillService,
         decodes: DecodeService,
         rates: LiveRates,
         publisher: Publisher,
@@ -42,7 +42,7 @@ class Telemetry:
         self._roles = roles
         self._engine = engine
         self._kv = kv
-        self._queue = queue
+        self._prefills = prefills
         self._decodes = decodes
         self._publisher = publisher
         self._monitor = monitor
@@ -61,8 +61,8 @@ class Telemetry:
         stats = self._engine.stats()
         return InstanceLoad(
             time_s=time.time(),
-            queued_prefill=self._queue.queued + self._decodes.queued,
-            queued_prefill_tokens=self._queue.queued_tokens + self._decodes.queued_tokens,
+            queued_prefill=self._prefills.queued + self._decodes.queued,
+            queued_prefill_tokens=self._prefills.queued_tokens + self._decodes.queued_tokens,
             running=stats.running,
             waiting=stats.waiting,
             decoding=self._decodes.active,

@@ -67,7 +67,8 @@ class _Kind:
             if not (found < 0.0).any():
                 break
             free &= found >= 0.0
-        return np.maximum(found, 0.0) / scale
+        solution: Array = np.maximum(found, 0.0) / scale
+        return solution
 
 
 class StepLearner:

@@ -55,7 +55,10 @@ class Compatibility(msgspec.Struct, frozen=True):
 
 
 class InstanceInfo(msgspec.Struct, frozen=True):
-    """What does not change while an instance lives, but for its rates: it learns them as it serves. Addresses are `tcp://host:port` and `http://host:port`."""
+    """What does not change while an instance lives, but for its rates: it learns them as it serves.
+
+    Addresses are `tcp://host:port` and `http://host:port`.
+    """
 
     instance_id: str
     generation: int  # nanoseconds since the epoch at start: tells a restarted instance from its predecessor

@@ -1,29 +1,44 @@
-"""The order in which a prefill instance works off its queue."""
+"""Which of the prompts that wait at an engine comes next."""
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Protocol
 
 from shared.domain.job import JobView
+from shared.domain.rates import StepRates
 from shared.errors import InvalidRequest
 
-Item = TypeVar("Item")
 WINDOW = 16  # TetriInfer: PrefillSchedBatch
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingJob:
+    """A job that waits at an engine.
+
+    tokens: prompt tokens to compute here. before: those ahead of them, whose KV comes from elsewhere. arrived_s: when
+    its client sent it; on one clock for all that wait.
+    """
+
+    job: JobView
+    tokens: int
+    before: int = 0
+    arrived_s: float = 0.0
+
+
 class PrefillOrder(Protocol):
-    """Orders one window of the queue. A window is worked off before the next is formed: nobody starves."""
+    """Orders what waits by a key that a job keeps while it waits; who came first breaks ties.
+
+    `window`: at most so many jobs that came after a job are taken before it (`WaitingLine`), at least 1.
+    """
 
     name: ClassVar[str]
 
     @property
     def window(self) -> int:
-        """Jobs of one window, at least 1."""
+        """See above."""
         ...
 
-    def order(self, jobs: Sequence[JobView], now: float) -> list[int]:
-        """Positions in `jobs` (which come in order of arrival), first to run first."""
+    def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
+        """The least goes first. `rates`: of the instance, None where nothing was measured."""
         ...
 
 
@@ -32,19 +47,20 @@ class Fcfs:
     """First come, first served."""
 
     name: ClassVar[str] = "fcfs"
-    window: int = 1
 
-    def __post_init__(self) -> None:
-        _check(self.name, self.window)
+    @property
+    def window(self) -> int:
+        """Nobody overtakes."""
+        return 1
 
-    def order(self, jobs: Sequence[JobView], now: float) -> list[int]:
+    def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
         """See `PrefillOrder`."""
-        return list(range(len(jobs)))
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sjf:
-    """Shortest prompt first within the window. Source: TetriInfer 3.3.1."""
+    """Least to compute first. Source: TetriInfer 3.3.1. F: overtaking is bounded instead of sorting batch by batch."""
 
     name: ClassVar[str] = "sjf"
     window: int = WINDOW
@@ -52,14 +68,14 @@ class Sjf:
     def __post_init__(self) -> None:
         _check(self.name, self.window)
 
-    def order(self, jobs: Sequence[JobView], now: float) -> list[int]:
+    def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
         """See `PrefillOrder`."""
-        return sorted(range(len(jobs)), key=lambda at: jobs[at].prompt_tokens)
+        return float(waiting.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Ljf:
-    """Longest prompt first within the window. Source: TetriInfer 3.3.1."""
+    """Most to compute first. Source: TetriInfer 3.3.1. F: as for `Sjf`."""
 
     name: ClassVar[str] = "ljf"
     window: int = WINDOW
@@ -67,53 +83,29 @@ class Ljf:
     def __post_init__(self) -> None:
         _check(self.name, self.window)
 
-    def order(self, jobs: Sequence[JobView], now: float) -> list[int]:
+    def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
         """See `PrefillOrder`."""
-        return sorted(range(len(jobs)), key=lambda at: -jobs[at].prompt_tokens)
+        return -float(waiting.tokens)
 
 
-class OrderedQueue(Generic[Item]):
-    """Jobs waiting for prefill, each with its driver's `item`, window by window in the policy's order."""
+@dataclass(frozen=True, slots=True)
+class LeastSlack:
+    """First the one whose prefill has to begin first: at arrival + TTFT target − predicted prefill time.
 
-    def __init__(self, policy: PrefillOrder) -> None:
-        self._policy = policy
-        self._arrived: deque[tuple[JobView, Item]] = deque()
-        self._window: deque[tuple[JobView, Item]] = deque()
+    The prediction is that of one step over all of its tokens, as the rates are when it comes; without rates the
+    deadline alone decides.
+    """
 
-    def __len__(self) -> int:
-        return len(self._arrived) + len(self._window)
+    name: ClassVar[str] = "least_slack"
+    window: int = WINDOW
 
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens that wait."""
-        return sum(job.prompt_tokens for queue in (self._window, self._arrived) for job, _ in queue)
+    def __post_init__(self) -> None:
+        _check(self.name, self.window)
 
-    def push(self, job: JobView, item: Item) -> None:
-        """Add at the end."""
-        self._arrived.append((job, item))
-
-    def pop(self, now: float) -> tuple[JobView, Item]:
-        """Take the next. Raises IndexError when empty. `now` is unix seconds."""
-        self.peek(now)
-        return self._window.popleft()
-
-    def peek(self, now: float) -> tuple[JobView, Item]:
-        """The next, which stays. Raises IndexError when empty."""
-        if not self._window:
-            count = min(self._policy.window, len(self._arrived))
-            batch = [self._arrived.popleft() for _ in range(count)]
-            order = self._policy.order([job for job, _ in batch], now)
-            self._window.extend(batch[at] for at in order)
-        return self._window[0]
-
-    def remove(self, job_id: str) -> Item | None:
-        """Take a job out, wherever it is; None when it is not here."""
-        for queue in (self._window, self._arrived):
-            for at, (job, item) in enumerate(queue):
-                if job.job_id == job_id:
-                    del queue[at]
-                    return item
-        return None
+    def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
+        """See `PrefillOrder`."""
+        takes_s = rates.prefill_s(waiting.tokens, waiting.before) if rates is not None else 0.0
+        return waiting.arrived_s + waiting.job.slo.ttft_s - takes_s
 
 
 def _check(name: str, window: int) -> None:

@@ -13,7 +13,7 @@ from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo
 from shared.policy.lengths import PredictedEnd
 from shared.policy.placement import LeastLoad, Placement, RoundRobin, Single, Weighted
 from shared.policy.plan_routes import PlanRoute, PlanRoutes, parse_routes
-from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
+from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.policy.role_flip import IdleFlip, PressureFlip, RoleFlip
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split
 from shared.policy.workload import Memory, Penalty, Workload
@@ -45,7 +45,12 @@ DISPATCH: dict[str, Callable[..., DispatchPolicy]] = {
     "least_interference": LeastInterference,
     "worst_case": WorstCase,
 }
-PREFILL_ORDER: dict[str, Callable[..., PrefillOrder]] = {"fcfs": Fcfs, "sjf": Sjf, "ljf": Ljf}
+PREFILL_ORDER: dict[str, Callable[..., PrefillOrder]] = {
+    "fcfs": Fcfs,
+    "sjf": Sjf,
+    "ljf": Ljf,
+    "least_slack": LeastSlack,
+}
 DECODE_ADMISSION: dict[str, Callable[..., DecodeAdmission]] = {
     "greedy": Greedy,
     "reserve_static": ReserveStatic,
@@ -70,7 +75,7 @@ def dispatch(name: str, parameters: Parameters | None = None) -> DispatchPolicy:
 
 
 def prefill_order(name: str, parameters: Parameters | None = None) -> PrefillOrder:
-    """An order of the prefill queue. Raises InvalidRequest that names the choices."""
+    """An order of prompts that wait. Raises InvalidRequest that names the choices."""
     return _make("prefill order", PREFILL_ORDER, name, parameters)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shared.cost.step import Batch
+from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission
 from shared.policy.prefill_share import PrefillShare
 from shared.sim.events import NEVER
@@ -56,6 +57,7 @@ class Engine:
         admission: DecodeAdmission,
         events: EngineEvents,
         *,
+        rates: StepRates | None = None,
         prefix_block_tokens: int = 0,
         stepwise: bool = False,
     ) -> None:
@@ -63,7 +65,7 @@ class Engine:
         self._events = events
         self._stepwise = stepwise
         memory = KvMemory(limits, kv_tokens, prefix_block_tokens)
-        self.scheduler = Scheduler(limits, memory, waiting, admission, events.admitted, self._preempted)
+        self.scheduler = Scheduler(limits, memory, waiting, admission, events.admitted, self._preempted, rates)
         self._chunks: list[Chunk] = []  # of the step under way
         self._decodes = False  # whether that step has the group in it
         self._started_s = 0.0
@@ -77,7 +79,7 @@ class Engine:
 
     def add(self, leg: Leg, now: float) -> None:
         """Queue a leg."""
-        self.scheduler.add(leg, now)
+        self.scheduler.add(leg)
         self._disturb(now)
 
     def kv_arrived(self, leg: Leg, now: float) -> None:
@@ -87,7 +89,7 @@ class Engine:
 
     def sent(self, leg: Leg, now: float) -> None:
         """The KV of a prompt that was computed here has left: another prompt may begin."""
-        if self.scheduler.waiting.sent(leg, now):
+        if self.scheduler.waiting.sent(leg):
             self._disturb(now)
 
     def run(self, now: float) -> None:
@@ -104,7 +106,7 @@ class Engine:
 
     def cancel(self, leg: Leg, now: float) -> None:
         """Forget a leg, wherever it is; a running one leaves at the end of the step under way."""
-        if self.scheduler.cancel(leg, now) and self._glide is not None:
+        if self.scheduler.cancel(leg) and self._glide is not None:
             self._disturb(now)
         elif self.due_s == NEVER:
             self._begin(now)  # its blocks may have been what another waits for
@@ -138,7 +140,7 @@ class Engine:
         """Something has come: begin at once when idle, else at the end of the decode step under way."""
         if self.due_s == NEVER:
             self._begin(now)
-        elif self._glide is not None and not self._look_steps and self.scheduler.could_change(now):
+        elif self._glide is not None and not self._look_steps and self.scheduler.could_change():
             # The engine looks up when the step under way ends. If it then only reserves blocks, the glide goes on.
             steps = self._glide.steps_begun(now)
             if steps < self._glide_steps:
@@ -228,7 +230,7 @@ class Engine:
             self._events.token(leg, now)
 
     def _done(self, leg: Leg, now: float) -> None:
-        self.scheduler.finish(leg, now)
+        self.scheduler.finish(leg)
         if not leg.cancelled:
             self._events.done(leg, now)
 

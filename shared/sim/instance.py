@@ -162,9 +162,10 @@ class SimInstance:
                 spec.model,
                 spec.limits,
                 spec.kv_tokens // spec.lanes,
-                WaitingLegs(run.prefill_order, spec.prefill_batch, spec.staging_tokens),
+                WaitingLegs(run.prefill_order, spec.staging_tokens, lambda: spec.rates.step),
                 run.decode_admission,
                 self._events,
+                rates=spec.rates.step,
                 prefix_block_tokens=self._prefix_tokens,
                 stepwise=run.stepwise,
             )

@@ -29,7 +29,6 @@ class LiveInstance:
     host: str
     threads: int = 1
     max_seqs: int = 256
-    prefill_batch: int | None = None
 
     @property
     def kind(self) -> Kind:
@@ -68,13 +67,11 @@ def specs_of(
                     sequences=min(one.max_seqs, info.chunk_size),
                     block_tokens=info.block_size,
                     max_model_len=info.max_model_len,
-                    reserves_output=one.kind.engine == "emulated",
                 ),
                 link=link,
                 accelerator=info.accelerator,
                 accelerators=info.tensor_parallel,
                 price_per_hour=info.rates.price_per_hour,
-                prefill_batch=one.prefill_batch,
                 rates=info.rates,
             )
         )

@@ -1,19 +1,12 @@
 """KV memory of one engine: who holds how many blocks, who may start to decode, which prefixes are still there."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import msgspec
 
-from shared.policy.decode_admission import (
-    UNPREDICTED_TOKENS,
-    DecodeAdmission,
-    DecodeMemory,
-    ReserveDynamic,
-    ReserveStatic,
-    RunningDecode,
-)
-from shared.policy.lengths import PredictedEnd, predicted_tokens
+from shared.policy.admission_gate import Blocks, Decoding, may_decode
+from shared.policy.decode_admission import DecodeAdmission
 from shared.sim.group import DecodeGroup
 from shared.sim.request import Leg
 from shared.sim.spec import EngineLimits
@@ -94,39 +87,30 @@ class AdmissionGate:
         self._memory = memory
         self._group = group
         self._block = block_tokens
-        self._end, self._unpredicted = PredictedEnd.LOWER, UNPREDICTED_TOKENS
-        if isinstance(policy, ReserveStatic | ReserveDynamic):
-            self._end, self._unpredicted = policy.end, policy.unpredicted_tokens
 
-    def opens(self, leg: Leg, now: float, inside: Sequence[Leg]) -> bool:
+    def opens(self, leg: Leg, now: float, inside: Iterable[Leg]) -> bool:
         """Whether `leg` may start beside those `inside`, which run or whose KV is under way."""
         if not leg.decodes:
             return True
         job = leg.request.job
         if leg.given:  # preempted: what it has given is prompt now
             job = msgspec.structs.replace(job, prompt_tokens=leg.tokens, max_tokens=leg.left)
-        decoding = [other for other in inside if other.decodes]
-        memory = DecodeMemory(
-            free_blocks=self._memory.free - self._memory.reserved,
-            block_size=self._block,
-            total_blocks=self._memory.total,
-            reserved_tokens=sum(self._full_length(other) for other in decoding),
-            running=tuple(map(self._running, decoding)) if self._policy.needs_running else (),
-        )
-        return self._policy.admit(job, memory, now).admitted
+        decoding = [
+            Decoding(other.request.job, other.request.job.prompt_tokens, self._context(other))
+            for other in inside
+            if other.decodes
+        ]
+        free = self._memory.free - self._memory.reserved
+        return may_decode(self._policy, job, decoding, Blocks(free, self._memory.total, self._block), now)
 
-    def _full_length(self, leg: Leg) -> int:
-        """Prompt and predicted output, or what it has come to if that is more."""
-        job = leg.request.job
-        return max(self._context(leg), job.prompt_tokens + predicted_tokens(job, self._end, self._unpredicted))
-
-    def _running(self, leg: Leg) -> RunningDecode:
-        context = self._context(leg)
-        return RunningDecode(context, max(0, self._full_length(leg) - context))
+    def may_open_by_itself(self) -> bool:
+        """Whether decodes that go on may be enough to let another one in: its policy looks at how long they last."""
+        return self._policy.needs_running
 
     def _context(self, leg: Leg) -> int:
+        """Its prompt and its output, the newest token included."""
         if leg.finish_step > self._group.steps:
-            return leg.base + self._group.steps
+            return leg.base + self._group.steps + 1
         return leg.tokens
 
 

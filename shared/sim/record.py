@@ -63,7 +63,8 @@ class Record:
         output = self._outputs[row]
         asked = max(output, self._run.max_tokens or 0)
         job = JobView(str(row), self._prompts[row], asked, self._run.slo, prediction)
-        return SimRequest(row, job, output, self._prefixes[row] if self._prefixes is not None else ())
+        prefix = self._prefixes[row] if self._prefixes is not None else ()
+        return SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]))
 
     def output_tokens(self, row: int) -> int:
         """Of the request of that row, in all."""

@@ -15,6 +15,7 @@ class SimRequest:
 
     __slots__ = (
         "admitted",
+        "arrived_s",
         "attempt",
         "carried",
         "decode",
@@ -36,8 +37,11 @@ class SimRequest:
         "waits_prefill",
     )
 
-    def __init__(self, row: int, job: JobView, output_tokens: int, prefix: tuple[int, ...]) -> None:
+    def __init__(
+        self, row: int, job: JobView, output_tokens: int, prefix: tuple[int, ...], arrived_s: float = 0.0
+    ) -> None:
         self.row = row
+        self.arrived_s = arrived_s  # when its client sent it
         self.prefix = prefix
         self.attempt = 1
         self.over = False

@@ -7,7 +7,9 @@ again. Knows no time but the `now` that policies are asked with.
 
 from collections.abc import Callable
 
+from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy
+from shared.sim.budget import prompt_budget
 from shared.sim.group import DecodeGroup
 from shared.sim.memory import AdmissionGate, KvMemory
 from shared.sim.request import Leg
@@ -32,8 +34,10 @@ class Scheduler:
         admission: DecodeAdmission,
         admitted: Callable[[Leg, float], None],
         preempted: Callable[[Leg], None],
+        rates: StepRates | None = None,
     ) -> None:
         self._limits = limits
+        self._rates = rates
         self._admitted = admitted
         self._preempted = preempted
         self.memory = memory
@@ -64,9 +68,9 @@ class Scheduler:
         """Requests here."""
         return len(self.running) + self.blocked
 
-    def add(self, leg: Leg, now: float) -> None:
+    def add(self, leg: Leg) -> None:
         """Queue a leg."""
-        self.waiting.push(leg, now)
+        self.waiting.push(leg)
         if not leg.remote:
             self._queued(1, leg.missing)
 
@@ -93,7 +97,7 @@ class Scheduler:
                 self._preempting |= self._make_room()
         else:
             preempted = self._preempting = self._make_room()
-            budget = self._limits.batched_tokens - self.group.count
+            budget = prompt_budget(self._limits, self._rates, self.group, self.running, self.prefilling)
             if not preempted:
                 self._prefill(budget, now)
             elif self.prefilling:
@@ -120,12 +124,12 @@ class Scheduler:
 
     def steps_ahead(self) -> int:
         """Decode steps until the batch changes by itself: somebody is done, blocks run out, others may start."""
-        if self._preempting and self.waiting.count:
+        if self.waiting.count and self._waiters_may_change():
             return 1
         most = self.group.steps_to_finish()
         return most if self._limits.reserves_output else self.group.affordable(self.memory.free, most)
 
-    def could_change(self, now: float) -> bool:
+    def could_change(self) -> bool:
         """Whether somebody who does not run could join at the next step."""
         if self.leaving:
             return True
@@ -133,8 +137,16 @@ class Scheduler:
             return False
         if self.arrived:
             return True
-        leg = self.waiting.peek(now)
-        return leg is not None and self.memory.could_start(leg, self._limits.batched_tokens - self.group.count)
+        leg = self.waiting.peek()
+        if leg is None or self._limits.step_budget:
+            return leg is not None
+        return self.memory.could_start(leg, self._limits.batched_tokens - self.group.count)
+
+    def _waiters_may_change(self) -> bool:
+        """Whether steps of the same batch may be enough for another one to start: each has to be looked at then."""
+        by_itself = self._gate is not None and self._gate.may_open_by_itself()
+        # With a budget chunks shrink as contexts grow, and a smaller one may find its blocks.
+        return self._preempting or by_itself or self._limits.step_budget
 
     def admit_beside(self, steps: int, now: float) -> bool:
         """Reserve blocks for waiting legs whose KV is elsewhere, while the group takes its `steps` steps.
@@ -144,20 +156,19 @@ class Scheduler:
         if self.arrived or self.leaving or self._gate is not None:
             return False
         self.memory.reserved = self.memory.growth(self.group, steps)
-        while len(self.running) < self._limits.sequences and (leg := self.waiting.peek(now)) is not None:
+        while len(self.running) < self._limits.sequences and (leg := self.waiting.next()) is not None:
             if not leg.remote or not self.memory.start(leg, 0):
                 return False
             self.awaiting[self.waiting.pop()] = None
             self._admitted(leg, now)
         return True
 
-    def cancel(self, leg: Leg, now: float) -> bool:
+    def cancel(self, leg: Leg) -> bool:
         """Forget a leg. True when it runs: then it leaves with the next plan."""
         leg.cancelled = True
         if leg in self.running:
             self.leaving.append(leg)
             return True
-        self.waiting.gone(leg, now)
         if self.waiting.remove(leg):
             if not leg.remote:
                 self._queued(-1, -leg.missing)
@@ -171,11 +182,10 @@ class Scheduler:
             self.memory.release(leg)
         return False
 
-    def finish(self, leg: Leg, now: float) -> None:
+    def finish(self, leg: Leg) -> None:
         """A running leg is done."""
         del self.running[leg]
         self.memory.release(leg)
-        self.waiting.gone(leg, now)
 
     def stop(self, last_s: float) -> None:
         """The engine ends: bring the counts of its decodes up to date. `last_s`: of the last step."""
@@ -197,7 +207,7 @@ class Scheduler:
                 self._queued(-1, -leg.missing)
             else:
                 self.group.leave(leg)
-            self.finish(leg, self._now)
+            self.finish(leg)
         self.leaving.clear()
 
     def _take_arrived(self) -> None:
@@ -214,14 +224,13 @@ class Scheduler:
         """Set blocks apart for the decodes of the coming step; whether anybody had to be preempted for it."""
         if self._limits.reserves_output:
             return False
-        group, memory = self.group, self.memory
-        if not group.count:
+        if not self.group.count:
             return False
         preempted = False
-        while (wanted := group.blocks_for(1)) > memory.free:
+        while (wanted := self.group.blocks_for(1)) > self.memory.free:
             self._preempt()
             preempted = True
-        memory.reserved = wanted
+        self.memory.reserved = wanted
         return preempted
 
     def _prefill(self, budget: int, now: float) -> None:
@@ -270,7 +279,7 @@ class Scheduler:
         self._preempted(leg)
 
     def _admit(self, budget: int, now: float) -> None:
-        while len(self.running) < self._limits.sequences and (leg := self.waiting.peek(now)) is not None:
+        while len(self.running) < self._limits.sequences and (leg := self.waiting.next()) is not None:
             if self._gate is not None and not self._gate.opens(leg, now, (*self.running, *self.awaiting)):
                 return
             if leg.remote:

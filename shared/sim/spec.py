@@ -47,6 +47,8 @@ class EngineLimits:
     prefill_first: prefill in steps of its own, before any decode (vLLM before chunked prefill).
     reserves_output: a request starts only when its whole output has room, so that none is preempted.
     prefix_cache: blocks of finished prompts are kept while there is room, for workloads that name their prefixes.
+    step_budget: prompts give way to the TPOT targets of those that decode (`shared.policy.step_budget`), where prefill
+    shares its steps with them.
     """
 
     batched_tokens: int = 2048
@@ -56,6 +58,7 @@ class EngineLimits:
     prefill_first: bool = False
     reserves_output: bool = False
     prefix_cache: bool = False
+    step_budget: bool = False
 
     def __post_init__(self) -> None:
         if self.sequences < 1 or self.block_tokens < 1 or self.batched_tokens < 1:
@@ -73,9 +76,7 @@ class InstanceSpec:
 
     kv_tokens: KV capacity. kv_bytes_per_token: of its KV, as stored. link: its network port, for KV that comes or goes.
     lanes: batches in flight at once, each with its share of requests and memory (pipeline parallelism; 1 else).
-    prefill_batch: prompts that are in an engine at once, in order of arrival, where the instance only prefills; the
-    order of prefill applies to those beyond it. None: the engine takes its next prompt by that order. staging_tokens:
-    with a prefill_batch, the most tokens of prompts that are in the engine or whose KV is not sent yet.
+    staging_tokens: the most tokens of prompts that are being computed for others or whose KV is not sent yet.
     max_prefills: prompts that it takes before it has computed them (Cronus: two in the low-end instance); the rest
     waits at the gateway. price_per_hour: USD for the whole instance. rates: what policies know of its speed.
     """
@@ -91,7 +92,6 @@ class InstanceSpec:
     accelerators: int = 1
     price_per_hour: float = 0.0
     lanes: int = 1
-    prefill_batch: int | None = None
     staging_tokens: int | None = None
     max_prefills: int | None = None
     rates: Rates = field(default_factory=Rates)
@@ -99,12 +99,6 @@ class InstanceSpec:
     def __post_init__(self) -> None:
         if self.kv_tokens < self.limits.block_tokens * self.lanes:
             raise InvalidRequest(f"{self.instance_id}: KV for {self.kv_tokens} tokens is less than one block")
-        if self.prefill_batch is not None and self.prefill_batch < 1:
-            raise InvalidRequest(f"{self.instance_id}: prefill_batch must be at least 1, not {self.prefill_batch}")
-        if self.staging_tokens is not None and self.prefill_batch is None:
-            raise InvalidRequest(
-                f"{self.instance_id}: room for staged KV is given to a prefill_batch, which is missing"
-            )
 
     def renamed(self, instance_id: str, role: Role | None = None) -> "InstanceSpec":
         """One more of the same kind."""

@@ -5,27 +5,40 @@ from typing import Protocol
 
 import msgspec
 
+from services.worker.engines.policies import EnginePolicies
 from services.worker.engines.step_log import StepLog
 from shared.domain.instance import Compatibility
-from shared.domain.job import Generation
+from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle
 from shared.domain.rates import Rates
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError
+from shared.policy.prefill_order import WaitingJob
 from shared.runtime.logs import get_log
 from shared.wire.messages import TokenStep
 
 log = get_log(__name__)
 
 
+def _always() -> bool:
+    return True
+
+
+def _nothing() -> None:
+    pass
+
+
 class EngineRequest(msgspec.Struct, frozen=True):
     """Tokens in.
 
-    With `export_to` set, KV of the prompt is staged under that transfer id while it is computed; with `import_from`
-    set, KV of the first `import_from.tokens` prompt tokens is pulled instead of computed. `first_token_only` makes
-    the engine stop after one token, whatever the sampling parameters say.
+    `job` is what the engine's policies know of it. With `export_to` set, KV of the prompt is staged under that transfer
+    id while it is computed; with `import_from` set, KV of the first `import_from.tokens` prompt tokens is pulled
+    instead of computed. `first_token_only` makes the engine stop after one token, whatever the sampling parameters say:
+    it does not decode here. The engine calls on its own thread: `has_room` when it is the next, whether it may enter
+    now, which from then on it may; `entered` whenever it leaves the line of those that wait.
     """
 
     request_id: str
+    job: JobView
     prompt_token_ids: list[int]
     generation: Generation
     max_tokens: int
@@ -33,11 +46,24 @@ class EngineRequest(msgspec.Struct, frozen=True):
     export_to: str = ""
     codec: Codec = Codec.RAW
     import_from: KvHandle | None = None
+    has_room: Callable[[], bool] = _always
+    entered: Callable[[], None] = _nothing
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it goes on here after its first token."""
+        return not self.first_token_only
+
+    def as_waiting(self) -> WaitingJob:
+        """What the order of prompts goes by. The last token is always computed here."""
+        prompt = len(self.prompt_token_ids)
+        before = min(self.import_from.tokens, prompt - 1) if self.import_from is not None else 0
+        return WaitingJob(self.job, prompt - before, before, self.generation.arrived_s)
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot. `waiting` includes requests that wait for KV; `waiting_tokens` are those of requests without blocks that
-    are to decode here.
+    """A snapshot. `waiting` includes requests that wait for KV. `waiting_tokens`: of those without blocks that are to
+    decode here.
     """
 
     running: int = 0
@@ -79,7 +105,7 @@ def deliver(sink: Sink, step: TokenStep) -> None:
 
 
 class Engine(Protocol):
-    """Continuous batching behind five calls. All are made, and all sinks are called, on the event loop."""
+    """Continuous batching behind a few calls. All are made, and all sinks are called, on the event loop."""
 
     @property
     def steps(self) -> StepLog:
@@ -101,6 +127,19 @@ class Engine(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Stop a request and free its blocks; its sink is not called again. Unknown ids are ignored."""
+        ...
+
+    def wake(self) -> None:
+        """What `has_room` said may have changed."""
+        ...
+
+    @property
+    def policies(self) -> EnginePolicies:
+        """What it goes by."""
+        ...
+
+    def set_policies(self, policies: EnginePolicies) -> None:
+        """Go by others from the next step on, for those that wait, too."""
         ...
 
     def stats(self) -> EngineStats:

@@ -9,10 +9,11 @@ import asyncio
 import os
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink, deliver
+from services.worker.engines.emulated_scheduler import EmulatedScheduler, Entry
+from services.worker.engines.policies import CurrentRates, EnginePolicies, policies_of
 from services.worker.engines.step_log import StepLog
 from services.worker.kv.emulated import EmulatedLink
 from services.worker.settings import WorkerSettings
@@ -32,34 +33,13 @@ _FIRST = 300  # below it tokenizers keep their special tokens and single bytes
 _LATE_S = 0.005  # a timer that fires late makes the next step so much shorter, at most: the mean keeps to the model
 
 
-@dataclass(slots=True)
-class _Request:
-    request: EngineRequest
-    sink: Sink
-    blocks: int
-    tokens: int  # prompt, and what was generated
-    computed: int = 0  # of those, what is in the KV cache
-    left: int = 0  # tokens to generate
-    ready_s: float = 0.0  # monotonic time at which its imported KV is there
-
-    @property
-    def missing(self) -> int:
-        """Tokens to compute before the next one is out."""
-        return self.tokens - self.computed
-
-    @property
-    def decodes(self) -> bool:
-        """One token after some context; the last one of a prompt whose KV was imported costs the same."""
-        return self.missing == 1 and self.computed > 0
-
-
 class EmulatedEngine:
     """Continuous batching with chunked prefill over an imaginary accelerator."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, rates: CurrentRates = lambda: None) -> None:
         self._settings = settings
-        self._waiting: list[_Request] = []
-        self._running: dict[str, _Request] = {}
+        self._rates = rates
+        self.policies = policies_of(settings)
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.steps = StepLog()
@@ -76,30 +56,43 @@ class EmulatedEngine:
         geometry = geometry_from_file(Path(name)) if Path(name).exists() else bundled_geometry(name)
         self._model = StepModel(Catalogue.built_in().get(s.accelerator), geometry, s.tensor_parallel, dtype=s.dtype)
         self.link = EmulatedLink(geometry, s.emulated_link_gbps, s.dtype)
-        self._total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * s.block_size)))
-        self._free = self._total
+        total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * s.block_size)))
+        self._scheduler = EmulatedScheduler(s, total, self.policies, self._rates, self.link.pull)
         self._task = asyncio.get_running_loop().create_task(self._steps(), name="emulated-engine")
         self._task.add_done_callback(_stop_with_engine)
         kv = KvGeometry(geometry.layers, geometry.kv_heads, geometry.head_dim)
         compatibility = Compatibility(f"emulated:{geometry.name}", "emulated", "1", WIRE_VERSION, kv)
-        return EngineInfo(compatibility, self._total, s.max_model_len, s.block_size, _rates(s, self._model))
+        return EngineInfo(compatibility, total, s.max_model_len, s.block_size, _rates(s, self._model))
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
-        """Queue it; it starts when its prompt fits."""
-        prompt = len(request.prompt_token_ids)
-        blocks = -(-(prompt + request.max_tokens) // self._settings.block_size)
-        self._waiting.append(_Request(request, sink, min(blocks, self._total), prompt, left=request.max_tokens))
+        """Queue it; it starts when it is its turn and its prompt fits."""
+        self._scheduler.add(request, sink)
         self._work.set()
 
     def abort(self, request_id: str) -> None:
         """Forget it."""
-        if entry := self._running.pop(request_id, None):
-            self._free += entry.blocks
-        self._waiting = [entry for entry in self._waiting if entry.request.request_id != request_id]
+        self._scheduler.remove(request_id)
+        self._work.set()
+
+    def wake(self) -> None:
+        """Look again who may enter."""
+        self._work.set()
+
+    def set_policies(self, policies: EnginePolicies) -> None:
+        """Between this step and the next."""
+        self.policies = policies
+        self._scheduler.follow(policies)
+        self._work.set()
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request lost its blocks."""
+        return self._scheduler.preemptions
 
     def stats(self) -> EngineStats:
         """Now."""
-        return EngineStats(len(self._running), len(self._waiting), self._free, self._total)
+        s = self._scheduler
+        return EngineStats(len(s.running), len(s.waiting) + len(s.coming), s.waiting.decode_tokens, s.free, s.total)
 
     async def close(self) -> None:
         """Stop stepping."""
@@ -111,8 +104,7 @@ class EmulatedEngine:
         due = 0.0
         while True:
             began = time.monotonic()  # the loop's own clock may tick in milliseconds
-            self._admit(began)
-            chunks, decodes = self._batch(began)
+            chunks, decodes = self._scheduler.plan(began)
             if not chunks and not decodes:
                 await self._wait(began)
                 due = time.monotonic()
@@ -127,37 +119,12 @@ class EmulatedEngine:
     async def _wait(self, now: float) -> None:
         """Until there is new work or the next import is complete."""
         self._work.clear()
-        ready_s = min((entry.ready_s for entry in self._running.values()), default=None)
+        ready_s = min((entry.ready_s for entry in self._scheduler.coming), default=None)
         try:
             async with asyncio.timeout(None if ready_s is None else ready_s - now):
                 await self._work.wait()
         except TimeoutError:
             pass
-
-    def _admit(self, now: float) -> None:
-        while self._waiting and len(self._running) < self._settings.max_seqs:
-            entry = self._waiting[0]
-            if entry.blocks > self._free:
-                return
-            del self._waiting[0]
-            self._free -= entry.blocks
-            if (handle := entry.request.import_from) is not None:
-                entry.computed = min(handle.tokens, entry.tokens - 1)
-                entry.ready_s = now + self.link.pull(handle)
-            self._running[entry.request.request_id] = entry
-
-    def _batch(self, now: float) -> tuple[list[tuple[_Request, int]], list[_Request]]:
-        """Every decode, and chunks up to the step's token budget."""
-        here = [entry for entry in self._running.values() if entry.ready_s <= now]
-        decodes = [entry for entry in here if entry.decodes]
-        budget = self._settings.chunk_size - len(decodes)
-        chunks = []
-        for entry in here:
-            tokens = 0 if entry.decodes else min(entry.missing, budget)
-            if tokens > 0:
-                chunks.append((entry, tokens))
-                budget -= tokens
-        return chunks, decodes
 
     def _duration(self, batch: Batch) -> float:
         s = self._settings
@@ -166,21 +133,22 @@ class EmulatedEngine:
             return s.emulated_step_s + per_token * (batch.tokens - batch.decode_count)
         return self._model.step_time_s(batch)
 
-    def _finish_step(self, chunks: list[tuple[_Request, int]], decodes: list[_Request]) -> None:
+    def _finish_step(self, chunks: list[tuple[Entry, int]], decodes: list[Entry]) -> None:
         for entry, tokens in (*((entry, 1) for entry in decodes), *chunks):
+            if entry not in self._scheduler.running:
+                continue  # aborted during the step
             entry.computed += tokens
-            if entry.missing or self._running.get(entry.request.request_id) is not entry:
-                continue  # not done with its prompt, or aborted during the step
+            if entry.missing:
+                continue  # not done with its prompt
             token = _token(entry.tokens)
             entry.tokens += 1
             entry.left -= 1
             if not entry.left:
-                del self._running[entry.request.request_id]
-                self._free += entry.blocks
+                self._scheduler.remove(entry.request.request_id)
             deliver(entry.sink, TokenStep([token], "" if entry.left else "length"))
 
 
-def _batch_of(chunks: list[tuple[_Request, int]], decodes: list[_Request]) -> Batch:
+def _batch_of(chunks: list[tuple[Entry, int]], decodes: list[Entry]) -> Batch:
     prefill = tuple((tokens, entry.computed) for entry, tokens in chunks)
     return Batch(prefill, len(decodes), sum(entry.computed for entry in decodes))
 

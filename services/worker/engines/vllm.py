@@ -14,21 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from vllm import SamplingParams
 from vllm import __version__ as vllm_version
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
 from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink, deliver
-from services.worker.engines.logprobs import encode_logprobs, encode_prompt_logprobs
+from services.worker.engines.policies import CurrentRates, EnginePolicies, policies_of
 from services.worker.engines.step_log import StepLog
 from services.worker.engines.step_observer import StepObserver
+from services.worker.engines.vllm_requests import CoreRequests, token_step
+from services.worker.engines.vllm_seam import SchedulerSeam
 from services.worker.fingerprint import fingerprint
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
@@ -44,12 +44,15 @@ Command = Callable[[], None]
 
 
 class VllmEngine:
-    """Owns the engine core and its thread. `kv_config` goes to our KV connector in every rank."""
+    """Owns the engine core and its thread. `kv_config` goes to our KV connector in every rank; `rates` is asked
+    for every step with a budget, and for every request that waits.
+    """
 
-    def __init__(self, settings: WorkerSettings, kv_config: dict[str, Any]) -> None:
+    def __init__(self, settings: WorkerSettings, kv_config: dict[str, Any], rates: CurrentRates = lambda: None) -> None:
         self._settings = settings
         self._kv_config = kv_config
-        self._sampling = msgspec.msgpack.Decoder(SamplingParams)
+        self._rates = rates
+        self.policies = policies_of(settings)
         self._sinks: dict[str, Sink] = {}
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
@@ -81,7 +84,16 @@ class VllmEngine:
     def abort(self, request_id: str) -> None:
         """Abort before the next step."""
         if self._sinks.pop(request_id, None) is not None:
-            self._post(lambda: self._core.abort_requests([request_id]))
+            self._post(lambda: self._abort(request_id))
+
+    def wake(self) -> None:
+        """An engine that waits looks again."""
+        self._post(lambda: None)
+
+    def set_policies(self, policies: EnginePolicies) -> None:
+        """Between this step and the next."""
+        self.policies = policies
+        self._post(lambda: self._seam.follow(policies))
 
     def stats(self) -> EngineStats:
         """As of the last step."""
@@ -151,9 +163,11 @@ class VllmEngine:
         config = EngineArgs(**{**arguments, **s.engine_args}).create_engine_config(UsageContext.ENGINE_CONTEXT)
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         self._scheduler = self._core.engine_core.scheduler
+        self._seam = SchedulerSeam(self._scheduler, self.policies, self._rates)
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=_computes_here(s))
         self._snapshot()
-        model = self._model = config.model_config
+        model = config.model_config
+        self._requests = CoreRequests(model)
         geometry = KvGeometry(
             layers=model.get_total_num_hidden_layers()
             if hasattr(model, "get_total_num_hidden_layers")
@@ -177,14 +191,19 @@ class VllmEngine:
             while self._commands:
                 self._commands.popleft()()
             if self._scheduler.has_requests():
+                self._seam.before_step()
                 outputs = self._core.get_output()
                 self._snapshot()
                 if outputs.outputs:
-                    batch = [(output.request_id, _convert(output)) for output in outputs.outputs]
+                    batch = [(output.request_id, token_step(output)) for output in outputs.outputs]
+                    for request_id, output in batch:
+                        if output.finish_reason:
+                            self._seam.forget(request_id)
                     self._loop.call_soon_threadsafe(self._deliver, batch)
                 self._observer.ended()
                 if self._observer.idle:
-                    self._pause(_WAITING_S)  # for KV or a grammar: the engine would turn as fast as it can
+                    # For KV or a grammar the engine would turn as fast as it can; who waits for room is woken.
+                    self._pause(_IDLE_S if self._seam.shut else _WAITING_S)
                 continue
             self._snapshot()
             self._step_began_s = 0.0
@@ -199,49 +218,20 @@ class VllmEngine:
         if request.request_id not in self._sinks:
             return  # aborted before the engine saw it
         try:
-            self._core.add_request(self._core_request(request))
+            core_request = self._requests.make(request)
+            self._seam.expect(request)
+            self._core.add_request(core_request)
         except Exception as error:  # whatever vLLM makes of it: one request is no reason to fail the others
+            self._seam.forget(request.request_id)
             refused = isinstance(error, (ValueError, TypeError, VLLMValidationError, msgspec.MsgspecError))
             cause = str(error) if refused else f"{type(error).__name__}: {error}"
             log.warning("engine refused a request", request_id=request.request_id, error=cause)
             output = TokenStep([], finish_reason="refused" if refused else "error", stop_reason=cause)
             self._loop.call_soon_threadsafe(self._deliver, [(request.request_id, output)])
 
-    def _check(self, request: EngineRequest, params: SamplingParams) -> None:
-        """What vLLM's front end checks and its engine takes for granted: such a request would end the step, and with
-        it the engine. Raises ValueError. Grammars are left to the engine, which compiles them beside its steps.
-        """
-        prompt, model = request.prompt_token_ids, self._model
-        if not 0 < len(prompt) < model.max_model_len:
-            raise ValueError(f"a prompt of {len(prompt)} tokens; it must have 1 to {model.max_model_len - 1}")
-        if not 0 <= min(prompt) <= max(prompt) < model.get_vocab_size():
-            raise ValueError(f"token ids are 0 to {model.get_vocab_size() - 1}")
-        params.verify(model, None, None, None)
-
-    def _core_request(self, request: EngineRequest) -> EngineCoreRequest:
-        params = self._sampling.decode(request.generation.sampling)
-        self._check(request, params)
-        params.max_tokens = 1 if request.first_token_only else request.max_tokens
-        if request.first_token_only:
-            params.min_tokens = 0
-        extra = dict(params.extra_args or {})
-        extra.pop("kv_transfer_params", None)  # only we may set them
-        if request.export_to:
-            extra["kv_transfer_params"] = {"export": {"transfer_id": request.export_to, "codec": request.codec.value}}
-        elif request.import_from is not None:
-            extra["kv_transfer_params"] = {"import": msgspec.to_builtins(request.import_from)}
-        params.extra_args = extra or None
-        return EngineCoreRequest(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=request.generation.arrived_s or time.time(),
-            lora_request=None,
-            cache_salt=request.generation.cache_salt or None,
-            data_parallel_rank=None,
-        )
+    def _abort(self, request_id: str) -> None:
+        self._core.abort_requests([request_id])
+        self._seam.forget(request_id)
 
     def _snapshot(self) -> None:
         scheduler = self._scheduler
@@ -251,7 +241,7 @@ class VllmEngine:
         self._stats = EngineStats(
             running=len(scheduler.running),
             waiting=waiting,
-            waiting_tokens=sum(request.num_tokens for request in scheduler.waiting if not _holds_blocks(request)),
+            waiting_tokens=self._seam.waiting_tokens,
             free_blocks=pool.get_num_free_blocks(),
             total_blocks=pool.num_gpu_blocks - 1,
         )
@@ -277,13 +267,3 @@ class VllmEngine:
 def _computes_here(settings: WorkerSettings) -> bool:
     """Whether a step's work is done by the engine's thread, and by nothing else."""
     return settings.accelerator == "cpu" and settings.tensor_parallel == settings.threads == 1
-
-
-def _convert(output: Any) -> TokenStep:
-    return TokenStep(
-        tokens=list(output.new_token_ids),
-        finish_reason="" if output.finish_reason is None else str(output.finish_reason),
-        stop_reason=output.stop_reason,
-        logprobs=encode_logprobs(output.new_logprobs),
-        prompt_logprobs=encode_prompt_logprobs(output.new_prompt_logprobs_tensors),
-    )

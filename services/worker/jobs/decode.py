@@ -168,6 +168,7 @@ def _engine_request(request_id: str, request: DecodeRequest) -> EngineRequest:
         generation = msgspec.structs.replace(generation, cache_salt=lossy_salt(handle.transfer_id))
     return EngineRequest(
         request_id=request_id,
+        job=request.job,
         prompt_token_ids=request.prompt_token_ids,
         generation=generation,
         max_tokens=request.job.max_tokens,

@@ -1,4 +1,4 @@
-"""The prefill side of an instance: queue, compute, stage, and choose where the job decodes."""
+"""The prefill side of an instance: compute, stage, and choose where the job decodes."""
 
 import asyncio
 import time
@@ -9,7 +9,6 @@ import msgspec
 from services.worker.engines.base import Engine, EngineRequest, failure
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.lengths import Asked, LengthClient
-from services.worker.jobs.prefill_queue import PrefillQueue
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
 from shared.domain.instance import Role
@@ -36,6 +35,10 @@ class _Prefill:
     started_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
 
+    def entered(self) -> None:
+        """The engine takes it; again, when it was preempted."""
+        self.started_s = self.started_s or time.time()
+
 
 class PrefillService:
     """Serves `prefill`."""
@@ -45,7 +48,6 @@ class PrefillService:
         engine: Engine,
         kv: KvPort,
         roles: RoleState,
-        queue: PrefillQueue,
         dispatcher: Dispatcher,
         lengths: LengthClient,
         chunk_size: int,
@@ -53,18 +55,29 @@ class PrefillService:
         self._engine = engine
         self._kv = kv
         self._roles = roles
-        self._queue = queue
         self._dispatcher = dispatcher
         self._lengths = lengths
         self._chunk_size = chunk_size
+        self._active: dict[str, _Prefill] = {}  # whose prompts are not computed
         self._sequence = 0
-        kv.when_room(queue.admit)
+        kv.when_room(engine.wake)
+
+    @property
+    def queued(self) -> int:
+        """Jobs whose prefill is not done."""
+        return len(self._active)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of those."""
+        return sum(len(job.request.prompt_token_ids) for job in self._active.values())
 
     async def prefill(self, request: PrefillRequest, call: ServerCall) -> PrefillReply:
         """Compute the prompt's KV and stage it; the first token is in the reply if it was wanted.
 
-        The job waits until its KV has room in the staging pool. When the prompt takes several chunks, an item names
-        the decode instance as soon as the first is staged. That there is none is no error: the reply says so.
+        The engine takes it when it is its turn and its KV has room in the staging pool. When the prompt takes several
+        chunks, an item names the decode instance as soon as the first is staged. That there is none is no error: the
+        reply says so.
         Raises WrongRole, EngineFailed, InvalidRequest.
         """
         with self._roles.job(Role.PREFILL):
@@ -86,10 +99,11 @@ class PrefillService:
 
     async def _run(self, job: _Prefill) -> PrefillReply:
         request = job.request
-        view = msgspec.structs.replace(request.job, job_id=job.request_id)  # one job may be here twice for a moment
-        async with self._queue.turn(view, lambda: self._has_room(job)):
-            job.started_s = time.time()
+        self._active[job.request_id] = job
+        try:
             last = await self._compute(job)
+        finally:
+            del self._active[job.request_id]
         handle = None
         if request.export and not _is_over(last, request):
             self._choose(job)
@@ -102,15 +116,11 @@ class PrefillService:
             stop_reason=last.stop_reason,
             logprobs=last.logprobs,
             queued_s=job.queued_s,
-            started_s=job.started_s,
+            started_s=job.started_s or job.queued_s,
             ended_s=time.time(),
             reasons=job.reasons,
             prediction=job.prediction,
         )
-
-    def _has_room(self, job: _Prefill) -> bool:
-        request = job.request
-        return not request.export or self._kv.reserve(request.transfer_id, len(request.prompt_token_ids), job.call.peer)
 
     async def _compute(self, job: _Prefill) -> TokenStep:
         request = job.request
@@ -128,13 +138,31 @@ class PrefillService:
                 if job.decode is not None:
                     job.call.send(PrefillStarted(job.decode, self._handle(request), job.reasons))
 
-        if request.export and len(request.prompt_token_ids) > self._chunk_size:
-            self._kv.when_staged(request.transfer_id, first_chunk)
-        self._engine.submit(_engine_request(job.request_id, request), step)
+        prompt = len(request.prompt_token_ids)
+        if request.export:
+            self._kv.announce(request.transfer_id, prompt, job.call.peer)
+            if prompt > self._chunk_size:
+                self._kv.when_staged(request.transfer_id, first_chunk)
+        self._engine.submit(self._engine_request(job), step)
         last = await ended
         if (error := failure(request.job.job_id, last)) is not None:
             raise error
         return last
+
+    def _engine_request(self, job: _Prefill) -> EngineRequest:
+        request = job.request
+        return EngineRequest(
+            request_id=job.request_id,
+            job=request.job,
+            prompt_token_ids=request.prompt_token_ids,
+            generation=request.generation,
+            max_tokens=1,
+            first_token_only=True,
+            export_to=request.transfer_id if request.export else "",
+            codec=request.codec,
+            has_room=lambda: self._kv.reserve(request.transfer_id),
+            entered=job.entered,
+        )
 
     def _choose(self, job: _Prefill) -> None:
         """Find a decode instance, unless there is one; without any, `reasons` say why."""
@@ -156,15 +184,3 @@ class PrefillService:
 def _is_over(last: TokenStep, request: PrefillRequest) -> bool:
     """Whether the first token already ended the answer."""
     return request.want_token and (last.finish_reason == "stop" or request.job.max_tokens <= 1)
-
-
-def _engine_request(request_id: str, request: PrefillRequest) -> EngineRequest:
-    return EngineRequest(
-        request_id=request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        generation=request.generation,
-        max_tokens=1,
-        first_token_only=True,
-        export_to=request.transfer_id if request.export else "",
-        codec=request.codec,
-    )

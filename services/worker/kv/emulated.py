@@ -66,7 +66,10 @@ class EmulatedPort:
         t = self._template
         return KvHandle(transfer_id, t.instance_id, t.generation, t.fingerprint, t.endpoints, tokens, t.dtype, codec)
 
-    def reserve(self, transfer_id: str, tokens: int, owner: bytes) -> bool:
+    def announce(self, transfer_id: str, tokens: int, owner: bytes) -> None:
+        """Nothing is staged."""
+
+    def reserve(self, transfer_id: str) -> bool:
         """Nothing is staged, so there is always room."""
         return True
 

@@ -30,8 +30,12 @@ class KvPort(Protocol):
         """The reference by which a peer can pull that export."""
         ...
 
-    def reserve(self, transfer_id: str, tokens: int, owner: bytes) -> bool:
-        """Whether an export of so many tokens has room now; it is then kept until the export ends."""
+    def announce(self, transfer_id: str, tokens: int, owner: bytes) -> None:
+        """An export of so many tokens will want room."""
+        ...
+
+    def reserve(self, transfer_id: str) -> bool:
+        """Whether an announced export has room now; it then has it until it ends. Any thread may ask."""
         ...
 
     def when_room(self, callback: Callable[[], None]) -> None:
@@ -100,9 +104,13 @@ class ConnectorPort:
         t = self._template
         return KvHandle(transfer_id, t.instance_id, t.generation, t.fingerprint, t.endpoints, tokens, t.dtype, codec)
 
-    def reserve(self, transfer_id: str, tokens: int, owner: bytes) -> bool:
+    def announce(self, transfer_id: str, tokens: int, owner: bytes) -> None:
         """See ExportLedger."""
-        return self._ledger.reserve(transfer_id, tokens * self._token_bytes, owner)
+        self._ledger.announce(transfer_id, tokens * self._token_bytes, owner)
+
+    def reserve(self, transfer_id: str) -> bool:
+        """See ExportLedger."""
+        return self._ledger.reserve(transfer_id)
 
     def when_room(self, callback: Callable[[], None]) -> None:
         """See ExportLedger."""

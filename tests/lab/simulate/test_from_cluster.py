@@ -13,7 +13,9 @@ from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Ki
 from shared.domain.kv import Codec
 from shared.domain.rates import PartialPrefillCost, Rates
 from shared.errors import InvalidRequest, NotFound
-from shared.policy.prefill_order import Sjf
+from shared.policy.decode_admission import Greedy, ReserveStatic
+from shared.policy.lengths import PredictedEnd
+from shared.policy.prefill_order import Fcfs, Sjf
 from shared.policy.role_flip import PressureFlip
 
 DEFAULTS = {"engine": "emulated", "accelerator": "A10"}
@@ -38,7 +40,7 @@ def test_the_shipped_emulated_cluster() -> None:
     first = read.instances[0]
     assert (first.accelerator, first.chunk_size, first.max_seqs, first.block_size) == ("A100-SXM-80", 2048, 128, 32)
     assert first.kv_cache_bytes == 60129542144
-    assert first.reserves_output
+    assert not first.reserves_output
     assert not first.prefix_cache
 
 
@@ -123,12 +125,21 @@ def calibration(folder: Path, *kinds: Kind) -> str:
     return str(file)
 
 
-def test_the_prefill_queue_is_the_workers(tmp_path: Path) -> None:
-    file = write(tmp_path, instance_defaults={**DEFAULTS, "prefill_batch": 3, "prefill_order": "sjf"})
-    made = load_deployment(file)
-    assert {spec.prefill_batch for spec in made.instances} == {3}
-    assert made.run.prefill_order == Sjf()
-    assert {spec.prefill_batch for spec in load_deployment(write(tmp_path)).instances} == {16}
+def test_what_an_engine_goes_by_is_the_workers(tmp_path: Path) -> None:
+    said = {
+        "prefill_order": "sjf",
+        "prefill_order_parameters": {"window": 3},
+        "decode_admission": "reserve_static",
+        "decode_admission_parameters": {"end": "upper"},
+        "step_budget": True,
+    }
+    made = load_deployment(write(tmp_path, instance_defaults={**DEFAULTS, **said}))
+    assert made.run.prefill_order == Sjf(3)
+    assert made.run.decode_admission == ReserveStatic(PredictedEnd.UPPER)
+    assert {spec.limits.step_budget for spec in made.instances} == {True}
+    plain = load_deployment(write(tmp_path))
+    assert (plain.run.prefill_order, plain.run.decode_admission) == (Fcfs(), Greedy())
+    assert {(spec.limits.step_budget, spec.limits.reserves_output) for spec in plain.instances} == {(False, False)}
 
 
 def test_roles_flip_as_the_monitor_is_told(tmp_path: Path) -> None:
@@ -198,7 +209,18 @@ def test_an_emulated_engine_keeps_its_times_and_reports_the_calibrated_rates(tmp
             [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "prefill_order": "sjf"}],
             r"prefill_order must be one for all, not fcfs, sjf",
         ),
-        ([{"id": "p", "role": "prefill", "prefill_batch": 0}], r"c\.yaml: instances\.p\.prefill_batch: .*than 0"),
+        (
+            [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "decode_admission": "reserve_static"}],
+            r"decode_admission must be one for all, not greedy, reserve_static",
+        ),
+        (
+            [
+                {"id": "p", "role": "prefill", "prefill_order": "sjf", "prefill_order_parameters": {"window": 2}},
+                {"id": "d", "role": "decode", "prefill_order": "sjf"},
+            ],
+            r"prefill_order_parameters must be alike in all",
+        ),
+        ([{"id": "p", "role": "prefill", "prefill_batch": 3}], r"c\.yaml: instances\.0: unknown key 'prefill_batch'"),
         (
             [{"id": "p", "role": "prefill", "engine": "vllm", "engine_args": {"pipeline_parallel_size": 2}}],
             r"c\.yaml: instances\.p: engine_args: pipeline_parallel_size: KV transfer does not support pipeline",

@@ -37,7 +37,10 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
         "emulated_prefill_s_per_token": (1e-5, FIXED),
         "emulated_link_gbps": (10.0, DEFAULTS),
         "prefill_order": ("sjf", DEFAULTS),
-        "prefill_batch": (4, DEFAULTS),
+        "prefill_order_parameters": ({"window": 4}, {**DEFAULTS, "prefill_order": "sjf"}),
+        "decode_admission": ("reserve_static", DEFAULTS),
+        "decode_admission_parameters": ({"end": "upper"}, {**DEFAULTS, "decode_admission": "reserve_dynamic"}),
+        "step_budget": (True, DEFAULTS),
         "staging_bytes": (1 << 20, REAL),
     },
     SchedulerSection: {

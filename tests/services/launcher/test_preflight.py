@@ -49,6 +49,14 @@ def test_a_sound_file_passes(tmp_path: Path) -> None:
         ({"instances": [{**P, "accelerator": "A1O"}]}, "instances.p.accelerator: unknown accelerator 'A1O'; did you"),
         ({"instances": [{**P, "emulated_model": "Lama"}]}, "instances.p.emulated_model: "),
         ({"instances": [{**P, "prefill_order": "x"}]}, "instances.p.prefill_order: unknown prefill order policy 'x'"),
+        (
+            {"instances": [{**P, "prefill_order": "sjf", "prefill_order_parameters": {"window": 0}}]},
+            "instances.p.prefill_order: sjf: window must be at least 1, not 0",
+        ),
+        (
+            {"instances": [{**P, "decode_admission_parameters": {"end": "lower"}}]},
+            "instances.p.decode_admission: decode admission policy 'greedy' has no parameter 'end'",
+        ),
         ({"instances": [{**P, "rates_file": "/no/file"}]}, "instances.p.rates_file: there is no file /no/file"),
         ({"instances": [{**CPU, "tensor_parallel": 3}]}, "instances.p.tensor_parallel: the model's 4 attention heads"),
         (

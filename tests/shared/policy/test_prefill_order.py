@@ -1,67 +1,43 @@
-from random import Random
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from shared.domain.job import JobView, Slo
+from shared.domain.rates import StepForm, StepRates
 from shared.errors import InvalidRequest
-from shared.policy.prefill_order import Fcfs, Ljf, OrderedQueue, PrefillOrder, Sjf
-from tests.shared.policy.views import job
+from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf, WaitingJob
 
-EXAMPLES: list[tuple[PrefillOrder, list[int]]] = [
-    (Fcfs(), [30, 10, 20, 5, 40]),
-    (Sjf(window=3), [10, 20, 30, 5, 40]),
-    (Ljf(window=3), [30, 20, 10, 40, 5]),
-    (Sjf(), [5, 10, 20, 30, 40]),
-]
+RATES = StepRates(StepForm(0.010, token_s=0.001, position_s=0.0001), StepForm(0.0), StepForm(0.0))
 
 
-@pytest.mark.parametrize(("policy", "served"), EXAMPLES)
-def test_order_by_example(policy: PrefillOrder, served: list[int]) -> None:
-    queue: OrderedQueue[int] = OrderedQueue(policy)
-    for tokens in (30, 10, 20, 5, 40):
-        queue.push(job(tokens), tokens)
-    assert queue.tokens == 105
-    assert [queue.pop(0.0)[1] for _ in range(len(queue))] == served
+def waiting(tokens: int, arrived_s: float = 0.0, ttft_s: float = 2.0, before: int = 0) -> WaitingJob:
+    return WaitingJob(JobView("j", before + tokens, 8, Slo(ttft_s=ttft_s)), tokens, before, arrived_s)
 
 
-def test_nobody_starves_behind_ever_shorter_prompts() -> None:
-    queue: OrderedQueue[str] = OrderedQueue(Sjf())
-    queue.push(job(10_000), "long")
-    served = []
-    for number in range(40):
-        queue.push(job(1), f"short-{number}")
-        served.append(queue.pop(0.0)[1])
-    assert "long" in served[:17]
+JOBS = [waiting(300), waiting(100, 0.5, 1.0), waiting(200, 1.0), waiting(100, 1.5)]
 
 
-def test_equal_lengths_keep_their_order() -> None:
-    assert Sjf().order([job(5), job(5), job(1)], 0.0) == [2, 0, 1]
-    assert Ljf().order([job(5), job(5), job(9)], 0.0) == [2, 0, 1]
+@pytest.mark.parametrize(
+    ("order", "rates", "first"),
+    [
+        (Fcfs(), None, [0, 1, 2, 3]),
+        (Sjf(), None, [1, 3, 2, 0]),
+        (Ljf(), None, [0, 2, 1, 3]),
+        (LeastSlack(), None, [1, 0, 2, 3]),  # by deadlines: 1.5, 2, 3 and 3.5 s
+        # 300 tokens take 4.81 s, 100 take 0.61, 200 take 2.21: -2.81, 0.89, 0.79 and 2.89 s.
+        (LeastSlack(), RATES, [0, 2, 1, 3]),
+    ],
+)
+def test_order_by_example(order: PrefillOrder, rates: StepRates | None, first: list[int]) -> None:
+    assert sorted(range(len(JOBS)), key=lambda at: order.key(JOBS[at], rates)) == first
 
 
-def test_a_job_can_leave_wherever_it_is() -> None:
-    queue: OrderedQueue[str] = OrderedQueue(Sjf(window=2))
-    for name in "abcd":
-        queue.push(job(5, job_id=name), name)
-    assert queue.pop(0.0)[1] == "a"
-    assert (queue.remove("b"), queue.remove("d"), queue.remove("zzz")) == ("b", "d", None)
-    assert queue.pop(0.0)[1] == "c"
-    with pytest.raises(IndexError):
-        queue.pop(0.0)
+def test_what_is_computed_elsewhere_counts_for_what_it_costs_here_alone() -> None:
+    part, whole = waiting(50, before=950), waiting(400)
+    assert Sjf().key(part, None) < Sjf().key(whole, None)
+    # Attention of 50 tokens over 950 others and themselves: 0.06 + 50 * 0.0001 * 975 s.
+    assert LeastSlack().key(part, RATES) == pytest.approx(2.0 - 0.060 - 4.875)
 
 
-def test_a_window_must_hold_somebody() -> None:
-    with pytest.raises(InvalidRequest, match="window"):
-        Sjf(window=0)
-
-
-@given(st.lists(st.integers(1, 999)), st.integers(1, 20), st.integers(0, 9))
-def test_every_job_is_served_once_and_no_window_overtakes_another(lengths: list[int], window: int, seed: int) -> None:
-    policy = Random(seed).choice([Fcfs(window), Sjf(window), Ljf(window)])
-    queue: OrderedQueue[int] = OrderedQueue(policy)
-    for number, tokens in enumerate(lengths):
-        queue.push(job(tokens), number)
-    served = [queue.pop(0.0)[1] for _ in lengths]
-    assert sorted(served) == list(range(len(lengths)))
-    assert all(abs(at - number) < window for at, number in enumerate(served))
+@pytest.mark.parametrize("order", [Sjf, Ljf, LeastSlack])
+def test_somebody_may_always_overtake(order: type[Sjf]) -> None:
+    with pytest.raises(InvalidRequest, match=rf"{order.name}: window must be at least 1, not 0"):
+        order(window=0)

@@ -1,18 +1,17 @@
-"""What waits at an engine: prompts as a worker's prefill queue lets them in, decodes in order of arrival."""
-
-import asyncio
-from contextlib import AsyncExitStack
+"""What waits at an engine: as a worker's own engine takes it, and in which order."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.jobs.prefill_queue import PrefillQueue
+from services.worker.engines.base import EngineRequest
+from services.worker.engines.entrance import Entrance
+from services.worker.engines.policies import EnginePolicies
 from services.worker.kv.ledger import ExportLedger
 from shared.domain.instance import Role
-from shared.domain.job import JobView
-from shared.errors import InvalidRequest
-from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf
+from shared.domain.job import Generation, JobView
+from shared.policy.admission_gate import Blocks
+from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
 from shared.sim.request import Leg, SimRequest
@@ -21,11 +20,16 @@ from shared.sim.waiting import WaitingLegs
 from tests.shared.sim.clusters import instance
 from tests.shared.sim.test_time import workload
 
-Step = tuple[str, int]  # "come" with a prompt's length; "end", "send" or "leave" with a number that picks who
+# "come" with a prompt's length; "enter": one who may; "end", "send" or "leave" with a number that picks who.
+Step = tuple[str, int]
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["come", "come", "enter", "enter", "end", "send", "leave"]), st.integers(1, 50)),
+    max_size=40,
+)
 
 
 def leg(number: int, prompt: int, *, decodes: bool = False) -> Leg:
-    request = SimRequest(number, JobView(str(number), prompt, 2), 2, ())
+    request = SimRequest(number, JobView(str(number), prompt, 2), 2, (), float(number))
     made = Leg(request, prompt, 1)
     if decodes:
         request.decode_leg = made
@@ -34,160 +38,154 @@ def leg(number: int, prompt: int, *, decodes: bool = False) -> Leg:
     return made
 
 
-def simulated(order: PrefillOrder, batch: int, staging: int, steps: list[Step]) -> list[int]:
-    """Who enters the engine, in order."""
-    queue = WaitingLegs(order, batch, staging)
-    waiting: list[Leg] = []
-    inside: list[Leg] = []
-    staged: list[Leg] = []
-    entered: list[int] = []
+def simulated(order: PrefillOrder, staging: int, steps: list[Step]) -> list[int]:
+    """Who enters the engine, in order; -1 for each time that nobody may."""
+    queue = WaitingLegs(order, staging)
+    waiting, inside, staged = list[Leg](), list[Leg](), list[Leg]()
+    entered = list[int]()
     for number, (what, value) in enumerate(steps):
         if what == "come":
             waiting.append(leg(number, value))
-            queue.push(waiting[-1], 0.0)
-        elif what == "end" and inside:
-            staged.append(inside.pop(value % len(inside)))
-            queue.gone(staged[-1], 0.0)
-        elif what == "send" and staged:
-            queue.sent(staged.pop(value % len(staged)), 0.0)
-        elif what == "leave" and waiting:
-            left = waiting.pop(value % len(waiting))
-            queue.remove(left)
-            queue.gone(left, 0.0)
-        while queue.peek(0.0) is not None:
+            queue.push(waiting[-1])
+        elif what == "enter":
+            if queue.next() is None:
+                entered.append(-1)
+                continue
             inside.append(queue.pop())
             waiting.remove(inside[-1])
             entered.append(inside[-1].request.row)
+        elif what == "end" and inside:
+            staged.append(inside.pop(value % len(inside)))
+        elif what == "send" and staged:
+            queue.sent(staged.pop(value % len(staged)))
+        elif what == "leave" and waiting:
+            left = waiting.pop(value % len(waiting))
+            queue.remove(left)
+            queue.sent(left)
     return entered
 
 
-async def live(order: PrefillOrder, batch: int, staging: int, steps: list[Step]) -> list[int]:
-    """The same through the worker's queue: a job that waits is a task, one that is in the engine holds its turn."""
-    queue = PrefillQueue(order, batch)
-    ledger = ExportLedger(staging, 1)
-    ledger.when_room(queue.admit)
-    waiting: list[int] = []
-    inside: list[int] = []
-    staged: list[int] = []
-    entered: list[int] = []
-    over = {number: asyncio.Event() for number, _ in enumerate(steps)}
-    tasks: dict[int, asyncio.Task[None]] = {}
+def live(order: PrefillOrder, staging: int, steps: list[Step]) -> list[int]:
+    """The same at the door of a worker's engine, with its ledger."""
+    ledger, asked = ExportLedger(staging, 1), dict[int, EngineRequest]()
+    entrance = Entrance[int](
+        EnginePolicies(order), lambda: None, asked.__getitem__, lambda number: 0, list, lambda: Blocks(0, 0, 1)
+    )
+    waiting, inside, staged = list[int](), list[int](), list[int]()
+    entered = list[int]()
 
-    async def job(number: int, prompt: int) -> None:
-        view = JobView(str(number), prompt, 2)
-        async with queue.turn(view, lambda: ledger.reserve(str(number), prompt, b"")):
-            waiting.remove(number)
-            inside.append(number)
-            entered.append(number)
-            await over[number].wait()
-
-    async def settle() -> None:
-        for _ in range(8):  # enough for a turn to pass from one task to the next
-            await asyncio.sleep(0)
+    def come(number: int, prompt: int) -> None:
+        name = str(number)
+        ledger.announce(name, prompt, b"")
+        asked[number] = EngineRequest(
+            name,
+            JobView(name, prompt, 2),
+            [1] * prompt,
+            Generation(b"", float(number)),
+            1,
+            first_token_only=True,
+            export_to=name,
+            has_room=lambda: ledger.reserve(name),
+        )
+        waiting.append(number)
+        entrance.add(number)
 
     for number, (what, value) in enumerate(steps):
         if what == "come":
-            waiting.append(number)
-            tasks[number] = asyncio.create_task(job(number, value))
+            come(number, value)
+        elif what == "enter":
+            if entrance.next() is None:
+                entered.append(-1)
+                continue
+            inside.append(entrance.take())
+            waiting.remove(inside[-1])
+            entered.append(inside[-1])
         elif what == "end" and inside:
             staged.append(inside.pop(value % len(inside)))
-            over[staged[-1]].set()
         elif what == "send" and staged:
             ledger.end(str(staged.pop(value % len(staged))))
         elif what == "leave" and waiting:
-            tasks[waiting.pop(value % len(waiting))].cancel()
-        await settle()
-    async with AsyncExitStack() as stack:
-        for task in tasks.values():
-            task.cancel()
-            stack.push_async_callback(asyncio.wait, [task])
+            left = waiting.pop(value % len(waiting))
+            entrance.remove(left)
+            ledger.end(str(left))
     return entered
 
 
 @given(
-    st.sampled_from([Fcfs(), Sjf(window=3), Ljf(window=2), Sjf()]),
-    st.integers(1, 4),
+    st.sampled_from([Fcfs(), Sjf(window=3), Ljf(window=2), Sjf(), LeastSlack()]),
     st.sampled_from([40, 100, 10_000]),
-    st.lists(st.tuples(st.sampled_from(["come", "come", "end", "send", "leave"]), st.integers(1, 50)), max_size=30),
+    STEPS,
 )
-def test_prompts_enter_the_engine_as_a_workers_queue_lets_them_in(
-    order: PrefillOrder, batch: int, staging: int, steps: list[Step]
-) -> None:
-    assert simulated(order, batch, staging, steps) == asyncio.run(live(order, batch, staging, steps))
+def test_prompts_enter_as_a_workers_engine_lets_them_in(order: PrefillOrder, staging: int, steps: list[Step]) -> None:
+    assert simulated(order, staging, steps) == live(order, staging, steps)
 
 
-def test_only_prompts_beyond_the_batch_are_ordered() -> None:
-    queue = WaitingLegs(Sjf(), 2)
-    legs = [leg(number, prompt) for number, prompt in enumerate((90, 50, 70, 10))]
-    for one in legs:
-        queue.push(one, 0.0)
-    assert [queue.pop() for _ in range(2)] == legs[:2]
-    assert queue.peek(0.0) is None
-    assert queue.count == 2
-    queue.gone(legs[0], 0.0)
-    assert queue.peek(0.0) is legs[3]
+@given(
+    st.integers(1, 2),
+    st.sampled_from([60, 10_000]),
+    st.lists(st.tuples(st.sampled_from(["come", "enter", "enter", "end", "send"]), st.integers(1, 50)), min_size=40),
+)
+def test_who_waits_for_room_is_not_starved_either(window: int, staging: int, steps: list[Step]) -> None:
+    """The bound holds over the wait for room and the wait for the engine together."""
+    entered = [number for number in live(Sjf(window), staging, steps) if number >= 0]
+    came = [number for number, (what, _) in enumerate(steps) if what == "come"]
+    for number in came:
+        before = entered[: entered.index(number)] if number in entered else entered
+        assert sum(later > number for later in before) <= window
 
 
-def test_decodes_come_first_come_first_served() -> None:
+def test_the_order_applies_to_all_that_wait_whatever_they_wait_for() -> None:
     queue = WaitingLegs(Sjf())
-    legs = [leg(number, prompt, decodes=True) for number, prompt in enumerate((90, 50, 70))]
+    legs = [leg(0, 90), leg(1, 50, decodes=True), leg(2, 70), leg(3, 10, decodes=True)]
     for one in legs:
-        queue.push(one, 0.0)
-    assert [queue.pop() for _ in legs if queue.peek(0.0)] == legs
+        queue.push(one)
+    assert [queue.pop() for _ in legs if queue.next()] == [legs[at] for at in (3, 1, 2, 0)]
 
 
-def test_preempted_ones_come_first_and_keep_their_place_in_the_batch() -> None:
-    queue = WaitingLegs(Fcfs(), 1)
-    first, second = leg(0, 10), leg(1, 10)
-    queue.push(first, 0.0)
-    queue.push(second, 0.0)
+def test_preempted_ones_come_first() -> None:
+    queue = WaitingLegs(Sjf())
+    first, second = leg(0, 50), leg(1, 10)
+    queue.push(first)
     assert queue.pop() is first
+    queue.push(second)
     queue.push_front(first)
-    assert queue.pop() is first
-    assert queue.peek(0.0) is None
-    queue.gone(first, 0.0)
-    assert queue.pop() is second
+    assert queue.next() is first
+    assert [queue.pop(), queue.pop()] == [first, second]
 
 
-def of_prompts(order: PrefillOrder, batch: int | None, *, role: Role = Role.PREFILL) -> SimResult:
+def test_nobody_takes_the_place_of_one_that_has_its_room() -> None:
+    queue = WaitingLegs(Sjf(), 100)
+    long, short = leg(0, 90), leg(1, 20)
+    queue.push(long)
+    assert queue.next() is long  # it has room, and waits for something else
+    queue.push(short)
+    assert queue.next() is long
+    assert queue.pop() is long
+    assert queue.next() is None
+    assert queue.sent(long)
+    assert queue.next() is short
+
+
+def of_prompts(order: PrefillOrder, *, role: Role = Role.PREFILL) -> SimResult:
     """Prompts of 200, 200, 150 and 50 tokens, all at once, through chunks of 256."""
     work = workload((0.0, 200, 1), (0.0, 200, 1), (0.0, 150, 1), (0.0, 50, 1))
-    specs: list[InstanceSpec] = [instance("i", role, prefill_batch=batch), instance("d", Role.DECODE)]
+    specs: list[InstanceSpec] = [instance("i", role), instance("d", Role.DECODE)]
     return simulate(work, specs if role is Role.PREFILL else specs[:1], RunSpec(prefill_order=order))
 
 
-def test_a_batch_bounds_what_a_step_computes() -> None:
-    # One at a time: steps of 210, 210, 160 and 60 ms.
-    alone = of_prompts(Fcfs(), 1).outcomes.ttft_s
-    assert alone == pytest.approx([0.21, 0.42, 0.58, 0.64])
-    # As many as fit beside what is left of the one before: 200, 256 and 144 tokens a step.
-    free = of_prompts(Fcfs(), None).outcomes.ttft_s
-    assert free == pytest.approx([0.21, 0.476, 0.63, 0.63])
-
-
-def test_the_order_applies_beyond_the_batch_of_a_prefill_instance() -> None:
-    # The first two are in the engine; of the others the shorter one enters it when the first is computed.
-    ordered = of_prompts(Sjf(), 2).outcomes.ttft_s
-    assert ordered == pytest.approx([0.21, 0.47, 0.63, 0.47])
+@pytest.mark.parametrize("role", Role)
+def test_prompts_are_computed_in_the_policys_order_on_instances_of_either_role(role: Role) -> None:
+    # As many as fit beside what is left of the one before: steps of 200, 256 and 144 tokens.
+    assert of_prompts(Fcfs(), role=role).outcomes.ttft_s == pytest.approx([0.21, 0.476, 0.63, 0.63])
+    # The first is taken when it comes. Then 50, 150 and 56 of 200 in one step.
+    assert of_prompts(Sjf(), role=role).outcomes.ttft_s == pytest.approx([0.21, 0.63, 0.476, 0.476])
 
 
 def test_a_prompt_waits_for_room_for_its_kv() -> None:
     # KV of 100 tokens takes 10 ms; the second's begins only when the first's is sent, at 120 ms.
     work = workload((0.0, 100, 5), (0.0, 100, 5))
-    specs = [instance("p", Role.PREFILL, prefill_batch=16, staging_tokens=150), instance("d", Role.DECODE)]
+    specs = [instance("p", Role.PREFILL, staging_tokens=150), instance("d", Role.DECODE)]
     assert simulate(work, specs).outcomes.ttft_s == pytest.approx([0.11, 0.23])
     # Longer than all the room there is: it is let in all the same.
-    specs = [instance("p", Role.PREFILL, prefill_batch=16, staging_tokens=50), instance("d", Role.DECODE)]
+    specs = [instance("p", Role.PREFILL, staging_tokens=50), instance("d", Role.DECODE)]
     assert simulate(work, specs).outcomes.ttft_s == pytest.approx([0.11, 0.22])
-
-
-def test_an_instance_that_decodes_orders_nothing() -> None:
-    sjf, fcfs = (of_prompts(order, None, role=Role.DECODE).outcomes.ttft_s for order in (Sjf(), Fcfs()))
-    assert sjf.tolist() == fcfs.tolist()
-
-
-def test_a_batch_of_none_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="i: room for staged KV is given to a prefill_batch"):
-        instance("i", Role.PREFILL, staging_tokens=100)
-    with pytest.raises(InvalidRequest, match="i: prefill_batch must be at least 1, not 0"):
-        instance("i", Role.PREFILL, prefill_batch=0)

@@ -18,7 +18,7 @@ from services.worker.engines.base import EngineRequest
 from services.worker.engines.vllm import VllmEngine
 from services.worker.kv.events import KvEvents
 from services.worker.settings import WorkerSettings
-from shared.domain.job import Generation
+from shared.domain.job import Generation, JobView
 from shared.runtime.logs import configure_logs
 from shared.wire.messages import TokenStep
 from tests.services.worker.kv.vllm.engine_process import own_process
@@ -44,7 +44,8 @@ class Run:
             if step.finish_reason:
                 self.ends[name].set_result(step)
 
-        self.engine.submit(EngineRequest(name, prompt, Generation(given, time.time()), tokens, **more), sink)
+        job = JobView(name, len(prompt), tokens)
+        self.engine.submit(EngineRequest(name, job, prompt, Generation(given, time.time()), tokens, **more), sink)
 
     async def end(self, name: str) -> TokenStep:
         return await asyncio.wait_for(asyncio.shield(self.ends[name]), 120)

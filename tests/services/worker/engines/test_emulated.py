@@ -12,7 +12,7 @@ import pytest
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
 from services.worker.settings import WorkerSettings
-from shared.domain.job import Generation
+from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.wire.messages import TokenStep
 from shared.wire.steps import StepRecord
@@ -52,7 +52,9 @@ async def engine(**more: Any) -> AsyncIterator[EmulatedEngine]:
 
 
 def request(name: str, prompt: int, output: int, handle: KvHandle | None = None) -> EngineRequest:
-    return EngineRequest(name, [1] * prompt, Generation(b"", 1.0), output, import_from=handle)
+    return EngineRequest(
+        name, JobView(name, prompt, output), [1] * prompt, Generation(b"", 1.0), output, import_from=handle
+    )
 
 
 def handle(tokens: int) -> KvHandle:

@@ -5,18 +5,17 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink
+from services.worker.engines.policies import EnginePolicies
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.lengths import LengthClient
 from services.worker.jobs.prefill import PrefillService
-from services.worker.jobs.prefill_queue import PrefillQueue
 from services.worker.jobs.roles import RoleState
 from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.route import InstanceRef, PolicySpec
 from shared.errors import PolyphaseError
-from shared.policy import registry
 from shared.runtime.tasks import Background
 from shared.wire.messages import DecodeRequest, PrefillReply, PrefillRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
@@ -25,13 +24,16 @@ TARGET = InstanceRef("d0", 1, "tcp://127.0.0.1:1")
 
 
 class ScriptedEngine:
-    """Keeps what it is given; the test steps it."""
+    """Keeps what it is given; the test lets it in and steps it."""
+
+    policies = EnginePolicies()
 
     def __init__(self) -> None:
         self.sinks: dict[str, Sink] = {}
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.arrived = asyncio.Event()
+        self.woken = 0
 
     async def start(self) -> EngineInfo:
         raise NotImplementedError
@@ -45,11 +47,24 @@ class ScriptedEngine:
         if self.sinks.pop(request_id, None):
             self.aborted.append(request_id)
 
+    def wake(self) -> None:
+        self.woken += 1
+
+    def set_policies(self, policies: EnginePolicies) -> None:
+        raise NotImplementedError
+
     def stats(self) -> EngineStats:
         return EngineStats()
 
     async def close(self) -> None:
         """Nothing to stop."""
+
+    def enter(self, at: int = -1) -> bool:
+        """One of the requests is the next; whether it has room."""
+        if not self.requests[at].has_room():
+            return False
+        self.requests[at].entered()
+        return True
 
     def step(self, output: TokenStep) -> None:
         request_id, sink = next(iter(self.sinks.items()))
@@ -68,6 +83,7 @@ class ScriptedPort:
         self.dropped: list[str] = []
         self.reserved: dict[str, bytes] = {}
         self.prefetched: dict[str, float] = {}
+        self.announced: dict[str, bytes] = {}
         self.full = False
         self.callbacks: dict[str, Callable[[], None]] = {}
 
@@ -89,17 +105,20 @@ class ScriptedPort:
     async def release(self, transfer_ids: list[str]) -> None:
         self.released += transfer_ids
 
-    def reserve(self, transfer_id: str, tokens: int, owner: bytes) -> bool:
+    def announce(self, transfer_id: str, tokens: int, owner: bytes) -> None:
+        self.announced[transfer_id] = owner
+
+    def reserve(self, transfer_id: str) -> bool:
         if self.full:
             return False
-        self.reserved[transfer_id] = owner
+        self.reserved[transfer_id] = self.announced[transfer_id]
         return True
 
     def when_room(self, callback: Callable[[], None]) -> None:
         self.room = callback
 
     async def release_of(self, owner: bytes) -> None:
-        await self.release([each for each, known in self.reserved.items() if known == owner])
+        await self.release([each for each, known in self.announced.items() if known == owner])
 
     async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
         self.prefetched[handle.transfer_id] = keep_s
@@ -144,11 +163,10 @@ class Side:
         self.engine, self.port, self.call = ScriptedEngine(), ScriptedPort(), Call()
         self.roles = RoleState(role)
         self.dispatcher = FixedDispatcher()
-        queue = PrefillQueue(registry.prefill_order("fcfs"), 4)
         lengths = LengthClient("", 0.1)
         dispatcher = cast(Dispatcher, self.dispatcher)
-        self._prefill = PrefillService(self.engine, self.port, self.roles, queue, dispatcher, lengths, chunk_size)
-        self._decode = DecodeService(self.engine, self.port, self.roles)
+        self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, lengths, chunk_size)
+        self._decode = DecodeService(self.engine, self.port, self.roles, lambda *_: None)
 
     async def prefill(self, request: PrefillRequest) -> "asyncio.Task[PrefillReply]":
         task = asyncio.create_task(self._prefill.prefill(request, cast(ServerCall, self.call)))

@@ -1,6 +1,7 @@
 """The prefill and decode sides over an engine that does what the test says."""
 
 import asyncio
+import time
 from typing import cast
 
 import pytest
@@ -163,24 +164,57 @@ async def test_generated_tokens_count_as_context() -> None:
     assert side._decode.context_tokens == 0
 
 
-async def test_a_prompt_whose_kv_has_no_room_waits_outside_of_the_engine() -> None:
+async def test_a_prompt_whose_kv_has_no_room_may_not_enter_the_engine_yet() -> None:
     side = Side(Role.PREFILL)
     side.port.full = True
-    task = asyncio.create_task(side._prefill.prefill(prefill_request(), cast(ServerCall, side.call)))
-    local = asyncio.create_task(  # nothing of it is staged, but it does not overtake either
-        side._prefill.prefill(prefill_request(export=False), cast(ServerCall, side.call))
-    )
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert side.engine.requests == []
+    task = await side.prefill(prefill_request())
+    assert not side.engine.enter()
     side.port.full = False
     side.port.room()
-    await asyncio.wait_for(side.engine.arrived.wait(), 5)
-    for _ in range(2):
-        side.engine.step(TokenStep([42], "length"))
-    assert (await task).handle is not None
-    assert (await local).handle is None
+    assert side.engine.woken == 1
+    assert side.engine.enter()
     assert side.port.reserved == {"t1": b"gateway"}
+    side.engine.step(TokenStep([42], "length"))
+    assert (await task).handle is not None
+
+
+async def test_a_prompt_that_nothing_is_staged_of_needs_no_room() -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(prefill_request(export=False))
+    assert (side.engine.requests[0].export_to, side.port.announced) == ("", {})
+    side.engine.step(TokenStep([42], "length"))
+    assert (await task).handle is None
+
+
+async def test_prompts_count_as_queued_until_they_are_computed_and_the_wait_ends_when_the_engine_takes_them() -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(prefill_request(5))
+    assert (side._prefill.queued, side._prefill.queued_tokens) == (1, 5)
+    await asyncio.sleep(0.01)
+    side.engine.enter()
+    entered_s = time.time()
+    side.engine.enter()  # preempted, and taken again
+    side.engine.step(TokenStep([42], "length"))
+    reply = await task
+    assert (side._prefill.queued, side._prefill.queued_tokens) == (0, 0)
+    assert reply.started_s - reply.queued_s >= 0.009
+    assert reply.started_s <= entered_s
+
+
+async def test_an_engine_is_told_what_its_policies_want_to_know() -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(prefill_request(5))
+    asked = side.engine.requests[0]
+    assert (asked.job.job_id, asked.decodes) == ("job", False)
+    assert (asked.as_waiting().tokens, asked.as_waiting().before, asked.as_waiting().arrived_s) == (5, 0, 1.0)
+    task.cancel()
+    side = Side(Role.DECODE)
+    for tokens, computed_here in ((2, 1), (3, 1)):  # of three; the last one is always computed here
+        task = await side.decode(decode_request(side.port.handle("t1", tokens, Codec.RAW)))
+        asked = side.engine.requests[-1]
+        assert asked.decodes
+        assert (asked.as_waiting().tokens, asked.as_waiting().before) == (computed_here, 2)
+        task.cancel()
 
 
 async def test_what_a_gone_gateway_had_staged_is_released() -> None:
@@ -203,7 +237,7 @@ async def test_staged_kv_survives_a_flip() -> None:
     side.roles.flip(Role.DECODE)
     side.roles.resume()
     assert side.port.released == []
-    assert side.port.reserved == {"t1": b"gateway"}
+    assert side.port.announced == {"t1": b"gateway"}
 
 
 def prefetch_request(side: Side, name: str = "t1") -> PrefetchRequest:

@@ -106,15 +106,18 @@ async def test_room_and_owners_follow_the_events() -> None:
     side.when_room(room.set)
     async with background() as tasks:
         side.start(tasks)
-        assert side.reserve("t", 60, b"gateway")  # of 10 bytes a token, in a pool of 1000
-        assert not side.reserve("u", 60, b"gateway")
+        side.announce("t", 60, b"gateway")  # of 10 bytes a token, in a pool of 1000
+        side.announce("u", 60, b"gateway")
+        assert side.reserve("t")
+        assert not side.reserve("u")
         queue.put(StagedChunk("t", 0, 60, True, 600))
         queue.put(TransferEnded("t", 0, 0))
         await asyncio.wait_for(room.wait(), 5)
         assert side.staged_bytes == 0
-        assert side.reserve("u", 60, b"gateway")
+        assert side.reserve("u")
         await side.release_of(b"gateway")
-        assert side.reserve("v", 100, b"gateway")
+        side.announce("v", 100, b"gateway")
+        assert side.reserve("v")
         assert cast(Control, side._control).released == ["u"]
 
 

@@ -1,0 +1,189 @@
+"""What an emulated engine's next step computes: continuous batching with chunked prefill, paged KV and preemption.
+
+The order of work is vLLM's: decodes and prompts under way first, then whoever may enter; when blocks run out the
+youngest gives its up and is computed again. The simulator's scheduler does the same in virtual time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from services.worker.engines.base import EngineRequest, Sink
+from services.worker.engines.entrance import Entrance
+from services.worker.engines.policies import CurrentRates, EnginePolicies
+from services.worker.settings import WorkerSettings
+from shared.domain.kv import KvHandle
+from shared.policy.admission_gate import Blocks, Decoding
+from shared.policy.step_budget import StepLoad, prefill_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request here."""
+
+    request: EngineRequest
+    sink: Sink
+    tokens: int  # prompt, and what was generated
+    left: int  # tokens to generate
+    computed: int = 0  # of `tokens`, what is in the KV cache
+    blocks: int = 0
+    imports: bool = False  # takes its KV from elsewhere, when it enters; once
+    ready_s: float = 0.0  # monotonic time at which that is there
+
+    @property
+    def missing(self) -> int:
+        """Tokens to compute before the next one is out."""
+        return self.tokens - self.computed
+
+    @property
+    def decodes(self) -> bool:
+        """One token after some context; the last one of a prompt whose KV was imported costs the same."""
+        return self.missing == 1 and self.computed > 0
+
+
+class EmulatedScheduler:
+    """Who waits, who runs, who holds how many blocks. `pull` begins an import and says how long it takes."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        total_blocks: int,
+        policies: EnginePolicies,
+        rates: CurrentRates,
+        pull: Callable[[KvHandle], float],
+    ) -> None:
+        self._settings = settings
+        self._rates = rates
+        self._pull = pull
+        self.policies = policies
+        self.total = self.free = total_blocks
+        self.preemptions = 0
+        self.waiting: Entrance[Entry] = Entrance(
+            policies, rates, lambda entry: entry.request, lambda entry: entry.tokens, self._inside, self._blocks
+        )
+        self.coming: dict[Entry, None] = {}  # blocks reserved, KV under way
+        self.running: dict[Entry, None] = {}  # in order of admission
+        self.known: dict[str, Entry] = {}  # all of them
+        self._chunks: list[tuple[Entry, int]] = []
+
+    def follow(self, policies: EnginePolicies) -> None:
+        """Go by these from the next step on."""
+        self.policies = policies
+        self.waiting.follow(policies)
+
+    def add(self, request: EngineRequest, sink: Sink) -> None:
+        """One has come."""
+        imports = request.import_from is not None
+        entry = Entry(request, sink, len(request.prompt_token_ids), request.max_tokens, imports=imports)
+        self.known[request.request_id] = entry
+        self.waiting.add(entry)
+
+    def remove(self, request_id: str) -> None:
+        """It is done, or given up."""
+        entry = self.known.pop(request_id, None)
+        if entry is not None:
+            self.waiting.remove(entry)
+            self.coming.pop(entry, None)
+            self.running.pop(entry, None)
+            self._release(entry)
+
+    def plan(self, now: float) -> tuple[list[tuple[Entry, int]], list[Entry]]:
+        """Prefill chunks and decodes of the coming step."""
+        self._chunks = []
+        self._take_arrived(now)
+        preempted = self._make_room()
+        budget = self._budget()
+        for entry in tuple(self.running):
+            tokens = 0 if entry.decodes else min(entry.missing, budget)
+            if entry not in self.running or tokens <= 0:
+                continue
+            while entry in self.running and not self._hold(entry, entry.computed + tokens):
+                self._preempt()
+                preempted = True
+            if entry in self.running:
+                self._chunks.append((entry, tokens))
+                budget -= tokens
+        if not preempted:
+            self._admit(budget, now)
+        return self._chunks, [entry for entry in self.running if entry.decodes]
+
+    def _take_arrived(self, now: float) -> None:
+        for entry in tuple(self.coming):
+            if entry.ready_s <= now and len(self.running) < self._settings.max_seqs:
+                del self.coming[entry]
+                self.running[entry] = None
+
+    def _make_room(self) -> bool:
+        """A token's room for each decode; whether anybody had to be preempted for it."""
+        preempted = False
+        for entry in tuple(self.running):
+            while entry in self.running and entry.decodes and not self._hold(entry, entry.tokens):
+                self._preempt()
+                preempted = True
+        return preempted
+
+    def _budget(self) -> int:
+        """Prompt tokens of the coming step."""
+        most = max(0, self._settings.chunk_size - sum(entry.decodes for entry in self.running))
+        if not self.policies.step_budget:
+            return most
+        decodes = [entry for entry in self.running if entry.decodes and entry.request.decodes]
+        load = StepLoad(
+            len(decodes),
+            sum(entry.computed for entry in decodes),
+            min((entry.request.job.slo.tpot_s for entry in decodes), default=inf),
+            max((entry.computed for entry in self.running if not entry.decodes), default=0),
+        )
+        return prefill_tokens(self._rates(), load, most)
+
+    def _admit(self, budget: int, now: float) -> None:
+        while len(self.running) < self._settings.max_seqs and (entry := self.waiting.next()) is not None:
+            handle = entry.request.import_from
+            if entry.imports and handle is not None:
+                computed = min(handle.tokens, entry.tokens - 1)
+                if not self._hold(entry, computed):
+                    return
+                entry.computed, entry.imports = computed, False
+                entry.ready_s = now + self._pull(handle)
+                self.coming[self.waiting.take()] = None
+                continue
+            tokens = min(entry.missing, budget)
+            if tokens <= 0 or not self._hold(entry, tokens):
+                return
+            self.running[self.waiting.take()] = None
+            self._chunks.append((entry, tokens))
+            budget -= tokens
+
+    def _hold(self, entry: Entry, tokens: int) -> bool:
+        """Blocks for `tokens` tokens in all; all that there are will do for one that is longer. False: too few."""
+        more = min(-(-tokens // self._settings.block_size), self.total) - entry.blocks
+        if more > self.free:
+            return False
+        if more > 0:
+            self.free -= more
+            entry.blocks += more
+        return True
+
+    def _release(self, entry: Entry) -> None:
+        self.free += entry.blocks
+        entry.blocks = 0
+
+    def _preempt(self) -> None:
+        """The youngest gives its blocks up and waits, before all others."""
+        entry = next(reversed(self.running))
+        del self.running[entry]
+        self._chunks = [chunk for chunk in self._chunks if chunk[0] is not entry]
+        self._release(entry)
+        entry.computed = 0
+        self.preemptions += 1
+        self.waiting.put_back(entry)
+
+    def _inside(self) -> list[Decoding]:
+        return [
+            Decoding(entry.request.job, len(entry.request.prompt_token_ids), entry.tokens)
+            for entry in (*self.running, *self.coming)
+            if entry.request.decodes
+        ]
+
+    def _blocks(self) -> Blocks:
+        return Blocks(self.free, self.total, self._settings.block_size)

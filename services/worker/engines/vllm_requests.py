@@ -1,0 +1,68 @@
+"""Our requests as vLLM's engine core takes them, and what it answers."""
+
+import time
+from typing import Any
+
+import msgspec
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+from services.worker.engines.base import EngineRequest
+from services.worker.engines.logprobs import encode_logprobs, encode_prompt_logprobs
+from shared.wire.messages import TokenStep
+
+
+class CoreRequests:
+    """Makes them for one model, vLLM's ModelConfig."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._sampling = msgspec.msgpack.Decoder(SamplingParams)
+
+    def make(self, request: EngineRequest) -> EngineCoreRequest:
+        """Raises ValueError, TypeError, VLLMValidationError or MsgspecError for what no engine can compute."""
+        params = self._sampling.decode(request.generation.sampling)
+        self._check(request, params)
+        params.max_tokens = 1 if request.first_token_only else request.max_tokens
+        if request.first_token_only:
+            params.min_tokens = 0
+        extra = dict(params.extra_args or {})
+        extra.pop("kv_transfer_params", None)  # only we may set them
+        if request.export_to:
+            extra["kv_transfer_params"] = {"export": {"transfer_id": request.export_to, "codec": request.codec.value}}
+        elif request.import_from is not None:
+            extra["kv_transfer_params"] = {"import": msgspec.to_builtins(request.import_from)}
+        params.extra_args = extra or None
+        return EngineCoreRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=request.generation.arrived_s or time.time(),
+            lora_request=None,
+            cache_salt=request.generation.cache_salt or None,
+            data_parallel_rank=None,
+        )
+
+    def _check(self, request: EngineRequest, params: SamplingParams) -> None:
+        """What vLLM's front end checks and its engine takes for granted: such a request would end the step, and with
+        it the engine. Grammars are left to the engine, which compiles them beside its steps.
+        """
+        prompt, model = request.prompt_token_ids, self._model
+        if not 0 < len(prompt) < model.max_model_len:
+            raise ValueError(f"a prompt of {len(prompt)} tokens; it must have 1 to {model.max_model_len - 1}")
+        if not 0 <= min(prompt) <= max(prompt) < model.get_vocab_size():
+            raise ValueError(f"token ids are 0 to {model.get_vocab_size() - 1}")
+        params.verify(model, None, None, None)
+
+
+def token_step(output: Any) -> TokenStep:
+    """An EngineCoreOutput."""
+    return TokenStep(
+        tokens=list(output.new_token_ids),
+        finish_reason="" if output.finish_reason is None else str(output.finish_reason),
+        stop_reason=output.stop_reason,
+        logprobs=encode_logprobs(output.new_logprobs),
+        prompt_logprobs=encode_prompt_logprobs(output.new_prompt_logprobs_tensors),
+    )

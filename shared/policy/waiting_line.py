@@ -1,0 +1,124 @@
+"""What waits at one engine, in the order in which it is to enter."""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import chain
+from typing import Generic, TypeVar
+
+from shared.domain.rates import StepRates
+from shared.policy.prefill_order import PrefillOrder, WaitingJob
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[Item]):
+    item: Item
+    waiting: WaitingJob
+    here: bool = True
+    taken: bool = False  # rather than removed; counts while those that came before it wait
+
+
+class WaitingLine(Generic[Item]):
+    """Items of a driver in a policy's order, without starvation; O(log n) for each.
+
+    The bound: while a job waits, at most the order's `window` jobs that came after it are taken before it; then it is
+    the next, unless one that came before it is in the same position. What has been taken once and is put back, because
+    it was preempted or could not start, goes before all others and overtakes nobody a second time.
+    """
+
+    def __init__(self, order: PrefillOrder, rates: Callable[[], StepRates | None] = lambda: None) -> None:
+        self._order = order
+        self._rates = rates
+        self._front: deque[Item] = deque()  # put back, or held
+        self._entries: dict[Item, _Entry[Item]] = {}
+        self._came: deque[_Entry[Item]] = deque()  # in order of arrival, from the oldest that waits on
+        self._passed = 0  # taken ones in `_came`: so many have overtaken the oldest
+        self._heap: list[tuple[float, int, _Entry[Item]]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._front) + len(self._entries)
+
+    def __iter__(self) -> Iterator[Item]:
+        """Those put back, then the others by key."""
+        yield from tuple(self._front)
+        for _, _, entry in sorted(self._heap, key=lambda row: row[:2]):
+            if entry.here:
+                yield entry.item
+
+    def everyone(self) -> Iterator[Item]:
+        """All of them, in no order."""
+        return chain(self._front, self._entries)
+
+    def push(self, item: Item, waiting: WaitingJob) -> None:
+        """Add one that has just come."""
+        entry = self._entries[item] = _Entry(item, waiting)
+        self._came.append(entry)
+        self._enter(entry)
+
+    def put_back(self, item: Item) -> None:
+        """Add one that has been taken before: it is the next."""
+        self._front.appendleft(item)
+
+    def peek(self) -> Item:
+        """The next, which stays; another one may be the next when more have come. Raises IndexError when empty."""
+        return self._front[0] if self._front else self._next().item
+
+    def hold(self) -> Item:
+        """The next, which stays the next, whoever comes. It counts as taken."""
+        if not self._front:
+            self._front.append(self._take())
+        return self._front[0]
+
+    def pop(self) -> Item:
+        """Take the next. Raises IndexError when empty."""
+        return self._front.popleft() if self._front else self._take()
+
+    def remove(self, item: Item) -> bool:
+        """Take one out, wherever it is; False when it is not here."""
+        entry = self._entries.pop(item, None)
+        if entry is not None:
+            entry.here = False
+            self._forget_the_gone()
+            return True
+        if item in self._front:
+            self._front.remove(item)
+            return True
+        return False
+
+    def reorder(self, order: PrefillOrder) -> None:
+        """Another order from now on, for those that wait, too; what they have been overtaken by still counts."""
+        self._order = order
+        waiting, self._heap = [entry for entry in self._came if entry.here], []
+        for entry in waiting:
+            self._enter(entry)
+
+    def _enter(self, entry: _Entry[Item]) -> None:
+        self._count += 1
+        heappush(self._heap, (self._order.key(entry.waiting, self._rates()), self._count, entry))
+
+    def _next(self) -> _Entry[Item]:
+        while self._heap and not self._heap[0][2].here:
+            heappop(self._heap)
+        if not self._heap:
+            raise IndexError("nobody waits")
+        return self._came[0] if self._passed >= self._order.window else self._heap[0][2]
+
+    def _take(self) -> Item:
+        entry = self._next()
+        del self._entries[entry.item]
+        entry.here, entry.taken = False, True
+        self._passed += 1
+        self._forget_the_gone()
+        return entry.item
+
+    def _forget_the_gone(self) -> None:
+        """Until the oldest that waits is the first; who was taken before it came has not overtaken it."""
+        while self._came and not self._came[0].here:
+            self._passed -= self._came.popleft().taken
+        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._entries):
+            self._heap = [row for row in self._heap if row[2].here]
+            heapify(self._heap)

@@ -1,0 +1,243 @@
+"""A real engine with little KV in a process of its own, under one policy after another; sends what became of each."""
+
+import asyncio
+import os
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from services.launcher.model_source import PROJECT
+from services.worker.engines.policies import EnginePolicies
+from services.worker.engines.vllm import VllmEngine
+from services.worker.kv.events import KvEvents
+from services.worker.settings import WorkerSettings
+from shared.domain.job import Slo
+from shared.domain.kv import KvHandle
+from shared.domain.rates import StepForm, StepRates
+from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
+from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
+from shared.runtime.logs import configure_logs
+from tests.services.worker.engines.engine_run import DEAR, guided
+from tests.services.worker.engines.watched_engine import WatchedEngine, make_prompt
+from tests.services.worker.kv.vllm.engine_process import own_process
+
+BLOCKS = 25  # one is vLLM's own; of 32 tokens each
+LENGTHS = [300, 120, 20, 250, 60, 30, 200, 90]
+TARGETS_S = [3.0, 7.0, 5.0, 1.0, 8.0, 2.0, 6.0, 4.0]  # above ten seconds, for the first tokens
+ORDERS: dict[str, PrefillOrder] = {
+    "fcfs": Fcfs(),
+    "sjf": Sjf(100),
+    "ljf": Ljf(100),
+    "least_slack": LeastSlack(100),
+    "sjf, window of 2": Sjf(2),
+}
+ADMISSIONS: dict[str, DecodeAdmission] = {
+    "greedy": Greedy(),
+    "reserve_static": ReserveStatic(),
+    "reserve_dynamic": ReserveDynamic(),
+}
+MIXED = StepForm(0.0, token_s=0.001)  # 0.9 of 50 ms are 45 tokens
+RATES = StepRates(StepForm(0.0), StepForm(0.0), MIXED)
+
+
+async def orders(run: WatchedEngine) -> dict[str, Any]:
+    """Prompts that are there at once, under each order; the policy is exchanged while they wait."""
+    found = {}
+    run.submit("warm up", make_prompt(300), 4)
+    await run.end("warm up")
+    for label, order in ORDERS.items():
+        async with run.at_once():
+            for at, length in enumerate(LENGTHS):
+                slo = Slo(ttft_s=10.0 + TARGETS_S[at])
+                run.submit(f"{label} {length}", make_prompt(length, at), slo=slo, first_token_only=True)
+            run.follow(order)
+        names = [f"{label} {length}" for length in LENGTHS]
+        await run.end(*names)
+        lengths = dict(zip(names, LENGTHS, strict=True))
+        found[label] = {
+            "entered": [lengths[name] for name in run.entered if name in lengths],
+            "ended": [lengths[name] for name in run.ended if name in lengths],
+            "mean_ttft_s": sum(run.first_s[name] for name in names) / len(names),
+        }
+    return found
+
+
+async def small_kv(run: WatchedEngine) -> dict[str, Any]:
+    """More than fits: 8 requests that grow to 160 tokens, of which 24 blocks hold no more than four."""
+    found: dict[str, Any] = {}
+    pairs = [(order, "greedy") for order in ORDERS] + [("fcfs", "reserve_static"), ("fcfs", "reserve_dynamic")]
+    for order, admission in (*pairs, ("ljf", "reserve_dynamic")):
+        run.follow(ORDERS[order], ADMISSIONS[admission])
+        before, name = run.preemptions, f"{order}, {admission}"
+        names = [f"{name} {at}" for at in range(8)]
+        async with run.at_once():
+            for at, each in enumerate(names):
+                run.submit(each, make_prompt(40 + 3 * at, at), 120 - 3 * at)
+        await run.end(*names)
+        found[name] = {"preemptions": run.preemptions - before, "tokens": [run.tokens[each] for each in names]}
+    run.follow()
+    found["alone"] = []
+    for at in range(8):
+        run.submit(f"alone {at}", make_prompt(40 + 3 * at, at), 120 - 3 * at)
+        await run.end(f"alone {at}")
+        found["alone"].append(run.tokens[f"alone {at}"])
+    return found
+
+
+async def local_order(run: WatchedEngine) -> dict[str, Any]:
+    """Whole prompts that decode here are ordered, too, and held back by the gate."""
+    run.follow(Sjf(), ReserveStatic())
+    run.submit("large", make_prompt(600), 100)  # 700 of 768 tokens
+    await run.until(lambda: len(run.tokens["large"]) > 2)
+    names = [f"local {length}" for length in (200, 100, 150)]
+    for name in names:
+        run.submit(name, make_prompt(int(name.split()[1])), 4)
+    await run.end("large", *names)
+    run.follow()
+    return {"entered": [name for name in run.entered if name in names], "beside": [run.beside[name] for name in names]}
+
+
+async def shut(run: WatchedEngine) -> dict[str, Any]:
+    """Nothing runs, and the next one has no room; one behind it gives up."""
+    room = threading.Event()
+    run.submit("no room", make_prompt(50), first_token_only=True, export_to="s1", has_room=room.is_set)
+    run.submit("behind", make_prompt(20), first_token_only=True)
+    run.submit("gives up", make_prompt(20), first_token_only=True)
+    await run.until(lambda: run.engine.stats().waiting == 3)
+    run.engine.abort("gives up")
+    await run.until(lambda: run.engine.stats().waiting == 2)
+    turns, cpu_s = run.turns, time.process_time()
+    await asyncio.sleep(1.5)
+    found = {"turns": run.turns - turns, "cpu_s": time.process_time() - cpu_s, "ended": len(run.tokens["behind"])}
+    room.set()
+    began_s = time.monotonic()
+    run.engine.wake()
+    await run.end("no room", "behind")
+    at = run.entered.index("no room")
+    return {**found, "opened_s": time.monotonic() - began_s, "entered": run.entered[at:]}
+
+
+async def aborts(run: WatchedEngine) -> dict[str, Any]:
+    """The one at the head of a shut gate gives up, and those behind it go on."""
+    run.follow(Fcfs(), ReserveStatic())
+    async with run.at_once():
+        run.submit("runs", make_prompt(100), 400)
+        run.submit("too large", make_prompt(100), 600)
+        run.submit("small", make_prompt(30), 20)
+    await run.until(lambda: len(run.tokens["runs"]) > 5)
+    held = [name for name in ("too large", "small") if name not in run.entered]
+    run.engine.abort("too large")
+    await run.end("small")
+    beside = not run.ends["runs"].done()
+    run.engine.abort("runs")
+    await run.until(lambda: run.engine.stats().running == 0)
+    run.follow()
+    stats = run.engine.stats()
+    return {"held": held, "beside": beside, "waiting": stats.waiting, "free": stats.free_blocks, "of": BLOCKS - 1}
+
+
+async def imports(run: WatchedEngine) -> dict[str, Any]:
+    """KV that comes from elsewhere passes the gate before it gets blocks, and counts while it is under way."""
+    asked = make_prompt(200, 3)
+    run.submit("whole", asked, 60)
+    for number in (1, 2):
+        run.submit(f"export {number}", asked, 1, first_token_only=True, export_to=f"t{number}")
+    await run.end("whole", "export 1", "export 2")
+    run.follow(Fcfs(), ReserveStatic())
+
+    def handle(number: int) -> KvHandle:
+        return KvHandle(f"t{number}", "e", 1, "f", run.settings.kv_endpoints, 200, run.settings.dtype)
+
+    async with run.at_once():
+        for number in (1, 2):  # 260 of 768 tokens each
+            run.submit(f"import {number}", asked, 60, import_from=handle(number))
+        run.submit("beside", make_prompt(200, 5), 100)
+    await run.end("beside", "import 1", "import 2")
+    run.follow()
+    return {
+        "whole": run.tokens["whole"],
+        "imported": [run.tokens[f"import {number}"] for number in (1, 2)],
+        "beside": [run.beside[name] for name in ("import 1", "import 2", "beside")],
+        "pulled": [(pull.ok, pull.tokens) for pull in run.pulls],
+    }
+
+
+async def budget(run: WatchedEngine) -> dict[str, Any]:
+    """A long prompt beside two decodes of which one is in a hurry, without a budget and with one."""
+    found: dict[str, Any] = {}
+    for label, step_budget in (("without", False), ("with", True)):
+        run.engine.set_policies(EnginePolicies(step_budget=step_budget))
+        run.submit(f"hurry {label}", make_prompt(20), 60, slo=Slo(tpot_s=0.05))
+        run.submit(f"other {label}", make_prompt(20, 1), 60, slo=Slo(tpot_s=5.0))
+        await run.until(lambda label=label: len(run.tokens[f"other {label}"]) > 2)
+        since = run.engine.steps.page("e", 1, -1, 1).next
+        run.submit(f"long {label}", make_prompt(400, 9), 3)
+        await run.end(*(f"{who} {label}" for who in ("hurry", "other", "long")))
+        steps = run.engine.steps.page("e", 1, since, 1000).steps
+        found[label] = [sum(tokens for tokens, _ in step.prefill) for step in steps if step.prefill]
+        found[f"tokens {label}"] = [run.tokens[f"{who} {label}"] for who in ("hurry", "other", "long")]
+    run.follow()
+    return found
+
+
+async def grammar(run: WatchedEngine) -> dict[str, Any]:
+    """One that waits for its grammar at the head of the line is passed, and holds nothing that another one needs."""
+    run.follow(Fcfs(), ReserveStatic())
+    async with run.at_once():
+        run.submit("dear", make_prompt(50), 100, sampling=guided(json=DEAR))
+        run.submit("plain", make_prompt(600), 90)  # 690 of 768 tokens
+    await run.until(lambda: len(run.tokens["plain"]) > 1 or run.ends["dear"].done())
+    found = {"began": len(run.tokens["plain"]) > 1, "compiling": not run.ends["dear"].done()}
+    run.engine.abort("dear")
+    await run.end("plain")
+    run.follow()
+    return found
+
+
+async def all_of_it(port: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = WorkerSettings(
+            instance_id="e",
+            model=str(PROJECT / "models" / "demo"),
+            rpc_port=0,
+            http_port=0,
+            kv_port=port,
+            monitor_url="",
+            heartbeat_address="",
+            broadcast_address="",
+            dtype="float32",
+            max_model_len=704,
+            chunk_size=128,
+            max_seqs=16,
+            engine_args={"num_gpu_blocks_override": BLOCKS, "enable_prefix_caching": False},
+        )
+        async with KvEvents(f"ipc://{folder}/events") as events:
+            connector = {
+                "endpoints": list(settings.kv_endpoints),
+                "events": events.address,
+                "control_key": "k",
+                "instance_id": "e",
+                "generation": 1,
+                "fingerprint": "f",
+                "staging_bytes": 16 << 20,
+            }
+            engine = VllmEngine(settings, connector, lambda: RATES)
+            await engine.start()
+            run = WatchedEngine(engine, settings)
+            following = asyncio.create_task(run.follow_events(events))
+            found = {}
+            for scenario in (orders, small_kv, local_order, shut, aborts, imports, budget, grammar):
+                found[scenario.__name__] = await scenario(run)
+            following.cancel()
+            await engine.close()
+            return found
+
+
+def run(log: str, port: int, found: "Connection[dict[str, Any], None]") -> None:
+    """Try it all; what the engine prints goes to `log`."""
+    own_process(log)
+    configure_logs("engine", "WARNING")
+    found.send(asyncio.run(all_of_it(port)))
+    os._exit(0)

@@ -1,0 +1,241 @@
+"""The emulated engine under our policies, and that it steps as the simulator does."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from services.worker.engines.base import EngineRequest
+from services.worker.engines.emulated import EmulatedEngine
+from services.worker.engines.policies import EnginePolicies
+from shared.cost.step import Batch
+from shared.domain.instance import Role
+from shared.domain.job import Generation, JobView, Slo
+from shared.domain.kv import KvHandle
+from shared.domain.rates import Rates, StepForm, StepRates
+from shared.domain.route import PolicySpec
+from shared.errors import InvalidRequest
+from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
+from shared.policy.dispatch import PowerOfTwo
+from shared.policy.placement import LeastLoad, Policies
+from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
+from shared.policy.split import NoSplit
+from shared.sim.cluster import simulate
+from shared.sim.spec import EngineLimits, RunSpec
+from shared.wire.messages import TokenStep
+from tests.services.worker.engines.test_emulated import settings
+from tests.shared.sim.clusters import Linear, instance
+from tests.shared.sim.test_time import workload
+
+BLOCK_BYTES = 32 * 131_072  # of 32 tokens of Llama-3-8B
+RATES = StepRates(StepForm(0.0), StepForm(0.0), StepForm(0.01, token_s=0.001, context_s=1e-5))
+SLO = Slo(ttft_s=1.0, tpot_s=0.1)
+Step = tuple[tuple[tuple[int, int], ...], int, int]
+# Prompts and outputs: they come at once, but the first, which is there before them.
+JOBS = ((40, 30), (150, 40), (10, 90), (70, 60), (20, 20), (100, 5), (33, 64), (64, 1), (5, 100), (90, 50))
+
+
+class Run:
+    """One engine: who entered and ended, in order, and with which tokens."""
+
+    def __init__(self, policies: EnginePolicies, rates: StepRates | None = None, **more: Any) -> None:
+        self.engine = EmulatedEngine(settings(emulated_step_s=0.0005, **more), lambda: rates)
+        self._policies = policies
+        self.entered: list[str] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, asyncio.Event] = {}
+
+    async def __aenter__(self) -> "Run":
+        await self.engine.start()
+        self.engine.set_policies(self._policies)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.close()
+
+    def submit(self, name: str, prompt: int, output: int, **more: Any) -> None:
+        tokens, ended = self.tokens.setdefault(name, []), self.ended.setdefault(name, asyncio.Event())
+
+        def sink(output: TokenStep) -> None:
+            tokens.extend(output.tokens)
+            if output.finish_reason:
+                ended.set()
+
+        def entered() -> None:
+            self.entered.append(name)
+
+        job = JobView(name, prompt, output, SLO)
+        asked = EngineRequest(name, job, [1] * prompt, Generation(b"", float(name)), output, entered=entered, **more)
+        self.engine.submit(asked, sink)
+
+    async def until(self, what: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not what():
+                await asyncio.sleep(0)
+
+    async def end(self) -> None:
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(ended.wait() for ended in self.ended.values()))
+
+
+async def emulated(policies: EnginePolicies, blocks: int) -> tuple[list[Step], int]:
+    async with Run(policies, RATES, kv_cache_bytes=blocks * BLOCK_BYTES, max_seqs=6, chunk_size=128) as run:
+        for number, (prompt, output) in enumerate(JOBS):
+            run.submit(str(number), prompt, output)
+            if number == 0:
+                await run.until(lambda: run.engine.stats().running == 1)
+        await run.end()
+        steps = run.engine.steps.page("d0", 1, 0, 10_000).steps
+        stats = run.engine.stats()
+        assert (stats.free_blocks, stats.running, stats.waiting) == (stats.total_blocks, 0, 0)
+        found = [(tuple(s.prefill), s.decode_count, s.decode_context_tokens) for s in steps]
+        return found, run.engine.preemptions
+
+
+class Recorder(Linear):
+    """Step times that keep what they are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "steps", list[Step]())
+
+    def step_time_s(self, batch: Batch) -> float:
+        # Live, one token after some context counts as a decode, a prompt's last one too.
+        last = [before for tokens, before in batch.prefill if tokens == 1 and before]
+        chunks = tuple(chunk for chunk in batch.prefill if chunk[0] > 1 or not chunk[1])
+        step = (chunks, batch.decode_count + len(last), batch.decode_context_tokens + sum(last))
+        self.steps.append(step)  # type: ignore[attr-defined]
+        return super().step_time_s(batch)
+
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
+        took_s = self.step_time_s(Batch((), count, context_tokens))
+        return ((steps, took_s, took_s),)
+
+
+def simulated(policies: EnginePolicies, blocks: int) -> tuple[list[Step], int]:
+    model = Recorder()
+    limits = EngineLimits(128, 6, 32, step_budget=policies.step_budget)
+    spec = instance("d", Role.DECODE, model, kv_tokens=blocks * 32, limits=limits, rates=Rates(step=RATES))
+    run = RunSpec(
+        policies=Policies(LeastLoad(), NoSplit(), PowerOfTwo()),
+        prefill_order=policies.order,
+        decode_admission=policies.admission,
+        slo=SLO,
+        stepwise=True,
+    )
+    result = simulate(workload(*((0.0, prompt, output) for prompt, output in JOBS)), [spec], run)
+    return model.steps, result.instances[0].preemptions  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("step_budget", [False, True])
+@pytest.mark.parametrize("blocks", [8, 11, 40])
+@pytest.mark.parametrize("admission", [Greedy(), ReserveStatic(), ReserveDynamic(unpredicted_tokens=30)], ids=str)
+@pytest.mark.parametrize("order", [Fcfs(), Sjf(), Ljf(2)], ids=str)
+async def test_it_takes_the_steps_that_the_simulator_takes(
+    order: PrefillOrder, admission: DecodeAdmission, blocks: int, step_budget: bool
+) -> None:
+    policies = EnginePolicies(order, admission, step_budget)
+    assert await emulated(policies, blocks) == simulated(policies, blocks)
+
+
+@pytest.mark.parametrize(
+    ("order", "first"),
+    [(Fcfs(), "0123"), (Sjf(), "2130"), (Ljf(), "0312"), (Sjf(1), "2013"), (LeastSlack(), "0123")],
+    ids=str,
+)
+@pytest.mark.parametrize("here", [False, True], ids=["only computed here", "decode here"])
+async def test_prompts_enter_in_the_policys_order(order: PrefillOrder, first: str, here: bool) -> None:
+    async with Run(EnginePolicies(order)) as run:
+        for name, prompt in zip("0123", (300, 100, 20, 200), strict=True):
+            run.submit(name, prompt, 1, first_token_only=not here)
+        await run.end()
+        assert "".join(run.entered) == first
+
+
+async def preemptions(admission: DecodeAdmission) -> tuple[int, dict[str, list[int]]]:
+    async with Run(EnginePolicies(admission=admission), kv_cache_bytes=12 * BLOCK_BYTES) as run:
+        for number in range(8):
+            run.submit(str(number), 40 + number, 60)
+        await run.end()
+        return run.engine.preemptions, run.tokens
+
+
+async def test_admissions_that_reserve_preempt_less_and_tokens_stay_the_same() -> None:
+    greedy, tokens = await preemptions(Greedy())
+    dynamic, same = await preemptions(ReserveDynamic())
+    assert greedy > 2
+    assert dynamic < greedy
+    assert same == tokens
+    assert await preemptions(ReserveStatic()) == (0, tokens)
+
+
+async def test_only_those_that_go_on_here_pass_the_gate() -> None:
+    async with Run(
+        EnginePolicies(admission=ReserveStatic(unpredicted_tokens=500)), kv_cache_bytes=12 * BLOCK_BYTES
+    ) as run:
+        run.submit("0", 100, 280)  # all of the 384 tokens but four
+        await run.until(lambda: len(run.tokens["0"]) > 1)
+        run.submit("1", 50, 1, first_token_only=True)
+        await asyncio.wait_for(run.ended["1"].wait(), 10)
+        run.submit("2", 50, 5)
+        await run.until(lambda: len(run.tokens["0"]) > 20)
+        assert run.entered == ["0", "1"]
+        await run.end()
+        assert run.entered == ["0", "1", "2"]
+
+
+async def test_policies_are_exchanged_while_it_runs_for_those_that_wait_too() -> None:
+    closed = EnginePolicies(admission=ReserveStatic(unpredicted_tokens=500))
+    async with Run(closed, kv_cache_bytes=12 * BLOCK_BYTES) as run:
+        run.submit("0", 100, 280)
+        await run.until(lambda: len(run.tokens["0"]) > 1)
+        for name, prompt in (("1", 90), ("2", 30), ("3", 60)):
+            run.submit(name, prompt, 1)
+        await run.until(lambda: len(run.tokens["0"]) > 5)
+        assert run.entered == ["0"]
+        run.engine.set_policies(run.engine.policies.changed(PolicySpec("sjf"), PolicySpec("greedy")))
+        await asyncio.wait_for(run.ended["1"].wait(), 10)
+        assert not run.ended["0"].is_set()
+        assert run.entered == ["0", "2", "3", "1"]
+        named = {"prefill_order": "sjf", "decode_admission": "greedy", "step_budget": False}
+        assert run.engine.policies.names() == named
+
+
+def test_a_change_names_the_choices() -> None:
+    with pytest.raises(InvalidRequest, match="unknown prefill order policy 'best'; known: fcfs, least_slack, ljf, sjf"):
+        EnginePolicies().changed(order=PolicySpec("best"))
+    with pytest.raises(InvalidRequest, match="greedy' has no parameter 'end'"):
+        EnginePolicies().changed(admission=PolicySpec("greedy", {"end": "lower"}))
+    assert EnginePolicies().changed(step_budget=True) == EnginePolicies(step_budget=True)
+
+
+async def test_who_has_no_room_is_asked_again_when_the_engine_is_woken() -> None:
+    asked: list[int] = []
+    async with Run(EnginePolicies()) as run:
+        room = False
+
+        def has_room() -> bool:
+            asked.append(1)
+            return room
+
+        run.submit("0", 50, 1, first_token_only=True, export_to="t", has_room=has_room)
+        await run.until(lambda: bool(asked))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(asked) == 1  # it does not spin
+        room = True
+        run.engine.wake()
+        await run.end()
+
+
+async def test_imports_count_while_their_kv_is_under_way() -> None:
+    policies = EnginePolicies(admission=ReserveStatic())
+    async with Run(policies, kv_cache_bytes=12 * BLOCK_BYTES, emulated_link_gbps=1.0) as run:
+        for name in "01":
+            link = KvHandle(f"t{name}", "p0", 1, "f", (), 100, "bfloat16")
+            run.submit(name, 101, 120, import_from=link)  # 221 of 384 tokens
+        await run.until(lambda: run.engine.stats().free_blocks < 12)
+        assert (run.entered, run.engine.stats().waiting) == (["0"], 2)
+        await run.end()
+        assert run.engine.preemptions == 0

@@ -1,0 +1,110 @@
+"""The real engine under our policies: who enters, and when, what is computed beside decodes, and the same tokens."""
+
+from typing import Any
+
+import pytest
+
+from tests.services.worker.kv.vllm.engine_client import PROCESSES, free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+LENGTHS = [300, 120, 20, 250, 60, 30, 200, 90]  # as `policy_run` submits them
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    log = tmp_path_factory.mktemp("engine") / "log"
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_run, args=(str(log), free_port(), sender))
+    process.start()
+    sender.close()  # so that its end is seen here
+    try:
+        assert receiver.poll(250), log.read_text()[-6000:]
+        answer: dict[str, Any] = receiver.recv()
+    except EOFError:
+        pytest.fail(log.read_text()[-6000:])
+    finally:
+        process.kill()
+        process.join()
+    return answer
+
+
+def _run(*arguments: Any) -> None:
+    from tests.services.worker.engines.policy_run import run
+
+    run(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("fcfs", LENGTHS),
+        ("sjf", sorted(LENGTHS)),
+        ("ljf", sorted(LENGTHS, reverse=True)),
+        ("least_slack", [250, 30, 300, 90, 20, 200, 120, 60]),  # by their targets
+        # Two overtake the 300, which is next then, and so is the 120, and so on.
+        ("sjf, window of 2", [20, 30, 300, 120, 60, 250, 90, 200]),
+    ],
+)
+def test_all_that_waits_in_the_engine_is_taken_in_the_policys_order(
+    found: dict[str, Any], order: str, expected: list[int]
+) -> None:
+    assert found["orders"][order]["entered"] == expected
+    assert found["orders"][order]["ended"] == expected
+
+
+def test_tokens_are_the_same_under_every_order_and_admission_preempted_or_not(found: dict[str, Any]) -> None:
+    runs = found["small_kv"]
+    alone = runs.pop("alone")
+    assert all(len(tokens) == 120 - 3 * at for at, tokens in enumerate(alone))
+    assert {name: run["tokens"] == alone for name, run in runs.items()} == dict.fromkeys(runs, True)
+    runs["alone"] = alone
+
+
+def test_reserving_admissions_preempt_less_than_greedy(found: dict[str, Any]) -> None:
+    greedy, dynamic, static = (
+        found["small_kv"][f"fcfs, {name}"]["preemptions"] for name in ("greedy", "reserve_dynamic", "reserve_static")
+    )
+    assert greedy >= 3
+    assert dynamic < greedy
+    assert static == 0
+
+
+def test_whole_prompts_are_ordered_where_they_decode_and_wait_for_the_gate(found: dict[str, Any]) -> None:
+    assert found["local_order"]["entered"] == ["local 100", "local 150", "local 200"]
+    assert not any("large" in beside for beside in found["local_order"]["beside"])
+
+
+def test_a_shut_gate_costs_nothing_and_opens_when_it_is_told(found: dict[str, Any]) -> None:
+    shut = found["shut"]
+    assert shut["turns"] <= 6  # in a second and a half
+    assert shut["cpu_s"] < 0.3
+    assert shut["ended"] == 0  # nobody overtook the one without room
+    assert shut["entered"] == ["no room", "behind"]
+    assert shut["opened_s"] < 0.4  # it does not look by itself so soon
+
+
+def test_one_that_gives_up_at_a_shut_gate_lets_the_next_one_in_and_leaves_nothing(found: dict[str, Any]) -> None:
+    aborts = found["aborts"]
+    assert aborts["held"] == ["too large", "small"]
+    assert aborts["beside"]  # the small one ran beside the one that the large one waited for
+    assert (aborts["waiting"], aborts["free"]) == (0, aborts["of"])
+
+
+def test_imports_pass_the_gate_and_count_from_the_moment_they_have_blocks(found: dict[str, Any]) -> None:
+    imports = found["imports"]
+    assert imports["pulled"] == [(True, 200), (True, 200)]
+    assert imports["imported"] == [imports["whole"]] * 2
+    first, second, beside = imports["beside"]
+    assert (first, second) == ([], ["import 1"])  # both are under way in the same step
+    assert len(beside) < 2
+
+
+def test_one_that_waits_for_its_grammar_keeps_nobody_out(found: dict[str, Any]) -> None:
+    assert found["grammar"] == {"began": True, "compiling": True}
+
+
+def test_prompts_keep_to_the_budget_that_the_tightest_target_leaves(found: dict[str, Any]) -> None:
+    budget = found["budget"]
+    assert max(budget["without"]) == 126  # of 128 beside two decodes
+    assert budget["with"] == [45] * 8 + [40]
+    assert budget["tokens with"] == budget["tokens without"]

@@ -1,0 +1,110 @@
+"""A real engine, all that is asked of it, and what it does at its door."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+from vllm import SamplingParams
+
+from services.worker.engines.base import EngineRequest
+from services.worker.engines.policies import EnginePolicies
+from services.worker.engines.vllm import VllmEngine
+from services.worker.kv.events import KvEvents, PullEnded
+from services.worker.settings import WorkerSettings
+from shared.domain.job import Generation, JobView, LengthPrediction, Slo
+from shared.policy.decode_admission import DecodeAdmission, Greedy
+from shared.policy.prefill_order import Fcfs, PrefillOrder
+from shared.wire.messages import TokenStep
+
+
+class WatchedEngine:
+    """The engine, and all that was asked of it, by name."""
+
+    def __init__(self, engine: VllmEngine, settings: WorkerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.entered: list[str] = []
+        self.ended: list[str] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.first_s: dict[str, float] = {}
+        self.ends: dict[str, asyncio.Future[TokenStep]] = {}
+        self.beside: dict[str, list[str]] = {}  # who was inside when it entered
+        self.pulls: list[PullEnded] = []
+        self.preemptions = self.turns = 0
+        self._watch()
+
+    def _watch(self) -> None:
+        scheduler = self.engine._scheduler
+        preempt, schedule = scheduler._preempt_request, scheduler.schedule
+
+        def preempted(*given: Any, **more: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*given, **more)
+
+        def turned(*given: Any, **more: Any) -> Any:
+            self.turns += 1
+            return schedule(*given, **more)
+
+        scheduler._preempt_request, scheduler.schedule = preempted, turned
+
+    async def follow_events(self, events: KvEvents) -> None:
+        async for event in events:
+            if isinstance(event, PullEnded):
+                self.pulls.append(event)
+
+    def submit(self, name: str, prompt: list[int], tokens: int = 1, **more: Any) -> None:
+        """`slo` and `sampling` are taken out of what else an EngineRequest has."""
+        slo, sampling = more.pop("slo", Slo()), more.pop("sampling", SamplingParams(temperature=0, ignore_eos=True))
+        self.tokens[name] = []
+        self.ends[name] = asyncio.get_running_loop().create_future()
+        asked_s = time.monotonic()
+
+        def sink(step: TokenStep) -> None:
+            self.first_s.setdefault(name, time.monotonic() - asked_s)
+            self.tokens[name] += step.tokens
+            if step.finish_reason:
+                self.ended.append(name)
+                self.ends[name].set_result(step)
+
+        # As long as it will be: who predicts better knows nothing more.
+        said = LengthPrediction(0, tokens, tokens, 1.0, "observed")
+        job = JobView(name, len(prompt), tokens, slo, prediction=said)
+        given = msgspec.msgpack.encode(sampling)
+        generation = Generation(given, time.time())
+        entered = partial(self._entered, name)
+        self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, entered=entered, **more), sink)
+
+    def _entered(self, name: str) -> None:  # on the engine's thread, between two looks at the gate
+        self.entered.append(name)
+        self.beside[name] = [one.job.job_id for one in self.engine._seam._inside() if one.job.job_id != name]
+
+    async def end(self, *names: str) -> None:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(asyncio.shield(self.ends[name]) for name in names))
+
+    async def until(self, what: Any) -> None:
+        async with asyncio.timeout(30):
+            while not what():
+                await asyncio.sleep(0.005)
+
+    @asynccontextmanager
+    async def at_once(self) -> AsyncIterator[None]:
+        """All that is submitted in the block is there before the engine looks."""
+        done = threading.Event()
+        self.engine._post(lambda: done.wait(30))
+        try:
+            yield
+        finally:
+            done.set()
+
+    def follow(self, order: PrefillOrder | None = None, admission: DecodeAdmission | None = None) -> None:
+        self.engine.set_policies(EnginePolicies(order or Fcfs(), admission or Greedy()))
+
+
+def make_prompt(tokens: int, seed: int = 0) -> list[int]:
+    return [5 + (seed * 131 + at * 7) % 4000 for at in range(tokens)]

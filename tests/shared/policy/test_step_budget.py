@@ -1,0 +1,69 @@
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.domain.rates import StepForm, StepRates
+from shared.policy.step_budget import FLOOR_TOKENS, MARGIN, StepLoad, prefill_tokens
+
+NOTHING = StepForm(0.0)
+
+
+def rates(fixed_s: float = 0.010, token_s: float = 0.0005, position_s: float = 0.0) -> StepRates:
+    mixed = StepForm(fixed_s, token_s, position_s, sequence_s=0.001, context_s=1e-6)
+    return StepRates(NOTHING, NOTHING, mixed)
+
+
+def test_by_example() -> None:
+    # 90 ms less 10, 8 for the decodes and 2 for their contexts leave 70 ms: 140 tokens of half a millisecond.
+    assert prefill_tokens(rates(), StepLoad(8, 2_000, 0.1), 512) == 140
+    # 70 ms = x · 0.5 ms + 2 us · x · (1000 + x/2): x² · 1e-6 + x · 2.5e-3 − 0.07 = 0.
+    assert prefill_tokens(rates(position_s=2e-6), StepLoad(8, 2_000, 0.1, 1_000), 512) == FLOOR_TOKENS
+    assert prefill_tokens(rates(position_s=2e-7), StepLoad(8, 2_000, 0.1, 1_000), 512) == 98
+
+
+@pytest.mark.parametrize(
+    ("load", "known"),
+    [(StepLoad(0, 0, 0.001), rates()), (StepLoad(8, 100, 0.001), None), (StepLoad(8, 100), rates())],
+    ids=["nobody decodes", "nothing is known", "no target"],
+)
+def test_without_a_reason_nothing_is_held_back(load: StepLoad, known: StepRates | None) -> None:
+    assert prefill_tokens(known, load, 512) == 512
+
+
+def test_prompts_always_get_on() -> None:
+    assert prefill_tokens(rates(), StepLoad(8, 100, 0.001), 512) == FLOOR_TOKENS
+    assert prefill_tokens(rates(), StepLoad(8, 100, 0.001), 5) == 5
+
+
+@given(
+    st.floats(0.0, 0.1),
+    st.floats(0.0, 0.01),
+    st.floats(0.0, 1e-4),
+    st.integers(1, 200),
+    st.integers(0, 10**6),
+    st.integers(0, 10_000),
+    st.floats(0.001, 10.0),
+)
+def test_it_is_the_most_that_keeps_the_predicted_step_within_the_target(
+    fixed_s: float, token_s: float, position_s: float, decodes: int, context: int, before: int, tpot_s: float
+) -> None:
+    known, most = rates(fixed_s, token_s, position_s), 2_048
+    tokens = prefill_tokens(known, StepLoad(decodes, context, tpot_s, before), most)
+    assert FLOOR_TOKENS <= tokens <= most
+
+    def takes_s(count: int) -> float:
+        return known.mixed_s(count, before, decodes, context)
+
+    if tokens > FLOOR_TOKENS:
+        assert takes_s(tokens) <= MARGIN * tpot_s * (1 + 1e-9)
+    if tokens < most:
+        assert takes_s(tokens + 1) > MARGIN * tpot_s * (1 - 1e-9)
+
+
+@given(st.integers(1, 50), st.floats(0.01, 1.0), st.floats(0.01, 1.0))
+def test_a_tighter_target_never_gives_more(decodes: int, one_s: float, other_s: float) -> None:
+    tight, wide = (prefill_tokens(rates(), StepLoad(decodes, 0, s), 512) for s in sorted((one_s, other_s)))
+    assert tight <= wide
+    assert wide <= prefill_tokens(rates(), StepLoad(decodes, 0, inf), 512)

@@ -1,0 +1,137 @@
+"""The line before an engine against a model of it that looks at everybody, and its bound against starvation."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.domain.job import JobView
+from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf, WaitingJob
+from shared.policy.waiting_line import WaitingLine
+
+ORDERS: list[PrefillOrder] = [Fcfs(), Sjf(1), Sjf(3), Ljf(2), Sjf()]
+Step = tuple[str, int]  # what, and a number that says how long the prompt is, or who
+
+
+def job(tokens: int) -> WaitingJob:
+    return WaitingJob(JobView("j", tokens, 8), tokens)
+
+
+@dataclass
+class Model:
+    """Everybody who waits, in order of arrival: number, length, and by how many later ones it was overtaken."""
+
+    order: PrefillOrder
+    here: list[list[int]] = field(default_factory=list)
+    front: list[int] = field(default_factory=list)
+
+    def next(self) -> int:
+        if self.front:
+            return self.front[0]
+        for number, _, overtaken in self.here:
+            if overtaken >= self.order.window:
+                return number
+        return min(self.here, key=lambda one: (self.order.key(job(one[1]), None), one[0]))[0]
+
+    def pop(self) -> int:
+        number = self.next()
+        if self.front:
+            return self.front.pop(0)
+        self.here = [one for one in self.here if one[0] != number]
+        for one in self.here:
+            one[2] += one[0] < number
+        return number
+
+    def remove(self, number: int) -> None:
+        self.here = [one for one in self.here if one[0] != number]
+        self.front = [one for one in self.front if one != number]
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["come", "come", "pop", "pop", "leave", "back", "hold", "order"]), st.integers(0, 40)),
+    max_size=80,
+)
+
+
+@given(st.sampled_from(ORDERS), STEPS)
+def test_the_next_is_the_models_next_whatever_happens(order: PrefillOrder, steps: list[Step]) -> None:
+    line, model, out = WaitingLine[int](order), Model(order), list[int]()
+    for number, (what, value) in enumerate(steps):
+        waiting = [*model.front, *(one[0] for one in model.here)]
+        if what == "come":
+            line.push(number, job(value))
+            model.here.append([number, value, 0])
+        elif what == "pop" and waiting:
+            out.append(line.pop())
+            assert out[-1] == model.pop()
+        elif what == "leave" and waiting:
+            assert line.remove(waiting[value % len(waiting)])
+            model.remove(waiting[value % len(waiting)])
+        elif what == "back" and out:
+            line.put_back(out[-1])
+            model.front.insert(0, out.pop())
+        elif what == "hold" and waiting:
+            if not model.front:
+                model.front.append(model.pop())
+            assert line.hold() == model.front[0]
+        elif what == "order":
+            model.order = ORDERS[value % len(ORDERS)]
+            line.reorder(model.order)
+        assert len(line) == len(model.front) + len(model.here)
+        assert sorted(line) == sorted([*model.front, *(one[0] for one in model.here)])
+        if len(line):
+            assert line.peek() == model.next()
+    while len(line):
+        assert line.pop() == model.pop()
+    with pytest.raises(IndexError):
+        line.pop()
+
+
+@given(
+    st.integers(1, 3),
+    st.sampled_from([Sjf, Ljf]),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 99)), min_size=30, max_size=120),
+)
+def test_nobody_is_overtaken_by_more_than_window_later_ones(
+    window: int, kind: type[Sjf], steps: list[tuple[bool, int]]
+) -> None:
+    line, came, taken = WaitingLine[int](kind(window)), 0, list[int]()
+    for come, tokens in steps:
+        if come:
+            line.push(came, job(tokens))
+            came += 1
+        elif len(line):
+            taken.append(line.pop())
+    for number in range(came):
+        before = taken[: taken.index(number)] if number in taken else taken
+        assert sum(later > number for later in before) <= window
+
+
+def test_the_bound_is_reached_and_no_more() -> None:
+    line = WaitingLine[str](Sjf(window=4))
+    line.push("long", job(10_000))
+    served = []
+    for number in range(8):
+        line.push(f"short-{number}", job(1))
+        served.append(line.pop())
+    assert served.index("long") == 4
+
+
+def test_without_overtaking_it_is_the_keys_order_and_arrival_breaks_ties() -> None:
+    line = WaitingLine[str](Ljf())
+    for name, tokens in (("a", 5), ("b", 9), ("c", 5), ("d", 9)):
+        line.push(name, job(tokens))
+    assert list(line) == [line.pop() for _ in range(4)] == ["b", "d", "a", "c"]
+
+
+def test_long_waits_and_many_who_give_up_leave_nothing_behind() -> None:
+    line = WaitingLine[int](Sjf(window=10_000))
+    line.push(-1, job(10**6))
+    for number in range(5_000):
+        line.push(number, job(1))
+        assert line.remove(number)
+    assert len(line) == 1
+    assert len(line._heap) < 200
+    assert line.pop() == -1
+    assert not line._came
