@@ -7,27 +7,27 @@ from typing import Any
 from services.launcher.model_source import PROJECT
 from shared.policy import registry
 from shared.policy.placement import Policies
-from shared.sim.spec import default_policies
 
 MODEL = PROJECT / "models" / "demo"
 _MIB = 1 << 20
 _GIB = 1 << 30
 
 
+PLAIN = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Policies by kind and name; what is not named is the default."""
+    """Policies by kind and name."""
 
     label: str
     names: Mapping[str, str]
 
     def policies(self) -> Policies:
         """For the simulator: the functions that the live schedulers run."""
-        base = default_policies()
+        names = self.names
         return Policies(
-            registry.placement(self.names["placement"]) if "placement" in self.names else base.placement,
-            registry.split(self.names["split"]) if "split" in self.names else base.split,
-            registry.dispatch(self.names["dispatch"]) if "dispatch" in self.names else base.dispatch,
+            registry.placement(names["placement"]), registry.split(names["split"]), registry.dispatch(names["dispatch"])
         )
 
 
@@ -87,9 +87,9 @@ REAL = Scenario(
         ],
     },
     variants=(
-        Variant("full", {"split": "full"}),
-        Variant("none", {"split": "none"}),
-        Variant("fraction", {"split": "fraction"}),
+        Variant("full", {**PLAIN, "split": "full"}),
+        Variant("none", {**PLAIN, "split": "none"}),
+        Variant("fraction", {**PLAIN, "split": "fraction"}),
     ),
     prompt_tokens=300.0,
     output_tokens=32.0,
@@ -115,9 +115,9 @@ EMULATED = Scenario(
         ],
     },
     variants=(
-        Variant("least_load", {"placement": "least_load"}),
-        Variant("round_robin", {"placement": "round_robin"}),
-        Variant("none", {"split": "none"}),
+        Variant("least_load", {**PLAIN, "placement": "least_load"}),
+        Variant("round_robin", {**PLAIN, "placement": "round_robin"}),
+        Variant("none", {**PLAIN, "split": "none"}),
     ),
     prompt_tokens=700.0,
     output_tokens=40.0,

@@ -46,7 +46,7 @@ class Scenario:
         return f"{self.cluster}_{self.kind}"
 
     def attained(self, policy: str, rate: float, requests: int) -> float:
-        """The share of requests within their SLO: `requests` of them at `rate` a second, under the policies in words."""
+        """The share of requests within their SLO: `requests` of them at `rate` a second, under policies in words."""
         run = with_words(run_of(self.cluster), policy)
         result = simulate(self.workload(rate, requests), instances(self.cluster), run)
         return attainment(result.outcomes, SLO).both

@@ -13,6 +13,8 @@ _SECOND_GATEWAY, _GATEWAY, _DASHBOARD = 239, 240, 241  # offsets in a range of f
 _MIB = 1 << 20
 
 # Times at which two cores have enough left to look at what happens; blocks for all users at once.
+# Every job passes both kinds of instances: it is hand-overs that are to be disturbed.
+_SPLIT = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
 _EMULATED = {
     "engine": "emulated",
     "accelerator": "A100-SXM-80",
@@ -72,7 +74,7 @@ EMULATED = Testbed(
     name="emulated",
     title="two gateways, two schedulers, 2 prefill and 3 decode instances; EMULATED engines",
     cluster={
-        "scheduler": {"count": 2},
+        "scheduler": {"count": 2, **_SPLIT},
         "instance_defaults": _EMULATED,
         "instances": [{"id": "prefill", "count": 2, "role": "prefill"}, {"id": "decode", "count": 3, "role": "decode"}],
     },
@@ -85,6 +87,7 @@ KEYED = Testbed(
     name="keyed",
     title="one gateway, one scheduler, 1 prefill and 2 decode instances, CurveZMQ keys; EMULATED engines",
     cluster={
+        "scheduler": _SPLIT,
         "predictor": {"enabled": False},
         "instance_defaults": _EMULATED,
         "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
@@ -101,6 +104,7 @@ REAL = Testbed(
     title="one gateway, one scheduler, 2 prefill and 2 decode instances; vLLM on the CPU, unlike block sizes",
     cluster={
         "gateway": {"dtype": "float32"},
+        "scheduler": _SPLIT,
         "predictor": {"enabled": False},
         "instance_defaults": _REAL,
         "instances": [

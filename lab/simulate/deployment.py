@@ -21,6 +21,8 @@ from shared.cost.transfer import Link
 from shared.domain.job import Slo
 from shared.domain.rates import Rates
 from shared.errors import Incompatible, PolyphaseError
+from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
+from shared.policy.placement import Policies
 from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, StepTimes
 
@@ -54,6 +56,7 @@ def _run(read: SimFile, file: Path) -> RunSpec:
     said = read.prediction
     run = RunSpec(
         label=read.name or file.stem,
+        policies=Policies(Adaptive(), AdaptiveSplit(), AdaptiveDispatch()),
         prediction=Prediction(**said.model_dump()) if said else None,
         slo=Slo(ttft_s=read.slo.ttft_s, tpot_s=read.slo.tpot_s),
         losses=tuple(Loss(entry.instance, entry.at_s, entry.back_s) for entry in read.losses),

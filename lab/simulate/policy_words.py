@@ -44,6 +44,7 @@ _KINDS: dict[str, _Kind] = {
     "decode_admission": _Kind(registry.DECODE_ADMISSION, registry.decode_admission, _own("decode_admission")),
     "role_flip": _Kind(registry.ROLE_FLIP, registry.role_flip, _own("role_flip")),
 }
+_TOGETHER = ("placement", "split", "dispatch")  # one decision, by the name of `adaptive`
 _SETTINGS: dict[str, type[StrEnum]] = {"codec": Codec, "first_token": FirstToken}
 
 
@@ -63,12 +64,13 @@ def with_words(run: RunSpec, words: str) -> RunSpec:
 
     words: parts joined by `+`, in any order; what they leave out stays as it is in `run`. A part is a policy's name,
     with its kind before it where several kinds have the name (`dispatch=random`), and its parameters after it
-    (`fraction:fraction=0.5`, several joined by commas). `codec=int8` and `first_token=decode` are parts, too.
+    (`fraction:fraction=0.5`, several joined by commas). `adaptive` alone means placement, split and dispatch.
+    `codec=int8` and `first_token=decode` are parts, too.
     Raises InvalidRequest that names the part and the choices.
     """
     given: set[str] = set()
-    for part in words.split("+"):
-        kind, name, parameters = _part(part.strip())
+    for part in _parts(words):
+        kind, name, parameters = _part(part)
         if kind in given:
             raise InvalidRequest(f"policy {words!r}: two parts are of kind {kind}")
         given.add(kind)
@@ -77,6 +79,13 @@ def with_words(run: RunSpec, words: str) -> RunSpec:
         else:
             run = _KINDS[kind].put(run, _KINDS[kind].make(name, parameters))
     return replace(run, label=words)
+
+
+def _parts(words: str) -> list[str]:
+    parts = []
+    for part in words.split("+"):
+        parts += [f"{kind}=adaptive" for kind in _TOGETHER] if part.strip() == "adaptive" else [part.strip()]
+    return parts
 
 
 def _part(part: str) -> tuple[str, str, dict[str, Any]]:

@@ -30,10 +30,10 @@ class SchedulerSettings(ServiceSettings):
     # Open jobs of which nobody tells for so long end here; gateways name theirs every 3 s (gateway.reports.REFRESH_S).
     lost_after_s: float = Field(10.0, gt=0)
 
-    placement: str = "least_load"
+    placement: str = "adaptive"
     placement_parameters: dict[str, Any] = Field(default_factory=dict)
-    split: str = "full"
+    split: str = "adaptive"
     split_parameters: dict[str, Any] = Field(default_factory=dict)
-    dispatch: str = "power_of_two"  # here, and by each route in the prefill instance that it names
+    dispatch: str = "adaptive"  # here, and by each route in the prefill instance that it names
     dispatch_parameters: dict[str, Any] = Field(default_factory=dict)
     policy_seed: int | None = None  # None: another one each start

@@ -8,10 +8,13 @@ from typing import ClassVar, NamedTuple
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason
-from shared.policy.answers import Lengths
+from shared.errors import InvalidRequest
+from shared.policy.answers import UNKNOWN_LENGTHS, Lengths, within
 from shared.policy.choice import Choice, context_of, usable
+from shared.policy.dispatch import DispatchPolicy
 from shared.policy.estimate import DecodeSide, DecodeTerms, PrefillSide, harm, link_harm, transfer_s
 from shared.policy.index import ClusterIndex
+from shared.policy.split import Split, SplitChoice
 
 RANDOM = 2  # decode instances that are looked at beside the least pressed ones
 
@@ -40,30 +43,102 @@ class Adaptive:
     Candidates are the prefill instance of each class of speed that would be through first, the least pressed decode
     instance of each class, and two at random; at most `candidates` of each. Harm is how likely targets are missed by
     the job itself, and how much likelier by those whom it delays (see `estimate`): prefill queue, links, decodes, room.
+    Beside a fixed policy for splits or for dispatch it decides on the rest, and keeps to what that one says.
     Source: ours. Cronus 4.2 for the balanced split, TetriInfer 3.3.4 for few candidates and memory.
     """
 
     name: ClassVar[str] = "adaptive"
     candidates: int = 4
 
+    def __post_init__(self) -> None:
+        _check(self.name, self.candidates)
+
     def choose(
         self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
-        """See `Placement`."""
+        """See `Placement`; split and dispatch are adaptive, too."""
+        return self.decide(job, index, None, None, exclude, now, rng)
+
+    def decide(
+        self,
+        job: JobView,
+        index: ClusterIndex,
+        split: Split | None,
+        dispatch: DispatchPolicy | None,
+        exclude: Collection[str],
+        now: float,
+        rng: Random,
+    ) -> Choice | None:
+        """The same; `split` and `dispatch` are fixed policies to keep to, None where the decision is free."""
         answers = index.ledger.answers
         own, usual = answers.expected(job), answers.all
-        decodes = [DecodeSide.of(v, usual) for v in _decodes(job, index, exclude, rng, self.candidates)]
+        if dispatch is None:
+            views = _decodes(job, index, exclude, rng, self.candidates)
+        else:
+            chosen = dispatch.choose(job, index.decode.views, exclude, now, rng)
+            views = [chosen.instance] if chosen is not None else []
+        decodes = [DecodeSide.of(view, usual) for view in views]
         if not decodes:
             return None
-        prefills = (
-            [] if index.coupled else [PrefillSide.of(v) for v in _prefills(job, index, exclude, rng, self.candidates)]
+        found = [] if index.coupled else _prefills(job, index, exclude, self.candidates)
+        prefills = [PrefillSide.of(view) for view in found]
+        if split is None or not prefills:
+            ways = options(job, own, prefills, decodes)
+        else:
+            ways = _kept_to(split, job, own, prefills, decodes, now, rng)
+        return _choice(min(ways, key=_total), len(prefills), len(decodes))
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveDispatch:
+    """The decode half of `Adaptive`, for jobs whose prompt is computed: the least harm of a few drawn at random.
+
+    Of a small cluster all are looked at.
+    """
+
+    name: ClassVar[str] = "adaptive"
+    candidates: int = 6
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.candidates)
+
+    def choose(
+        self, job: JobView, candidates: Sequence[InstanceView], exclude: Collection[str], now: float, rng: Random
+    ) -> Choice | None:
+        """See `DispatchPolicy`."""
+        context = context_of(job, Role.DECODE)
+        able = [view for view in _some(candidates, self.candidates, rng) if usable(view, context, exclude)]
+        able = able or [view for view in candidates if usable(view, context, exclude)][: self.candidates]
+        if not able:
+            return None
+        own = within(job.prediction) if job.prediction is not None else UNKNOWN_LENGTHS
+        best = min(
+            (
+                _option(job, own, None, side, 0, 0.0, side.terms(job, own, job.prompt_tokens))
+                for side in (DecodeSide.of(view, UNKNOWN_LENGTHS) for view in able)
+            ),
+            key=_total,
         )
-        best: Option | None = None
-        for option in options(job, own, prefills, decodes):
-            if best is None or option.total < best.total:
-                best = option
-        assert best is not None
-        return _choice(best, len(prefills), len(decodes))
+        figures: dict[str, float | str] = {"chosen": best.decode.view.info.instance_id, **_figures(best)}
+        return Choice(best.decode.view, (Reason("dispatch:adaptive", figures),))
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveSplit:
+    """None, the balanced part or all of the prompt, whichever does the least harm on a pair that others have chosen."""
+
+    name: ClassVar[str] = "adaptive"
+    needs_decode: ClassVar[bool] = True
+
+    def choose(
+        self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
+    ) -> SplitChoice:
+        """See `Split`."""
+        assert decode is not None
+        own = within(job.prediction) if job.prediction is not None else UNKNOWN_LENGTHS
+        side = DecodeSide.of(decode, UNKNOWN_LENGTHS)
+        best = min(options(job, own, [PrefillSide.of(prefill)], [side]), key=_total)
+        return SplitChoice(best.split, (Reason("split:adaptive", {"tokens": best.split, **_figures(best)}),))
 
 
 def options(job: JobView, own: Lengths, prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide]) -> list[Option]:
@@ -78,6 +153,26 @@ def options(job: JobView, own: Lengths, prefills: Sequence[PrefillSide], decodes
             if 0 < split < prompt:
                 terms = decode.terms(job, own, split)
                 found.append(_option(job, own, prefill, decode, split, prefill.own_s(split), terms))
+    return found
+
+
+def _kept_to(
+    split: Split,
+    job: JobView,
+    own: Lengths,
+    prefills: Sequence[PrefillSide],
+    decodes: Sequence[DecodeSide],
+    now: float,
+    rng: Random,
+) -> list[Option]:
+    """The options that a fixed policy for splits leaves."""
+    found = []
+    for prefill in prefills:
+        for decode in decodes:
+            tokens = split.choose(job, prefill.view, decode.view, now, rng).tokens
+            side = prefill if tokens > 0 else None
+            own_s = prefill.own_s(tokens) if tokens > 0 else 0.0
+            found.append(_option(job, own, side, decode, tokens, own_s, decode.terms(job, own, tokens)))
     return found
 
 
@@ -134,9 +229,7 @@ def _option(
     )
 
 
-def _prefills(
-    job: JobView, index: ClusterIndex, exclude: Collection[str], rng: Random, most: int
-) -> list[InstanceView]:
+def _prefills(job: JobView, index: ClusterIndex, exclude: Collection[str], most: int) -> list[InstanceView]:
     """The best of each class of speed, at most `most`, by when they would have computed the prompt."""
     backlog, get, tokens = index.backlog, index.prefill.get, job.prompt_tokens
     context = context_of(job, Role.PREFILL)
@@ -171,23 +264,38 @@ def _decodes(job: JobView, index: ClusterIndex, exclude: Collection[str], rng: R
     return list(found.values())
 
 
+def _some(views: Sequence[InstanceView], most: int, rng: Random) -> Sequence[InstanceView]:
+    return views if len(views) <= most else rng.sample(views, most)
+
+
+def _total(option: Option) -> float:
+    return option.total
+
+
 def _choice(best: Option, prefills: int, decodes: int) -> Choice:
-    figures: dict[str, float | str] = {
-        "split": best.split,
-        "harm": round(best.total, 6),
-        "ttft_s": round(best.ttft_s, 4),
-        "tpot_s": round(best.tpot_s, 5),
-        "own_ttft": round(best.own_ttft, 6),
-        "own_tpot": round(best.own_tpot, 6),
-        "others_prefill": round(best.others_prefill, 6),
-        "others_link": round(best.others_link, 6),
-        "others_decode": round(best.others_decode, 6),
-        "memory": round(best.memory, 6),
-        "prefill_candidates": prefills,
-        "decode_candidates": decodes,
-    }
-    reasons = (Reason("placement:adaptive", figures),)
+    looked: dict[str, float | str] = {"prefill_candidates": prefills, "decode_candidates": decodes}
+    reasons = (Reason("placement:adaptive", {"split": best.split, **_figures(best), **looked}),)
     decode = best.decode.view
     if best.prefill is None:
         return Choice(decode, reasons)
     return Choice(best.prefill.view, reasons, decode=decode, split=best.split)
+
+
+def _figures(option: Option) -> dict[str, float | str]:
+    """What was predicted, and the terms of its harm."""
+    return {
+        "ttft_s": round(option.ttft_s, 4),
+        "tpot_s": round(option.tpot_s, 5),
+        "harm": round(option.total, 6),
+        "own_ttft": round(option.own_ttft, 6),
+        "own_tpot": round(option.own_tpot, 6),
+        "others_prefill": round(option.others_prefill, 6),
+        "others_link": round(option.others_link, 6),
+        "others_decode": round(option.others_decode, 6),
+        "memory": round(option.memory, 6),
+    }
+
+
+def _check(name: str, candidates: int) -> None:
+    if candidates < 1:
+        raise InvalidRequest(f"{name}: candidates must be at least 1, not {candidates}")

@@ -17,6 +17,9 @@ class Lengths(NamedTuple):
     brief: float
 
 
+UNKNOWN_LENGTHS = Lengths(FIRST_TOKENS, FIRST_TOKENS / 4.0)
+
+
 class _Seen:
     """Running means of lengths and of their inverses; they begin with what was expected, worth `count` answers."""
 
@@ -40,7 +43,7 @@ class Answers:
     """What to expect of an answer, and of the answers of all."""
 
     def __init__(self) -> None:
-        self._all = _Seen(Lengths(FIRST_TOKENS, FIRST_TOKENS / 4.0), 0)
+        self._all = _Seen(UNKNOWN_LENGTHS, 0)
         self._of: dict[int, _Seen] = {}  # by bucket
         self._bucket: dict[str, int | None] = {}  # of jobs under way
 

@@ -11,6 +11,7 @@ from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason, Route
 from shared.errors import InvalidRequest
+from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.choice import Choice, context_of, ref_of, usable, why_none
 from shared.policy.dispatch import DispatchPolicy, choose_decode
 from shared.policy.index import ClusterIndex
@@ -58,7 +59,7 @@ def place(
     case = _Case(job, index, policies, now, rng, exclude)
     if job.local_only and not index.coupled:
         return case.local("local_only: one instance must compute it whole")
-    chosen = policies.placement.choose(job, index, exclude, now, rng)
+    chosen = _chosen(job, index, policies, now, rng, exclude)
     if chosen is None:
         why = why_none(job, index.placing, index, exclude)
         if index.coupled:
@@ -66,11 +67,22 @@ def place(
         return case.local(f"local: {why.message}")
     if chosen.instance.role is Role.DECODE:
         return case.whole(chosen)
-    if chosen.split is not None and chosen.decode is not None:
+    if chosen.split is not None and chosen.decode is not None:  # decided on together
         return case.decided(chosen, Choice(chosen.decode), chosen.split)
     if chosen.decode is not None or policies.split.needs_decode:
         return case.pair(chosen)
     return case.prefill_only(chosen)
+
+
+def _chosen(
+    job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: Collection[str]
+) -> Choice | None:
+    placement, split, dispatch = policies.placement, policies.split, policies.dispatch
+    if not isinstance(placement, Adaptive):
+        return placement.choose(job, index, exclude, now, rng)
+    free_split, free_dispatch = isinstance(split, AdaptiveSplit), isinstance(dispatch, AdaptiveDispatch)
+    fixed = None if free_split else split, None if free_dispatch else dispatch
+    return placement.decide(job, index, *fixed, exclude, now, rng)
 
 
 class _Case:

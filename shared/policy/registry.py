@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from shared.errors import InvalidRequest
-from shared.policy.adaptive import Adaptive
+from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.cronus import CronusSplit
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
 from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo, RandomDispatch, Spread, WorstCase
@@ -32,6 +32,7 @@ PLACEMENT: dict[str, Callable[..., Placement]] = {
     "plan": PlanRoutes,
 }
 SPLIT: dict[str, Callable[..., Split]] = {
+    "adaptive": AdaptiveSplit,
     "full": FullSplit,
     "none": NoSplit,
     "fraction": FractionSplit,
@@ -39,6 +40,7 @@ SPLIT: dict[str, Callable[..., Split]] = {
     "cronus": CronusSplit,
 }
 DISPATCH: dict[str, Callable[..., DispatchPolicy]] = {
+    "adaptive": AdaptiveDispatch,
     "power_of_two": PowerOfTwo,
     "random": RandomDispatch,
     "spread": Spread,

@@ -129,8 +129,8 @@ class Flip:
     at_s: float
 
 
-def default_policies() -> Policies:
-    """What the live services use unless told otherwise."""
+def plain_policies() -> Policies:
+    """Plain disaggregation: the least loaded prefill instance, all of the prompt, TetriInfer's dispatch."""
     return Policies(placement=LeastLoad(), split=FullSplit(), dispatch=PowerOfTwo())
 
 
@@ -154,7 +154,7 @@ class RunSpec:
     """
 
     label: str = "default"
-    policies: Policies = field(default_factory=default_policies)
+    policies: Policies = field(default_factory=plain_policies)
     prefill_order: PrefillOrder = field(default_factory=Fcfs)
     decode_admission: DecodeAdmission = field(default_factory=Greedy)
     role_flip: RoleFlip | None = None

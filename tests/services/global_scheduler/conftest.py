@@ -90,6 +90,9 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
                 "database_url": sqlite(tmp_path),
                 "monitor_url": "",
                 "policy_seed": 0,
+                "placement": "least_load",
+                "split": "full",
+                "dispatch": "power_of_two",
                 **changes,
             }
             settings = SchedulerSettings(**wanted)

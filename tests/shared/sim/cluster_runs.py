@@ -6,7 +6,7 @@ import pytest
 
 from shared.policy.placement import Policies
 from shared.sim.outcomes import SimResult
-from shared.sim.spec import default_policies
+from shared.sim.spec import plain_policies
 from shared.sim.workload import Workload
 
 
@@ -24,7 +24,7 @@ def drawn(count: int, seed: int, rate: float = 20.0) -> Workload:
 
 def policies(**changed: object) -> Policies:
     """The default ones but for those named."""
-    return msgspec.structs.replace(default_policies(), **changed)
+    return msgspec.structs.replace(plain_policies(), **changed)
 
 
 def with_split(split: object) -> Policies:

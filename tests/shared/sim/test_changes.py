@@ -8,7 +8,7 @@ from shared.policy.role_flip import IdleFlip
 from shared.policy.split import NoSplit, RandomSplit
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import Status
-from shared.sim.spec import Flip, Loss, RunSpec, default_policies
+from shared.sim.spec import Flip, Loss, RunSpec, plain_policies
 from tests.shared.sim.cluster_runs import check, drawn, with_split, workload
 from tests.shared.sim.clusters import Linear, pair, several
 
@@ -33,7 +33,7 @@ def test_a_flip_drains_and_loses_nothing() -> None:
 )
 def test_a_lost_instance_costs_new_prefills_only(lost: str, split: object) -> None:
     work = drawn(200, 4)
-    chosen = default_policies() if split is None else with_split(split)
+    chosen = plain_policies() if split is None else with_split(split)
     run = RunSpec(policies=chosen, losses=(Loss(lost, 3.0, 6.0),))
     result = simulate(work, several(2, 2), run)
     check(result, work)

@@ -8,7 +8,7 @@ from shared.domain.instance import InstanceView
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, Split
 from shared.sim.cluster import simulate
 from shared.sim.instance import SimInstance
-from shared.sim.spec import RunSpec, default_policies
+from shared.sim.spec import RunSpec, plain_policies
 from shared.sim.workload import Workload
 from tests.shared.sim.clusters import several
 
@@ -28,7 +28,7 @@ def test_queued_tokens_are_those_of_queued_jobs(monkeypatch: pytest.MonkeyPatch,
     rng = np.random.default_rng(3)
     arrivals = np.cumsum(rng.exponential(0.02, 200))
     work = Workload("drawn", arrivals, rng.integers(200, 900, 200), rng.integers(1, 40, 200))
-    policies = msgspec.structs.replace(default_policies(), split=split)
+    policies = msgspec.structs.replace(plain_policies(), split=split)
     simulate(work, several(2, 2), RunSpec(policies=policies))
     assert max(jobs for jobs, _ in seen) > 5
     assert [pair for pair in seen if bool(pair[0]) is not bool(pair[1])] == []
