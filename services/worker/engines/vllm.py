@@ -165,9 +165,11 @@ class VllmEngine:
         self._scheduler = self._core.engine_core.scheduler
         self._seam = SchedulerSeam(self._scheduler, self.policies, self._rates)
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=_computes_here(s))
+        self._requests = CoreRequests(config.model_config)
         self._snapshot()
-        model = config.model_config
-        self._requests = CoreRequests(model)
+        return self._info(config.model_config)
+
+    def _info(self, model: Any) -> EngineInfo:
         geometry = KvGeometry(
             layers=model.get_total_num_hidden_layers()
             if hasattr(model, "get_total_num_hidden_layers")
@@ -182,7 +184,7 @@ class VllmEngine:
             wire_version=WIRE_VERSION,
             geometry=geometry,
         )
-        return EngineInfo(compatibility, self._stats.total_blocks, model.max_model_len, s.block_size)
+        return EngineInfo(compatibility, self._stats.total_blocks, model.max_model_len, self._settings.block_size)
 
     def _steps(self) -> None:
         while not self._stopping:
