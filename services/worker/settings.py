@@ -60,6 +60,7 @@ class WorkerSettings(ServiceSettings):
     emulated_step_s: float | None = None
     emulated_prefill_s_per_token: float | None = None
     emulated_link_gbps: float = Field(0.0, ge=0)  # of its network port, Gb/s; 0: KV transfers take no time
+    emulated_prefix_cache: bool = True
 
     prefill_order: str = "fcfs"
     prefill_batch: int = Field(16, gt=0)  # jobs in the engine at once, as a prefill instance

@@ -11,6 +11,7 @@ from shared.domain.instance import ClusterView
 from shared.errors import Unavailable
 from shared.policy.index import Assignment, ClusterIndex
 from shared.policy.ledger import WorkloadLedger
+from shared.policy.prefix_index import PrefixIndex
 
 REACH_S = 0.03  # time a job takes from the decision into the instance's load
 FORGET_S = 1.0  # an assignment older than this is in every load, whatever the clocks of the hosts say
@@ -24,11 +25,12 @@ class LoadTracker:
 
     While no broadcast comes, assignments count on top of the last one until their jobs end, or for HOLD_S: else they
     would add up for ever. `ledger` lives as long as this does: add each placement to it and complete it when its job
-    ends.
+    ends. So does `prefixes`: apply to it what instances tell of theirs.
     """
 
     def __init__(self) -> None:
         self.ledger = WorkloadLedger()
+        self.prefixes = PrefixIndex()
         self._index: ClusterIndex | None = None
         self._recent: deque[Assignment] = deque()
         self._over: set[str] = set()
@@ -85,4 +87,6 @@ class LoadTracker:
         turn = self._index.turn if self._index else 0
         self._over.clear()
         self._built_s = now
-        self._index = ClusterIndex(view, self._recent, rng=self._rng, turn=turn, ledger=self.ledger)
+        self._index = ClusterIndex(
+            view, self._recent, rng=self._rng, turn=turn, ledger=self.ledger, prefixes=self.prefixes
+        )

@@ -36,12 +36,14 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot. `waiting` includes requests that wait for KV."""
+    """A snapshot. `waiting` includes requests that wait for KV. Tokens are counted since the start."""
 
     running: int = 0
     waiting: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    prompt_tokens: int = 0  # of all requests that began
+    hit_tokens: int = 0  # of those, found in the engine's own prefix cache
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

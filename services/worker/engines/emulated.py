@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink, deliver
+from services.worker.engines.cache_events import CacheSink
+from services.worker.engines.emulated_cache import CacheUse, EmulatedCache
 from services.worker.engines.step_log import StepLog
 from services.worker.kv.emulated import EmulatedLink
 from services.worker.settings import WorkerSettings
@@ -41,6 +43,7 @@ class _Request:
     computed: int = 0  # of those, what is in the KV cache
     left: int = 0  # tokens to generate
     ready_s: float = 0.0  # monotonic time at which its imported KV is there
+    use: CacheUse | None = None
 
     @property
     def missing(self) -> int:
@@ -54,10 +57,12 @@ class _Request:
 
 
 class EmulatedEngine:
-    """Continuous batching with chunked prefill over an imaginary accelerator."""
+    """Continuous batching with chunked prefill over an imaginary accelerator; `on_cache` hears of its prefix cache."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, on_cache: CacheSink = lambda _: None) -> None:
         self._settings = settings
+        self._cache = EmulatedCache(settings.block_size, on_cache) if settings.emulated_prefix_cache else None
+        self._prompt_tokens = self._hit_tokens = 0
         self._waiting: list[_Request] = []
         self._running: dict[str, _Request] = {}
         self._work = asyncio.Event()
@@ -94,12 +99,13 @@ class EmulatedEngine:
     def abort(self, request_id: str) -> None:
         """Forget it."""
         if entry := self._running.pop(request_id, None):
-            self._free += entry.blocks
+            self._free_blocks_of(entry)
         self._waiting = [entry for entry in self._waiting if entry.request.request_id != request_id]
 
     def stats(self) -> EngineStats:
         """Now."""
-        return EngineStats(len(self._running), len(self._waiting), self._free, self._total)
+        counts = self._prompt_tokens, self._hit_tokens
+        return EngineStats(len(self._running), len(self._waiting), self._free, self._total, *counts)
 
     async def close(self) -> None:
         """Stop stepping."""
@@ -141,10 +147,28 @@ class EmulatedEngine:
                 return
             del self._waiting[0]
             self._free -= entry.blocks
+            entry.computed = held = self._take_cached(entry)
             if (handle := entry.request.import_from) is not None:
-                entry.computed = min(handle.tokens, entry.tokens - 1)
-                entry.ready_s = now + self.link.pull(handle)
+                entry.computed = max(held, min(handle.tokens, entry.tokens - 1))
+                entry.ready_s = now + self.link.pull(handle, held)
             self._running[entry.request.request_id] = entry
+
+    def _take_cached(self, entry: _Request) -> int:
+        """Tokens of its prompt that are in the prefix cache, from now on in use."""
+        if self._cache is None:
+            return 0
+        prompt, salt = entry.request.prompt_token_ids, entry.request.generation.cache_salt
+        entry.use = CacheUse(self._cache, prompt, salt, _token)
+        held = entry.use.begin()
+        self._cache.shrink(self._free)
+        self._prompt_tokens += len(prompt)
+        self._hit_tokens += held
+        return held
+
+    def _free_blocks_of(self, entry: _Request) -> None:
+        self._free += entry.blocks
+        if entry.use is not None:
+            entry.use.end()
 
     def _batch(self, now: float) -> tuple[list[tuple[_Request, int]], list[_Request]]:
         """Every decode, and chunks up to the step's token budget."""
@@ -169,6 +193,8 @@ class EmulatedEngine:
     def _finish_step(self, chunks: list[tuple[_Request, int]], decodes: list[_Request]) -> None:
         for entry, tokens in (*((entry, 1) for entry in decodes), *chunks):
             entry.computed += tokens
+            if entry.use is not None:
+                entry.use.computed(entry.computed)
             if entry.missing or self._running.get(entry.request.request_id) is not entry:
                 continue  # not done with its prompt, or aborted during the step
             token = _token(entry.tokens)
@@ -176,7 +202,7 @@ class EmulatedEngine:
             entry.left -= 1
             if not entry.left:
                 del self._running[entry.request.request_id]
-                self._free += entry.blocks
+                self._free_blocks_of(entry)
             deliver(entry.sink, TokenStep([token], "" if entry.left else "length"))
 
 

@@ -26,10 +26,12 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
 from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink, deliver
+from services.worker.engines.cache_events import CacheSink
 from services.worker.engines.logprobs import encode_logprobs, encode_prompt_logprobs
 from services.worker.engines.step_log import StepLog
 from services.worker.engines.step_observer import StepObserver
 from services.worker.fingerprint import fingerprint
+from services.worker.kv.vllm.cache_watch import CacheWatch
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvGeometry
@@ -44,11 +46,14 @@ Command = Callable[[], None]
 
 
 class VllmEngine:
-    """Owns the engine core and its thread. `kv_config` goes to our KV connector in every rank."""
+    """Owns the engine core and its thread. `kv_config` goes to our KV connector in every rank, what the prefix cache
+    tells to `on_cache`, on the event loop.
+    """
 
-    def __init__(self, settings: WorkerSettings, kv_config: dict[str, Any]) -> None:
+    def __init__(self, settings: WorkerSettings, kv_config: dict[str, Any], on_cache: CacheSink | None = None) -> None:
         self._settings = settings
         self._kv_config = kv_config
+        self._cache = CacheWatch(on_cache)
         self._sampling = msgspec.msgpack.Decoder(SamplingParams)
         self._sinks: dict[str, Sink] = {}
         self._commands: deque[Command] = deque()
@@ -140,6 +145,7 @@ class VllmEngine:
             "kv_cache_memory_bytes": s.kv_cache_bytes,
             "enforce_eager": s.accelerator == "cpu",
             "async_scheduling": False,
+            "kv_events_config": self._cache.config,
             "kv_transfer_config": KVTransferConfig(
                 kv_connector="PolyphaseConnector",
                 kv_connector_module_path="services.worker.kv.vllm.connector",
@@ -152,6 +158,7 @@ class VllmEngine:
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         self._scheduler = self._core.engine_core.scheduler
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=_computes_here(s))
+        self._cache.attach(self._scheduler, self._loop)
         self._snapshot()
         model = self._model = config.model_config
         geometry = KvGeometry(
@@ -180,6 +187,7 @@ class VllmEngine:
                 outputs = self._core.get_output()
                 self._snapshot()
                 if outputs.outputs:
+                    self._cache.count(outputs.outputs)
                     batch = [(output.request_id, _convert(output)) for output in outputs.outputs]
                     self._loop.call_soon_threadsafe(self._deliver, batch)
                 self._observer.ended()
@@ -253,6 +261,8 @@ class VllmEngine:
             waiting=waiting,
             free_blocks=pool.get_num_free_blocks(),
             total_blocks=pool.num_gpu_blocks - 1,
+            prompt_tokens=self._cache.prompt_tokens,
+            hit_tokens=self._cache.hit_tokens,
         )
 
     # Back on the event loop.
