@@ -61,8 +61,9 @@ class Record:
         if self._buckets is not None and self._run.prediction is not None:
             prediction = self._run.prediction.as_prediction(self._buckets[row])
         output = self._outputs[row]
-        job = JobView(str(row), self._prompts[row], output, self._run.slo, prediction)
-        return SimRequest(row, job, output, self._prefixes[row] if self._prefixes is not None else ())
+        prefix = self._prefixes[row] if self._prefixes is not None else ()
+        job = JobView(str(row), self._prompts[row], output, self._run.slo, prediction, prefix=prefix)
+        return SimRequest(row, job, output, prefix)
 
     def first_token(self, request: SimRequest, now: float) -> None:
         """The client has its first token."""

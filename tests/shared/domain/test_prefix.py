@@ -21,7 +21,9 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 @given(tokens, tokens, st.integers(1, 5))
-def test_two_prompts_share_the_hashes_of_the_whole_blocks_that_they_share(a: list[int], b: list[int], size: int) -> None:
+def test_two_prompts_share_the_hashes_of_the_whole_blocks_that_they_share(
+    a: list[int], b: list[int], size: int
+) -> None:
     one, other = block_hashes(a, block_tokens=size), block_hashes(b, block_tokens=size)
     assert len(one) == len(a) // size
     shared = common(a, b) // size
