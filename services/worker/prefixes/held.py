@@ -148,8 +148,7 @@ class HeldPrefixes:
         cover.lacking += more
         if not cover.lacking:
             self._whole[cover.block] += 1
-            if self._whole[cover.block] == 1:
-                self.reachable.hold(cover.block, cover.parent)
+            self.reachable.hold(cover.block, cover.parent)
         elif was_whole:
             self._whole[cover.block] -= 1
             if not self._whole[cover.block]:

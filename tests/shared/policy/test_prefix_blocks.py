@@ -1,6 +1,6 @@
 """What of a cache can be hit, against counting it anew each time."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.policy.prefix_blocks import ReachableBlocks
@@ -21,7 +21,11 @@ def reachable(held: set[int]) -> set[int]:
     return found
 
 
-@given(st.lists(st.tuples(st.sampled_from(["hold", "drop", "take", "clear"]), st.integers(0, BLOCKS - 1)), max_size=60))
+kinds = st.sampled_from(["hold", "hold", "hold", "drop", "drop", "take", "clear"])
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(kinds, st.integers(0, BLOCKS - 1)), min_size=20, max_size=60))
 def test_a_block_counts_while_all_before_it_are_held(steps: list[tuple[str, int]]) -> None:
     blocks, held, told = ReachableBlocks(), set[int](), set[int]()
     for what, block in steps:

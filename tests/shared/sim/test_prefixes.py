@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from shared.domain.instance import Role
 from shared.policy import registry
 from shared.policy.prefix_index import PrefixIndex
 from shared.sim.cluster import simulate
+from shared.sim.engine import EngineEvents
+from shared.sim.instance import SimInstance
 from shared.sim.memory import PrefixCache
 from shared.sim.outcomes import SimResult
 from shared.sim.prefixes import PrefixNews
@@ -105,6 +109,27 @@ def test_knowledge_is_as_old_as_the_broadcast_unless_it_is_to_be_perfect(
     assert rows.prefill_instance[1] != rows.prefill_instance[0]
     assert (rows.prefill_instance[2] == rows.prefill_instance[0]) is np.bool_(found)
     assert (rows.ttft_s[2] < 0.1) is np.bool_(found)
+
+
+def test_each_life_of_an_instance_is_an_account_of_its_own() -> None:
+    one = SimInstance(0, cluster(1)[0], RunSpec(), cast(EngineEvents, SimpleNamespace(admitted=None)), 64)
+    news = PrefixNews([one], 64)
+
+    def keep(*prompt: int) -> list[int]:
+        cache = one.engines[0].scheduler.memory._cache
+        assert cache is not None
+        cache.keep(prompt, 1000)
+        news.tell()
+        return [news.index.held_tokens("p0", ids) // 64 for ids in ((1, 2, 3), (1, 2, 4))]
+
+    assert keep(1, 2) == [2, 2]
+    assert keep(1, 2, 4) == [2, 3]
+    one.die(1.0)
+    news.tell()
+    assert news.index.held_tokens("p0", (1, 2, 3)) == 0
+    one.revive(2.0)
+    news.tell()  # as before any decision that could send a prompt there
+    assert keep(1) == [1, 1]
 
 
 def test_an_instance_of_several_lanes_tells_nothing() -> None:

@@ -91,6 +91,24 @@ async def test_imported_kv_counts_like_computed_kv() -> None:
     assert told.tokens(PROMPT) == 320
 
 
+async def test_of_imported_kv_only_the_rest_is_pulled() -> None:
+    engine = EmulatedEngine(settings())
+    await engine.start()
+    await finish(engine, request("a", PROMPT[:130]), request("b", PROMPT, "other"))
+    await finish(engine, request("c", PROMPT, from_=handle(320)))
+    assert engine.link.report("t").tokens == 320 - 128
+    await engine.close()
+
+
+async def test_memory_is_for_the_running_ones_first() -> None:
+    """Fifteen blocks of 32: a second prompt leaves four of the first one's, its beginning."""
+    told, other = Told(), list(range(2000, 2320))
+    bytes_of_block = 131_072 * 32  # Llama-3-8B in 16 bits
+    work = (request("a", PROMPT), request("b", other), request("c", PROMPT), request("d", other))
+    assert await run(told, *work, kv_cache_bytes=15 * bytes_of_block) == [320, 320, 320 - 128, 320 - 128]
+    assert told.tokens(other) == 320
+
+
 async def test_what_was_answered_is_held_too() -> None:
     engine = EmulatedEngine(settings())
     await engine.start()
@@ -99,6 +117,16 @@ async def test_what_was_answered_is_held_too() -> None:
     told = Told()
     assert (await run(told, request("a", PROMPT, output=70), request("b", [*PROMPT, *answer, 5])))[1] <= 32 + 7
     assert told.tokens([*PROMPT, *answer]) == 384
+
+
+def test_of_one_request_the_last_blocks_go_first() -> None:
+    told = Told()
+    cache = EmulatedCache(BLOCK_TOKENS, told)
+    use = CacheUse(cache, PROMPT, "", lambda at: 7)
+    use.computed(320)
+    use.end()
+    cache.shrink(3)
+    assert told.tokens(PROMPT) == 3 * BLOCK_TOKENS
 
 
 class Model:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engines.cache_events import BlocksCleared, BlocksRemoved, BlocksStored
@@ -60,18 +60,19 @@ def known(held: HeldPrefixes, prompt: list[int], salt: str) -> int:
     return next((at for at, block in enumerate(hashes) if block not in blocks), len(hashes)) * OURS
 
 
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
-works = st.lists(
-    st.one_of(
-        st.tuples(st.just("compute"), prompts, st.sampled_from(["", "", "s"]), st.integers(1, 3)),
-        st.tuples(st.just("evict"), st.integers(0, 99)),
-        st.tuples(st.just("clear")),
-    ),
-    max_size=40,
+prompts = st.builds(
+    lambda length, fork, at: [0] * at + [fork] * (length - at) if at < length else [0] * length,
+    st.integers(1, 20),
+    st.integers(0, 1),
+    st.integers(0, 12),
 )
+computes = st.tuples(st.just("compute"), prompts, st.sampled_from(["", "", "", "s"]), st.integers(1, 3))
+evicts = st.tuples(st.just("evict"), st.integers(0, 99))
+works = st.lists(st.one_of(computes, computes, evicts, evicts, evicts, st.tuples(st.just("clear"))), max_size=40)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
+@settings(max_examples=200)
 @given(works)
 def test_it_tells_of_what_a_request_would_find(size: int, work: list[tuple[object, ...]]) -> None:
     held = HeldPrefixes(OURS)
