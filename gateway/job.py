@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shared.domain.job import Generation, JobView, LengthPrediction, Phase, Slo
+from shared.domain.prefix import block_hashes
 from shared.domain.route import Reason, Route
 from shared.errors import EngineFailed
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
@@ -59,6 +60,7 @@ class Job:
     timeline: RequestTimeline = field(init=False)
     mark_s: float = field(init=False)  # where the stretches of the timeline end so far
     leg_first_step_s: float = 0.0
+    _prefix: tuple[int, ...] | None = None
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
     _replayed: int = 0
 
@@ -103,6 +105,14 @@ class Job:
         """What policies may know. `decode_only`: its prefill is done."""
         whole = decode_only or self.spec.local_only
         return JobView(self.spec.job_id, len(self.prompt), self.remaining, self.spec.slo, self.prediction, whole)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """Hashes of its prompt's blocks, for placement; none where an engine would not look for them. Computed once."""
+        if self._prefix is None:
+            spec = self.spec
+            self._prefix = () if spec.local_only else block_hashes(spec.prompt_token_ids, spec.generation.cache_salt)
+        return self._prefix
 
     def accept(self, step: TokenStep) -> None:
         """Take a step of an engine and hand on what the client does not have yet, exactly once."""

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from gateway import spans
 from gateway.job import Job
 from gateway.reports import Reporter
@@ -49,6 +51,7 @@ class Pipeline:
         self._clients = clients
         self._schedulers = schedulers
         self._reporter = reporter
+        self._wants_prefix = False  # as the last route said
 
     async def run(self, job: Job) -> None:
         """Serve the job, again after each failure that another attempt can mend.
@@ -122,6 +125,8 @@ class Pipeline:
     async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
         """Ask a scheduler for a route; while none answers or nothing is ready, ask again for `patience_s`."""
         view = job.view(decode_only=decode_only)
+        if self._wants_prefix:
+            view = msgspec.structs.replace(view, prefix=job.prefix)
         while True:
             asked_s = time.monotonic()
             try:
@@ -135,6 +140,7 @@ class Pipeline:
                 pause_s = min(max(RETRY_S, job.waited_s / 2), RETRY_AT_MOST_S)
                 await asyncio.sleep(pause_s)
                 job.waited_s += pause_s
+        self._wants_prefix = route.wants_prefix
         job.spent(Span.PLACEMENT, time.time())
         return route
 

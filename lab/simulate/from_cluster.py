@@ -124,7 +124,7 @@ class _Entry:
             "step_budget": s.step_budget,
             "staging_bytes": None if self.emulated else s.staging_bytes * s.tensor_parallel,  # the worker's: a rank's
             "kv_cache_bytes": s.kv_cache_bytes * (1 if self.emulated else s.tensor_parallel),  # vLLM's is one rank's
-            "prefix_cache": not self.emulated and bool(args.get("enable_prefix_caching", True)),
+            "prefix_cache": s.emulated_prefix_cache if self.emulated else bool(args.get("enable_prefix_caching", True)),
             "link": {"gbps": s.emulated_link_gbps} if s.emulated_link_gbps else None,
             "step_s": s.emulated_step_s if self.emulated else None,
             "prefill_s_per_token": (s.emulated_prefill_s_per_token or 0.0) if self.emulated else 0.0,

@@ -91,6 +91,7 @@ class RunEntry(_Part):
     """The cluster beside its engines; see `shared.sim.spec.RunSpec`. Seconds."""
 
     broadcast_s: Positive = 0.1
+    fresh_prefixes: bool = False
     gateway_s: Seconds = 0.0
     hop_s: Seconds = 0.0
     token_s: Seconds = 0.0

@@ -17,7 +17,7 @@ from services.global_scheduler.policy_set import PolicySet
 from services.global_scheduler.reports import Reports
 from services.global_scheduler.routes import State, router
 from services.global_scheduler.settings import SchedulerSettings
-from services.global_scheduler.wiring import open_broadcast, open_rpc, open_sockets, watch
+from services.global_scheduler.wiring import open_broadcast, open_prefixes, open_rpc, open_sockets, watch
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
@@ -71,7 +71,8 @@ async def _start(
     tasks.every("retention", settings.prune_period_s, retention.step)
 
     sockets = open_sockets(stack, settings)
-    subscriber = open_broadcast(stack, sockets, settings, placer)
+    prefixes = open_prefixes(stack, sockets, tasks, placer)
+    subscriber = open_broadcast(stack, sockets, settings, placer, prefixes)
     server = await open_rpc(stack, sockets, settings, placer, reports)
     watch(registry, placer, server, subscriber)
     return State(placer, policies, reports, engine, store)

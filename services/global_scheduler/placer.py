@@ -14,6 +14,7 @@ from shared.policy.assignment import assignments
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.load_tracker import LoadTracker
 from shared.policy.placement import place
+from shared.policy.prefix_index import PrefixIndex, wants_prefixes
 from shared.runtime.logs import get_log
 from shared.wire.messages import PlaceRequest
 from shared.wire.rpc_server import ServerCall
@@ -49,6 +50,16 @@ class Placer:
         return self._live.current.view if self._live.known else None
 
     @property
+    def prefixes(self) -> PrefixIndex:
+        """What instances have told of the prompts whose KV they hold."""
+        return self._live.prefixes
+
+    @property
+    def wants_prefixes(self) -> bool:
+        """Whether the placement in force looks at them."""
+        return wants_prefixes(self._policies.current.placement)
+
+    @property
     def ledger(self) -> WorkloadLedger:
         """Work that was placed here and is not over."""
         return self._live.ledger
@@ -77,7 +88,8 @@ class Placer:
         reasons = route.reasons
         if age_s := self._live.stale_s(now):
             reasons += (Reason("old loads: the monitor is silent", {"broadcast_age_s": round(age_s, 1)}),)
-        route = msgspec.structs.replace(route, dispatch=self._policies.dispatch, reasons=reasons)
+        dispatch, prefixes = self._policies.dispatch, self.wants_prefixes
+        route = msgspec.structs.replace(route, dispatch=dispatch, reasons=reasons, wants_prefix=prefixes)
         self._metrics.placed(route, time.perf_counter() - started)
         return route
 

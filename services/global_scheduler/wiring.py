@@ -8,13 +8,16 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.global_scheduler.placer import Placer
+from services.global_scheduler.prefix_watch import PrefixWatch
 from services.global_scheduler.reports import Reports
 from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.instance import ClusterView
 from shared.domain.route import Route
+from shared.runtime.tasks import Background
 from shared.wire.broadcast import Subscriber
 from shared.wire.messages import PlaceRequest
 from shared.wire.methods import PLACE, REPORT
+from shared.wire.rpc_clients import SWEEP_S, RpcClients
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
 
@@ -27,11 +30,25 @@ def open_sockets(stack: AsyncExitStack, settings: SchedulerSettings) -> Sockets:
     return sockets
 
 
+def open_prefixes(stack: AsyncExitStack, sockets: Sockets, tasks: Background, placer: Placer) -> PrefixWatch:
+    """Connect to the instances that the monitor tells of, while placement wants to know what they hold."""
+    clients = stack.enter_context(RpcClients(sockets))
+    tasks.every("sweep-clients", SWEEP_S, clients.sweep)
+    prefixes = PrefixWatch(clients, placer.prefixes)
+    stack.push_async_callback(prefixes.close)
+    return prefixes
+
+
 def open_broadcast(
-    stack: AsyncExitStack, sockets: Sockets, settings: SchedulerSettings, placer: Placer
+    stack: AsyncExitStack, sockets: Sockets, settings: SchedulerSettings, placer: Placer, prefixes: PrefixWatch
 ) -> Subscriber[ClusterView]:
     """Listen to the monitor."""
-    subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, placer.update)
+
+    def heard(view: ClusterView) -> None:
+        placer.update(view)
+        prefixes.update(view, wanted=placer.wants_prefixes)
+
+    subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, heard)
     stack.callback(subscriber.close)
     return subscriber
 
@@ -69,7 +86,9 @@ class DroppedInput(Collector):
 
 
 def watch(registry: CollectorRegistry, placer: Placer, server: RpcServer, subscriber: Subscriber[ClusterView]) -> None:
-    """Metrics of the sockets: dropped input by socket and cause, age of the newest broadcast."""
+    """Metrics of what comes in: dropped input by socket and cause, age of the newest broadcast, known prefixes."""
     registry.register(DroppedInput({"rpc": server.dropped, "broadcast": subscriber.dropped}))
     age = Gauge("polyphase_scheduler_broadcast_age_seconds", "Age of the newest broadcast", registry=registry)
     age.set_function(lambda: placer.broadcast_age_s)
+    known = Gauge("polyphase_scheduler_prefix_blocks", "Blocks known to be in prefix caches", registry=registry)
+    known.set_function(lambda: len(placer.prefixes))

@@ -13,6 +13,7 @@ import msgspec
 from fastapi import FastAPI, Query, Response
 
 from services.worker.engines.base import Engine, EngineInfo
+from services.worker.engines.cache_events import CacheSink
 from services.worker.engines.policies import CurrentRates
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
@@ -25,6 +26,7 @@ from services.worker.kv.ledger import ExportLedger
 from services.worker.kv.port import ConnectorPort, KvPort
 from services.worker.live_rates import LEARN_S, LiveRates
 from services.worker.metrics import WorkerMetrics
+from services.worker.prefixes.feed import PrefixFeed
 from services.worker.settings import WorkerSettings
 from services.worker.telemetry import HEARTBEAT_S, Telemetry
 from shared.domain.instance import ClusterView, InstanceInfo
@@ -36,7 +38,7 @@ from shared.runtime.tasks import Background, background
 from shared.wire.broadcast import Publisher, Subscriber
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, ReleaseRequest, ResumeRequest
-from shared.wire.methods import DECODE, DRAIN, FLIP, PREFETCH, PREFILL, RELEASE, RESUME
+from shared.wire.methods import DECODE, DRAIN, FLIP, PREFETCH, PREFILL, PREFIXES, RELEASE, RESUME
 from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
 
@@ -117,8 +119,8 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         sockets = Sockets(curve)
         stack.callback(sockets.close)
         roles = RoleState(settings.role)
-        known = KnownRates()
-        engine, engine_info, kv = await _start_engine(settings, generation, known.step, stack)
+        known, prefixes = KnownRates(), PrefixFeed(generation)
+        engine, engine_info, kv = await _start_engine(settings, generation, known.step, prefixes.take, stack)
         tasks = await stack.enter_async_context(background())
         kv.start(tasks)
         info = _instance_info(settings, engine_info, generation)
@@ -136,7 +138,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         server = RpcServer(
             sockets,
             settings.address(settings.rpc_port),
-            _handlers(prefill, decode, roles, kv),
+            {**_handlers(prefill, decode, roles, kv), PREFIXES: prefixes.prefixes},
             on_peer_gone=lambda peer: tasks.start("release what a gone peer held", release_of(peer)),
         )
         await stack.enter_async_context(server)
@@ -144,7 +146,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
             settings, info, roles, engine, kv, prefill, decode, rates, dispatcher, sockets, stack, tasks
         )
         stack.push_async_callback(telemetry.leave)
-        WorkerMetrics(info, telemetry, roles, server, lengths, dispatcher)
+        WorkerMetrics(info, telemetry, roles, engine, server, lengths, dispatcher)
         log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
         yield Instance(info, telemetry, roles, engine)
 
@@ -156,14 +158,14 @@ def _seed(settings: WorkerSettings, generation: int) -> int | str:
 
 
 async def _start_engine(
-    settings: WorkerSettings, generation: int, rates: CurrentRates, stack: AsyncExitStack
+    settings: WorkerSettings, generation: int, rates: CurrentRates, on_cache: CacheSink, stack: AsyncExitStack
 ) -> tuple[Engine, EngineInfo, KvPort]:
     # Each engine imports what the other does without: vLLM and torch, or the cost model.
     if settings.engine == "emulated":
         from services.worker.engines.emulated import EmulatedEngine
         from services.worker.kv.emulated import EmulatedPort
 
-        emulated = EmulatedEngine(settings, rates)
+        emulated = EmulatedEngine(settings, rates, on_cache)
         stack.push_async_callback(emulated.close)
         info = await emulated.start()
         return emulated, info, EmulatedPort(_handle_template(settings, info, generation), emulated.link)
@@ -172,7 +174,8 @@ async def _start_engine(
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="polyphase-"))
     events_address, control_key = f"ipc://{Path(folder) / 'events'}", secrets.token_hex(16)
     events = await stack.enter_async_context(KvEvents(events_address))
-    engine = VllmEngine(settings, _connector_config(settings, generation, events_address, control_key), rates)
+    config = _connector_config(settings, generation, events_address, control_key)
+    engine = VllmEngine(settings, config, rates, on_cache)
     stack.push_async_callback(engine.close)
     info = await engine.start()
     control: KvControl

@@ -6,6 +6,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.worker.engines.base import Engine
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.lengths import LengthClient
 from services.worker.jobs.roles import RoleState
@@ -22,6 +23,7 @@ class WorkerMetrics(Collector):
         info: InstanceInfo,
         telemetry: Telemetry,
         roles: RoleState,
+        engine: Engine,
         server: RpcServer,
         lengths: LengthClient,
         dispatcher: Dispatcher,
@@ -30,6 +32,7 @@ class WorkerMetrics(Collector):
         self._info = info
         self._telemetry = telemetry
         self._roles = roles
+        self._engine = engine
         self._server = server
         self._lengths = lengths
         self._dispatcher = dispatcher
@@ -53,6 +56,10 @@ class WorkerMetrics(Collector):
         role = GaugeMetricFamily("polyphase_role", "The present role.", labels=["role"])
         role.add_metric([self._roles.role.value], 1.0)
         yield role
+        stats = self._engine.stats()
+        queried, hit = "Prompt tokens looked up in the prefix cache.", "Prompt tokens found in the prefix cache."
+        yield CounterMetricFamily("vllm:prefix_cache_queries", queried, value=float(stats.prompt_tokens))
+        yield CounterMetricFamily("vllm:prefix_cache_hits", hit, value=float(stats.hit_tokens))
         yield CounterMetricFamily("polyphase_flips", "Role flips.", value=float(self._roles.flips))
         yield _counter("polyphase_rpc_dropped", "RPC input dropped, by cause.", "cause", self._server.dropped)
         yield _counter("polyphase_predictions", "Length predictions, by outcome.", "outcome", self._lengths.outcomes)

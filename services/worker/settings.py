@@ -60,6 +60,7 @@ class WorkerSettings(ServiceSettings):
     emulated_step_s: float | None = None
     emulated_prefill_s_per_token: float | None = None
     emulated_link_gbps: float = Field(0.0, ge=0)  # of its network port, Gb/s; 0: KV transfers take no time
+    emulated_prefix_cache: bool = True
 
     # What the engine goes by (`shared/policy`): who is next, who may decode, and whether prefill gives way to TPOT.
     prefill_order: str = "fcfs"

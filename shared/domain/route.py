@@ -39,7 +39,8 @@ class Route(msgspec.Struct, frozen=True):
 
     split == 0: the decode instance does it all, `prefill` is None. `decode` is None when the prefill
     instance's dispatcher is to choose it from fresher loads, by the policy `dispatch`: a live scheduler names the one
-    in force in each route. `work` is for the ledger of whoever placed the job, if its policy keeps one.
+    in force in each route. `work` is for the ledger of whoever placed the job, if its policy keeps one. `wants_prefix`:
+    the scheduler's policy looks at `JobView.prefix`, so that it is worth computing for the next job.
     """
 
     prefill: InstanceRef | None
@@ -49,3 +50,4 @@ class Route(msgspec.Struct, frozen=True):
     reasons: tuple[Reason, ...] = ()
     work: Work | None = None
     dispatch: PolicySpec | None = None
+    wants_prefix: bool = False

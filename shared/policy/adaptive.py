@@ -13,9 +13,11 @@ from shared.policy.answers import UNKNOWN_LENGTHS, Lengths, within
 from shared.policy.choice import Choice, context_of, usable
 from shared.policy.dispatch import DispatchPolicy
 from shared.policy.estimate import DecodeSide, DecodeTerms, PrefillSide, harm, link_harm, transfer_s
-from shared.policy.index import ClusterIndex
+from shared.policy.index import ClusterIndex, ReadySet
+from shared.policy.prefix_index import saved_tokens
 from shared.policy.split import Split, SplitChoice
 
+HOLDERS, LOOKED_AT = 2, 6  # of the prompt's prefix: so many candidates of a role, among so many of both
 RANDOM = 2  # decode instances that are looked at beside the least pressed ones
 
 
@@ -40,14 +42,16 @@ class Option(NamedTuple):
 class Adaptive:
     """Of a few candidates and splits (none, balanced, all) the least harm.
 
-    Candidates are the prefill instance of each class of speed that would be through first, the least pressed decode
-    instance of each class, and two at random; at most `candidates` of each. Harm is how likely targets are missed by
+    Candidates are the prefill instance of each class of speed that would be through first, and the least pressed decode
+    instance of each class, at most `candidates` of each; the two of either role that hold most of the prompt; and two
+    decode instances at random. Harm is how likely targets are missed by
     the job itself, and how much likelier by those whom it delays (see `estimate`): prefill queue, links, decodes, room.
     Beside a fixed policy for splits or for dispatch it decides on the rest, and keeps to what that one says.
     Source: ours. Cronus 4.2 for the balanced split, TetriInfer 3.3.4 for few candidates and memory.
     """
 
     name: ClassVar[str] = "adaptive"
+    uses_prefixes: ClassVar[bool] = True
     candidates: int = 4
 
     def __post_init__(self) -> None:
@@ -77,11 +81,11 @@ class Adaptive:
         else:
             chosen = dispatch.choose(job, index.decode.views, exclude, now, rng)
             views = [chosen.instance] if chosen is not None else []
-        decodes = [DecodeSide.of(view, usual) for view in views]
+        decodes = [DecodeSide.of(view, usual, saved_tokens(index.prefixes, view, job)) for view in views]
         if not decodes:
             return None
         found = [] if index.coupled else _prefills(job, index, exclude, self.candidates)
-        prefills = [PrefillSide.of(view) for view in found]
+        prefills = [PrefillSide.of(view, saved_tokens(index.prefixes, view, job)) for view in found]
         if split is None or not prefills:
             ways = options(job, own, prefills, decodes)
         else:
@@ -201,7 +205,7 @@ def _option(
     if prefill is not None:
         ready_s = prefill.wait_s + own_s
         others_prefill = prefill.harm(own_s, slo)
-        waits_s, moves_s = transfer_s(prefill.view, decode.view, split)
+        waits_s, moves_s = transfer_s(prefill.view, decode.view, max(0, split - decode.saved))
         # Chunks leave while the prompt is computed; the last one after it.
         last_s = moves_s * min(1.0, prefill.chunk / split)
         arrives_s = max(ready_s + last_s, waits_s + moves_s)
@@ -241,7 +245,10 @@ def _prefills(job: JobView, index: ClusterIndex, exclude: Collection[str], most:
                 scored.append((waits_s + backlog.cost_s(instance_id, tokens), len(scored), view))
                 break
     scored.sort()
-    return [view for _, _, view in scored[:most]]
+    found = {view.info.instance_id: view for _, _, view in scored[:most]}
+    for view in _holders(job, index, index.prefill, context, exclude):
+        found[view.info.instance_id] = view
+    return list(found.values())
 
 
 def _decodes(job: JobView, index: ClusterIndex, exclude: Collection[str], rng: Random, most: int) -> list[InstanceView]:
@@ -257,11 +264,23 @@ def _decodes(job: JobView, index: ClusterIndex, exclude: Collection[str], rng: R
                 break
     scored.sort(key=lambda one: one[:2])
     found = {instance_id: view for _, instance_id, view in scored[:most]}
+    for view in _holders(job, index, index.decode, context, exclude):
+        found[view.info.instance_id] = view
     for _ in range(RANDOM):
         view = views[int(rng.random() * len(views))]
         if usable(view, context, exclude):
             found[view.info.instance_id] = view
     return list(found.values())
+
+
+def _holders(
+    job: JobView, index: ClusterIndex, of: ReadySet, context: int, exclude: Collection[str]
+) -> list[InstanceView]:
+    """Those of one role that hold most of the prompt."""
+    if not job.prefix:
+        return []
+    known = (of.get(instance_id) for instance_id, _ in index.prefixes.holders(job.prefix, LOOKED_AT))
+    return [view for view in known if view is not None and usable(view, context, exclude)][:HOLDERS]
 
 
 def _some(views: Sequence[InstanceView], most: int, rng: Random) -> Sequence[InstanceView]:

@@ -85,6 +85,10 @@ class Backlog:
         """For each class of speed (backlog in seconds, tie-break, instance id), least backlog first."""
         return self._order.values()
 
+    def waits_s(self, instance_id: str) -> float:
+        """Seconds of prefill that wait there."""
+        return self._keys[instance_id][0]
+
     def cost_s(self, instance_id: str, tokens: int) -> float:
         """Seconds that a prefill of `tokens` takes there, once it is its turn."""
         per_token_s, per_job_s = self._rates[instance_id]

@@ -36,21 +36,23 @@ class PrefillSide(NamedTuple):
     chunk: int
     wait_s: float
     jobs: int
+    saved: int  # of the job's prompt, what its prefix cache holds
 
     @classmethod
-    def of(cls, view: InstanceView) -> "PrefillSide":
-        """As of its load."""
+    def of(cls, view: InstanceView, saved: int = 0) -> "PrefillSide":
+        """As of its load; `saved` tokens of the job's prompt have their KV there."""
         rates, load, chunk = view.info.rates.step or UNKNOWN_STEPS, view.load, max(1, view.info.chunk_size)
         form = rates.prefill
         mean = load.queued_prefill_tokens / max(1, load.queued_prefill)
         token_s = form.token_s + form.position_s * mean / 2.0 + form.fixed_s / chunk
-        return cls(view, rates, chunk, token_s * load.queued_prefill_tokens, load.queued_prefill)
+        return cls(view, rates, chunk, token_s * load.queued_prefill_tokens, load.queued_prefill, saved)
 
     def own_s(self, tokens: int) -> float:
         """Seconds to compute the first `tokens` of a prompt, once it is its turn."""
-        form = self.rates.prefill
-        steps = max(1.0, tokens / self.chunk)
-        return form.fixed_s * steps + tokens * (form.token_s + form.position_s * tokens / 2.0)
+        form, saved = self.rates.prefill, min(self.saved, tokens - 1)
+        fresh = tokens - saved
+        steps = max(1.0, fresh / self.chunk)
+        return form.fixed_s * steps + fresh * (form.token_s + form.position_s * (saved + fresh / 2.0))
 
     def harm(self, own_s: float, slo: Slo) -> float:
         """To those who come after: as many as wait now, each behind `own_s` more."""
@@ -105,12 +107,13 @@ class DecodeSide(NamedTuple):
     free: int  # tokens of KV that nobody holds or waits for
     step_s: float  # of the decodes there alone
     share: float  # of the steps that compute prompts, too
+    saved: int  # of the job's prompt, what its prefix cache holds
     typical: float  # tokens of an answer, on average; those that run are the longer ones
     brief: float  # their harmonic mean: over which a wait is spread
 
     @classmethod
-    def of(cls, view: InstanceView, usual: Lengths) -> "DecodeSide":
-        """As of its load."""
+    def of(cls, view: InstanceView, usual: Lengths, saved: int = 0) -> "DecodeSide":
+        """As of its load; `saved` tokens of the job's prompt have their KV there."""
         info, load = view.info, view.load
         rates = info.rates.step or UNKNOWN_STEPS
         decodes, context = load.decoding, load.context_tokens
@@ -130,6 +133,7 @@ class DecodeSide(NamedTuple):
             free=load.free_blocks * info.block_size - load.waiting_tokens,
             step_s=rates.decode_s(running, inside) if running else 0.0,
             share=load.prefill_share,
+            saved=saved,
             typical=usual.mean,
             brief=usual.brief,
         )
@@ -137,6 +141,7 @@ class DecodeSide(NamedTuple):
     def terms(self, job: JobView, own: Lengths, before: int) -> DecodeTerms:
         """For a job whose first `before` prompt tokens are computed elsewhere, and that gives some `own` tokens."""
         prompt, rates, slo = job.prompt_tokens, self.rates, job.slo
+        before = max(before, self.saved)
         rest = prompt - before
         full = self.running >= self.seats  # then it takes the place of one that ends
         after_s = self.step_s if full else rates.decode_s(self.running + 1, self.context + prompt + own.mean / 2.0)

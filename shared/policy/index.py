@@ -15,6 +15,7 @@ from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, Ins
 from shared.policy.assignment import Assignment
 from shared.policy.backlog import Backlog, chunked_rate, prefill_rate
 from shared.policy.ledger import WorkloadLedger
+from shared.policy.prefix_index import PrefixIndex
 from shared.policy.pressure import Pressures
 
 Made = TypeVar("Made")
@@ -65,7 +66,7 @@ class ClusterIndex:
 
     coupled: no instance has the prefill role, so each computes whole jobs, and placement chooses among those with the
     decode role. turn: decisions booked so far, over all broadcasts: what round-robin counts by. ledger: what the
-    driver remembers of its placements.
+    driver remembers of its placements. prefixes: what instances have told of the prompts whose KV they hold.
     """
 
     def __init__(
@@ -76,10 +77,12 @@ class ClusterIndex:
         rng: Random,
         turn: int = 0,
         ledger: WorkloadLedger | None = None,
+        prefixes: PrefixIndex | None = None,
     ) -> None:
         self.view = view
         self.turn = turn
         self.ledger = WorkloadLedger() if ledger is None else ledger
+        self.prefixes = PrefixIndex() if prefixes is None else prefixes
         prefills: list[InstanceView] = []
         decodes: list[InstanceView] = []
         self.coupled = True

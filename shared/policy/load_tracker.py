@@ -13,6 +13,7 @@ from shared.errors import Unavailable
 from shared.policy.assignment import Assignment
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
+from shared.policy.prefix_index import PrefixIndex
 
 REACH_S = 0.03  # time a job takes from the decision into the instance's load
 FORGET_S = 1.0  # an assignment older than this is in every load, whatever the clocks of the hosts say
@@ -26,11 +27,12 @@ class LoadTracker:
 
     While no broadcast comes, assignments count on top of the last one until their jobs end, or for HOLD_S: else they
     would add up for ever. `ledger` lives as long as this does: add each placement to it and complete it when its job
-    ends.
+    ends. So does `prefixes`: apply to it what instances tell of theirs.
     """
 
     def __init__(self) -> None:
         self.ledger = WorkloadLedger()
+        self.prefixes = PrefixIndex()
         self._index: ClusterIndex | None = None
         self._recent: deque[Assignment] = deque()
         self._over: set[str] = set()
@@ -95,5 +97,10 @@ class LoadTracker:
         self._over.clear()
         self._built_s = now
         self._index = ClusterIndex(
-            view, (*self._recent, *self.ledger.coming), rng=self._rng, turn=turn, ledger=self.ledger
+            view,
+            (*self._recent, *self.ledger.coming),
+            rng=self._rng,
+            turn=turn,
+            ledger=self.ledger,
+            prefixes=self.prefixes,
         )

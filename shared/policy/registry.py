@@ -14,6 +14,7 @@ from shared.policy.lengths import PredictedEnd
 from shared.policy.placement import LeastLoad, Placement, RoundRobin, Single, Weighted
 from shared.policy.plan_routes import PlanRoute, PlanRoutes, parse_routes
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
+from shared.policy.prefix_placement import PrefixPlacement
 from shared.policy.role_flip import IdleFlip, PressureFlip, RoleFlip
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split
 from shared.policy.workload import Memory, Penalty, Workload
@@ -30,6 +31,7 @@ PLACEMENT: dict[str, Callable[..., Placement]] = {
     "workload": Workload,
     "memory": Memory,
     "plan": PlanRoutes,
+    "prefix": PrefixPlacement,
 }
 SPLIT: dict[str, Callable[..., Split]] = {
     "adaptive": AdaptiveSplit,

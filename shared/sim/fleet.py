@@ -7,8 +7,10 @@ from shared.domain.instance import ClusterView, InstanceState, Role
 from shared.errors import InvalidRequest
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
+from shared.policy.prefix_index import wants_prefixes
 from shared.sim.engine import EngineEvents
 from shared.sim.instance import SimInstance
+from shared.sim.prefixes import PrefixNews
 from shared.sim.spec import InstanceSpec, RunSpec
 
 
@@ -16,7 +18,8 @@ class Fleet:
     """The instances; by id one has its position.
 
     Loads are taken when a decision needs them and the last ones are `broadcast_s` old, so a decision sees loads of at
-    most that age, as under a steady broadcast; instances that come, go or change their role are seen at once.
+    most that age, as under a steady broadcast; instances that come, go or change their role are seen at once. What is
+    known of their prefix caches is as old as the loads.
     """
 
     def __init__(
@@ -30,6 +33,9 @@ class Fleet:
             ids = [spec.instance_id for spec in specs]
             raise InvalidRequest(f"instance id {next(i for i in ids if ids.count(i) > 1)!r} is used twice")
         self.ledger = WorkloadLedger()
+        wanted = wants_prefixes(run.policies.placement)
+        self._prefixes = PrefixNews(self.instances, prefix_tokens) if wanted else None
+        self._fresh_prefixes = run.fresh_prefixes
         self._broadcast_s = run.broadcast_s
         self._rng = rng
         self._limited = any(spec.max_prefills is not None for spec in specs)
@@ -50,9 +56,16 @@ class Fleet:
 
     def index(self, now: float) -> ClusterIndex:
         """What the global scheduler decides on at `now`; book its decisions there."""
-        if self._index is None or now - self._taken_s >= self._broadcast_s:
+        news, due = self._prefixes, self._index is None or now - self._taken_s >= self._broadcast_s
+        if news is not None and (due or self._fresh_prefixes):
+            news.tell()
+        if self._index is None or due:
+            known = news.index if news is not None else None
             turn = self._index.turn if self._index is not None else self._turn
-            self._index = ClusterIndex(self.view(now), self.ledger.coming, rng=self._rng, turn=turn, ledger=self.ledger)
+            coming = self.ledger.coming
+            self._index = ClusterIndex(
+                self.view(now), coming, rng=self._rng, turn=turn, ledger=self.ledger, prefixes=known
+            )
             self._taken_s = now
             self._dispatchers.clear()
         return self._index

@@ -7,6 +7,7 @@ import msgspec
 
 from shared.policy.admission_gate import Blocks, Decoding, may_decode
 from shared.policy.decode_admission import DecodeAdmission
+from shared.policy.prefix_blocks import ReachableBlocks
 from shared.sim.group import DecodeGroup
 from shared.sim.request import Leg
 from shared.sim.spec import EngineLimits
@@ -78,6 +79,10 @@ class KvMemory:
         if self._cache is not None and leg.prefix:
             self._cache.keep(leg.prefix, self.free)
 
+    def watch_cache(self) -> ReachableBlocks | None:
+        """Ids that can be hit, kept up to date from now on; None without a cache."""
+        return self._cache.watch() if self._cache is not None else None
+
 
 class AdmissionGate:
     """Asks the policy about legs that are to decode here; prompts that are only computed here pass."""
@@ -124,6 +129,13 @@ class PrefixCache:
     def __init__(self, blocks_of_id: int) -> None:
         self._blocks_of_id = max(1, blocks_of_id)
         self._ids: OrderedDict[int, None] = OrderedDict()
+        self._watched: ReachableBlocks | None = None
+
+    def watch(self) -> ReachableBlocks:
+        """What is held, for whoever is to know: an id as long as all before it in its prompt are held, too."""
+        assert not self._ids, "it is watched from its beginning, or not at all"
+        self._watched = ReachableBlocks()
+        return self._watched
 
     def matched(self, prefix: tuple[int, ...], room_blocks: int) -> int:
         """How many ids from the start of `prefix` are held."""
@@ -138,12 +150,18 @@ class PrefixCache:
 
     def keep(self, prefix: tuple[int, ...], room_blocks: int) -> None:
         """Hold these from now on."""
+        before = None
         for at in prefix:
             self._ids[at] = None
             self._ids.move_to_end(at)
+            if self._watched is not None:
+                self._watched.hold(at, before)
+                before = at
         self._trim(room_blocks)
 
     def _trim(self, room_blocks: int) -> None:
         most = room_blocks // self._blocks_of_id
         while len(self._ids) > most:
-            self._ids.popitem(last=False)
+            gone, _ = self._ids.popitem(last=False)
+            if self._watched is not None:
+                self._watched.drop(gone)

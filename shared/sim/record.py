@@ -62,8 +62,8 @@ class Record:
             prediction = self._run.prediction.as_prediction(self._buckets[row])
         output = self._outputs[row]
         asked = max(output, self._run.max_tokens or 0)
-        job = JobView(str(row), self._prompts[row], asked, self._run.slo, prediction)
         prefix = self._prefixes[row] if self._prefixes is not None else ()
+        job = JobView(str(row), self._prompts[row], asked, self._run.slo, prediction, prefix=prefix)
         return SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]))
 
     def output_tokens(self, row: int) -> int:

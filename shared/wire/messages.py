@@ -145,6 +145,10 @@ class DecodeReply(msgspec.Struct):
     ended_s: float = 0.0
 
 
+class PrefixesRequest(msgspec.Struct):
+    """Tell of the prefix cache, as `PrefixDelta` items: all of it, then each change, for as long as the call lasts."""
+
+
 class DrainRequest(msgspec.Struct):
     """Take no new work and answer when all that was accepted has ended, or after `timeout_s`."""
 

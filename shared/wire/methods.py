@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from shared.domain.prefix import PrefixDelta
 from shared.domain.route import Route
 from shared.wire import messages as m
 
@@ -34,6 +35,9 @@ RELEASE = Method("release", m.ReleaseRequest, _Nothing, _Nothing)
 # Worker, as a decode instance.
 PREFETCH = Method("prefetch", m.PrefetchRequest, _Nothing, _Nothing)
 DECODE = Method("decode", m.DecodeRequest, m.DecodeReply, m.TokenStep)
+
+# Worker, by the global schedulers.
+PREFIXES = Method("prefixes", m.PrefixesRequest, _Nothing, PrefixDelta)
 
 # Worker, by the cluster monitor.
 DRAIN = Method("drain", m.DrainRequest, m.DrainReply, _Nothing)

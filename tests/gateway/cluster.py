@@ -215,6 +215,7 @@ class Cluster:
     reports: list[JobReport]
     split: "Callable[[PlaceRequest], int | None]"
     no_route: PolyphaseError = field(default_factory=lambda: Unavailable("no decode instance"))
+    wants_prefix: bool = False
 
     async def scheduler_down(self) -> None:
         await self.scheduler.__aexit__(None, None, None)
@@ -230,7 +231,7 @@ class Cluster:
             raise self.no_route
         split = self.split(request)
         if request.job.local_only or split == 0:
-            return Route(None, usable[0].ref, 0, "test")
+            return Route(None, usable[0].ref, 0, "test", wants_prefix=self.wants_prefix)
         self.prefill.decode_at = usable[0]
         full = split is None or split >= request.job.prompt_tokens
         return Route(
@@ -238,6 +239,7 @@ class Cluster:
             None if full else usable[0].ref,
             request.job.prompt_tokens if split is None else split,
             "test",
+            wants_prefix=self.wants_prefix,
         )
 
     async def report(self, reports: JobReports, _: ServerCall) -> None:
@@ -288,11 +290,12 @@ def make_job(
     local_only: bool = False,
     timeout_s: float = 600.0,
     job_id: str = "",
+    salt: str = "",
 ) -> tuple[Job, list[TokenStep]]:
     """A job and the list in which its steps gather."""
     steps: list[TokenStep] = []
     job_id = job_id or f"job-{next(_numbers)}"
-    spec = JobSpec(job_id, prompt, Generation(b"", time.time()), max_tokens, carry, local_only, Slo())
+    spec = JobSpec(job_id, prompt, Generation(b"", time.time(), salt), max_tokens, carry, local_only, Slo())
     return Job(spec, steps.append, "gateway-0", time.monotonic() + timeout_s), steps
 
 

@@ -17,6 +17,7 @@ from services.cluster_monitor.app import create_app as monitor
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.app import create_app as scheduler
 from services.global_scheduler.settings import SchedulerSettings
+from services.worker.engines.base import EngineStats
 from services.worker.metrics import WorkerMetrics
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.job import Phase
@@ -39,7 +40,8 @@ def _worker() -> str:
     roles = cast(Any, SimpleNamespace(draining=False, role=Role.DECODE, flips=0))
     server = cast(Any, SimpleNamespace(dropped={}))
     lengths, dispatcher = cast(Any, SimpleNamespace(outcomes={})), cast(Any, SimpleNamespace(choices={}))
-    WorkerMetrics(make_info("d0", "tcp://a:1"), telemetry, roles, server, lengths, dispatcher, registry)
+    engine = cast(Any, SimpleNamespace(stats=EngineStats))
+    WorkerMetrics(make_info("d0", "tcp://a:1"), telemetry, roles, engine, server, lengths, dispatcher, registry)
     return generate_latest(registry).decode()
 
 

@@ -63,7 +63,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
 class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot. `waiting` includes requests that wait for KV. `waiting_tokens`: of those without blocks that are to
-    decode here.
+    decode here. `prompt_tokens` and `hit_tokens` are counted since the start.
     """
 
     running: int = 0
@@ -71,6 +71,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     waiting_tokens: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
+    prompt_tokens: int = 0  # of all requests that began
+    hit_tokens: int = 0  # of those, found in the engine's own prefix cache
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 
 from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink, deliver
-from services.worker.engines.emulated_scheduler import EmulatedScheduler, Entry
+from services.worker.engines.cache_events import CacheSink
+from services.worker.engines.emulated_cache import EmulatedCache
+from services.worker.engines.emulated_scheduler import EmulatedScheduler, Entry, token_at
 from services.worker.engines.policies import CurrentRates, EnginePolicies, policies_of
 from services.worker.engines.step_log import StepLog
 from services.worker.kv.emulated import EmulatedLink
@@ -28,17 +30,18 @@ from shared.wire.messages import WIRE_VERSION, TokenStep
 
 log = get_log(__name__)
 
-_TOKENS = 997  # a prime, so that the tokens of two positions rarely agree
-_FIRST = 300  # below it tokenizers keep their special tokens and single bytes
 _LATE_S = 0.005  # a timer that fires late makes the next step so much shorter, at most: the mean keeps to the model
 
 
 class EmulatedEngine:
-    """Continuous batching with chunked prefill over an imaginary accelerator."""
+    """Continuous batching with chunked prefill over an imaginary accelerator; `on_cache` hears of its prefix cache."""
 
-    def __init__(self, settings: WorkerSettings, rates: CurrentRates = lambda: None) -> None:
+    def __init__(
+        self, settings: WorkerSettings, rates: CurrentRates = lambda: None, on_cache: CacheSink = lambda _: None
+    ) -> None:
         self._settings = settings
         self._rates = rates
+        self._cache = EmulatedCache(settings.block_size, on_cache) if settings.emulated_prefix_cache else None
         self.policies = policies_of(settings)
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -57,7 +60,7 @@ class EmulatedEngine:
         self._model = StepModel(Catalogue.built_in().get(s.accelerator), geometry, s.tensor_parallel, dtype=s.dtype)
         self.link = EmulatedLink(geometry, s.emulated_link_gbps, s.dtype)
         total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * s.block_size)))
-        self._scheduler = EmulatedScheduler(s, total, self.policies, self._rates, self.link.pull)
+        self._scheduler = EmulatedScheduler(s, total, self.policies, self._rates, self.link.pull, self._cache)
         self._task = asyncio.get_running_loop().create_task(self._steps(), name="emulated-engine")
         self._task.add_done_callback(_stop_with_engine)
         kv = KvGeometry(geometry.layers, geometry.kv_heads, geometry.head_dim)
@@ -92,7 +95,8 @@ class EmulatedEngine:
     def stats(self) -> EngineStats:
         """Now."""
         s = self._scheduler
-        return EngineStats(len(s.running), len(s.waiting) + len(s.coming), s.waiting.decode_tokens, s.free, s.total)
+        waiting = len(s.waiting) + len(s.coming), s.waiting.decode_tokens
+        return EngineStats(len(s.running), *waiting, s.free, s.total, s.prompt_tokens, s.hit_tokens)
 
     async def close(self) -> None:
         """Stop stepping."""
@@ -138,9 +142,11 @@ class EmulatedEngine:
             if entry not in self._scheduler.running:
                 continue  # aborted during the step
             entry.computed += tokens
+            if entry.use is not None:
+                entry.use.computed(entry.computed)
             if entry.missing:
                 continue  # not done with its prompt
-            token = _token(entry.tokens)
+            token = token_at(entry.tokens)
             entry.tokens += 1
             entry.left -= 1
             if not entry.left:
@@ -169,11 +175,6 @@ def fixed_step_rates(step_s: float, s_per_token: float, chunk_size: int) -> Rate
         HuaweiCost(s_per_token, 0.0, 0.0, step_s, 0.0, 0.0, 0.0, step_s),
         StepRates(StepForm(step_s, s_per_token), StepForm(step_s), StepForm(step_s, s_per_token)),
     )
-
-
-def _token(position: int) -> int:
-    """The token at a position of the sequence: the same on every instance, so that a hand-over shows no seam."""
-    return _FIRST + position * 7919 % _TOKENS
 
 
 def _stop_with_engine(task: "asyncio.Task[None]") -> None:

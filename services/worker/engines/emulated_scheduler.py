@@ -9,12 +9,21 @@ from dataclasses import dataclass
 from math import inf
 
 from services.worker.engines.base import EngineRequest, Sink
+from services.worker.engines.emulated_cache import CacheUse, EmulatedCache
 from services.worker.engines.entrance import Entrance
 from services.worker.engines.policies import CurrentRates, EnginePolicies
 from services.worker.settings import WorkerSettings
 from shared.domain.kv import KvHandle
 from shared.policy.admission_gate import Blocks, Decoding
 from shared.policy.step_budget import StepLoad, prefill_tokens
+
+_TOKENS = 997  # a prime, so that the tokens of two positions rarely agree
+_FIRST = 300  # below it tokenizers keep their special tokens and single bytes
+
+
+def token_at(position: int) -> int:
+    """The token at a position of the sequence: the same on every instance, so that a hand-over shows no seam."""
+    return _FIRST + position * 7919 % _TOKENS
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +38,8 @@ class Entry:
     blocks: int = 0
     imports: bool = False  # takes its KV from elsewhere, when it enters; once
     ready_s: float = 0.0  # monotonic time at which that is there
+    use: CacheUse | None = None  # its part in the prefix cache, while it holds blocks
+    counted: bool = False  # among `prompt_tokens`
 
     @property
     def missing(self) -> int:
@@ -50,11 +61,14 @@ class EmulatedScheduler:
         total_blocks: int,
         policies: EnginePolicies,
         rates: CurrentRates,
-        pull: Callable[[KvHandle], float],
+        pull: Callable[[KvHandle, int], float],
+        cache: EmulatedCache | None = None,
     ) -> None:
         self._settings = settings
         self._rates = rates
         self._pull = pull
+        self._cache = cache
+        self.prompt_tokens = self.hit_tokens = 0  # of all that entered, and of those what the prefix cache held
         self.policies = policies
         self.total = self.free = total_blocks
         self.preemptions = 0
@@ -138,21 +152,46 @@ class EmulatedScheduler:
 
     def _admit(self, budget: int, now: float) -> None:
         while len(self.running) < self._settings.max_seqs and (entry := self.waiting.next()) is not None:
-            handle = entry.request.import_from
+            handle, held = entry.request.import_from, self._find_cached(entry)
             if entry.imports and handle is not None:
-                computed = min(handle.tokens, entry.tokens - 1)
+                computed = max(held, min(handle.tokens, entry.tokens - 1))
                 if not self._hold(entry, computed):
+                    self._leave_cache(entry)
                     return
                 entry.computed, entry.imports = computed, False
-                entry.ready_s = now + self._pull(handle)
+                entry.ready_s = now + self._pull(handle, held)
+                self._entered(entry, held)
                 self.coming[self.waiting.take()] = None
                 continue
-            tokens = min(entry.missing, budget)
-            if tokens <= 0 or not self._hold(entry, tokens):
+            tokens = min(entry.missing - held, budget)
+            if tokens <= 0 or not self._hold(entry, held + tokens):
+                self._leave_cache(entry)
                 return
+            entry.computed = held
+            self._entered(entry, held)
             self.running[self.waiting.take()] = None
             self._chunks.append((entry, tokens))
             budget -= tokens
+
+    def _find_cached(self, entry: Entry) -> int:
+        """Tokens of its prompt that are in the prefix cache, from now on in use."""
+        if self._cache is None:
+            return 0
+        self._cache.shrink(self.free)
+        request = entry.request
+        entry.use = CacheUse(self._cache, request.prompt_token_ids, request.generation.cache_salt, token_at)
+        return entry.use.begin()
+
+    def _leave_cache(self, entry: Entry) -> None:
+        if entry.use is not None:
+            entry.use.end()
+            entry.use = None
+
+    def _entered(self, entry: Entry, held: int) -> None:
+        if self._cache is not None and not entry.counted:
+            entry.counted = True
+            self.prompt_tokens += len(entry.request.prompt_token_ids)
+            self.hit_tokens += held
 
     def _hold(self, entry: Entry, tokens: int) -> bool:
         """Blocks for `tokens` tokens in all; all that there are will do for one that is longer. False: too few."""
@@ -162,11 +201,14 @@ class EmulatedScheduler:
         if more > 0:
             self.free -= more
             entry.blocks += more
+            if self._cache is not None:
+                self._cache.shrink(self.free)
         return True
 
     def _release(self, entry: Entry) -> None:
         self.free += entry.blocks
         entry.blocks = 0
+        self._leave_cache(entry)
 
     def _preempt(self) -> None:
         """The youngest gives its blocks up and waits, before all others."""

@@ -24,12 +24,14 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
 from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink, deliver
+from services.worker.engines.cache_events import CacheSink
 from services.worker.engines.policies import CurrentRates, EnginePolicies, policies_of
 from services.worker.engines.step_log import StepLog
 from services.worker.engines.step_observer import StepObserver
 from services.worker.engines.vllm_requests import CoreRequests, token_step
 from services.worker.engines.vllm_seam import SchedulerSeam
 from services.worker.fingerprint import fingerprint
+from services.worker.kv.vllm.cache_watch import CacheWatch
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvGeometry
@@ -45,13 +47,21 @@ Command = Callable[[], None]
 
 class VllmEngine:
     """Owns the engine core and its thread. `kv_config` goes to our KV connector in every rank; `rates` is asked
-    for every step with a budget, and for every request that waits.
+    for every step with a budget, and for every request that waits; `on_cache` hears, on the event loop, what the prefix
+    cache tells.
     """
 
-    def __init__(self, settings: WorkerSettings, kv_config: dict[str, Any], rates: CurrentRates = lambda: None) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        kv_config: dict[str, Any],
+        rates: CurrentRates = lambda: None,
+        on_cache: CacheSink | None = None,
+    ) -> None:
         self._settings = settings
         self._kv_config = kv_config
         self._rates = rates
+        self._cache = CacheWatch(on_cache)
         self.policies = policies_of(settings)
         self._sinks: dict[str, Sink] = {}
         self._commands: deque[Command] = deque()
@@ -152,6 +162,7 @@ class VllmEngine:
             "kv_cache_memory_bytes": s.kv_cache_bytes,
             "enforce_eager": s.accelerator == "cpu",
             "async_scheduling": False,
+            "kv_events_config": self._cache.config,
             "kv_transfer_config": KVTransferConfig(
                 kv_connector="PolyphaseConnector",
                 kv_connector_module_path="services.worker.kv.vllm.connector",
@@ -166,6 +177,7 @@ class VllmEngine:
         self._seam = SchedulerSeam(self._scheduler, self.policies, self._rates)
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=_computes_here(s))
         self._requests = CoreRequests(config.model_config)
+        self._cache.attach(self._scheduler, self._loop)
         self._snapshot()
         return self._info(config.model_config)
 
@@ -197,6 +209,7 @@ class VllmEngine:
                 outputs = self._core.get_output()
                 self._snapshot()
                 if outputs.outputs:
+                    self._cache.count(outputs.outputs)
                     batch = [(output.request_id, token_step(output)) for output in outputs.outputs]
                     for request_id, output in batch:
                         if output.finish_reason:
@@ -246,6 +259,8 @@ class VllmEngine:
             waiting_tokens=self._seam.waiting_tokens,
             free_blocks=pool.get_num_free_blocks(),
             total_blocks=pool.num_gpu_blocks - 1,
+            prompt_tokens=self._cache.prompt_tokens,
+            hit_tokens=self._cache.hit_tokens,
         )
 
     # Back on the event loop.

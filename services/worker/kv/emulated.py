@@ -25,16 +25,17 @@ class EmulatedLink:
         self._free_s = 0.0  # monotonic time from which the port is idle
         self._reports: dict[str, TransferReport] = {}
 
-    def pull(self, handle: KvHandle) -> float:
-        """Begin an import; seconds until all of it is here."""
-        moved = wire_bytes(self._geometry, handle.tokens, handle.codec, self._width)
+    def pull(self, handle: KvHandle, held_tokens: int = 0) -> float:
+        """Begin an import of what is not held here; seconds until all of it is here."""
+        tokens = max(0, handle.tokens - held_tokens)
+        moved = wire_bytes(self._geometry, tokens, handle.codec, self._width)
         now, waits_s = time.monotonic(), 0.0
         if self._link is not None:
             self._free_s = max(self._free_s, now) + moved / (self._link.bandwidth_bytes_s * self._link.efficiency)
             waits_s = self._free_s - now + self._link.latency_s
         started_s = time.time()
         self._reports[handle.transfer_id] = TransferReport(
-            TransferOutcome.PULLED, handle.tokens, int(moved), started_s, started_s + waits_s
+            TransferOutcome.PULLED, tokens, int(moved), started_s, started_s + waits_s
         )
         if len(self._reports) > _KEPT:
             del self._reports[next(iter(self._reports))]

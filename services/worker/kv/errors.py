@@ -34,6 +34,14 @@ class KvError(Exception):
         self.message = message
 
 
+_LOSSY = "lossy-kv:"
+
+
 def lossy_salt(transfer_id: str) -> str:
     """Cache salt of a request that imports lossy KV: its blocks are found by no other request."""
-    return f"lossy-kv:{transfer_id}"
+    return f"{_LOSSY}{transfer_id}"
+
+
+def is_lossy_salt(salt: str) -> bool:
+    """Whether blocks under that salt hold lossy KV."""
+    return salt.startswith(_LOSSY)

@@ -41,7 +41,7 @@ def test_the_shipped_emulated_cluster() -> None:
     assert (first.accelerator, first.chunk_size, first.max_seqs, first.block_size) == ("A100-SXM-80", 2048, 128, 32)
     assert first.kv_cache_bytes == 60129542144
     assert not first.reserves_output
-    assert not first.prefix_cache
+    assert first.prefix_cache
 
 
 def test_a_real_cluster_has_its_own_model_and_the_workers_defaults(tmp_path: Path) -> None:

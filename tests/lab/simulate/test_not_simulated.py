@@ -36,6 +36,7 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
         "emulated_step_s": (0.02, DEFAULTS),
         "emulated_prefill_s_per_token": (1e-5, FIXED),
         "emulated_link_gbps": (10.0, DEFAULTS),
+        "emulated_prefix_cache": (False, DEFAULTS),
         "prefill_order": ("sjf", DEFAULTS),
         "prefill_order_parameters": ({"window": 4}, {**DEFAULTS, "prefill_order": "sjf"}),
         "decode_admission": ("reserve_static", DEFAULTS),

@@ -1,0 +1,156 @@
+"""From the engine's blocks to ours: sizes may differ in any way."""
+
+from collections import Counter
+
+from services.worker.engines.cache_events import BlockName, BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
+from services.worker.kv.errors import is_lossy_salt
+from shared.domain.prefix import BLOCK_TOKENS, MAX_BLOCKS, TOKEN_BYTES, next_hash, packed, root_hash
+from shared.policy.prefix_blocks import ReachableBlocks
+
+
+class _End:
+    """Where a block of the engine ends: our blocks up to there, and the tokens since the last of them.
+
+    `rest` is theirs, packed; `parts` names the engine's blocks that it lies in.
+    """
+
+    __slots__ = ("depth", "last", "parts", "rest")
+
+    def __init__(self, last: int, depth: int, rest: bytes = b"", parts: tuple[BlockName, ...] = ()) -> None:
+        self.last = last
+        self.depth = depth
+        self.rest = rest
+        self.parts = parts
+
+
+class _Cover:
+    """One of our blocks as it lies in blocks of the engine; `lacking` counts those of `parts` that are not held.
+
+    The same block of ours may have several: what follows it in the engine's last block differs.
+    """
+
+    __slots__ = ("block", "lacking", "parent", "parts")
+
+    def __init__(self, block: int, parent: int | None, parts: tuple[BlockName, ...]) -> None:
+        self.block = block
+        self.parent = parent
+        self.parts = parts
+        self.lacking = len(parts)
+
+
+class _Node:
+    """A block of the engine. `copies` held; `covers` that it has a part in; of them, those that end in it."""
+
+    __slots__ = ("copies", "covers", "end", "ending")
+
+    def __init__(self) -> None:
+        self.copies = 0
+        self.end: _End | None = None
+        self.covers: dict[_Cover, None] = {}
+        self.ending: tuple[_Cover, ...] = ()
+
+
+class HeldPrefixes:
+    """Our blocks of which the engine holds every token, by what it tells of its own.
+
+    Left out: blocks far behind a prompt's start, those that follow an unknown one, and approximate KV, which nobody
+    else may find.
+    """
+
+    def __init__(self, block_tokens: int = BLOCK_TOKENS, most: int = MAX_BLOCKS) -> None:
+        self._width = block_tokens * TOKEN_BYTES
+        self._most = most
+        self._nodes: dict[BlockName, _Node] = {}
+        self._whole: Counter[int] = Counter()  # covers that lack nothing, by our block
+        self.reachable = ReachableBlocks()
+
+    def __len__(self) -> int:
+        """Engine blocks that are known."""
+        return len(self._nodes)
+
+    def apply(self, event: CacheEvent) -> None:
+        """Take in what the engine tells, in its order."""
+        if isinstance(event, BlocksStored):
+            self._stored(event)
+        elif isinstance(event, BlocksRemoved):
+            for name in event.blocks:
+                self._removed(name)
+        elif isinstance(event, BlocksCleared):
+            self._nodes.clear()
+            self._whole.clear()
+            self.reachable.clear()
+
+    def _stored(self, event: BlocksStored) -> None:
+        size, odd = divmod(len(event.token_ids), max(1, len(event.blocks)))
+        end = self._end_of(event)
+        if end is None or odd or not size:
+            return
+        data, width = packed(event.token_ids), size * TOKEN_BYTES
+        for at, name in enumerate(event.blocks):
+            if end.depth >= self._most:
+                return
+            node = self._nodes.get(name)
+            if node is None:
+                node = self._nodes[name] = _Node()
+            if node.end is None:
+                self._place(name, node, end, data[at * width : (at + 1) * width])
+            end = node.end or end
+            node.copies += 1
+            if node.copies == 1:
+                for cover in node.covers:
+                    self._lacks(cover, -1)
+
+    def _end_of(self, event: BlocksStored) -> _End | None:
+        if event.parent is None:
+            return None if is_lossy_salt(event.salt) else _End(root_hash(event.salt), 0)
+        node = self._nodes.get(event.parent)
+        return node.end if node is not None and node.copies else None
+
+    def _place(self, name: BlockName, node: _Node, before: _End, data: bytes) -> None:
+        """Find our blocks that end in this one of the engine."""
+        rest, parts, last, depth = before.rest + data, (*before.parts, name), before.last, before.depth
+        ending = []
+        while len(rest) >= self._width and depth < self._most:
+            parent = last if depth else None
+            last = next_hash(last, rest[: self._width])
+            cover = _Cover(last, parent, parts)
+            ending.append(cover)
+            for part in parts:
+                self._nodes.setdefault(part, _Node()).covers[cover] = None
+            cover.lacking = sum(not self._nodes[part].copies for part in parts)
+            rest, parts, depth = rest[self._width :], (name,), depth + 1
+        node.ending = tuple(ending)
+        node.end = _End(last, depth, rest, parts if rest else ())
+
+    def _removed(self, name: BlockName) -> None:
+        node = self._nodes.get(name)
+        if node is None or not node.copies:
+            return
+        node.copies -= 1
+        if node.copies:
+            return
+        for cover in node.covers:
+            self._lacks(cover, 1)
+        for cover in node.ending:
+            for part in cover.parts:
+                other = self._nodes[part]
+                del other.covers[cover]
+                self._tidy(part, other)
+        node.ending, node.end = (), None
+        self._tidy(name, node)
+
+    def _tidy(self, name: BlockName, node: _Node) -> None:
+        if not node.copies and not node.covers:
+            self._nodes.pop(name, None)
+
+    def _lacks(self, cover: _Cover, more: int) -> None:
+        was_whole = not cover.lacking
+        cover.lacking += more
+        if not cover.lacking:
+            self._whole[cover.block] += 1
+            self.reachable.hold(cover.block, cover.parent)
+        elif was_whole:
+            self._whole[cover.block] -= 1
+            if not self._whole[cover.block]:
+                del self._whole[cover.block]
+                self.reachable.drop(cover.block)

@@ -1,0 +1,185 @@
+"""Which instance holds which beginnings of prompts, as far as they have told: what a placement can save.
+
+Pure; whoever hears of the instances feeds it. It may know less than there is, never more than was told.
+"""
+
+from collections.abc import Sequence
+
+from shared.domain.instance import InstanceView
+from shared.domain.job import JobView
+from shared.domain.prefix import BLOCK_TOKENS, PrefixDelta
+
+MAX_BLOCKS = 1_000_000  # over all instances: some 200 MB when no two of them hold the same
+_GIVE_UP = 64  # one in so many blocks of the instance with the most is forgotten at a time: to find it takes a while
+
+
+class _Held:
+    """What one instance holds; `blocks` in the order in which it told of them."""
+
+    __slots__ = ("blocks", "generation", "instance_id", "sequence")
+
+    def __init__(self, instance_id: str, generation: int) -> None:
+        self.instance_id = instance_id
+        self.generation = generation
+        self.sequence = -1
+        self.blocks: dict[int, None] = {}
+
+
+_Holders = _Held | dict[_Held, None]  # most blocks have one holder
+
+
+class PrefixIndex:
+    """Blocks by instance and instances by block.
+
+    `apply` wants the deltas of each account in order. An instance tells of a block only while it holds all before it,
+    so a run's end is found by halves. Beyond `max_blocks` the instance with the most forgets what it told last: the
+    beginnings, which most prompts share, were told first. `block_tokens`: size of the blocks.
+    """
+
+    def __init__(self, block_tokens: int = BLOCK_TOKENS, max_blocks: int = MAX_BLOCKS) -> None:
+        self.block_tokens = block_tokens
+        self._most = max_blocks
+        self._count = 0
+        self._instances: dict[str, _Held] = {}
+        self._holders: dict[int, _Holders] = {}
+
+    def __len__(self) -> int:
+        """Blocks known, each counted once for each instance that holds it."""
+        return self._count
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Instances of which an account has begun."""
+        return frozenset(self._instances)
+
+    def apply(self, instance_id: str, delta: PrefixDelta) -> bool:
+        """Take the next delta of an instance's account.
+
+        False when it does not follow the last one: something was lost, and nothing is known of that instance until an
+        account starts anew.
+        """
+        held = self._instances.get(instance_id)
+        if delta.starts:
+            self.forget(instance_id)
+            held = self._instances[instance_id] = _Held(instance_id, delta.generation)
+        if held is None or (held.generation, held.sequence + 1) != (delta.generation, delta.sequence):
+            self.forget(instance_id)
+            return False
+        held.sequence = delta.sequence
+        for block in delta.removed:
+            self._remove(held, block)
+        for block in delta.added:
+            if block not in held.blocks and not self._add(held, block):
+                break
+        return True
+
+    def replace(self, instance_id: str, generation: int, blocks: Sequence[int]) -> None:
+        """An account that is whole."""
+        self.apply(instance_id, PrefixDelta(generation, 0, added=list(blocks), starts=True))
+
+    def forget(self, instance_id: str) -> None:
+        """Know nothing of that instance."""
+        held = self._instances.pop(instance_id, None)
+        if held is not None:
+            for block in held.blocks:
+                self._unlink(held, block)
+            self._count -= len(held.blocks)
+
+    def held_tokens(self, instance_id: str, prefix: Sequence[int]) -> int:
+        """Tokens of the longest run of blocks from the start of `prefix` that the instance holds."""
+        held = self._instances.get(instance_id)
+        if held is None or not prefix:
+            return 0
+        blocks, low, high = held.blocks, 0, len(prefix)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if prefix[middle - 1] in blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.block_tokens
+
+    def holders(self, prefix: Sequence[int], limit: int) -> list[tuple[str, int]]:
+        """Instances that hold some of `prefix`, with the tokens of their runs: the longest first, `limit` at most."""
+        found: dict[_Held, int] = {}
+        end = self._run(prefix, len(prefix), 1)
+        while end and len(found) < limit:
+            for held in _each(self._holders.get(prefix[end - 1])):
+                if len(found) == limit:
+                    break
+                found.setdefault(held, end * self.block_tokens)
+            # What one holds of the rest, all of these hold: look on where there are more of them.
+            end = self._run(prefix, end - 1, len(found) + 1)
+        return [(held.instance_id, tokens) for held, tokens in found.items()]
+
+    def _run(self, prefix: Sequence[int], high: int, holders: int) -> int:
+        """How many blocks from the start, `high` at most, have so many holders each."""
+        low = 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if len(_each(self._holders.get(prefix[middle - 1]))) >= holders:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _add(self, held: _Held, block: int) -> bool:
+        if self._count >= self._most and not self._make_room(held):
+            return False
+        held.blocks[block] = None
+        self._count += 1
+        others = self._holders.get(block)
+        if others is None:
+            self._holders[block] = held
+        elif isinstance(others, dict):
+            others[held] = None
+        else:
+            self._holders[block] = {others: None, held: None}
+        return True
+
+    def _remove(self, held: _Held, block: int) -> None:
+        if block in held.blocks:
+            del held.blocks[block]
+            self._count -= 1
+            self._unlink(held, block)
+
+    def _unlink(self, held: _Held, block: int) -> None:
+        others = self._holders[block]
+        if not isinstance(others, dict):
+            del self._holders[block]
+            return
+        del others[held]
+        if len(others) == 1:
+            self._holders[block] = next(iter(others))
+
+    def _make_room(self, wanting: _Held) -> bool:
+        """Have the one with the most forget some; False when that is the one who wants more."""
+        largest = max(self._instances.values(), key=lambda held: len(held.blocks), default=wanting)
+        if len(largest.blocks) <= len(wanting.blocks):
+            return False
+        for _ in range(max(1, len(largest.blocks) // _GIVE_UP)):
+            block, _nothing = largest.blocks.popitem()
+            self._count -= 1
+            self._unlink(largest, block)
+        return True
+
+
+def saved_tokens(prefixes: PrefixIndex, view: InstanceView, job: JobView, computed_tokens: int | None = None) -> int:
+    """Prompt tokens that an instance has not to compute, or to pull, of the first `computed_tokens` (all by default).
+
+    Engines find whole blocks of their own size, and always compute the last token.
+    """
+    tokens = job.prompt_tokens if computed_tokens is None else computed_tokens
+    held = min(prefixes.held_tokens(view.info.instance_id, job.prefix), tokens - 1)
+    return max(0, held - held % max(1, view.info.block_size))
+
+
+def wants_prefixes(policy: object) -> bool:
+    """Whether a policy looks at prefixes: it says so by a class variable `uses_prefixes`."""
+    return bool(getattr(policy, "uses_prefixes", False))
+
+
+def _each(holders: _Holders | None) -> dict[_Held, None] | tuple[_Held, ...]:
+    if holders is None:
+        return ()
+    return holders if isinstance(holders, dict) else (holders,)

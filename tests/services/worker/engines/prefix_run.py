@@ -1,0 +1,177 @@
+"""A real engine in a process of its own: what it tells of its prefix cache beside what requests find there."""
+
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from random import Random
+from typing import Any
+
+import msgspec
+
+from services.launcher.model_source import PROJECT
+from services.worker.engines.cache_events import CacheEvent
+from services.worker.engines.vllm import VllmEngine
+from services.worker.kv import lossy_salt
+from services.worker.kv.events import KvEvents
+from services.worker.prefixes.held import HeldPrefixes
+from services.worker.settings import WorkerSettings
+from shared.domain.job import Generation
+from shared.domain.kv import KvHandle
+from shared.domain.prefix import BLOCK_TOKENS, block_hashes
+from shared.policy.prefix_index import PrefixIndex
+from shared.runtime.logs import configure_logs
+from tests.services.worker.engines.engine_run import Run, freed, greedy
+from tests.services.worker.kv.vllm.engine_process import own_process
+
+PROMPTS = 30
+
+
+@dataclass
+class Found:
+    """One request: what was known of its prompt beforehand, and what it hit. All in tokens."""
+
+    what: str
+    prompt: int
+    known: int
+    hit: int
+
+
+class Told:
+    def __init__(self) -> None:
+        self.held = HeldPrefixes()
+
+    def __call__(self, events: Sequence[CacheEvent]) -> None:
+        for event in events:
+            self.held.apply(event)
+
+    def tokens(self, prompt: list[int], salt: str) -> int:
+        index = PrefixIndex()
+        index.replace("e", 1, list(self.held.reachable.blocks))
+        return index.held_tokens("e", block_hashes(prompt, salt))
+
+
+class Trial(Run):
+    """Requests one after the other, each compared with what was told before it."""
+
+    def __init__(self, engine: VllmEngine, told: Told) -> None:
+        super().__init__(engine)
+        self.told = told
+        self.found: list[Found] = []
+
+    async def ask(self, what: str, prompt: list[int], salt: str = "", **more: Any) -> None:
+        name = f"{what} {len(self.found)}"
+        known, before = self.told.tokens(prompt, salt), self.engine.stats()
+        self.submit_salted(name, prompt, salt, **more)
+        step = await self.end(name)
+        assert step.finish_reason == "length", step
+        after = await self.counted(before.prompt_tokens + len(prompt))
+        self.found.append(Found(what, len(prompt), known, after - before.hit_tokens))
+
+    async def counted(self, prompt_tokens: int) -> int:
+        """Wait until the engine's counts have it, and its events are here."""
+        async with asyncio.timeout(30):
+            while self.engine.stats().prompt_tokens < prompt_tokens:
+                await asyncio.sleep(0.005)
+        await freed(self)
+        return self.engine.stats().hit_tokens
+
+    def submit_salted(self, name: str, prompt: list[int], salt: str, **more: Any) -> None:
+        submit = self.engine.submit
+        self.engine.submit = lambda request, sink: submit(salted(request, salt), sink)  # type: ignore[method-assign]
+        self.submit(name, prompt, 2, greedy(), **more)
+        self.engine.submit = submit  # type: ignore[method-assign]
+
+
+def salted(request: Any, salt: str) -> Any:
+    given = Generation(request.generation.sampling, time.time(), salt)
+    return msgspec.structs.replace(request, generation=given)
+
+
+async def conversations(trial: Trial, rng: Random) -> None:
+    """Prompts that begin alike up to a multiple of 64 tokens, in memory that holds few of them; aborts in between."""
+    parts = [[rng.randrange(5, 4000) for _ in range(64)] for _ in range(6)]
+    for number in range(PROMPTS):
+        prompt = [token for _ in range(rng.randrange(1, 7)) for token in parts[rng.randrange(3)]]
+        prompt += [rng.randrange(5, 4000) for _ in range(rng.randrange(1, 64))]
+        if number % 7 == 3:  # several at once, one of which is given up: shared, copied and half-computed blocks
+            together = [f"together {number} {at}" for at in range(4)]
+            before = trial.engine.stats().prompt_tokens
+            for at, name in enumerate(together):
+                trial.submit(name, [*prompt, 5 + at], 20, greedy())
+            trial.engine.abort(together[0])
+            for name in together[1:]:
+                await trial.end(name)
+            await trial.counted(before + 3 * (len(prompt) + 1))
+        await trial.ask("conversation", prompt, rng.choice(["", "", "s"]))
+
+
+async def work(trial: Trial, settings: WorkerSettings) -> None:
+    rng = Random(1)
+    prompt = [rng.randrange(5, 4000) for _ in range(300)]
+    await trial.ask("first", prompt)
+    await trial.ask("again", prompt)
+    await trial.ask("salted", prompt, "s")
+    await trial.ask("salted again", prompt, "s")
+    await trial.ask("approximate", prompt, lossy_salt("t/1"))
+    if settings.engine_args["enable_prefix_caching"]:
+        await conversations(trial, rng)
+    await trial.ask("to export", prompt, export_to="t1")
+    handle = KvHandle("t1", "e", 1, "f", settings.kv_endpoints, 300, settings.dtype)
+    await trial.ask("imported", prompt, "i", import_from=handle)
+    await trial.ask("imported before", prompt, "i")
+    trial.engine._post(trial.engine._core.reset_prefix_cache)
+    await trial.ask("to notice", [7] * 40)
+    await trial.ask("cleared", prompt)
+
+
+async def requests(port: int, block_size: int, caching: bool) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = WorkerSettings(
+            instance_id="e",
+            model=str(PROJECT / "models" / "demo"),
+            rpc_port=0,
+            http_port=0,
+            kv_port=port,
+            monitor_url="",
+            heartbeat_address="",
+            broadcast_address="",
+            max_model_len=640,
+            block_size=block_size,
+            chunk_size=128,
+            kv_cache_bytes=6 << 20,
+            engine_args={"enable_prefix_caching": caching},
+        )
+        told = Told()
+        async with KvEvents(f"ipc://{folder}/events") as events:
+            config = {
+                "endpoints": list(settings.kv_endpoints),
+                "events": events.address,
+                "control_key": "k",
+                "instance_id": "e",
+                "generation": 1,
+                "fingerprint": "f",
+                "staging_bytes": 4 << 20,
+            }
+            engine = VllmEngine(settings, config, told)
+            info = await engine.start()
+            trial = Trial(engine, told)
+            await work(trial, settings)
+            await engine.close()
+        return {
+            "found": [asdict(one) for one in trial.found],
+            "blocks": info.total_blocks,
+            "nodes": len(told.held),
+            "told": len(told.held.reachable.blocks) * BLOCK_TOKENS,
+        }
+
+
+def run(log: str, port: int, block_size: int, caching: bool, found: "Connection[dict[str, Any], None]") -> None:
+    """Try it all; what the engine prints goes to `log`."""
+    own_process(log)
+    configure_logs("engine", "WARNING")
+    found.send(asyncio.run(requests(port, block_size, caching)))
+    os._exit(0)

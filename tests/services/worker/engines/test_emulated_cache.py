@@ -1,0 +1,181 @@
+"""The emulated engine's prefix cache: it saves what vLLM's would, within its memory, and tells of it."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.worker.engines.base import EngineRequest
+from services.worker.engines.cache_events import CacheEvent
+from services.worker.engines.emulated import EmulatedEngine
+from services.worker.engines.emulated_cache import CacheUse, EmulatedCache
+from services.worker.prefixes.held import HeldPrefixes
+from shared.domain.job import Generation
+from shared.domain.kv import KvHandle
+from shared.domain.prefix import BLOCK_TOKENS, block_hashes
+from tests.services.worker.engines.test_emulated import finish, handle, settings, steps
+
+PROMPT = list(range(1, 321))
+
+
+def request(
+    name: str, prompt: list[int], salt: str = "", from_: KvHandle | None = None, output: int = 2
+) -> EngineRequest:
+    return EngineRequest(name, prompt, Generation(b"", 1.0, salt), output, import_from=from_)
+
+
+class Told:
+    def __init__(self) -> None:
+        self.held = HeldPrefixes()
+        self.events: list[CacheEvent] = []
+
+    def __call__(self, events: Sequence[CacheEvent]) -> None:
+        self.events += events
+        for event in events:
+            self.held.apply(event)
+
+    def tokens(self, prompt: list[int], salt: str = "") -> int:
+        blocks = self.held.reachable.blocks
+        hashes = block_hashes(prompt, salt)
+        return BLOCK_TOKENS * next((at for at, one in enumerate(hashes) if one not in blocks), len(hashes))
+
+
+async def run(told: Told, *requests: EngineRequest, **more: object) -> list[int]:
+    """Prompt tokens that each request, one after the other, computes; the engine's own count agrees."""
+    engine = EmulatedEngine(settings(**more), told)
+    await engine.start()
+    try:
+        found, prompts, total = [], 0, engine.stats().free_blocks
+        for one in requests:
+            before = len(steps(engine))
+            await finish(engine, one)
+            taken = steps(engine)[before:]
+            computed = sum(tokens for step in taken for tokens, _ in step.prefill)
+            computed += sum(step.decode_count for step in taken) - (one.max_tokens - 1)
+            found.append(computed)
+            prompts += len(one.prompt_token_ids)
+        assert engine.stats().free_blocks == total
+        assert engine.stats().prompt_tokens in (0, prompts)
+        if not any(one.import_from for one in requests):
+            assert (
+                engine.stats().hit_tokens == engine.stats().prompt_tokens - sum(found) or not engine.stats().hit_tokens
+            )
+        return found
+    finally:
+        await engine.close()
+
+
+async def test_a_second_request_computes_what_the_first_did_not() -> None:
+    told, longer = Told(), [*PROMPT, *range(1000, 1040)]
+    assert await run(told, request("a", PROMPT), request("b", longer), request("c", PROMPT)) == [320, 40, 32]
+    assert told.tokens(longer) == 320
+
+
+async def test_another_salt_finds_nothing() -> None:
+    told = Told()
+    work = (request("a", PROMPT), request("b", PROMPT, "s"), request("c", PROMPT, "s"), request("d", PROMPT, "t"))
+    assert await run(told, *work) == [320, 320, 32, 320]
+    assert told.tokens(PROMPT, "s") == 320
+    assert told.tokens(PROMPT, "other") == 0
+
+
+async def test_without_the_cache_all_is_computed_and_nothing_is_told() -> None:
+    told = Told()
+    assert await run(told, request("a", PROMPT), request("b", PROMPT), emulated_prefix_cache=False) == [320, 320]
+    assert not told.events
+
+
+async def test_imported_kv_counts_like_computed_kv() -> None:
+    told = Told()
+    assert await run(told, request("a", PROMPT, from_=handle(320)), request("b", PROMPT)) == [1, 32]
+    assert told.tokens(PROMPT) == 320
+
+
+async def test_of_imported_kv_only_the_rest_is_pulled() -> None:
+    engine = EmulatedEngine(settings())
+    await engine.start()
+    await finish(engine, request("a", PROMPT[:130]), request("b", PROMPT, "other"))
+    await finish(engine, request("c", PROMPT, from_=handle(320)))
+    assert engine.link.report("t").tokens == 320 - 128
+    await engine.close()
+
+
+async def test_memory_is_for_the_running_ones_first() -> None:
+    """Fifteen blocks of 32: a second prompt leaves four of the first one's, its beginning."""
+    told, other = Told(), list(range(2000, 2320))
+    bytes_of_block = 131_072 * 32  # Llama-3-8B in 16 bits
+    work = (request("a", PROMPT), request("b", other), request("c", PROMPT), request("d", other))
+    assert await run(told, *work, kv_cache_bytes=15 * bytes_of_block) == [320, 320, 320 - 128, 320 - 128]
+    assert told.tokens(other) == 320
+
+
+async def test_what_was_answered_is_held_too() -> None:
+    engine = EmulatedEngine(settings())
+    await engine.start()
+    answer = (await finish(engine, request("a", PROMPT, output=70)))["a"]
+    await engine.close()
+    told = Told()
+    assert (await run(told, request("a", PROMPT, output=70), request("b", [*PROMPT, *answer, 5])))[1] <= 32 + 7
+    assert told.tokens([*PROMPT, *answer]) == 384
+
+
+def test_of_one_request_the_last_blocks_go_first() -> None:
+    told = Told()
+    cache = EmulatedCache(BLOCK_TOKENS, told)
+    use = CacheUse(cache, PROMPT, "", lambda at: 7)
+    use.computed(320)
+    use.end()
+    cache.shrink(3)
+    assert told.tokens(PROMPT) == 3 * BLOCK_TOKENS
+
+
+class Model:
+    """Requests on an engine of few blocks, without time."""
+
+    def __init__(self, size: int, total: int) -> None:
+        self.told = Told()
+        self.cache = EmulatedCache(size, self.told)
+        self.size, self.free = size, total
+        self.open: list[tuple[CacheUse, int]] = []
+
+    def begin(self, prompt: list[int]) -> None:
+        blocks = -(-(len(prompt) + 3) // self.size)
+        if blocks <= self.free:
+            use = CacheUse(self.cache, prompt, "", lambda at: 7)
+            expected = self.hit(prompt)
+            self.free -= blocks
+            assert use.begin() == expected
+            self.cache.shrink(self.free)
+            use.computed(len(prompt) + 2)
+            self.open.append((use, blocks))
+
+    def end(self, number: int) -> None:
+        if self.open:
+            use, blocks = self.open.pop(number % len(self.open))
+            self.free += blocks
+            use.end()
+
+    def hit(self, prompt: list[int]) -> int:
+        """By what is told: in blocks of ours, which here are as large as the engine's."""
+        return min(self.told.tokens(prompt), (len(prompt) - 1) // self.size * self.size)
+
+
+PARTS = [[part] * BLOCK_TOKENS for part in range(3)]
+
+
+@given(st.lists(st.one_of(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(0, 9)), max_size=30))
+def test_it_keeps_within_its_memory_and_tells_of_all_that_it_holds(work: list[list[int] | int]) -> None:
+    model = Model(BLOCK_TOKENS, 12)
+    for what in work:
+        if isinstance(what, int):
+            model.end(what)
+        else:
+            model.begin([token for part in what for token in PARTS[part]])
+        assert len(model.cache._unused) <= model.free
+        assert set(model.cache._unused) <= set(model.cache._users)
+    while model.open:
+        model.end(0)
+    model.cache.shrink(0)
+    assert not model.cache._users
+    assert not model.told.held.reachable.blocks
+    assert len(model.told.held) == 0

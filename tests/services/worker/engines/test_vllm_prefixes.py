@@ -1,0 +1,60 @@
+"""The real engine's prefix cache as it is told: what is known of a prompt is what a request with it hits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.services.worker.kv.vllm.engine_client import PROCESSES, free_port
+
+pytestmark = pytest.mark.slow
+
+
+def _run(*arguments: Any) -> None:
+    from tests.services.worker.engines.prefix_run import run
+
+    run(*arguments)
+
+
+def found_by(folder: Path, block_size: int, *, caching: bool = True) -> dict[str, Any]:
+    log = folder / "log"
+    receiver, sender = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_run, args=(str(log), free_port(), block_size, caching, sender))
+    process.start()
+    sender.close()  # so that its end is seen here
+    try:
+        assert receiver.poll(250), log.read_text()[-6000:]
+        answer: dict[str, Any] = receiver.recv()
+    except EOFError:
+        pytest.fail(log.read_text()[-6000:])
+    finally:
+        process.kill()
+        process.join()
+    return answer
+
+
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int) -> None:
+    answer = found_by(tmp_path, block_size)
+    by_name: dict[str, dict[str, Any]] = {}
+    hits = 0
+    for one in answer["found"]:
+        saved = min(one["known"], one["prompt"] - 1) // block_size * block_size
+        # Of blocks half as large as ours one more than is known may be there.
+        assert one["hit"] - saved in ((0, 32) if block_size == 32 else (0,)), one
+        by_name[one["what"]] = one
+        hits += one["what"] == "conversation" and one["hit"] > 0
+    assert hits > 8
+    assert [by_name[name]["hit"] > 200 for name in ("again", "salted again", "imported before")] == [True] * 3
+    assert [by_name[name]["hit"] for name in ("first", "salted", "approximate", "imported", "cleared")] == [0] * 5
+    assert by_name["imported before"]["known"] == 256
+    misses = [one for one in answer["found"] if one["what"] == "conversation" and not one["hit"]]
+    assert len(misses) > 3  # the first of their kind, and those that were evicted
+    assert answer["nodes"] <= answer["blocks"]
+    assert answer["told"] <= answer["blocks"] * block_size
+
+
+def test_without_a_prefix_cache_nothing_is_told(tmp_path: Path) -> None:
+    answer = found_by(tmp_path, 32, caching=False)
+    assert answer["told"] == answer["nodes"] == 0
+    assert not any(one["hit"] for one in answer["found"])

@@ -1,0 +1,88 @@
+"""A whole worker with an emulated engine: what schedulers are told of it is what its next request finds."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from services.worker import app
+from services.worker.app import Instance
+from services.worker.metrics import WorkerMetrics
+from services.worker.settings import WorkerSettings
+from shared.domain.instance import InstanceView, Role
+from shared.domain.job import Generation, JobView
+from shared.domain.prefix import PrefixDelta, block_hashes
+from shared.policy.prefix_index import PrefixIndex, saved_tokens
+from shared.wire.messages import PrefillRequest, PrefixesRequest
+from shared.wire.methods import PREFILL, PREFIXES
+from shared.wire.rpc_client import RpcClient
+from shared.wire.sockets import Sockets
+from tests.services.control_plane import free_port, tcp, until
+
+PROMPT = list(range(300))
+
+
+@asynccontextmanager
+async def worker(block_size: int) -> AsyncIterator[tuple[Instance, CollectorRegistry]]:
+    registry = CollectorRegistry()
+    settings = WorkerSettings(
+        instance_id="p0",
+        role=Role.PREFILL,
+        engine="emulated",
+        accelerator="A100",
+        model="m",
+        rpc_port=free_port(),
+        http_port=free_port(),
+        kv_port=free_port(),
+        monitor_url="http://127.0.0.1:1",
+        heartbeat_address=tcp(),
+        broadcast_address=tcp(),
+        block_size=block_size,
+        kv_cache_bytes=1 << 30,
+        emulated_step_s=0.001,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "WorkerMetrics", lambda *parts: WorkerMetrics(*parts, registry))
+        async with app.running(settings) as instance:
+            yield instance, registry
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128])
+async def test_what_schedulers_are_told_is_what_the_next_request_finds(block_size: int) -> None:
+    index, sockets, deltas = PrefixIndex(), Sockets(), list[PrefixDelta]()
+    async with worker(block_size) as (instance, registry):
+        client = RpcClient(sockets, instance.info.rpc)
+
+        def take(delta: PrefixDelta) -> None:
+            deltas.append(delta)
+            assert index.apply("p0", delta)
+
+        listening = asyncio.create_task(client.call(PREFIXES, PrefixesRequest(), timeout_s=60, on_item=take))
+        await until(lambda: deltas, "the account begins")
+        for number, (prompt, salt) in enumerate(
+            ((PROMPT, ""), (PROMPT, "s"), ([*PROMPT[:200], *range(1000, 1200)], ""))
+        ):
+            prefix = block_hashes(prompt, salt)
+            job = JobView(f"j{number}", len(prompt), 1, prefix=prefix)
+            saved = saved_tokens(index, InstanceView(instance.info, Role.PREFILL, "ready"), job)  # type: ignore[arg-type]
+            before = instance.engine.stats()
+            request = PrefillRequest(job, f"t{number}", prompt, Generation(b"", 1.0, salt), export=False)
+            await client.call(PREFILL, request, timeout_s=10)
+            hit = instance.engine.stats().hit_tokens - before.hit_tokens
+            assert saved <= hit < saved + 64 + block_size
+            assert (hit > 100) is (number == 2)
+            held = len(prompt) // block_size * block_size // 64 * 64
+            await until(lambda: index.held_tokens("p0", prefix) == held, "it is told")  # noqa: B023
+        total = instance.engine.stats()
+        assert f"vllm:prefix_cache_hits_total {float(total.hit_tokens)}" in _metrics(registry)
+        assert f"vllm:prefix_cache_queries_total {float(total.prompt_tokens)}" in _metrics(registry)
+        listening.cancel()
+        client.close()
+    sockets.close()
+
+
+def _metrics(registry: CollectorRegistry) -> Any:
+    return generate_latest(registry).decode()

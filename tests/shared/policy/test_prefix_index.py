@@ -1,0 +1,170 @@
+"""The prefix index against a plain table, lost deltas, and its bounds."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.domain.prefix import PrefixDelta, block_hashes
+from shared.policy.prefix_index import PrefixIndex, saved_tokens, wants_prefixes
+from tests.shared.policy import views
+
+TOKENS = 4
+PROMPTS = [block_hashes(list(text.encode()), block_tokens=1) for text in ("aaaaaa", "aaabbb", "aaabbc", "bbbbbb", "ab")]
+INSTANCES = ("i0", "i1", "i2")
+
+# Each step tells of one instance: prompts that it holds from now on, and to how many blocks it cuts one.
+steps = st.lists(
+    st.tuples(st.sampled_from(INSTANCES), st.sampled_from(PROMPTS), st.integers(0, 6), st.sampled_from("+++--ls")),
+    max_size=40,
+)
+
+
+class Teller:
+    """An instance and the account that it gives."""
+
+    def __init__(self) -> None:
+        self.generation, self.sequence = 1, -1
+        self.held: dict[int, None] = {}
+
+    def delta(self, wanted: dict[int, None]) -> PrefixDelta:
+        added, removed = [b for b in wanted if b not in self.held], [b for b in self.held if b not in wanted]
+        self.held, self.sequence = wanted, self.sequence + 1
+        return PrefixDelta(self.generation, self.sequence, added, removed, starts=not self.sequence)
+
+    def snapshot(self) -> PrefixDelta:
+        wanted, self.held, self.sequence = self.held, {}, -1
+        return self.delta(wanted)
+
+
+def without(held: dict[int, None], prompt: Sequence[int], count: int) -> dict[int, None]:
+    """Hold no block of `prompt` from `count` on, nor what follows one of those."""
+    lost = set(prompt[count:])
+    for other in PROMPTS:
+        at = next((at for at, block in enumerate(other) if block in lost), len(other))
+        lost |= set(other[at:])
+    return {block: None for block in held if block not in lost}
+
+
+def run(held: dict[int, None], prompt: Sequence[int]) -> int:
+    return next((at for at, block in enumerate(prompt) if block not in held), len(prompt))
+
+
+@given(steps, st.integers(1, 4))
+def test_it_knows_what_was_told(told: list[tuple[str, tuple[int, ...], int, str]], limit: int) -> None:
+    index = PrefixIndex(block_tokens=TOKENS)
+    tellers = {name: Teller() for name in INSTANCES}
+    known: dict[str, dict[int, None]] = {}
+    for name, prompt, count, what in told:
+        teller = tellers[name]
+        wanted = without(teller.held, prompt, count) if what == "-" else teller.held | dict.fromkeys(prompt[:count])
+        if what == "s":  # it is asked anew
+            teller.held = wanted
+            assert index.apply(name, teller.snapshot())
+            known[name] = wanted
+            continue
+        delta = teller.delta(wanted)
+        if what == "l" or (name not in known and not delta.starts):  # lost, or of an account whose beginning was lost
+            known.pop(name, None)
+            assert not index.apply(name, teller.delta(wanted) if what == "l" else delta)
+            continue
+        assert index.apply(name, delta)
+        known[name] = wanted
+    assert index.known == known.keys()
+    assert len(index) == sum(len(held) for held in known.values())
+    for prompt in PROMPTS:
+        runs = {name: run(held, prompt) * TOKENS for name, held in known.items()}
+        for name in INSTANCES:
+            assert index.held_tokens(name, prompt) == runs.get(name, 0)
+        found = index.holders(prompt, limit)
+        assert [tokens for _, tokens in found] == sorted(filter(None, runs.values()), reverse=True)[:limit]
+        assert all(runs[name] == tokens for name, tokens in found)
+
+
+@given(steps, st.integers(1, 12))
+def test_with_too_many_blocks_it_knows_less_and_nothing_wrong(
+    told: list[tuple[str, tuple[int, ...], int, str]], most: int
+) -> None:
+    indices = [PrefixIndex(block_tokens=TOKENS, max_blocks=most) for _ in range(2)]
+    tellers = {name: Teller() for name in INSTANCES}
+    for name, prompt, count, what in told:
+        teller = tellers[name]
+        wanted = without(teller.held, prompt, count) if what == "-" else teller.held | dict.fromkeys(prompt[:count])
+        delta = teller.delta(wanted)
+        for index in indices:
+            assert index.apply(name, delta)
+            assert len(index) <= most
+    for prompt in PROMPTS:
+        for index in indices:
+            for name, teller in tellers.items():
+                assert index.held_tokens(name, prompt) <= run(teller.held, prompt) * TOKENS
+            assert all(tokens <= run(tellers[name].held, prompt) * TOKENS for name, tokens in index.holders(prompt, 3))
+        assert indices[0].holders(prompt, 3) == indices[1].holders(prompt, 3)
+    for index in indices:
+        for name in INSTANCES:
+            index.forget(name)
+        assert len(index) == 0
+        assert not index.holders(PROMPTS[0], 9)
+        assert not index._holders
+
+
+def test_instances_share_the_room_evenly_and_keep_their_beginnings() -> None:
+    index = PrefixIndex(block_tokens=TOKENS, max_blocks=1000)
+    long = block_hashes(range(1000), block_tokens=1, most=1000)
+    index.replace("greedy", 1, long)
+    index.replace("late", 1, long)
+    held = [index.held_tokens(name, long) // TOKENS for name in ("greedy", "late")]
+    assert sum(held) == len(index) <= 1000
+    assert abs(held[0] - held[1]) < 40
+    assert index.holders(long[:300], 2) == [("greedy", 300 * TOKENS), ("late", 300 * TOKENS)]
+
+
+def test_after_a_lost_delta_nothing_is_known_until_an_account_starts_anew() -> None:
+    index, prompt = PrefixIndex(block_tokens=TOKENS), PROMPTS[0]
+    assert index.apply("i0", PrefixDelta(1, 0, added=list(prompt[:2]), starts=True))
+    assert index.apply("i0", PrefixDelta(1, 1, added=list(prompt[2:3])))
+    assert not index.apply("i0", PrefixDelta(1, 3, added=list(prompt[3:4])))
+    assert index.held_tokens("i0", prompt) == 0
+    assert not index.apply("i0", PrefixDelta(1, 4, added=list(prompt[3:4])))
+    assert index.apply("i0", PrefixDelta(1, 0, added=list(prompt[:1]), starts=True))
+    assert index.held_tokens("i0", prompt) == TOKENS
+
+
+def test_a_delta_that_comes_twice_or_from_another_life_is_a_lost_one() -> None:
+    for wrong in (PrefixDelta(1, 0), PrefixDelta(2, 1), PrefixDelta(1, -1)):
+        index = PrefixIndex(block_tokens=TOKENS)
+        index.replace("i0", 1, PROMPTS[0])
+        assert not index.apply("i0", wrong)
+        assert index.held_tokens("i0", PROMPTS[0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("block_size", "prompt_tokens", "computed", "saved"),
+    [
+        (16, 1000, None, 192),
+        (48, 1000, None, 192),
+        (128, 1000, None, 128),  # of three blocks of ours one and a half of the engine's
+        (32, 192, None, 160),  # the last token is always computed, and with it its block
+        (32, 1000, 100, 96),  # a part of the prompt is computed there
+        (32, 1000, 0, 0),
+        (256, 1000, None, 0),
+    ],
+)
+def test_what_an_engine_saves_is_whole_blocks_of_its_own(
+    block_size: int, prompt_tokens: int, computed: int | None, saved: int
+) -> None:
+    prefix = block_hashes(range(192))
+    index = PrefixIndex()
+    index.replace("p0", 1, prefix)
+    job = views.job(prompt_tokens, prefix=prefix)
+    assert saved_tokens(index, views.prefill("p0", block_size=block_size), job, computed) == saved
+    assert saved_tokens(index, views.prefill("p1", block_size=block_size), job, computed) == 0
+
+
+def test_policies_say_that_they_look_at_prefixes() -> None:
+    class Looks:
+        uses_prefixes = True
+
+    assert wants_prefixes(Looks())
+    assert not wants_prefixes(object())

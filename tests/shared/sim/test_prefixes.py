@@ -1,0 +1,172 @@
+"""What a simulated placement knows of prefix caches: what they hold, as old as the broadcasts."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.domain.instance import Role
+from shared.policy import registry
+from shared.policy.prefix_index import PrefixIndex
+from shared.sim.cluster import simulate
+from shared.sim.engine import EngineEvents
+from shared.sim.instance import SimInstance
+from shared.sim.memory import PrefixCache
+from shared.sim.outcomes import SimResult
+from shared.sim.prefixes import PrefixNews
+from shared.sim.spec import EngineLimits, InstanceSpec, Loss, RunSpec
+from shared.sim.traces import read_trace
+from shared.sim.workload import Workload
+from tests.shared.sim.cluster_runs import check, policies, workload
+from tests.shared.sim.clusters import instance
+
+LIMITS = EngineLimits(batched_tokens=256, sequences=64, prefix_cache=True)
+PROMPTS = ((1, 2, 3), (1, 2, 4, 5), (6, 7), (1, 8))
+
+
+def cluster(count: int, **more: object) -> list[InstanceSpec]:
+    names = [f"p{at}" for at in range(count)]
+    return [instance(name, Role.PREFILL, limits=LIMITS, **more) for name in names] + [  # type: ignore[arg-type]
+        instance("d", Role.DECODE, kv_tokens=200_000, limits=LIMITS)
+    ]
+
+
+def run(work: Workload, specs: list[InstanceSpec], name: str = "prefix", **more: object) -> SimResult:
+    chosen = policies(placement=registry.placement(name))
+    return simulate(work, specs, RunSpec(policies=chosen, **more))  # type: ignore[arg-type]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from(PROMPTS), st.integers(0, 9)), max_size=30))
+def test_what_is_told_of_a_cache_is_what_it_matches(steps: list[tuple[bool, tuple[int, ...], int]]) -> None:
+    cache = PrefixCache(1)
+    watched, told = cache.watch(), set[int]()
+    for keep, prompt, room in steps:
+        if keep:
+            cache.keep(prompt, room)
+        else:
+            cache.matched(prompt, room)
+        added, removed = watched.take_changes()
+        told = (told - set(removed)) | set(added)
+        for one in PROMPTS:
+            known = next((at for at, block in enumerate(one) if block not in told), len(one))
+            assert known == cache.matched(one, 99)
+
+
+def test_a_prompt_goes_where_its_beginning_is() -> None:
+    """Four conversations on four instances, each with a second turn: every one of them finds its first."""
+    firsts = [(float(at) / 100, 640, 2) for at in range(4)]
+    seconds = [(10.0 + at, 700, 2) for at in range(4)]
+    ids = [tuple(range(10 * at, 10 * at + 10)) for at in range(4)]
+    prefixes = (*ids, *((*ids[at], 99 + at) for at in (2, 0, 3, 1)))
+    work = replace(workload(*firsts, *seconds), prefixes=prefixes, prefix_block_tokens=64)
+    result = run(work, cluster(4))
+    check(result, work)
+    rows = result.outcomes.prefill_instance
+    assert sorted(rows[:4]) == [0, 1, 2, 3]
+    assert rows[4:].tolist() == [rows[2], rows[0], rows[3], rows[1]]
+    assert result.outcomes.ttft_s[4:] == pytest.approx([0.010 + 0.060] * 4)
+    assert sum(use.prefill_tokens for use in result.instances) == 4 * 640 + 4 * 60
+
+
+def test_a_long_backlog_is_no_place_for_a_short_prefix() -> None:
+    work = replace(
+        workload((0.0, 64, 2), (5.0, 6400, 2), *((5.01, 128, 2) for _ in range(4))),
+        prefixes=((1,), (1, *range(50, 149)), *((1,) for _ in range(4))),
+        prefix_block_tokens=64,
+    )
+    rows = run(work, cluster(2)).outcomes.prefill_instance
+    assert rows[1] == rows[0]
+    assert (rows[2:] == 1 - rows[0]).all()
+
+
+def test_what_died_is_forgotten_and_told_anew() -> None:
+    times = [(0.0, 640, 2), (10.0, 640, 2), (20.0, 640, 2), (30.0, 640, 2)]
+    prefixes = (tuple(range(10)),) * 4
+    work = replace(workload(*times), prefixes=prefixes, prefix_block_tokens=64)
+    alone = run(work, cluster(1), losses=(Loss("p0", 5.0, 6.0), Loss("p0", 25.0)), patience_s=1.0)
+    assert alone.outcomes.ttft_s[1] == pytest.approx(0.010 * 3 + 0.640)
+    assert alone.outcomes.ttft_s[2] == pytest.approx(0.010 + 0.001)
+
+
+@pytest.mark.parametrize(
+    ("broadcast_s", "fresh", "found"), [(0.1, False, True), (60.0, False, False), (60.0, True, True)]
+)
+def test_knowledge_is_as_old_as_the_broadcast_unless_it_is_to_be_perfect(
+    broadcast_s: float, fresh: bool, found: bool
+) -> None:
+    """By loads of 60 s ago the other instance has less to do; only what the first one holds speaks for that."""
+    work = replace(
+        workload((0.0, 640, 2), (0.5, 600, 2), (10.0, 640, 2)),
+        prefixes=(tuple(range(10)), (77,), tuple(range(10))),
+        prefix_block_tokens=64,
+    )
+    rows = run(work, cluster(2), broadcast_s=broadcast_s, fresh_prefixes=fresh).outcomes
+    assert rows.prefill_instance[1] != rows.prefill_instance[0]
+    assert (rows.prefill_instance[2] == rows.prefill_instance[0]) is np.bool_(found)
+    assert (rows.ttft_s[2] < 0.1) is np.bool_(found)
+
+
+def test_each_life_of_an_instance_is_an_account_of_its_own() -> None:
+    one = SimInstance(0, cluster(1)[0], RunSpec(), cast(EngineEvents, SimpleNamespace(admitted=None)), 64)
+    news = PrefixNews([one], 64)
+
+    def keep(*prompt: int) -> list[int]:
+        cache = one.engines[0].scheduler.memory._cache
+        assert cache is not None
+        cache.keep(prompt, 1000)
+        news.tell()
+        return [news.index.held_tokens("p0", ids) // 64 for ids in ((1, 2, 3), (1, 2, 4))]
+
+    assert keep(1, 2) == [2, 2]
+    assert keep(1, 2, 4) == [2, 3]
+    one.die(1.0)
+    news.tell()
+    assert news.index.held_tokens("p0", (1, 2, 3)) == 0
+    one.revive(2.0)
+    news.tell()  # as before any decision that could send a prompt there
+    assert keep(1) == [1, 1]
+
+
+def test_an_instance_of_several_lanes_tells_nothing() -> None:
+    work = replace(workload((0.0, 640, 2), (5.0, 640, 2)), prefixes=((1,), (1,)), prefix_block_tokens=64)
+    check(run(work, cluster(2, lanes=2)), work)
+
+
+def test_nobody_is_told_where_no_policy_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[PrefixIndex] = []
+    monkeypatch.setattr(PrefixNews, "tell", lambda self: told.append(self.index))
+    work = replace(workload((0.0, 64, 2)), prefixes=((1,),), prefix_block_tokens=64)
+    run(work, cluster(1), "least_load")
+    assert not told
+    run(work, cluster(1), "prefix")
+    assert told
+
+
+def test_on_conversations_it_gets_nearly_all_that_perfect_knowledge_would(traces: Path) -> None:
+    work = read_trace(traces / "mooncake" / "conversation_trace.jsonl").head(1500).at_rate(4.0)
+    model = instance("m", Role.PREFILL, limits=EngineLimits(batched_tokens=2048, prefix_cache=True)).model
+    specs = [
+        instance(name, role, replace(model, prefill_s=5e-5, decode_s=1e-5), kv_tokens=400_000, limits=limits)  # type: ignore[type-var]
+        for name, role, limits in (
+            *((f"p{at}", Role.PREFILL, EngineLimits(batched_tokens=2048, prefix_cache=True)) for at in range(6)),
+            *((f"d{at}", Role.DECODE, EngineLimits(batched_tokens=2048)) for at in range(6)),
+        )
+    ]
+    specs = [replace(spec, kv_bytes_per_token=0.01) for spec in specs]
+
+    def hits(result: SimResult) -> int:
+        assert result.outcomes.completed.all()
+        return int(work.prompt_tokens.sum()) - sum(use.prefill_tokens for use in result.instances)
+
+    plain, known, perfect = (
+        run(work, specs, name, fresh_prefixes=fresh)
+        for name, fresh in (("least_load", False), ("prefix", False), ("prefix", True))
+    )
+    assert hits(known) > 0.95 * hits(perfect)
+    assert hits(known) > 1.5 * hits(plain)
+    assert np.mean(known.outcomes.ttft_s) < np.mean(plain.outcomes.ttft_s)
