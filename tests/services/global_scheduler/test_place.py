@@ -107,7 +107,7 @@ async def test_each_route_names_the_dispatch_policy_in_force(scheduler: Schedule
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"split": {"name": "best"}}, "known: cronus, fraction, full, none, random"),
+        ({"split": {"name": "best"}}, "known: adaptive, cronus, fraction, full, none, random"),
         ({"split": {"name": "full", "parameters": {"x": 1}}}, "no parameter 'x'"),
         ({"splitt": {"name": "full"}}, "splitt"),
         ({"placement": {"name": "round_robin"}, "split": {"name": "best"}}, "unknown split"),

@@ -65,7 +65,7 @@ def test_a_sound_file_passes(tmp_path: Path) -> None:
         ),
         ({"instances": [{**P, "id": "gateway"}]}, "instances: 'gateway' is the name of another process"),
         ({"scheduler": {"placement": "best"}}, "scheduler.placement: unknown placement policy 'best'; known: "),
-        ({"scheduler": {"split_parameters": {"x": 1}}}, "scheduler.split: split policy 'full' has no parameter 'x'"),
+        ({"scheduler": {"split_parameters": {"x": 1}}}, "scheduler.split: split policy 'adaptive' has no param"),
         ({"monitor": {"role_flip": "never"}}, "monitor.role_flip: unknown role flip policy 'never'"),
         ({"curve_public": "a", "curve_secret": "b"}, "curve_public, curve_secret: they are no pair: `polyphase keys"),
     ],

@@ -46,7 +46,7 @@ def test_parameters_are_checked_and_converted() -> None:
 @pytest.mark.parametrize(
     ("make", "name", "parameters", "says"),
     [
-        (registry.placement, "best", {}, "known: adaptive, least_load, memory, plan, round_robin"),
+        (registry.placement, "best", {}, "known: adaptive, least_load, memory, plan, prefix, round_robin"),
         (registry.split, "full", {"fraction": 0.5}, "no parameter 'fraction'; it takes no parameters"),
         (registry.split, "fraction", {"share": 0.5}, "it takes fraction"),
         (registry.split, "fraction", {"fraction": "half"}, "must be of type float"),

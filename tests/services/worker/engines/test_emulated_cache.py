@@ -10,7 +10,7 @@ from services.worker.engines.cache_events import CacheEvent
 from services.worker.engines.emulated import EmulatedEngine
 from services.worker.engines.emulated_cache import CacheUse, EmulatedCache
 from services.worker.prefixes.held import HeldPrefixes
-from shared.domain.job import Generation
+from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle
 from shared.domain.prefix import BLOCK_TOKENS, block_hashes
 from tests.services.worker.engines.test_emulated import finish, handle, settings, steps
@@ -21,7 +21,8 @@ PROMPT = list(range(1, 321))
 def request(
     name: str, prompt: list[int], salt: str = "", from_: KvHandle | None = None, output: int = 2
 ) -> EngineRequest:
-    return EngineRequest(name, prompt, Generation(b"", 1.0, salt), output, import_from=from_)
+    job = JobView(name, len(prompt), output)
+    return EngineRequest(name, job, prompt, Generation(b"", 1.0, salt), output, import_from=from_)
 
 
 class Told:
@@ -42,7 +43,7 @@ class Told:
 
 async def run(told: Told, *requests: EngineRequest, **more: object) -> list[int]:
     """Prompt tokens that each request, one after the other, computes; the engine's own count agrees."""
-    engine = EmulatedEngine(settings(**more), told)
+    engine = EmulatedEngine(settings(**more), on_cache=told)
     await engine.start()
     try:
         found, prompts, total = [], 0, engine.stats().free_blocks

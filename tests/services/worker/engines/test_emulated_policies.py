@@ -40,7 +40,9 @@ class Run:
     """One engine: who entered and ended, in order, and with which tokens."""
 
     def __init__(self, policies: EnginePolicies, rates: StepRates | None = None, **more: Any) -> None:
-        self.engine = EmulatedEngine(settings(emulated_step_s=0.0005, **more), lambda: rates)
+        self.engine = EmulatedEngine(
+            settings(emulated_step_s=0.0005, emulated_prefix_cache=False, **more), lambda: rates
+        )
         self._policies = policies
         self.entered: list[str] = []
         self.tokens: dict[str, list[int]] = {}
