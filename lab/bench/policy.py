@@ -19,7 +19,7 @@ from shared.domain.instance import (
     Role,
 )
 from shared.domain.job import JobView, LengthPrediction
-from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
+from shared.domain.rates import ChunkedCost, HuaweiCost, LinkRate, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.policy import registry
 from shared.policy.assignment import assignments
 from shared.policy.cronus import Balance, best_split
@@ -41,10 +41,19 @@ AIMS = {
     "place_1000_us": 30.0,
     "index_1000_ms": 3.0,
 }
-RATES = (  # three generations of accelerators
-    Rates(PartialPrefillCost(2.4e-4, 0.004), ChunkedCost(2e-6, 6e-8, 0.11), HuaweiCost(*(2e-4, 1e-4, 1e-6, 0.02) * 2)),
-    Rates(PartialPrefillCost(1.2e-4, 0.003), ChunkedCost(1e-6, 3e-8, 0.06), HuaweiCost(*(1e-4, 1e-4, 1e-6, 0.01) * 2)),
-    Rates(PartialPrefillCost(6.0e-5, 0.002), ChunkedCost(5e-7, 2e-8, 0.03), HuaweiCost(*(5e-5, 1e-4, 1e-6, 5e-3) * 2)),
+RATES = tuple(  # three generations of accelerators
+    Rates(
+        PartialPrefillCost(2.4e-4 * factor, 0.004 * factor),
+        ChunkedCost(2e-6 * factor, 6e-8 * factor, 0.11 * factor),
+        HuaweiCost(*(2e-4 * factor, 1e-4, 1e-6, 0.02 * factor) * 2),
+        StepRates(
+            StepForm(0.02 * factor, 2e-4 * factor, 1e-8 * factor),
+            StepForm(0.02 * factor, 0.0, 0.0, 1e-4 * factor, 2e-7 * factor),
+            StepForm(0.02 * factor, 2e-4 * factor, 1e-8 * factor, 1e-4 * factor, 4e-7 * factor),
+        ),
+        LinkRate(2e9 / factor, 1e-3),
+    )
+    for factor in (1.0, 0.5, 0.25)
 )
 Decide = Callable[[int], object]
 Case = tuple[str, Decide]

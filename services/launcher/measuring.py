@@ -14,6 +14,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "overhead": ("bench.overhead", "run_overhead_bench"),
     "kv": ("bench.kv", "run_kv_bench"),
     "policy": ("bench.policy", "run_policy_bench"),
+    "policies": ("bench.policies", "run_policies_bench"),
     "cost": ("bench.cost", "run_cost_bench"),
     "live": ("bench.live", "run_live_bench"),
     "sim": ("bench.sim", "run_sim_bench"),

@@ -3,39 +3,23 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.answers import UNKNOWN_LENGTHS, Lengths, within
+from shared.policy.answers import UNKNOWN_LENGTHS, within
 from shared.policy.choice import Choice, context_of, usable
 from shared.policy.dispatch import DispatchPolicy
-from shared.policy.estimate import DecodeSide, DecodeTerms, PrefillSide, harm, link_harm, transfer_s
+from shared.policy.estimate import DecodeSide, PrefillSide
 from shared.policy.index import ClusterIndex, ReadySet
+from shared.policy.options import Option, figures_of, kept_to, local, options, total_of
 from shared.policy.prefix_index import saved_tokens
 from shared.policy.split import Split, SplitChoice
 
 HOLDERS, LOOKED_AT = 2, 6  # of the prompt's prefix: so many candidates of a role, among so many of both
 RANDOM = 2  # decode instances that are looked at beside the least pressed ones
-
-
-class Option(NamedTuple):
-    """One way to serve the job, and what it would come to."""
-
-    total: float
-    prefill: PrefillSide | None
-    decode: DecodeSide
-    split: int
-    ttft_s: float
-    tpot_s: float
-    own_ttft: float
-    own_tpot: float
-    others_prefill: float
-    others_link: float
-    others_decode: float
-    memory: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +65,16 @@ class Adaptive:
         else:
             chosen = dispatch.choose(job, index.decode.views, exclude, now, rng)
             views = [chosen.instance] if chosen is not None else []
-        decodes = [DecodeSide.of(view, usual, saved_tokens(index.prefixes, view, job)) for view in views]
+        decodes = [DecodeSide.of(view, job, own, usual, _saved(index, view, job)) for view in views]
         if not decodes:
             return None
         found = [] if index.coupled else _prefills(job, index, exclude, self.candidates)
-        prefills = [PrefillSide.of(view, saved_tokens(index.prefixes, view, job)) for view in found]
+        prefills = [PrefillSide.of(view, _saved(index, view, job)) for view in found]
         if split is None or not prefills:
             ways = options(job, own, prefills, decodes)
         else:
-            ways = _kept_to(split, job, own, prefills, decodes, now, rng)
-        return _choice(min(ways, key=_total), len(prefills), len(decodes))
+            ways = kept_to(split, job, own, prefills, decodes, now, rng)
+        return _choice(min(ways, key=total_of), len(prefills), len(decodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +100,9 @@ class AdaptiveDispatch:
         if not able:
             return None
         own = within(job.prediction) if job.prediction is not None else UNKNOWN_LENGTHS
-        best = min(
-            (
-                _option(job, own, None, side, 0, 0.0, side.terms(job, own, job.prompt_tokens))
-                for side in (DecodeSide.of(view, UNKNOWN_LENGTHS) for view in able)
-            ),
-            key=_total,
-        )
-        figures: dict[str, float | str] = {"chosen": best.decode.view.info.instance_id, **_figures(best)}
+        sides = [DecodeSide.of(view, job, own, UNKNOWN_LENGTHS, job.prompt_tokens) for view in able]
+        best = min((local(job, side) for side in sides), key=total_of)
+        figures: dict[str, float | str] = {"chosen": best.decode.view.info.instance_id, **figures_of(best)}
         return Choice(best.decode.view, (Reason("dispatch:adaptive", figures),))
 
 
@@ -140,97 +119,9 @@ class AdaptiveSplit:
         """See `Split`."""
         assert decode is not None
         own = within(job.prediction) if job.prediction is not None else UNKNOWN_LENGTHS
-        side = DecodeSide.of(decode, UNKNOWN_LENGTHS)
-        best = min(options(job, own, [PrefillSide.of(prefill)], [side]), key=_total)
-        return SplitChoice(best.split, (Reason("split:adaptive", {"tokens": best.split, **_figures(best)}),))
-
-
-def options(job: JobView, own: Lengths, prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide]) -> list[Option]:
-    """What there is to choose from."""
-    prompt = job.prompt_tokens
-    found = [_option(job, own, None, decode, 0, 0.0, decode.terms(job, own, 0)) for decode in decodes]
-    for prefill in prefills:
-        all_s = prefill.own_s(prompt)
-        for decode in decodes:
-            found.append(_option(job, own, prefill, decode, prompt, all_s, decode.terms(job, own, prompt)))
-            split = balanced(prompt, prefill, decode, all_s)
-            if 0 < split < prompt:
-                terms = decode.terms(job, own, split)
-                found.append(_option(job, own, prefill, decode, split, prefill.own_s(split), terms))
-    return found
-
-
-def _kept_to(
-    split: Split,
-    job: JobView,
-    own: Lengths,
-    prefills: Sequence[PrefillSide],
-    decodes: Sequence[DecodeSide],
-    now: float,
-    rng: Random,
-) -> list[Option]:
-    """The options that a fixed policy for splits leaves."""
-    found = []
-    for prefill in prefills:
-        for decode in decodes:
-            tokens = split.choose(job, prefill.view, decode.view, now, rng).tokens
-            side = prefill if tokens > 0 else None
-            own_s = prefill.own_s(tokens) if tokens > 0 else 0.0
-            found.append(_option(job, own, side, decode, tokens, own_s, decode.terms(job, own, tokens)))
-    return found
-
-
-def balanced(prompt: int, prefill: PrefillSide, decode: DecodeSide, all_s: float) -> int:
-    """The split for which both sides take about as long, their queues included. Source: Cronus 4.2, in closed form."""
-    rates, budget = decode.rates, decode.budget
-    token_s = rates.mixed_s(budget, prompt / 2.0, decode.running, decode.context) / budget
-    wait_s = decode.queued * token_s
-    each_s = all_s / prompt
-    split = (wait_s - prefill.wait_s + prompt * token_s) / (each_s + token_s)
-    return max(0, min(prompt, round(split)))
-
-
-def _option(
-    job: JobView,
-    own: Lengths,
-    prefill: PrefillSide | None,
-    decode: DecodeSide,
-    split: int,
-    own_s: float,
-    terms: DecodeTerms,
-) -> Option:
-    slo = job.slo
-    others_prefill = others_link = ready_s = arrives_s = 0.0
-    tpot_s = terms.tpot_s
-    if prefill is not None:
-        ready_s = prefill.wait_s + own_s
-        others_prefill = prefill.harm(own_s, slo)
-        waits_s, moves_s = transfer_s(prefill.view, decode.view, max(0, split - decode.saved))
-        # Chunks leave while the prompt is computed; the last one after it.
-        last_s = moves_s * min(1.0, prefill.chunk / split)
-        arrives_s = max(ready_s + last_s, waits_s + moves_s)
-        others_link = link_harm(waits_s, moves_s, tpot_s, decode.brief, slo)
-    if prefill is not None and split >= job.prompt_tokens:
-        ttft_s = ready_s
-        tpot_s += max(terms.room_s, arrives_s - ready_s) / own.brief
-    else:
-        ttft_s = max(arrives_s, terms.room_s) + terms.rest_s
-    own_ttft, own_tpot = harm(ttft_s / slo.ttft_s), harm(tpot_s / slo.tpot_s)
-    total = own_ttft + own_tpot + others_prefill + others_link + terms.others + terms.memory
-    return Option(
-        total,
-        prefill,
-        decode,
-        split,
-        ttft_s,
-        tpot_s,
-        own_ttft,
-        own_tpot,
-        others_prefill,
-        others_link,
-        terms.others,
-        terms.memory,
-    )
+        side = DecodeSide.of(decode, job, own, UNKNOWN_LENGTHS)
+        best = min(options(job, own, [PrefillSide.of(prefill)], [side]), key=total_of)
+        return SplitChoice(best.split, (Reason("split:adaptive", {"tokens": best.split, **figures_of(best)}),))
 
 
 def _prefills(job: JobView, index: ClusterIndex, exclude: Collection[str], most: int) -> list[InstanceView]:
@@ -273,6 +164,10 @@ def _decodes(job: JobView, index: ClusterIndex, exclude: Collection[str], rng: R
     return list(found.values())
 
 
+def _saved(index: ClusterIndex, view: InstanceView, job: JobView) -> int:
+    return saved_tokens(index.prefixes, view, job) if job.prefix else 0
+
+
 def _holders(
     job: JobView, index: ClusterIndex, of: ReadySet, context: int, exclude: Collection[str]
 ) -> list[InstanceView]:
@@ -287,32 +182,13 @@ def _some(views: Sequence[InstanceView], most: int, rng: Random) -> Sequence[Ins
     return views if len(views) <= most else rng.sample(views, most)
 
 
-def _total(option: Option) -> float:
-    return option.total
-
-
 def _choice(best: Option, prefills: int, decodes: int) -> Choice:
     looked: dict[str, float | str] = {"prefill_candidates": prefills, "decode_candidates": decodes}
-    reasons = (Reason("placement:adaptive", {"split": best.split, **_figures(best), **looked}),)
+    reasons = (Reason("placement:adaptive", {"split": best.split, **figures_of(best), **looked}),)
     decode = best.decode.view
     if best.prefill is None:
         return Choice(decode, reasons)
     return Choice(best.prefill.view, reasons, decode=decode, split=best.split)
-
-
-def _figures(option: Option) -> dict[str, float | str]:
-    """What was predicted, and the terms of its harm."""
-    return {
-        "ttft_s": round(option.ttft_s, 4),
-        "tpot_s": round(option.tpot_s, 5),
-        "harm": round(option.total, 6),
-        "own_ttft": round(option.own_ttft, 6),
-        "own_tpot": round(option.own_tpot, 6),
-        "others_prefill": round(option.others_prefill, 6),
-        "others_link": round(option.others_link, 6),
-        "others_decode": round(option.others_decode, 6),
-        "memory": round(option.memory, 6),
-    }
 
 
 def _check(name: str, candidates: int) -> None:

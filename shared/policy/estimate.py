@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from shared.domain.instance import InstanceView
 from shared.domain.job import JobView, Slo
-from shared.domain.rates import UNKNOWN_STEPS, StepRates
+from shared.domain.rates import UNKNOWN_STEPS, LinkRate, StepForm
 from shared.policy.answers import Lengths
 
-STEEPNESS = 4.0
 SLOWNESS = 0.02
 ENDLESS = 1 << 30
 
@@ -24,54 +23,57 @@ def harm(share: float) -> float:
     """
     if share <= 0.0:
         return 0.0
-    power: float = share**STEEPNESS
+    square = share * share
+    power = square * square
     return power / (1.0 + power) + SLOWNESS * share
+
+
+class Part(NamedTuple):
+    """The first `tokens` of a prompt on a prefill instance: what they cost there."""
+
+    tokens: int
+    ready_s: float  # from now until they are computed, the queue included
+    last_share: float  # of them, computed in the last chunk
+    others: float  # harm to those who come after
 
 
 class PrefillSide(NamedTuple):
     """An instance that would compute a prompt, or its first part: its queue, and what a token adds to it."""
 
     view: InstanceView
-    rates: StepRates
+    instance_id: str
+    form: StepForm
     chunk: int
     wait_s: float
     jobs: int
     saved: int  # of the job's prompt, what its prefix cache holds
+    kv_bytes: float  # of a token
+    sends_s: float  # until it has sent what it holds for others
 
     @classmethod
     def of(cls, view: InstanceView, saved: int = 0) -> "PrefillSide":
         """As of its load; `saved` tokens of the job's prompt have their KV there."""
-        rates, load, chunk = view.info.rates.step or UNKNOWN_STEPS, view.load, max(1, view.info.chunk_size)
-        form = rates.prefill
-        mean = load.queued_prefill_tokens / max(1, load.queued_prefill)
-        token_s = form.token_s + form.position_s * mean / 2.0 + form.fixed_s / chunk
-        return cls(view, rates, chunk, token_s * load.queued_prefill_tokens, load.queued_prefill, saved)
+        info, load = view.info, view.load
+        form, chunk, link = (info.rates.step or UNKNOWN_STEPS).prefill, max(1, info.chunk_size), info.rates.link
+        queued = load.queued_prefill_tokens
+        mean = queued / max(1, load.queued_prefill)
+        wait_s = queued * (form.token_s + form.position_s * mean / 2.0 + form.fixed_s / chunk)
+        sends_s = load.staged_bytes / link.bytes_s if link is not None else 0.0
+        kv_bytes = info.kv_bytes_per_token
+        return cls(view, info.instance_id, form, chunk, wait_s, load.queued_prefill, saved, kv_bytes, sends_s)
 
     def own_s(self, tokens: int) -> float:
         """Seconds to compute the first `tokens` of a prompt, once it is its turn."""
-        form, saved = self.rates.prefill, min(self.saved, tokens - 1)
+        form, saved = self.form, min(self.saved, tokens - 1)
         fresh = tokens - saved
         steps = max(1.0, fresh / self.chunk)
         return form.fixed_s * steps + fresh * (form.token_s + form.position_s * (saved + fresh / 2.0))
 
-    def harm(self, own_s: float, slo: Slo) -> float:
-        """To those who come after: as many as wait now, each behind `own_s` more."""
-        target = slo.ttft_s
-        return self.jobs * (harm((self.wait_s + own_s) / target) - harm(self.wait_s / target))
-
-
-def transfer_s(prefill: InstanceView, decode: InstanceView, tokens: int) -> tuple[float, float]:
-    """Seconds from now until a transfer could begin, and that it takes. Nothing where nobody measured a link."""
-    into = decode.info.rates.link
-    if into is None:
-        return 0.0, 0.0
-    bytes_s, latency_s = into.from_s(prefill.info.instance_id), into.latency_s
-    waits_s = decode.load.inbound_bytes / into.bytes_s
-    out = prefill.info.rates.link
-    if out is not None:
-        waits_s = max(waits_s, prefill.load.staged_bytes / out.bytes_s)
-        bytes_s, latency_s = min(bytes_s, out.bytes_s), max(latency_s, out.latency_s)
-    return waits_s, tokens * prefill.info.kv_bytes_per_token / bytes_s + latency_s
+    def part(self, tokens: int, slo: Slo) -> Part:
+        """The first `tokens` of the prompt. Those who come after are as many as wait now, each behind so much more."""
+        own_s, wait_s, target = self.own_s(tokens), self.wait_s, slo.ttft_s
+        others = self.jobs * (harm((wait_s + own_s) / target) - harm(wait_s / target)) if self.jobs else 0.0
+        return Part(tokens, wait_s + own_s, min(1.0, self.chunk / tokens), others)
 
 
 def link_harm(waits_s: float, moves_s: float, tpot_s: float, brief: float, slo: Slo) -> float:
@@ -93,99 +95,132 @@ class DecodeTerms(NamedTuple):
 
 
 class DecodeSide(NamedTuple):
-    """An instance that would decode, and may compute the rest of the prompt."""
+    """An instance that would decode the job, and may compute the rest of its prompt: all that does not depend on how
+    much that is.
+    """
 
     view: InstanceView
-    rates: StepRates
-    budget: int  # prompt tokens of a step beside the decodes
+    job: JobView
+    form: StepForm  # of steps that compute prompts
+    budget: int  # prompt tokens of such a step beside the decodes
     running: int  # decodes of a step
-    context: float  # of those
     over: int  # decodes that wait for a seat
-    seats: int  # decodes that run at once
-    queued: int  # prompt tokens
-    queued_jobs: int
-    free: int  # tokens of KV that nobody holds or waits for
-    step_s: float  # of the decodes there alone
-    share: float  # of the steps that compute prompts, too
+    queued_jobs: int  # whose prompts are to be computed there
     saved: int  # of the job's prompt, what its prefix cache holds
-    typical: float  # tokens of an answer, on average; those that run are the longer ones
-    brief: float  # their harmonic mean: over which a wait is spread
+    usual: Lengths  # of answers; those that run are the longer ones
+    link: LinkRate | None  # over which KV comes
+    comes_s: float  # until what is on its way is there
+    token_s: float  # of a prompt token in a full step beside the decodes
+    step_s: float  # of the decodes there alone
+    chunk_s: float  # of a step beside them, its prompt tokens left out
+    after_s: float  # of a step of decodes with the job among them
+    beside_s: float  # by which steps are longer, on average, for the prompts of others
+    wait_s: float  # until the prompts that wait there are computed
+    room_s: float  # until there is room for the job's prompt, and a seat
+    behind_s: float  # by which those who wait for that, too, wait longer
+    memory: float  # harm of what is promised twice
 
     @classmethod
-    def of(cls, view: InstanceView, usual: Lengths, saved: int = 0) -> "DecodeSide":
-        """As of its load; `saved` tokens of the job's prompt have their KV there."""
-        info, load = view.info, view.load
-        rates = info.rates.step or UNKNOWN_STEPS
-        decodes, context = load.decoding, load.context_tokens
+    def of(cls, view: InstanceView, job: JobView, own: Lengths, usual: Lengths, saved: int = 0) -> "DecodeSide":
+        """As of its load. own: of the job's answer; `saved` tokens of its prompt have their KV there."""
+        info, load, prompt = view.info, view.load, job.prompt_tokens
+        rates, link = info.rates.step or UNKNOWN_STEPS, info.rates.link
         seats = info.max_seqs or ENDLESS
-        running = min(decodes, seats)
-        inside = context * running / decodes if decodes else 0.0
+        running = min(load.decoding, seats)
+        context = load.context_tokens * running / load.decoding if running else 0.0
+        form, decode = rates.mixed if running else rates.prefill, rates.decode
+        step_s = decode.fixed_s + decode.sequence_s * running + decode.context_s * context if running else 0.0
+        after_s = step_s  # where all seats are taken, it takes the place of one that ends
+        if running < seats:
+            longer = context + prompt + own.mean / 2.0
+            after_s = decode.fixed_s + decode.sequence_s * (running + 1) + decode.context_s * longer
+        budget = max(1, info.chunk_size - running)
+        chunk_s = form.fixed_s + form.sequence_s * running + form.context_s * context
+        full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
+        steps = load.queued_prefill_tokens / budget
+        beside_s = max(load.prefill_share, min(1.0, steps / own.brief)) * max(0.0, full_s - step_s)
+        room = _room(view, form, prompt, own.mean, usual.mean, budget, after_s, job.slo.tpot_s)
         return cls(
             view,
-            rates,
-            budget=max(1, info.chunk_size - running),
-            running=running,
-            context=inside,
-            over=decodes - running,
-            seats=seats,
-            queued=load.queued_prefill_tokens,
-            queued_jobs=load.queued_prefill,
-            free=load.free_blocks * info.block_size - load.waiting_tokens,
-            step_s=rates.decode_s(running, inside) if running else 0.0,
-            share=load.prefill_share,
-            saved=saved,
-            typical=usual.mean,
-            brief=usual.brief,
+            job,
+            form,
+            budget,
+            running,
+            load.decoding - running,
+            load.queued_prefill,
+            saved,
+            usual,
+            link,
+            load.inbound_bytes / link.bytes_s if link is not None else 0.0,
+            full_s / budget,
+            step_s,
+            chunk_s,
+            after_s,
+            beside_s,
+            steps * full_s,
+            *room,
         )
 
-    def terms(self, job: JobView, own: Lengths, before: int) -> DecodeTerms:
-        """For a job whose first `before` prompt tokens are computed elsewhere, and that gives some `own` tokens."""
-        prompt, rates, slo = job.prompt_tokens, self.rates, job.slo
+    def terms(self, before: int) -> DecodeTerms:
+        """With the first `before` prompt tokens computed elsewhere."""
+        slo, usual = self.job.slo, self.usual
         before = max(before, self.saved)
-        rest = prompt - before
-        full = self.running >= self.seats  # then it takes the place of one that ends
-        after_s = self.step_s if full else rates.decode_s(self.running + 1, self.context + prompt + own.mean / 2.0)
-        mixed_s = rates.mixed_s(self.budget, prompt / 2.0, self.running, self.context)
-        queue_steps = self.queued / self.budget
-        own_s = stall_s = rest_s = others = 0.0
+        rest = self.job.prompt_tokens - before
+        others = stall_s = rest_s = 0.0
         if rest > 0:
-            own_s, stall_s = self._rest(rest, before)
-            wait_s = queue_steps * mixed_s
-            rest_s = wait_s + own_s
+            form, steps = self.form, -(-rest // self.budget)
+            own_s = steps * self.chunk_s + rest * (form.token_s + form.position_s * (before + rest / 2.0))
+            stall_s = max(0.0, own_s - steps * self.step_s)
+            rest_s = self.wait_s + own_s
             if self.queued_jobs:
-                others = self.queued_jobs * (harm((wait_s + own_s) / slo.ttft_s) - harm(wait_s / slo.ttft_s))
-        beside_s = max(self.share, min(1.0, queue_steps / own.brief)) * max(0.0, mixed_s - self.step_s)
-        target = slo.tpot_s
-        longer_s = after_s + stall_s / self.typical
-        others += self.running * (harm((longer_s + beside_s) / target) - harm((self.step_s + beside_s) / target))
-        memory, room_s = self._room(prompt, own.mean, after_s, stall_s, target)
-        return DecodeTerms(rest_s, after_s + beside_s, others, memory, room_s)
-
-    def _rest(self, rest: int, before: int) -> tuple[float, float]:
-        """Seconds of the steps that compute the last `rest` tokens, and how much longer they are than decodes alone."""
-        form = self.rates.mixed if self.running else self.rates.prefill
-        steps = -(-rest // self.budget)
-        beside_s = form.fixed_s + form.sequence_s * self.running + form.context_s * self.context
-        own_s = steps * beside_s + rest * (form.token_s + form.position_s * (before + rest / 2.0))
-        return own_s, max(0.0, own_s - steps * self.step_s)
-
-    def _room(self, prompt: int, output: float, step_s: float, stall_s: float, target_s: float) -> tuple[float, float]:
-        """Harm of having too little memory or too few seats, and the wait of its own for both."""
-        stay_s = self.typical * step_s  # of one that decodes there
-        memory = room_s = behind_s = 0.0
-        if self.over or self.running >= self.seats:
-            behind_s = stay_s / self.seats
-            room_s = (self.over + 1) * behind_s
-        short = prompt + output - self.free
-        if short > 0:
-            release_s = stay_s / max(1.0, self.context)  # for a token of KV to become free
-            mean = self.context / self.running if self.running else prompt
-            form = self.rates.mixed
-            redo_s = -(-mean // self.budget) * form.fixed_s + mean * form.token_s + short * release_s
-            memory = min(1.0, short / max(1.0, mean)) * harm((step_s + redo_s / self.typical) / target_s)
-            behind_s = max(behind_s, (prompt + output) * release_s)
-            room_s = max(room_s, (prompt - self.free) * release_s)
+                others = self.queued_jobs * (harm(rest_s / slo.ttft_s) - harm(self.wait_s / slo.ttft_s))
+        target, memory = slo.tpot_s, self.memory
+        if self.running:
+            longer_s = self.after_s + stall_s / usual.mean + self.beside_s
+            others += self.running * (harm(longer_s / target) - harm((self.step_s + self.beside_s) / target))
         if self.over:
-            now, behind_s = step_s + room_s / self.brief, behind_s + stall_s
-            memory += self.over * (harm((now + behind_s / self.brief) / target_s) - harm(now / target_s))
-        return memory, room_s
+            now_s, behind_s = self.after_s + self.room_s / usual.brief, self.behind_s + stall_s
+            memory += self.over * (harm((now_s + behind_s / usual.brief) / target) - harm(now_s / target))
+        return DecodeTerms(rest_s, self.after_s + self.beside_s, others, memory, self.room_s)
+
+    def transfer_s(self, prefill: PrefillSide, tokens: int) -> tuple[float, float]:
+        """Seconds from now until a transfer could begin, and that it takes. Nothing where nobody measured a link."""
+        link = self.link
+        if link is None or tokens <= 0:
+            return 0.0, 0.0
+        bytes_s = link.slow.get(prefill.instance_id, link.bytes_s)
+        out = prefill.view.info.rates.link
+        if out is not None and out.bytes_s < bytes_s:
+            bytes_s = out.bytes_s
+        return max(self.comes_s, prefill.sends_s), tokens * prefill.kv_bytes / bytes_s + link.latency_s
+
+
+def _room(
+    view: InstanceView,
+    form: StepForm,
+    prompt: int,
+    output: float,
+    typical: float,
+    budget: int,
+    step_s: float,
+    target_s: float,
+) -> tuple[float, float, float]:
+    """The wait for a seat and for KV memory, by how much it makes others wait, and the harm of preemptions."""
+    load, seats = view.load, view.info.max_seqs or ENDLESS
+    free = load.free_blocks * view.info.block_size - load.waiting_tokens
+    short, over = prompt + output - free, load.decoding + 1 - seats
+    if short <= 0 and over <= 0:
+        return 0.0, 0.0, 0.0
+    stay_s = typical * step_s  # of one that decodes there
+    room_s = memory = behind_s = 0.0
+    if over > 0:
+        behind_s = stay_s / seats
+        room_s = over * behind_s
+    if short > 0:
+        release_s = stay_s / max(1, load.context_tokens)  # for a token of KV to become free
+        mean = load.context_tokens / load.decoding if load.decoding else prompt
+        redo_s = -(-mean // budget) * form.fixed_s + mean * form.token_s + short * release_s
+        memory = min(1.0, short / max(1.0, mean)) * harm((step_s + redo_s / typical) / target_s)
+        behind_s = max(behind_s, (prompt + output) * release_s)
+        room_s = max(room_s, (prompt - free) * release_s)
+    return room_s, behind_s, memory

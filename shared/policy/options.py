@@ -1,0 +1,149 @@
+"""The ways in which a job can be served by a few candidates, and what each would come to."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+from shared.domain.job import JobView
+from shared.policy.answers import Lengths
+from shared.policy.estimate import DecodeSide, DecodeTerms, Part, PrefillSide, harm, link_harm
+from shared.policy.split import Split
+
+
+class Option(NamedTuple):
+    """One way to serve the job, and what it would come to."""
+
+    total: float
+    prefill: PrefillSide | None
+    decode: DecodeSide
+    split: int
+    ttft_s: float
+    tpot_s: float
+    own_ttft: float
+    own_tpot: float
+    others_prefill: float
+    others_link: float
+    others_decode: float
+    memory: float
+
+
+def options(job: JobView, own: Lengths, prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide]) -> list[Option]:
+    """What there is to choose from: every decode instance with none of the prompt, each prefill instance with all of it
+    and the best decode instance, the best one with each of these, and the balanced part for the most promising pairs.
+    """
+    prompt = job.prompt_tokens
+    nones = [local(job, decode) for decode in decodes]
+    if not prefills:
+        return nones
+    after = [(decode, decode.terms(prompt)) for decode in decodes]
+    parts = [(prefill, prefill.part(prompt, job.slo)) for prefill in prefills]
+    first, *others = sorted(parts, key=lambda one: one[1].ready_s + one[1].others * job.slo.ttft_s)
+    alls = [pair(job, own, *first, decode, terms) for decode, terms in after]
+    best = min(range(len(alls)), key=lambda at: alls[at].total)
+    alls += [pair(job, own, prefill, part, *after[best]) for prefill, part in others]
+    return [*nones, *alls, *_balanced(job, own, nones, alls)]
+
+
+def _balanced(job: JobView, own: Lengths, nones: Sequence[Option], alls: Sequence[Option]) -> list[Option]:
+    """The balanced parts: of the best prefill instance with the best decode instances of either extreme."""
+    best, found = min(alls, key=total_of), []
+    partners = {id(one.decode): one.decode for one in (min(nones, key=total_of), best)}
+    prefill = best.prefill
+    assert prefill is not None
+    for decode in partners.values():
+        split = balanced(job.prompt_tokens, prefill, decode)
+        if 0 < split < job.prompt_tokens:
+            part, terms = prefill.part(split, job.slo), decode.terms(split)
+            found.append(pair(job, own, prefill, part, decode, terms))
+    return found
+
+
+def kept_to(
+    split: Split,
+    job: JobView,
+    own: Lengths,
+    prefills: Sequence[PrefillSide],
+    decodes: Sequence[DecodeSide],
+    now: float,
+    rng: Random,
+) -> list[Option]:
+    """The options that a fixed policy for splits leaves."""
+    found = []
+    for prefill in prefills:
+        for decode in decodes:
+            tokens = split.choose(job, prefill.view, decode.view, now, rng).tokens
+            if tokens > 0:
+                part, terms = prefill.part(tokens, job.slo), decode.terms(tokens)
+                found.append(pair(job, own, prefill, part, decode, terms))
+            else:
+                found.append(local(job, decode))
+    return found
+
+
+def balanced(prompt: int, prefill: PrefillSide, decode: DecodeSide) -> int:
+    """The split for which both sides take about as long, their queues included. Source: Cronus 4.2, in closed form."""
+    each_s = prefill.own_s(prompt) / prompt
+    split = (decode.wait_s - prefill.wait_s + prompt * decode.token_s) / (each_s + decode.token_s)
+    return max(0, min(prompt, round(split)))
+
+
+def local(job: JobView, decode: DecodeSide) -> Option:
+    """The decode instance does it all."""
+    terms, slo = decode.terms(0), job.slo
+    ttft_s = terms.room_s + terms.rest_s
+    own_ttft, own_tpot = harm(ttft_s / slo.ttft_s), harm(terms.tpot_s / slo.tpot_s)
+    total = own_ttft + own_tpot + terms.others + terms.memory
+    return Option(
+        total, None, decode, 0, ttft_s, terms.tpot_s, own_ttft, own_tpot, 0.0, 0.0, terms.others, terms.memory
+    )
+
+
+def pair(
+    job: JobView, own: Lengths, prefill: PrefillSide, part: Part, decode: DecodeSide, terms: DecodeTerms
+) -> Option:
+    """The prefill instance does a part of the prompt, or all of it, and the decode instance the rest."""
+    slo, ttft_s, tpot_s = job.slo, part.ready_s, terms.tpot_s
+    waits_s, moves_s = decode.transfer_s(prefill, part.tokens - decode.saved)
+    # Chunks leave while the prompt is computed; the last one after it.
+    arrives_s = max(part.ready_s + moves_s * part.last_share, waits_s + moves_s)
+    if part.tokens >= job.prompt_tokens:
+        tpot_s += max(terms.room_s, arrives_s - part.ready_s) / own.brief
+    else:
+        ttft_s = max(arrives_s, terms.room_s) + terms.rest_s
+    link = link_harm(waits_s, moves_s, tpot_s, decode.usual.brief, slo) if waits_s > 0.0 else 0.0
+    own_ttft, own_tpot = harm(ttft_s / slo.ttft_s), harm(tpot_s / slo.tpot_s)
+    total = own_ttft + own_tpot + part.others + link + terms.others + terms.memory
+    return Option(
+        total,
+        prefill,
+        decode,
+        part.tokens,
+        ttft_s,
+        tpot_s,
+        own_ttft,
+        own_tpot,
+        part.others,
+        link,
+        terms.others,
+        terms.memory,
+    )
+
+
+def total_of(option: Option) -> float:
+    """Its harm in all."""
+    return option.total
+
+
+def figures_of(option: Option) -> dict[str, float | str]:
+    """What was predicted, and the terms of its harm."""
+    return {
+        "ttft_s": round(option.ttft_s, 4),
+        "tpot_s": round(option.tpot_s, 5),
+        "harm": round(option.total, 6),
+        "own_ttft": round(option.own_ttft, 6),
+        "own_tpot": round(option.own_tpot, 6),
+        "others_prefill": round(option.others_prefill, 6),
+        "others_link": round(option.others_link, 6),
+        "others_decode": round(option.others_decode, 6),
+        "memory": round(option.memory, 6),
+    }
