@@ -21,7 +21,7 @@ SPLITS = ("split=full", "fraction:fraction=0.5", "cronus")
 DISPATCHES = ("power_of_two", "dispatch=random", "spread", "least_interference")
 RESOLUTION = 1.02  # rates that are told apart
 COARSE = 1.08  # when screening
-LASTS_S = 40.0  # requests for so long at the rate of `adaptive`; a third of that when screening
+LASTS_S, SHORT_S = 30.0, 10.0  # requests for so long at the rate of `adaptive`, and when screening
 FEWEST = 600
 FINALISTS = 4  # of each scenario, and overall
 LOWEST = 0.02  # of the rate of `adaptive`: what serves less counts as that
@@ -56,10 +56,10 @@ def run_policies_bench(scenarios: Sequence[Scenario] = (), processes: int = 2) -
 
 def screen(scenario: Scenario) -> Found:
     """Goodput of `adaptive`, and of all fixed combinations as far as few requests tell it."""
-    rough = goodput(lambda rate: scenario.attained(ADAPTIVE, rate, FEWEST), 1.0, COARSE)
+    rough = goodput(lambda rate: scenario.attained(ADAPTIVE, rate, max(FEWEST, round(SHORT_S * rate))), 8.0, COARSE)
     requests = max(FEWEST, round(LASTS_S * rough))
     adaptive = goodput(lambda rate: scenario.attained(ADAPTIVE, rate, requests), rough, RESOLUTION)
-    few = max(FEWEST // 2, requests // 3)
+    few = max(FEWEST // 2, round(SHORT_S * rough))
     screened = {
         policy: goodput(lambda rate, policy=policy: scenario.attained(policy, rate, few), adaptive, COARSE)  # type: ignore[misc]
         for policy in fixed_policies()

@@ -66,7 +66,8 @@ class PrefillSide(NamedTuple):
         """Seconds to compute the first `tokens` of a prompt, once it is its turn."""
         form, saved = self.form, min(self.saved, tokens - 1)
         fresh = tokens - saved
-        steps = max(1.0, fresh / self.chunk)
+        # Behind others a prompt's last chunk shares its step with the next one's first.
+        steps = max(1.0, fresh / self.chunk) if self.jobs else -(-fresh // self.chunk)
         return form.fixed_s * steps + fresh * (form.token_s + form.position_s * (saved + fresh / 2.0))
 
     def part(self, tokens: int, slo: Slo) -> Part:

@@ -32,6 +32,7 @@ def instance(
     block_size: int = 16,
     total_blocks: int = 1000,
     chunk_size: int = 512,
+    max_seqs: int = 0,
     **load: Any,
 ) -> InstanceView:
     info = InstanceInfo(
@@ -49,6 +50,7 @@ def instance(
         rpc=f"tcp://127.0.0.1:{1000 + sum(map(ord, instance_id))}",
         http="http://h:1",
         kv_endpoints=(),
+        max_seqs=max_seqs,
         rates=rates or Rates(prefill=PartialPrefillCost(rate, base) if rate else None),
     )
     return InstanceView(info, role, state, InstanceLoad(**{"free_blocks": total_blocks, **load}))

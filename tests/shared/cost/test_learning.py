@@ -1,0 +1,135 @@
+"""Step rates learned from an instance's own steps."""
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from shared.cost.learning import StepLearner
+from shared.cost.library import Library
+from shared.cost.linear import rates_of_steps
+from shared.cost.step import Batch, StepModel
+from shared.cost.step_rates import profile_batches, step_rates_of
+from shared.domain.rates import StepForm, StepRates
+
+BUDGET, SEATS = 512, 64
+TRUE = Library.built_in().step_model("A10", "Llama-3-8B")
+WRONG = step_rates_of(Library.built_in().step_model("A100-SXM-80", "Llama-3-8B").step_time_s, BUDGET, SEATS)
+
+
+def batches(seed: int) -> Iterator[Batch]:
+    rng = Random(seed)
+    every = [batch for of_kind in profile_batches(BUDGET, SEATS).values() for batch in of_kind]
+    while True:
+        yield rng.choice(every)
+
+
+def off(rates: StepRates, model: StepModel, slower: float = 1.0) -> dict[str, float]:
+    """By kind, the mean error of predicted step times."""
+    found: dict[str, list[float]] = {}
+    for kind, of_kind in profile_batches(BUDGET, SEATS).items():
+        for batch in of_kind:
+            tokens, before = batch.prefill[0] if batch.prefill else (0, 0)
+            said = rates.mixed_s(tokens, before, batch.decode_count, batch.decode_context_tokens)
+            found.setdefault(kind, []).append(abs(said / (model.step_time_s(batch) * slower) - 1.0))
+    return {kind: sum(errors) / len(errors) for kind, errors in found.items()}
+
+
+class Serving:
+    """An instance that steps, `slower` than its model, with noise and outliers."""
+
+    def __init__(self, start: StepRates = WRONG, outliers: float = 0.02) -> None:
+        self.learner = StepLearner(start, BUDGET, SEATS)
+        self.now = 1000.0
+        self.slower = 1.0
+        self._rng = Random(1)
+        self._batches = batches(2)
+        self._outliers = outliers
+
+    def step(self, batch: Batch | None = None) -> None:
+        batch = batch or next(self._batches)
+        seconds = TRUE.step_time_s(batch) * self.slower * self._rng.uniform(0.95, 1.05)
+        self.now += seconds
+        hiccup = 10.0 if self._rng.random() < self._outliers else 1.0
+        self.learner.add(batch, seconds * hiccup, self.now)
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.step()
+
+    @property
+    def rates(self) -> StepRates:
+        return self.learner.rates(self.now)
+
+
+def test_a_start_that_is_a_third_of_the_truth_is_corrected_in_seconds() -> None:
+    serving = Serving()
+    assert max(off(serving.rates, TRUE).values()) > 0.5
+    serving.run(20.0)
+    found, possible = off(serving.rates, TRUE), off(step_rates_of(TRUE.step_time_s, BUDGET, SEATS), TRUE)
+    assert all(found[kind] < possible[kind] + 0.05 for kind in found)  # three linear forms cannot do better
+
+
+def test_a_slower_instance_is_seen_within_five_seconds_and_a_faster_one_too() -> None:
+    serving = Serving()
+    serving.run(60.0)
+    serving.slower = 2.0
+    serving.run(5.0)
+    assert max(off(serving.rates, TRUE, 2.0).values()) < 0.12
+    serving.run(200.0)
+    assert max(off(serving.rates, TRUE, 2.0).values()) < 0.1
+    serving.slower = 1.0
+    serving.run(5.0)
+    assert max(off(serving.rates, TRUE).values()) < 0.12
+
+
+def test_outliers_hardly_count() -> None:
+    calm, rough = Serving(outliers=0.0), Serving(outliers=0.1)
+    for serving in (calm, rough):
+        serving.run(60.0)
+    assert max(off(rough.rates, TRUE).values()) < max(off(calm.rates, TRUE).values()) + 0.05
+
+
+def test_one_kind_of_step_tells_of_the_others() -> None:
+    """An instance that only decodes: its prefill is as much slower than the start as its decodes are."""
+    serving = Serving()
+    decodes = profile_batches(BUDGET, SEATS)["decode"]
+    for number in range(300):
+        serving.step(decodes[number % len(decodes)])
+    errors = off(serving.rates, TRUE)
+    assert errors["decode"] < 0.05
+    assert errors["prefill"] < off(WRONG, TRUE)["prefill"] / 2
+    assert serving.rates.decode.steps == 300
+    assert serving.rates.prefill.steps == 0
+
+
+def test_the_error_is_that_of_the_steps() -> None:
+    serving = Serving(outliers=0.0)
+    serving.run(60.0)
+    for form in (serving.rates.prefill, serving.rates.decode, serving.rates.mixed):
+        assert 0.005 < form.error < 0.1
+
+
+def test_nothing_seen_is_the_start_and_no_time_is_negative() -> None:
+    start = Serving().rates
+    assert start.decode_s(8, 8000) == pytest.approx(WRONG.decode_s(8, 8000), rel=1e-6)
+    serving = Serving(StepRates(StepForm(0.01), StepForm(0.01), StepForm(0.01)))
+    for _ in range(3):
+        serving.step()
+    for form in (serving.rates.prefill, serving.rates.decode, serving.rates.mixed):
+        assert min(form.fixed_s, form.token_s, form.position_s, form.sequence_s, form.context_s) >= 0.0
+    serving.learner.add(Batch((), 1, 100), 0.0, serving.now)  # no time: no step
+    assert serving.rates.decode.steps <= 3
+
+
+def test_the_papers_costs_follow_from_the_forms() -> None:
+    rates = rates_of_steps(step_rates_of(TRUE.step_time_s, BUDGET, SEATS), BUDGET)
+    assert rates.prefill is not None
+    assert rates.chunked is not None
+    assert rates.batch is not None
+    told = sum(TRUE.prefill_time_s(512, before) for before in (0, 512))
+    assert rates.prefill.time_s(1024) == pytest.approx(told, rel=0.2)
+    mixed = TRUE.step_time_s(Batch(((BUDGET - 16, 0),), 16, 16 * 500))
+    assert rates.chunked.time_s(0, 16 * 500) == pytest.approx(mixed, rel=0.15)
+    assert rates.batch.decode_step_s(16, 500) == pytest.approx(TRUE.decode_time_s(16, 16 * 500), rel=0.1)
