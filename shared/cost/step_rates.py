@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from shared.cost.step import Batch
 from shared.domain.rates import StepForm, StepRates
@@ -54,22 +55,30 @@ def terms_of(batch: Batch) -> tuple[float, float, float, float, float]:
 
 
 def fit_form(kind: str, samples: Sequence[tuple[Batch, float]]) -> StepForm:
-    """The form of one kind of step from (batch, seconds)."""
+    """The form of one kind of step from (batch, seconds): least squares of relative errors, and no term negative."""
     terms = TERMS[kind]
     table = np.array([terms_of(batch) for batch, _ in samples])[:, terms]
-    found = least_squares(table, [seconds for _, seconds in samples], f"{kind} steps")
-    every = dict.fromkeys(range(len(NAMES)), 0.0) | dict(zip(terms, found, strict=True))
+    seconds = checked_seconds([seconds for _, seconds in samples], len(terms), f"{kind} steps")
+    scale = np.maximum(np.abs(table / seconds[:, None]).max(axis=0), 1e-30)  # terms differ by many orders of magnitude
+    found = nnls(table / seconds[:, None] / scale, np.ones(len(seconds)))[0] / scale
+    every = dict.fromkeys(range(len(NAMES)), 0.0) | dict(zip(terms, map(float, found), strict=True))
     return StepForm(every[0], every[1], every[2], every[3], every[4])
 
 
-def least_squares(table: NDArray[np.float64], seconds: Sequence[float], what: str) -> tuple[float, ...]:
-    """Least squares of relative errors, so that short steps count as much as long ones."""
-    columns = table.shape[1] if table.ndim == 2 else 0
+def checked_seconds(seconds: Sequence[float], columns: int, what: str) -> NDArray[np.float64]:
+    """As an array. Raises InvalidRequest for too few, and for times that are none."""
     if len(seconds) < columns or columns == 0:
         raise InvalidRequest(f"{what}: {len(seconds)} samples are too few for {columns or 'any'} coefficients")
     measured = np.asarray(seconds, dtype=np.float64)
     if not np.all(np.isfinite(measured) & (measured > 0)):
         raise InvalidRequest(f"{what}: sample times must be positive and finite")
+    return measured
+
+
+def least_squares(table: NDArray[np.float64], seconds: Sequence[float], what: str) -> tuple[float, ...]:
+    """Least squares of relative errors, so that short steps count as much as long ones."""
+    columns = table.shape[1] if table.ndim == 2 else 0
+    measured = checked_seconds(seconds, columns, what)
     solution, _, rank, _ = np.linalg.lstsq(table / measured[:, None], np.ones(len(measured)), rcond=None)
     if rank < columns:
         raise InvalidRequest(f"{what}: the samples do not vary enough to tell {columns} coefficients apart")

@@ -5,12 +5,13 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 
+from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.instance import InstanceState, Role
 from shared.domain.job import JobView, Phase
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, PeerLost, Unavailable
 from tests.services.control_plane import tcp, text, until
-from tests.services.global_scheduler.conftest import Scheduler, report
+from tests.services.global_scheduler.conftest import Scheduler, Start, report
 
 CLUSTER = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE}
 
@@ -194,3 +195,37 @@ async def test_a_job_that_waits_is_told_of_once(scheduler: Scheduler) -> None:
         ("ended without a placement", "j1", 20),
     ]
     assert 'polyphase_scheduler_refused_total{code="unavailable"} 40.0' in await text(scheduler.transport, "/metrics")
+
+
+async def test_by_default_one_decision_is_for_all_three(start: Start) -> None:
+    adaptive = {kind: SchedulerSettings.model_fields[kind].default for kind in ("placement", "split", "dispatch")}
+    assert set(adaptive.values()) == {"adaptive"}
+    scheduler = await start(**adaptive)
+    await scheduler.hear(**CLUSTER)
+    route = await scheduler.client.place(job(), timeout_s=5)
+    assert route.decode is not None
+    assert "placement:adaptive" in {reason.what for reason in route.reasons}
+    assert route.dispatch == PolicySpec("adaptive")
+
+
+async def test_a_bound_decode_counts_until_its_gateway_says_that_it_has_come(start: Start) -> None:
+    scheduler = await start(placement="least_load", split="fraction", dispatch="power_of_two")
+    await scheduler.hear(**CLUSTER)
+    ledger = scheduler.state.placer.ledger
+    for number in range(3):
+        route = await scheduler.client.place(job(number), timeout_s=5)
+        assert route.decode is not None
+    assert len(ledger.coming) == 3
+    await scheduler.client.report([report("j0", Phase.DECODE)], timeout_s=5)
+    assert len(ledger.coming) == 2
+    await scheduler.client.report([report("j1", Phase.CANCELLED)], timeout_s=5)
+    assert len(ledger.coming) == 1
+
+
+async def test_answers_teach_their_lengths(scheduler: Scheduler) -> None:
+    await scheduler.hear(**CLUSTER)
+    for number in range(40):
+        await scheduler.client.place(job(number), timeout_s=5)
+    await scheduler.client.report([report(f"j{number}", output_tokens=7) for number in range(39)], timeout_s=5)
+    await scheduler.client.report([report("j39", Phase.FAILED, output_tokens=999)], timeout_s=5)
+    assert scheduler.state.placer.ledger.answers.all.mean == pytest.approx(7.0)
