@@ -102,6 +102,7 @@ class RunEntry(_Part):
     max_queued_jobs: Count | None = None
     max_queued_tokens: Count | None = None
     drain_timeout_s: Annotated[float, Field(gt=0)] = float("inf")
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     codec: Codec = Codec.RAW
     first_token: FirstToken = FirstToken.PREFILL
     streaming: bool = True
