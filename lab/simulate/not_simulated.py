@@ -42,6 +42,8 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "lost_after_s": _NO_FAULTS,
         "ring_jobs": "how many timelines are kept to be looked at",
         "policy_seed": _SEED,
+        "decision_log": _LOG,
+        "decision_log_bytes": _LOG,
     },
     MonitorSettings: {
         "log_level": _LOG,

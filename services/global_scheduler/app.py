@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.global_scheduler.forward import Forwarder, ForwardMetrics
+from services.global_scheduler.journal import Journal
 from services.global_scheduler.metrics import SchedulerMetrics
 from services.global_scheduler.open_jobs import SWEEP_S, OpenJobs
 from services.global_scheduler.placer import Placer
@@ -55,7 +56,13 @@ async def _start(
     metrics, forwarded = SchedulerMetrics(registry), ForwardMetrics(registry)
     outcomes = Forwarder("monitor", await _client(stack, settings.monitor_url), "/slo/outcomes", forwarded)
     lengths = Forwarder("predictor", await _client(stack, settings.predictor_url), "/v1/observations", forwarded)
-    placer = Placer(policies, metrics, settings.policy_seed)
+    journal = (
+        stack.enter_context(Journal(settings.decision_log, settings.decision_log_bytes))
+        if settings.decision_log
+        else None
+    )
+    placer = Placer(policies.specs, metrics, settings.policy_seed, journal)
+    policies.follow = placer.follow
     open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
     name, ring = settings.scheduler_id, settings.ring_jobs
     reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.decodes, placer.ended)

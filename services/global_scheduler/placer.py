@@ -1,20 +1,17 @@
-"""The live driver of the placement policies: newest broadcast, own assignments, clock and random numbers."""
+"""The live driver of the decisions: clock, metrics, log lines, and the journal where one is kept."""
 
+import secrets
 import time
-from random import Random
 
-import msgspec
-
+from services.global_scheduler.journal import Begun, Came, Decided, Ended, Followed, Heard, Journal, Told
 from services.global_scheduler.metrics import SchedulerMetrics
-from services.global_scheduler.policy_set import PolicySet
 from shared.domain.instance import ClusterView
-from shared.domain.route import Reason, Route
+from shared.domain.prefix import PrefixDelta
+from shared.domain.route import Route
 from shared.errors import PolyphaseError
-from shared.policy.assignment import assignments
+from shared.policy.decider import Decider, PolicySpecs
 from shared.policy.ledger import WorkloadLedger
-from shared.policy.load_tracker import LoadTracker
-from shared.policy.placement import place
-from shared.policy.prefix_index import PrefixIndex, wants_prefixes
+from shared.policy.prefix_index import PrefixIndex
 from shared.runtime.logs import get_log
 from shared.wire.messages import PlaceRequest
 from shared.wire.rpc_server import ServerCall
@@ -24,83 +21,109 @@ REFUSED_KEPT = 10_000
 
 
 class Placer:
-    """Answers PLACE."""
+    """Answers PLACE. `seed` None: other random numbers at each start."""
 
-    def __init__(self, policies: PolicySet, metrics: SchedulerMetrics, seed: int | None) -> None:
-        self._policies = policies
+    def __init__(
+        self, specs: PolicySpecs, metrics: SchedulerMetrics, seed: int | None, journal: Journal | None = None
+    ) -> None:
+        seed = secrets.randbits(63) if seed is None else seed
+        self._decider = Decider(specs, seed)
         self._metrics = metrics
-        self._rng = Random(seed)
-        self._live = LoadTracker()
+        self._journal = journal
         self._heard_s = 0.0
         self._refused: dict[str, int] = {}  # jobs that have no place yet, and how often they asked
+        if journal is not None:
+            journal.add(Begun(seed, specs))
+
+    def follow(self, specs: PolicySpecs) -> None:
+        """Other policies from now on. Raises InvalidRequest, and nothing changes."""
+        self._decider.follow(specs)
+        if self._journal is not None:
+            self._journal.add(Followed(specs))
 
     def update(self, view: ClusterView) -> None:
         """Take a broadcast of the monitor."""
         self._heard_s = time.time()
-        self._live.update(view, self._heard_s, self._rng)
+        self._decider.hear(view, self._heard_s)
+        if self._journal is not None:
+            self._journal.add(Heard(view, self._heard_s))
+
+    def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
+        """Take what an instance tells of its prefix cache; False when something before it was lost."""
+        if self._journal is not None:
+            self._journal.add(Told(instance_id, delta))
+        return self._decider.tell(instance_id, delta)
+
+    def forget(self, instance_id: str) -> None:
+        """Know nothing of that instance's prefix cache any more."""
+        if self._journal is not None:
+            self._journal.add(Told(instance_id, None))
+        self._decider.forget(instance_id)
 
     @property
     def broadcast_age_s(self) -> float:
         """Seconds since the last broadcast; infinite before the first."""
-        return time.time() - self._heard_s if self._live.known else float("inf")
+        return time.time() - self._heard_s if self._decider.known else float("inf")
 
     @property
     def view(self) -> ClusterView | None:
         """The newest broadcast."""
-        return self._live.current.view if self._live.known else None
+        return self._decider.view
 
     @property
     def prefixes(self) -> PrefixIndex:
         """What instances have told of the prompts whose KV they hold."""
-        return self._live.prefixes
+        return self._decider.prefixes
+
+    @property
+    def specs(self) -> PolicySpecs:
+        """The policies in force."""
+        return self._decider.specs
 
     @property
     def wants_prefixes(self) -> bool:
-        """Whether the placement in force looks at them."""
-        return wants_prefixes(self._policies.current.placement)
+        """Whether the placement in force looks at what instances hold of prompts."""
+        return self._decider.wants_prefixes
 
     @property
     def ledger(self) -> WorkloadLedger:
         """Work that was placed here and is not over."""
-        return self._live.ledger
+        return self._decider.ledger
 
     async def handle(self, request: PlaceRequest, _: ServerCall) -> Route:
         """The PLACE method."""
         return self.place(request)
 
     def place(self, request: PlaceRequest) -> Route:
-        """Decide, and count it: its load until broadcasts show it, its work until the job ends.
-
-        Raises Unavailable, InvalidRequest.
-        """
-        started = time.perf_counter()
-        now = time.time()
+        """Decide. Raises Unavailable, InvalidRequest."""
+        started, now = time.perf_counter(), time.time()
+        route, refusal = None, ""
         try:
-            route = place(request.job, self._live.current, self._policies.current, now, self._rng, request.exclude)
+            route = self._decider.decide(request.job, request.exclude, now)
         except PolyphaseError as error:
+            refusal = error.code
             self._refuse(request.job.job_id, error)
             raise
+        finally:
+            if self._journal is not None:
+                self._journal.add(Decided(request, now, route, refusal))
         if refusals := self._refused.pop(request.job.job_id, 0):
             log.info("placed after all", job_id=request.job.job_id, refusals=refusals)
-        self.ledger.add(request.job, route, now)
-        for assignment in assignments(request.job, route, now):
-            self._live.book(assignment)
-        reasons = route.reasons
-        if age_s := self._live.stale_s(now):
-            reasons += (Reason("old loads: the monitor is silent", {"broadcast_age_s": round(age_s, 1)}),)
-        dispatch, prefixes = self._policies.dispatch, self.wants_prefixes
-        route = msgspec.structs.replace(route, dispatch=dispatch, reasons=reasons, wants_prefix=prefixes)
         self._metrics.placed(route, time.perf_counter() - started)
         return route
 
     def decodes(self, job_id: str) -> None:
         """A job has come to its decode instance."""
-        self._live.arrived(job_id, time.time())
+        now = time.time()
+        self._decider.came(job_id, now)
+        if self._journal is not None:
+            self._journal.add(Came(job_id, now))
 
     def ended(self, job_id: str, output_tokens: int) -> None:
         """A job is over here, however it ended; `output_tokens` of a whole answer, else 0."""
-        self.ledger.complete(job_id, output_tokens)
-        self._live.ended(job_id)
+        self._decider.ended(job_id, output_tokens)
+        if self._journal is not None:
+            self._journal.add(Ended(job_id, output_tokens))
         if refusals := self._refused.pop(job_id, 0):
             log.info("ended without a placement", job_id=job_id, refusals=refusals)
 

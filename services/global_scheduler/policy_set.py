@@ -1,6 +1,6 @@
 """The policies in force: built from the settings, changed over HTTP."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.route import PolicySpec
 from shared.policy import registry
-from shared.policy.placement import Policies
+from shared.policy.decider import PolicySpecs
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)
@@ -39,27 +39,28 @@ class PoliciesChange(BaseModel):
 
 
 class PolicySet:
-    """Placement, split and dispatch: this scheduler's, and through its routes the prefill instances' dispatchers'."""
+    """Placement, split and dispatch: this scheduler's, and through its routes the prefill instances' dispatchers'.
+
+    `follow` is told of a change before it holds, and may refuse it.
+    """
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        self._specs = {
-            "placement": PolicySpec(settings.placement, settings.placement_parameters),
-            "split": PolicySpec(settings.split, settings.split_parameters),
-            "dispatch": PolicySpec(settings.dispatch, settings.dispatch_parameters),
-        }
-        self.current = _build(self._specs)
-
-    @property
-    def dispatch(self) -> PolicySpec:
-        """The dispatch policy in force, for those who are to follow it."""
-        return self._specs["dispatch"]
+        self.specs = PolicySpecs(
+            PolicySpec(settings.placement, settings.placement_parameters),
+            PolicySpec(settings.split, settings.split_parameters),
+            PolicySpec(settings.dispatch, settings.dispatch_parameters),
+        )
+        self.specs.build()
+        self.follow: Callable[[PolicySpecs], None] = lambda _: None
 
     def change(self, change: PoliciesChange, who: str) -> None:
         """Change all that is given, or nothing. Raises InvalidRequest that names the choices."""
-        wanted = {**self._specs, **{kind: given.to_spec() for kind, given in change if given is not None}}
-        built = _build(wanted)
-        before, self._specs, self.current = self._specs, wanted, built
-        log.info("policies changed", who=who, before=_plain(before), after=_plain(wanted))
+        given = {kind: policy.to_spec() for kind, policy in change if policy is not None}
+        wanted = msgspec.structs.replace(self.specs, **given)
+        wanted.build()
+        self.follow(wanted)
+        before, self.specs = self.specs, wanted
+        log.info("policies changed", who=who, before=msgspec.to_builtins(before), after=msgspec.to_builtins(wanted))
 
     def describe(self) -> dict[str, Any]:
         """What is in force and what there is to choose from."""
@@ -72,16 +73,5 @@ class PolicySet:
             kind: {name: list(registry.parameters_of(factory)) for name, factory in table.items()}
             for kind, table in choices.items()
         }
-        return {**_plain(self._specs), "choices": listed}
-
-
-def _build(specs: Mapping[str, PolicySpec]) -> Policies:
-    return Policies(
-        registry.placement(specs["placement"].name, specs["placement"].parameters),
-        registry.split(specs["split"].name, specs["split"].parameters),
-        registry.dispatch(specs["dispatch"].name, specs["dispatch"].parameters),
-    )
-
-
-def _plain(specs: Mapping[str, PolicySpec]) -> dict[str, Any]:
-    return {kind: msgspec.to_builtins(spec) for kind, spec in specs.items()}
+        in_force: dict[str, Any] = msgspec.to_builtins(self.specs)
+        return {**in_force, "choices": listed}

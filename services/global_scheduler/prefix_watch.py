@@ -1,11 +1,11 @@
 """What instances tell of their prefix caches, into the index that placement looks at."""
 
 import asyncio
+from typing import Protocol
 
 from shared.domain.instance import ClusterView, InstanceInfo
 from shared.domain.prefix import PrefixDelta
 from shared.errors import PeerLost, PolyphaseError
-from shared.policy.prefix_index import PrefixIndex
 from shared.runtime.logs import get_log
 from shared.wire.messages import PrefixesRequest
 from shared.wire.methods import PREFIXES
@@ -16,13 +16,25 @@ RETRY_S = 1.0
 CALL_S = 86_400.0  # then it begins anew
 
 
+class PrefixSink(Protocol):
+    """Who wants to know."""
+
+    def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
+        """Take what an instance tells; False when something before it was lost."""
+        ...
+
+    def forget(self, instance_id: str) -> None:
+        """Know nothing of that instance."""
+        ...
+
+
 class PrefixWatch:
     """One call to each instance of the broadcast, which lasts as long as both do.
 
     While there is none, or once something in it was lost, nothing is known of that instance.
     """
 
-    def __init__(self, clients: RpcClients, prefixes: PrefixIndex) -> None:
+    def __init__(self, clients: RpcClients, prefixes: PrefixSink) -> None:
         self._clients = clients
         self._prefixes = prefixes
         self._tasks: dict[str, tuple[int, asyncio.Task[None]]] = {}  # generation and call, by instance
@@ -59,7 +71,7 @@ class PrefixWatch:
 
         def take(delta: PrefixDelta) -> None:
             ours = self._asks(info) and delta.generation == info.generation
-            if not ours or not self._prefixes.apply(info.instance_id, delta):
+            if not ours or not self._prefixes.tell(info.instance_id, delta):
                 raise PeerLost("something that the instance told of its prefix cache was lost")
 
         while True:

@@ -1,5 +1,6 @@
 """Settings of one global scheduler."""
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -37,3 +38,5 @@ class SchedulerSettings(ServiceSettings):
     dispatch: str = "adaptive"  # here, and by each route in the prefill instance that it names
     dispatch_parameters: dict[str, Any] = Field(default_factory=dict)
     policy_seed: int | None = None  # None: another one each start
+    decision_log: Path | None = None  # every decision with all that it rests on: see services.global_scheduler.journal
+    decision_log_bytes: int = Field(256 << 20, ge=1)  # then it stops

@@ -34,7 +34,7 @@ def open_prefixes(stack: AsyncExitStack, sockets: Sockets, tasks: Background, pl
     """Connect to the instances that the monitor tells of, while placement wants to know what they hold."""
     clients = stack.enter_context(RpcClients(sockets))
     tasks.every("sweep-clients", SWEEP_S, clients.sweep)
-    prefixes = PrefixWatch(clients, placer.prefixes)
+    prefixes = PrefixWatch(clients, placer)
     stack.push_async_callback(prefixes.close)
     return prefixes
 

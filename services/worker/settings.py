@@ -53,7 +53,7 @@ class WorkerSettings(ServiceSettings):
     pull_timeout_s: float = Field(10.0, gt=0)
     kv_fault: str = ""  # fault injection for tests: see services.worker.kv
 
-    rates_file: str = ""  # what `polyphase calibrate live` wrote; a better start than the catalogue: it learns its speed as it serves
+    rates_file: str = ""  # what `polyphase calibrate live` wrote: a better start than the catalogue for what it learns
 
     # An emulated engine's time: "cost" from the cost model of `accelerator` and `emulated_model`, or a fixed step.
     emulated_model: str = "Llama-3-8B"

@@ -27,6 +27,19 @@ from tests.services.global_scheduler.conftest import Start
 PREFIX = block_hashes(range(10 * BLOCK_TOKENS))
 
 
+class Sink:
+    """An index as a scheduler's decisions have it."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
+        return self._index.apply(instance_id, delta)
+
+    def forget(self, instance_id: str) -> None:
+        self._index.forget(instance_id)
+
+
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_watch, "RETRY_S", 0.05)
@@ -88,7 +101,7 @@ async def watching(curve: Curve | None = None) -> AsyncIterator[tuple[PrefixWatc
     sockets, index = Sockets(curve), PrefixIndex()
     try:
         with RpcClients(sockets) as clients:
-            watch = PrefixWatch(clients, index)
+            watch = PrefixWatch(clients, Sink(index))
             try:
                 yield watch, index
             finally:

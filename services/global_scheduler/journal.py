@@ -1,0 +1,163 @@
+"""Every event that decisions rest on, and the decisions, in a file; and the same decided again from it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import msgspec
+
+from shared.domain.instance import ClusterView
+from shared.domain.prefix import PrefixDelta
+from shared.domain.route import Route
+from shared.errors import InvalidRequest, PolyphaseError
+from shared.policy.decider import Decider, PolicySpecs
+from shared.runtime.logs import get_log
+from shared.wire.messages import PlaceRequest
+
+log = get_log(__name__)
+_LENGTH_BYTES = 4
+
+
+class Begun(msgspec.Struct, tag=True):
+    """The first entry."""
+
+    seed: int
+    specs: PolicySpecs
+
+
+class Followed(msgspec.Struct, tag=True):
+    """Other policies."""
+
+    specs: PolicySpecs
+
+
+class Heard(msgspec.Struct, tag=True):
+    """A broadcast."""
+
+    view: ClusterView
+    now: float
+
+
+class Told(msgspec.Struct, tag=True):
+    """What an instance told of its prefix cache; without it nothing is known any more."""
+
+    instance_id: str
+    delta: PrefixDelta | None
+
+
+class Decided(msgspec.Struct, tag=True):
+    """A route, or the code of the error that there was instead."""
+
+    request: PlaceRequest
+    now: float
+    route: Route | None
+    error: str = ""
+
+
+class Came(msgspec.Struct, tag=True):
+    """A job came to its decode instance."""
+
+    job_id: str
+    now: float
+
+
+class Ended(msgspec.Struct, tag=True):
+    """A job was over."""
+
+    job_id: str
+    output_tokens: int
+
+
+Entry = Begun | Followed | Heard | Told | Decided | Came | Ended
+
+
+class Journal:
+    """Entries, each after its length. A context manager; once `most_bytes` are written it stops, and says so."""
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self._path = path
+        self._left = most_bytes
+        self._file: BinaryIO | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def __enter__(self) -> Self:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("wb")
+        except OSError as error:
+            raise InvalidRequest(f"decision_log: cannot write {self._path}: {error.strerror}") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def add(self, entry: Entry) -> None:
+        """Append one."""
+        if self._file is None:
+            return
+        data = self._encoder.encode(entry)
+        self._left -= _LENGTH_BYTES + len(data)
+        if self._left < 0:
+            log.warning("the decision log is full; decisions are logged no more", path=str(self._path))
+            self._close()
+            return
+        self._file.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read(path: Path) -> Iterator[Entry]:
+    """All whole entries; one that was being written when the process died is left out."""
+    decoder = msgspec.msgpack.Decoder(Entry)
+    with path.open("rb") as file:
+        while len(head := file.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
+            size = int.from_bytes(head, "big")
+            data = file.read(size)
+            if len(data) < size:
+                return
+            yield decoder.decode(data)
+
+
+def replay(path: Path) -> Iterator[tuple[Decided, Decided]]:
+    """Each decision as it was logged, and as it is made again. Raises InvalidRequest for what is no journal."""
+    entries = read(path)
+    first = next(entries, None)
+    if not isinstance(first, Begun):
+        raise InvalidRequest(f"{path} does not begin like a decision log")
+    decider = Decider(first.specs, first.seed)
+    for entry in entries:
+        if isinstance(entry, Decided):
+            yield entry, _again(decider, entry)
+        else:
+            _take(decider, entry)
+
+
+def _again(decider: Decider, entry: Decided) -> Decided:
+    try:
+        route = decider.decide(entry.request.job, entry.request.exclude, entry.now)
+    except PolyphaseError as error:
+        return Decided(entry.request, entry.now, None, error.code)
+    return Decided(entry.request, entry.now, route)
+
+
+def _take(decider: Decider, entry: Entry) -> None:
+    match entry:
+        case Followed():
+            decider.follow(entry.specs)
+        case Heard():
+            decider.hear(entry.view, entry.now)
+        case Told():
+            if entry.delta is None:
+                decider.forget(entry.instance_id)
+            else:
+                decider.tell(entry.instance_id, entry.delta)
+        case Came():
+            decider.came(entry.job_id, entry.now)
+        case Ended():
+            decider.ended(entry.job_id, entry.output_tokens)

@@ -1,0 +1,109 @@
+"""Live decisions, logged with all that they rest on, are made again just so."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from structlog.testing import capture_logs
+
+from services.global_scheduler.journal import Begun, Decided, Journal, read, replay
+from shared.domain.instance import Role
+from shared.domain.job import JobView, LengthPrediction, Phase
+from shared.domain.prefix import PrefixDelta
+from shared.domain.route import PolicySpec
+from shared.errors import InvalidRequest, Unavailable
+from shared.policy.decider import PolicySpecs
+from tests.services.global_scheduler.conftest import Start, report
+
+CLUSTER = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "d2": Role.DECODE}
+SPECS = PolicySpecs(PolicySpec("adaptive"), PolicySpec("adaptive"), PolicySpec("adaptive"))
+
+
+def job(number: int, rng: Random) -> JobView:
+    prediction = LengthPrediction(number % 3, 200 * (number % 3), 200 * (number % 3 + 1), 0.8, "classifier")
+    return JobView(
+        f"j{number}", rng.randrange(1, 900), 100, prediction=prediction, prefix=(7, 8, 9) if number % 4 else ()
+    )
+
+
+async def test_live_decisions_are_made_again(start: Start, tmp_path: Path) -> None:
+    file, rng = tmp_path / "decisions", Random(1)
+    adaptive = {"placement": "adaptive", "split": "adaptive", "dispatch": "adaptive"}
+    scheduler = await start(**adaptive, policy_seed=None, decision_log=file)
+    with pytest.raises(Unavailable):
+        await scheduler.client.place(job(0, rng), timeout_s=5)
+    await scheduler.hear(**CLUSTER)
+    scheduler.state.placer.tell("p1", PrefixDelta(1, 0, added=[7, 8, 9], starts=True))
+    for number in range(120):
+        await scheduler.client.place(job(number, rng), exclude=("d1",) if number % 7 == 0 else (), timeout_s=5)
+        if number % 3 == 0:
+            await scheduler.client.report([report(f"j{number // 2}", Phase.DECODE)], timeout_s=5)
+        if number % 5 == 0:
+            await scheduler.client.report([report(f"j{number // 3}", output_tokens=number + 1)], timeout_s=5)
+        if number == 40:
+            await scheduler.admin.set_policies({"split": {"name": "cronus"}, "dispatch": {"name": "random"}})
+        if number == 70:
+            await scheduler.admin.set_policies(adaptive_again())
+            await scheduler.hear(**CLUSTER)
+        if number == 90:
+            scheduler.state.placer.forget("p1")
+    await scheduler.client.report([report("j1")], timeout_s=5)
+
+    pairs = list(replay(flushed(scheduler.state.placer._journal, file)))
+    assert len(pairs) == 121
+    assert pairs[0][0].error == Unavailable.code
+    for logged, again in pairs:
+        assert again == logged
+    assert len({logged.route.policy for logged, _ in pairs if logged.route}) == 1
+    assert (
+        len({(logged.route.prefill, logged.route.decode, logged.route.split) for logged, _ in pairs if logged.route})
+        > 5
+    )
+
+
+def adaptive_again() -> dict[str, dict[str, str]]:
+    return {kind: {"name": "adaptive"} for kind in ("split", "dispatch")}
+
+
+def flushed(journal: Journal | None, file: Path) -> Path:
+    assert journal is not None
+    assert journal._file is not None
+    journal._file.flush()
+    return file
+
+
+async def test_other_inputs_make_other_decisions(start: Start, tmp_path: Path) -> None:
+    """What is left out of a log shows: the replay does not just repeat what it reads."""
+    file, rng = tmp_path / "decisions", Random(1)
+    scheduler = await start(placement="round_robin", decision_log=file)
+    await scheduler.hear(**CLUSTER)
+    for number in range(20):
+        await scheduler.client.place(job(number, rng), timeout_s=5)
+    entries = list(read(flushed(scheduler.state.placer._journal, file)))
+    dropped = next(at for at, entry in enumerate(entries) if isinstance(entry, Decided))
+    with Journal(tmp_path / "less", 1 << 20) as less:
+        for entry in entries[:dropped] + entries[dropped + 1 :]:
+            less.add(entry)
+    assert any(again != logged for logged, again in replay(tmp_path / "less"))
+
+
+def test_a_full_log_stops_and_says_so_and_half_an_entry_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "decisions"
+    with capture_logs() as logs, Journal(file, 400) as journal:
+        for number in range(100):
+            journal.add(Begun(number, SPECS))
+    assert [entry["event"] for entry in logs] == ["the decision log is full; decisions are logged no more"]
+    whole = list(read(file))
+    assert [entry.seed for entry in whole if isinstance(entry, Begun)] == list(range(len(whole)))
+    assert file.stat().st_size <= 400
+    file.write_bytes(file.read_bytes()[:-3])
+    assert len(list(read(file))) == len(whole) - 1
+
+
+def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_bytes(b"")
+    with pytest.raises(InvalidRequest, match="does not begin like a decision log"):
+        next(replay(empty))
+    with pytest.raises(InvalidRequest, match="cannot write"), Journal(tmp_path, 100):
+        pass
