@@ -24,14 +24,13 @@ from services.worker.kv.control import DirectControl, KvControl, SocketControl
 from services.worker.kv.events import KvEvents
 from services.worker.kv.ledger import ExportLedger
 from services.worker.kv.port import ConnectorPort, KvPort
-from services.worker.live_rates import LEARN_S, LiveRates
+from services.worker.live_rates import LEARN_S, KnownRates, LiveRates
 from services.worker.metrics import WorkerMetrics
 from services.worker.prefixes.feed import PrefixFeed
 from services.worker.settings import WorkerSettings
 from services.worker.telemetry import HEARTBEAT_S, Telemetry
 from shared.domain.instance import ClusterView, InstanceInfo
 from shared.domain.kv import KvHandle
-from shared.domain.rates import StepRates
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
@@ -43,17 +42,6 @@ from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
-
-
-@dataclass(slots=True)
-class KnownRates:
-    """What the instance's steps cost, for its engine, which starts before anything of it is known."""
-
-    rates: LiveRates | None = None
-
-    def step(self) -> StepRates | None:
-        """As far as it is known by now."""
-        return self.rates.step if self.rates is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What this instance knows of its own speed: a start, corrected by its steps and its transfers while it serves."""
 
 import time
+from dataclasses import dataclass
 
 import msgspec
 
@@ -72,6 +73,17 @@ class LiveRates:
             return None
         self._told, self._told_s = self.current, now
         return self.current
+
+
+@dataclass(slots=True)
+class KnownRates:
+    """What the instance's steps cost, for its engine, which starts before anything of it is known."""
+
+    rates: LiveRates | None = None
+
+    def step(self) -> StepRates | None:
+        """As far as it is known by now."""
+        return self.rates.step if self.rates is not None else None
 
 
 def catalogue_steps(settings: WorkerSettings) -> StepRates:

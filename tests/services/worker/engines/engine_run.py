@@ -2,26 +2,19 @@
 
 import asyncio
 import json
-import os
-import tempfile
 import time
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from services.launcher.model_source import PROJECT
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.vllm import VllmEngine
-from services.worker.kv.events import KvEvents
-from services.worker.settings import WorkerSettings
 from shared.domain.job import Generation, JobView
-from shared.runtime.logs import configure_logs
 from shared.wire.messages import TokenStep
-from tests.services.worker.kv.vllm.engine_process import own_process
+from tests.services.worker.engines.own_engine import started
 
 DEAR = json.dumps({"type": "string", "pattern": r"^(\w{1,99}-){1,99}$"})  # compiles for seconds
 
@@ -164,47 +157,13 @@ async def freed(run: Run) -> dict[str, int]:
     return {"free": stats.free_blocks, "total": stats.total_blocks, "waiting": stats.waiting}
 
 
-async def requests(port: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        settings = WorkerSettings(
-            instance_id="e",
-            model=str(PROJECT / "models" / "demo"),
-            rpc_port=0,
-            http_port=0,
-            kv_port=port,
-            monitor_url="",
-            heartbeat_address="",
-            broadcast_address="",
-            kv_cache_bytes=64 << 20,
-        )
-        async with KvEvents(f"ipc://{folder}/events") as events:
-            engine = VllmEngine(
-                settings,
-                {
-                    "endpoints": list(settings.kv_endpoints),
-                    "events": events.address,
-                    "control_key": "k",
-                    "instance_id": "e",
-                    "generation": 1,
-                    "fingerprint": "f",
-                    "staging_bytes": 1 << 20,
-                },
-            )
-            await engine.start()
-            run = Run(engine)
-            found = {
-                "refusals": await refusals(run),
-                "staging": await full_staging(run),
-                "grammars": await grammars(run),
-                "freed": await freed(run),
-            }
-            await engine.close()
-            return found
-
-
-def run(log: str, port: int, found: "Connection[dict[str, Any], None]") -> None:
-    """Try it all; what the engine prints goes to `log`."""
-    own_process(log)
-    configure_logs("engine", "WARNING")
-    found.send(asyncio.run(requests(port)))
-    os._exit(0)  # a grammar may compile for minutes yet, in a thread that nobody can end
+async def found(port: int) -> dict[str, Any]:
+    """Try it all."""
+    async with started(port, 1 << 20, {}, kv_cache_bytes=64 << 20) as here:
+        run = Run(here.engine)
+        return {
+            "refusals": await refusals(run),
+            "staging": await full_staging(run),
+            "grammars": await grammars(run),
+            "freed": await freed(run),
+        }

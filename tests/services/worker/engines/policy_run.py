@@ -1,27 +1,19 @@
 """A real engine with little KV in a process of its own, under one policy after another; sends what became of each."""
 
 import asyncio
-import os
-import tempfile
 import threading
 import time
-from multiprocessing.connection import Connection
 from typing import Any
 
-from services.launcher.model_source import PROJECT
 from services.worker.engines.policies import EnginePolicies
-from services.worker.engines.vllm import VllmEngine
-from services.worker.kv.events import KvEvents
-from services.worker.settings import WorkerSettings
 from shared.domain.job import Slo
 from shared.domain.kv import KvHandle
 from shared.domain.rates import StepForm, StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
-from shared.runtime.logs import configure_logs
 from tests.services.worker.engines.engine_run import DEAR, guided
+from tests.services.worker.engines.own_engine import started
 from tests.services.worker.engines.watched_engine import WatchedEngine, make_prompt
-from tests.services.worker.kv.vllm.engine_process import own_process
 
 BLOCKS = 25  # one is vLLM's own; of 32 tokens each
 LENGTHS = [300, 120, 20, 250, 60, 30, 200, 90]
@@ -196,48 +188,15 @@ async def grammar(run: WatchedEngine) -> dict[str, Any]:
     return found
 
 
-async def all_of_it(port: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        settings = WorkerSettings(
-            instance_id="e",
-            model=str(PROJECT / "models" / "demo"),
-            rpc_port=0,
-            http_port=0,
-            kv_port=port,
-            monitor_url="",
-            heartbeat_address="",
-            broadcast_address="",
-            dtype="float32",
-            max_model_len=704,
-            chunk_size=128,
-            max_seqs=16,
-            engine_args={"num_gpu_blocks_override": BLOCKS, "enable_prefix_caching": False},
-        )
-        async with KvEvents(f"ipc://{folder}/events") as events:
-            connector = {
-                "endpoints": list(settings.kv_endpoints),
-                "events": events.address,
-                "control_key": "k",
-                "instance_id": "e",
-                "generation": 1,
-                "fingerprint": "f",
-                "staging_bytes": 16 << 20,
-            }
-            engine = VllmEngine(settings, connector, lambda: RATES)
-            await engine.start()
-            run = WatchedEngine(engine, settings)
-            following = asyncio.create_task(run.follow_events(events))
-            found = {}
-            for scenario in (orders, small_kv, local_order, shut, aborts, imports, budget, grammar):
-                found[scenario.__name__] = await scenario(run)
-            following.cancel()
-            await engine.close()
-            return found
-
-
-def run(log: str, port: int, found: "Connection[dict[str, Any], None]") -> None:
-    """Try it all; what the engine prints goes to `log`."""
-    own_process(log)
-    configure_logs("engine", "WARNING")
-    found.send(asyncio.run(all_of_it(port)))
-    os._exit(0)
+async def found(port: int) -> dict[str, Any]:
+    """Try it all."""
+    more = {"num_gpu_blocks_override": BLOCKS, "enable_prefix_caching": False}
+    limits = {"dtype": "float32", "max_model_len": 704, "chunk_size": 128, "max_seqs": 16, "engine_args": more}
+    async with started(port, 16 << 20, {"rates": lambda: RATES}, **limits) as here:
+        run = WatchedEngine(here.engine, here.settings)
+        following = asyncio.create_task(run.follow_events(here.events))
+        answers = {}
+        for scenario in (orders, small_kv, local_order, shut, aborts, imports, budget, grammar):
+            answers[scenario.__name__] = await scenario(run)
+        following.cancel()
+        return answers

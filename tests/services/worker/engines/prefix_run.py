@@ -1,31 +1,25 @@
 """A real engine in a process of its own: what it tells of its prefix cache beside what requests find there."""
 
 import asyncio
-import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from random import Random
 from typing import Any
 
 import msgspec
 
-from services.launcher.model_source import PROJECT
 from services.worker.engines.cache_events import CacheEvent
 from services.worker.engines.vllm import VllmEngine
 from services.worker.kv import lossy_salt
-from services.worker.kv.events import KvEvents
 from services.worker.prefixes.held import HeldPrefixes
 from services.worker.settings import WorkerSettings
 from shared.domain.job import Generation
 from shared.domain.kv import KvHandle
 from shared.domain.prefix import BLOCK_TOKENS, block_hashes
 from shared.policy.prefix_index import PrefixIndex
-from shared.runtime.logs import configure_logs
 from tests.services.worker.engines.engine_run import Run, freed, greedy
-from tests.services.worker.kv.vllm.engine_process import own_process
+from tests.services.worker.engines.own_engine import started
 
 PROMPTS = 30
 
@@ -128,50 +122,16 @@ async def work(trial: Trial, settings: WorkerSettings) -> None:
     await trial.ask("cleared", prompt)
 
 
-async def requests(port: int, block_size: int, caching: bool) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        settings = WorkerSettings(
-            instance_id="e",
-            model=str(PROJECT / "models" / "demo"),
-            rpc_port=0,
-            http_port=0,
-            kv_port=port,
-            monitor_url="",
-            heartbeat_address="",
-            broadcast_address="",
-            max_model_len=640,
-            block_size=block_size,
-            chunk_size=128,
-            kv_cache_bytes=6 << 20,
-            engine_args={"enable_prefix_caching": caching},
-        )
-        told = Told()
-        async with KvEvents(f"ipc://{folder}/events") as events:
-            config = {
-                "endpoints": list(settings.kv_endpoints),
-                "events": events.address,
-                "control_key": "k",
-                "instance_id": "e",
-                "generation": 1,
-                "fingerprint": "f",
-                "staging_bytes": 4 << 20,
-            }
-            engine = VllmEngine(settings, config, told)
-            info = await engine.start()
-            trial = Trial(engine, told)
-            await work(trial, settings)
-            await engine.close()
+async def found(port: int, block_size: int, caching: bool) -> dict[str, Any]:
+    """Try it all."""
+    told, more = Told(), {"enable_prefix_caching": caching}
+    limits = {"max_model_len": 640, "block_size": block_size, "chunk_size": 128, "kv_cache_bytes": 6 << 20}
+    async with started(port, 4 << 20, {"on_cache": told}, engine_args=more, **limits) as here:
+        trial = Trial(here.engine, told)
+        await work(trial, here.settings)
         return {
             "found": [asdict(one) for one in trial.found],
-            "blocks": info.total_blocks,
+            "blocks": here.total_blocks,
             "nodes": len(told.held),
             "told": len(told.held.reachable.blocks) * BLOCK_TOKENS,
         }
-
-
-def run(log: str, port: int, block_size: int, caching: bool, found: "Connection[dict[str, Any], None]") -> None:
-    """Try it all; what the engine prints goes to `log`."""
-    own_process(log)
-    configure_logs("engine", "WARNING")
-    found.send(asyncio.run(requests(port, block_size, caching)))
-    os._exit(0)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.services.worker.kv.vllm.engine_client import PROCESSES, free_port
+from tests.services.worker.engines.own_engine import found_by
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 LENGTHS = [300, 120, 20, 250, 60, 30, 200, 90]  # as `policy_run` submits them
@@ -12,26 +12,7 @@ LENGTHS = [300, 120, 20, 250, 60, 30, 200, 90]  # as `policy_run` submits them
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    log = tmp_path_factory.mktemp("engine") / "log"
-    receiver, sender = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=_run, args=(str(log), free_port(), sender))
-    process.start()
-    sender.close()  # so that its end is seen here
-    try:
-        assert receiver.poll(250), log.read_text()[-6000:]
-        answer: dict[str, Any] = receiver.recv()
-    except EOFError:
-        pytest.fail(log.read_text()[-6000:])
-    finally:
-        process.kill()
-        process.join()
-    return answer
-
-
-def _run(*arguments: Any) -> None:
-    from tests.services.worker.engines.policy_run import run
-
-    run(*arguments)
+    return found_by("tests.services.worker.engines.policy_run", tmp_path_factory.mktemp("engine"))
 
 
 @pytest.mark.parametrize(

@@ -5,37 +5,15 @@ from typing import Any
 
 import pytest
 
-from tests.services.worker.kv.vllm.engine_client import PROCESSES, free_port
+from tests.services.worker.engines.own_engine import found_by
 
 pytestmark = pytest.mark.slow
-
-
-def _run(*arguments: Any) -> None:
-    from tests.services.worker.engines.prefix_run import run
-
-    run(*arguments)
-
-
-def found_by(folder: Path, block_size: int, *, caching: bool = True) -> dict[str, Any]:
-    log = folder / "log"
-    receiver, sender = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=_run, args=(str(log), free_port(), block_size, caching, sender))
-    process.start()
-    sender.close()  # so that its end is seen here
-    try:
-        assert receiver.poll(250), log.read_text()[-6000:]
-        answer: dict[str, Any] = receiver.recv()
-    except EOFError:
-        pytest.fail(log.read_text()[-6000:])
-    finally:
-        process.kill()
-        process.join()
-    return answer
+RUN = "tests.services.worker.engines.prefix_run"
 
 
 @pytest.mark.parametrize("block_size", [32, 128])
 def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int) -> None:
-    answer = found_by(tmp_path, block_size)
+    answer = found_by(RUN, tmp_path, block_size, True)
     by_name: dict[str, dict[str, Any]] = {}
     hits = 0
     for one in answer["found"]:
@@ -55,6 +33,6 @@ def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int) -> None:
 
 
 def test_without_a_prefix_cache_nothing_is_told(tmp_path: Path) -> None:
-    answer = found_by(tmp_path, 32, caching=False)
+    answer = found_by(RUN, tmp_path, 32, False)
     assert answer["told"] == answer["nodes"] == 0
     assert not any(one["hit"] for one in answer["found"])
