@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, KvGeometry, Role
+from shared.domain.rates import Rates
 from shared.errors import EngineFailed
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
@@ -54,6 +55,7 @@ class FakeWorker:
         self.fail_flip = False
         self.lie_about_role = False
         self.load = InstanceLoad(free_blocks=900)
+        self.rates: Rates | None = None
         self.calls: list[str] = []
         self.server = RpcServer(sockets, info.rpc, {DRAIN: self._drain, FLIP: self._flip, RESUME: self._resume})
         self.publisher = Publisher(sockets, heartbeat_address, bind=False)
@@ -62,7 +64,7 @@ class FakeWorker:
         role = self.role.other if self.lie_about_role else self.role
         load = msgspec.structs.replace(self.load, time_s=time.time())
         info = self.info
-        self.publisher.publish(Heartbeat(info.instance_id, info.generation, role, self.draining, load))
+        self.publisher.publish(Heartbeat(info.instance_id, info.generation, role, self.draining, load, self.rates))
 
     async def beat_for_ever(self, period_s: float) -> None:
         while True:

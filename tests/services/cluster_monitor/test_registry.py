@@ -11,7 +11,7 @@ from services.cluster_monitor.edge import (
     Registration,
 )
 from shared.domain.instance import Compatibility, InstanceInfo, InstanceState, KvGeometry, Role
-from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates
+from shared.domain.rates import UNKNOWN_STEPS, ChunkedCost, HuaweiCost, LinkRate, PartialPrefillCost, Rates
 from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound
 from shared.store.reading import read_instances
 from tests.services.cluster_monitor.conftest import Cluster, Start
@@ -201,3 +201,14 @@ async def test_who_does_not_come_back_is_buried_in_the_database(start: Start) ->
     (gone,) = await second.client.instances()
     assert (gone["state"], gone["role"]) == ("dead", "prefill")
     assert gone["death"] == "did not return when the monitor was restarted"
+
+
+async def test_learned_rates_are_broadcast(cluster: Cluster) -> None:
+    (worker,) = await cluster.workers(p0=Role.PREFILL)
+    learned = Rates(step=UNKNOWN_STEPS, link=LinkRate(1e9, 0.001, {"slow": 1e6}))
+    worker.rates = learned
+    await until(lambda: cluster.seen("p0").info.rates == learned, "learned rates in the broadcast")
+    worker.rates = None
+    sequence = cluster.views[-1].sequence
+    await until(lambda: cluster.views[-1].sequence > sequence + 5, "broadcasts go on")
+    assert cluster.seen("p0").info.rates == learned

@@ -243,3 +243,32 @@ def test_targets_decide() -> None:
     even = msgspec.structs.replace(asked(), slo=Slo("even", 10.0, 0.03))
     assert way(route(soon, *views))[1] == "decodes"
     assert way(route(even, *views))[1] == "queue"
+
+
+def test_terms_of_a_prefill_instance() -> None:
+    queue = {"queued_prefill_tokens": 10_000, "queued_prefill": 10}
+    idle, busy_one = PrefillSide.of(p()).part(800, TARGETS), PrefillSide.of(p(**queue)).part(800, TARGETS)
+    assert idle.others == 0.0
+    assert busy_one.ready_s > idle.ready_s + 1.0
+    wait_s = PrefillSide.of(p(**queue)).wait_s
+    assert busy_one.others == pytest.approx(10 * (harm(busy_one.ready_s / 2.0) - harm(wait_s / 2.0)))
+    assert PrefillSide.of(p(), saved=640).own_s(800) == pytest.approx(0.02 + 160 * (1e-4 + 1e-9 * (640 + 80)))
+
+
+def test_terms_of_a_decode_instance() -> None:
+    one, own = asked(), Lengths(150.0, 100.0)
+
+    def side(saved: int = 0, **load: object) -> DecodeSide:
+        return DecodeSide.of(d(max_seqs=32, **load), one, own, own, saved)
+
+    assert side().terms(800).rest_s == 0.0
+    assert side(saved=640).terms(0).rest_s == side().terms(640).rest_s < side().terms(0).rest_s / 2
+    full = side(**busy(40))  # eight wait for a seat; one of 32 ends every 150 steps / 32
+    step_s = 0.02 + 32 * 1e-4 + 32 * 600 * 2e-7
+    assert full.terms(800).room_s == pytest.approx(9 * 150 * step_s / 32)
+    assert full.terms(800).tpot_s == pytest.approx(step_s)
+    assert full.terms(800).memory > side(**busy(32)).terms(800).memory == 0.0
+    small = side(free_blocks=20, **busy(16))
+    assert small.terms(800).room_s == pytest.approx((800 - 320) * 150 * small.after_s / (16 * 600))
+    assert small.terms(800).memory > 0.0
+    assert side(prefill_share=0.5, **busy(16)).terms(800).tpot_s > side(**busy(16)).terms(800).tpot_s + 0.01

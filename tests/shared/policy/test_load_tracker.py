@@ -5,7 +5,7 @@ import pytest
 
 from shared.domain.route import InstanceRef, Route, Work
 from shared.errors import Unavailable
-from shared.policy.assignment import Assignment
+from shared.policy.assignment import Assignment, assignments
 from shared.policy.load_tracker import FORGET_S, HOLD_S, LoadTracker
 from tests.shared.policy.views import decode, job, prefill, view
 
@@ -103,3 +103,27 @@ def test_the_ledger_outlives_broadcasts_until_its_instance_is_gone() -> None:
         assert (live.ledger.score("d"), live.ledger.tokens_at("d")) == (2.0, 30)
     live.update(view(decode("e")), 14.0, rng)
     assert len(live.ledger) == 0
+
+
+def test_a_bound_decode_counts_over_broadcasts_until_a_load_shows_it() -> None:
+    live, rng = LoadTracker(), Random(0)
+    before, shown = view(decode("d"), prefill("p")), view(decode("d", decoding=1, time_s=40.0), prefill("p"))
+    live.update(before, 10.0, rng)
+    route = Route(InstanceRef("p", 1, ""), InstanceRef("d", 1, ""), 60, "adaptive")
+    live.ledger.add(job(100, job_id="j"), route, 10.0)
+    for assignment in assignments(job(100, job_id="j"), route, 10.0):
+        live.book(assignment)
+
+    def decoding() -> tuple[int, int, int]:
+        load = live.current.decode.views[0].load
+        return load.decoding, load.context_tokens, load.queued_prefill_tokens
+
+    assert decoding() == (1, 100, 40)
+    live.update(before, 30.0, rng)  # long after, its prompt is still computed elsewhere
+    assert decoding() == (1, 100, 40)
+    assert live.current.decode.views[0].load.inbound_bytes == 60 * decode("d").info.kv_bytes_per_token
+    live.arrived("j", 35.0)
+    live.update(before, 35.1, rng)
+    assert decoding() == (1, 100, 40)
+    live.update(shown, 40.0, rng)
+    assert decoding() == (1, 0, 0)
