@@ -1,6 +1,7 @@
 """Every event that decisions rest on, and the decisions, in a file; and the same decided again from it."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -73,7 +74,9 @@ Entry = Begun | Followed | Heard | Told | Decided | Came | Ended
 
 
 class Journal:
-    """Entries, each after its length. A context manager; once `most_bytes` are written it stops, and says so."""
+    """Entries, each after its length. A context manager; once `most_bytes` are written, or the disk takes no more, it
+    stops, and says so: no request fails for it.
+    """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         self._path = path
@@ -104,12 +107,17 @@ class Journal:
             log.warning("the decision log is full; decisions are logged no more", path=str(self._path))
             self._close()
             return
-        self._file.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+        try:
+            self._file.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+        except OSError as error:
+            log.warning("decisions are logged no more", path=str(self._path), error=error.strerror)
+            self._close()
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what it had not written yet, on a disk that is full
+                file.close()
 
 
 def read(path: Path) -> Iterator[Entry]:

@@ -1,6 +1,5 @@
 """What this instance knows of its own speed: a start, corrected by its steps and its transfers while it serves."""
 
-import time
 from dataclasses import dataclass
 
 import msgspec
@@ -58,8 +57,8 @@ class LiveRates:
         for one in steps:
             batch = Batch(one.prefill, one.decode_count, one.decode_context_tokens)
             self._learner.add(batch, one.seconds, one.ended_s)
-        step = self._learner.rates(steps[-1].ended_s if steps else time.time()) if steps else self.current.step
-        if step is not None and steps:
+        if steps:
+            step = self._learner.rates(steps[-1].ended_s)
             learned = rates_of_steps(step, self._chunk)
             self.current = msgspec.structs.replace(
                 self.current, prefill=learned.prefill, chunked=learned.chunked, batch=learned.batch, step=step

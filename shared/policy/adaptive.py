@@ -28,8 +28,8 @@ class Adaptive:
 
     Candidates are the prefill instance of each class of speed that would be through first, and the least pressed decode
     instance of each class, at most `candidates` of each; the two of either role that hold most of the prompt; and two
-    decode instances at random. Harm is how likely targets are missed by
-    the job itself, and how much likelier by those whom it delays (see `estimate`): prefill queue, links, decodes, room.
+    decode instances at random. Harm is how likely targets are missed by the job itself, and how much likelier by those
+    whom it delays (see `estimate`): prefill queue, links, decodes, room.
     Beside a fixed policy for splits or for dispatch it decides on the rest, and keeps to what that one says.
     Source: ours. Cronus 4.2 for the balanced split, TetriInfer 3.3.4 for few candidates and memory.
     """

@@ -107,3 +107,11 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
         next(replay(empty))
     with pytest.raises(InvalidRequest, match="cannot write"), Journal(tmp_path, 100):
         pass
+
+
+def test_a_disk_that_takes_no_more_fails_no_request() -> None:
+    """/dev/full takes what a buffer holds, and nothing after it."""
+    with capture_logs() as logs, Journal(Path("/dev/full"), 1 << 20) as journal:
+        for number in range(2000):
+            journal.add(Begun(number, SPECS))
+    assert [entry["event"] for entry in logs] == ["decisions are logged no more"]
