@@ -48,10 +48,12 @@ class Events:
         self._said: OrderedDict[tuple[str, str, str], float] = OrderedDict()
 
     async def load(self, engine: AsyncEngine) -> None:
-        """Read those of former lives. Raises Unavailable."""
-        for row in await read_events(engine, KEPT * len(EventKind)):  # newest first
+        """Read those of former lives; what this one has told meanwhile may be among them. Raises Unavailable."""
+        found = await read_events(engine, KEPT * len(EventKind))
+        here = {row["event_id"] for ring in self._rings.values() for row in ring}
+        for row in found:  # newest first
             ring = self._rings.get(row["kind"])
-            if ring is not None and len(ring) < KEPT:
+            if ring is not None and len(ring) < KEPT and row["event_id"] not in here:
                 ring.appendleft(row)
 
     def newest(self, limit: int, since_s: float = 0.0, kinds: Iterable[EventKind] = ()) -> list[dict[str, Any]]:

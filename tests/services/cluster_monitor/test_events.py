@@ -6,6 +6,7 @@ from services.cluster_monitor import registry
 from services.cluster_monitor.events import KEPT
 from shared.domain.instance import InstanceLoad, InstanceState, Role
 from shared.errors import Conflict, Incompatible, NotFound
+from shared.store.database import open_engine
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import request, tcp, until
 from tests.services.fake_worker import fake_worker, make_info
@@ -140,6 +141,19 @@ async def test_a_restarted_monitor_knows_what_happened_and_who_is_missing(start:
         after = await second.client.events()
         assert after[1:] == before
         assert (after[0]["kind"], after[0]["instance_id"]) == ("returned", "d0")
+
+
+async def test_what_is_in_the_database_already_when_it_is_read_is_told_once(start: Start) -> None:
+    cluster: Cluster = await start()
+    await cluster.workers(d0=Role.DECODE, p0=Role.PREFILL)
+    told = await cluster.client.events()
+    await until(lambda: cluster.store.ready.is_set() and not cluster.store.queued, "all in the database")
+    engine = open_engine(cluster.settings.database_url)
+    try:
+        await cluster.state.events.load(engine)  # as at a start at which instances come before the database answers
+    finally:
+        await engine.dispose()
+    assert await cluster.client.events() == told
 
 
 async def test_a_flood_of_one_kind_pushes_out_no_other_and_memory_is_bounded(
