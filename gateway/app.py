@@ -22,6 +22,7 @@ from gateway.auth import LOOPBACK, KeyRing, load_keys
 from gateway.core import ClusterCore, JobRunner
 from gateway.edge import Edge
 from gateway.grammars import Grammars
+from gateway.lengths import LengthClient
 from gateway.llm import ClusterLLM
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
@@ -75,7 +76,8 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
         sockets = Sockets(curve)
         stack.callback(sockets.close)
-        clients = stack.enter_context(RpcClients(sockets, keep=settings.schedulers))
+        keep = (*settings.schedulers, settings.predictor)
+        clients = stack.enter_context(RpcClients(sockets, keep=keep))
         schedulers = SchedulerClient(clients, settings.schedulers)
         metrics = GatewayMetrics(settings.served_model_name or settings.model)
         reporter = Reporter(schedulers, metrics)
@@ -83,7 +85,9 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         tasks.every("reports", PERIOD_S, reporter.flush)
         tasks.start("grammars", grammars.watch())
         tasks.every("rpc clients", SWEEP_S, clients.sweep)
-        core = ClusterCore(settings, runner or Pipeline(settings, clients, schedulers, reporter))
+        lengths = LengthClient(clients, settings, metrics.predictions)
+        stack.push_async_callback(lengths.close)
+        core = ClusterCore(settings, runner or Pipeline(settings, clients, schedulers, reporter, lengths))
         stack.push_async_callback(core.close)
         admission = Admission(settings, keys.count)
         metrics.queued.set_function(lambda: admission.jobs)

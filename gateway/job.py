@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gateway.lengths import Asked
 from shared.domain.job import Generation, JobView, LengthPrediction, Phase, Slo
 from shared.domain.prefix import block_hashes
 from shared.domain.route import Reason, Route
@@ -53,7 +54,7 @@ class Job:
     losses: int = 0  # attempts that an instance lost, since the last token
     tokens: list[int] = field(default_factory=list)  # what the client already has
     failed_instances: list[str] = field(default_factory=list)
-    prediction: LengthPrediction | None = None
+    asked: Asked = field(default_factory=Asked)  # for the length of its answer
     prefill_instance: str = ""
     decode_instance: str = ""
     split: int = 0
@@ -77,6 +78,11 @@ class Job:
     def finished(self) -> bool:
         """Whether the client has all."""
         return bool(self.finish_reason)
+
+    @property
+    def prediction(self) -> LengthPrediction | None:
+        """Of its answer's length, if it is here by now."""
+        return self.asked.prediction
 
     @property
     def left_s(self) -> float:
@@ -163,6 +169,11 @@ class Job:
     def decided(self, kind: str, chosen: str, reasons: tuple[Reason, ...]) -> None:
         """Add a decision to the timeline."""
         self.timeline.decisions.append(Decision(time.time(), kind, chosen, reasons))
+
+    def predicted(self, found: LengthPrediction) -> None:
+        """The prediction has come."""
+        figures: dict[str, float | str] = {"confidence": found.confidence, "upper_tokens": found.upper_tokens}
+        self.decided("prediction", f"{found.lower_tokens} tokens or more", (Reason(found.source, figures),))
 
     def placed(self, route: Route) -> None:
         """Take in a placement."""

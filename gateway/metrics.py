@@ -60,6 +60,9 @@ class GatewayMetrics:
         self.reports_dropped = Counter(
             "polyphase_gateway_reports_dropped", "Final reports that no scheduler took in time.", registry=registry
         )
+        self.predictions = Counter(
+            "polyphase_predictions", "Length predictions, by outcome.", ["outcome"], registry=registry
+        )
         self.refused = Counter("polyphase_refused", "Requests refused, by cause.", ["cause"], registry=registry)
         self._model = model
 

@@ -12,18 +12,19 @@ import msgspec
 
 from gateway import spans
 from gateway.job import Job
+from gateway.lengths import LengthClient
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
 from gateway.staged import StagedKv
-from shared.domain.job import Phase
+from shared.domain.job import LengthPrediction, Phase
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Busy, DeadlineExceeded, EngineFailed, NotConnected, PolyphaseError, Unavailable, WrongRole
 from shared.runtime.logs import get_log
 from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.messages import DecodeRequest, PrefillReply, PrefillRequest, TokenStep
-from shared.wire.methods import DECODE, PREFILL, Method
+from shared.wire.messages import DecodeRequest, Predicted, PrefillReply, PrefillRequest, TokenStep
+from shared.wire.methods import DECODE, PREDICTED, PREFILL, Method
 from shared.wire.rpc_clients import RpcClients
 
 log = get_log(__name__)
@@ -45,9 +46,15 @@ class Pipeline:
     """Runs jobs to their end. `run` returns when the client has everything, or raises why it cannot."""
 
     def __init__(
-        self, settings: GatewaySettings, clients: RpcClients, schedulers: SchedulerClient, reporter: Reporter
+        self,
+        settings: GatewaySettings,
+        clients: RpcClients,
+        schedulers: SchedulerClient,
+        reporter: Reporter,
+        lengths: LengthClient,
     ) -> None:
         self._settings = settings
+        self._lengths = lengths
         self._clients = clients
         self._schedulers = schedulers
         self._reporter = reporter
@@ -59,9 +66,12 @@ class Pipeline:
         Raises the last error once attempts, patience or the deadline are used up. Cancelling stops both legs.
         """
         job.spent(Span.INTAKE, time.time())
+        job.asked = self._lengths.ask(job.prompt, job.remaining)
+        job.asked.then(job.predicted)
         outcome = PolyphaseError.code  # of a bug of ours: the status table must not show the job as under way for ever
         try:
             async with asyncio.timeout(job.left_s):
+                await self._lengths.soon(job.asked)
                 await self._attempts(job)
         except TimeoutError:
             outcome = DeadlineExceeded.code
@@ -73,6 +83,7 @@ class Pipeline:
             outcome = error.code
             raise
         finally:
+            job.asked.cancel()
             self._ended(job, outcome)
 
     def _ended(self, job: Job, outcome: str) -> None:
@@ -167,15 +178,19 @@ class Pipeline:
             exclude=tuple(job.failed_instances),
             dispatch=route.dispatch,
         )
-        reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
+        with job.asked.meanwhile(lambda found: self._tell(instance, job.transfer_id, found)):
+            reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
         if reply.tokens:
             finish = reply.finish_reason or ("length" if job.remaining <= len(reply.tokens) else "")
             job.accept(TokenStep(reply.tokens, finish, reply.stop_reason, reply.logprobs))
         spans.prefill_ended(job, instance.instance_id, reply)
-        job.prediction = reply.prediction or job.prediction
         if reply.decode is not None:
             job.decided("dispatch", reply.decode.instance_id, reply.reasons)
         return reply
+
+    def _tell(self, prefill: InstanceRef, transfer_id: str, found: LengthPrediction) -> None:
+        """What came while the prompt is being computed is not too late for its dispatch."""
+        self._clients.to(prefill.rpc).notify(PREDICTED, Predicted(transfer_id, found))
 
     async def _decode_somewhere(
         self, job: Job, instance: InstanceRef | None, handle: KvHandle, staged: StagedKv

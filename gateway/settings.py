@@ -50,3 +50,7 @@ class GatewaySettings(ServiceSettings):
     attempts: int = Field(4, gt=0)
     slo: dict[str, SloTarget] = {"default": SloTarget()}
     kv_codec: Codec = Codec.RAW
+
+    predictor: str = ""  # its RPC address; empty: nobody predicts lengths
+    predict_wait_s: float = Field(0.005, ge=0)  # at most so long a placement waits for a classifier that is so quick
+    predict_timeout_s: float = Field(0.25, gt=0)  # what comes later is given up; before that dispatch may still use it

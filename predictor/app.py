@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from time import perf_counter
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -12,10 +11,11 @@ from starlette.exceptions import HTTPException
 
 from predictor.bodies import MAX_OBSERVATIONS, Observation, PredictBody
 from predictor.limit import BodyLimit
-from predictor.metrics import Metrics
+from predictor.metrics import Metrics, timed
+from predictor.rpc import open_rpc
 from predictor.service import Loaded, Predictor
 from predictor.settings import PredictorSettings
-from shared.errors import InvalidRequest, PolyphaseError
+from shared.errors import InvalidRequest
 from shared.runtime.http import error_response, service_app
 from shared.runtime.tasks import background
 
@@ -30,8 +30,8 @@ def build_app(settings: PredictorSettings, load: Callable[[PredictorSettings], L
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         predictor = Predictor(settings, load)
         app.state.predictor, app.state.settings = predictor, settings
-        app.state.metrics = Metrics(registry, predictor)
-        async with background() as tasks:
+        app.state.metrics = metrics = Metrics(registry, predictor)
+        async with background() as tasks, open_rpc(settings, predictor, metrics):
             tasks.start("first load", predictor.start())
             try:
                 yield
@@ -71,14 +71,7 @@ async def predict(
     body: PredictBody, predictor: AnyPredictor, metrics: AnyMetrics, settings: AnySettings
 ) -> dict[str, Any]:
     """Predict the output length of one prompt; 429 when too many wait, 504 past the deadline."""
-    started_s = perf_counter()
-    try:
-        found = await predictor.predict(body.to_query(settings.timeout_ms))
-    except PolyphaseError as error:
-        metrics.refused.labels(error.code).inc()
-        raise
-    latency_s = perf_counter() - started_s
-    metrics.latency_s.labels(found.source).observe(latency_s)
+    found, latency_s = await timed(predictor, metrics, body.to_query(settings.timeout_ms))
     return {
         "bucket": found.bucket,
         "lower_tokens": found.lower_tokens,

@@ -9,10 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from shared.domain.job import PREDICTED_FROM
 from shared.errors import InvalidRequest
 
-# Callers send this many of a prompt's last token ids; no more are looked at.
-SENT_IDS = 256
 # Assumed where nobody counted: OpenAI's rule of thumb for English text.
 BYTES_PER_TOKEN = 4
 
@@ -25,8 +24,8 @@ class ServedTokenizer:
         self._template = template
 
     def tail_text(self, token_ids: list[int]) -> str:
-        """The text of the last SENT_IDS tokens, without special ones and ids outside the vocabulary."""
-        return str(self._tokenizer.decode(token_ids[-SENT_IDS:], skip_special_tokens=True))
+        """The text of the last PREDICTED_FROM tokens, without special ones and ids outside the vocabulary."""
+        return str(self._tokenizer.decode(token_ids[-PREDICTED_FROM:], skip_special_tokens=True))
 
     def seen_prompt(self, prompt: str) -> tuple[str, int]:
         """What the service will see of this prompt as a chat message, and its length in tokens."""

@@ -17,6 +17,7 @@ class PredictorSettings(ServiceSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8300, ge=0, le=65535)
+    rpc_address: str = ""  # where gateways ask, such as tcp://127.0.0.1:8301; empty: over HTTP only
     # The folder that `predictor.train` wrote; it may appear later (POST /v1/model/reload).
     checkpoint: Path | None = None
     # The served model (folder or Hugging Face name): its tokenizer turns token ids back into text.

@@ -60,7 +60,7 @@ class GatewaySection(Section):
     """The API. `extra`: GatewaySettings."""
 
     settings = GatewaySettings
-    derived = frozenset({"schedulers", "served_model_name", "max_model_len", "gateway_id"})
+    derived = frozenset({"schedulers", "served_model_name", "max_model_len", "gateway_id", "predictor"})
 
     host: str = ""  # default: the address of the control host
     port: int = Field(8000, gt=0, lt=65536)
@@ -86,7 +86,7 @@ class PredictorSection(Section):
     """The length predictor. `extra`: PredictorSettings."""
 
     settings = PredictorSettings
-    derived = frozenset({"host", "port"})
+    derived = frozenset({"host", "port", "rpc_address"})
 
 
 class DashboardSection(BaseModel):
@@ -103,7 +103,7 @@ class InstanceSection(Section):
     """One instance, or `count` alike ones, named id-0, id-1, … `extra`: WorkerSettings."""
 
     settings = WorkerSettings
-    derived = frozenset({"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "predictor_url"})
+    derived = frozenset({"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address"})
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     role: Role

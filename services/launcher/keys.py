@@ -10,7 +10,7 @@ import zmq
 from gateway.auth import create_key, load_keys
 from shared.errors import Conflict, InvalidRequest
 
-_CURVED = ("MONITOR", "SCHEDULER", "GATEWAY", "WORKER")
+_CURVED = ("MONITOR", "SCHEDULER", "GATEWAY", "WORKER", "PREDICTOR")
 
 
 def add_key(file: Path, name: str, requests_per_s: float = 0.0, burst: int = 0) -> str:

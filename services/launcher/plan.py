@@ -141,6 +141,7 @@ class _Planner:
             "model": c.model,
             "served_model_name": c.served_model_name,
             "max_model_len": c.max_model_len,
+            "predictor": self._zmq(ports.PREDICTOR + 1) if c.predictor.enabled else "",
             **self._curve,
         }
         settings = self._settings(GatewaySettings, "gateway", c.gateway.extra, values)
@@ -150,10 +151,16 @@ class _Planner:
 
     def _predictor(self) -> ProcessSpec:
         port = self._base + ports.PREDICTOR
-        values = {"host": self._control, "port": port, "model": self._cluster.model}
+        values = {
+            "host": self._control,
+            "port": port,
+            "rpc_address": self._zmq(ports.PREDICTOR + 1),
+            "model": self._cluster.model,
+            **self._curve,
+        }
         settings = self._settings(PredictorSettings, "predictor", self._cluster.predictor.extra, values)
         return self._process(
-            "predictor", "predictor", settings, self._control, port, (port,), self._cluster.predictor.env
+            "predictor", "predictor", settings, self._control, port, (port, port + 1), self._cluster.predictor.env
         )
 
     def _dashboard(self) -> ProcessSpec:
@@ -210,7 +217,6 @@ class _Planner:
             "monitor_url": self._http(ports.MONITOR),
             "heartbeat_address": self._zmq(1),
             "broadcast_address": self._zmq(2),
-            "predictor_url": self._predictor_url,
             **self._curve,
         }
         settings = self._settings(WorkerSettings, f"instances.{entry.id}", entry.extra, values)

@@ -17,7 +17,6 @@ from services.worker.engines.cache_events import CacheSink
 from services.worker.engines.policies import CurrentRates
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
-from services.worker.jobs.lengths import LengthClient
 from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.control import DirectControl, KvControl, SocketControl
@@ -37,7 +36,7 @@ from shared.runtime.tasks import Background, background
 from shared.wire.broadcast import Publisher, Subscriber
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, ReleaseRequest, ResumeRequest
-from shared.wire.methods import DECODE, DRAIN, FLIP, PREFETCH, PREFILL, PREFIXES, RELEASE, RESUME
+from shared.wire.methods import DECODE, DRAIN, FLIP, PREDICTED, PREFETCH, PREFILL, PREFIXES, RELEASE, RESUME
 from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
 
@@ -115,8 +114,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         rates = LiveRates(settings, info, engine.steps)
         known.rates = rates
         dispatcher = Dispatcher(_seed(settings, generation))
-        lengths = await stack.enter_async_context(LengthClient(settings.predictor_url, settings.predict_timeout_s))
-        prefill = PrefillService(engine, kv, roles, dispatcher, lengths, settings.chunk_size)
+        prefill = PrefillService(engine, kv, roles, dispatcher, settings.chunk_size)
         decode = DecodeService(engine, kv, roles, rates.transferred)
 
         async def release_of(peer: bytes) -> None:
@@ -134,7 +132,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
             settings, info, roles, engine, kv, prefill, decode, rates, dispatcher, sockets, stack, tasks
         )
         stack.push_async_callback(telemetry.leave)
-        WorkerMetrics(info, telemetry, roles, engine, server, lengths, dispatcher)
+        WorkerMetrics(info, telemetry, roles, engine, server, dispatcher)
         log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
         yield Instance(info, telemetry, roles, engine)
 
@@ -255,6 +253,7 @@ def _handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, 
 
     return {
         PREFILL: prefill.prefill,
+        PREDICTED: prefill.predicted,
         RELEASE: release,
         PREFETCH: decode.prefetch,
         DECODE: decode.decode,

@@ -8,7 +8,6 @@ from prometheus_client.registry import Collector
 
 from services.worker.engines.base import Engine
 from services.worker.jobs.dispatcher import Dispatcher
-from services.worker.jobs.lengths import LengthClient
 from services.worker.jobs.roles import RoleState
 from services.worker.telemetry import Telemetry
 from shared.domain.instance import InstanceInfo
@@ -25,7 +24,6 @@ class WorkerMetrics(Collector):
         roles: RoleState,
         engine: Engine,
         server: RpcServer,
-        lengths: LengthClient,
         dispatcher: Dispatcher,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
@@ -34,7 +32,6 @@ class WorkerMetrics(Collector):
         self._roles = roles
         self._engine = engine
         self._server = server
-        self._lengths = lengths
         self._dispatcher = dispatcher
         registry.register(self)
 
@@ -62,7 +59,6 @@ class WorkerMetrics(Collector):
         yield CounterMetricFamily("vllm:prefix_cache_hits", hit, value=float(stats.hit_tokens))
         yield CounterMetricFamily("polyphase_flips", "Role flips.", value=float(self._roles.flips))
         yield _counter("polyphase_rpc_dropped", "RPC input dropped, by cause.", "cause", self._server.dropped)
-        yield _counter("polyphase_predictions", "Length predictions, by outcome.", "outcome", self._lengths.outcomes)
         yield _counter("polyphase_dispatched", "Jobs dispatched, by instance.", "instance", self._dispatcher.choices)
 
 

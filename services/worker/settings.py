@@ -33,8 +33,6 @@ class WorkerSettings(ServiceSettings):
     monitor_url: str
     heartbeat_address: str
     broadcast_address: str
-    predictor_url: str = ""
-    predict_timeout_s: float = Field(0.1, gt=0)
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     block_size: int = Field(32, gt=0)

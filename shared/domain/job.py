@@ -4,6 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
+PREDICTED_FROM = 256  # tokens at the end of a prompt: a length predictor looks at no more
 LOST = "lost"  # outcome of a failed job whose gateway is gone; a later word of the job itself takes its place
 
 

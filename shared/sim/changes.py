@@ -111,6 +111,7 @@ class Changes:
         """An instance that the request was on is lost: begin anew with the tokens that the client has."""
         given = self._legs.drop(request, now)
         self._handover.forget(request, now)
+        request.hear(now)
         job = request.job
         again = msgspec.structs.replace(
             job, prompt_tokens=job.prompt_tokens + given, max_tokens=max(0, job.max_tokens - given)

@@ -65,6 +65,7 @@ class Handover:
         """Give the request its decode instance, and have that reserve memory."""
         if request.decode_tokens == 0 or request.decode_leg is not None or request.prefill is None:
             return
+        request.hear(now)
         if request.decode is not None and self._fleet.instances[request.decode].state is InstanceState.DEAD:
             request.decode = None  # it was bound at placement and has died since
         if request.decode is None:

@@ -23,13 +23,17 @@ class Prediction:
     accuracy: share of requests whose own bucket is said, alike in every bucket; the rest goes to the buckets just
     below and above in equal parts (all of it to the one neighbour at either end). confusion: the whole matrix
     instead, [true bucket, said bucket], each row summing to 1; `accuracy` then counts for nothing. Without either a
-    prediction is always right. Raises InvalidRequest that names what is wrong, for a matrix the row.
+    prediction is always right. answer_s: how long the predictor takes. A placement waits for it, if it takes no longer
+    than `wait_s`; else the answer is for the dispatch, if that comes later, and for the decode instance.
+    Raises InvalidRequest that names what is wrong, for a matrix the row.
     """
 
     width_tokens: int = 200
     buckets: int = 10
     accuracy: float = 1.0
     confusion: Matrix | None = None
+    answer_s: float = 0.0
+    wait_s: float = 0.005
     _ends: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # row i: i + cumulative shares
     _said: tuple[LengthPrediction, ...] = field(init=False, repr=False, compare=False)
 
@@ -40,6 +44,8 @@ class Prediction:
             )
         if not 0.0 <= self.accuracy <= 1.0:
             raise InvalidRequest(f"prediction: accuracy must be in 0..1, not {self.accuracy}")
+        if min(self.answer_s, self.wait_s) < 0.0:
+            raise InvalidRequest("prediction: answer_s and wait_s must not be negative")
         if self.confusion is None:
             shares = _neighbours(self.buckets, self.accuracy)
         else:
@@ -54,6 +60,11 @@ class Prediction:
         """One with as many buckets as the matrix [true, said] has rows."""
         rows = tuple(tuple(float(share) for share in row) for row in confusion)
         return cls(width_tokens=width_tokens, buckets=len(rows), confusion=rows)
+
+    @property
+    def at_placement(self) -> bool:
+        """Whether placements have it."""
+        return self.answer_s <= self.wait_s
 
     def buckets_of(self, output_tokens: Lengths) -> NDArray[np.int64]:
         """The true bucket of each answer."""

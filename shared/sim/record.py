@@ -8,7 +8,7 @@ from shared.domain.instance import InstanceState, InstanceView, Role
 from shared.domain.job import JobView
 from shared.sim.instance import SimInstance
 from shared.sim.outcomes import LoadTimeline, Outcomes, Status
-from shared.sim.request import SimRequest
+from shared.sim.request import LatePrediction, SimRequest
 from shared.sim.spec import RunSpec
 from shared.sim.workload import Workload
 
@@ -30,7 +30,9 @@ class Record:
         self._progress = progress
         self._prefixes = workload.prefixes
         # Lists: reading one number of an array costs several times as much.
-        self._arrival_s: list[float] = (workload.arrival_s + run.gateway_s).tolist()
+        waited_s = run.prediction.answer_s if run.prediction and run.prediction.at_placement else 0.0
+        self._gateway_s = run.gateway_s + waited_s
+        self._arrival_s: list[float] = (workload.arrival_s + self._gateway_s).tolist()
         self._prompts: list[int] = workload.prompt_tokens.tolist()
         self._outputs: list[int] = workload.output_tokens.tolist()
         said = run.prediction.predict(workload.output_tokens, run.seed) if run.prediction else None
@@ -48,7 +50,7 @@ class Record:
         """A client of a closed loop sends the request; when it is to be placed."""
         self._sent = row + 1
         self.outcomes.arrival_s[row] = now
-        self._arrival_s[row] = now + self._run.gateway_s
+        self._arrival_s[row] = now + self._gateway_s
         return self._arrival_s[row]
 
     def next_to_send(self) -> int | None:
@@ -57,14 +59,18 @@ class Record:
 
     def request(self, row: int) -> SimRequest:
         """The request of a row, as it sets out. It asks for as many tokens as it will get."""
-        prediction = None
-        if self._buckets is not None and self._run.prediction is not None:
-            prediction = self._run.prediction.as_prediction(self._buckets[row])
+        said, predictor = None, self._run.prediction
+        if self._buckets is not None and predictor is not None:
+            said = predictor.as_prediction(self._buckets[row])
+        known = said if predictor is not None and predictor.at_placement else None
         output = self._outputs[row]
         asked = max(output, self._run.max_tokens or 0)
         prefix = self._prefixes[row] if self._prefixes is not None else ()
-        job = JobView(str(row), self._prompts[row], asked, self._run.slo, prediction, prefix=prefix)
-        return SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]))
+        job = JobView(str(row), self._prompts[row], asked, self._run.slo, known, prefix=prefix)
+        request = SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]))
+        if said is not None and known is None and predictor is not None:
+            request.late = LatePrediction(said, request.arrived_s + predictor.answer_s)
+        return request
 
     def output_tokens(self, row: int) -> int:
         """Of the request of that row, in all."""

@@ -3,7 +3,18 @@
 Instances are named by their position, as in `SimResult.instances`.
 """
 
-from shared.domain.job import JobView
+from typing import NamedTuple
+
+import msgspec
+
+from shared.domain.job import JobView, LengthPrediction
+
+
+class LatePrediction(NamedTuple):
+    """A prediction of the answer's length that is not there yet."""
+
+    prediction: LengthPrediction
+    comes_s: float
 
 
 class SimRequest:
@@ -23,6 +34,7 @@ class SimRequest:
         "first_token_s",
         "job",
         "last_token_s",
+        "late",
         "output_left",
         "over",
         "prefill",
@@ -49,6 +61,7 @@ class SimRequest:
         self.waited_s = 0.0  # so, before that, since its last token
         self.first_token_s = -1.0
         self.last_token_s = -1.0  # as far as it is known: while it decodes, its engine knows better
+        self.late: LatePrediction | None = None
         self.begin(job, output_tokens)
 
     def begin(self, job: JobView, output_left: int) -> None:
@@ -65,6 +78,12 @@ class SimRequest:
         self.sent_tokens = 0  # of the split, on the wire or over it
         self.admitted = False  # the decode instance has blocks for the KV
         self.waits_prefill = False  # counts as a prompt that an instance has not computed yet
+
+    def hear(self, now: float) -> None:
+        """Take a prediction in that has come after the placement."""
+        if self.late is not None and self.late.comes_s <= now:
+            self.job = msgspec.structs.replace(self.job, prediction=self.late.prediction)
+            self.late = None
 
     @property
     def decode_tokens(self) -> int:

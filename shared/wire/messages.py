@@ -9,7 +9,7 @@ from shared.domain.rates import Rates
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.timeline import RequestTimeline
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 
 class PlaceRequest(msgspec.Struct):
@@ -47,6 +47,14 @@ class JobReports(msgspec.Struct):
 
     reports: list[JobReport]
     origin: str = ""
+
+
+class PredictRequest(msgspec.Struct):
+    """Ask for the length of an answer. prompt_token_ids: the last of `prompt_tokens`, at most PREDICTED_FROM."""
+
+    prompt_token_ids: list[int]
+    prompt_tokens: int
+    max_tokens: int
 
 
 class PrefillRequest(msgspec.Struct):
@@ -93,7 +101,13 @@ class PrefillReply(msgspec.Struct):
     started_s: float = 0.0
     ended_s: float = 0.0
     reasons: tuple[Reason, ...] = ()
-    prediction: LengthPrediction | None = None
+
+
+class Predicted(msgspec.Struct):
+    """The length of an answer, predicted while its prompt is being computed; unknown transfers are ignored."""
+
+    transfer_id: str
+    prediction: LengthPrediction
 
 
 class ReleaseRequest(msgspec.Struct):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from shared.domain.job import LengthPrediction
 from shared.domain.prefix import PrefixDelta
 from shared.domain.route import Route
 from shared.wire import messages as m
@@ -28,8 +29,12 @@ _Nothing = type(None)
 PLACE = Method("place", m.PlaceRequest, Route, _Nothing)
 REPORT = Method("report", m.JobReports, _Nothing, _Nothing)
 
+# Predictor.
+PREDICT = Method("predict", m.PredictRequest, LengthPrediction, _Nothing)
+
 # Worker, as a prefill instance.
 PREFILL = Method("prefill", m.PrefillRequest, m.PrefillReply, m.PrefillStarted)
+PREDICTED = Method("predicted", m.Predicted, _Nothing, _Nothing)
 RELEASE = Method("release", m.ReleaseRequest, _Nothing, _Nothing)
 
 # Worker, as a decode instance.

@@ -12,6 +12,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from gateway.job import Job, JobSpec
+from gateway.lengths import LengthClient
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import Reporter
@@ -27,6 +28,7 @@ from shared.wire.messages import (
     JobReport,
     JobReports,
     PlaceRequest,
+    Predicted,
     PrefetchRequest,
     PrefillReply,
     PrefillRequest,
@@ -34,7 +36,7 @@ from shared.wire.messages import (
     ReleaseRequest,
     TokenStep,
 )
-from shared.wire.methods import DECODE, PLACE, PREFETCH, PREFILL, RELEASE, REPORT
+from shared.wire.methods import DECODE, PLACE, PREDICTED, PREFETCH, PREFILL, RELEASE, REPORT
 from shared.wire.rpc_clients import RpcClients
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
@@ -93,6 +95,7 @@ class Worker:
     released: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)  # prefetches that were cancelled
     timeouts: list[float] = field(default_factory=list)  # of each call
+    told: list[Predicted] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     server: RpcServer | None = None
 
@@ -111,7 +114,13 @@ class Worker:
         self.cancelled.clear()
 
     async def start(self) -> None:
-        handlers = {PREFILL: self.prefill, DECODE: self.decode, PREFETCH: self.prefetch, RELEASE: self.release}
+        handlers = {
+            PREFILL: self.prefill,
+            PREDICTED: self.predicted,
+            DECODE: self.decode,
+            PREFETCH: self.prefetch,
+            RELEASE: self.release,
+        }
         self.server = await listen(RpcServer(self.sockets, self.address, handlers))
 
     async def stop(self) -> None:
@@ -178,6 +187,9 @@ class Worker:
                 await result
         else:
             await asyncio.sleep(0)
+
+    async def predicted(self, said: Predicted, _: ServerCall) -> None:
+        self.told.append(said)
 
     async def prefetch(self, request: PrefetchRequest, call: ServerCall) -> None:
         self.prefetched.append(request.handle.transfer_id)
@@ -260,8 +272,11 @@ async def running_cluster(**changes: object) -> AsyncIterator[Cluster]:
         settings = GatewaySettings(schedulers=(address,), model="demo", **changes)  # type: ignore[arg-type]
         clients = stack.enter_context(RpcClients(sockets))
         schedulers = SchedulerClient(clients, settings.schedulers)
-        reporter = Reporter(schedulers, GatewayMetrics("demo", CollectorRegistry()))
-        pipeline = Pipeline(settings, clients, schedulers, reporter)
+        metrics = GatewayMetrics("demo", CollectorRegistry())
+        reporter = Reporter(schedulers, metrics)
+        lengths = LengthClient(clients, settings, metrics.predictions)
+        stack.push_async_callback(lengths.close)
+        pipeline = Pipeline(settings, clients, schedulers, reporter, lengths)
         cluster = Cluster(
             pipeline,
             reporter,

@@ -39,9 +39,9 @@ def _worker() -> str:
     telemetry = cast(Any, SimpleNamespace(load=InstanceLoad))
     roles = cast(Any, SimpleNamespace(draining=False, role=Role.DECODE, flips=0))
     server = cast(Any, SimpleNamespace(dropped={}))
-    lengths, dispatcher = cast(Any, SimpleNamespace(outcomes={})), cast(Any, SimpleNamespace(choices={}))
+    dispatcher = cast(Any, SimpleNamespace(choices={}))
     engine = cast(Any, SimpleNamespace(stats=EngineStats))
-    WorkerMetrics(make_info("d0", "tcp://a:1"), telemetry, roles, engine, server, lengths, dispatcher, registry)
+    WorkerMetrics(make_info("d0", "tcp://a:1"), telemetry, roles, engine, server, dispatcher, registry)
     return generate_latest(registry).decode()
 
 

@@ -8,15 +8,14 @@ import msgspec
 
 from services.worker.engines.base import Engine, EngineRequest, failure
 from services.worker.jobs.dispatcher import Dispatcher
-from services.worker.jobs.lengths import Asked, LengthClient
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
 from shared.domain.instance import Role
-from shared.domain.job import LengthPrediction
+from shared.domain.job import JobView
 from shared.domain.kv import KvHandle
 from shared.domain.route import InstanceRef, Reason
 from shared.errors import Unavailable
-from shared.wire.messages import PrefillReply, PrefillRequest, PrefillStarted, TokenStep
+from shared.wire.messages import Predicted, PrefillReply, PrefillRequest, PrefillStarted, TokenStep
 from shared.wire.rpc_server import ServerCall
 
 
@@ -27,10 +26,9 @@ class _Prefill:
     request_id: str
     request: PrefillRequest
     call: ServerCall
-    asked: Asked
+    view: JobView
     decode: InstanceRef | None = None
     reasons: tuple[Reason, ...] = ()
-    prediction: LengthPrediction | None = None
     queued_s: float = 0.0
     started_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
@@ -43,20 +41,11 @@ class _Prefill:
 class PrefillService:
     """Serves `prefill`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        kv: KvPort,
-        roles: RoleState,
-        dispatcher: Dispatcher,
-        lengths: LengthClient,
-        chunk_size: int,
-    ) -> None:
+    def __init__(self, engine: Engine, kv: KvPort, roles: RoleState, dispatcher: Dispatcher, chunk_size: int) -> None:
         self._engine = engine
         self._kv = kv
         self._roles = roles
         self._dispatcher = dispatcher
-        self._lengths = lengths
         self._chunk_size = chunk_size
         self._active: dict[str, _Prefill] = {}  # whose prompts are not computed
         self._sequence = 0
@@ -83,19 +72,23 @@ class PrefillService:
         with self._roles.job(Role.PREFILL):
             self._sequence += 1
             request_id = f"{request.job.job_id}#p{self._sequence}"
-            asked = self._lengths.ask(request.prompt_token_ids, request.job.max_tokens)
-            job = _Prefill(request_id, request, call, asked, decode=request.decode, queued_s=time.time())
+            job = _Prefill(request_id, request, call, request.job, decode=request.decode, queued_s=time.time())
             kept = False
             try:
                 reply = await self._run(job)
                 kept = reply.handle is not None
                 return reply
             finally:
-                asked.cancel()
                 self._engine.abort(request_id)
                 self._kv.forget(request.transfer_id)
                 if request.export and not kept:
                     await asyncio.shield(self._kv.release([request.transfer_id]))
+
+    async def predicted(self, said: Predicted, _: ServerCall) -> None:
+        """How long the answer will be, for its dispatch; nothing where its prompt is computed already."""
+        for job in self._active.values():
+            if job.request.transfer_id == said.transfer_id:
+                job.view = msgspec.structs.replace(job.view, prediction=said.prediction)
 
     async def _run(self, job: _Prefill) -> PrefillReply:
         request = job.request
@@ -119,7 +112,6 @@ class PrefillService:
             started_s=job.started_s or job.queued_s,
             ended_s=time.time(),
             reasons=job.reasons,
-            prediction=job.prediction,
         )
 
     async def _compute(self, job: _Prefill) -> TokenStep:
@@ -166,14 +158,12 @@ class PrefillService:
 
     def _choose(self, job: _Prefill) -> None:
         """Find a decode instance, unless there is one; without any, `reasons` say why."""
-        job.prediction = job.prediction or job.asked.prediction
         if job.decode is not None:
             return
-        view = job.request.job
-        if job.prediction is not None:
-            view = msgspec.structs.replace(view, prediction=job.prediction)
         try:
-            job.decode, job.reasons = self._dispatcher.choose(view, job.request.dispatch, exclude=job.request.exclude)
+            job.decode, job.reasons = self._dispatcher.choose(
+                job.view, job.request.dispatch, exclude=job.request.exclude
+            )
         except Unavailable as error:
             job.reasons = (Reason(error.message, {"code": error.code}),)
 

@@ -80,7 +80,9 @@ def test_addresses_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for each in (*schedulers, *workers):
         assert each.broadcast_address == monitor.broadcast_address
         assert each.monitor_url == plan.monitor_url == f"http://127.0.0.1:{monitor.http_port}"
-        assert each.predictor_url == plan.predictor_url == f"http://127.0.0.1:{predictor.port}"
+    for scheduler in schedulers:
+        assert scheduler.predictor_url == plan.predictor_url == f"http://127.0.0.1:{predictor.port}"
+    assert gateway.predictor == predictor.rpc_address == "tcp://127.0.0.1:20004"
     for worker in workers:
         assert worker.heartbeat_address == monitor.heartbeat_address
     assert plan.scheduler_urls == tuple(f"http://127.0.0.1:{each.http_port}" for each in schedulers)

@@ -1,8 +1,17 @@
+from dataclasses import dataclass, field
+from typing import Any
+
 import numpy as np
 import pytest
 
 from shared.errors import InvalidRequest
+from shared.policy.dispatch import PowerOfTwo
+from shared.policy.placement import LeastLoad
+from shared.sim.cluster import simulate
 from shared.sim.prediction import OPEN_ENDED_TOKENS, Prediction
+from shared.sim.spec import RunSpec
+from tests.shared.sim.cluster_runs import policies, workload
+from tests.shared.sim.clusters import pair
 
 LENGTHS = np.array([1, 199, 200, 401, 5000], dtype=np.int64)
 
@@ -82,3 +91,38 @@ def test_other_errors() -> None:
         Prediction(width_tokens=0)
     with pytest.raises(InvalidRequest, match="2 rows"):
         Prediction(buckets=3, confusion=((1.0, 0.0), (0.0, 1.0)))
+
+
+@dataclass
+class Spy:
+    """A policy that keeps which jobs it saw with a prediction."""
+
+    policy: Any
+    saw: list[bool] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def choose(self, job: Any, *given: Any) -> Any:
+        self.saw.append(job.prediction is not None)
+        return self.policy.choose(job, *given)
+
+
+# A prompt of 100 tokens takes 0.11 s.
+@pytest.mark.parametrize(
+    ("answer_s", "placed", "dispatched"),
+    [(0.0, True, True), (0.004, True, True), (0.05, False, True), (0.2, False, False)],
+)
+def test_who_knows_it_depends_on_how_long_the_predictor_takes(answer_s: float, placed: bool, dispatched: bool) -> None:
+    placement, dispatch = Spy(LeastLoad()), Spy(PowerOfTwo())
+    run = RunSpec(policies=policies(placement=placement, dispatch=dispatch), prediction=Prediction(answer_s=answer_s))
+    result = simulate(workload((0.0, 100, 5), (10.0, 100, 5)), pair(), run)
+    assert (placement.saw, dispatch.saw) == ([placed] * 2, [dispatched] * 2)
+    waited_s = answer_s if placed else 0.0
+    assert result.outcomes.first_token_s[0] == pytest.approx(0.11 + waited_s)
+
+
+@pytest.mark.parametrize("name", ["answer_s", "wait_s"])
+def test_times_are_not_negative(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="must not be negative"):
+        Prediction(**{name: -1.0})  # type: ignore[arg-type]

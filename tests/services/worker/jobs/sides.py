@@ -8,7 +8,6 @@ from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats,
 from services.worker.engines.policies import EnginePolicies
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
-from services.worker.jobs.lengths import LengthClient
 from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
 from shared.domain.instance import Role
@@ -17,7 +16,7 @@ from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.route import InstanceRef, PolicySpec
 from shared.errors import PolyphaseError
 from shared.runtime.tasks import Background
-from shared.wire.messages import DecodeRequest, PrefillReply, PrefillRequest, TokenStep
+from shared.wire.messages import DecodeRequest, Predicted, PrefillReply, PrefillRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
 
 TARGET = InstanceRef("d0", 1, "tcp://127.0.0.1:1")
@@ -145,12 +144,14 @@ class FixedDispatcher:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.jobs: list[JobView] = []
         self.refusal: PolyphaseError | None = None
 
     def choose(
         self, job: JobView, policy: PolicySpec | None, exclude: tuple[str, ...] = ()
     ) -> tuple[InstanceRef, tuple[()]]:
         self.asked += 1
+        self.jobs.append(job)
         if self.refusal is not None:
             raise self.refusal
         return TARGET, ()
@@ -163,15 +164,17 @@ class Side:
         self.engine, self.port, self.call = ScriptedEngine(), ScriptedPort(), Call()
         self.roles = RoleState(role)
         self.dispatcher = FixedDispatcher()
-        lengths = LengthClient("", 0.1)
         dispatcher = cast(Dispatcher, self.dispatcher)
-        self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, lengths, chunk_size)
+        self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, chunk_size)
         self._decode = DecodeService(self.engine, self.port, self.roles, lambda *_: None)
 
     async def prefill(self, request: PrefillRequest) -> "asyncio.Task[PrefillReply]":
         task = asyncio.create_task(self._prefill.prefill(request, cast(ServerCall, self.call)))
         await asyncio.wait_for(self.engine.arrived.wait(), 5)
         return task
+
+    async def predicted(self, said: Predicted) -> None:
+        await self._prefill.predicted(said, cast(ServerCall, self.call))
 
     async def decode(self, request: DecodeRequest) -> "asyncio.Task[Any]":
         task = asyncio.create_task(self._decode.decode(request, cast(ServerCall, self.call)))

@@ -8,9 +8,10 @@ import pytest
 
 from services.worker.engines.base import deliver
 from shared.domain.instance import Role
+from shared.domain.job import LengthPrediction
 from shared.domain.kv import Codec, KvHandle, TransferOutcome
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError, Unavailable, WrongRole
-from shared.wire.messages import PrefetchRequest, PrefillRequest, PrefillStarted, TokenStep
+from shared.wire.messages import Predicted, PrefetchRequest, PrefillRequest, PrefillStarted, TokenStep
 from shared.wire.rpc_server import ServerCall
 from tests.services.worker.jobs.sides import TARGET, Call, Side, decode_request, prefill_request
 
@@ -48,6 +49,17 @@ async def test_a_long_prompt_names_its_decode_instance_after_the_first_chunk() -
     side.engine.step(TokenStep([42], "length"))
     assert (await task).decode == TARGET
     assert side.dispatcher.asked == 1
+
+
+async def test_a_prediction_that_comes_while_the_prompt_is_computed_is_for_its_dispatch() -> None:
+    side, said = Side(Role.PREFILL), LengthPrediction(1, 200, 400, 0.8, "classifier")
+    task = await side.prefill(prefill_request())
+    await side.predicted(Predicted("another", LengthPrediction(9, 1800, 2000, 0.8, "classifier")))
+    await side.predicted(Predicted("t1", said))
+    side.engine.step(TokenStep([42], "length"))
+    await task
+    assert [job.prediction for job in side.dispatcher.jobs] == [said]
+    await side.predicted(Predicted("t1", said))  # the prompt is computed: no fault
 
 
 async def test_a_prefill_without_a_decode_instance_ends_well_and_says_why() -> None:

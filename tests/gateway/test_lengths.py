@@ -1,0 +1,208 @@
+"""What the predictor says reaches the first placement when it is quick, the dispatch when it is not, and never
+holds a job up for longer than a moment, whatever the predictor does.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from gateway.job import Job
+from gateway.lengths import MAX_CALLS
+from shared.domain.job import PREDICTED_FROM, LengthPrediction
+from shared.errors import Busy
+from shared.timeline import Span
+from shared.wire.messages import PredictRequest
+from shared.wire.methods import PREDICT
+from shared.wire.rpc_server import RpcServer, ServerCall
+from shared.wire.sockets import Sockets
+from tests.gateway.cluster import Cluster, free_address, listen, make_job, running_cluster
+
+PROMPT = list(range(1000))
+LONG_S = 20.0  # nobody waits so long in a test that passes
+
+
+@dataclass
+class Predictor:
+    """Answers with `source` while `go` is set; `refuse` is raised instead."""
+
+    source: str = "classifier"
+    refuse: Exception | None = None
+    asked: list[PredictRequest] = field(default_factory=list)
+    ended: int = 0
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.go.set()
+
+    async def predict(self, request: PredictRequest, _: ServerCall) -> LengthPrediction:
+        self.asked.append(request)
+        try:
+            await self.go.wait()
+        finally:
+            self.ended += 1
+        if self.refuse is not None:
+            raise self.refuse
+        return LengthPrediction(2, 400, 600, 0.8, self.source)
+
+
+@asynccontextmanager
+async def cluster_and_predictor(**changes: object) -> AsyncIterator[tuple[Cluster, Predictor]]:
+    address, predictor, sockets = free_address(), Predictor(), Sockets()
+    server = await listen(RpcServer(sockets, address, {PREDICT: predictor.predict}))
+    try:
+        async with running_cluster(predictor=address, **changes) as cluster:
+            yield cluster, predictor
+    finally:
+        predictor.go.set()
+        await server.__aexit__(None, None, None)
+        sockets.close()
+
+
+async def run(cluster: Cluster, max_tokens: int = 4) -> Job:
+    job, _ = make_job(PROMPT, max_tokens)
+    async with asyncio.timeout(LONG_S):
+        await cluster.pipeline.run(job)
+    assert job.finished
+    return job
+
+
+async def run_until_answered(cluster: Cluster) -> None:
+    """A job whose prompt takes as long as its prediction."""
+    job, _ = make_job(PROMPT, 4)
+
+    async def computing(count: int) -> None:
+        while job.prediction is None:
+            await asyncio.sleep(0.001)
+
+    cluster.prefill.before_token = computing
+    async with asyncio.timeout(LONG_S):
+        await cluster.pipeline.run(job)
+    cluster.prefill.before_token = None
+
+
+def placed_with(cluster: Cluster) -> list[bool]:
+    return [place.job.prediction is not None for place in cluster.places]
+
+
+async def until_asked(predictor: Predictor, count: int) -> None:
+    async with asyncio.timeout(LONG_S):
+        while len(predictor.asked) < count:
+            await asyncio.sleep(0.005)
+
+
+async def test_the_first_placement_has_what_a_quick_classifier_says() -> None:
+    async with cluster_and_predictor(predict_wait_s=LONG_S) as (cluster, predictor):
+        await run_until_answered(cluster)  # nobody knows yet that it pays to wait
+        job = await run(cluster)
+        assert placed_with(cluster)[-1]
+        request = predictor.asked[-1]
+        assert (request.prompt_token_ids, request.prompt_tokens) == (PROMPT[-PREDICTED_FROM:], len(PROMPT))
+        assert request.max_tokens == 4
+        assert cluster.prefill.prefills[-1].job.prediction == job.prediction
+        (decided,) = [one for one in job.timeline.decisions if one.kind == "prediction"]
+        assert decided.chosen == "400 tokens or more"
+        assert decided.reasons[0].what == "classifier"
+
+
+async def test_what_comes_later_is_told_to_the_prefill_under_way_and_to_decode() -> None:
+    async with cluster_and_predictor(predict_timeout_s=LONG_S) as (cluster, predictor):
+        predictor.go.clear()
+        told = asyncio.Event()
+
+        async def computing(count: int) -> None:
+            predictor.go.set()
+            await told.wait()
+
+        cluster.prefill.before_token = computing
+        task = asyncio.create_task(run(cluster))
+        async with asyncio.timeout(LONG_S):
+            while not cluster.prefill.told:
+                await asyncio.sleep(0.005)
+        told.set()
+        await task
+        (said,) = cluster.prefill.told
+        assert said.transfer_id == cluster.prefill.prefills[0].transfer_id
+        assert said.prediction.lower_tokens == 400
+        assert cluster.prefill.prefills[0].job.prediction is None
+        assert cluster.decodes[0].decodes[0].job.prediction == said.prediction
+
+
+async def test_what_comes_after_the_prefill_is_told_to_nobody_who_has_no_use_for_it() -> None:
+    async with cluster_and_predictor(predict_timeout_s=LONG_S) as (cluster, predictor):
+        predictor.go.clear()
+
+        async def decoding(count: int) -> None:
+            predictor.go.set()
+            async with asyncio.timeout(LONG_S):
+                while not predictor.ended:
+                    await asyncio.sleep(0.005)
+
+        cluster.decodes[0].before_token = decoding
+        await run(cluster)
+        await cluster.prefill.releases(1)  # by the same connection, after all that was sent
+        assert not cluster.prefill.told
+
+
+@pytest.mark.parametrize("source", ["observed", "classifier"])
+async def test_placement_waits_for_no_answer_that_does_not_pay(source: str) -> None:
+    """A classifier that is slower than the wait, and one that says what schedulers know themselves."""
+    async with cluster_and_predictor(predict_wait_s=LONG_S if source == "observed" else 1e-6) as (cluster, predictor):
+        predictor.source = source
+        await run_until_answered(cluster)
+        predictor.go.clear()
+        await run(cluster)  # it would not end before the answer
+        assert not placed_with(cluster)[-1]
+
+
+async def test_one_that_hangs_of_a_sudden_costs_a_moment_and_then_nothing() -> None:
+    async with cluster_and_predictor(predict_wait_s=0.25, predict_timeout_s=2.0) as (cluster, predictor):
+        await run_until_answered(cluster)
+        predictor.go.clear()
+        waited = []
+        for _ in range(6):
+            job = await run(cluster)
+            (placement,) = [one for one in job.timeline.spans if one.span is Span.PLACEMENT]
+            waited.append(placement.ended_s - placement.started_s)
+        assert waited[0] > 0.2
+        assert max(waited[1:]) < 0.2
+
+
+async def test_calls_are_bounded_in_number_and_end_with_their_jobs() -> None:
+    async with cluster_and_predictor(predict_timeout_s=LONG_S) as (cluster, predictor):
+        predictor.go.clear()
+        cluster.prefill.before_token = lambda _: asyncio.get_running_loop().create_future()
+        tasks = [asyncio.create_task(run(cluster)) for _ in range(MAX_CALLS + 20)]
+        await until_asked(predictor, MAX_CALLS)
+        async with asyncio.timeout(LONG_S):
+            while len(cluster.prefill.prefills) < len(tasks):
+                await asyncio.sleep(0.005)
+        assert len(predictor.asked) == MAX_CALLS
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.timeout(LONG_S):
+            while predictor.ended < MAX_CALLS:
+                await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("refuse", [Busy("too many"), ValueError("a bug")])
+async def test_a_refusal_or_a_crash_is_no_fault_of_the_job(refuse: Exception) -> None:
+    async with cluster_and_predictor() as (cluster, predictor):
+        predictor.refuse = refuse
+        job = await run(cluster)
+        assert (job.prediction, job.attempt) == (None, 1)
+
+
+async def test_one_that_is_not_there_is_no_fault_of_the_job() -> None:
+    async with running_cluster(predictor=free_address()) as cluster:
+        assert (await run(cluster)).prediction is None
+
+
+async def test_one_token_needs_no_prediction() -> None:
+    async with cluster_and_predictor() as (cluster, predictor):
+        await run(cluster, max_tokens=1)
+        await run_until_answered(cluster)
+        assert [one.max_tokens for one in predictor.asked] == [4]

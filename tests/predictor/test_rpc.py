@@ -1,0 +1,85 @@
+"""The RPC answers as the HTTP API does, over a real socket, and within each call's deadline."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from tokenizers import Tokenizer, models
+
+from predictor.metrics import Metrics
+from predictor.rpc import open_rpc
+from predictor.served import ServedTokenizer
+from predictor.service import Loaded, Predictor
+from predictor.settings import PredictorSettings
+from shared.errors import DeadlineExceeded, InvalidRequest
+from shared.wire.messages import PredictRequest
+from shared.wire.methods import PREDICT
+from shared.wire.rpc_client import RpcClient
+from shared.wire.sockets import Sockets
+from tests.predictor.conftest import FakeClassifier
+
+
+@asynccontextmanager
+async def serving(predictor: Predictor, registry: CollectorRegistry) -> AsyncIterator[RpcClient]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    sockets = Sockets()
+    try:
+        async with open_rpc(PredictorSettings(rpc_address=address), predictor, Metrics(registry, predictor)):
+            client = RpcClient(sockets, address)
+            try:
+                yield client
+            finally:
+                client.close()
+    finally:
+        sockets.close()
+        await predictor.lane.close()
+
+
+async def test_observed_lengths_go_by_the_whole_prompt_and_the_limit() -> None:
+    registry, predictor = CollectorRegistry(), Predictor(PredictorSettings())
+    for _ in range(50):
+        predictor.observed.observe(2000, 410)
+        predictor.observed.observe(10, 50)
+    async with serving(predictor, registry) as client:
+        long = await client.call(PREDICT, PredictRequest([1, 2, 3], 1800, 900), timeout_s=10)
+        short = await client.call(PREDICT, PredictRequest([1, 2, 3], 3, 900), timeout_s=10)
+        assert (long.lower_tokens, long.upper_tokens, long.source) == (400, 600, "observed")
+        assert (short.lower_tokens, short.upper_tokens) == (0, 200)
+        capped = await client.call(PREDICT, PredictRequest([1, 2, 3], 1800, 450), timeout_s=10)
+        assert capped.upper_tokens == 451
+    counted = generate_latest(registry).decode()
+    assert 'polyphase_predictor_latency_seconds_count{source="observed"} 3.0' in counted
+
+
+async def test_the_classifier_reads_the_tokens_and_keeps_to_the_deadline(fake: FakeClassifier, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text("read by nobody here")
+    served = ServedTokenizer(Tokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2}, unk_token="one")))
+    registry, predictor = (
+        CollectorRegistry(),
+        Predictor(PredictorSettings(checkpoint=tmp_path), lambda _: Loaded(fake, served)),
+    )
+    await predictor.start()
+    async with serving(predictor, registry) as client:
+        found = await client.call(PREDICT, PredictRequest([1, 2], 2, 900), timeout_s=10)
+        assert (found.bucket, found.source) == (2, "classifier")
+        assert fake.seen == ["two three"]
+        fake.gate.clear()
+        with pytest.raises(DeadlineExceeded):
+            await client.call(PREDICT, PredictRequest([1, 2], 2, 900), timeout_s=0.2)
+        fake.gate.set()
+    assert 'refused_total{code="deadline_exceeded"}' in generate_latest(registry).decode()
+
+
+async def test_what_is_no_request_is_refused_and_the_next_one_answered() -> None:
+    registry, predictor = CollectorRegistry(), Predictor(PredictorSettings())
+    wrong: Any = {"prompt_token_ids": "words"}
+    async with serving(predictor, registry) as client:
+        with pytest.raises(InvalidRequest):
+            await client.call(PREDICT, wrong, timeout_s=10)
+        assert (await client.call(PREDICT, PredictRequest([], 0, 0), timeout_s=10)).source == "observed"
