@@ -26,10 +26,11 @@ LONG_S = 20.0  # nobody waits so long in a test that passes
 
 @dataclass
 class Predictor:
-    """Answers with `source` while `go` is set; `refuse` is raised instead."""
+    """Answers with `source` after `takes_s`, while `go` is set; `refuse` is raised instead."""
 
     source: str = "classifier"
     refuse: Exception | None = None
+    takes_s: float = 0.0
     asked: list[PredictRequest] = field(default_factory=list)
     ended: int = 0
     go: asyncio.Event = field(default_factory=asyncio.Event)
@@ -41,6 +42,7 @@ class Predictor:
         self.asked.append(request)
         try:
             await self.go.wait()
+            await asyncio.sleep(self.takes_s)
         finally:
             self.ended += 1
         if self.refuse is not None:
@@ -87,6 +89,11 @@ def placed_with(cluster: Cluster) -> list[bool]:
     return [place.job.prediction is not None for place in cluster.places]
 
 
+def placement_s(job: Job) -> float:
+    (placement,) = [one for one in job.timeline.spans if one.span is Span.PLACEMENT]
+    return placement.ended_s - placement.started_s
+
+
 async def until_asked(predictor: Predictor, count: int) -> None:
     async with asyncio.timeout(LONG_S):
         while len(predictor.asked) < count:
@@ -108,7 +115,7 @@ async def test_the_first_placement_has_what_a_quick_classifier_says() -> None:
 
 
 async def test_what_comes_later_is_told_to_the_prefill_under_way_and_to_decode() -> None:
-    async with cluster_and_predictor(predict_timeout_s=LONG_S) as (cluster, predictor):
+    async with cluster_and_predictor(predict_timeout_s=10 * LONG_S) as (cluster, predictor):
         predictor.go.clear()
         told = asyncio.Event()
 
@@ -131,7 +138,7 @@ async def test_what_comes_later_is_told_to_the_prefill_under_way_and_to_decode()
 
 
 async def test_what_comes_after_the_prefill_is_told_to_nobody_who_has_no_use_for_it() -> None:
-    async with cluster_and_predictor(predict_timeout_s=LONG_S) as (cluster, predictor):
+    async with cluster_and_predictor(predict_timeout_s=10 * LONG_S) as (cluster, predictor):
         predictor.go.clear()
 
         async def decoding(count: int) -> None:
@@ -146,15 +153,16 @@ async def test_what_comes_after_the_prefill_is_told_to_nobody_who_has_no_use_for
         assert not cluster.prefill.told
 
 
-@pytest.mark.parametrize("source", ["observed", "classifier"])
-async def test_placement_waits_for_no_answer_that_does_not_pay(source: str) -> None:
-    """A classifier that is slower than the wait, and one that says what schedulers know themselves."""
-    async with cluster_and_predictor(predict_wait_s=LONG_S if source == "observed" else 1e-6) as (cluster, predictor):
-        predictor.source = source
+@pytest.mark.parametrize(("source", "takes_s", "wait_s"), [("observed", 0.0, LONG_S), ("classifier", 1.5, 1.0)])
+async def test_placement_waits_for_no_answer_that_does_not_pay(source: str, takes_s: float, wait_s: float) -> None:
+    """One that says what schedulers know themselves, and a classifier that is slower than the wait."""
+    async with cluster_and_predictor(predict_wait_s=wait_s, predict_timeout_s=10 * LONG_S) as (cluster, predictor):
+        predictor.source, predictor.takes_s = source, takes_s
         await run_until_answered(cluster)
         predictor.go.clear()
-        await run(cluster)  # it would not end before the answer
+        job = await run(cluster)
         assert not placed_with(cluster)[-1]
+        assert placement_s(job) < 0.9
 
 
 async def test_one_that_hangs_of_a_sudden_costs_a_moment_and_then_nothing() -> None:
@@ -163,15 +171,13 @@ async def test_one_that_hangs_of_a_sudden_costs_a_moment_and_then_nothing() -> N
         predictor.go.clear()
         waited = []
         for _ in range(6):
-            job = await run(cluster)
-            (placement,) = [one for one in job.timeline.spans if one.span is Span.PLACEMENT]
-            waited.append(placement.ended_s - placement.started_s)
+            waited.append(placement_s(await run(cluster)))
         assert waited[0] > 0.2
         assert max(waited[1:]) < 0.2
 
 
 async def test_calls_are_bounded_in_number_and_end_with_their_jobs() -> None:
-    async with cluster_and_predictor(predict_timeout_s=LONG_S) as (cluster, predictor):
+    async with cluster_and_predictor(predict_timeout_s=10 * LONG_S) as (cluster, predictor):
         predictor.go.clear()
         cluster.prefill.before_token = lambda _: asyncio.get_running_loop().create_future()
         tasks = [asyncio.create_task(run(cluster)) for _ in range(MAX_CALLS + 20)]

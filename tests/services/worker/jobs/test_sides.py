@@ -54,8 +54,8 @@ async def test_a_long_prompt_names_its_decode_instance_after_the_first_chunk() -
 async def test_a_prediction_that_comes_while_the_prompt_is_computed_is_for_its_dispatch() -> None:
     side, said = Side(Role.PREFILL), LengthPrediction(1, 200, 400, 0.8, "classifier")
     task = await side.prefill(prefill_request())
-    await side.predicted(Predicted("another", LengthPrediction(9, 1800, 2000, 0.8, "classifier")))
     await side.predicted(Predicted("t1", said))
+    await side.predicted(Predicted("another", LengthPrediction(9, 1800, 2000, 0.8, "classifier")))
     side.engine.step(TokenStep([42], "length"))
     await task
     assert [job.prediction for job in side.dispatcher.jobs] == [said]
