@@ -170,7 +170,7 @@ class ClusterCore:
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt),
             carry=carry,
             local_only=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
-            slo=Slo(who.slo, target.ttft_s, target.tpot_s),
+            slo=Slo(who.slo, target.ttft_s, target.tpot_s, target.lossy_kv),
         )
 
     def _emit(self, job_id: str, step: TokenStep) -> None:

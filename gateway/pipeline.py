@@ -186,6 +186,8 @@ class Pipeline:
         spans.prefill_ended(job, instance.instance_id, reply)
         if reply.decode is not None:
             job.decided("dispatch", reply.decode.instance_id, reply.reasons)
+        if reply.codec is not None and reply.handle is not None:
+            job.decided("codec", reply.handle.codec.value, (reply.codec,))
         return reply
 
     def _tell(self, prefill: InstanceRef, transfer_id: str, found: LengthPrediction) -> None:

@@ -11,12 +11,13 @@ from shared.runtime.settings import ServiceSettings
 
 
 class SloTarget(BaseModel):
-    """Targets of one class, in seconds."""
+    """Targets of one class, in seconds. lossy_kv: the coarsest codec its KV may be sent with where the link is slow."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ttft_s: float = 2.0
     tpot_s: float = 0.2
+    lossy_kv: Codec = Codec.RAW
 
 
 class GatewaySettings(ServiceSettings):
@@ -49,7 +50,7 @@ class GatewaySettings(ServiceSettings):
     patience_s: float = Field(10.0, gt=0)  # how long a job waits for a scheduler or an instance to come back
     attempts: int = Field(4, gt=0)
     slo: dict[str, SloTarget] = {"default": SloTarget()}
-    kv_codec: Codec = Codec.RAW
+    kv_codec: Codec = Codec.RAW  # of all transfers, if it is lossy; see `slo` for one by class and link
 
     predictor: str = ""  # its RPC address; empty: nobody predicts lengths
     predict_wait_s: float = Field(0.005, ge=0)  # at most so long a placement waits for a classifier that is so quick

@@ -116,7 +116,7 @@ class _Importer:
         self._count += 1
         tokens = size // _TOKEN_BYTES
         transfer_id = f"bench-{self._count}"
-        self._pipe.send((transfer_id, codec, tokens))
+        self._pipe.send((transfer_id, tokens))
         self._pipe.recv()  # staged: what is measured begins with the pull
         handle = KvHandle(transfer_id, "exporter", 1, "bench", (self._kv_address,), tokens, "bfloat16", codec)
         self._ended.clear()
@@ -183,8 +183,8 @@ def _export(pipe: Connection, folder: str) -> None:
             part.copy_(source[:, :, : part.shape[2]])
 
     while (order := pipe.recv()) is not None:
-        transfer_id, codec, tokens = order
-        endpoint.stage(transfer_id, codec, 0, tokens, True, fill)
+        transfer_id, tokens = order
+        endpoint.stage(transfer_id, 0, tokens, tokens, fill)
         pipe.send(True)
     endpoint.stop()
 

@@ -58,7 +58,7 @@ def _run(read: SimFile, file: Path) -> RunSpec:
         label=read.name or file.stem,
         policies=Policies(Adaptive(), AdaptiveSplit(), AdaptiveDispatch()),
         prediction=Prediction(**said.model_dump()) if said else None,
-        slo=Slo(ttft_s=read.slo.ttft_s, tpot_s=read.slo.tpot_s),
+        slo=Slo(ttft_s=read.slo.ttft_s, tpot_s=read.slo.tpot_s, lossy_kv=read.slo.lossy_kv),
         losses=tuple(Loss(entry.instance, entry.at_s, entry.back_s) for entry in read.losses),
         flips=tuple(Flip(entry.instance, entry.at_s) for entry in read.flips),
         **dict(read.run),

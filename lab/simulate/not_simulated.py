@@ -17,7 +17,7 @@ _LOG = "what is logged, not what is done"
 _SEED = "draws follow the simulation's own seed"
 _NO_FAULTS = "nothing fails in the simulation of a cluster file"
 _BODIES = "each request of a trace is one job of known lengths, and has no body"
-_PREDICTOR = "whether lengths are predicted, and how well, is `--accuracy`"
+_PREDICTOR = "whether lengths are predicted, how well and how soon, is `--accuracy` and a simulation file's `prediction`"
 _MEMORY = "prefetched KV that has no room is pulled again; in a simulation it always has room"
 _LATE_KV = "KV on its way never comes too late for its deadline in a simulation"
 
@@ -26,7 +26,6 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "host": _ADDRESS,
         "advertise_host": _ADDRESS,
         "log_level": _LOG,
-        "predict_timeout_s": _PREDICTOR,
         "policy_seed": _SEED,
         "hang_s": _NO_FAULTS,
         "inbox_bytes": _MEMORY,
@@ -65,6 +64,8 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
     },
     GatewaySettings: {
         "log_level": _LOG,
+        "predict_wait_s": _PREDICTOR,
+        "predict_timeout_s": _PREDICTOR,
         "host": _ADDRESS,
         "port": _ADDRESS,
         "dtype": "of the front end; the instances' own counts",

@@ -61,6 +61,7 @@ class SloEntry(_Part):
 
     ttft_s: Positive = 2.0
     tpot_s: Positive = 0.2
+    lossy_kv: Codec = Codec.RAW
 
 
 class PredictionEntry(_Part):

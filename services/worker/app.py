@@ -15,6 +15,7 @@ from fastapi import FastAPI, Query, Response
 from services.worker.engines.base import Engine, EngineInfo
 from services.worker.engines.cache_events import CacheSink
 from services.worker.engines.policies import CurrentRates
+from services.worker.jobs.codecs import Codecs
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.prefill import PrefillService
@@ -114,7 +115,8 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         rates = LiveRates(settings, info, engine.steps)
         known.rates = rates
         dispatcher = Dispatcher(_seed(settings, generation))
-        prefill = PrefillService(engine, kv, roles, dispatcher, settings.chunk_size)
+        codecs = Codecs(lambda: msgspec.structs.replace(info, rates=rates.current), dispatcher)
+        prefill = PrefillService(engine, kv, roles, dispatcher, codecs, settings.chunk_size)
         decode = DecodeService(engine, kv, roles, rates.transferred)
 
         async def release_of(peer: bytes) -> None:

@@ -13,7 +13,7 @@ from shared.cost.step import Batch
 from shared.cost.step_rates import step_rates_of
 from shared.cost.transfers import LinkLearner
 from shared.domain.instance import InstanceInfo
-from shared.domain.kv import TransferOutcome, TransferReport
+from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import UNKNOWN_STEPS, Rates, StepRates
 from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
@@ -36,6 +36,7 @@ class LiveRates:
         self._chunk = settings.chunk_size
         self._learner = StepLearner(start, settings.chunk_size, settings.max_seqs)
         self._link = LinkLearner(info.rates.link)
+        self._token_bytes = info.kv_bytes_per_token
         self._told: Rates | None = None
         self._told_s = 0.0
 
@@ -44,10 +45,12 @@ class LiveRates:
         """What a step costs, as far as it is known."""
         return self.current.step
 
-    def transferred(self, exporter: str, report: TransferReport) -> None:
+    def transferred(self, handle: KvHandle, report: TransferReport) -> None:
         """An import has ended."""
         if report.outcome is TransferOutcome.PULLED and report.wire_bytes:
-            self._link.add(exporter, report.wire_bytes, report.ended_s - report.started_s)
+            kv_bytes = report.tokens * self._token_bytes
+            took_s = report.ended_s - report.started_s
+            self._link.add(handle.instance_id, handle.codec, kv_bytes, report.wire_bytes, took_s)
 
     def learn(self) -> None:
         """Take in what has happened since the last time."""

@@ -58,8 +58,8 @@ def chunked_of(model: StepModel, budget: int = 512, decodes: int = 64, longest: 
 def rates_of(model: StepModel, budget: int = 512, price_per_hour: float = 0.0, weight: float = 1.0) -> Rates:
     """All that policies want to know of an instance that runs like `model`, in steps of `budget` tokens."""
     partial = partial_prefill_of(model, chunk=budget)
-    step = step_rates_of(model.step_time_s, budget)
-    return Rates(partial, chunked_of(model, budget), huawei_of(model), step, None, price_per_hour, weight)
+    step, chunked = step_rates_of(model.step_time_s, budget), chunked_of(model, budget)
+    return Rates(partial, chunked, huawei_of(model), step, price_per_hour=price_per_hour, weight=weight)
 
 
 def rates_of_steps(step: StepRates, budget: int) -> Rates:

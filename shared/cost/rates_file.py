@@ -191,8 +191,9 @@ def scaled_rates(rates: Rates, factor: float, chunk_s: float = 0.0, chunk: int =
 
 
 def merged_rates(known: Rates, calibrated: Rates) -> Rates:
-    """Calibrated costs; price and weight as they were known."""
-    return msgspec.structs.replace(calibrated, price_per_hour=known.price_per_hour, weight=known.weight)
+    """Calibrated costs; price, weight and what coding costs as they were known."""
+    kept = {"price_per_hour": known.price_per_hour, "weight": known.weight, "codecs": known.codecs}
+    return msgspec.structs.replace(calibrated, **kept)
 
 
 def _rounded(value: Any) -> Any:

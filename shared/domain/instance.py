@@ -80,8 +80,12 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     @property
     def kv_bytes_per_token(self) -> float:
         """Bytes of KV that one token takes on this instance, over all its ranks."""
-        width = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}.get(self.dtype, 1.0)
-        return self.compatibility.geometry.bytes_per_token(width)
+        return self.compatibility.geometry.bytes_per_token(self.kv_element_bytes)
+
+    @property
+    def kv_element_bytes(self) -> float:
+        """Bytes of one stored element of KV."""
+        return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}.get(self.dtype, 1.0)
 
 
 class InstanceLoad(msgspec.Struct, frozen=True):

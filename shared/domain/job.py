@@ -4,6 +4,8 @@ from enum import StrEnum
 
 import msgspec
 
+from shared.domain.kv import Codec
+
 PREDICTED_FROM = 256  # tokens at the end of a prompt: a length predictor looks at no more
 LOST = "lost"  # outcome of a failed job whose gateway is gone; a later word of the job itself takes its place
 
@@ -25,11 +27,12 @@ class Phase(StrEnum):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Targets of a job's class, in seconds."""
+    """Targets of a job's class, in seconds. lossy_kv: the coarsest codec that its KV may be sent with."""
 
     name: str = "default"
     ttft_s: float = 2.0
     tpot_s: float = 0.2
+    lossy_kv: Codec = Codec.RAW
 
 
 class LengthPrediction(msgspec.Struct, frozen=True):

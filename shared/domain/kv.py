@@ -19,6 +19,31 @@ class Codec(StrEnum):
         return self is not Codec.RAW
 
 
+# What codecs carry besides the coded elements (the KV connector's `payload_bytes`; a test holds the two equal).
+# int8, int4: a 16-bit scale and a 16-bit zero for each group, of K 32 tokens of a channel, of V at most 64 channels of
+# a token, and a 32-bit unit for each layer's K and V. fp8: a 32-bit scale for each layer's K and V and head.
+TOKEN_GROUP, CHANNEL_GROUP = 32, 64
+GROUP_BYTES, UNIT_BYTES = 4.0, 4.0
+
+
+def wire_share(codec: Codec, dtype_bytes: float = 2.0, head_dim: int = 128) -> float:
+    """Bytes on the wire for each byte of a long KV as it is stored: 8.75 bits an element in int8, 4.75 in int4."""
+    if codec is Codec.RAW:
+        return 1.0
+    groups = 0.0 if codec is Codec.FP8 else GROUP_BYTES * (1.0 / TOKEN_GROUP + 1.0 / channel_group(head_dim)) / 2.0
+    return min(coded_bytes(codec) + groups, dtype_bytes) / dtype_bytes
+
+
+def coded_bytes(codec: Codec) -> float:
+    """Of one coded element."""
+    return 0.5 if codec is Codec.INT4 else 1.0
+
+
+def channel_group(head_dim: int) -> int:
+    """Channels of V that share a scale: the most, up to 64, that divide a head evenly."""
+    return next(group for group in range(min(CHANNEL_GROUP, head_dim), 0, -1) if head_dim % group == 0)
+
+
 class KvHandle(msgspec.Struct, frozen=True):
     """Opaque reference to KV that a prefill instance stages for one transfer.
 

@@ -97,19 +97,32 @@ class StepRates(msgspec.Struct, frozen=True):
         return form.fixed_s + chunk_s + form.sequence_s * decodes + form.context_s * context
 
 
+class CodecRate(msgspec.Struct, frozen=True):
+    """What it costs an instance to code KV: bytes of KV as it is stored, a second."""
+
+    encode_bytes_s: float
+    decode_bytes_s: float
+
+
 class LinkRate(msgspec.Struct, frozen=True):
     """What an instance's network port carries, and how long a transfer takes besides.
 
-    slow: by instance id, what comes from those that are much slower to send.
+    slow: by instance id, what comes from those that are much slower to send. coded: by codec, bytes of KV as it is
+    stored that came coded, a second; and by codec and instance id where that is much slower.
     """
 
     bytes_s: float
     latency_s: float = 0.0
     slow: dict[str, float] = {}
+    coded: dict[str, float] = {}
 
     def from_s(self, instance_id: str) -> float:
         """Bytes a second from that instance."""
         return self.slow.get(instance_id, self.bytes_s)
+
+    def coded_from_s(self, codec: str, instance_id: str) -> float | None:
+        """Bytes of KV a second that came from that instance coded so; None where none did."""
+        return self.coded.get(f"{codec} {instance_id}", self.coded.get(codec))
 
 
 UNKNOWN_STEPS = StepRates(  # of an instance that nobody measured: some mid-range accelerator with a mid-size model
@@ -121,8 +134,9 @@ class Rates(msgspec.Struct, frozen=True):
     """Measured, not named: what policies know of an instance's speed and price. None: not measured.
 
     prefill: a prompt, or its first part, on this instance alone. chunked: one step of a full chunk beside its decodes.
-    batch: prefill and decode of padded batches. step: any step. link: of KV that comes or goes. price_per_hour: USD for
-    the whole instance. weight: its share of the requests under weighted placement.
+    batch: prefill and decode of padded batches. step: any step. link: of KV that comes or goes. codecs: by name, what
+    coding costs its processors; one that is not named is not known to cost any. price_per_hour: USD for the whole
+    instance. weight: its share of the requests under weighted placement.
     """
 
     prefill: PartialPrefillCost | None = None
@@ -130,5 +144,6 @@ class Rates(msgspec.Struct, frozen=True):
     batch: HuaweiCost | None = None
     step: StepRates | None = None
     link: LinkRate | None = None
+    codecs: dict[str, CodecRate] = {}
     price_per_hour: float = 0.0
     weight: float = 1.0

@@ -10,6 +10,7 @@ from shared.domain.instance import InstanceView
 from shared.domain.job import JobView, Slo
 from shared.domain.rates import UNKNOWN_STEPS, LinkRate, StepForm
 from shared.policy.answers import Lengths
+from shared.policy.codec import choose_codec
 
 SLOWNESS = 0.02
 ENDLESS = 1 << 30
@@ -189,11 +190,16 @@ class DecodeSide(NamedTuple):
         link = self.link
         if link is None or tokens <= 0:
             return 0.0, 0.0
+        waits_s = max(self.comes_s, prefill.sends_s)
+        if self.job.slo.lossy_kv.lossy:
+            left = max(0, tokens - prefill.chunk)  # the codec is chosen when the first chunk is computed
+            choice = choose_codec(self.job, tokens, left, prefill.view.info, self.view)
+            return waits_s, choice.moves_s
         bytes_s = link.slow.get(prefill.instance_id, link.bytes_s)
         out = prefill.view.info.rates.link
         if out is not None and out.bytes_s < bytes_s:
             bytes_s = out.bytes_s
-        return max(self.comes_s, prefill.sends_s), tokens * prefill.kv_bytes / bytes_s + link.latency_s
+        return waits_s, tokens * prefill.kv_bytes / bytes_s + link.latency_s
 
 
 def _room(

@@ -2,10 +2,11 @@
 
 from random import Random
 
-from shared.cost.transfer import wire_share
 from shared.domain.instance import InstanceState
+from shared.domain.kv import wire_share
 from shared.errors import Unavailable
 from shared.policy.assignment import Assignment
+from shared.policy.codec import choose_codec
 from shared.policy.dispatch import choose_decode
 from shared.policy.lengths import is_heavy
 from shared.sim.events import EventLoop
@@ -41,8 +42,7 @@ class Handover:
         self._intake = intake
         self._patience = patience
         self._rng = rng
-        share = wire_share(run.codec)
-        self._wire_bytes = [one.spec.kv_bytes_per_token * share for one in fleet.instances]  # a token
+        self._fixed_share = wire_share(run.codec)
         self._waiting: dict[SimRequest, None] = {}  # no decode instance can take them now; in order
         self.kv_bytes = 0.0
 
@@ -80,8 +80,22 @@ class Handover:
             request.decode = self._fleet.position(chosen)
             tokens, heavy = request.job.prompt_tokens, is_heavy(request.job)
             index.book(Assignment(chosen, now, decode_tokens=tokens, heavy=heavy))
+        request.wire_share = self._share(request, now)
         request.decode_leg = _decode_leg(request)
         self._legs.start(self._fleet.instances[request.decode], request.decode_leg, now)
+
+    def _share(self, request: SimRequest, now: float) -> float:
+        """Of the KV's bytes, what goes over the wire: by the run's codec, or as live by its class and the link."""
+        job, leg = request.job, request.prefill_leg
+        if self._run.codec.lossy or not job.slo.lossy_kv.lossy or request.decode is None:
+            return self._fixed_share
+        source = self._fleet.instance(request.prefill)
+        target = self._fleet.instance(request.decode).info.instance_id
+        receiver = self._fleet.index(now).decode.get(target)
+        if receiver is None:
+            return 1.0
+        left = leg.tokens - leg.computed if leg is not None and request.prefill_done_s < 0.0 else 0
+        return wire_share(choose_codec(job, request.split, left, source.info, receiver).codec)
 
     def _wait(self, request: SimRequest, now: float) -> None:
         """Without a decode instance: while its prompt is computed nothing is lost, then its patience runs."""
@@ -109,7 +123,7 @@ class Handover:
             return
         source, target = self._fleet.instance(request.prefill), self._fleet.instance(request.decode)
         request.sent_tokens = computed
-        wire_bytes = tokens * self._wire_bytes[source.index]
+        wire_bytes = tokens * source.spec.kv_bytes_per_token * request.wire_share
         self.kv_bytes += wire_bytes
         arrives = send(source.port, target.port, wire_bytes, now)
         if computed == request.split:

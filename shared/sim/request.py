@@ -47,6 +47,7 @@ class SimRequest:
         "waited_s",
         "waits_from_s",
         "waits_prefill",
+        "wire_share",
     )
 
     def __init__(
@@ -77,6 +78,7 @@ class SimRequest:
         self.prefill_done_s = -1.0
         self.sent_tokens = 0  # of the split, on the wire or over it
         self.admitted = False  # the decode instance has blocks for the KV
+        self.wire_share = 1.0  # of its KV's bytes: by codec
         self.waits_prefill = False  # counts as a prompt that an instance has not computed yet
 
     def hear(self, now: float) -> None:

@@ -61,7 +61,8 @@ class PrefillRequest(msgspec.Struct):
     """Compute KV of `prompt_token_ids` and, if `want_token`, the first token.
 
     `export` says whether anybody will pull the KV. `decode` is set when placement chose it already; else the
-    dispatcher of the prefill instance does, by the policy `dispatch` of the route.
+    dispatcher of the prefill instance does, by the policy `dispatch` of the route. `codec`: of the KV, if it is lossy;
+    else what the job's class allows.
     """
 
     job: JobView
@@ -101,6 +102,7 @@ class PrefillReply(msgspec.Struct):
     started_s: float = 0.0
     ended_s: float = 0.0
     reasons: tuple[Reason, ...] = ()
+    codec: Reason | None = None  # why the KV is coded as it is, where there was a choice
 
 
 class Predicted(msgspec.Struct):

@@ -9,7 +9,7 @@ from services.worker.engines.policies import EnginePolicies
 from services.worker.engines.step_log import StepLog
 from shared.domain.instance import Compatibility
 from shared.domain.job import Generation, JobView
-from shared.domain.kv import Codec, KvHandle
+from shared.domain.kv import KvHandle
 from shared.domain.rates import Rates
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError
 from shared.policy.prefill_order import WaitingJob
@@ -44,7 +44,6 @@ class EngineRequest(msgspec.Struct, frozen=True):
     max_tokens: int
     first_token_only: bool = False
     export_to: str = ""
-    codec: Codec = Codec.RAW
     import_from: KvHandle | None = None
     has_room: Callable[[], bool] = _always
     entered: Callable[[], None] = _nothing

@@ -31,10 +31,13 @@ from services.worker.engines.step_observer import StepObserver
 from services.worker.engines.vllm_requests import CoreRequests, token_step
 from services.worker.engines.vllm_seam import SchedulerSeam
 from services.worker.fingerprint import fingerprint
+from services.worker.kv.codec_speed import codec_speeds
 from services.worker.kv.vllm.cache_watch import CacheWatch
 from services.worker.kv.wire.endpoint import KvEndpoint
+from services.worker.kv.wire.importing import DTYPES
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvGeometry
+from shared.domain.rates import Rates
 from shared.errors import EngineFailed
 from shared.runtime.logs import get_log
 from shared.wire.messages import WIRE_VERSION, TokenStep
@@ -196,7 +199,9 @@ class VllmEngine:
             wire_version=WIRE_VERSION,
             geometry=geometry,
         )
-        return EngineInfo(compatibility, self._stats.total_blocks, model.max_model_len, self._settings.block_size)
+        rates = Rates(codecs=codec_speeds(geometry, DTYPES[self._settings.dtype]))
+        blocks, block_size = self._stats.total_blocks, self._settings.block_size
+        return EngineInfo(compatibility, blocks, model.max_model_len, block_size, rates)
 
     def _steps(self) -> None:
         while not self._stopping:

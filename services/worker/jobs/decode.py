@@ -29,10 +29,10 @@ class _Decode:
 
 
 class DecodeService:
-    """Serves `decode` and `prefetch`. `on_transfer` hears who exported KV that came here, and how that went."""
+    """Serves `decode` and `prefetch`. `on_transfer` hears of KV that came here, and how that went."""
 
     def __init__(
-        self, engine: Engine, kv: KvPort, roles: RoleState, on_transfer: Callable[[str, TransferReport], None]
+        self, engine: Engine, kv: KvPort, roles: RoleState, on_transfer: Callable[[KvHandle, TransferReport], None]
     ) -> None:
         self._engine = engine
         self._kv = kv
@@ -151,7 +151,7 @@ class DecodeService:
         if handle is None:
             return TransferReport(TransferOutcome.LOCAL)
         report = await self._kv.import_report(handle.transfer_id)
-        self._on_transfer(handle.instance_id, report)
+        self._on_transfer(handle, report)
         return report
 
 

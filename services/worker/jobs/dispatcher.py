@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from shared.domain.instance import ClusterView
+from shared.domain.instance import ClusterView, InstanceView
 from shared.domain.job import JobView
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.errors import InvalidRequest
@@ -34,6 +34,10 @@ class Dispatcher:
     def update(self, view: ClusterView) -> None:
         """Take in a broadcast."""
         self._index.update(view, time.time(), self._rng)
+
+    def known(self, instance_id: str) -> InstanceView | None:
+        """A decode instance, as of the last broadcast."""
+        return self._index.current.decode.get(instance_id)
 
     def choose(
         self, job: JobView, policy: PolicySpec | None, exclude: tuple[str, ...] = ()

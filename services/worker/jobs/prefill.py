@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from services.worker.engines.base import Engine, EngineRequest, failure
+from services.worker.jobs.codecs import Codecs
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
@@ -15,6 +16,7 @@ from shared.domain.job import JobView
 from shared.domain.kv import KvHandle
 from shared.domain.route import InstanceRef, Reason
 from shared.errors import Unavailable
+from shared.policy.codec import CodecChoice
 from shared.wire.messages import Predicted, PrefillReply, PrefillRequest, PrefillStarted, TokenStep
 from shared.wire.rpc_server import ServerCall
 
@@ -29,6 +31,7 @@ class _Prefill:
     view: JobView
     decode: InstanceRef | None = None
     reasons: tuple[Reason, ...] = ()
+    codec: CodecChoice | None = None
     queued_s: float = 0.0
     started_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
@@ -41,11 +44,14 @@ class _Prefill:
 class PrefillService:
     """Serves `prefill`."""
 
-    def __init__(self, engine: Engine, kv: KvPort, roles: RoleState, dispatcher: Dispatcher, chunk_size: int) -> None:
+    def __init__(
+        self, engine: Engine, kv: KvPort, roles: RoleState, dispatcher: Dispatcher, codecs: Codecs, chunk_size: int
+    ) -> None:
         self._engine = engine
         self._kv = kv
         self._roles = roles
         self._dispatcher = dispatcher
+        self._codecs = codecs
         self._chunk_size = chunk_size
         self._active: dict[str, _Prefill] = {}  # whose prompts are not computed
         self._sequence = 0
@@ -100,7 +106,7 @@ class PrefillService:
         handle = None
         if request.export and not _is_over(last, request):
             self._choose(job)
-            handle = self._handle(request)
+            handle = self._handle(job, 0)
         return PrefillReply(
             tokens=job.tokens if request.want_token else [],
             decode=job.decode,
@@ -112,6 +118,7 @@ class PrefillService:
             started_s=job.started_s or job.queued_s,
             ended_s=time.time(),
             reasons=job.reasons,
+            codec=job.codec.reason if job.codec is not None else None,
         )
 
     async def _compute(self, job: _Prefill) -> TokenStep:
@@ -128,7 +135,8 @@ class PrefillService:
             if not ended.done():
                 self._choose(job)
                 if job.decode is not None:
-                    job.call.send(PrefillStarted(job.decode, self._handle(request), job.reasons))
+                    handle = self._handle(job, prompt - self._chunk_size)
+                    job.call.send(PrefillStarted(job.decode, handle, job.reasons))
 
         prompt = len(request.prompt_token_ids)
         if request.export:
@@ -151,7 +159,6 @@ class PrefillService:
             max_tokens=1,
             first_token_only=True,
             export_to=request.transfer_id if request.export else "",
-            codec=request.codec,
             has_room=lambda: self._kv.reserve(request.transfer_id),
             entered=job.entered,
         )
@@ -167,8 +174,13 @@ class PrefillService:
         except Unavailable as error:
             job.reasons = (Reason(error.message, {"code": error.code}),)
 
-    def _handle(self, request: PrefillRequest) -> KvHandle:
-        return self._kv.handle(request.transfer_id, len(request.prompt_token_ids), request.codec)
+    def _handle(self, job: _Prefill, left_tokens: int) -> KvHandle:
+        """Its codec stays what it was first: a fetch may have begun."""
+        request = job.request
+        if job.codec is None:
+            decode = job.decode.instance_id if job.decode is not None else ""
+            job.codec = self._codecs.choose(request, decode, left_tokens)
+        return self._kv.handle(request.transfer_id, len(request.prompt_token_ids), job.codec.codec)
 
 
 def _is_over(last: TokenStep, request: PrefillRequest) -> bool:

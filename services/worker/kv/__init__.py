@@ -31,9 +31,9 @@ How a worker uses it
 
 2. Each request says what it wants in `SamplingParams(extra_args={"kv_transfer_params": …})`:
 
-   - export: `{"export": {"transfer_id": str, "codec": "raw" | "int8" | "int4" | "fp8"}}`. The prompt's KV is
-     staged chunk by chunk while it is computed, from token 0, local prefix-cache hits included. The worker makes
-     the `KvHandle` itself (`tokens` = prompt length of that request) and may send it before the prefill has
+   - export: `{"export": {"transfer_id": str}}`. The prompt's KV is staged as it is, chunk by chunk while it is
+     computed, from token 0, local prefix-cache hits included. The worker makes the `KvHandle` itself (`tokens` =
+     prompt length of that request, `codec`: how it is coded on the way) and may send it before the prefill has
      begun: pulls wait. An aborted request drops its staging. After a normal end the staging lives until every
      importer rank has confirmed, `release` is called, or the lease ends. A transfer id is used once.
    - import: `{"import": msgspec.to_builtins(handle), "deadline_s": 10.0}` (seconds that it may take in all from

@@ -14,10 +14,7 @@ import numpy as np
 import torch
 
 from services.worker.kv.errors import KvError, KvFault
-from shared.domain.kv import Codec
-
-TOKEN_GROUP = 32
-CHANNEL_GROUP = 64
+from shared.domain.kv import TOKEN_GROUP, Codec, channel_group
 
 _TOP_EXPONENT = 14  # magnitudes up to 2^14 after normalisation: max - min then fits into float16
 _ULP = 2.0**-10  # spacing of float16 numbers, relative
@@ -67,7 +64,7 @@ def payload_bytes(shape: Shape, wire: torch.dtype, codec: Codec) -> int:
     if codec is Codec.FP8:
         return layers * 2 * (values + heads * 4)
     packed = values if codec is Codec.INT8 else values // 2
-    groups = -(-tokens // TOKEN_GROUP) * heads * dim + tokens * heads * (dim // _channel_group(dim))
+    groups = -(-tokens // TOKEN_GROUP) * heads * dim + tokens * heads * (dim // channel_group(dim))
     return layers * (2 * packed + 4 * groups + 2 * 4)
 
 
@@ -149,12 +146,8 @@ def _by_tokens(k: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
 
 def _by_channels(v: torch.Tensor) -> torch.Tensor:
     """V [layers, tokens, heads, dim] as [layers, tokens, heads, groups, group]."""
-    group = _channel_group(v.shape[-1])
+    group = channel_group(v.shape[-1])
     return v.view(*v.shape[:-1], v.shape[-1] // group, group)
-
-
-def _channel_group(dim: int) -> int:
-    return next(group for group in range(min(CHANNEL_GROUP, dim), 0, -1) if dim % group == 0)
 
 
 def _grid(low: torch.Tensor, high: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 
 from services.worker.kv.errors import KvError, KvFault
-from shared.domain.kv import Codec
 
 _REMEMBERED = 4096  # ended transfers whose reason is kept, so that a late pull fails at once
 
@@ -31,7 +30,6 @@ class Transfer:
     """What is staged for one transfer. Segments follow each other without gaps."""
 
     transfer_id: str
-    codec: Codec = Codec.RAW
     expires_s: float = 0.0
     segments: list[Segment] = field(default_factory=list)
     token_end: int = 0
@@ -78,7 +76,6 @@ class StagingPool:
     def append(
         self,
         transfer_id: str,
-        codec: Codec,
         segments: Callable[[], Iterator[Segment]],
         size_bytes: int,
         last: bool,
@@ -105,14 +102,13 @@ class StagingPool:
             self._give_back(size_bytes)
             self.release(transfer_id, KvFault.INTERNAL)
             raise
-        return self._commit(transfer_id, codec, staged, size_bytes, last)
+        return self._commit(transfer_id, staged, size_bytes, last)
 
-    def _commit(self, transfer_id: str, codec: Codec, staged: list[Segment], size_bytes: int, last: bool) -> int:
+    def _commit(self, transfer_id: str, staged: list[Segment], size_bytes: int, last: bool) -> int:
         with self._lock:
             reason = self._ended.get(transfer_id)
             if reason is None:
                 transfer = self._transfer(transfer_id)
-                transfer.codec = codec
                 transfer.segments.extend(staged)
                 transfer.size_bytes += size_bytes
                 transfer.token_end = staged[-1].token_end if staged else transfer.token_end

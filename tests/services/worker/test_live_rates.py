@@ -10,7 +10,7 @@ from services.worker.live_rates import REPEAT_S, LiveRates, catalogue_steps
 from services.worker.settings import WorkerSettings
 from shared.cost.library import Library
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry
-from shared.domain.kv import TransferOutcome, TransferReport
+from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import UNKNOWN_STEPS, PartialPrefillCost, Rates
 
 
@@ -93,6 +93,9 @@ def test_it_tells_what_has_changed_and_the_same_again_after_a_while() -> None:
     assert told.step == live.step
 
 
+HANDLE = KvHandle("t", "other", 1, "f", (), 100, "bfloat16")
+
+
 def test_imports_show_the_link() -> None:
     live = LiveRates(worker(), info(), StepLog())
     pulled = TransferReport(TransferOutcome.PULLED, 100, 100 << 20, 10.0, 10.5)
@@ -101,7 +104,12 @@ def test_imports_show_the_link() -> None:
         TransferReport(TransferOutcome.CACHED),
         TransferReport(TransferOutcome.RECOMPUTED, 9, 9, 1, 2),
     ):
-        live.transferred("other", report)
+        live.transferred(HANDLE, report)
     live.learn()
     assert live.current.link is not None
     assert live.current.link.bytes_s == pytest.approx((100 << 20) / 0.5)
+    coded = KvHandle("t", "other", 1, "f", (), 100, "bfloat16", Codec.INT8)
+    live.transferred(coded, TransferReport(TransferOutcome.PULLED, 100, 2 << 20, 10.0, 10.5))
+    live.learn()
+    assert live.current.link is not None
+    assert live.current.link.coded == {"int8": pytest.approx(100 * info().kv_bytes_per_token / 0.5)}

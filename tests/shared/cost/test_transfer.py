@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from services.worker.kv.codec import payload_bytes
 from shared.cost.models import bundled_geometry
-from shared.cost.transfer import Link, transfer_time_s, wire_bytes, wire_share
-from shared.domain.kv import Codec
+from shared.cost.transfer import Link, transfer_time_s, wire_bytes
+from shared.domain.kv import Codec, wire_share
 from shared.errors import InvalidRequest
 
 LLAMA_30B = bundled_geometry("LLaMA-30B")

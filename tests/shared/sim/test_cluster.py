@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.cost.transfer import Link
 from shared.domain.instance import Role
+from shared.domain.job import Slo
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
 from shared.policy import registry
@@ -66,6 +68,17 @@ def test_a_codec_shortens_the_transfer() -> None:
     raw, coded = (simulate(workload((0.0, 100, 5)), pair(), RunSpec(codec=c)) for c in (Codec.RAW, Codec.INT4))
     assert coded.kv_bytes == pytest.approx(raw.kv_bytes * 4.75 / 16)
     assert coded.outcomes.transfer_s[0] == pytest.approx(raw.outcomes.transfer_s[0] * 4.75 / 16)
+
+
+@pytest.mark.parametrize(("mb_s", "share"), [(10.0, 1.0), (0.06, 8.75 / 16), (0.03, 4.75 / 16)])
+def test_a_class_that_allows_loss_gets_it_where_the_link_would_delay_a_token(mb_s: float, share: float) -> None:
+    # KV of 10 kB, and 0.1 s for a token.
+    slo = Slo("c", 2.0, 0.1, Codec.INT4)
+    specs = [replace(one, link=Link(mb_s * 1e6, 0.0, 1.0)) for one in pair()]
+    coded = simulate(workload((0.0, 100, 5)), specs, RunSpec(slo=slo))
+    exact = simulate(workload((0.0, 100, 5)), specs, RunSpec(slo=Slo("c", 2.0, 0.1)))
+    assert exact.kv_bytes == pytest.approx(10_000)
+    assert coded.kv_bytes == pytest.approx(10_000 * share)
 
 
 def test_transfers_into_one_instance_contend() -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from shared.domain.kv import Codec, KvHandle
+from shared.domain.kv import KvHandle
 
 
 class ExportParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Stage the prompt's KV under that id."""
 
     transfer_id: str
-    codec: Codec = Codec.RAW
 
 
 class TransferParams(msgspec.Struct, frozen=True, rename={"import_": "import"}, forbid_unknown_fields=True):
@@ -34,7 +33,6 @@ class ExportChunk:
     """
 
     transfer_id: str
-    codec: Codec
     start: int
     end: int
     total: int

@@ -140,7 +140,7 @@ class SchedulerHalf:
         assert state is not None, "vLLM resolves the blocks of every scheduled request"
         blocks = list(state.resolve_block_ids(request_id)[0])
         start, export.staged_tokens = export.staged_tokens, end
-        return ExportChunk(export.params.transfer_id, export.params.codec, start, end, export.prompt_tokens, blocks)
+        return ExportChunk(export.params.transfer_id, start, end, export.prompt_tokens, blocks)
 
     def received(self, request_ids: set[str]) -> None:
         """Imports of these have ended on all ranks."""

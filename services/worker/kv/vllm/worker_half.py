@@ -149,7 +149,7 @@ class WorkerHalf:
                 layout.gather(cache, blocks, start, end, kv[layer])
             order.copied()
 
-        self._endpoint.stage(chunk.transfer_id, chunk.codec, chunk.start, chunk.end, chunk.total, fill)
+        self._endpoint.stage(chunk.transfer_id, chunk.start, chunk.end, chunk.total, fill)
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose import has ended since the last call, and those of them for which it failed."""

@@ -18,7 +18,7 @@ from services.worker.kv.wire.puller import Puller
 from services.worker.kv.wire.server import ExportIdentity, KvServer, ServerCounters
 from services.worker.kv.wire.serving import ExportShape
 from services.worker.kv.wire.transport import ZmqTransport
-from shared.domain.kv import Codec, KvHandle
+from shared.domain.kv import KvHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,7 @@ class KvEndpoint:
         return self._server.counters
 
     def stage(
-        self,
-        transfer_id: str,
-        codec: Codec,
-        start: int,
-        end: int,
-        total: int,
-        fill: Callable[[int, int, torch.Tensor], None],
+        self, transfer_id: str, start: int, end: int, total: int, fill: Callable[[int, int, torch.Tensor], None]
     ) -> None:
         """Stage tokens [start, end) of a transfer of `total` tokens: `fill(start, end, kv)` copies KV into `kv`
         [layers, 2, tokens, heads, dim].
@@ -119,7 +113,7 @@ class KvEndpoint:
 
         size, whole, last = self._export.chunk_bytes(end - start), self._export.chunk_bytes(total), end == total
         try:
-            staged_bytes = self._pool.append(transfer_id, codec, segments, size, last, whole)
+            staged_bytes = self._pool.append(transfer_id, segments, size, last, whole)
         except KvError as error:
             if error.fault is KvFault.REFUSED and error.message:  # the first refusal, not an echo of it
                 self._events.send(StagingFailed(transfer_id, self._rank, str(error)))

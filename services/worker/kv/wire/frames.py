@@ -38,14 +38,15 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Pull(Message, frozen=True):
     """Wants tokens [token_start, token_end) of heads [head_start, head_end), numbered over the whole model.
 
-    `rank` of `ranks` importers asks; `consumers` of those pull from this exporter rank. The exporter forgets the pull
-    when it has heard nothing of the importer for `timeout_s`.
+    It wants them coded by `codec`. `rank` of `ranks` importers asks; `consumers` of those pull from this exporter rank.
+    The exporter forgets the pull when it has heard nothing of the importer for `timeout_s`.
     """
 
     pull_id: int
     transfer_id: str
     generation: int
     fingerprint: str
+    codec: Codec
     token_start: int
     token_end: int
     head_start: int

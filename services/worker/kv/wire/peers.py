@@ -47,6 +47,7 @@ class Peers:
                     transfer_id=handle.transfer_id,
                     generation=handle.generation,
                     fingerprint=handle.fingerprint,
+                    codec=handle.codec,
                     token_start=wanted.token_start,
                     token_end=wanted.token_end,
                     head_start=source.head_start,

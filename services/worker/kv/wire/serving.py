@@ -84,9 +84,9 @@ class Serving:
                 raise KvError(KvFault.INVALID, f"only {transfer.token_end} tokens were exported")
             return None
         end = min(segment.token_end, self.pull.token_end)
-        last_layer = min(self._shape.layers, self._layer + self._layers_per_frame(end - self._token, transfer.codec))
+        last_layer = min(self._shape.layers, self._layer + self._layers_per_frame(end - self._token, self.pull.codec))
         cut = self._cut(segment, self._layer, last_layer, end)
-        payload = encode(cut, transfer.codec).numpy().data
+        payload = encode(cut, self.pull.codec).numpy().data
         frame = self._header(transfer, generation, last_layer, end, checksum(payload))
         self._advance(last_layer, end, len(payload))
         return frame, payload
@@ -117,7 +117,7 @@ class Serving:
             sequence=self.frames,
             transfer_id=transfer.transfer_id,
             generation=generation,
-            codec=transfer.codec,
+            codec=self.pull.codec,
             dtype=str(self._shape.dtype).removeprefix("torch."),
             layer_start=self._layer,
             layer_end=last_layer,

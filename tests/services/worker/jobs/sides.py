@@ -6,11 +6,12 @@ from typing import Any, cast
 
 from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink
 from services.worker.engines.policies import EnginePolicies
+from services.worker.jobs.codecs import Codecs
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
-from shared.domain.instance import Role
+from shared.domain.instance import InstanceView, Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.route import InstanceRef, PolicySpec
@@ -18,6 +19,7 @@ from shared.errors import PolyphaseError
 from shared.runtime.tasks import Background
 from shared.wire.messages import DecodeRequest, Predicted, PrefillReply, PrefillRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
+from tests.services.fake_worker import make_info
 
 TARGET = InstanceRef("d0", 1, "tcp://127.0.0.1:1")
 
@@ -146,6 +148,10 @@ class FixedDispatcher:
         self.asked = 0
         self.jobs: list[JobView] = []
         self.refusal: PolyphaseError | None = None
+        self.views: dict[str, InstanceView] = {}
+
+    def known(self, instance_id: str) -> InstanceView | None:
+        return self.views.get(instance_id)
 
     def choose(
         self, job: JobView, policy: PolicySpec | None, exclude: tuple[str, ...] = ()
@@ -165,7 +171,8 @@ class Side:
         self.roles = RoleState(role)
         self.dispatcher = FixedDispatcher()
         dispatcher = cast(Dispatcher, self.dispatcher)
-        self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, chunk_size)
+        codecs = Codecs(lambda: make_info("p0", "tcp://a:1"), dispatcher)
+        self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, codecs, chunk_size)
         self._decode = DecodeService(self.engine, self.port, self.roles, lambda *_: None)
 
     async def prefill(self, request: PrefillRequest) -> "asyncio.Task[PrefillReply]":

@@ -124,18 +124,11 @@ class Rig:
 
 
 def stage(
-    exporter: KvEndpoint,
-    kv: torch.Tensor,
-    name: str = "t",
-    start: int = 0,
-    end: int = 0,
-    *,
-    codec: Codec = Codec.RAW,
-    heads: slice = slice(None),
+    exporter: KvEndpoint, kv: torch.Tensor, name: str = "t", start: int = 0, end: int = 0, *, heads: slice = slice(None)
 ) -> None:
     """Stage tokens [start, end) of a transfer of all of the model's KV, of the exporter's heads."""
 
     def fill(first: int, until: int, out: torch.Tensor) -> None:
         out.copy_(kv[:, :, first:until, heads])
 
-    exporter.stage(name, codec, start, end or kv.shape[2], kv.shape[2], fill)
+    exporter.stage(name, start, end or kv.shape[2], kv.shape[2], fill)

@@ -3,9 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.codec import TOKEN_GROUP, decode, encode, payload_bytes
+from services.worker.kv.codec import decode, encode, payload_bytes
 from services.worker.kv.errors import KvError, KvFault
-from shared.domain.kv import Codec
+from shared.domain.kv import TOKEN_GROUP, Codec
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 SHAPES = st.tuples(

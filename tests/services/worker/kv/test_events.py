@@ -13,7 +13,6 @@ from services.worker.kv.events import (
     StagingFailed,
     TransferEnded,
 )
-from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import KEY, Rig, model_kv, stage
 
 
@@ -64,7 +63,7 @@ async def test_a_refusal_is_told_once(rig: Rig) -> None:
         kv = model_kv(64)
         stage(exporter, kv, end=32)
         stage(exporter, kv, start=32)
-        stage(exporter, kv[:, :, :0], "end", codec=Codec.RAW, end=0)
+        stage(exporter, kv[:, :, :0], "end", end=0)
         failed = await next_event(events)
         assert isinstance(failed, StagingFailed)
         assert failed.reason.startswith("refused")

@@ -5,7 +5,6 @@ import torch
 
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.staging import Segment, StagingPool
-from shared.domain.kv import Codec
 
 
 class Clock:
@@ -22,7 +21,7 @@ def stage(
     def segments() -> Iterator[Segment]:
         yield Segment(start, end, torch.zeros(1))
 
-    return pool.append(name, Codec.RAW, segments, size, last, whole)
+    return pool.append(name, segments, size, last, whole)
 
 
 def fault_of(pool: StagingPool, name: str) -> KvFault:
@@ -136,7 +135,7 @@ def test_a_release_while_the_copy_runs_wins() -> None:
         yield Segment(0, 5, torch.zeros(1))
 
     with pytest.raises(KvError):
-        pool.append("a", Codec.RAW, segments, 100, True)
+        pool.append("a", segments, 100, True)
     assert pool.staged_bytes == 0
 
 
@@ -148,6 +147,6 @@ def test_a_copy_that_fails_gives_its_room_back() -> None:
         yield
 
     with pytest.raises(RuntimeError):
-        pool.append("a", Codec.RAW, segments, 100, True)
+        pool.append("a", segments, 100, True)
     assert pool.staged_bytes == 0
     assert fault_of(pool, "a") is KvFault.INTERNAL

@@ -201,8 +201,8 @@ def run_engine(log: str, *arguments: Any) -> None:
     run(log, *arguments)
 
 
-def exporting(transfer_id: str, codec: Codec = Codec.RAW) -> dict[str, Any]:
-    return {"export": {"transfer_id": transfer_id, "codec": codec.value}}
+def exporting(transfer_id: str) -> dict[str, Any]:
+    return {"export": {"transfer_id": transfer_id}}
 
 
 def importing(handle: KvHandle, **more: Any) -> dict[str, Any]:
@@ -258,7 +258,7 @@ async def handed_over(
     transfer_id = uuid.uuid4().hex
     length = split or len(prompt)
     async with asyncio.TaskGroup() as group:
-        group.create_task(source.generate(prompt[:length], 1, exporting(transfer_id, codec)))
+        group.create_task(source.generate(prompt[:length], 1, exporting(transfer_id)))
         handle = source.handle(transfer_id, length, codec)
         cache_salt = lossy_salt(transfer_id) if codec.lossy and salt else None
         output = group.create_task(target.generate(prompt, new_tokens, importing(handle), cache_salt))

@@ -8,6 +8,7 @@ import zmq.asyncio
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.frames import Confirm, Failed, Frame, Message, Pull, decode_request, encode_message, sealed
 from services.worker.kv.wire.transport import ZmqListener, ZmqTransport
+from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import Rig, model_kv, stage
 
 
@@ -44,6 +45,7 @@ def pull(**changes: object) -> Pull:
         "transfer_id": "t",
         "generation": 7,
         "fingerprint": "model",
+        "codec": Codec.RAW,
         "token_start": 0,
         "token_end": 40,
         "head_start": 0,

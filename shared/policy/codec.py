@@ -1,0 +1,86 @@
+"""How KV is coded on its way: as it is where the link is fast enough, smaller where it would delay a token, and never
+coarser than the job's class allows.
+"""
+
+from typing import NamedTuple
+
+from shared.domain.instance import InstanceInfo, InstanceView
+from shared.domain.job import JobView
+from shared.domain.kv import Codec, wire_share
+from shared.domain.rates import UNKNOWN_STEPS
+from shared.domain.route import Reason
+
+BY_LOSS = (Codec.INT8, Codec.FP8, Codec.INT4)  # the least first
+WORTH = 1.25  # times as quick as raw KV a codec has to be
+LATE_PART = 0.1  # of the TTFT target
+
+
+class CodecChoice(NamedTuple):
+    """A codec, how long the transfer takes with it once it begins, and why; without a reason there was no choice."""
+
+    codec: Codec
+    moves_s: float
+    reason: Reason | None = None
+
+
+def allowed(coarsest: Codec) -> tuple[Codec, ...]:
+    """The lossy codecs that a class allows, the finest first."""
+    return BY_LOSS[: BY_LOSS.index(coarsest) + 1] if coarsest.lossy else ()
+
+
+def moves_s(codec: Codec, kv_bytes: float, sender: InstanceInfo, receiver: InstanceInfo) -> float:
+    """Seconds of a transfer of so much KV, once it begins; 0 where nobody measured the receiver's link.
+
+    What came coded on that way before says how fast it is. Before that: frames are coded, sent and decoded side by
+    side, so that the slowest of the three counts.
+    """
+    link, out = receiver.rates.link, sender.rates.link
+    if link is None or kv_bytes <= 0.0:
+        return 0.0
+    if codec.lossy and (seen := link.coded_from_s(codec, sender.instance_id)):
+        return kv_bytes / seen + link.latency_s
+    bytes_s = link.from_s(sender.instance_id)
+    if out is not None:
+        bytes_s = min(bytes_s, out.bytes_s)
+    geometry = sender.compatibility.geometry
+    paces = [wire_share(codec, sender.kv_element_bytes, geometry.head_dim) / bytes_s]
+    if (coding := sender.rates.codecs.get(codec)) is not None:
+        paces.append(1.0 / coding.encode_bytes_s)
+    if (coding := receiver.rates.codecs.get(codec)) is not None:
+        paces.append(1.0 / coding.decode_bytes_s)
+    return kv_bytes * max(paces) + link.latency_s
+
+
+def choose_codec(job: JobView, part: int, left: int, sender: InstanceInfo, receiver: InstanceView) -> CodecChoice:
+    """The codec for the KV of the first `part` tokens of a prompt, of which `left` are still to be computed.
+
+    KV of a whole prompt may be as late as a token may, and KV of a part, on which the first token waits, by a tenth of
+    that one's target. The finest codec with which it is in time; where it is in time with none, the quickest, unless
+    that is hardly quicker than raw.
+    """
+    slo, kv_bytes = job.slo, part * sender.kv_bytes_per_token
+    raw_s = moves_s(Codec.RAW, kv_bytes, sender, receiver.info)
+    choices = allowed(slo.lossy_kv)
+    if not choices:
+        return CodecChoice(Codec.RAW, raw_s)
+    spare_s = (sender.rates.step or UNKNOWN_STEPS).prefill_s(left, part - left) if left > 0 else 0.0
+    bearable_s = slo.tpot_s if part >= job.prompt_tokens else LATE_PART * slo.ttft_s
+    link = receiver.info.rates.link
+    waits_s = receiver.load.inbound_bytes / link.bytes_s if link is not None else 0.0
+    left_s = spare_s + bearable_s - waits_s
+    chosen, takes_s = Codec.RAW, raw_s
+    if raw_s > left_s:
+        times = [(moves_s(codec, kv_bytes, sender, receiver.info), at, codec) for at, codec in enumerate(choices)]
+        in_time = next((one for one in times if one[0] <= left_s), min(times))
+        if in_time[0] * WORTH <= raw_s:
+            takes_s, _, chosen = in_time
+    figures: dict[str, float | str] = {
+        "kv_bytes": round(kv_bytes),
+        "raw_s": round(raw_s, 5),
+        "takes_s": round(takes_s, 5),
+        "link_waits_s": round(waits_s, 5),
+        "spare_s": round(spare_s, 5),
+        "bearable_s": round(bearable_s, 5),
+        "coarsest": slo.lossy_kv.value,
+    }
+    return CodecChoice(chosen, takes_s, Reason(f"codec:{chosen.value}", figures))
