@@ -17,7 +17,7 @@ _LOG = "what is logged, not what is done"
 _SEED = "draws follow the simulation's own seed"
 _NO_FAULTS = "nothing fails in the simulation of a cluster file"
 _BODIES = "each request of a trace is one job of known lengths, and has no body"
-_PREDICTOR = "whether lengths are predicted, how well and how soon, is `--accuracy` and a simulation file's `prediction`"
+_PREDICTOR = "whether lengths are predicted, how well and how soon, is a simulation file's `prediction`"
 _MEMORY = "prefetched KV that has no room is pulled again; in a simulation it always has room"
 _LATE_KV = "KV on its way never comes too late for its deadline in a simulation"
 
