@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView, LengthPrediction, Slo
+from shared.domain.kv import Codec
 from shared.domain.rates import LinkRate, Rates, StepForm, StepRates
 from shared.domain.route import Route
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
@@ -105,6 +106,16 @@ def test_a_link_that_is_full_keeps_prompts_where_they_decode() -> None:
     full = route(asked(), p(), d(**stalled, rates=rates(link=LinkRate(1e6, 1e-3)), inbound_bytes=20_000_000))
     assert way(open_link) == ("p", "d", "all")
     assert full.prefill is None
+
+
+def test_where_loss_is_allowed_the_transfer_counts_as_it_will_be_coded() -> None:
+    exact, to = asked(), d(**busy(64), rates=rates(link=LinkRate(5e5)))
+    lossy = msgspec.structs.replace(exact, slo=msgspec.structs.replace(TARGETS, lossy_kv=Codec.INT4))
+    own = Lengths(150.0, 140.0)
+    raw, coded = (DecodeSide.of(to, one, own, own).transfer_s(PrefillSide.of(p()), 800)[1] for one in (exact, lossy))
+    assert raw == pytest.approx(800 * p().info.kv_bytes_per_token / 5e5)
+    assert raw > 1.0
+    assert coded == pytest.approx(raw * 4.75 / 16)
 
 
 def test_reasons_name_the_terms_and_what_was_predicted() -> None:

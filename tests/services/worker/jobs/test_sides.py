@@ -92,6 +92,7 @@ async def test_the_codec_goes_by_the_link_and_the_class_and_stays_what_it_was_fi
     [
         (Slo(), Codec.RAW, True, Codec.RAW),
         (Slo(), Codec.FP8, True, Codec.FP8),  # the gateway's setting, for all
+        (Slo(lossy_kv=Codec.INT4), Codec.FP8, True, Codec.FP8),
         (Slo(lossy_kv=Codec.INT8), Codec.RAW, False, Codec.RAW),
         (Slo(lossy_kv=Codec.INT4), Codec.RAW, True, Codec.INT4),
     ],
@@ -107,7 +108,7 @@ async def test_exact_unless_somebody_said_otherwise(slo: Slo, codec: Codec, know
     reply = await task
     assert reply.handle is not None
     assert reply.handle.codec is want
-    assert (reply.codec is not None) == (known and slo.lossy_kv.lossy)
+    assert (reply.codec is not None) == (known and slo.lossy_kv.lossy and not codec.lossy)
 
 
 async def test_a_prefill_without_a_decode_instance_ends_well_and_says_why() -> None:
