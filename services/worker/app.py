@@ -26,6 +26,7 @@ from services.worker.kv.ledger import ExportLedger
 from services.worker.kv.port import ConnectorPort, KvPort
 from services.worker.live_rates import LEARN_S, KnownRates, LiveRates
 from services.worker.metrics import WorkerMetrics
+from services.worker.policies import FollowedPolicies
 from services.worker.prefixes.feed import PrefixFeed
 from services.worker.settings import WorkerSettings
 from services.worker.telemetry import HEARTBEAT_S, Telemetry
@@ -52,6 +53,7 @@ class Instance:
     telemetry: Telemetry
     roles: RoleState
     engine: Engine
+    policies: FollowedPolicies
 
 
 def create_app(settings: WorkerSettings) -> FastAPI:
@@ -83,7 +85,7 @@ def create_app(settings: WorkerSettings) -> FastAPI:
             "refused": running.telemetry.refused,
             "threads": settings.threads,
             "max_seqs": settings.max_seqs,
-            "policies": running.engine.policies.names(),
+            "policies": {**running.engine.policies.names(), **running.policies.describe()},
         }
 
     @app.get("/steps")
@@ -130,13 +132,14 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
             on_peer_gone=lambda peer: tasks.start("release what a gone peer held", release_of(peer)),
         )
         await stack.enter_async_context(server)
+        policies = FollowedPolicies(engine)
         telemetry = await _telemetry(
-            settings, info, roles, engine, kv, prefill, decode, rates, dispatcher, sockets, stack, tasks
+            settings, info, roles, engine, kv, prefill, decode, rates, policies, dispatcher, sockets, stack, tasks
         )
         stack.push_async_callback(telemetry.leave)
         WorkerMetrics(info, telemetry, roles, engine, server, lengths, dispatcher)
         log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
-        yield Instance(info, telemetry, roles, engine)
+        yield Instance(info, telemetry, roles, engine, policies)
 
 
 def _seed(settings: WorkerSettings, generation: int) -> int | str:
@@ -273,6 +276,7 @@ async def _telemetry(
     prefill: PrefillService,
     decode: DecodeService,
     rates: LiveRates,
+    policies: FollowedPolicies,
     dispatcher: Dispatcher,
     sockets: Sockets,
     stack: AsyncExitStack,
@@ -281,10 +285,11 @@ async def _telemetry(
     publisher = Publisher(sockets, settings.heartbeat_address, bind=False)
     stack.callback(publisher.close)
     monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url))
-    telemetry = Telemetry(info, roles, engine, kv, prefill, decode, rates, publisher, monitor)
+    telemetry = Telemetry(info, roles, engine, kv, prefill, decode, rates, policies, publisher, monitor)
 
     def broadcast(view: ClusterView) -> None:
         dispatcher.update(view)
+        policies.hear(view.policies)
         telemetry.seen(view)
 
     subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, broadcast)
