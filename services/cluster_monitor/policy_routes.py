@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.cluster_monitor.routes import Monitor, State, Who
@@ -25,6 +25,7 @@ class FollowedIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    scheduler_id: Annotated[str, Field(max_length=128)]
     revision: Annotated[int, Field(ge=0, lt=2**62)]
     trouble: Annotated[str, Field(max_length=2048)] = ""
 
@@ -43,12 +44,10 @@ async def put_policies(monitor: Monitor, who: Who, change: dict[str, PolicyIn | 
     return _described(monitor)
 
 
-@router.put("/schedulers/{scheduler_id}/policies")
-async def put_followed(
-    monitor: Monitor, scheduler_id: Annotated[str, Path(max_length=128)], followed: FollowedIn
-) -> None:
+@router.post("/policies/followers")
+async def take_followed(monitor: Monitor, followed: FollowedIn) -> None:
     """A scheduler says which policies it goes by."""
-    monitor.followers.hear(scheduler_id, followed.revision, followed.trouble)
+    monitor.followers.hear(followed.scheduler_id, followed.revision, followed.trouble)
 
 
 def _described(monitor: State) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from services.global_scheduler.placer import Placer
 from shared.errors import PolyphaseError
 from shared.wire.clients.monitor import MonitorClient
 
+MOST = 2_048  # characters
 AGAIN_S = 2.0  # a monitor that was started again has heard nothing
 
 
@@ -26,7 +27,7 @@ class PolicyReport:
             self._news.clear()
             policies, trouble = self._placer.followed
             with suppress(PolyphaseError):
-                await self._monitor.follows(self._scheduler_id, policies.revision, trouble)
+                await self._monitor.follows(self._scheduler_id, policies.revision, trouble[:MOST])
             with suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_S):
                     await self._news.wait()

@@ -112,8 +112,8 @@ class MonitorClient(JsonClient):
 
     async def follows(self, scheduler_id: str, revision: int, trouble: str) -> None:
         """Say which policies a scheduler goes by."""
-        body = {"revision": revision, "trouble": trouble}
-        await self.call("PUT", f"/schedulers/{scheduler_id}/policies", body=body)
+        body = {"scheduler_id": scheduler_id, "revision": revision, "trouble": trouble}
+        await self.call("POST", "/policies/followers", body=body)
 
     async def slo(self) -> list[dict[str, Any]]:
         """Attainment by class and window."""

@@ -18,7 +18,7 @@ from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, Unavailable
 from shared.wire.messages import Heartbeat
 from tests.services.cluster_monitor.conftest import Cluster, Start
-from tests.services.control_plane import request, sqlite, until
+from tests.services.control_plane import request, sqlite, text, until
 
 HALF = PolicySpec("fraction", {"fraction": 0.5})
 FILE = {"placement": "least_load", "prefill_order": {"name": "sjf", "window": 4}}
@@ -26,7 +26,7 @@ FILE = {"placement": "least_load", "prefill_order": {"name": "sjf", "window": 4}
 
 async def recalled(start: Start, **changes: Any) -> Cluster:
     cluster: Cluster = await start(**changes)
-    await until(lambda: cluster.state.policies.policies.revision > 0, "the database has answered")
+    await until(lambda: cluster.state.policies.policies.revision > 0, "the database has answered", timeout_s=20)
     return cluster
 
 
@@ -262,6 +262,23 @@ async def test_who_follows(start: Start, monkeypatch: pytest.MonkeyPatch) -> Non
     assert told["d0"] == {"process": "instance", "name": "d0", "revision": 0, "follows": False, "trouble": ""}
     monkeypatch.setattr(followers, "SILENT_S", 0.0)
     assert {one["name"] for one in (await cluster.client.policies())["followers"]} == {"p0", "d0"}
+
+
+async def test_what_a_former_process_of_an_instance_says_does_not_count(start: Start) -> None:
+    cluster = await recalled(start)
+    (worker,) = await cluster.workers(p0=Role.PREFILL)
+    record = cluster.state.registry.get("p0")
+    worker.policies = (5, "")
+    await until(lambda: record.policies_revision == 5, "heard")
+    worker.info = msgspec.structs.replace(worker.info, generation=0)
+    worker.policies = (7, "of another time")
+    line = 'polyphase_wire_dropped_total{cause="generation",socket="heartbeat"}'
+
+    async def ignored() -> bool:
+        return line in await text(cluster.transport, "/metrics")
+
+    await until(ignored, "ignored")
+    assert (record.policies_revision, record.policies_trouble) == (5, "")
 
 
 def test_workers_and_monitors_that_know_no_policies_are_understood() -> None:
