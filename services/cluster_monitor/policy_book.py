@@ -52,6 +52,7 @@ class PolicyBook:
         self._store = store
         self._on_change = on_change
         self._kept = Kept(msgspec.structs.replace(file, revision=0))
+        self._row = _row(self._kept, FILE)  # of what is kept
         self._recalled = asyncio.Event()
         self._changing = asyncio.Lock()
 
@@ -69,12 +70,12 @@ class PolicyBook:
             log.info("policy differs from the file's", kind=kind, policy=in_words(one.policy), who=one.who)
         now = Kept(self._with(changed, row["revision"] if row is not None else 0), changed)
         self._recalled.set()
-        if former is not None and now.policies == former.policies:
-            self._kept = now
+        if row is not None and former is not None and now.policies == former.policies:
+            self._kept, self._row = now, row
             return
         now = Kept(_next(now.policies), changed)
-        self._store.put(table, _row(now, FILE))
-        self._take(now, FILE, now.policies if former is None else former.policies)
+        self._take(now, _row(now, FILE), now.policies if former is None else former.policies)
+        self._store.put(table, self._row)
 
     async def change(self, wanted: Mapping[str, PolicySpec | None], who: str) -> None:
         """Change all of them, or none; None: back to the file's.
@@ -90,13 +91,14 @@ class PolicyBook:
             if changed == self._kept.changed:
                 return
             now = Kept(_next(self._with(changed, self.policies.revision)), changed)
-            await self._keep(now, who)
-            self._take(now, who, self.policies)
+            row = _row(now, who)
+            await self._keep(row)
+            self._take(now, row, self.policies)
 
     def keep_again(self) -> None:
         """Write it anew, in case that somebody removed the database."""
         if self._recalled.is_set() and not self._changing.locked():
-            self._store.put(table, _row(self._kept, FILE))
+            self._store.put(table, dict(self._row))
 
     def describe(self) -> dict[str, Any]:
         """What is in force, what the file says, who changed it since when, and the choices."""
@@ -138,26 +140,26 @@ class PolicyBook:
             self._file, revision=revision, **{kind: one.policy for kind, one in changed.items()}
         )
 
-    async def _keep(self, kept: Kept, who: str) -> None:
+    async def _keep(self, row: dict[str, Any]) -> None:
         try:
-            await self._store.written(table, _row(kept, who), KEEP_S)
+            await self._store.written(table, row, KEEP_S)
         except BaseException as error:
             # It may be written later, or was and nobody heard: what holds is put in its place.
-            self._store.put(table, _row(self._kept, who))
+            self._store.put(table, dict(self._row))
             if isinstance(error, Unavailable):
                 raise Unavailable(f"nothing is changed: {error.message}") from error
             raise
 
-    def _take(self, kept: Kept, who: str, before: PolicySet) -> None:
-        self._kept = kept
+    def _take(self, kept: Kept, row: dict[str, Any], before: PolicySet) -> None:
+        self._kept, self._row = kept, row
         after = kept.policies
         text = ", ".join(
             f"{kind}: {in_words(before.of(kind))} → {in_words(after.of(kind))}"
             for kind in KINDS
             if before.of(kind) != after.of(kind)
         )
-        log.info("policies in force", revision=after.revision, who=who, changed=text)
-        self._on_change(text, who)
+        log.info("policies in force", revision=after.revision, who=row["who"], changed=text)
+        self._on_change(text, row["who"])
 
 
 def _check(kind: str, spec: PolicySpec | None) -> None:
