@@ -207,16 +207,13 @@ async def test_a_removed_database_is_told_again(start: Start, tmp_path: Path) ->
         file.unlink()
 
     def there() -> bool:
-        with sqlite3.connect(f"file:{tmp_path}/polyphase.db?mode=ro", uri=True) as database:
-            return database.execute("SELECT who FROM policies").fetchall() == [("anna",)]
-
-    def safely() -> bool:
         try:
-            return there()
+            with sqlite3.connect(f"file:{tmp_path}/polyphase.db?mode=ro", uri=True) as database:
+                return database.execute("SELECT who FROM policies").fetchall() == [("anna",)]
         except sqlite3.Error:
             return False
 
-    await until(safely, "the row is there again", timeout_s=20)
+    await until(there, "the row is there again", timeout_s=20)
     revision = cluster.state.policies.policies.revision
     await cluster.stop()
     again = await recalled(start)
@@ -246,6 +243,15 @@ def _rewrite(folder: Path, change: Any) -> None:
     with sqlite3.connect(folder / "polyphase.db") as database:
         (content,) = database.execute("SELECT content FROM policies").fetchone()
         database.execute("UPDATE policies SET content = ?", (change(content),))
+
+
+async def test_the_revision_rises_also_where_the_database_was_lost(start: Start, tmp_path: Path) -> None:
+    first = await recalled(start)
+    await first.client.set_policies({"split": HALF})
+    revision = first.state.policies.policies.revision
+    await first.stop()
+    second = await recalled(start, database_url=sqlite(tmp_path / "another"))
+    assert second.state.policies.policies.revision > revision
 
 
 async def test_who_follows(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
