@@ -11,7 +11,6 @@ import pytest
 
 from services.cluster_monitor import followers, policy_book
 from services.cluster_monitor.events import EventKind
-from services.cluster_monitor.settings import MonitorSettings
 from shared.domain.instance import ClusterView, Role
 from shared.domain.policies import KINDS, PolicySet
 from shared.domain.route import PolicySpec
@@ -26,8 +25,12 @@ FILE = {"placement": "least_load", "prefill_order": {"name": "sjf", "window": 4}
 
 async def recalled(start: Start, **changes: Any) -> Cluster:
     cluster: Cluster = await start(**changes)
-    await until(lambda: cluster.state.policies.policies.revision > 0, "the database has answered", timeout_s=20)
+    await answered(cluster)
     return cluster
+
+
+async def answered(cluster: Cluster) -> None:
+    await until(lambda: cluster.state.policies.policies.revision > 0, "the database has answered", timeout_s=20)
 
 
 def named(policies: PolicySet) -> dict[str, str]:
@@ -149,7 +152,7 @@ async def test_changes_during_restarts_are_kept_or_refused(start: Start) -> None
         )
         taken = [one for one in answers if not isinstance(one, BaseException)]
         assert all(isinstance(one, Unavailable) for one in answers if isinstance(one, BaseException))
-        await until(lambda cluster=cluster: cluster.state.policies.policies.revision > 0, "recalled")
+        await answered(cluster)
         if not taken:
             await cluster.client.set_policies({"split": PolicySpec("fraction", {"fraction": number / 10})})
         now = cluster.state.policies.policies
@@ -177,7 +180,7 @@ async def test_while_the_database_is_away_nothing_is_changed_and_what_is_followe
         await cluster.client.set_policies({"split": PolicySpec("best")})
     folder.unlink()
     monkeypatch.setattr(policy_book, "KEEP_S", 20.0)
-    await until(lambda: cluster.state.policies.policies.revision > 0, "recalled", timeout_s=20)
+    await answered(cluster)
     await cluster.client.set_policies({"split": HALF})
 
 
@@ -294,7 +297,3 @@ def test_workers_and_monitors_that_know_no_policies_are_understood() -> None:
     assert plain.policies == PolicySet()
     beat = {"instance_id": "p", "generation": 1, "role": "prefill", "draining": False, "load": {}}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(beat), type=Heartbeat).policies_revision == 0
-
-
-def test_the_settings_name_no_policies() -> None:
-    assert MonitorSettings().policies == {}
