@@ -56,18 +56,21 @@ class Snapshot:
     @property
     def monitor_error(self) -> str:
         """Why something of the monitor is missing; empty when nothing is."""
-        return self.cluster.error or self.instances.error or self.flips.error or self.events.error
+        return next((read.error for read in self._of_monitor if read.error), "")
 
     @property
     def scheduler_error(self) -> str:
         """Why something of the scheduler is missing; empty when nothing is."""
-        return self.requests.error or self.policies.error
+        return self.requests.error
 
     @property
     def monitor_known_s(self) -> float | None:
         """From when the oldest thing is that is shown of the monitor; None when nothing of it is known."""
-        reads = (self.cluster, self.instances, self.flips, self.events)
-        return min((read.read_s for read in reads if read.value is not None), default=None)
+        return min((read.read_s for read in self._of_monitor if read.value is not None), default=None)
+
+    @property
+    def _of_monitor(self) -> tuple[Read[Any], ...]:
+        return self.cluster, self.instances, self.flips, self.events, self.policies
 
 
 class Api:
@@ -121,7 +124,7 @@ class Api:
             events = group.create_task(self._read("events", happened, list[EventRow]))
             wanted = partial(scheduler.requests, phase=phase, limit=shown.requests_shown)
             requests = group.create_task(self._read(f"requests {phase}", wanted, list[JobReport]))
-            policies = group.create_task(self._read("policies", scheduler.policies, PoliciesInForce))
+            policies = group.create_task(self._read("policies", monitor.policies, PoliciesInForce))
             predictor = group.create_task(self._optional(shown.predictor_url, "/v1/model", LengthSource))
             gateway = group.create_task(self._optional(shown.gateway_url, "/health", Any))
         return Snapshot(

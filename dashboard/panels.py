@@ -41,14 +41,14 @@ def outages(snapshot: Snapshot, settings: DashboardSettings, now_s: float) -> No
             "The cluster monitor",
             settings.monitor_url,
             snapshot.monitor_error,
-            "Instances, SLO attainment and actions wait until it answers. Serving goes on without it.",
+            "Instances, SLO attainment, policies and actions wait until it answers. Serving goes on without it.",
             snapshot.monitor_known_s,
         ),
         (
             "The global scheduler",
             settings.scheduler_url,
             snapshot.scheduler_error,
-            "Requests and policies wait until it answers.",
+            "Requests wait until it answers.",
             _known(snapshot.requests),
         ),
         (
@@ -184,13 +184,15 @@ def _role_tile(cluster: ClusterSummary, role: Role) -> str:
 def _policy_facts(policies: PoliciesInForce | None) -> list[tuple[str, str]]:
     if policies is None:
         return []
-    chosen = (("Placement", policies.placement), ("Split", policies.split), ("Dispatch", policies.dispatch))
-    return [(name, _policy(choice)) for name, choice in chosen]
+    facts = [(kind.replace("_", " ").capitalize(), _policy(choice)) for kind, choice in policies.policies.items()]
+    late = [f"{one.name}: {one.trouble}" if one.trouble else one.name for one in policies.followers if not one.follows]
+    return [*facts, *([("Not followed by", ", ".join(late))] if late else [])]
 
 
 def _policy(choice: PolicyChoice) -> str:
     parameters = ", ".join(f"{name} = {value}" for name, value in choice.parameters.items())
-    return f"{choice.name} ({parameters})" if parameters else choice.name
+    name = f"{choice.name} ({parameters})" if parameters else choice.name
+    return f"{name}, by {choice.changed.who}" if choice.changed else name
 
 
 def _length_facts(lengths: Read[LengthSource] | None) -> list[tuple[str, str]]:

@@ -80,19 +80,35 @@ class EventRow(msgspec.Struct, frozen=True):
     role: str = ""
 
 
+class PolicyChange(msgspec.Struct, frozen=True):
+    """Who chose a policy in place of the cluster file's."""
+
+    who: str
+    since_s: float
+
+
 class PolicyChoice(msgspec.Struct, frozen=True):
     """A policy by name, with its parameters."""
 
     name: str
     parameters: dict[str, Any] = {}
+    changed: PolicyChange | None = None
+
+
+class PolicyFollower(msgspec.Struct, frozen=True):
+    """A scheduler or an instance, and whether it goes by the policies in force."""
+
+    process: str
+    name: str
+    follows: bool
+    trouble: str = ""
 
 
 class PoliciesInForce(msgspec.Struct, frozen=True):
-    """The scheduler's `GET /policies`."""
+    """The monitor's `GET /policies`; by kind."""
 
-    placement: PolicyChoice
-    split: PolicyChoice
-    dispatch: PolicyChoice
+    policies: dict[str, PolicyChoice]
+    followers: list[PolicyFollower] = []
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True):

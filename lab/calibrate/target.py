@@ -1,19 +1,21 @@
 """The running suite that is measured: where its services are, and what its instances say of themselves."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from services.launcher import state_file
 from services.launcher.state_file import SuiteState
-from services.launcher.suite import until
+from services.launcher.suite import change_policies, until
 from shared.domain.instance import InstanceInfo, InstanceState, Role
 from shared.domain.job import Phase
+from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, NotFound, Unavailable
 from shared.sim.measured import LiveInstance
 from shared.timeline import RequestTimeline
@@ -21,6 +23,7 @@ from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerAdmin
 from shared.wire.clients.worker import WorkerAdmin
 
+WHO = "polyphase calibrate"
 _RECORDS_S = 15.0
 _ROWS = 10_000
 _FINAL = {phase.value for phase in Phase if phase.final}
@@ -80,17 +83,14 @@ class Target:
 
     @asynccontextmanager
     async def policies(self, **names: str) -> AsyncIterator[None]:
-        """Other policies at every scheduler, such as split="none", for the block's length; then those before."""
-        async with AsyncExitStack() as stack:
-            admins = [await stack.enter_async_context(SchedulerAdmin(url)) for url in self.schedulers]
-            before = [await admin.policies() for admin in admins]
+        """Other policies, such as split="none", that all follow for the block's length; then those before."""
+        wanted = {kind: PolicySpec(name) for kind, name in names.items()}
+        async with MonitorClient(self.monitor_url) as monitor:
+            before = await change_policies(monitor, wanted, WHO, len(self.schedulers))
             try:
-                for admin in admins:
-                    await admin.set_policies({kind: {"name": name} for kind, name in names.items()})
                 yield
             finally:
-                for admin, known in zip(admins, before, strict=True):
-                    await admin.set_policies({kind: known[kind] for kind in names})
+                await change_policies(monitor, _chosen(before), WHO, len(self.schedulers))
 
 
 def find_target(data_dir: Path, api_url: str, monitor_url: str, schedulers: tuple[str, ...], api_key: str) -> Target:
@@ -105,6 +105,13 @@ def find_target(data_dir: Path, api_url: str, monitor_url: str, schedulers: tupl
 def request_id_of(job_id: str) -> str:
     """The client's id, if it has no hyphens: of the completion ID vLLM makes cmpl-ID-0 and something random."""
     return job_id.split("-")[1] if job_id.count("-") > 1 else ""
+
+
+def _chosen(described: Mapping[str, Any]) -> dict[str, PolicySpec | None]:
+    """What the monitor said of policies, as a change to it; None where the file's held."""
+    return {
+        kind: PolicySpec(one["name"], one["parameters"]) if one["changed"] else None for kind, one in described.items()
+    }
 
 
 async def _describe(info: dict[str, object], role: str) -> LiveInstance:

@@ -74,7 +74,8 @@ EMULATED = Testbed(
     name="emulated",
     title="two gateways, two schedulers, 2 prefill and 3 decode instances; EMULATED engines",
     cluster={
-        "scheduler": {"count": 2, **_SPLIT},
+        "scheduler": {"count": 2},
+        "policies": _SPLIT,
         "instance_defaults": _EMULATED,
         "instances": [{"id": "prefill", "count": 2, "role": "prefill"}, {"id": "decode", "count": 3, "role": "decode"}],
     },
@@ -87,7 +88,7 @@ KEYED = Testbed(
     name="keyed",
     title="one gateway, one scheduler, 1 prefill and 2 decode instances, CurveZMQ keys; EMULATED engines",
     cluster={
-        "scheduler": _SPLIT,
+        "policies": _SPLIT,
         "predictor": {"enabled": False},
         "instance_defaults": _EMULATED,
         "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
@@ -104,7 +105,7 @@ REAL = Testbed(
     title="one gateway, one scheduler, 2 prefill and 2 decode instances; vLLM on the CPU, unlike block sizes",
     cluster={
         "gateway": {"dtype": "float32"},
-        "scheduler": _SPLIT,
+        "policies": _SPLIT,
         "predictor": {"enabled": False},
         "instance_defaults": _REAL,
         "instances": [

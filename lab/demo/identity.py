@@ -13,9 +13,11 @@ from lab.demo.prompts import Prompts
 from services.launcher.suite import Suite
 from shared.domain.instance import Role
 from shared.domain.kv import TransferOutcome
+from shared.domain.route import PolicySpec
 
 ANSWER_TOKENS = 24
-LOCAL, FULL, RANDOM = ({"split": {"name": name}} for name in ("none", "full", "random"))
+WHO = "polyphase demo"
+LOCAL, FULL, RANDOM = ({"split": PolicySpec(name)} for name in ("none", "full", "random"))
 SPLITS = 60
 
 
@@ -29,7 +31,7 @@ async def reference(
     suite: Suite, api: ApiClient, prompts: Sequence[list[int]], max_tokens: int = ANSWER_TOKENS
 ) -> list[Answer]:
     """What one instance answers that does all by itself: no prefill instance, no KV transfer."""
-    await suite.set_policies(LOCAL)
+    await suite.set_policies(LOCAL, WHO)
     try:
         wanted = asks(prompts, max_tokens)
         answers = [await api.complete(ask) for ask in wanted]
@@ -37,7 +39,7 @@ async def reference(
         assert set(outcomes) <= {TransferOutcome.LOCAL.value}, outcomes
         return answers
     finally:
-        await suite.set_policies(FULL)
+        await suite.set_policies(FULL, WHO)
 
 
 async def check_identity(suite: Suite, api: ApiClient, prompts: Prompts) -> Section:
@@ -64,12 +66,12 @@ async def check_splits(suite: Suite, api: ApiClient, prompts: Prompts, count: in
     wanted = asks(chosen, 12)
     splits: list[int] = []
     answers: list[Answer] = []
-    await suite.set_policies(RANDOM)
+    await suite.set_policies(RANDOM, WHO)
     try:
         for start in range(0, count, 6):
             answers += await asyncio.gather(*(api.complete(ask) for ask in wanted[start : start + 6]))
     finally:
-        await suite.set_policies(FULL)
+        await suite.set_policies(FULL, WHO)
     same = sum(a.tokens == b.tokens for a, b in zip(plain, answers, strict=True))
     section.equal("requests whose tokens are identical", f"{count}/{count}", f"{same}/{count}")
     found = await jobs.records(suite, [ask.request_id for ask in wanted])
@@ -115,12 +117,12 @@ async def check_zeroed_kv(suite: Suite, api: ApiClient, prompts: Prompts, restar
     await _restart(suite, restart, faulty, "zero")
     async with suite.monitor() as monitor:
         for other in others:
-            await monitor.drain(other, timeout_s=30.0, who="polyphase demo")
+            await monitor.drain(other, timeout_s=30.0, who=WHO)
     answers = await asyncio.gather(*(api.complete(ask) for ask in asks(ladder)))
     found = await jobs.records(suite, [answer.request_id for answer in answers])
     async with suite.monitor() as monitor:
         for other in others:
-            await monitor.resume(other, who="polyphase demo")
+            await monitor.resume(other, who=WHO)
     await _restart(suite, restart, faulty, "")
     total, same = len(ladder), sum(a.tokens == b.tokens for a, b in zip(plain, answers, strict=True))
     section.equal("zeroed KV pulled", total, sum(record.pulled for record in found))

@@ -20,9 +20,8 @@ from shared.cost.step import Batch, StepModel
 from shared.cost.transfer import Link
 from shared.domain.job import Slo
 from shared.domain.rates import Rates
-from shared.errors import Incompatible, PolyphaseError
-from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
-from shared.policy.placement import Policies
+from shared.errors import Incompatible, InvalidRequest, PolyphaseError
+from shared.policy.written import from_file
 from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, StepTimes
 
@@ -56,14 +55,16 @@ def _run(read: SimFile, file: Path) -> RunSpec:
     said = read.prediction
     run = RunSpec(
         label=read.name or file.stem,
-        policies=Policies(Adaptive(), AdaptiveSplit(), AdaptiveDispatch()),
         prediction=Prediction(**said.model_dump()) if said else None,
         slo=Slo(ttft_s=read.slo.ttft_s, tpot_s=read.slo.tpot_s, lossy_kv=read.slo.lossy_kv),
         losses=tuple(Loss(entry.instance, entry.at_s, entry.back_s) for entry in read.losses),
         flips=tuple(Flip(entry.instance, entry.at_s) for entry in read.flips),
         **dict(read.run),
     )
-    return with_policies(run, read.policies, str(file))
+    try:
+        return with_policies(run, from_file(read.policies))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{file}: policies.{error.message}") from error
 
 
 class _Maker:
@@ -114,7 +115,6 @@ class _Maker:
                 prefill_first=entry.prefill_first,
                 reserves_output=entry.reserves_output,
                 prefix_cache=entry.prefix_cache,
-                step_budget=entry.step_budget,
             ),
             link=_link(entry, device, self._read.links),
             accelerator=device.name,

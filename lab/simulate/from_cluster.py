@@ -59,12 +59,12 @@ def read_cluster(file: Path) -> ClusterRead:
     given = {"schedulers": (), "model": cluster.model, **cluster.gateway.extra}
     gateway = settings_of(GatewaySettings, str(file), "gateway", given)
     monitor = settings_of(MonitorSettings, str(file), "monitor", cluster.monitor.extra)
-    scheduler = settings_of(SchedulerSettings, str(file), "scheduler", cluster.scheduler.extra)
+    settings_of(SchedulerSettings, str(file), "scheduler", cluster.scheduler.extra)  # for its faults
     data = {
         "name": cluster.name,
         "model": models.pop(),
         "instances": [entry.as_instance() for entry in entries],
-        "policies": _policies(file, scheduler, monitor, entries),
+        "policies": cluster.policies,
         "slo": gateway.slo["default"].model_dump() if "default" in gateway.slo else {},
         "run": {
             "codec": gateway.kv_codec,
@@ -121,7 +121,6 @@ class _Entry:
             "max_seqs": s.max_seqs,
             "block_size": s.block_size,
             "max_model_len": s.max_model_len,
-            "step_budget": s.step_budget,
             "staging_bytes": None if self.emulated else s.staging_bytes * s.tensor_parallel,  # the worker's: a rank's
             "kv_cache_bytes": s.kv_cache_bytes * (1 if self.emulated else s.tensor_parallel),  # vLLM's is one rank's
             "prefix_cache": s.emulated_prefix_cache if self.emulated else bool(args.get("enable_prefix_caching", True)),
@@ -156,31 +155,3 @@ class _Entry:
                     f"{self._file}: {self._at}.engine_args: what {key!r} changes is not simulated (known: {known})"
                 )
         return args
-
-
-def _policies(
-    file: Path, scheduler: SchedulerSettings, monitor: MonitorSettings, entries: list[_Entry]
-) -> dict[str, Any]:
-    """The scheduler's and the monitor's; the order of prefill and decode admission are the workers', alike in all."""
-    found: dict[str, Any] = {
-        "placement": {"name": scheduler.placement, **scheduler.placement_parameters},
-        "split": {"name": scheduler.split, **scheduler.split_parameters},
-        "dispatch": {"name": scheduler.dispatch, **scheduler.dispatch_parameters},
-        "prefill_order": _of_workers(file, entries, "prefill_order"),
-        "decode_admission": _of_workers(file, entries, "decode_admission"),
-    }
-    if monitor.role_flip:
-        found["role_flip"] = {"name": monitor.role_flip, **monitor.role_flip_parameters}
-    return found
-
-
-def _of_workers(file: Path, entries: list[_Entry], kind: str) -> dict[str, Any]:
-    """The policy that all of them name, with its parameters."""
-    named = [(getattr(one.settings, kind), getattr(one.settings, f"{kind}_parameters")) for one in entries]
-    name, parameters = named[0]
-    others = sorted({other for other, _ in named} - {name})
-    if others:
-        raise InvalidRequest(f"{file}: instances: {kind} must be one for all, not {', '.join(sorted([name, *others]))}")
-    if any(given != parameters for _, given in named):
-        raise InvalidRequest(f"{file}: instances: {kind}_parameters must be alike in all")
-    return {"name": name, **parameters}

@@ -32,30 +32,6 @@ class LinkEntry(_Part):
     efficiency: Annotated[float, Field(gt=0, le=1)] = 0.58
 
 
-class PolicyEntry(BaseModel):
-    """A policy by name; further keys are its parameters. A bare name will do."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    name: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare(cls, data: Any) -> Any:
-        return {"name": data} if isinstance(data, str) else data
-
-
-class PolicyEntries(_Part):
-    """The policies; those that are left out are the live services' defaults."""
-
-    placement: PolicyEntry | None = None
-    split: PolicyEntry | None = None
-    dispatch: PolicyEntry | None = None
-    prefill_order: PolicyEntry | None = None
-    decode_admission: PolicyEntry | None = None
-    role_flip: PolicyEntry | None = None
-
-
 class SloEntry(_Part):
     """Targets, seconds."""
 
@@ -138,7 +114,6 @@ class InstanceEntry(_Part):
     prefill_first: bool = False
     reserves_output: bool = False
     prefix_cache: bool = False
-    step_budget: bool = False
     staging_bytes: Count | None = None
     max_prefills: Count | None = None
     price_usd_hour: Seconds | None = None
@@ -170,7 +145,7 @@ class SimFile(_Part):
     instance_defaults: dict[str, Any] = {}
     instances: tuple[InstanceEntry, ...] = Field(min_length=1)
     links: dict[str, LinkEntry] = {}
-    policies: PolicyEntries = PolicyEntries()
+    policies: dict[str, Any] = {}  # as `shared.policy.written.from_file` reads it
     prediction: PredictionEntry | None = None
     slo: SloEntry = SloEntry()
     losses: tuple[LossEntry, ...] = ()

@@ -13,17 +13,20 @@ from services.cluster_monitor.auto_flips import AutoFlips
 from services.cluster_monitor.broadcaster import Broadcaster
 from services.cluster_monitor.events import EventKind, Events
 from services.cluster_monitor.flips import Operations
+from services.cluster_monitor.followers import Followers
 from services.cluster_monitor.heartbeats import Heartbeats
 from services.cluster_monitor.history import History
 from services.cluster_monitor.memory import Memory
 from services.cluster_monitor.metrics import ClusterCollector, count_detections
+from services.cluster_monitor.policy_book import PolicyBook
+from services.cluster_monitor.policy_routes import router as policy_router
 from services.cluster_monitor.registry import MAX_DEAD, Registry
 from services.cluster_monitor.routes import State, router
 from services.cluster_monitor.settings import MonitorSettings
 from services.cluster_monitor.slo import SloService
+from shared.domain.policies import PolicySet
 from shared.errors import PolyphaseError
-from shared.policy import registry as policies
-from shared.policy.role_flip import RoleFlip
+from shared.policy.written import from_file
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
@@ -35,26 +38,28 @@ from shared.wire.messages import Heartbeat
 from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
+AGAIN_S = 1.0
 
 
 def create_app(settings: MonitorSettings) -> FastAPI:
     """The service. Raises InvalidRequest for an unknown policy before anything starts."""
     metrics = CollectorRegistry()
-    role_flip = policies.role_flip(settings.role_flip, settings.role_flip_parameters) if settings.role_flip else None
+    file = from_file(settings.policies)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.monitor = await _start(stack, settings, metrics, role_flip)
+            app.state.monitor = await _start(stack, settings, metrics, file)
             yield
 
     app = service_app("cluster_monitor", lifespan, metrics)
     app.include_router(router)
+    app.include_router(policy_router)
     return app
 
 
 async def _start(
-    stack: AsyncExitStack, settings: MonitorSettings, metrics: CollectorRegistry, role_flip: RoleFlip | None
+    stack: AsyncExitStack, settings: MonitorSettings, metrics: CollectorRegistry, file: PolicySet
 ) -> State:
     engine = open_engine(settings.database_url)
     stack.push_async_callback(engine.dispose)
@@ -72,7 +77,14 @@ async def _start(
 
     publisher = Publisher(sockets, settings.broadcast_address)
     stack.callback(publisher.close)
-    broadcaster = Broadcaster(registry, publisher, memory, settings.quiet_start_s)
+
+    def policies_changed(text: str, who: str) -> None:
+        broadcaster.soon()
+        if text:
+            events.note(EventKind.POLICIES_CHANGED, f"by {who}: {text}")
+
+    book = PolicyBook(file, store, policies_changed)
+    broadcaster = Broadcaster(registry, book, publisher, memory, settings.quiet_start_s)
     stack.callback(broadcaster.close)
     beats = Heartbeats(registry, memory, settings.broadcast_period_s)
     subscriber = Subscriber(sockets, settings.heartbeat_address, Heartbeat, beats.take, bind=True)
@@ -82,12 +94,12 @@ async def _start(
     tasks = await stack.enter_async_context(background())
     tasks.start("write-behind", store.run())
     tasks.start("recall", _recall(settings, store, engine, registry, memory, (audit, events)))
+    tasks.start("recall policies", _recall_policies(store, engine, book))
+    tasks.every("policies", settings.prune_period_s, book.keep_again)
     _repeat(tasks, settings, beats, broadcaster, history, slo, engine, store)
     operations = Operations(settings, registry, audit)
-    if role_flip is not None:
-        auto = AutoFlips(role_flip, broadcaster.view, operations, tasks)
-        tasks.every("role-flip", settings.role_flip_period_s, auto.step)
-    return State(registry, memory, operations, audit, events, slo, broadcaster, store)
+    tasks.every("role-flip", settings.role_flip_period_s, AutoFlips(broadcaster.view, operations, tasks).step)
+    return State(registry, memory, operations, audit, events, slo, broadcaster, book, Followers(registry), store)
 
 
 def _sockets(stack: AsyncExitStack, settings: MonitorSettings) -> Sockets:
@@ -121,6 +133,19 @@ def _repeat(
     tasks.every("loads", settings.load_sample_s, history.sample)
     tasks.every("slo", settings.slo_sample_s, slo.sample)
     tasks.every("retention", settings.prune_period_s, Retention(engine, keep_s, store.ready).step)
+
+
+async def _recall_policies(store: WriteBehind, engine: AsyncEngine, book: PolicyBook) -> None:
+    """Once the database answers, what people changed before holds again."""
+    await store.ready.wait()
+    while True:
+        try:
+            await book.recall(engine)
+        except PolyphaseError as error:
+            log.error("changed policies are not known yet; trying on", reason=error.message)
+            await asyncio.sleep(AGAIN_S)
+        else:
+            return
 
 
 async def _recall(

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from services.cluster_monitor.audit import Asked
 from services.cluster_monitor.flips import Operations
 from shared.domain.instance import ClusterView
-from shared.domain.route import Reason
+from shared.domain.policies import PolicySet
+from shared.domain.route import PolicySpec, Reason
 from shared.errors import PolyphaseError
-from shared.policy.role_flip import FlipDecision, RoleFlip
+from shared.policy import registry
+from shared.policy.role_flip import FlipDecision
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background
 
@@ -16,24 +18,32 @@ log = get_log(__name__)
 
 
 class AutoFlips:
-    """Asks a policy at each `step`; its decisions run as operations like any other, with their reasons in the audit."""
+    """Asks the policy that the view names at each `step`, another one without what its predecessor remembered.
 
-    def __init__(
-        self, policy: RoleFlip, view: Callable[[], ClusterView], operations: Operations, tasks: Background
-    ) -> None:
-        self._policy = policy
+    Its decisions run as operations like any other, with their reasons in the audit.
+    """
+
+    def __init__(self, view: Callable[[], ClusterView], operations: Operations, tasks: Background) -> None:
         self._view = view
         self._operations = operations
         self._tasks = tasks
-        self._state = policy.start()
-        log.info("roles flip by themselves", policy=policy.name)
+        self._spec = PolicySet().role_flip
+        self._policy = registry.role_flip(self._spec.name)
+        self._state = self._policy.start()
 
     def step(self) -> None:
         """Ask once."""
-        now = asyncio.get_running_loop().time()
-        self._state, decision = self._policy.step(self._state, self._view(), now)
+        now, view = asyncio.get_running_loop().time(), self._view()
+        self._follow(view.policies.role_flip)
+        self._state, decision = self._policy.step(self._state, view, now)
         if decision is not None:
             self._tasks.start(f"role flip of {decision.instance_id}", self._flip(decision))
+
+    def _follow(self, spec: PolicySpec) -> None:
+        if spec != self._spec:
+            self._spec = spec
+            self._policy = registry.role_flip(spec.name, spec.parameters)
+            self._state = self._policy.start()
 
     async def _flip(self, decision: FlipDecision) -> None:
         who = f"role_flip:{self._policy.name}"

@@ -37,6 +37,7 @@ class EventKind(StrEnum):
     OPERATION_REFUSED = "operation_refused"  # or arrived after its deadline
     OPERATION_FAILED = "operation_failed"
     POLICY_FLIP = "policy_flip"
+    POLICIES_CHANGED = "policies_changed"
 
 
 class Events:
@@ -62,7 +63,7 @@ class Events:
         found = (row for kind in wanted for row in self._rings[kind] if row["time_s"] > since_s)
         return nlargest(limit, found, key=lambda row: float(row["time_s"]))
 
-    def note(self, kind: EventKind, text: str, instance_id: str, role: str = "") -> None:
+    def note(self, kind: EventKind, text: str, instance_id: str = "", role: str = "") -> None:
         """Keep an event."""
         row = {
             "event_id": uuid.uuid4().hex,

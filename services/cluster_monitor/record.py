@@ -25,6 +25,8 @@ class Record:
     state_since_s: float = 0.0
     load: InstanceLoad = field(default_factory=InstanceLoad)
     draining: bool = False
+    policies_revision: int = 0  # that its engine goes by, as it said last
+    policies_trouble: str = ""
     connected_once: bool = False
     heard_mono: float | None = None
     arrival: str = "registered"  # or "restarted" or "returned": how it came to be known
@@ -69,6 +71,7 @@ class Record:
         self.role = beat.role
         self.draining = beat.draining
         self.load = beat.load
+        self.policies_revision, self.policies_trouble = beat.policies_revision, beat.policies_trouble
         if beat.rates is not None:
             self.info = msgspec.structs.replace(self.info, rates=beat.rates)
         for accepts, future in list(self.waiters):

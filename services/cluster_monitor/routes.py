@@ -13,7 +13,9 @@ from services.cluster_monitor.broadcaster import Broadcaster
 from services.cluster_monitor.edge import DrainIn, FlipIn, LeaveIn, OperationIn, Outcomes, Registration
 from services.cluster_monitor.events import EventKind, Events
 from services.cluster_monitor.flips import Operations
+from services.cluster_monitor.followers import Followers
 from services.cluster_monitor.memory import Memory
+from services.cluster_monitor.policy_book import PolicyBook
 from services.cluster_monitor.registry import Registry
 from services.cluster_monitor.slo import SloService
 from shared.domain.instance import Role
@@ -33,6 +35,8 @@ class State:
     events: Events
     slo: SloService
     broadcaster: Broadcaster
+    policies: PolicyBook
+    followers: Followers
     store: WriteBehind
 
 

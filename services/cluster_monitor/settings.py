@@ -28,9 +28,8 @@ class MonitorSettings(ServiceSettings):
     rpc_timeout_s: float = Field(2.0, gt=0)  # of a flip's steps other than the drain
     verify_timeout_s: float = Field(1.0, gt=0)  # for the heartbeat that shows the new role
 
-    role_flip: str = ""  # a policy that flips roles by itself; empty: only people do
-    role_flip_parameters: dict[str, Any] = Field(default_factory=dict)
-    role_flip_period_s: float = Field(1.0, gt=0)  # between two questions to it
+    policies: dict[str, Any] = Field(default_factory=dict)  # the cluster file's: see `shared.policy.written.from_file`
+    role_flip_period_s: float = Field(1.0, gt=0)  # between two questions to the policy of role flips
 
     slo_windows_s: tuple[float, ...] = (60.0, 300.0)
 

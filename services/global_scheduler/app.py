@@ -14,7 +14,7 @@ from services.global_scheduler.journal import Journal
 from services.global_scheduler.metrics import SchedulerMetrics
 from services.global_scheduler.open_jobs import SWEEP_S, OpenJobs
 from services.global_scheduler.placer import Placer
-from services.global_scheduler.policy_set import PolicySet
+from services.global_scheduler.policy_report import PolicyReport
 from services.global_scheduler.reports import Reports
 from services.global_scheduler.routes import State, router
 from services.global_scheduler.settings import SchedulerSettings
@@ -26,20 +26,20 @@ from shared.store.database import open_engine
 from shared.store.retention import Retention, close_lost
 from shared.store.write_behind import WriteBehind
 from shared.wire.clients.http import JsonClient
+from shared.wire.clients.monitor import MonitorClient
 
 log = get_log(__name__)
 FORWARD_S = 1.0
 
 
 def create_app(settings: SchedulerSettings) -> FastAPI:
-    """The service. Raises InvalidRequest for an unknown policy or database before anything starts."""
-    policies = PolicySet(settings)
+    """The service. Raises InvalidRequest for an unknown database before anything starts."""
     registry = CollectorRegistry()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            app.state.scheduler = await _start(stack, settings, policies, registry)
+            app.state.scheduler = await _start(stack, settings, registry)
             yield
 
     app = service_app("global_scheduler", lifespan, registry)
@@ -47,22 +47,21 @@ def create_app(settings: SchedulerSettings) -> FastAPI:
     return app
 
 
-async def _start(
-    stack: AsyncExitStack, settings: SchedulerSettings, policies: PolicySet, registry: CollectorRegistry
-) -> State:
+async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: CollectorRegistry) -> State:
     engine = open_engine(settings.database_url)
     stack.push_async_callback(engine.dispose)
     store = WriteBehind(engine, registry, capacity=settings.queue_rows)
     metrics, forwarded = SchedulerMetrics(registry), ForwardMetrics(registry)
-    outcomes = Forwarder("monitor", await _client(stack, settings.monitor_url), "/slo/outcomes", forwarded)
-    lengths = Forwarder("predictor", await _client(stack, settings.predictor_url), "/v1/observations", forwarded)
+    monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url)) if settings.monitor_url else None
+    outcomes = Forwarder("monitor", monitor, "/slo/outcomes", forwarded)
+    predictor = await stack.enter_async_context(JsonClient(settings.predictor_url)) if settings.predictor_url else None
+    lengths = Forwarder("predictor", predictor, "/v1/observations", forwarded)
     journal = (
         stack.enter_context(Journal(settings.decision_log, settings.decision_log_bytes))
         if settings.decision_log
         else None
     )
-    placer = Placer(policies.specs, metrics, settings.policy_seed, journal)
-    policies.follow = placer.follow
+    placer = Placer(metrics, settings.policy_seed, journal)
     open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
     name, ring = settings.scheduler_id, settings.ring_jobs
     reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.decodes, placer.ended)
@@ -73,6 +72,8 @@ async def _start(
     tasks.every("forward-outcomes", FORWARD_S, outcomes.step)
     tasks.every("forward-lengths", FORWARD_S, lengths.step)
     tasks.every("sweep", SWEEP_S, reports.sweep)
+    if monitor is not None:
+        tasks.start("policies", PolicyReport(name, placer, monitor).run())
     tasks.start("former jobs", _close_former(settings, engine, store))
     retention = Retention(engine, {"requests": settings.retention_s}, store.ready)
     tasks.every("retention", settings.prune_period_s, retention.step)
@@ -82,7 +83,7 @@ async def _start(
     subscriber = open_broadcast(stack, sockets, settings, placer, prefixes)
     server = await open_rpc(stack, sockets, settings, placer, reports)
     watch(registry, placer, server, subscriber)
-    return State(placer, policies, reports, engine, store)
+    return State(placer, reports, engine, store)
 
 
 async def _close_former(settings: SchedulerSettings, engine: AsyncEngine, store: WriteBehind) -> None:
@@ -97,7 +98,3 @@ async def _close_former(settings: SchedulerSettings, engine: AsyncEngine, store:
         return
     if closed:
         log.warning("jobs of a former life are lost", count=closed)
-
-
-async def _client(stack: AsyncExitStack, url: str) -> JsonClient | None:
-    return await stack.enter_async_context(JsonClient(url)) if url else None

@@ -12,7 +12,7 @@ from shared.domain.instance import ClusterView
 from shared.domain.prefix import PrefixDelta
 from shared.domain.route import Route
 from shared.errors import InvalidRequest, PolyphaseError
-from shared.policy.decider import Decider, PolicySpecs
+from shared.policy.decider import Decider
 from shared.runtime.logs import get_log
 from shared.wire.messages import PlaceRequest
 
@@ -24,17 +24,10 @@ class Begun(msgspec.Struct, tag=True):
     """The first entry."""
 
     seed: int
-    specs: PolicySpecs
-
-
-class Followed(msgspec.Struct, tag=True):
-    """Other policies."""
-
-    specs: PolicySpecs
 
 
 class Heard(msgspec.Struct, tag=True):
-    """A broadcast."""
+    """A broadcast: loads, and the policies in force."""
 
     view: ClusterView
     now: float
@@ -70,7 +63,7 @@ class Ended(msgspec.Struct, tag=True):
     output_tokens: int
 
 
-Entry = Begun | Followed | Heard | Told | Decided | Came | Ended
+Entry = Begun | Heard | Told | Decided | Came | Ended
 
 
 class Journal:
@@ -138,7 +131,7 @@ def replay(path: Path) -> Iterator[tuple[Decided, Decided]]:
     first = next(entries, None)
     if not isinstance(first, Begun):
         raise InvalidRequest(f"{path} does not begin like a decision log")
-    decider = Decider(first.specs, first.seed)
+    decider = Decider(first.seed)
     for entry in entries:
         if isinstance(entry, Decided):
             yield entry, _again(decider, entry)
@@ -156,8 +149,6 @@ def _again(decider: Decider, entry: Decided) -> Decided:
 
 def _take(decider: Decider, entry: Entry) -> None:
     match entry:
-        case Followed():
-            decider.follow(entry.specs)
         case Heard():
             decider.hear(entry.view, entry.now)
         case Told():

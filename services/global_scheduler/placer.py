@@ -2,16 +2,19 @@
 
 import secrets
 import time
+from collections.abc import Callable
 
-from services.global_scheduler.journal import Begun, Came, Decided, Ended, Followed, Heard, Journal, Told
+from services.global_scheduler.journal import Begun, Came, Decided, Ended, Heard, Journal, Told
 from services.global_scheduler.metrics import SchedulerMetrics
 from shared.domain.instance import ClusterView
+from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.prefix import PrefixDelta
 from shared.domain.route import Route
 from shared.errors import PolyphaseError
-from shared.policy.decider import Decider, PolicySpecs
+from shared.policy.decider import Decider
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import PrefixIndex
+from shared.policy.written import in_words
 from shared.runtime.logs import get_log
 from shared.wire.messages import PlaceRequest
 from shared.wire.rpc_server import ServerCall
@@ -23,30 +26,26 @@ REFUSED_KEPT = 10_000
 class Placer:
     """Answers PLACE. `seed` None: other random numbers at each start."""
 
-    def __init__(
-        self, specs: PolicySpecs, metrics: SchedulerMetrics, seed: int | None, journal: Journal | None = None
-    ) -> None:
+    def __init__(self, metrics: SchedulerMetrics, seed: int | None, journal: Journal | None = None) -> None:
         seed = secrets.randbits(63) if seed is None else seed
-        self._decider = Decider(specs, seed)
+        self._decider = Decider(seed)
         self._metrics = metrics
         self._journal = journal
         self._heard_s = 0.0
+        self.on_policies: Callable[[], None] = lambda: None  # called when `followed` is another
         self._refused: dict[str, int] = {}  # jobs that have no place yet, and how often they asked
         if journal is not None:
-            journal.add(Begun(seed, specs))
-
-    def follow(self, specs: PolicySpecs) -> None:
-        """Other policies from now on. Raises InvalidRequest, and nothing changes."""
-        self._decider.follow(specs)
-        if self._journal is not None:
-            self._journal.add(Followed(specs))
+            journal.add(Begun(seed))
 
     def update(self, view: ClusterView) -> None:
-        """Take a broadcast of the monitor."""
+        """Take a broadcast of the monitor: loads, and the policies in force."""
         self._heard_s = time.time()
+        before = self.followed
         self._decider.hear(view, self._heard_s)
         if self._journal is not None:
             self._journal.add(Heard(view, self._heard_s))
+        if self.followed != before:
+            self._tell(self.followed)
 
     def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
         """Take what an instance tells of its prefix cache; False when something before it was lost."""
@@ -76,9 +75,9 @@ class Placer:
         return self._decider.prefixes
 
     @property
-    def specs(self) -> PolicySpecs:
-        """The policies in force."""
-        return self._decider.specs
+    def followed(self) -> tuple[PolicySet, str]:
+        """The policies that it goes by, and why not by newer ones that it heard of; empty when there are none."""
+        return self._decider.policies, self._decider.trouble
 
     @property
     def wants_prefixes(self) -> bool:
@@ -126,6 +125,15 @@ class Placer:
             self._journal.add(Ended(job_id, output_tokens))
         if refusals := self._refused.pop(job_id, 0):
             log.info("ended without a placement", job_id=job_id, refusals=refusals)
+
+    def _tell(self, followed: tuple[PolicySet, str]) -> None:
+        policies, trouble = followed
+        if trouble:
+            log.error("other policies are not followed", following=policies.revision, reason=trouble)
+        else:
+            named = {kind: in_words(policies.of(kind)) for kind in ROUTING}
+            log.info("policies followed", revision=policies.revision, **named)
+        self.on_policies()
 
     def _refuse(self, job_id: str, error: PolyphaseError) -> None:
         """Count it; a waiting job asks ten times a second, and one line is enough."""

@@ -1,16 +1,16 @@
-"""The scheduler's HTTP API: the status table and the policies."""
+"""The scheduler's HTTP API: the status table, and the policies that it follows."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.global_scheduler.placer import Placer
-from services.global_scheduler.policy_set import PoliciesChange, PolicySet
 from services.global_scheduler.reports import Reports, plain
 from shared.domain.job import Phase
+from shared.domain.policies import ROUTING
 from shared.errors import NotFound
 from shared.store.reading import read_request, read_requests
 from shared.store.write_behind import WriteBehind
@@ -21,7 +21,6 @@ class State:
     """What the routes work on; built in the lifespan."""
 
     placer: Placer
-    policies: PolicySet
     reports: Reports
     engine: AsyncEngine
     store: WriteBehind
@@ -76,18 +75,7 @@ async def get_timeline(scheduler: Scheduler, job_id: str) -> Response:
 
 @router.get("/policies")
 async def get_policies(scheduler: Scheduler) -> dict[str, Any]:
-    """The policies in force, and the choices."""
-    return scheduler.policies.describe()
-
-
-@router.put("/policies")
-async def put_policies(
-    scheduler: Scheduler,
-    change: PoliciesChange,
-    request: Request,
-    x_polyphase_actor: Annotated[str | None, Header()] = None,
-) -> dict[str, Any]:
-    """Change placement, split or dispatch for all jobs from now on; what is not given stays."""
-    client = request.client.host if request.client else "unknown"
-    scheduler.policies.change(change, x_polyphase_actor or client)
-    return scheduler.policies.describe()
+    """The policies that this scheduler follows; they are the monitor's to change."""
+    policies, trouble = scheduler.placer.followed
+    followed = {kind: msgspec.to_builtins(policies.of(kind)) for kind in ROUTING}
+    return {"revision": policies.revision, "trouble": trouble, **followed}

@@ -1,7 +1,6 @@
 """Settings of one global scheduler."""
 
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -10,7 +9,7 @@ from shared.runtime.settings import ServiceSettings
 
 
 class SchedulerSettings(ServiceSettings):
-    """Prefix `POLYPHASE_SCHEDULER_`; dicts are JSON."""
+    """Prefix `POLYPHASE_SCHEDULER_`. Policies come with the monitor's broadcasts."""
 
     model_config = SettingsConfigDict(env_prefix="POLYPHASE_SCHEDULER_", frozen=True, extra="forbid")
 
@@ -31,12 +30,6 @@ class SchedulerSettings(ServiceSettings):
     # Open jobs of which nobody tells for so long end here; gateways name theirs every 3 s (gateway.reports.REFRESH_S).
     lost_after_s: float = Field(10.0, gt=0)
 
-    placement: str = "adaptive"
-    placement_parameters: dict[str, Any] = Field(default_factory=dict)
-    split: str = "adaptive"
-    split_parameters: dict[str, Any] = Field(default_factory=dict)
-    dispatch: str = "adaptive"  # here, and by each route in the prefill instance that it names
-    dispatch_parameters: dict[str, Any] = Field(default_factory=dict)
     policy_seed: int | None = None  # None: another one each start
     decision_log: Path | None = None  # every decision with all that it rests on: see services.global_scheduler.journal
     decision_log_bytes: int = Field(256 << 20, ge=1)  # then it stops

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from services.launcher import keys, measuring, operate
+from services.launcher import keys, measuring, operate, policies
 from services.launcher.up import UpOptions, up
 from shared.errors import PolyphaseError
 
@@ -105,6 +105,23 @@ def drain_command(
 def resume_command(instance: str, data_dir: DataDir = DATA_DIR, monitor: Monitor = "", as_json: Json = False) -> None:
     """Give a drained instance work again."""
     _operate("resume", instance, data_dir, monitor, as_json)
+
+
+@app.command("policies")
+def policies_command(
+    wanted: Annotated[list[str] | None, typer.Argument(help="Such as split=fraction:fraction=0.5, or sjf.")] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="Back to the file's: all, or the kinds named.")] = False,
+    data_dir: DataDir = DATA_DIR,
+    monitor: Monitor = "",
+    as_json: Json = False,
+) -> None:
+    """The policies in force, who changed them and who follows; or change some for the whole cluster."""
+    change = policies.reset_of(wanted or ()) if reset else policies.change_of(wanted or ())
+    answer = asyncio.run(policies.act(operate.monitor_url(data_dir, monitor), change, operate.actor()))
+    if as_json:
+        measuring.print_json(answer)
+    else:
+        policies.show(Console(), answer)
 
 
 @app.command("forget")

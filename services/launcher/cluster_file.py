@@ -14,11 +14,15 @@ from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.model_source import resolve_model
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Role
+from shared.domain.policies import KINDS
 from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
 
 LOCAL = "local"
 CLUSTERS = Path(__file__).parent / "clusters"
+_MOVED = frozenset(  # from the sections into `policies`: they are one for the cluster
+    kind + suffix for kind in KINDS for suffix in ("", "_parameters")
+)
 _COMMON = frozenset({"curve_public", "curve_secret", "monitor_url", "broadcast_address", "database_url", "model"})
 
 
@@ -37,6 +41,9 @@ class Section(BaseModel):
         ours = set(type(self).model_fields)
         choices = (set(self.settings.model_fields) - self.derived - _COMMON) | ours
         for key in self.extra:
+            if key in _MOVED:
+                kind = key.removesuffix("_parameters")
+                raise ValueError(f"{key!r} belongs to the whole cluster: write `policies: {{{kind}: …}}` at the top")
             if key not in choices:
                 raise ValueError(f"unknown key {key!r}; known: {', '.join(sorted(choices))}")
         return self
@@ -79,7 +86,7 @@ class MonitorSection(Section):
     """The cluster monitor. `extra`: MonitorSettings."""
 
     settings = MonitorSettings
-    derived = frozenset({"monitor_id", "http_host", "http_port", "heartbeat_address"})
+    derived = frozenset({"monitor_id", "http_host", "http_port", "heartbeat_address", "policies"})
 
 
 class PredictorSection(Section):
@@ -132,6 +139,7 @@ class Cluster(BaseModel):
     hosts: dict[str, str] = {}  # name → address, where there is more than this machine
     control: str = ""  # the host of everything but the instances
 
+    policies: dict[str, Any] = {}  # the monitor's: see `shared.policy.written.from_file`
     launcher: LauncherSection = LauncherSection()
     gateway: GatewaySection = GatewaySection()
     scheduler: SchedulerSection = SchedulerSection()

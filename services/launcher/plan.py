@@ -104,6 +104,7 @@ class _Planner:
             "database_url": self._database,
             "heartbeat_address": self._zmq(1),
             "broadcast_address": self._zmq(2),
+            "policies": self._cluster.policies,
             **self._curve,
         }
         settings = self._settings(MonitorSettings, "monitor", self._cluster.monitor.extra, values)

@@ -3,9 +3,8 @@
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -21,7 +20,7 @@ from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.cost.models import bundled_geometry
 from shared.errors import InvalidRequest, PolyphaseError
-from shared.policy import registry
+from shared.policy.written import from_file
 from shared.store.database import parse_url
 
 Faults = Iterator[tuple[str, str]]  # the key of the file, and what is wrong with it
@@ -81,24 +80,19 @@ def _of_gateway(settings: GatewaySettings) -> Faults:
 
 def _of_scheduler(settings: SchedulerSettings) -> Faults:
     yield from _of_database(settings.database_url)
-    for key in ("placement", "split", "dispatch"):
-        yield from _of_policy(
-            f"scheduler.{key}", getattr(registry, key), getattr(settings, key), getattr(settings, f"{key}_parameters")
-        )
 
 
 def _of_monitor(settings: MonitorSettings) -> Faults:
     yield from _of_database(settings.database_url)
-    if settings.role_flip:
-        yield from _of_policy(
-            "monitor.role_flip", registry.role_flip, settings.role_flip, settings.role_flip_parameters
-        )
+    for kind, entry in settings.policies.items():
+        try:
+            from_file({kind: entry})
+        except InvalidRequest as error:
+            key, _, text = error.message.partition(": ")
+            yield f"policies.{key}", text
 
 
 def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faults:
-    for kind in ("prefill_order", "decode_admission"):
-        name, parameters = getattr(settings, kind), getattr(settings, f"{kind}_parameters")
-        yield from _of_policy(f"{at}.{kind}", getattr(registry, kind), name, parameters)
     if settings.rates_file and not Path(settings.rates_file).is_file():
         yield f"{at}.rates_file", f"there is no file {settings.rates_file}: `polyphase calibrate live` writes one"
     if settings.engine == "emulated":
@@ -127,13 +121,6 @@ def _of_emulated(at: str, settings: WorkerSettings) -> Faults:
 @functools.cache
 def _catalogue() -> Catalogue:
     return Catalogue.built_in()
-
-
-def _of_policy(key: str, make: Callable[..., object], name: str, parameters: dict[str, Any]) -> Faults:
-    try:
-        make(name, parameters)
-    except PolyphaseError as error:
-        yield key, error.message
 
 
 def _of_database(url: str) -> Faults:

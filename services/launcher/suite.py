@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import psutil
 from services.launcher import process_log, state_file
 from services.launcher.state_file import SuiteState
 from shared.domain.instance import InstanceState, Role
+from shared.domain.route import PolicySpec
 from shared.errors import DeadlineExceeded, PolyphaseError
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerAdmin
 
 POLL_S = 0.05
 READY_S = 120.0
+FOLLOW_S = 30.0  # for an engine's step to end, and a process that is being started again
 
 
 class Suite:
@@ -86,11 +88,10 @@ class Suite:
             await until(idle, timeout_s, "the instances to be idle")
         return time.monotonic() - began
 
-    async def set_policies(self, change: dict[str, Any]) -> None:
-        """Change the policies of all schedulers."""
-        for scheduler in self.schedulers():
-            async with scheduler:
-                await scheduler.set_policies(change)
+    async def set_policies(self, change: Mapping[str, PolicySpec | None], who: str) -> None:
+        """Change policies, None: back to the cluster file's; ends when every process follows."""
+        async with self.monitor() as monitor:
+            await change_policies(monitor, change, who, len(self.state.scheduler_urls))
 
     def memory_bytes(self) -> int:
         """Proportional set size of the launcher and everything below it."""
@@ -108,6 +109,33 @@ def memory_of(pids: Sequence[int]) -> int:
         except psutil.NoSuchProcess:
             continue
     return total
+
+
+async def change_policies(
+    monitor: MonitorClient,
+    change: Mapping[str, PolicySpec | None],
+    who: str,
+    schedulers: int,
+    timeout_s: float = FOLLOW_S,
+) -> dict[str, Any]:
+    """Change policies and wait until every instance and so many schedulers follow; gives what was in force before.
+
+    Raises the monitor's own error, or DeadlineExceeded that names who does not follow.
+    """
+    before = (await monitor.policies())["policies"]
+    await monitor.set_policies(change, who=who)
+    late: list[str] = []
+
+    async def followed() -> bool:
+        told = (await monitor.policies())["followers"]
+        late[:] = [f"{one['name']} {one['trouble']}".strip() for one in told if not one["follows"]]
+        return not late and sum(one["process"] == "scheduler" for one in told) >= schedulers
+
+    try:
+        await until(followed, timeout_s, "all to follow")
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(f"{error.message}; late: {'; '.join(late) or 'a scheduler'}") from error
+    return {kind: before[kind] for kind in change}
 
 
 async def until(condition: Callable[[], Any], timeout_s: float, what: str, poll_s: float = POLL_S) -> None:

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Query, Response
 from services.worker.engines.base import Engine, EngineInfo
 from services.worker.engines.cache_events import CacheSink
 from services.worker.engines.policies import CurrentRates
+from services.worker.handlers import handlers
 from services.worker.jobs.codecs import Codecs
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
@@ -26,6 +27,7 @@ from services.worker.kv.ledger import ExportLedger
 from services.worker.kv.port import ConnectorPort, KvPort
 from services.worker.live_rates import LEARN_S, KnownRates, LiveRates
 from services.worker.metrics import WorkerMetrics
+from services.worker.policies import FollowedPolicies
 from services.worker.prefixes.feed import PrefixFeed
 from services.worker.settings import WorkerSettings
 from services.worker.telemetry import HEARTBEAT_S, Telemetry
@@ -36,9 +38,8 @@ from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
 from shared.wire.broadcast import Publisher, Subscriber
 from shared.wire.clients.monitor import MonitorClient
-from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, ReleaseRequest, ResumeRequest
-from shared.wire.methods import DECODE, DRAIN, FLIP, PREDICTED, PREFETCH, PREFILL, PREFIXES, RELEASE, RESUME
-from shared.wire.rpc_server import Handlers, RpcServer, ServerCall
+from shared.wire.methods import PREFIXES
+from shared.wire.rpc_server import RpcServer
 from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
@@ -52,6 +53,7 @@ class Instance:
     telemetry: Telemetry
     roles: RoleState
     engine: Engine
+    policies: FollowedPolicies
 
 
 def create_app(settings: WorkerSettings) -> FastAPI:
@@ -83,7 +85,7 @@ def create_app(settings: WorkerSettings) -> FastAPI:
             "refused": running.telemetry.refused,
             "threads": settings.threads,
             "max_seqs": settings.max_seqs,
-            "policies": running.engine.policies.names(),
+            "policies": {**running.engine.policies.names(), **running.policies.describe()},
         }
 
     @app.get("/steps")
@@ -126,17 +128,18 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         server = RpcServer(
             sockets,
             settings.address(settings.rpc_port),
-            {**_handlers(prefill, decode, roles, kv), PREFIXES: prefixes.prefixes},
+            {**handlers(prefill, decode, roles, kv), PREFIXES: prefixes.prefixes},
             on_peer_gone=lambda peer: tasks.start("release what a gone peer held", release_of(peer)),
         )
         await stack.enter_async_context(server)
+        policies = FollowedPolicies(engine)
         telemetry = await _telemetry(
-            settings, info, roles, engine, kv, prefill, decode, rates, dispatcher, sockets, stack, tasks
+            settings, info, roles, engine, kv, prefill, decode, rates, policies, dispatcher, sockets, stack, tasks
         )
         stack.push_async_callback(telemetry.leave)
         WorkerMetrics(info, telemetry, roles, engine, server, dispatcher)
         log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
-        yield Instance(info, telemetry, roles, engine)
+        yield Instance(info, telemetry, roles, engine, policies)
 
 
 def _seed(settings: WorkerSettings, generation: int) -> int | str:
@@ -239,32 +242,6 @@ def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int
     return msgspec.structs.replace(info, rates=merged_rates(info.rates, found.rates))
 
 
-def _handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, kv: KvPort) -> Handlers:
-    async def drain(request: DrainRequest, _: ServerCall) -> DrainReply:
-        return await roles.drain(request.timeout_s)
-
-    async def flip(request: FlipRequest, _: ServerCall) -> FlipReply:
-        return roles.flip(request.role)
-
-    async def release(request: ReleaseRequest, _: ServerCall) -> None:
-        decode.forget(request.transfer_ids)
-        await kv.release(request.transfer_ids)
-
-    async def resume(_: ResumeRequest, __: ServerCall) -> None:
-        roles.resume()
-
-    return {
-        PREFILL: prefill.prefill,
-        PREDICTED: prefill.predicted,
-        RELEASE: release,
-        PREFETCH: decode.prefetch,
-        DECODE: decode.decode,
-        DRAIN: drain,
-        FLIP: flip,
-        RESUME: resume,
-    }
-
-
 async def _telemetry(
     settings: WorkerSettings,
     info: InstanceInfo,
@@ -274,6 +251,7 @@ async def _telemetry(
     prefill: PrefillService,
     decode: DecodeService,
     rates: LiveRates,
+    policies: FollowedPolicies,
     dispatcher: Dispatcher,
     sockets: Sockets,
     stack: AsyncExitStack,
@@ -282,10 +260,11 @@ async def _telemetry(
     publisher = Publisher(sockets, settings.heartbeat_address, bind=False)
     stack.callback(publisher.close)
     monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url))
-    telemetry = Telemetry(info, roles, engine, kv, prefill, decode, rates, publisher, monitor)
+    telemetry = Telemetry(info, roles, engine, kv, prefill, decode, rates, policies, publisher, monitor)
 
     def broadcast(view: ClusterView) -> None:
         dispatcher.update(view)
+        policies.hear(view.policies)
         telemetry.seen(view)
 
     subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, broadcast)

@@ -60,12 +60,6 @@ class WorkerSettings(ServiceSettings):
     emulated_link_gbps: float = Field(0.0, ge=0)  # of its network port, Gb/s; 0: KV transfers take no time
     emulated_prefix_cache: bool = True
 
-    # What the engine goes by (`shared/policy`): who is next, who may decode, and whether prefill gives way to TPOT.
-    prefill_order: str = "fcfs"
-    prefill_order_parameters: dict[str, Any] = {}
-    decode_admission: str = "greedy"
-    decode_admission_parameters: dict[str, Any] = {}
-    step_budget: bool = False
     policy_seed: int | None = None  # of the dispatcher; None: every instance and every start has its own
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
 from services.worker.live_rates import LiveRates
+from services.worker.policies import FollowedPolicies
 from shared.domain.instance import ClusterView, InstanceInfo, InstanceLoad
 from shared.errors import Incompatible, PolyphaseError
 from shared.runtime.logs import get_log
@@ -34,11 +35,13 @@ class Telemetry:
         prefills: PrefillService,
         decodes: DecodeService,
         rates: LiveRates,
+        policies: FollowedPolicies,
         publisher: Publisher,
         monitor: MonitorClient,
     ) -> None:
         self._info = info
         self._rates = rates
+        self._policies = policies
         self._roles = roles
         self._engine = engine
         self._kv = kv
@@ -91,7 +94,16 @@ class Telemetry:
         now, who = time.time(), self._info
         rates = self._rates.news(now)
         self._publisher.publish(
-            Heartbeat(who.instance_id, who.generation, self._roles.role, self._roles.draining, self.load(), rates)
+            Heartbeat(
+                who.instance_id,
+                who.generation,
+                self._roles.role,
+                self._roles.draining,
+                self.load(),
+                rates,
+                self._policies.revision,
+                self._policies.trouble,
+            )
         )
 
     def seen(self, view: ClusterView) -> None:

@@ -4,6 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
+from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates
 
 
@@ -122,11 +123,15 @@ class InstanceView(msgspec.Struct, frozen=True):
 
 
 class ClusterView(msgspec.Struct, frozen=True):
-    """All instances at one moment; what the monitor broadcasts. `sequence` rises by one with each broadcast."""
+    """All instances at one moment, and the policies in force; what the monitor broadcasts.
+
+    `sequence` rises by one with each broadcast.
+    """
 
     sequence: int
     time_s: float
     instances: tuple[InstanceView, ...] = ()
+    policies: PolicySet = PolicySet()
 
     def of(self, instance_id: str) -> InstanceView | None:
         """The instance of that id, if known."""

@@ -11,48 +11,30 @@ import msgspec
 
 from shared.domain.instance import ClusterView
 from shared.domain.job import JobView
+from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.prefix import PrefixDelta
-from shared.domain.route import PolicySpec, Reason, Route
+from shared.domain.route import Reason, Route
 from shared.policy import registry
 from shared.policy.assignment import assignments
+from shared.policy.following import Following
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.load_tracker import LoadTracker
 from shared.policy.placement import Policies, place
 from shared.policy.prefix_index import PrefixIndex, wants_prefixes
 
 
-class PolicySpecs(msgspec.Struct, frozen=True):
-    """The policies in force, by name. Raises InvalidRequest that names the choices when they are built."""
-
-    placement: PolicySpec
-    split: PolicySpec
-    dispatch: PolicySpec
-
-    def build(self) -> Policies:
-        """As functions."""
-        return Policies(
-            registry.placement(self.placement.name, self.placement.parameters),
-            registry.split(self.split.name, self.split.parameters),
-            registry.dispatch(self.dispatch.name, self.dispatch.parameters),
-        )
-
-
 class Decider:
-    """Times are unix seconds, and do not go back by more than clocks do."""
+    """Times are unix seconds, and do not go back by more than clocks do. Policies come with the broadcasts."""
 
-    def __init__(self, specs: PolicySpecs, seed: int) -> None:
+    def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
         self._live = LoadTracker()
-        self.specs = specs
-        self._policies = specs.build()
-
-    def follow(self, specs: PolicySpecs) -> None:
-        """Other policies from now on. Raises InvalidRequest, and nothing changes."""
-        self._policies, self.specs = specs.build(), specs
+        self._following = Following(ROUTING, _routing)
 
     def hear(self, view: ClusterView, now: float) -> None:
-        """A broadcast."""
+        """A broadcast: other loads, and perhaps other policies from now on."""
         self._live.update(view, now, self._rng)
+        self._following.hear(view.policies)
 
     def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
         """What an instance tells of its prefix cache; False when something before it was lost."""
@@ -67,7 +49,7 @@ class Decider:
 
         Raises Unavailable, InvalidRequest.
         """
-        route = place(job, self._live.current, self._policies, now, self._rng, exclude)
+        route = place(job, self._live.current, self._following.made, now, self._rng, exclude)
         self.ledger.add(job, route, now)
         for assignment in assignments(job, route, now):
             self._live.book(assignment)
@@ -75,7 +57,7 @@ class Decider:
         if age_s := self._live.stale_s(now):
             reasons += (Reason("old loads: the monitor is silent", {"broadcast_age_s": round(age_s, 1)}),)
         return msgspec.structs.replace(
-            route, dispatch=self.specs.dispatch, reasons=reasons, wants_prefix=self.wants_prefixes
+            route, dispatch=self.policies.dispatch, reasons=reasons, wants_prefix=self.wants_prefixes
         )
 
     def came(self, job_id: str, now: float) -> None:
@@ -86,6 +68,16 @@ class Decider:
         """A job is over here, however it ended; `output_tokens` of a whole answer, else 0."""
         self.ledger.complete(job_id, output_tokens)
         self._live.ended(job_id)
+
+    @property
+    def policies(self) -> PolicySet:
+        """Those that it goes by."""
+        return self._following.policies
+
+    @property
+    def trouble(self) -> str:
+        """Why it does not go by the newest that it heard of; empty when it does."""
+        return self._following.trouble
 
     @property
     def known(self) -> bool:
@@ -105,9 +97,13 @@ class Decider:
     @property
     def wants_prefixes(self) -> bool:
         """Whether the placement in force looks at them."""
-        return wants_prefixes(self._policies.placement)
+        return wants_prefixes(self._following.made.placement)
 
     @property
     def ledger(self) -> WorkloadLedger:
         """Work that was placed here and is not over."""
         return self._live.ledger
+
+
+def _routing(policies: PolicySet) -> Policies:
+    return Policies(*(registry.make(kind, policies.of(kind)) for kind in ROUTING))

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import StrEnum
+from math import isfinite
 from typing import Any, TypeVar
 
+from shared.domain.policies import PolicySet
+from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.cronus import CronusSplit
@@ -15,8 +18,9 @@ from shared.policy.placement import LeastLoad, Placement, RoundRobin, Single, We
 from shared.policy.plan_routes import PlanRoute, PlanRoutes, parse_routes
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.policy.prefix_placement import PrefixPlacement
-from shared.policy.role_flip import IdleFlip, PressureFlip, RoleFlip
+from shared.policy.role_flip import IdleFlip, NoFlip, PressureFlip, RoleFlip
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, RandomSplit, Split
+from shared.policy.step_budget import NoBudget, StepBudget, TpotBudget
 from shared.policy.workload import Memory, Penalty, Workload
 
 Policy = TypeVar("Policy")
@@ -60,7 +64,17 @@ DECODE_ADMISSION: dict[str, Callable[..., DecodeAdmission]] = {
     "reserve_static": ReserveStatic,
     "reserve_dynamic": ReserveDynamic,
 }
-ROLE_FLIP: dict[str, Callable[..., RoleFlip]] = {"idle": IdleFlip, "pressure": PressureFlip}
+STEP_BUDGET: dict[str, Callable[..., StepBudget]] = {"off": NoBudget, "on": TpotBudget}
+ROLE_FLIP: dict[str, Callable[..., RoleFlip]] = {"off": NoFlip, "idle": IdleFlip, "pressure": PressureFlip}
+KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # of `PolicySet`
+    "placement": PLACEMENT,
+    "split": SPLIT,
+    "dispatch": DISPATCH,
+    "prefill_order": PREFILL_ORDER,
+    "decode_admission": DECODE_ADMISSION,
+    "step_budget": STEP_BUDGET,
+    "role_flip": ROLE_FLIP,
+}
 
 
 def placement(name: str, parameters: Parameters | None = None) -> Placement:
@@ -88,9 +102,35 @@ def decode_admission(name: str, parameters: Parameters | None = None) -> DecodeA
     return _make("decode admission", DECODE_ADMISSION, name, parameters)
 
 
+def step_budget(name: str, parameters: Parameters | None = None) -> StepBudget:
+    """Whether steps have a budget. Raises InvalidRequest that names the choices."""
+    return _make("step budget", STEP_BUDGET, name, parameters)
+
+
 def role_flip(name: str, parameters: Parameters | None = None) -> RoleFlip:
     """A policy of role flips. Raises InvalidRequest that names the choices."""
     return _make("role flip", ROLE_FLIP, name, parameters)
+
+
+def make(kind: str, spec: PolicySpec) -> Any:
+    """A policy of any kind. Raises InvalidRequest that names the choices."""
+    if kind not in KINDS:
+        raise InvalidRequest(f"no kind of policy {kind!r}; known: {', '.join(KINDS)}")
+    return _make(kind.replace("_", " "), KINDS[kind], spec.name, spec.parameters)
+
+
+def check(policies: PolicySet) -> None:
+    """Raises InvalidRequest that names the kind and the choices for the first policy that cannot be made."""
+    for kind in KINDS:
+        try:
+            make(kind, policies.of(kind))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{kind}: {error.message}") from error
+
+
+def choices() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Of each kind the policies, and of each policy the parameters."""
+    return {kind: {name: parameters_of(made) for name, made in table.items()} for kind, table in KINDS.items()}
 
 
 def parameters_of(factory: Any) -> tuple[str, ...]:
@@ -126,4 +166,6 @@ def _checked(where: str, kind: Any, value: Any) -> Any:
     accepted = (int, float) if kind is float else (kind,)
     if (isinstance(value, bool) and kind is not bool) or not isinstance(value, accepted):
         raise InvalidRequest(f"{where} must be of type {kind.__name__}, not {value!r}")
+    if isinstance(value, float) and not isfinite(value):
+        raise InvalidRequest(f"{where} must be finite, not {value}")
     return float(value) if kind is float else value

@@ -49,6 +49,21 @@ class RoleFlip(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class NoFlip:
+    """Only people flip roles."""
+
+    name: ClassVar[str] = "off"
+
+    def start(self) -> FlipState:
+        """See `RoleFlip`."""
+        return FlipState()
+
+    def step(self, state: FlipState, view: ClusterView, now: float) -> tuple[FlipState, FlipDecision | None]:
+        """See `RoleFlip`."""
+        return state, None
+
+
+@dataclass(frozen=True, slots=True)
 class IdleFlip:
     """An instance whose load stayed under `threshold_share` for `for_s` flips, if the other role has work.
 

@@ -2,11 +2,35 @@
 
 from dataclasses import dataclass
 from math import inf, sqrt
+from typing import ClassVar, Protocol
 
 from shared.domain.rates import StepRates
 
 MARGIN = 0.9  # of the tightest target: predictions err, and a step is not all of the gap between two tokens
 FLOOR_TOKENS = 32  # prompts always get on
+
+
+class StepBudget(Protocol):
+    """Whether a step keeps to `prefill_tokens`."""
+
+    name: ClassVar[str]
+    limits: ClassVar[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class NoBudget:
+    """A step holds as many prompt tokens as the chunk size allows."""
+
+    name: ClassVar[str] = "off"
+    limits: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class TpotBudget:
+    """Prompts give way to the TPOT targets of those that decode in the same step."""
+
+    name: ClassVar[str] = "on"
+    limits: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)

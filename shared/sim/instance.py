@@ -1,5 +1,7 @@
 """One simulated instance: its engines, its role, its counts, its port, and what a broadcast says of it."""
 
+from dataclasses import replace
+
 import msgspec
 
 from shared.cost.transfer import Link
@@ -157,10 +159,11 @@ class SimInstance:
 
     def _make_engines(self) -> list[Engine]:
         spec, run = self.spec, self._run
+        limits = replace(spec.limits, step_budget=True) if run.step_budget else spec.limits
         return [
             Engine(
                 spec.model,
-                spec.limits,
+                limits,
                 spec.kv_tokens // spec.lanes,
                 WaitingLegs(run.prefill_order, spec.staging_tokens, lambda: spec.rates.step),
                 run.decode_admission,

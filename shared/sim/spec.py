@@ -141,7 +141,8 @@ class RunSpec:
     broadcast_s: age at which the loads that decisions see are taken anew. fresh_prefixes: what a placement knows of
     prefix caches is as they are, not as old as the loads: what perfect knowledge would bring. gateway_s: from arrival
     to placement; hop_s: from a decision to the instance; token_s: from an engine's token to the client. flip_s: a role
-    flip, without its drain (TetriInfer: 5–7 ms). role_flip is asked every `role_flip_every_s`. streaming: KV leaves
+    flip, without its drain (TetriInfer: 5–7 ms). step_budget: every engine has one, whatever its limits say.
+    role_flip is asked every `role_flip_every_s`. streaming: KV leaves
     chunk by chunk while the prompt is still being computed. patience_s: how long in all since its last token a request
     waits for an instance that can take it, before its prefill or before its decode, until it is refused. job_timeout_s:
     from arrival to the last token; what takes longer is stopped. max_queued_jobs, max_queued_tokens: requests without a
@@ -158,6 +159,7 @@ class RunSpec:
     policies: Policies = field(default_factory=plain_policies)
     prefill_order: PrefillOrder = field(default_factory=Fcfs)
     decode_admission: DecodeAdmission = field(default_factory=Greedy)
+    step_budget: bool = False
     role_flip: RoleFlip | None = None
     role_flip_every_s: float = 1.0
     prediction: Prediction | None = None

@@ -8,7 +8,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.errors import Unavailable
-from shared.store.tables import events, flips, instances, requests
+from shared.store.tables import events, flips, instances, policies, requests
 
 READ_S = 3.0
 
@@ -39,6 +39,12 @@ async def read_flips(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
 async def read_events(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
     """The newest events, newest first. Raises Unavailable when the database fails."""
     return await _rows(engine, select(events).order_by(events.c.time_s.desc()).limit(limit))
+
+
+async def read_policies(engine: AsyncEngine) -> dict[str, Any] | None:
+    """The row of the policies in force, if any was ever written. Raises Unavailable when the database fails."""
+    found = await _rows(engine, select(policies))
+    return found[0] if found else None
 
 
 async def _rows(engine: AsyncEngine, query: Any) -> list[dict[str, Any]]:

@@ -127,6 +127,17 @@ events = Table(
     Index("events_time", "time_s"),
 )
 
+# The policies in force; one row for the cluster. What changed when is among the events.
+policies = Table(
+    "policies",
+    metadata,
+    Column("cluster", String, primary_key=True),
+    Column("revision", BigInteger, nullable=False),
+    Column("changed_s", Double, nullable=False),
+    Column("who", String, nullable=False),
+    Column("content", Text, nullable=False),  # JSON of services.cluster_monitor.policy_book.Kept
+)
+
 # By which column a table's rows grow old.
 AGE: dict[str, str] = {
     "requests": "arrived_s",

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.sql import ClauseElement
 
 from shared.domain.job import LOST
+from shared.errors import Unavailable
 from shared.runtime.logs import get_log
 from shared.store.file import Identity, identity
 from shared.store.migrate import migrate
@@ -46,6 +47,7 @@ class WriteBehind:
         self._pause_s = pause_s
         self._rows: dict[Key, tuple[Table, Row]] = {}
         self._writing = 0
+        self._awaited: dict[int, asyncio.Future[None]] = {}  # by the row's id
         self._wake = asyncio.Event()
         self._file: Identity | None = None
         self._statements: dict[str, Any] = {}
@@ -71,6 +73,21 @@ class WriteBehind:
             self._drop("queue_full", 1)
         self._rows[key] = (table, row)
         self._wake.set()
+
+    async def written(self, table: Table, row: Row, within_s: float) -> None:
+        """Queue a full row and wait until the database has it. Raises Unavailable when that takes too long, and the
+        row stays in the queue; or when the database refuses it.
+        """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited[id(row)] = done
+        try:
+            self.put(table, row)
+            async with asyncio.timeout(within_s):
+                await done
+        except TimeoutError as error:
+            raise Unavailable(f"the database did not take it within {within_s:g} s") from error
+        finally:
+            del self._awaited[id(row)]
 
     @property
     def queued(self) -> int:
@@ -101,6 +118,8 @@ class WriteBehind:
                     await self._write(taken)
                 if identity(self._engine) != self._file:
                     raise _Removed("the database file was removed under this write")
+                for _, (_, row) in taken:
+                    self._settle(row)
             except BaseException:
                 self._put_back(taken)
                 raise
@@ -160,6 +179,7 @@ class WriteBehind:
                 raise
             if len(rows) == 1:  # the row itself is bad: trying again would block all others for ever
                 log.error("row refused by the database", table=table.name, error=_text(error))
+                self._settle(rows[0], Unavailable(f"the database refuses it: {_text(error)}"))
                 self._drop("refused", 1)
                 return
             for row in rows:
@@ -181,6 +201,15 @@ class WriteBehind:
             self._drop("queue_full", excess)
         self._rows = merged
         self._wake.set()
+
+    def _settle(self, row: Row, error: Unavailable | None = None) -> None:
+        done = self._awaited.get(id(row))
+        if done is None or done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
 
     def _drop(self, cause: str, count: int) -> None:
         self.dropped[cause] += count

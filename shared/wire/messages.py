@@ -197,7 +197,10 @@ class FlipReply(msgspec.Struct):
 
 
 class Heartbeat(msgspec.Struct):
-    """What each worker publishes every 100 ms; its rates only when they have changed, and every few seconds."""
+    """What each worker publishes every 100 ms; its rates only when they have changed, and every few seconds.
+
+    policies_revision: of the policies that its engine goes by; policies_trouble: why not by newer ones.
+    """
 
     instance_id: str
     generation: int
@@ -205,3 +208,5 @@ class Heartbeat(msgspec.Struct):
     draining: bool
     load: InstanceLoad
     rates: Rates | None = None
+    policies_revision: int = 0
+    policies_trouble: str = ""

@@ -243,10 +243,11 @@ class FakeCluster:
 
         @app.get("/policies")
         def policies() -> dict[str, Any]:
-            chosen = {"placement": "least_load", "split": "fraction", "dispatch": "power_of_two"}
-            made = {kind: {"name": name, "parameters": {}} for kind, name in chosen.items()}
-            made["split"]["parameters"] = {"fraction": 0.5}
-            return {**made, "choices": {}}
+            chosen = {"placement": "least_load", "split": "fraction", "dispatch": "power_of_two", "step_budget": "off"}
+            made: dict[str, Any] = {kind: {"name": name, "parameters": {}} for kind, name in chosen.items()}
+            made["split"].update(parameters={"fraction": 0.5}, changed={"who": "anna", "since_s": T0})
+            told = ({"process": "instance", "name": name, "follows": name == "p0"} for name in ("p0", "d0"))
+            return {"revision": 3, "policies": made, "choices": {}, "followers": list(told)}
 
         @app.get("/v1/model")
         def model() -> dict[str, Any]:

@@ -1,3 +1,4 @@
+import re
 import time
 from concurrent.futures import wait
 from typing import Any
@@ -74,6 +75,13 @@ def test_the_phase_is_asked_of_the_scheduler(page: AppTest, cluster: Any) -> Non
     page.run().selectbox(key="phase").select("decode").run()
     assert cluster.phases[0] == ""
     assert cluster.phases[-1] == "decode"
+
+
+def test_the_policies_say_who_chose_them_and_who_does_not_follow(page: AppTest) -> None:
+    shown = html(page.run())
+    assert "fraction (fraction = 0.5), by anna" in shown
+    assert "Step budget" in shown
+    assert re.search(r"Not followed by.{0,60}d0", shown)
 
 
 def test_nothing_is_posted_before_the_confirmation(page: AppTest, cluster: Any) -> None:

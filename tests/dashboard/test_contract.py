@@ -14,15 +14,18 @@ from predictor.settings import PredictorSettings
 from services.cluster_monitor.audit import Asked, Audit, Result
 from services.cluster_monitor.edge import DrainIn, FlipIn
 from services.cluster_monitor.events import EventKind, Events
+from services.cluster_monitor.followers import Followers
+from services.cluster_monitor.policy_book import PolicyBook
+from services.cluster_monitor.policy_routes import router as policy_routes
 from services.cluster_monitor.record import Record
 from services.cluster_monitor.routes import router as monitor_routes
-from services.global_scheduler.policy_set import PolicySet
 from services.global_scheduler.reports import plain
 from services.global_scheduler.routes import router as scheduler_routes
-from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
 from shared.domain.job import Phase
+from shared.domain.policies import KINDS
 from shared.policy.slo import SloOutcome, SloReport, SloWindows
+from shared.policy.written import from_file
 from shared.wire.messages import JobReport
 
 
@@ -62,8 +65,16 @@ def test_slo() -> None:
 
 
 def test_policies() -> None:
-    known = msgspec.convert(PolicySet(SchedulerSettings()).describe(), PoliciesInForce)
-    assert known.placement.name == SchedulerSettings().placement
+    book = PolicyBook(from_file({"split": {"name": "fraction", "fraction": 0.5}}), cast(Any, None), lambda *_: None)
+    told = Followers(cast(Any, SimpleNamespace(all=lambda: [record()])))
+    told.hear("s0", 7, "unknown policy")
+    known = msgspec.convert({**book.describe(), "followers": told.describe(book.policies)}, PoliciesInForce)
+    assert tuple(known.policies) == KINDS
+    assert known.policies["split"].parameters == {"fraction": 0.5}
+    assert [(one.name, one.follows, one.trouble) for one in known.followers] == [
+        ("s0", False, "unknown policy"),
+        ("p0", True, ""),
+    ]
 
 
 def test_requests() -> None:
@@ -77,7 +88,9 @@ def test_predictor() -> None:
 
 
 def test_paths_and_bodies() -> None:
-    paths = {route.path for router in (monitor_routes, scheduler_routes) for route in cast(Any, router.routes)}
+    paths = {
+        route.path for router in (monitor_routes, policy_routes, scheduler_routes) for route in cast(Any, router.routes)
+    }
     asked = ("/instances", "/cluster", "/flips", "/events", "/requests", "/requests/{job_id}/timeline", "/policies")
     for path in asked:
         assert path in paths

@@ -56,6 +56,7 @@ class FakeWorker:
         self.lie_about_role = False
         self.load = InstanceLoad(free_blocks=900)
         self.rates: Rates | None = None
+        self.policies = (0, "")  # followed, and why not
         self.calls: list[str] = []
         self.server = RpcServer(sockets, info.rpc, {DRAIN: self._drain, FLIP: self._flip, RESUME: self._resume})
         self.publisher = Publisher(sockets, heartbeat_address, bind=False)
@@ -64,7 +65,8 @@ class FakeWorker:
         role = self.role.other if self.lie_about_role else self.role
         load = msgspec.structs.replace(self.load, time_s=time.time())
         info = self.info
-        self.publisher.publish(Heartbeat(info.instance_id, info.generation, role, self.draining, load, self.rates))
+        beat = Heartbeat(info.instance_id, info.generation, role, self.draining, load, self.rates, *self.policies)
+        self.publisher.publish(beat)
 
     async def beat_for_ever(self, period_s: float) -> None:
         while True:

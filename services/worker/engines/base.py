@@ -136,11 +136,11 @@ class Engine(Protocol):
 
     @property
     def policies(self) -> EnginePolicies:
-        """What it goes by."""
+        """What it goes by at this step."""
         ...
 
     def set_policies(self, policies: EnginePolicies) -> None:
-        """Go by others from the next step on, for those that wait, too."""
+        """Go by others from the next step on, for those that wait, too. Raises InvalidRequest for those it cannot."""
         ...
 
     def stats(self) -> EngineStats:

@@ -15,7 +15,7 @@ from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats,
 from services.worker.engines.cache_events import CacheSink
 from services.worker.engines.emulated_cache import EmulatedCache
 from services.worker.engines.emulated_scheduler import EmulatedScheduler, Entry, token_at
-from services.worker.engines.policies import CurrentRates, EnginePolicies, policies_of
+from services.worker.engines.policies import CurrentRates, EnginePolicies
 from services.worker.engines.step_log import StepLog
 from services.worker.kv.emulated import EmulatedLink
 from services.worker.settings import WorkerSettings
@@ -42,7 +42,7 @@ class EmulatedEngine:
         self._settings = settings
         self._rates = rates
         self._cache = EmulatedCache(settings.block_size, on_cache) if settings.emulated_prefix_cache else None
-        self.policies = policies_of(settings)
+        self.policies = EnginePolicies()
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.steps = StepLog()

@@ -1,11 +1,10 @@
 """What an engine goes by: whom it takes next, whom it lets decode, and how much prefill a step may hold."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from services.worker.settings import WorkerSettings
+from shared.domain.policies import ENGINE, PolicySet
 from shared.domain.rates import StepRates
-from shared.domain.route import PolicySpec
 from shared.policy import registry
 from shared.policy.decode_admission import DecodeAdmission, Greedy
 from shared.policy.prefill_order import Fcfs, PrefillOrder
@@ -21,16 +20,11 @@ class EnginePolicies:
     admission: DecodeAdmission = field(default_factory=Greedy)
     step_budget: bool = False
 
-    def changed(
-        self, order: PolicySpec | None = None, admission: PolicySpec | None = None, step_budget: bool | None = None
-    ) -> "EnginePolicies":
-        """These, with others in place of some. Raises InvalidRequest that names the choices."""
-        return replace(
-            self,
-            order=registry.prefill_order(order.name, order.parameters) if order else self.order,
-            admission=registry.decode_admission(admission.name, admission.parameters) if admission else self.admission,
-            step_budget=self.step_budget if step_budget is None else step_budget,
-        )
+    @classmethod
+    def of(cls, policies: PolicySet) -> "EnginePolicies":
+        """Those that an engine goes by. Raises InvalidRequest that names the choices."""
+        order, admission, budget = (registry.make(kind, policies.of(kind)) for kind in ENGINE)
+        return cls(order, admission, budget.limits)
 
     def names(self) -> dict[str, str | bool]:
         """For people, and for whoever wants to know how an engine is run."""
@@ -39,12 +33,3 @@ class EnginePolicies:
             "decode_admission": self.admission.name,
             "step_budget": self.step_budget,
         }
-
-
-def policies_of(settings: WorkerSettings) -> EnginePolicies:
-    """Those that the settings name. Raises InvalidRequest that names the choices."""
-    return EnginePolicies(
-        registry.prefill_order(settings.prefill_order, settings.prefill_order_parameters),
-        registry.decode_admission(settings.decode_admission, settings.decode_admission_parameters),
-        settings.step_budget,
-    )

@@ -25,7 +25,7 @@ from vllm.v1.executor import Executor
 
 from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink, deliver
 from services.worker.engines.cache_events import CacheSink
-from services.worker.engines.policies import CurrentRates, EnginePolicies, policies_of
+from services.worker.engines.policies import CurrentRates, EnginePolicies
 from services.worker.engines.step_log import StepLog
 from services.worker.engines.step_observer import StepObserver
 from services.worker.engines.vllm_requests import CoreRequests, token_step
@@ -38,7 +38,7 @@ from services.worker.kv.wire.importing import DTYPES
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvGeometry
 from shared.domain.rates import Rates
-from shared.errors import EngineFailed
+from shared.errors import EngineFailed, InvalidRequest
 from shared.runtime.logs import get_log
 from shared.wire.messages import WIRE_VERSION, TokenStep
 
@@ -65,7 +65,7 @@ class VllmEngine:
         self._kv_config = kv_config
         self._rates = rates
         self._cache = CacheWatch(on_cache)
-        self.policies = policies_of(settings)
+        self.policies = EnginePolicies()
         self._sinks: dict[str, Sink] = {}
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
@@ -104,9 +104,10 @@ class VllmEngine:
         self._post(lambda: None)
 
     def set_policies(self, policies: EnginePolicies) -> None:
-        """Between this step and the next."""
-        self.policies = policies
-        self._post(lambda: self._seam.follow(policies))
+        """Between this step and the next. Raises InvalidRequest for a step budget where prompts cannot be cut."""
+        if policies.step_budget and not self._settings.engine_args.get("enable_chunked_prefill", True):
+            raise InvalidRequest("step_budget: `engine_args` turn chunked prefill off, so no prompt can give way")
+        self._post(lambda: self._follow(policies))
 
     def stats(self) -> EngineStats:
         """As of the last step."""
@@ -248,6 +249,10 @@ class VllmEngine:
             log.warning("engine refused a request", request_id=request.request_id, error=cause)
             output = TokenStep([], finish_reason="refused" if refused else "error", stop_reason=cause)
             self._loop.call_soon_threadsafe(self._deliver, [(request.request_id, output)])
+
+    def _follow(self, policies: EnginePolicies) -> None:
+        self._seam.follow(policies)
+        self.policies = policies
 
     def _abort(self, request_id: str) -> None:
         self._core.abort_requests([request_id])

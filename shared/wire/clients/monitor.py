@@ -2,17 +2,20 @@
 
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from shared.domain.instance import InstanceInfo, Role
+from shared.domain.route import PolicySpec
 from shared.errors import DeadlineExceeded, OutcomeUnknown, Unavailable
 from shared.wire.clients.http import JsonClient, unanswered
 
 ACTOR_HEADER = "x-polyphase-actor"
 SLACK_S = 10.0  # what a flip takes beyond its drain, at most: with it, the deadline of an operation
 LEAVE_S = 1.0
+POLICIES_S = 10.0  # a change waits for the database
 ANSWER_S = 1.0  # for the answer that the deadline has passed
 
 
@@ -86,6 +89,31 @@ class MonitorClient(JsonClient):
         params: dict[str, str | int | float] = {"limit": limit, "since": since_s, **({"kind": kind} if kind else {})}
         answer: list[dict[str, Any]] = await self.call("GET", "/events", params=params)
         return answer
+
+    async def policies(self) -> dict[str, Any]:
+        """The policies in force, what the cluster file says, who changed what, the choices, and who follows."""
+        answer: dict[str, Any] = await self.call("GET", "/policies")
+        return answer
+
+    async def set_policies(self, change: Mapping[str, PolicySpec | None], *, who: str = "") -> dict[str, Any]:
+        """Change the policies of some kinds; None: back to the cluster file's. Answers as `policies` does.
+
+        Raises InvalidRequest that names the choices, or Unavailable when the database does not take it; nothing has
+        changed then.
+        """
+        answer: dict[str, Any] = await self.call(
+            "PUT",
+            "/policies",
+            body=msgspec.to_builtins(change),
+            headers={ACTOR_HEADER: who} if who else {},
+            timeout_s=POLICIES_S,
+        )
+        return answer
+
+    async def follows(self, scheduler_id: str, revision: int, trouble: str) -> None:
+        """Say which policies a scheduler goes by."""
+        body = {"scheduler_id": scheduler_id, "revision": revision, "trouble": trouble}
+        await self.call("POST", "/policies/followers", body=body)
 
     async def slo(self) -> list[dict[str, Any]]:
         """Attainment by class and window."""

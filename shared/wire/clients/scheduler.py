@@ -140,11 +140,6 @@ class SchedulerAdmin(JsonClient):
         return answer
 
     async def policies(self) -> dict[str, Any]:
-        """The policies in force and the choices there are."""
+        """The policies that it follows."""
         answer: dict[str, Any] = await self.call("GET", "/policies")
-        return answer
-
-    async def set_policies(self, change: dict[str, Any]) -> dict[str, Any]:
-        """Change some; `{"split": {"name": "fraction", "parameters": {"fraction": 0.5}}}`."""
-        answer: dict[str, Any] = await self.call("PUT", "/policies", body=change)
         return answer

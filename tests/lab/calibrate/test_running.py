@@ -31,7 +31,7 @@ def cluster() -> Cluster:
         "served_model_name": "m",
         "dashboard": {"enabled": False},
         "predictor": {"enabled": False},
-        "scheduler": {"split": "random"},
+        "policies": {"split": "random"},
         "instance_defaults": {
             "engine": "emulated",
             "accelerator": "A100-SXM-80",
@@ -55,9 +55,9 @@ async def test_it_finds_the_emulated_times_again(tmp_path: Path) -> None:
         assert answer.exit_code == 0, answer.output
         assert json.loads(answer.stdout.splitlines()[-1])["ok"]
         instances = await infos(running.suite)
-        for scheduler in running.suite.schedulers():
-            async with scheduler:
-                assert (await scheduler.policies())["split"]["name"] == "random"  # put back
+        async with running.suite.monitor() as monitor:
+            split = (await monitor.policies())["policies"]["split"]
+            assert (split["name"], split["changed"]) == ("random", None)  # put back
         async with WorkerAdmin(instances[0].http) as worker:
             page = await worker.steps(0, 3)
             assert [step.number for step in page.steps] == [0, 1, 2]

@@ -161,6 +161,8 @@ def test_fixed_steps(tmp_path: Path) -> None:
         ({"instances": [{**A10, "dtype": "int3"}]}, InvalidRequest, r"d: unknown precision 'int3'"),
         ({"policies": {"split": "halves"}}, InvalidRequest, r"sim\.yaml: policies\.split: unknown split policy"),
         ({"policies": {"split": {"name": "full", "x": 1}}}, InvalidRequest, r"policies\.split: .*no parameter 'x'"),
+        ({"policies": {"split": 3}}, InvalidRequest, r"policies\.split: expected a policy's name"),
+        ({"policies": {"splits": "full"}}, InvalidRequest, r"policies\.splits: no kind of policy 'splits'; known: "),
         ({"prediction": {"confusion": [[1.0]]}}, InvalidRequest, r"confusion has 1 rows"),
     ],
 )

@@ -59,24 +59,14 @@ def test_policies_slo_and_codec(tmp_path: Path) -> None:
     read = read_cluster(
         write(
             tmp_path,
-            scheduler={
+            policies={
                 "placement": "round_robin",
-                "split": "fraction",
-                "split_parameters": {"fraction": 0.25},
+                "split": {"name": "fraction", "fraction": 0.25},
                 "dispatch": "random",
             },
             gateway={"slo": {"default": {"ttft_s": 1.5, "tpot_s": 0.05}}, "kv_codec": "int8"},
-            instance_defaults={**DEFAULTS, "prefill_order": "sjf"},
         )
     ).sim
-    assert read.policies.placement is not None
-    assert read.policies.placement.name == "round_robin"
-    assert read.policies.split is not None
-    assert read.policies.split.model_extra == {"fraction": 0.25}
-    assert read.policies.prefill_order is not None
-    assert read.policies.prefill_order.name == "sjf"
-    assert read.policies.dispatch is not None
-    assert read.policies.dispatch.name == "random"
     assert (read.slo.ttft_s, read.slo.tpot_s) == (1.5, 0.05)
     assert read.run.codec is Codec.INT8
     assert read.run.patience_s == 10.0
@@ -125,32 +115,26 @@ def calibration(folder: Path, *kinds: Kind) -> str:
     return str(file)
 
 
-def test_what_an_engine_goes_by_is_the_workers(tmp_path: Path) -> None:
+def test_what_every_engine_goes_by(tmp_path: Path) -> None:
     said = {
-        "prefill_order": "sjf",
-        "prefill_order_parameters": {"window": 3},
-        "decode_admission": "reserve_static",
-        "decode_admission_parameters": {"end": "upper"},
+        "prefill_order": {"name": "sjf", "window": 3},
+        "decode_admission": {"name": "reserve_static", "end": "upper"},
         "step_budget": True,
     }
-    made = load_deployment(write(tmp_path, instance_defaults={**DEFAULTS, **said}))
+    made = load_deployment(write(tmp_path, policies=said))
     assert made.run.prefill_order == Sjf(3)
     assert made.run.decode_admission == ReserveStatic(PredictedEnd.UPPER)
-    assert {spec.limits.step_budget for spec in made.instances} == {True}
+    assert made.run.step_budget
     plain = load_deployment(write(tmp_path))
     assert (plain.run.prefill_order, plain.run.decode_admission) == (Fcfs(), Greedy())
-    assert {(spec.limits.step_budget, spec.limits.reserves_output) for spec in plain.instances} == {(False, False)}
+    assert not plain.run.step_budget
+    assert not any(spec.limits.step_budget or spec.limits.reserves_output for spec in plain.instances)
 
 
 def test_roles_flip_as_the_monitor_is_told(tmp_path: Path) -> None:
-    monitor = {
-        "role_flip": "pressure",
-        "role_flip_parameters": {"for_s": 3},
-        "role_flip_period_s": 0.5,
-        "drain_timeout_s": 7,
-        "broadcast_period_s": 0.2,
-    }
-    run = load_deployment(write(tmp_path, monitor=monitor)).run
+    monitor = {"role_flip_period_s": 0.5, "drain_timeout_s": 7, "broadcast_period_s": 0.2}
+    policies = {"role_flip": {"name": "pressure", "for_s": 3}}
+    run = load_deployment(write(tmp_path, monitor=monitor, policies=policies)).run
     assert run.role_flip == PressureFlip(for_s=3.0)
     assert (run.role_flip_every_s, run.drain_timeout_s, run.broadcast_s) == (0.5, 7.0, 0.2)
     assert load_deployment(write(tmp_path)).run.role_flip is None
@@ -206,19 +190,8 @@ def test_an_emulated_engine_keeps_its_times_and_reports_the_calibrated_rates(tmp
             r"one model can be simulated, not Llama-3-8B, OPT-13B",
         ),
         (
-            [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "prefill_order": "sjf"}],
-            r"prefill_order must be one for all, not fcfs, sjf",
-        ),
-        (
-            [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "decode_admission": "reserve_static"}],
-            r"decode_admission must be one for all, not greedy, reserve_static",
-        ),
-        (
-            [
-                {"id": "p", "role": "prefill", "prefill_order": "sjf", "prefill_order_parameters": {"window": 2}},
-                {"id": "d", "role": "decode", "prefill_order": "sjf"},
-            ],
-            r"prefill_order_parameters must be alike in all",
+            [{"id": "p", "role": "prefill", "prefill_order": "sjf"}],
+            r"'prefill_order' belongs to the whole cluster: write `policies: {prefill_order: …}` at the top",
         ),
         ([{"id": "p", "role": "prefill", "prefill_batch": 3}], r"c\.yaml: instances\.0: unknown key 'prefill_batch'"),
         (

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import yaml
 
+from lab.simulate.deployment import load_deployment
 from lab.simulate.from_cluster import read_cluster
 from lab.simulate.not_simulated import ENGINE_ARGS, NOT_SIMULATED
 from services.launcher import cluster_file
 from services.launcher.cluster_file import GatewaySection, InstanceSection, MonitorSection, SchedulerSection, Section
 from shared.cost.rates_file import Kind
+from shared.domain.policies import KINDS, PolicySet
 from tests.lab.simulate.test_from_cluster import DEFAULTS, calibration
 
 REAL = {"engine": "vllm", "accelerator": "A10"}
@@ -37,28 +39,10 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
         "emulated_prefill_s_per_token": (1e-5, FIXED),
         "emulated_link_gbps": (10.0, DEFAULTS),
         "emulated_prefix_cache": (False, DEFAULTS),
-        "prefill_order": ("sjf", DEFAULTS),
-        "prefill_order_parameters": ({"window": 4}, {**DEFAULTS, "prefill_order": "sjf"}),
-        "decode_admission": ("reserve_static", DEFAULTS),
-        "decode_admission_parameters": ({"end": "upper"}, {**DEFAULTS, "decode_admission": "reserve_dynamic"}),
-        "step_budget": (True, DEFAULTS),
         "staging_bytes": (1 << 20, REAL),
     },
-    SchedulerSection: {
-        "placement": ("round_robin", {}),
-        "placement_parameters": ({"instance": "p"}, {"placement": "single"}),
-        "split": ("none", {}),
-        "split_parameters": ({"fraction": 0.25}, {"split": "fraction"}),
-        "dispatch": ("random", {}),
-        "dispatch_parameters": ({"unpredicted_tokens": 64}, {}),
-    },
-    MonitorSection: {
-        "broadcast_period_s": (0.5, {}),
-        "drain_timeout_s": (5.0, {}),
-        "role_flip": ("idle", {}),
-        "role_flip_parameters": ({"for_s": 5.0}, {"role_flip": "idle"}),
-        "role_flip_period_s": (5.0, {}),
-    },
+    SchedulerSection: {},
+    MonitorSection: {"broadcast_period_s": (0.5, {}), "drain_timeout_s": (5.0, {}), "role_flip_period_s": (5.0, {})},
     GatewaySection: {
         "max_queued_jobs": (8, {}),
         "max_queued_tokens": (4096, {}),
@@ -76,12 +60,28 @@ KEYS = {
 }
 
 
+# Of each kind of policy one that is not the suite's.
+POLICIES: dict[str, Any] = {
+    "placement": {"name": "single", "instance": "p"},
+    "split": {"name": "fraction", "fraction": 0.25},
+    "dispatch": "random",
+    "prefill_order": {"name": "sjf", "window": 4},
+    "decode_admission": {"name": "reserve_dynamic", "end": "upper"},
+    "step_budget": True,
+    "role_flip": {"name": "idle", "for_s": 5.0},
+}
+
+
 def settable(section: type[Section]) -> set[str]:
     return set(section.settings.model_fields) - section.derived - cluster_file._COMMON
 
 
 def read(folder: Path, section: type[Section], said: dict[str, Any]) -> Any:
     """What is simulated when a cluster file's section says that."""
+    return read_cluster(written(folder, section, said))
+
+
+def written(folder: Path, section: type[Section], said: dict[str, Any], **more: Any) -> Path:
     file = calibration(folder, *(Kind("vllm", "A10", "some-model", "bfloat16", 1, threads) for threads in (1, 2)))
     said = {key: file if value == "CALIBRATION" else value for key, value in said.items()}
     data: dict[str, Any] = {
@@ -90,11 +90,11 @@ def read(folder: Path, section: type[Section], said: dict[str, Any]) -> Any:
         "instance_defaults": DEFAULTS,
         "instances": [{"id": "p"}],
     }
-    data = {**data, KEYS[section]: said}
+    data = {**data, KEYS[section]: said, **more}
     data["instance_defaults"] = {"role": "prefill", **data["instance_defaults"]}
     path = folder / "c.yaml"
     path.write_text(yaml.safe_dump(data))
-    return read_cluster(path)
+    return path
 
 
 @pytest.mark.parametrize("section", CHANGES)
@@ -110,6 +110,15 @@ def test_every_setting_is_simulated_or_known_to_make_no_difference(section: type
 def test_what_is_simulated_changes_with_the_setting(tmp_path: Path, section: type[Section], key: str) -> None:
     value, beside = CHANGES[section][key]
     assert read(tmp_path, section, {**beside, key: value}) != read(tmp_path, section, beside)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_simulated_changes_with_the_policy(tmp_path: Path, kind: str) -> None:
+    plain = load_deployment(written(tmp_path, MonitorSection, {})).run
+    suite = written(tmp_path, MonitorSection, {}, policies={kind: PolicySet().of(kind).name})
+    assert load_deployment(suite).run == plain
+    other = written(tmp_path, MonitorSection, {}, policies={kind: POLICIES[kind]})
+    assert load_deployment(other).run != plain
 
 
 def test_reasons_are_given() -> None:

@@ -45,7 +45,7 @@ def test_order_inside_an_instance_and_settings_of_the_run() -> None:
         ("fastest", "no policy 'fastest'; known: placement: "),
         ("random", r"'random' is of several kinds; write (split|dispatch)=random or"),
         ("least_load+round_robin", "two parts are of kind placement"),
-        ("where=least_load", "no kind 'where'; known: placement, split"),
+        ("where=least_load", "no kind of policy 'where'; known: placement, split"),
         ("split=least_load", "unknown split policy 'least_load'"),
         ("fraction:fraction", "written key=value, not 'fraction'"),
         ("fraction:fraction=half", "fraction.fraction must be of type float"),

@@ -57,8 +57,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
             prediction={"accuracy": 0.749},
         )
     )
-    assert read.policies.split is not None
-    assert read.policies.split.model_extra == {"fraction": 0.5}
+    assert read.policies["split"] == {"name": "fraction", "fraction": 0.5}
     assert (read.slo.ttft_s, read.slo.tpot_s) == (0.5, 0.2)
     assert read.run.codec is Codec.INT8
 
@@ -82,8 +81,6 @@ def test_paths_are_taken_from_the_files_folder(tmp_path: Path) -> None:
         ({"instances": []}, r"instances"),
         ({"losses": [{"instance": "x", "at_s": 1}]}, r"losses: no instance 'x'; known: d, prefill"),
         ({"flips": [{"instance": "x", "at_s": 1}]}, r"flips: no instance 'x'"),
-        ({"policies": {"split": 3}}, r"policies\.split"),
-        ({"policies": {"splits": "full"}}, r"policies\.splits"),
         ({"run": {"flip_s": -1}}, r"run\.flip_s"),
         ({"slo": {"ttft_s": 0}}, r"slo\.ttft_s"),
         ({"prediction": {"accuracy": 2}}, r"prediction\.accuracy"),

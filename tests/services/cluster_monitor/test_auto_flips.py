@@ -1,15 +1,22 @@
+import asyncio
+from typing import Any, cast
+
 import pytest
 
 from services.cluster_monitor.app import create_app
-from services.cluster_monitor.auto_flips import in_words
+from services.cluster_monitor.auto_flips import AutoFlips, in_words
 from services.cluster_monitor.settings import MonitorSettings
-from shared.domain.instance import InstanceLoad, Role
-from shared.domain.route import Reason
+from shared.domain.instance import ClusterView, InstanceLoad, Role
+from shared.domain.policies import PolicySet
+from shared.domain.route import PolicySpec, Reason
 from shared.errors import InvalidRequest
+from shared.policy import registry
+from shared.policy.role_flip import FlipDecision, FlipState, IdleFlip
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import until
 
-IDLE = {"role_flip": "idle", "role_flip_parameters": {"for_s": 0.3}, "role_flip_period_s": 0.05}
+IDLE = {"policies": {"role_flip": {"name": "idle", "for_s": 0.3}}, "role_flip_period_s": 0.05}
+STEPS = [(1, 5.0), (2, 5.0), (3, 6.0), (4, 6.0)]  # revisions, and the policy's for_s
 EMPTY, FULL = InstanceLoad(free_blocks=1000), InstanceLoad(free_blocks=100)
 
 
@@ -36,14 +43,54 @@ async def test_a_flip_that_fails_is_tried_again(start: Start) -> None:
     assert cluster.state.audit.newest(9)[-1]["error"] == "the engine is stuck"
 
 
+async def test_another_policy_holds_from_the_next_step_on_and_begins_anew(start: Start) -> None:
+    """Off, then idle for half a minute: an idleness of before does not count; then idle at once; then off again."""
+    cluster: Cluster = await start(role_flip_period_s=0.02)
+    p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    p0.load, p1.load, d0.load = EMPTY, FULL, FULL
+    await cluster.client.set_policies({"role_flip": PolicySpec("idle", {"for_s": 30.0})})
+    await cluster.client.set_policies({"role_flip": PolicySpec("idle", {"for_s": 0.05})})
+    await cluster.wait_ready("p0", Role.DECODE)
+    held_s = float(str(cluster.state.audit.newest(9)[-1]["why"]).partition("idle_s ")[2].partition(",")[0])
+    assert held_s < 30.0
+    await cluster.client.set_policies({"role_flip": None})
+    await until(lambda: not any(one.operation for one in cluster.state.registry.all()), "what was under way has ended")
+    flips = len(cluster.state.audit.newest(9))
+    p0.load, p1.load, d0.load = FULL, FULL, EMPTY
+    sequence = cluster.views[-1].sequence
+    await until(lambda: cluster.views[-1].sequence > sequence + 10, "steps have passed")
+    assert len(cluster.state.audit.newest(9)) == flips
+
+
+def test_a_policy_that_stays_keeps_what_it_remembers() -> None:
+    asked: list[FlipState] = []
+
+    class Policy(IdleFlip):
+        def step(self, state: FlipState, view: ClusterView, now: float) -> tuple[FlipState, FlipDecision | None]:
+            asked.append(state)
+            return FlipState({"held": float(len(asked))}), None
+
+    views = [ClusterView(n, 0.0, (), PolicySet(n, role_flip=PolicySpec("idle", {"for_s": s}))) for n, s in STEPS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.ROLE_FLIP, "idle", Policy)
+        auto = AutoFlips(lambda: views.pop(0), cast(Any, None), cast(Any, None))
+        asyncio.run(_steps(auto, len(STEPS)))
+    assert [state.since.get("held") for state in asked] == [None, 1.0, None, 3.0]
+
+
+async def _steps(auto: AutoFlips, count: int) -> None:
+    for _ in range(count):
+        auto.step()
+
+
 async def test_people_give_no_reason(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
     assert (await cluster.client.flip("p0"))["why"] is None
 
 
 def test_an_unknown_policy_stops_the_start() -> None:
-    with pytest.raises(InvalidRequest, match="known: idle, pressure"):
-        create_app(MonitorSettings(role_flip="lazy"))
+    with pytest.raises(InvalidRequest, match="role_flip: unknown role flip policy 'lazy'; known: idle, off, pressure"):
+        create_app(MonitorSettings(policies={"role_flip": "lazy"}))
 
 
 def test_reasons_in_words() -> None:

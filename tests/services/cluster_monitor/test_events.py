@@ -103,7 +103,7 @@ def _other() -> object:
 
 
 async def test_a_policy_s_flip_says_why(start: Start) -> None:
-    cluster: Cluster = await start(role_flip="idle", role_flip_parameters={"for_s": 0.3}, role_flip_period_s=0.05)
+    cluster: Cluster = await start(policies={"role_flip": {"name": "idle", "for_s": 0.3}}, role_flip_period_s=0.05)
     p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
     p0.load, p1.load, d0.load = InstanceLoad(free_blocks=1000), InstanceLoad(free_blocks=100), InstanceLoad()
     await cluster.wait_ready("p0", Role.DECODE)

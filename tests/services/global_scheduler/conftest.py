@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from services.global_scheduler.app import create_app
@@ -13,6 +14,8 @@ from services.global_scheduler.routes import State
 from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.job import Phase
+from shared.domain.policies import PolicySet
+from shared.domain.route import PolicySpec
 from shared.timeline import RequestTimeline
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.scheduler import SchedulerAdmin, SchedulerClient
@@ -34,7 +37,9 @@ class Scheduler:
     admin: SchedulerAdmin
     sockets: Sockets
     publisher: Publisher
+    policies: PolicySet
     sequence: int = 0
+    instances: tuple[InstanceView, ...] = ()
 
     async def hear(self, **roles: Role | tuple[Role, InstanceState]) -> None:
         """Broadcast a cluster until the scheduler has it."""
@@ -43,11 +48,21 @@ class Scheduler:
             what, state = role if isinstance(role, tuple) else (role, InstanceState.READY)
             load = InstanceLoad(time_s=time.time(), free_blocks=900)
             views.append(InstanceView(make_info(name, "tcp://127.0.0.1:9"), what, state, load))
+        self.instances = tuple(views)
+        await self._broadcast()
+
+    async def follow(self, **policies: PolicySpec) -> None:
+        """Broadcast other policies until the scheduler has heard of them."""
+        revision = self.policies.revision + 1
+        self.policies = msgspec.structs.replace(self.policies, revision=revision, **policies)
+        await self._broadcast()
+
+    async def _broadcast(self) -> None:
         self.sequence += 1
         wanted = self.sequence
 
         def arrived() -> bool:
-            self.publisher.publish(ClusterView(wanted, time.time(), tuple(views)))
+            self.publisher.publish(ClusterView(wanted, time.time(), self.instances, self.policies))
             view = self.state.placer.view
             return view is not None and view.sequence == wanted
 
@@ -80,7 +95,7 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts a scheduler; settings may be changed by keyword."""
+    """Starts a scheduler; settings may be changed by keyword, and so may the policies of what it hears."""
     async with AsyncExitStack() as stack:
 
         async def run(**changes: Any) -> Scheduler:
@@ -90,11 +105,11 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
                 "database_url": sqlite(tmp_path),
                 "monitor_url": "",
                 "policy_seed": 0,
-                "placement": "least_load",
-                "split": "full",
-                "dispatch": "power_of_two",
                 **changes,
             }
+            chosen = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
+            said = {kind: wanted.pop(kind, name) for kind, name in chosen.items()}
+            policies = {kind: PolicySpec(one) if isinstance(one, str) else one for kind, one in said.items()}
             settings = SchedulerSettings(**wanted)
             app = create_app(settings)
             transport = await stack.enter_async_context(running(app))
@@ -105,7 +120,9 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             stack.callback(publisher.close)
             clients = stack.enter_context(RpcClients(sockets))
             client = SchedulerClient(clients, [settings.rpc_address])
-            return Scheduler(settings, app.state.scheduler, transport, client, admin, sockets, publisher)
+            return Scheduler(
+                settings, app.state.scheduler, transport, client, admin, sockets, publisher, PolicySet(1, **policies)
+            )
 
         yield run
 

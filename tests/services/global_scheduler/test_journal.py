@@ -12,11 +12,9 @@ from shared.domain.job import JobView, LengthPrediction, Phase
 from shared.domain.prefix import PrefixDelta
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, Unavailable
-from shared.policy.decider import PolicySpecs
 from tests.services.global_scheduler.conftest import Start, report
 
 CLUSTER = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "d2": Role.DECODE}
-SPECS = PolicySpecs(PolicySpec("adaptive"), PolicySpec("adaptive"), PolicySpec("adaptive"))
 
 
 def job(number: int, rng: Random) -> JobView:
@@ -41,10 +39,10 @@ async def test_live_decisions_are_made_again(start: Start, tmp_path: Path) -> No
         if number % 5 == 0:
             await scheduler.client.report([report(f"j{number // 3}", output_tokens=number + 1)], timeout_s=5)
         if number == 40:
-            await scheduler.admin.set_policies({"split": {"name": "cronus"}, "dispatch": {"name": "random"}})
+            await scheduler.follow(split=PolicySpec("cronus"), dispatch=PolicySpec("random"))
         if number == 70:
-            await scheduler.admin.set_policies(adaptive_again())
-            await scheduler.hear(**CLUSTER)
+            await scheduler.follow(split=PolicySpec("adaptive"), dispatch=PolicySpec("adaptive"))
+            await scheduler.follow(split=PolicySpec("of another version"))
         if number == 90:
             scheduler.state.placer.forget("p1")
     await scheduler.client.report([report("j1")], timeout_s=5)
@@ -59,10 +57,6 @@ async def test_live_decisions_are_made_again(start: Start, tmp_path: Path) -> No
         len({(logged.route.prefill, logged.route.decode, logged.route.split) for logged, _ in pairs if logged.route})
         > 5
     )
-
-
-def adaptive_again() -> dict[str, dict[str, str]]:
-    return {kind: {"name": "adaptive"} for kind in ("split", "dispatch")}
 
 
 def flushed(journal: Journal | None, file: Path) -> Path:
@@ -91,7 +85,7 @@ def test_a_full_log_stops_and_says_so_and_half_an_entry_is_left_out(tmp_path: Pa
     file = tmp_path / "deep" / "decisions"
     with capture_logs() as logs, Journal(file, 400) as journal:
         for number in range(100):
-            journal.add(Begun(number, SPECS))
+            journal.add(Begun(number))
     assert [entry["event"] for entry in logs] == ["the decision log is full; decisions are logged no more"]
     whole = list(read(file))
     assert [entry.seed for entry in whole if isinstance(entry, Begun)] == list(range(len(whole)))
@@ -113,5 +107,5 @@ def test_a_disk_that_takes_no_more_fails_no_request() -> None:
     """/dev/full takes what a buffer holds, and nothing after it."""
     with capture_logs() as logs, Journal(Path("/dev/full"), 1 << 20) as journal:
         for number in range(2000):
-            journal.add(Begun(number, SPECS))
+            journal.add(Begun(number))
     assert [entry["event"] for entry in logs] == ["decisions are logged no more"]

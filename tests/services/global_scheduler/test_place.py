@@ -5,9 +5,9 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.instance import InstanceState, Role
 from shared.domain.job import JobView, Phase
+from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, PeerLost, Unavailable
 from tests.services.control_plane import tcp, text, until
@@ -82,12 +82,13 @@ async def test_without_its_monitor_it_goes_on_with_the_last_broadcast(scheduler:
     await until(said, "the reasons say that the loads are old")
 
 
-async def test_policies_change_while_it_runs(scheduler: Scheduler) -> None:
+async def test_policies_come_with_broadcasts(scheduler: Scheduler) -> None:
     await scheduler.hear(**CLUSTER)
-    half = {"split": {"name": "fraction", "parameters": {"fraction": 0.5}}}
-    described = await scheduler.admin.set_policies({**half, "placement": {"name": "round_robin"}})
-    assert described["split"] == half["split"]
-    assert described["dispatch"]["name"] == "power_of_two"
+    half = PolicySpec("fraction", {"fraction": 0.5})
+    await scheduler.follow(split=half, placement=PolicySpec("round_robin"))
+    followed = await scheduler.admin.policies()
+    assert followed["split"] == {"name": "fraction", "parameters": {"fraction": 0.5}}
+    assert (followed["dispatch"]["name"], followed["revision"], followed["trouble"]) == ("power_of_two", 2, "")
     route = await scheduler.client.place(job(), timeout_s=5)
     assert (route.split, route.policy) == (50, "round_robin")
     assert route.decode is not None
@@ -98,35 +99,32 @@ async def test_each_route_names_the_dispatch_policy_in_force(scheduler: Schedule
     await scheduler.hear(**CLUSTER)
     route = await scheduler.client.place(job(), timeout_s=5)
     assert (route.decode, route.dispatch) == (None, PolicySpec("power_of_two"))
-    spread = {"name": "spread", "parameters": {"unpredicted_tokens": 7}}
-    await scheduler.admin.set_policies({"dispatch": spread})
+    await scheduler.follow(dispatch=PolicySpec("spread", {"unpredicted_tokens": 7}))
     route = await scheduler.client.place(job(1), timeout_s=5)
     assert route.decode is None  # with the default split it is the prefill instance that dispatches
     assert route.dispatch == PolicySpec("spread", {"unpredicted_tokens": 7})
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"split": {"name": "best"}}, "known: adaptive, cronus, fraction, full, none, random"),
-        ({"split": {"name": "full", "parameters": {"x": 1}}}, "no parameter 'x'"),
-        ({"splitt": {"name": "full"}}, "splitt"),
-        ({"placement": {"name": "round_robin"}, "split": {"name": "best"}}, "unknown split"),
-    ],
-)
-async def test_a_bad_change_changes_nothing(scheduler: Scheduler, change: dict[str, object], says: str) -> None:
-    before = await scheduler.admin.policies()
-    with pytest.raises(InvalidRequest, match=says):
-        await scheduler.admin.set_policies(change)
-    assert await scheduler.admin.policies() == before
+async def test_policies_of_another_version_are_not_followed_and_it_says_so(scheduler: Scheduler) -> None:
+    await scheduler.hear(**CLUSTER)
+    with capture_logs() as logs:
+        await scheduler.follow(split=PolicySpec("of tomorrow"), placement=PolicySpec("round_robin"))
+        await scheduler.hear(**CLUSTER)  # again and again
+    assert [entry["event"] for entry in logs] == ["other policies are not followed"]
+    followed = await scheduler.admin.policies()
+    assert (followed["revision"], followed["placement"]["name"], followed["split"]["name"]) == (1, "least_load", "full")
+    assert followed["trouble"].startswith("unknown split policy 'of tomorrow'; known: ")
+    assert (await scheduler.client.place(job(), timeout_s=5)).policy == "least_load"
+    await scheduler.follow(split=PolicySpec("none"))
+    followed = await scheduler.admin.policies()
+    assert (followed["revision"], followed["placement"]["name"], followed["trouble"]) == (3, "round_robin", "")
 
 
-def test_an_unknown_policy_in_the_settings_stops_the_start() -> None:
-    from services.global_scheduler.app import create_app
-    from services.global_scheduler.settings import SchedulerSettings
-
-    with pytest.raises(InvalidRequest, match="known: adaptive, least_load, memory, plan"):
-        create_app(SchedulerSettings(placement="best"))
+async def test_kinds_that_are_not_its_own_may_be_unknown(scheduler: Scheduler) -> None:
+    await scheduler.hear(**CLUSTER)
+    await scheduler.follow(role_flip=PolicySpec("of tomorrow"))
+    followed = await scheduler.admin.policies()
+    assert (followed["revision"], followed["trouble"]) == (2, "")
 
 
 async def test_garbage_on_both_sockets_is_dropped_and_counted(scheduler: Scheduler) -> None:
@@ -150,8 +148,8 @@ async def test_garbage_on_both_sockets_is_dropped_and_counted(scheduler: Schedul
 
 
 async def test_work_counts_until_a_report_says_that_the_job_is_over(scheduler: Scheduler) -> None:
-    await scheduler.admin.set_policies({"placement": {"name": "workload", "parameters": {"penalty": "linear"}}})
     await scheduler.hear(d0=Role.DECODE, d1=Role.DECODE)
+    await scheduler.follow(placement=PolicySpec("workload", {"penalty": "linear"}))
     routes = {f"j{n}": await scheduler.client.place(job(n), timeout_s=5) for n in range(10)}
     assert Counter(route.decode.instance_id for route in routes.values() if route.decode) == {"d0": 5, "d1": 5}
     ledger = scheduler.state.placer.ledger
@@ -198,9 +196,7 @@ async def test_a_job_that_waits_is_told_of_once(scheduler: Scheduler) -> None:
 
 
 async def test_by_default_one_decision_is_for_all_three(start: Start) -> None:
-    adaptive = {kind: SchedulerSettings.model_fields[kind].default for kind in ("placement", "split", "dispatch")}
-    assert set(adaptive.values()) == {"adaptive"}
-    scheduler = await start(**adaptive)
+    scheduler = await start(**{kind: PolicySet().of(kind) for kind in ROUTING})
     await scheduler.hear(**CLUSTER)
     route = await scheduler.client.place(job(), timeout_s=5)
     assert route.decode is not None

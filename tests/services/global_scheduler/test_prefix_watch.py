@@ -14,6 +14,7 @@ from services.global_scheduler.prefix_watch import PrefixWatch
 from shared.domain.instance import ClusterView, InstanceInfo, InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.prefix import BLOCK_TOKENS, PrefixDelta, block_hashes
+from shared.domain.route import PolicySpec
 from shared.policy.prefix_index import PrefixIndex
 from shared.wire.messages import PrefixesRequest
 from shared.wire.methods import PREFIXES
@@ -216,7 +217,7 @@ async def test_placement_uses_it_and_routes_say_so(start: Start) -> None:
 
         def told() -> bool:
             instances = (*view(*infos.values()).instances, decode)
-            scheduler.publisher.publish(ClusterView(2, 0.0, instances))
+            scheduler.publisher.publish(ClusterView(2, 0.0, instances, scheduler.policies))
             return held(placer.prefixes, infos["p2"]) == 10
 
         await until(told, "the scheduler knows")
@@ -226,12 +227,13 @@ async def test_placement_uses_it_and_routes_say_so(start: Start) -> None:
         other = await scheduler.client.place(msgspec.structs.replace(job, job_id="k", prefix=()), timeout_s=5)
         assert other.prefill is not None
         assert other.prefill.instance_id != "p2"
-        await scheduler.admin.set_policies({"placement": {"name": "least_load"}})
+        scheduler.instances = (*view(*infos.values()).instances, decode)
+        await scheduler.follow(placement=PolicySpec("least_load"))
         route = await scheduler.client.place(msgspec.structs.replace(job, job_id="l"), timeout_s=5)
         assert not route.wants_prefix
 
         def untold() -> bool:
-            scheduler.publisher.publish(ClusterView(3, 0.0, view(*infos.values()).instances))
+            scheduler.publisher.publish(ClusterView(3, 0.0, view(*infos.values()).instances, scheduler.policies))
             return not placer.prefixes.known and not teller.calls
 
         await until(untold, "nobody wants to know any more")

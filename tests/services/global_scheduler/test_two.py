@@ -18,6 +18,8 @@ from services.global_scheduler import app as scheduler_app
 from services.global_scheduler.settings import SchedulerSettings
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.job import LOST
+from shared.domain.policies import PolicySet
+from shared.domain.route import PolicySpec
 from shared.errors import PolyphaseError
 from shared.store.database import open_engine
 from shared.store.migrate import migrate
@@ -33,7 +35,7 @@ from tests.shared.store.rows import request_row
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = {"d0": Role.DECODE, "d1": Role.DECODE}
-COUNTED = {"placement": "workload", "placement_parameters": {"penalty": "linear"}}  # keeps a ledger
+COUNTED = {"placement": PolicySpec("workload", {"penalty": "linear"})}  # keeps a ledger
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +200,7 @@ class Processes:
             InstanceView(make_info(name, "tcp://127.0.0.1:9"), role, InstanceState.READY, load)
             for name, role in CLUSTER.items()
         )
-        self._publisher.publish(ClusterView(self._sequence, time.time(), tuple(views)))
+        self._publisher.publish(ClusterView(self._sequence, time.time(), tuple(views), PolicySet(1, **COUNTED)))
 
     def admin(self, number: int) -> SchedulerAdmin:
         return SchedulerAdmin(f"http://127.0.0.1:{self.settings[number].http_port}")
@@ -236,7 +238,6 @@ async def _processes(tmp_path: Path) -> AsyncIterator[Processes]:
             database_url=url,
             monitor_url="",
             lost_after_s=4.0,
-            **COUNTED,  # type: ignore[arg-type]
         )
         for number in range(2)
     ]

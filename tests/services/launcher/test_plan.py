@@ -90,12 +90,12 @@ def test_addresses_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_settings_of_the_file_reach_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"gateway": {"max_queued_jobs": 7, "slo": {"default": {"ttft_s": 0.5}}}, "scheduler": {"split": "none"}}
+    changes = {"gateway": {"max_queued_jobs": 7, "slo": {"default": {"ttft_s": 0.5}}}, "policies": {"split": "none"}}
     plan = make_plan(cluster(**changes, **CURVE), tmp_path)
     gateway = loaded(GatewaySettings, process(plan, "gateway"), monkeypatch)
     assert (gateway.max_queued_jobs, gateway.slo["default"].ttft_s) == (7, 0.5)
     assert gateway.curve_public == CURVE["curve_public"]
-    assert loaded(SchedulerSettings, process(plan, "scheduler"), monkeypatch).split == "none"
+    assert loaded(MonitorSettings, process(plan, "monitor"), monkeypatch).policies == {"split": "none"}
     assert process(plan, "d").env["OMP_NUM_THREADS"] == "3"
 
 

@@ -48,15 +48,6 @@ def test_a_sound_file_passes(tmp_path: Path) -> None:
         ({"database_url": "sqlite:////proc"}, "database_url: /proc cannot be written"),
         ({"instances": [{**P, "accelerator": "A1O"}]}, "instances.p.accelerator: unknown accelerator 'A1O'; did you"),
         ({"instances": [{**P, "emulated_model": "Lama"}]}, "instances.p.emulated_model: "),
-        ({"instances": [{**P, "prefill_order": "x"}]}, "instances.p.prefill_order: unknown prefill order policy 'x'"),
-        (
-            {"instances": [{**P, "prefill_order": "sjf", "prefill_order_parameters": {"window": 0}}]},
-            "instances.p.prefill_order: sjf: window must be at least 1, not 0",
-        ),
-        (
-            {"instances": [{**P, "decode_admission_parameters": {"end": "lower"}}]},
-            "instances.p.decode_admission: decode admission policy 'greedy' has no parameter 'end'",
-        ),
         ({"instances": [{**P, "rates_file": "/no/file"}]}, "instances.p.rates_file: there is no file /no/file"),
         ({"instances": [{**CPU, "tensor_parallel": 3}]}, "instances.p.tensor_parallel: the model's 4 attention heads"),
         (
@@ -64,9 +55,15 @@ def test_a_sound_file_passes(tmp_path: Path) -> None:
             "instances.p.tensor_parallel: 2 accelerators, but CUDA_VISIBLE_DEVICES is '3'",
         ),
         ({"instances": [{**P, "id": "gateway"}]}, "instances: 'gateway' is the name of another process"),
-        ({"scheduler": {"placement": "best"}}, "scheduler.placement: unknown placement policy 'best'; known: "),
-        ({"scheduler": {"split_parameters": {"x": 1}}}, "scheduler.split: split policy 'adaptive' has no param"),
-        ({"monitor": {"role_flip": "never"}}, "monitor.role_flip: unknown role flip policy 'never'"),
+        ({"policies": {"placement": "best"}}, "policies.placement: unknown placement policy 'best'; known: "),
+        ({"policies": {"split": {"name": "full", "x": 1}}}, "policies.split: split policy 'full' has no param"),
+        ({"policies": {"role_flip": "never"}}, "policies.role_flip: unknown role flip policy 'never'"),
+        ({"policies": {"step_budget": 3}}, "policies.step_budget: expected a policy's name, or {name: …, and its"),
+        ({"policies": {"splitt": "full"}}, "policies.splitt: no kind of policy 'splitt'; known: placement, split"),
+        (
+            {"policies": {"prefill_order": {"name": "sjf", "window": 0}}},
+            "policies.prefill_order: sjf: window must be at least 1, not 0",
+        ),
         ({"curve_public": "a", "curve_secret": "b"}, "curve_public, curve_secret: they are no pair: `polyphase keys"),
     ],
 )
@@ -90,8 +87,13 @@ def test_curve_keys_that_are_no_pair(tmp_path: Path) -> None:
 
 def test_many_faults_are_said_at_once_and_alike_ones_once(tmp_path: Path) -> None:
     many = {**P, "accelerator": "nothing", "count": 8}
-    lines = faults(tmp_path, model="/no/model", instances=[many], scheduler={"count": 3, "split": "x"})
-    assert [line.split(": ")[1] for line in lines] == ["model", "scheduler.split", "instances.p.accelerator"]
+    lines = faults(tmp_path, model="/no/model", instances=[many], policies={"split": "x", "role_flip": "y"})
+    assert [line.split(": ")[1] for line in lines] == [
+        "model",
+        "policies.split",
+        "policies.role_flip",
+        "instances.p.accelerator",
+    ]
 
 
 def test_a_host_answers_for_its_own_part_only(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
-"""What the settings say an engine goes by, and what it learns of its own speed."""
+"""What an engine goes by, what an instance says of that, and what it learns of its own speed."""
 
 import socket
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.worker import app
 from services.worker.engines.emulated import EmulatedEngine
-from services.worker.engines.policies import EnginePolicies, policies_of
+from services.worker.engines.policies import EnginePolicies
+from services.worker.policies import FollowedPolicies
+from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates, StepForm, StepRates
+from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy.decode_admission import Greedy, ReserveDynamic
 from shared.policy.lengths import PredictedEnd
@@ -18,33 +22,60 @@ from tests.services.worker.engines.test_emulated import settings
 STEP = StepRates(StepForm(0.01), StepForm(0.02), StepForm(0.03))
 
 
-def test_settings_name_the_policies_and_their_parameters() -> None:
-    assert policies_of(settings()) == EnginePolicies(Fcfs(), Greedy(), step_budget=False)
-    said = settings(
-        prefill_order="sjf",
-        prefill_order_parameters={"window": 3},
-        decode_admission="reserve_dynamic",
-        decode_admission_parameters={"end": "upper"},
-        step_budget=True,
+def test_an_engine_goes_by_its_three_of_a_set() -> None:
+    assert EnginePolicies.of(PolicySet()) == EnginePolicies() == EnginePolicies(Fcfs(), Greedy(), step_budget=False)
+    said = PolicySet(
+        7,
+        prefill_order=PolicySpec("sjf", {"window": 3}),
+        decode_admission=PolicySpec("reserve_dynamic", {"end": "upper"}),
+        step_budget=PolicySpec("on"),
     )
-    assert policies_of(said) == EnginePolicies(Sjf(3), ReserveDynamic(PredictedEnd.UPPER), step_budget=True)
+    assert EnginePolicies.of(said) == EnginePolicies(Sjf(3), ReserveDynamic(PredictedEnd.UPPER), step_budget=True)
+    with pytest.raises(InvalidRequest, match="unknown prefill order policy 'best'; known: fcfs, least_slack, ljf, sjf"):
+        EnginePolicies.of(PolicySet(prefill_order=PolicySpec("best")))
 
 
-@pytest.mark.parametrize(
-    ("said", "error"),
-    [
-        ({"prefill_order": "fastest"}, "unknown prefill order policy 'fastest'; known: fcfs, least_slack, ljf, sjf"),
-        ({"prefill_order_parameters": {"window": 3}}, "prefill order policy 'fcfs' has no parameter 'window'"),
-        ({"decode_admission": "all"}, "unknown decode admission policy 'all'"),
-        (
-            {"decode_admission": "reserve_static", "decode_admission_parameters": {"end": "best"}},
-            "reserve_static.end must be one of lower, middle, upper",
-        ),
-    ],
-)
-def test_a_wrong_setting_ends_the_start_and_names_the_choices(said: dict[str, Any], error: str) -> None:
-    with pytest.raises(InvalidRequest, match=error):
-        EmulatedEngine(settings(**said))
+class Slow:
+    """An engine that comes to its next step when it is told to, and has no budgets."""
+
+    policies = EnginePolicies()
+    given: EnginePolicies | None = None
+
+    def set_policies(self, policies: EnginePolicies) -> None:
+        if policies.step_budget:
+            raise InvalidRequest("step_budget: not here")
+        self.given = policies
+
+    def step(self) -> None:
+        assert self.given is not None
+        self.policies = self.given
+
+
+def test_a_revision_is_followed_when_the_engine_says_so() -> None:
+    engine = Slow()
+    followed = FollowedPolicies(cast(Any, engine))
+    followed.hear(PolicySet(3, placement=PolicySpec("single")))  # nothing for an engine
+    assert followed.describe() == {"revision": 3, "trouble": ""}
+    followed.hear(PolicySet(4, prefill_order=PolicySpec("sjf")))
+    assert followed.describe() == {"revision": 3, "trouble": "the engine has not come to its next step yet"}
+    engine.step()
+    assert followed.describe() == {"revision": 4, "trouble": ""}
+
+
+def test_what_an_engine_cannot_do_is_said_once_and_the_former_policies_stay() -> None:
+    engine = Slow()
+    followed = FollowedPolicies(cast(Any, engine))
+    budget = PolicySet(5, prefill_order=PolicySpec("sjf"), step_budget=PolicySpec("on"))
+    with capture_logs() as logs:
+        for _ in range(3):
+            followed.hear(budget)
+    assert [entry["event"] for entry in logs] == ["other policies are not followed"]
+    assert followed.describe() == {"revision": 0, "trouble": "step_budget: not here"}
+    assert engine.given == EnginePolicies()
+    followed.hear(PolicySet(6, prefill_order=PolicySpec("sjf")))
+    engine.step()
+    assert followed.describe() == {"revision": 6, "trouble": ""}
+    assert engine.policies == EnginePolicies(Sjf())
 
 
 async def test_a_worker_hands_its_engine_what_is_known_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,8 +85,7 @@ async def test_a_worker_hands_its_engine_what_is_known_of_its_steps(monkeypatch:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     nobody = {"heartbeat_address": "tcp://127.0.0.1:1", "broadcast_address": "tcp://127.0.0.1:1"}
-    made = settings(rpc_port=port, monitor_url="http://127.0.0.1:1", step_budget=True, **nobody)
+    made = settings(rpc_port=port, monitor_url="http://127.0.0.1:1", **nobody)
     async with app.running(made) as instance:
         assert isinstance(instance.engine, EmulatedEngine)
         assert instance.engine._rates() == instance.info.rates.step == STEP
-        assert instance.engine.policies.names()["step_budget"] is True

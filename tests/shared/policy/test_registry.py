@@ -3,6 +3,8 @@ from typing import Any
 
 import pytest
 
+from shared.domain.policies import KINDS, PolicySet
+from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy import registry
 from shared.policy.cronus import CronusSplit
@@ -22,8 +24,10 @@ def test_every_name_makes_its_policy() -> None:
         (registry.DISPATCH, registry.dispatch),
         (registry.PREFILL_ORDER, registry.prefill_order),
         (registry.DECODE_ADMISSION, registry.decode_admission),
+        (registry.STEP_BUDGET, registry.step_budget),
         (registry.ROLE_FLIP, registry.role_flip),
     ]
+    assert [table for table, _ in makers] == list(registry.KINDS.values())
     for table, make in makers:
         for name in table:
             assert make(name).name == name
@@ -51,7 +55,7 @@ def test_parameters_are_checked_and_converted() -> None:
         (registry.split, "fraction", {"share": 0.5}, "it takes fraction"),
         (registry.split, "fraction", {"fraction": "half"}, "must be of type float"),
         (registry.split, "fraction", {"fraction": True}, "must be of type float"),
-        (registry.split, "fraction", {"fraction": float("nan")}, "0..1"),
+        (registry.split, "fraction", {"fraction": 1.5}, "0..1"),
         (registry.dispatch, "power_of_two", {"end": "top"}, "one of lower, middle, upper"),
         (registry.prefill_order, "sjf", {"window": 1.5}, "must be of type int"),
         (registry.placement, "workload", {"penalty": "steep"}, "one of exp, power, linear"),
@@ -69,11 +73,22 @@ def test_parameters_are_checked_and_converted() -> None:
         (registry.split, "cronus", {"budget": True}, "must be of type int"),
         (registry.decode_admission, "reserve_static", {"unpredicted_tokens": -1}, "must not be negative"),
         (registry.decode_admission, "reserve_dynamic", {"end": "best"}, "one of lower, middle, upper"),
-        (registry.role_flip, "lazy", {}, "unknown role flip policy 'lazy'; known: idle, pressure"),
+        (registry.role_flip, "lazy", {}, "unknown role flip policy 'lazy'; known: idle, off, pressure"),
         (registry.role_flip, "idle", {"threshold_share": 0}, "threshold_share must lie in 0..1"),
+        (registry.role_flip, "idle", {"for_s": float("nan")}, "idle.for_s must be finite"),
+        (registry.step_budget, "on", {"tokens": 3}, "step budget policy 'on' has no parameter 'tokens'"),
         (registry.role_flip, "pressure", {"ratio": 0.5}, "ratio must be at least 1"),
     ],
 )
 def test_mistakes_are_named(make: Any, name: str, parameters: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         make(name, parameters)
+
+
+def test_kinds_are_those_of_a_policy_set_and_its_defaults_can_be_made() -> None:
+    assert tuple(registry.KINDS) == KINDS
+    registry.check(PolicySet())
+    with pytest.raises(InvalidRequest, match="split: unknown split policy 'halves'"):
+        registry.check(PolicySet(split=PolicySpec("halves")))
+    with pytest.raises(InvalidRequest, match="no kind of policy 'splitt'; known: placement, split"):
+        registry.make("splitt", PolicySpec("full"))

@@ -4,10 +4,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from shared.errors import Unavailable
 from shared.store.database import open_engine
+from shared.store.file import identity
 from shared.store.migrate import migrate
 from shared.store.reading import read_request, read_requests
 from shared.store.tables import loads, requests
@@ -102,6 +105,36 @@ async def test_a_row_that_the_database_refuses_does_not_block_the_others(engine:
         await until(lambda: not store.queued and store.dropped["refused"], "bad row dropped")
     assert store.dropped == {"refused": 1}
     assert {row["job_id"] for row in await read_requests(engine, phase=None, limit=9)} == {"good-1", "good-2"}
+
+
+async def test_who_waits_for_a_row_hears_when_the_database_has_it(engine: AsyncEngine) -> None:
+    async with writer(engine) as store:
+        await store.written(requests, request_row("j", output_tokens=3), 20.0)
+        row = await read_request(engine, "j")
+        assert row is not None
+        assert row["output_tokens"] == 3
+
+
+async def test_who_waits_for_a_row_hears_that_the_database_refuses_it(engine: AsyncEngine) -> None:
+    async with writer(engine) as store:
+        with pytest.raises(Unavailable, match="the database refuses it: IntegrityError"):
+            await store.written(requests, request_row("bad", phase=None), 20.0)
+        await store.written(requests, request_row("good"), 20.0)
+
+
+async def test_a_row_that_another_one_replaced_was_never_written(engine: AsyncEngine) -> None:
+    store = WriteBehind(engine, CollectorRegistry())
+    waiting = asyncio.create_task(store.written(requests, request_row("j", output_tokens=1), 0.2))
+    await asyncio.sleep(0)
+    store.put(requests, request_row("j", output_tokens=2))
+    await migrate(engine)
+    store._file = identity(engine)
+    await store.flush()
+    with pytest.raises(Unavailable, match="did not take it within"):
+        await waiting
+    row = await read_request(engine, "j")
+    assert row is not None
+    assert row["output_tokens"] == 2
 
 
 async def test_with_a_database_that_cannot_be_opened_nothing_blocks_and_drops_are_counted(

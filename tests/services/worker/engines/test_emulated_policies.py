@@ -14,8 +14,6 @@ from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView, Slo
 from shared.domain.kv import KvHandle
 from shared.domain.rates import Rates, StepForm, StepRates
-from shared.domain.route import PolicySpec
-from shared.errors import InvalidRequest
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
 from shared.policy.dispatch import PowerOfTwo
 from shared.policy.placement import LeastLoad, Policies
@@ -196,20 +194,12 @@ async def test_policies_are_exchanged_while_it_runs_for_those_that_wait_too() ->
             run.submit(name, prompt, 1)
         await run.until(lambda: len(run.tokens["0"]) > 5)
         assert run.entered == ["0"]
-        run.engine.set_policies(run.engine.policies.changed(PolicySpec("sjf"), PolicySpec("greedy")))
+        run.engine.set_policies(EnginePolicies(Sjf(), Greedy()))
         await asyncio.wait_for(run.ended["1"].wait(), 10)
         assert not run.ended["0"].is_set()
         assert run.entered == ["0", "2", "3", "1"]
         named = {"prefill_order": "sjf", "decode_admission": "greedy", "step_budget": False}
         assert run.engine.policies.names() == named
-
-
-def test_a_change_names_the_choices() -> None:
-    with pytest.raises(InvalidRequest, match="unknown prefill order policy 'best'; known: fcfs, least_slack, ljf, sjf"):
-        EnginePolicies().changed(order=PolicySpec("best"))
-    with pytest.raises(InvalidRequest, match="greedy' has no parameter 'end'"):
-        EnginePolicies().changed(admission=PolicySpec("greedy", {"end": "lower"}))
-    assert EnginePolicies().changed(step_budget=True) == EnginePolicies(step_budget=True)
 
 
 async def test_who_has_no_room_is_asked_again_when_the_engine_is_woken() -> None:

@@ -1,0 +1,52 @@
+"""Who goes by which revision of the policies, as each instance and scheduler said last."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from services.cluster_monitor.registry import Registry
+from shared.domain.policies import PolicySet
+
+SILENT_S = 10.0  # a scheduler that tells nothing for so long is gone
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    revision: int
+    trouble: str
+    heard_mono: float
+
+
+class Followers:
+    """Instances tell it with their heartbeats, schedulers over HTTP."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._schedulers: dict[str, _Heard] = {}
+
+    def hear(self, scheduler_id: str, revision: int, trouble: str) -> None:
+        """A scheduler goes by that revision; `trouble`: why not by a newer one that it heard of."""
+        self._schedulers[scheduler_id] = _Heard(revision, trouble, time.monotonic())
+        self._drop_silent()
+
+    def describe(self, policies: PolicySet) -> list[dict[str, Any]]:
+        """All living ones, and whether they follow these."""
+        self._drop_silent()
+        told = [("scheduler", name, one.revision, one.trouble) for name, one in sorted(self._schedulers.items())]
+        for record in sorted(self._registry.all(), key=lambda one: one.instance_id):
+            if record.alive:
+                told.append(("instance", record.instance_id, record.policies_revision, record.policies_trouble))
+        return [
+            {
+                "process": process,
+                "name": name,
+                "revision": revision,
+                "follows": revision == policies.revision and not trouble,
+                "trouble": trouble,
+            }
+            for process, name, revision, trouble in told
+        ]
+
+    def _drop_silent(self) -> None:
+        since = time.monotonic() - SILENT_S
+        self._schedulers = {name: one for name, one in self._schedulers.items() if one.heard_mono > since}

@@ -1,0 +1,207 @@
+"""The policies in force, of which this monitor is the owner: the cluster file's, and what people made of them."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from shared.domain.policies import KINDS, PolicySet
+from shared.domain.route import PolicySpec
+from shared.errors import InvalidRequest, Unavailable
+from shared.policy import registry
+from shared.policy.written import in_words
+from shared.runtime.logs import get_log
+from shared.store.reading import read_policies
+from shared.store.tables import policies as table
+from shared.store.write_behind import WriteBehind
+
+log = get_log(__name__)
+KEEP_S = 3.0  # for the database to answer after a start, and to take a change
+FILE = "the cluster file"
+_CLUSTER = "cluster"  # the key of the only row
+_UNKNOWN = "the database has not answered since the monitor's start, so what was changed before is not known"
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """A policy that somebody chose in place of the file's; `since_s` is unix time."""
+
+    policy: PolicySpec
+    who: str
+    since_s: float
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What the database keeps: the policies in force, and of which kinds they are not the file's."""
+
+    policies: PolicySet
+    changed: dict[str, Changed] = {}
+
+
+class PolicyBook:
+    """`file` holds but for kinds that somebody changed. `on_change` is told what changed, and by whom.
+
+    Until the database has answered once (`recall`) the file's policies hold, as revision 0: whoever follows another
+    revision keeps to it, and nothing can be changed.
+    """
+
+    def __init__(self, file: PolicySet, store: WriteBehind, on_change: Callable[[str, str], None]) -> None:
+        self._file = file
+        self._store = store
+        self._on_change = on_change
+        self._kept = Kept(msgspec.structs.replace(file, revision=0))
+        self._row = _row(self._kept, FILE)  # of what is kept
+        self._recalled = asyncio.Event()
+        self._changing = asyncio.Lock()
+
+    @property
+    def policies(self) -> PolicySet:
+        """Those in force."""
+        return self._kept.policies
+
+    async def recall(self, engine: AsyncEngine) -> None:
+        """Take over from the monitor's former life. Raises Unavailable."""
+        row = await read_policies(engine)
+        former = _kept_in(row) if row is not None else None
+        changed = {kind: one for kind, one in (former or self._kept).changed.items() if _still_known(kind, one)}
+        for kind, one in changed.items():
+            log.info("policy differs from the file's", kind=kind, policy=in_words(one.policy), who=one.who)
+        now = Kept(self._with(changed, row["revision"] if row is not None else 0), changed)
+        self._recalled.set()
+        if row is not None and former is not None and now.policies == former.policies:
+            self._kept, self._row = now, row
+            return
+        now = Kept(_next(now.policies), changed)
+        self._take(now, _row(now, FILE), now.policies if former is None else former.policies)
+        self._store.put(table, self._row)
+
+    async def change(self, wanted: Mapping[str, PolicySpec | None], who: str) -> None:
+        """Change all of them, or none; None: back to the file's.
+
+        When this returns the database has it, so it outlives a restart. Raises InvalidRequest that names the kind and
+        the choices, Unavailable when the database does not take it; nothing has changed then.
+        """
+        for kind, spec in wanted.items():
+            _check(kind, spec)
+        async with self._changing:
+            await self._until_recalled()
+            changed = self._changed_by(wanted, who)
+            if changed == self._kept.changed:
+                return
+            now = Kept(_next(self._with(changed, self.policies.revision)), changed)
+            row = _row(now, who)
+            await self._keep(row)
+            self._take(now, row, self.policies)
+
+    def keep_again(self) -> None:
+        """Write it anew, in case that somebody removed the database."""
+        if self._recalled.is_set() and not self._changing.locked():
+            self._store.put(table, dict(self._row))
+
+    def describe(self) -> dict[str, Any]:
+        """What is in force, what the file says, who changed it since when, and the choices."""
+        changed = self._kept.changed
+        in_force = {
+            kind: {
+                **msgspec.to_builtins(self.policies.of(kind)),
+                "file": msgspec.to_builtins(self._file.of(kind)),
+                "changed": {"who": changed[kind].who, "since_s": changed[kind].since_s} if kind in changed else None,
+            }
+            for kind in KINDS
+        }
+        trouble = "" if self._recalled.is_set() else _UNKNOWN
+        return {
+            "revision": self.policies.revision,
+            "trouble": trouble,
+            "policies": in_force,
+            "choices": registry.choices(),
+        }
+
+    async def _until_recalled(self) -> None:
+        try:
+            async with asyncio.timeout(KEEP_S):
+                await self._recalled.wait()
+        except TimeoutError as error:
+            raise Unavailable(f"nothing is changed: {_UNKNOWN}") from error
+
+    def _changed_by(self, wanted: Mapping[str, PolicySpec | None], who: str) -> dict[str, Changed]:
+        found = dict(self._kept.changed)
+        for kind, spec in wanted.items():
+            before = found.pop(kind, None)
+            if spec is not None:
+                same = before is not None and before.policy == spec
+                found[kind] = before if before is not None and same else Changed(spec, who, time.time())
+        return found
+
+    def _with(self, changed: Mapping[str, Changed], revision: int) -> PolicySet:
+        return msgspec.structs.replace(
+            self._file, revision=revision, **{kind: one.policy for kind, one in changed.items()}
+        )
+
+    async def _keep(self, row: dict[str, Any]) -> None:
+        try:
+            await self._store.written(table, row, KEEP_S)
+        except BaseException as error:
+            # It may be written later, or was and nobody heard: what holds is put in its place.
+            self._store.put(table, dict(self._row))
+            if isinstance(error, Unavailable):
+                raise Unavailable(f"nothing is changed: {error.message}") from error
+            raise
+
+    def _take(self, kept: Kept, row: dict[str, Any], before: PolicySet) -> None:
+        self._kept, self._row = kept, row
+        after = kept.policies
+        text = ", ".join(
+            f"{kind}: {in_words(before.of(kind))} → {in_words(after.of(kind))}"
+            for kind in KINDS
+            if before.of(kind) != after.of(kind)
+        )
+        log.info("policies in force", revision=after.revision, who=row["who"], changed=text)
+        self._on_change(text, row["who"])
+
+
+def _check(kind: str, spec: PolicySpec | None) -> None:
+    if kind not in KINDS:
+        raise InvalidRequest(f"no kind of policy {kind!r}; known: {', '.join(KINDS)}")
+    if spec is not None:
+        try:
+            registry.make(kind, spec)
+            msgspec.msgpack.encode(spec)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{kind}: {error.message}") from error
+        except (OverflowError, UnicodeEncodeError) as error:  # of 64 bits, and characters that are none
+            raise InvalidRequest(f"{kind}: {spec.name}: a parameter cannot be sent: {error}") from error
+
+
+def _next(policies: PolicySet) -> PolicySet:
+    """With the next revision: unix milliseconds, so that it rises even where the database was lost."""
+    return msgspec.structs.replace(policies, revision=max(policies.revision + 1, int(time.time() * 1000)))
+
+
+def _row(kept: Kept, who: str) -> dict[str, Any]:
+    return {
+        "cluster": _CLUSTER,
+        "revision": kept.policies.revision,
+        "changed_s": time.time(),
+        "who": who,
+        "content": msgspec.json.encode(kept).decode(),
+    }
+
+
+def _kept_in(row: Mapping[str, Any]) -> Kept | None:
+    try:
+        return msgspec.json.decode(row["content"], type=Kept)
+    except msgspec.MsgspecError as error:  # written by another version
+        log.error("policies in the database not understood: the file's hold", error=str(error))
+        return None
+
+
+def _still_known(kind: str, changed: Changed) -> bool:
+    try:
+        _check(kind, changed.policy)
+    except InvalidRequest as error:
+        log.error("a policy in the database is not known: the file's holds", who=changed.who, error=error.message)
+        return False
+    return True

@@ -1,0 +1,69 @@
+"""`polyphase policies`: what the cluster goes by, who chose it, who follows; and changes of it."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shared.domain.policies import KINDS
+from shared.domain.route import PolicySpec
+from shared.errors import InvalidRequest
+from shared.policy.written import from_words, in_words
+from shared.wire.clients.monitor import MonitorClient
+
+Change = dict[str, PolicySpec | None]
+
+
+def change_of(words: Sequence[str]) -> Change:
+    """What the words ask for. Raises InvalidRequest that names the words at fault."""
+    change: Change = {}
+    for each in words:
+        for kind, spec in from_words(each).items():
+            if kind in change:
+                raise InvalidRequest(f"{each!r}: another policy of kind {kind} is asked for already")
+            change[kind] = spec
+    return change
+
+
+def reset_of(kinds: Sequence[str]) -> Change:
+    """Back to the cluster file's: these kinds, or all. Raises InvalidRequest that names the kind at fault."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise InvalidRequest(f"--reset: no kind of policy {kind!r}; known: {', '.join(KINDS)}")
+    return dict.fromkeys(kinds or KINDS)
+
+
+async def act(url: str, change: Change, who: str) -> dict[str, Any]:
+    """Change what is asked for, if anything, and give what is in force. Raises the monitor's own error."""
+    async with MonitorClient(url) as monitor:
+        return await (monitor.set_policies(change, who=who) if change else monitor.policies())
+
+
+def show(console: Console, answer: Mapping[str, Any]) -> None:
+    """A table for people."""
+    table = Table("kind", "policy", "chosen by", "in place of", title="policies")
+    for kind, one in answer["policies"].items():
+        file, changed = _words(one["file"]), one["changed"]
+        policy = Text(_words(one), style="yellow" if changed else "")
+        since = f"{changed['who']}, {_time(changed['since_s'])}" if changed else "the cluster file"
+        table.add_row(Text(kind), policy, Text(since), Text(file if changed else ""))
+    console.print(table)
+    followers = answer["followers"]
+    late = [one for one in followers if not one["follows"]]
+    console.print(f"followed by {len(followers) - len(late)} of {len(followers)} schedulers and instances")
+    for one in late:
+        why = one["trouble"] or "it has not said so yet"
+        console.print(Text(f"  {one['process']} {one['name']} goes by revision {one['revision']}: {why}", style="red"))
+    if answer["trouble"]:
+        console.print(Text(answer["trouble"], style="red"))
+
+
+def _words(one: Mapping[str, Any]) -> str:
+    return in_words(PolicySpec(one["name"], one["parameters"]))
+
+
+def _time(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

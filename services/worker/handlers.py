@@ -1,0 +1,37 @@
+"""The methods of an instance's RPC, and who answers each."""
+
+from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.prefill import PrefillService
+from services.worker.jobs.roles import RoleState
+from services.worker.kv.port import KvPort
+from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, ReleaseRequest, ResumeRequest
+from shared.wire.methods import DECODE, DRAIN, FLIP, PREDICTED, PREFETCH, PREFILL, RELEASE, RESUME
+from shared.wire.rpc_server import Handlers, ServerCall
+
+
+def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, kv: KvPort) -> Handlers:
+    """Those of jobs and of operations."""
+
+    async def drain(request: DrainRequest, _: ServerCall) -> DrainReply:
+        return await roles.drain(request.timeout_s)
+
+    async def flip(request: FlipRequest, _: ServerCall) -> FlipReply:
+        return roles.flip(request.role)
+
+    async def release(request: ReleaseRequest, _: ServerCall) -> None:
+        decode.forget(request.transfer_ids)
+        await kv.release(request.transfer_ids)
+
+    async def resume(_: ResumeRequest, __: ServerCall) -> None:
+        roles.resume()
+
+    return {
+        PREFILL: prefill.prefill,
+        PREDICTED: prefill.predicted,
+        RELEASE: release,
+        PREFETCH: decode.prefetch,
+        DECODE: decode.decode,
+        DRAIN: drain,
+        FLIP: flip,
+        RESUME: resume,
+    }

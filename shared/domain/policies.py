@@ -1,0 +1,32 @@
+"""The policies in force: one of each kind, for the whole cluster."""
+
+import msgspec
+
+from shared.domain.route import PolicySpec
+
+
+class PolicySet(msgspec.Struct, frozen=True):
+    """One policy of each kind, by its name in `shared.policy.registry`; the defaults are the suite's own.
+
+    The cluster monitor owns it and sends it with each broadcast. `revision` rises with each change and never falls,
+    also over restarts of the monitor; 0: nothing is known of changes, so whoever knows better keeps to what it has.
+    """
+
+    revision: int = 0
+    placement: PolicySpec = PolicySpec("adaptive")
+    split: PolicySpec = PolicySpec("adaptive")
+    dispatch: PolicySpec = PolicySpec("adaptive")
+    prefill_order: PolicySpec = PolicySpec("fcfs")
+    decode_admission: PolicySpec = PolicySpec("greedy")
+    step_budget: PolicySpec = PolicySpec("off")
+    role_flip: PolicySpec = PolicySpec("off")
+
+    def of(self, kind: str) -> PolicySpec:
+        """The policy of a kind, one of `KINDS`."""
+        spec: PolicySpec = getattr(self, kind)
+        return spec
+
+
+KINDS: tuple[str, ...] = tuple(name for name in PolicySet.__struct_fields__ if name != "revision")
+ROUTING = ("placement", "split", "dispatch")  # a scheduler's, and through its routes the prefill instances'
+ENGINE = ("prefill_order", "decode_admission", "step_budget")  # every engine's

@@ -1,0 +1,151 @@
+"""Monitor, schedulers and emulated instances in one process, over real sockets, and a gateway's pipeline."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from gateway.metrics import GatewayMetrics
+from gateway.pipeline import Pipeline
+from gateway.reports import Reporter
+from gateway.settings import GatewaySettings
+from services.cluster_monitor.app import create_app as monitor_app
+from services.cluster_monitor.settings import MonitorSettings
+from services.global_scheduler.app import create_app as scheduler_app
+from services.global_scheduler.settings import SchedulerSettings
+from services.launcher.suite import change_policies
+from services.worker import app as worker_app
+from services.worker.app import Instance
+from services.worker.settings import WorkerSettings
+from shared.domain.route import PolicySpec
+from shared.wire.clients.monitor import MonitorClient
+from shared.wire.clients.scheduler import SchedulerClient
+from shared.wire.rpc_clients import RpcClients
+from shared.wire.sockets import Sockets
+from tests.services.control_plane import free_port, running, sqlite, tcp, until
+
+
+@dataclass
+class LiveSuite:
+    """Monitor, two schedulers, instances as a test wants them, and a gateway's pipeline."""
+
+    stack: AsyncExitStack
+    monitor_url: str
+    monitor_settings: MonitorSettings
+    schedulers: list[FastAPI] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)  # of the schedulers
+    instances: dict[str, Instance] = field(default_factory=dict)
+    monitor: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @property
+    def client(self) -> MonitorClient:
+        return MonitorClient(self.monitor_url)
+
+    async def start_monitor(self) -> FastAPI:
+        """Over real HTTP, which is how the others reach it."""
+        app = monitor_app(self.monitor_settings)
+        port = int(self.monitor_url.rpartition(":")[2])
+        self.monitor = AsyncExitStack()
+        await self.monitor.enter_async_context(serving(app, port))
+        return app
+
+    async def stop_monitor(self) -> None:
+        await self.monitor.aclose()
+
+    async def start_scheduler(self) -> None:
+        settings = SchedulerSettings(
+            scheduler_id=f"s{len(self.schedulers)}",
+            rpc_address=tcp(),
+            broadcast_address=self.monitor_settings.broadcast_address,
+            monitor_url=self.monitor_url,
+            database_url=self.monitor_settings.database_url,
+        )
+        app = scheduler_app(settings)
+        await self.stack.enter_async_context(running(app))
+        self.schedulers.append(app)
+        self.addresses.append(settings.rpc_address)
+
+    async def start_instance(self, name: str, role: str) -> None:
+        ports = {key: free_port() for key in ("rpc_port", "http_port", "kv_port")}
+        settings = WorkerSettings(
+            instance_id=name,
+            role=role,  # type: ignore[arg-type]
+            model="m",
+            engine="emulated",
+            accelerator="A100-SXM-80",
+            monitor_url=self.monitor_url,
+            heartbeat_address=self.monitor_settings.heartbeat_address,
+            broadcast_address=self.monitor_settings.broadcast_address,
+            kv_cache_bytes=1 << 30,
+            emulated_step_s=0.001,
+            **ports,  # type: ignore[arg-type]
+        )
+        self.instances[name] = await self.stack.enter_async_context(worker_app.running(settings))
+
+    def known(self, ready: int) -> bool:
+        """Whether every scheduler knows of so many instances that are ready."""
+        views = [app.state.scheduler.placer.view for app in self.schedulers]
+        return all(v is not None and sum(one.state == "ready" for one in v.instances) >= ready for v in views)
+
+    async def change(self, change: dict[str, PolicySpec | None]) -> dict[str, Any]:
+        """Change policies; ends when both schedulers and all instances follow."""
+        async with self.client as monitor:
+            await change_policies(monitor, change, "test", len(self.schedulers))
+            return await monitor.policies()
+
+
+@asynccontextmanager
+async def serving(app: FastAPI, port: int) -> AsyncIterator[None]:
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, lifespan="on"))
+    server.install_signal_handlers = lambda: None  # type: ignore[method-assign,attr-defined]
+    task = asyncio.get_running_loop().create_task(server.serve())
+    try:
+        await until(lambda: server.started or task.done(), "HTTP is served", timeout_s=20)
+        yield
+    finally:
+        server.should_exit = True
+        await task
+
+
+@asynccontextmanager
+async def live_suite(folder: Path, schedulers: int = 2) -> AsyncIterator[LiveSuite]:
+    """With instances p0 and d0, once every scheduler knows that they are ready."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_app, "WorkerMetrics", lambda *_: None)  # one a process, and here are several instances
+        async with AsyncExitStack() as stack:
+            settings = MonitorSettings(
+                heartbeat_address=tcp(), broadcast_address=tcp(), database_url=sqlite(folder), quiet_start_s=0.3
+            )
+            suite = LiveSuite(stack, f"http://127.0.0.1:{free_port()}", settings)
+            await suite.start_monitor()
+            stack.push_async_callback(lambda: suite.monitor.aclose())
+            for _ in range(schedulers):
+                await suite.start_scheduler()
+            await suite.start_instance("p0", "prefill")
+            await suite.start_instance("d0", "decode")
+            await until(lambda: suite.known(2), "both instances are known to be ready", timeout_s=20)
+            yield suite
+
+
+@contextmanager
+def pipelines(suite: LiveSuite) -> Iterator[list[Pipeline]]:
+    """A gateway's pipeline for each scheduler."""
+    sockets = Sockets()
+    try:
+        with RpcClients(sockets) as clients:
+            made = []
+            for address in suite.addresses:
+                settings = GatewaySettings(schedulers=(address,), model="m")
+                schedulers = SchedulerClient(clients, settings.schedulers)
+                reporter = Reporter(schedulers, GatewayMetrics("m", CollectorRegistry()))
+                made.append(Pipeline(settings, clients, schedulers, reporter))
+            yield made
+    finally:
+        sockets.close()
