@@ -13,6 +13,7 @@ from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo
 from shared.policy.lengths import PredictedEnd
 from shared.policy.placement import LeastLoad, Placement, RoundRobin, Single, Weighted
 from shared.policy.plan_routes import PlanRoute, PlanRoutes, parse_routes
+from shared.policy.predictive_roles import PredictiveFlip
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.policy.prefix_placement import PrefixPlacement
 from shared.policy.role_flip import IdleFlip, PressureFlip, RoleFlip
@@ -60,7 +61,11 @@ DECODE_ADMISSION: dict[str, Callable[..., DecodeAdmission]] = {
     "reserve_static": ReserveStatic,
     "reserve_dynamic": ReserveDynamic,
 }
-ROLE_FLIP: dict[str, Callable[..., RoleFlip]] = {"idle": IdleFlip, "pressure": PressureFlip}
+ROLE_FLIP: dict[str, Callable[..., RoleFlip]] = {
+    "idle": IdleFlip,
+    "predictive": PredictiveFlip,
+    "pressure": PressureFlip,
+}
 
 
 def placement(name: str, parameters: Parameters | None = None) -> Placement:

@@ -42,7 +42,7 @@ async def test_people_give_no_reason(cluster: Cluster) -> None:
 
 
 def test_an_unknown_policy_stops_the_start() -> None:
-    with pytest.raises(InvalidRequest, match="known: idle, pressure"):
+    with pytest.raises(InvalidRequest, match="known: idle, predictive, pressure"):
         create_app(MonitorSettings(role_flip="lazy"))
 
 

@@ -69,7 +69,7 @@ def test_parameters_are_checked_and_converted() -> None:
         (registry.split, "cronus", {"budget": True}, "must be of type int"),
         (registry.decode_admission, "reserve_static", {"unpredicted_tokens": -1}, "must not be negative"),
         (registry.decode_admission, "reserve_dynamic", {"end": "best"}, "one of lower, middle, upper"),
-        (registry.role_flip, "lazy", {}, "unknown role flip policy 'lazy'; known: idle, pressure"),
+        (registry.role_flip, "lazy", {}, "unknown role flip policy 'lazy'; known: idle, predictive, pressure"),
         (registry.role_flip, "idle", {"threshold_share": 0}, "threshold_share must lie in 0..1"),
         (registry.role_flip, "pressure", {"ratio": 0.5}, "ratio must be at least 1"),
     ],
