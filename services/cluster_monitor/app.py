@@ -9,8 +9,9 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.cluster_monitor.audit import Audit
-from services.cluster_monitor.auto_flips import AutoFlips
+from services.cluster_monitor.auto_flips import AutoFlips, seen_now
 from services.cluster_monitor.broadcaster import Broadcaster
+from services.cluster_monitor.demand import DemandService
 from services.cluster_monitor.events import EventKind, Events
 from services.cluster_monitor.flips import Operations
 from services.cluster_monitor.heartbeats import Heartbeats
@@ -23,7 +24,7 @@ from services.cluster_monitor.settings import MonitorSettings
 from services.cluster_monitor.slo import SloService
 from shared.errors import PolyphaseError
 from shared.policy import registry as policies
-from shared.policy.role_flip import RoleFlip
+from shared.policy.role_flip import RoleFlip, Seen
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
@@ -35,6 +36,7 @@ from shared.wire.messages import Heartbeat
 from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
+DEMAND_S = 1.0  # between two looks at what schedulers tell
 
 
 def create_app(settings: MonitorSettings) -> FastAPI:
@@ -67,6 +69,7 @@ async def _start(
     registry.on_change(events.changed)
     registry.on_gone(lambda record, how, why: events.note(EventKind(how), why, record.instance_id, record.role.value))
     slo = SloService(settings.slo_windows_s, store)
+    demand = DemandService(events, metrics)
     history = History(registry, store)
     count_detections(registry, metrics)
 
@@ -83,11 +86,16 @@ async def _start(
     tasks.start("write-behind", store.run())
     tasks.start("recall", _recall(settings, store, engine, registry, memory, (audit, events)))
     _repeat(tasks, settings, beats, broadcaster, history, slo, engine, store)
+    tasks.every("demand", DEMAND_S, demand.step)
     operations = Operations(settings, registry, audit)
     if role_flip is not None:
-        auto = AutoFlips(role_flip, broadcaster.view, operations, tasks)
+
+        def seen() -> Seen:
+            return seen_now(demand.demand(), audit, settings.role_flip_respects_s)
+
+        auto = AutoFlips(role_flip, broadcaster.view, seen, operations, tasks)
         tasks.every("role-flip", settings.role_flip_period_s, auto.step)
-    return State(registry, memory, operations, audit, events, slo, broadcaster, store)
+    return State(registry, memory, operations, audit, events, slo, demand, broadcaster, store)
 
 
 def _sockets(stack: AsyncExitStack, settings: MonitorSettings) -> Sockets:

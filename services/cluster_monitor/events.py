@@ -37,6 +37,7 @@ class EventKind(StrEnum):
     OPERATION_REFUSED = "operation_refused"  # or arrived after its deadline
     OPERATION_FAILED = "operation_failed"
     POLICY_FLIP = "policy_flip"
+    DEMAND_SHIFT = "demand_shift"  # of what clients ask for; of no instance
 
 
 class Events:

@@ -31,6 +31,7 @@ class MonitorSettings(ServiceSettings):
     role_flip: str = ""  # a policy that flips roles by itself; empty: only people do
     role_flip_parameters: dict[str, Any] = Field(default_factory=dict)
     role_flip_period_s: float = Field(1.0, gt=0)  # between two questions to it
+    role_flip_respects_s: float = Field(600.0, ge=0)  # for so long a person's flip stands against it
 
     slo_windows_s: tuple[float, ...] = (60.0, 300.0)
 

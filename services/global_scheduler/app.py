@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from services.global_scheduler.demand import DemandTeller
 from services.global_scheduler.forward import Forwarder, ForwardMetrics
 from services.global_scheduler.journal import Journal
 from services.global_scheduler.metrics import SchedulerMetrics
@@ -19,6 +20,7 @@ from services.global_scheduler.reports import Reports
 from services.global_scheduler.routes import State, router
 from services.global_scheduler.settings import SchedulerSettings
 from services.global_scheduler.wiring import open_broadcast, open_prefixes, open_rpc, open_sockets, watch
+from shared.policy.demand import KEPT
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
@@ -54,7 +56,9 @@ async def _start(
     stack.push_async_callback(engine.dispose)
     store = WriteBehind(engine, registry, capacity=settings.queue_rows)
     metrics, forwarded = SchedulerMetrics(registry), ForwardMetrics(registry)
-    outcomes = Forwarder("monitor", await _client(stack, settings.monitor_url), "/slo/outcomes", forwarded)
+    monitor = await _client(stack, settings.monitor_url)
+    outcomes = Forwarder("monitor", monitor, "/slo/outcomes", forwarded)
+    seconds = Forwarder("demand", monitor, "/demand", forwarded, capacity=KEPT)
     lengths = Forwarder("predictor", await _client(stack, settings.predictor_url), "/v1/observations", forwarded)
     journal = (
         stack.enter_context(Journal(settings.decision_log, settings.decision_log_bytes))
@@ -63,6 +67,7 @@ async def _start(
     )
     placer = Placer(policies.specs, metrics, settings.policy_seed, journal)
     policies.follow = placer.follow
+    demand = DemandTeller(settings.scheduler_id, placer, seconds)
     open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
     name, ring = settings.scheduler_id, settings.ring_jobs
     reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.decodes, placer.ended)
@@ -71,6 +76,7 @@ async def _start(
     tasks = await stack.enter_async_context(background())
     tasks.start("write-behind", store.run())
     tasks.every("forward-outcomes", FORWARD_S, outcomes.step)
+    tasks.every("tell-demand", FORWARD_S, demand.step)
     tasks.every("forward-lengths", FORWARD_S, lengths.step)
     tasks.every("sweep", SWEEP_S, reports.sweep)
     tasks.start("former jobs", _close_former(settings, engine, store))
@@ -80,7 +86,7 @@ async def _start(
     sockets = open_sockets(stack, settings)
     prefixes = open_prefixes(stack, sockets, tasks, placer)
     subscriber = open_broadcast(stack, sockets, settings, placer, prefixes)
-    server = await open_rpc(stack, sockets, settings, placer, reports)
+    server = await open_rpc(stack, sockets, settings, placer, reports, demand)
     watch(registry, placer, server, subscriber)
     return State(placer, policies, reports, engine, store)
 

@@ -6,12 +6,14 @@ import time
 from services.global_scheduler.journal import Begun, Came, Decided, Ended, Followed, Heard, Journal, Told
 from services.global_scheduler.metrics import SchedulerMetrics
 from shared.domain.instance import ClusterView
+from shared.domain.job import JobView
 from shared.domain.prefix import PrefixDelta
 from shared.domain.route import Route
 from shared.errors import PolyphaseError
 from shared.policy.decider import Decider, PolicySpecs
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import PrefixIndex
+from shared.policy.split import Freedom
 from shared.runtime.logs import get_log
 from shared.wire.messages import PlaceRequest
 from shared.wire.rpc_server import ServerCall
@@ -84,6 +86,15 @@ class Placer:
     def wants_prefixes(self) -> bool:
         """Whether the placement in force looks at what instances hold of prompts."""
         return self._decider.wants_prefixes
+
+    @property
+    def freedom(self) -> Freedom:
+        """The share of prompts that the split in force leaves to prefill instances, at least and at most."""
+        return self._decider.freedom
+
+    def expected(self, job: JobView, route: Route) -> tuple[int, float]:
+        """Tokens of a job's prompt that its route finds computed, and tokens that its answer will have on average."""
+        return self._decider.expected(job, route)
 
     @property
     def ledger(self) -> WorkloadLedger:

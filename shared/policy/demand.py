@@ -119,9 +119,13 @@ class DemandBook:
 
     def advance(self, now: float) -> list[Shift]:
         """Add up what is complete; gives back the shifts that were noticed."""
-        for name in [name for name, source in self._sources.items() if now - source.heard_s > SILENT_S]:
+        silent = [name for name, source in self._sources.items() if now - source.heard_s > SILENT_S]
+        for name in silent:
             del self._sources[name]
+        if silent:
             self._seconds.clear()
+            for source in self._sources.values():
+                source.waiting.clear()
         if not self._sources:
             return []
         shifts = []

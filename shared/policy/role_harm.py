@@ -170,7 +170,7 @@ class _Decode(NamedTuple):
 class _Shared(NamedTuple):
     """One sort of decode instances beside which prompts are computed: a step takes (fixed_s + each_s * b) / left."""
 
-    count: int
+    instances: int
     fixed_s: float
     each_s: float
     left: float  # the share of its time that prompts leave
@@ -189,14 +189,14 @@ def _decode(demand: Demand, sorts: Sequence[Sort], counts: Counts, share: float)
     """All decode instances, each given as much as makes their steps equally long (Little's law for their batches)."""
     local = (1.0 - share) * demand.rate
     sides = [_shared(demand, sort, n) for sort, n in zip(sorts, counts, strict=True) if n]
-    speed = sum(one.count / one.prompt_s for one in sides)  # prompts a second, if they did nothing else
+    speed = sum(one.instances / one.prompt_s for one in sides)  # prompts a second, if they did nothing else
     taken = local / speed if sides else 1.0
     if taken >= FULL:
         over = taken / FULL
         return _Decode(1.0 + harm(over), HORIZON_S / demand.output_tokens * over, over, HORIZON_S, HORIZON_S)
     sides = [one._replace(left=1.0 - taken) for one in sides]
     output = demand.output_tokens
-    capacity = sum(one.count * one.rate(1e3, output) for one in sides)
+    capacity = sum(one.instances * one.rate(1e3, output) for one in sides)
     # What is decoded at once varies as arrivals do over the time that an answer takes.
     stays_s = output * min(demand.tpot_s, _step_s(sides, min(demand.rate, FULL * capacity), output))
     spread = min(0.5, sqrt(demand.burstiness / max(1.0, demand.rate * stays_s)))
@@ -209,9 +209,9 @@ def _decode(demand: Demand, sorts: Sequence[Sort], counts: Counts, share: float)
         token_s = step_s + (late_s + moves_s) / output
         harmed += harm(token_s / demand.tpot_s) / 2.0
         tpot_s += token_s / 2.0
-    busy = sum(one.count * one.chunks / one.prompt_s for one in sides) / speed  # steps a prompt
-    service_s = busy * tpot_s + speed**-1 * sum(one.count for one in sides)
-    servers = sum(one.count for one in sides)
+    busy = sum(one.instances * one.chunks / one.prompt_s for one in sides) / speed  # steps a prompt
+    service_s = busy * tpot_s + speed**-1 * sum(one.instances for one in sides)
+    servers = sum(one.instances for one in sides)
     wait_s = _wait_s(local * service_s / servers, servers, service_s, demand) if local > 0.0 else 0.0
     return _Decode(harmed, tpot_s, demand.rate / capacity, wait_s, service_s)
 
@@ -234,7 +234,7 @@ def _step_s(sides: Sequence[_Shared], rate: float, output: float) -> float:
     high = max((one.fixed_s + one.each_s * one.most) / one.left for one in sides)
     for _ in range(HALVINGS):
         middle = (low + high) / 2.0
-        if sum(one.count * one.rate(middle, output) for one in sides) < rate:
+        if sum(one.instances * one.rate(middle, output) for one in sides) < rate:
             low = middle
         else:
             high = middle

@@ -9,7 +9,7 @@ from shared.domain.demand import DemandSecond, Shift
 DEVIATIONS = (
     6.0  # standard errors by which both must differ: many windows are looked at, and requests are not independent
 )
-RECENT_S = (3, 15)  # the shortest and the longest stretch that is compared with what was before it
+RECENT_S = (2, 15)  # the shortest and the longest stretch that is compared with what was before it
 BEFORE_S = 8  # seconds before it, for lengths
 BEFORE_ARRIVALS_S = 20  # and for the rate, which varies more
 BEFORE_REQUESTS, RECENT_REQUESTS = 30, 20
@@ -20,7 +20,7 @@ LENGTH_FLOOR, ARRIVAL_FLOOR = 0.05, 0.1
 
 
 class _Sum(NamedTuple):
-    seconds: int
+    seconds: float
     requests: float
     prompts: float
     prompt_squares: float

@@ -58,6 +58,7 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
         "role_flip": ("idle", {}),
         "role_flip_parameters": ({"for_s": 5.0}, {"role_flip": "idle"}),
         "role_flip_period_s": (5.0, {}),
+        "role_flip_respects_s": (5.0, {}),
     },
     GatewaySection: {
         "max_queued_jobs": (8, {}),
