@@ -60,7 +60,7 @@ class PredictiveFlip:
         if not all(fleet.ready.values()):
             return held, None
         today = outlook(demand, fleet.sorts, fleet.roles)
-        plan = self._best(demand, fleet, today)
+        plan = self._best(demand, fleet, today) if today.harm > self.gain else None
         if plan is None or not self._allowed(state, plan.to, demand, now):
             return held, None
         since = {plan.to.value: state.since.get(plan.to.value, now)}

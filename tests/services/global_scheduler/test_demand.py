@@ -25,7 +25,8 @@ async def test_first_placements_are_told_by_the_second(start: Start) -> None:
         await scheduler.client.place(JobView("j1", 130, 470, slo, said), timeout_s=5)  # it goes on elsewhere
 
         def told() -> bool:
-            return sum(row["requests"] for row in taken["/demand"]) >= 3 and taken["/demand"][-1]["requests"] == 0
+            rows = taken["/demand"]
+            return bool(sum(row["requests"] for row in rows) >= 3 and rows[-1]["requests"] == 0)
 
         await until(told, "all told, and a second after them")
     rows = taken["/demand"]
