@@ -23,16 +23,16 @@ from shared.wire.clients.monitor import MonitorClient
 
 SLO = Slo(ttft_s=4.0, tpot_s=0.09)
 LONGEST = 1_900
-_CONVERSATION = Phase("conversation", 4.0, 75.0)
+_CONVERSATION = Phase("conversation", 2.2, 60.0)
 # Slow accelerators and a large model: few requests a second ask for all of them, and this machine can serve those.
 SETTING = Setting(
-    "live6_full",
-    ("A10",) * 6,
-    (_CONVERSATION, Phase("code", 5.5, 75.0), _CONVERSATION),
+    "live4_full",
+    ("A10",) * 4,
+    (_CONVERSATION, Phase("code", 5.0, 60.0), _CONVERSATION),
     "least_load+split=full+power_of_two",
-    3,
+    2,
 )
-RATIOS = (2, 3, 4)
+RATIOS = tuple(SETTING.ratios)
 
 
 def run_live(data: Path | None, ratios: Sequence[int] = RATIOS, seed: int = 1) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def cluster_of(prefills: int, flips: str) -> dict[str, Any]:
         "dashboard": {"enabled": False},
         "gateway": {"slo": {"default": {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s}}},
         "scheduler": {"placement": placement, "split": split, "dispatch": dispatch},
-        "monitor": {"role_flip": flips},
+        "monitor": {"role_flip": flips, "drain_timeout_s": 60.0},
         "instance_defaults": {
             "engine": "emulated",
             "emulated_model": "Llama-2-13B",

@@ -213,12 +213,15 @@ class DemandSecondIn(_Edge):
     prompt_logs: Amount
     prompt_log_squares: Amount
     output_tokens: Amount
-    output_logs: Amount
-    output_log_squares: Amount
     per_ttft: Amount
     per_tpot: Amount
     split_least: Amount
     split_most: Amount
+    ended: Count
+    ended_tokens: Amount
+    ended_expected: Amount
+    ended_logs: Amount
+    ended_log_squares: Amount
 
     def to_second(self) -> DemandSecond:
         """As the domain has it."""

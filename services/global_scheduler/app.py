@@ -70,7 +70,12 @@ async def _start(
     demand = DemandTeller(settings.scheduler_id, placer, seconds)
     open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
     name, ring = settings.scheduler_id, settings.ring_jobs
-    reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.decodes, placer.ended)
+
+    def ended(job_id: str, output_tokens: int) -> None:
+        placer.ended(job_id, output_tokens)
+        demand.ended(job_id, output_tokens)
+
+    reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.decodes, ended)
     stack.push_async_callback(outcomes.step)  # once more, when the loops have ended
 
     tasks = await stack.enter_async_context(background())

@@ -12,7 +12,7 @@ from shared.policy.demand import DemandCounter
 
 
 class DemandTeller:
-    """Counts the jobs that get their first route here."""
+    """Counts the jobs that get their first route here, and how long their answers turn out."""
 
     def __init__(self, scheduler_id: str, placer: Placer, monitor: Forwarder) -> None:
         self._placer = placer
@@ -23,6 +23,10 @@ class DemandTeller:
         """A job has its first route."""
         held_tokens, output_tokens = self._placer.expected(job, route)
         self._counter.add(job, held_tokens, output_tokens, self._placer.freedom, time.time())
+
+    def ended(self, job_id: str, output_tokens: int) -> None:
+        """A job is over here; `output_tokens` of a whole answer, else 0."""
+        self._counter.ended(job_id, output_tokens, time.time())
 
     async def step(self) -> None:
         """Tell of the seconds that are over; what cannot be told now is told later."""

@@ -5,8 +5,10 @@ that watches arrivals and lengths and has the deployment rescheduled when they s
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from math import floor, log
+
+import msgspec
 
 from shared.domain.demand import SUMS, Demand, DemandSecond, Shift
 from shared.domain.job import JobView
@@ -19,6 +21,7 @@ LEAST_S, LEAST_REQUESTS = 5, 50  # before that a profile says nothing
 SILENT_S = 5.0  # a scheduler that told nothing for so long is away
 LATE_S = 60.0  # what is told later counts no more
 AHEAD_S = 5.0  # by which clocks of hosts may differ
+CORRECTED = 8.0  # most by which an expected length is corrected, either way
 KEPT = 120  # seconds that wait to be told
 
 
@@ -34,6 +37,7 @@ class DemandCounter:
         self._second = floor(now) + 1
         self._heard_s = now
         self._sums = dict.fromkeys(SUMS, 0.0)
+        self._expected: dict[str, float] = {}  # of jobs under way
         self._told: deque[DemandSecond] = deque(maxlen=KEPT)
 
     def add(self, job: JobView, held_tokens: int, output_tokens: float, split: Freedom, now: float) -> None:
@@ -41,24 +45,37 @@ class DemandCounter:
         self._turn(now)
         if floor(now) < self._second:
             return
-        prompt, output = float(job.prompt_tokens), max(1.0, output_tokens)
-        prompt_log, output_log = log(max(1.0, prompt)), log(output)
-        values = (
-            1.0,
-            prompt,
-            prompt - held_tokens,
-            prompt * prompt - held_tokens * held_tokens,
-            prompt_log,
-            prompt_log * prompt_log,
-            output,
-            output_log,
-            output_log * output_log,
-            1.0 / job.slo.ttft_s,
-            1.0 / job.slo.tpot_s,
-            *split,
+        prompt, prompt_log = float(job.prompt_tokens), log(max(1, job.prompt_tokens))
+        self._expected[job.job_id] = output_tokens
+        self._count(
+            requests=1.0,
+            prompt_tokens=prompt,
+            fresh_tokens=prompt - held_tokens,
+            fresh_squares=prompt * prompt - held_tokens * held_tokens,
+            prompt_logs=prompt_log,
+            prompt_log_squares=prompt_log * prompt_log,
+            output_tokens=output_tokens,
+            per_ttft=1.0 / job.slo.ttft_s,
+            per_tpot=1.0 / job.slo.tpot_s,
+            split_least=split[0],
+            split_most=split[1],
         )
-        for name, value in zip(SUMS, values, strict=True):
-            self._sums[name] += value
+
+    def ended(self, job_id: str, output_tokens: int, now: float) -> None:
+        """A job is over here; `output_tokens` of a whole answer, else 0."""
+        expected = self._expected.pop(job_id, None)
+        if expected is None or output_tokens < 1:
+            return
+        self._turn(now)
+        if floor(now) >= self._second:
+            output_log = log(output_tokens)
+            self._count(
+                ended=1.0,
+                ended_tokens=float(output_tokens),
+                ended_expected=expected,
+                ended_logs=output_log,
+                ended_log_squares=output_log * output_log,
+            )
 
     def take(self, now: float) -> list[DemandSecond]:
         """The seconds that are over and were not taken yet."""
@@ -67,14 +84,17 @@ class DemandCounter:
         self._told.clear()
         return told
 
+    def _count(self, **values: float) -> None:
+        for name, value in values.items():
+            self._sums[name] += value
+
     def _turn(self, now: float) -> None:
         paused, self._heard_s = now - self._heard_s > self._pause_s, now
         if paused or now < self._second - 2 * AHEAD_S:  # or the clock was put back
             self._second = floor(now) + 1
             self._sums = dict.fromkeys(SUMS, 0.0)
         while self._second < floor(now):
-            requests = round(self._sums.pop("requests"))
-            self._told.append(DemandSecond(self._source, self._second, requests, **self._sums))
+            self._told.append(_as_told(self._source, self._second, self._sums))
             self._sums = dict.fromkeys(SUMS, 0.0)
             self._second += 1
 
@@ -167,7 +187,12 @@ def _added(present: list[DemandSecond]) -> DemandSecond:
     if len(present) == 1:
         return present[0]
     sums = {name: sum(getattr(one, name) for one in present) for name in SUMS}
-    return DemandSecond("", present[0].second, **sums)
+    return _as_told("", present[0].second, sums)
+
+
+def _as_told(source: str, second: int, sums: Mapping[str, float]) -> DemandSecond:
+    counts = {name: round(sums[name]) for name in ("requests", "ended")}
+    return msgspec.convert({"source": source, "second": second, **sums, **counts}, DemandSecond)
 
 
 def _profile(seconds: Iterable[DemandSecond], requests: int, age_s: float, shift: Shift | None) -> Demand:
@@ -181,7 +206,7 @@ def _profile(seconds: Iterable[DemandSecond], requests: int, age_s: float, shift
         prompt_tokens=mean["prompt_tokens"],
         fresh_tokens=mean["fresh_tokens"],
         fresh_squares=mean["fresh_squares"],
-        output_tokens=mean["output_tokens"],
+        output_tokens=max(1.0, mean["output_tokens"] * _turned_out(rows)),
         ttft_s=1.0 / mean["per_ttft"],
         tpot_s=1.0 / mean["per_tpot"],
         split_least=mean["split_least"],
@@ -190,3 +215,12 @@ def _profile(seconds: Iterable[DemandSecond], requests: int, age_s: float, shift
         age_s=age_s,
         shift=shift,
     )
+
+
+def _turned_out(rows: Sequence[DemandSecond]) -> float:
+    """By how much answers that ended were longer than expected; predictions lag behind a shift."""
+    ended = sum(one.ended for one in rows)
+    expected = sum(one.ended_expected for one in rows)
+    if ended < LEAST_REQUESTS or expected <= 0.0:
+        return 1.0
+    return min(CORRECTED, max(1.0 / CORRECTED, sum(one.ended_tokens for one in rows) / expected))

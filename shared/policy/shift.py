@@ -24,6 +24,7 @@ class _Sum(NamedTuple):
     requests: float
     prompts: float
     prompt_squares: float
+    ended: float
     outputs: float
     output_squares: float
 
@@ -44,7 +45,7 @@ def find_shift(seconds: Sequence[DemandSecond]) -> tuple[Shift, int] | None:
         if count < RECENT_S[0]:
             continue
         before = _plus(whole, recent, -1)
-        scored = [*_lengths(before, recent)]
+        scored = _lengths(before, recent)
         if before.seconds >= BEFORE_ARRIVALS_S and before.requests >= BEFORE_REQUESTS:
             scored.append(_arrivals(before, recent, _dispersion(rows[:-count])))
         for deviations, what, was, now in scored:
@@ -54,15 +55,18 @@ def find_shift(seconds: Sequence[DemandSecond]) -> tuple[Shift, int] | None:
 
 
 def _lengths(before: _Sum, recent: _Sum) -> list[tuple[float, str, float, float]]:
-    if before.requests < BEFORE_REQUESTS or recent.requests < RECENT_REQUESTS:
-        return []
     found = []
-    for what, total, squares in (("prompts", "prompts", "prompt_squares"), ("outputs", "outputs", "output_squares")):
-        sides = [(one.requests, getattr(one, total) / one.requests, getattr(one, squares)) for one in (before, recent)]
-        within = sum(max(0.0, squared - n * mean * mean) for n, mean, squared in sides)
-        variance = within / (before.requests + recent.requests - 2.0)
-        error = sqrt(variance / before.requests + variance / recent.requests + LENGTH_FLOOR**2)
-        was, now = sides[0][1], sides[1][1]
+    for what, count, total, squares in (
+        ("prompts", "requests", "prompts", "prompt_squares"),
+        ("outputs", "ended", "outputs", "output_squares"),
+    ):
+        n, m = getattr(before, count), getattr(recent, count)
+        if n < BEFORE_REQUESTS or m < RECENT_REQUESTS:
+            continue
+        was, now = getattr(before, total) / n, getattr(recent, total) / m
+        within = getattr(before, squares) - n * was * was + getattr(recent, squares) - m * now * now
+        variance = max(0.0, within) / (n + m - 2.0)
+        error = sqrt(variance / n + variance / m + LENGTH_FLOOR**2)
         found.append((abs(now - was) / error, what, exp(was), exp(now)))
     return found
 
@@ -88,8 +92,9 @@ def _sum(rows: Sequence[DemandSecond]) -> _Sum:
         sum(one.requests for one in rows),
         sum(one.prompt_logs for one in rows),
         sum(one.prompt_log_squares for one in rows),
-        sum(one.output_logs for one in rows),
-        sum(one.output_log_squares for one in rows),
+        sum(one.ended for one in rows),
+        sum(one.ended_logs for one in rows),
+        sum(one.ended_log_squares for one in rows),
     )
 
 

@@ -39,6 +39,10 @@ class AutoFlips:
         held = saved_tokens(index.prefixes, view, job) if view is not None else 0
         self._counter.add(job, held, self._fleet.ledger.answers.expected(job).mean, self._split, now)
 
+    def ended(self, job_id: str, output_tokens: int, now: float) -> None:
+        """A request is over; `output_tokens` of a whole answer, else 0."""
+        self._counter.ended(job_id, output_tokens, now)
+
     def ordered(self, view: InstanceView, now: float) -> None:
         """A flip that the run's spec orders, as a person would."""
         self._ordered.append((now, view.instance_id, view.role.other))

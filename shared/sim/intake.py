@@ -133,6 +133,8 @@ class Intake:
         self._record.end(request, status, now)
         answer = self._record.output_tokens(request.row) if status is Status.COMPLETED else 0
         self._fleet.ledger.complete(request.job.job_id, answer)
+        if self._auto is not None:
+            self._auto.ended(request.job.job_id, answer, now)
         if (row := self._record.next_to_send()) is not None:
             self._loop.at(self._record.sent(row, now), self._arrive, row)
 

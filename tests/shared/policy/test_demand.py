@@ -3,6 +3,7 @@
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 
 from shared.domain.demand import DemandSecond, Shift
@@ -25,7 +26,8 @@ def asked(rng: Random, second: int, rate: float, kind: tuple[float, float, float
     prompt, prompt_spread, output, output_spread = kind
     while at < second + 1:
         tokens = max(1, round(prompt * rng.lognormvariate(0.0, prompt_spread)))
-        counter.add(job(tokens), 0, output * rng.lognormvariate(0.0, output_spread), (0.0, 1.0), at)
+        counter.add(job(tokens), 0, 50.0, (0.0, 1.0), at)
+        counter.ended("j", max(1, round(output * rng.lognormvariate(0.0, output_spread))), at)
         at += rng.expovariate(rate)
     return counter.take(second + 1.0)
 
@@ -35,10 +37,11 @@ def fed(book: DemandBook, second: int, told: list[DemandSecond]) -> list[Shift]:
     return book.advance(second + 1.5)
 
 
-def plain(source: str, second: int, requests: int = 20) -> DemandSecond:
+def plain(source: str, second: int, requests: int = 20, **ended: float) -> DemandSecond:
     one = {"prompt_logs": 4.6, "prompt_log_squares": 21.2, "per_ttft": 0.5, "per_tpot": 5.0}
     sums = {"prompt_tokens": 100.0, "fresh_tokens": 100.0, "fresh_squares": 10_000.0, "output_tokens": 50.0, **one}
-    return DemandSecond(source, second, requests, **{name: value * requests for name, value in sums.items()})
+    each = {name: value * requests for name, value in sums.items()}
+    return msgspec.convert({"source": source, "second": second, "requests": requests, **each, **ended}, DemandSecond)
 
 
 def test_a_scheduler_counts_whole_seconds_and_tells_of_empty_ones() -> None:
@@ -52,8 +55,30 @@ def test_a_scheduler_counts_whole_seconds_and_tells_of_empty_ones() -> None:
     assert (full.fresh_squares, full.output_tokens) == (100**2 - 60**2 + 300**2, 24.0)
     assert (full.per_ttft, full.per_tpot) == pytest.approx((1.5, 15.0))
     assert (full.split_least, full.split_most) == (1.0, 2.0)
+    assert full.ended == 0
     assert empty == DemandSecond("s", T + 2)
     assert counter.take(T + 3.5) == []
+
+
+def test_answers_count_in_the_second_in_which_they_end_beside_what_was_expected() -> None:
+    counter = DemandCounter("s", T - 1.0)
+    for name in ("a", "b", "c"):
+        counter.add(JobView(name, 100, 100), 0, 40.0, (0.0, 1.0), T + 0.5)
+    counter.ended("a", 80, T + 1.5)
+    counter.ended("b", 0, T + 1.5)  # it failed
+    counter.ended("a", 80, T + 1.6)  # told twice
+    counter.ended("x", 10, T + 1.6)  # of another scheduler
+    _, second = counter.take(T + 2.0)
+    assert (second.requests, second.ended, second.ended_tokens, second.ended_expected) == (0, 1, 80.0, 40.0)
+
+
+def test_expected_lengths_are_corrected_by_how_answers_turn_out() -> None:
+    book = DemandBook()
+    for second in range(T, T + 10):
+        fed(book, second, [plain("a", second, ended=5, ended_tokens=600.0, ended_expected=200.0)])
+    demand = book.demand(T + 10.5)
+    assert demand is not None
+    assert demand.output_tokens == pytest.approx(3.0 * 50.0)
 
 
 def test_a_scheduler_that_stood_still_says_nothing_of_that_time() -> None:
@@ -186,7 +211,8 @@ def test_real_bursty_traffic_rarely_looks_shifted(name: str, speed: float) -> No
     for second in range(int(arrival_s[-1]) + 1):
         while row < len(arrival_s) and arrival_s[row] < second + 1:
             one = job(int(trace.prompt_tokens[row]))
-            counter.add(one, 0, float(trace.output_tokens[row]), (0.0, 1.0), arrival_s[row])
+            counter.add(one, 0, 50.0, (0.0, 1.0), arrival_s[row])
+            counter.ended("j", int(trace.output_tokens[row]), arrival_s[row])
             row += 1
         found += fed(book, second, counter.take(second + 1.0))
     assert row > 8_000
