@@ -13,10 +13,16 @@ RECENT_S = (2, 15)  # the shortest and the longest stretch that is compared with
 BEFORE_S = 8  # seconds before it, for lengths
 BEFORE_ARRIVALS_S = 20  # and for the rate, which varies more
 BEFORE_REQUESTS, RECENT_REQUESTS = 30, 20
+# Of answers that began together the short ones end first: their lengths are compared while arrivals vary by no more
+# than this (variance over mean).
+STEADY = 4.0
 BLOCK_S = 5  # arrivals of one burst count together
 # Standard errors are no less than this, in logarithms: what differs by less than 28 % (lengths) or 65 % (arrivals) is
 # no shift, however sure; roles do not depend on it, or the profile follows by itself.
 LENGTH_FLOOR, ARRIVAL_FLOOR = 0.05, 0.1
+
+
+_Scored = tuple[str, float, float, float]  # what, by how many standard errors, before, after
 
 
 class _Sum(NamedTuple):
@@ -40,43 +46,53 @@ def find_shift(seconds: Sequence[DemandSecond]) -> tuple[Shift, int] | None:
     if len(rows) < BEFORE_S + RECENT_S[0]:
         return None
     whole, recent, found = _sum(rows), _sum(()), None
+    steady = _dispersion(rows) <= STEADY
     for count in range(1, min(RECENT_S[1], len(rows) - BEFORE_S) + 1):
         recent = _plus(recent, _sum(rows[-count : len(rows) - count + 1]), 1)
         if count < RECENT_S[0]:
             continue
         before = _plus(whole, recent, -1)
-        scored = _lengths(before, recent)
+        scored = [_prompts(before, recent)]
         if before.seconds >= BEFORE_ARRIVALS_S and before.requests >= BEFORE_REQUESTS:
             scored.append(_arrivals(before, recent, _dispersion(rows[:-count])))
-        for deviations, what, was, now in scored:
+            scored += [_outputs(before, recent)] if steady else []
+        for what, deviations, was, now in scored:
             if deviations >= DEVIATIONS and (found is None or deviations > found[0].deviations):
                 found = Shift(what, was, now, float(count), deviations), count
     return found
 
 
-def _lengths(before: _Sum, recent: _Sum) -> list[tuple[float, str, float, float]]:
-    found = []
-    for what, count, total, squares in (
-        ("prompts", "requests", "prompts", "prompt_squares"),
-        ("outputs", "ended", "outputs", "output_squares"),
-    ):
-        n, m = getattr(before, count), getattr(recent, count)
-        if n < BEFORE_REQUESTS or m < RECENT_REQUESTS:
-            continue
-        was, now = getattr(before, total) / n, getattr(recent, total) / m
-        within = getattr(before, squares) - n * was * was + getattr(recent, squares) - m * now * now
-        variance = max(0.0, within) / (n + m - 2.0)
-        error = sqrt(variance / n + variance / m + LENGTH_FLOOR**2)
-        found.append((abs(now - was) / error, what, exp(was), exp(now)))
-    return found
+def _prompts(before: _Sum, recent: _Sum) -> _Scored:
+    was, now = before.requests, recent.requests
+    squares = before.prompt_squares, recent.prompt_squares
+    return "prompts", *_lengths((was, now), (before.prompts, recent.prompts), squares)
 
 
-def _arrivals(before: _Sum, recent: _Sum, dispersion: float) -> tuple[float, str, float, float]:
+def _outputs(before: _Sum, recent: _Sum) -> _Scored:
+    was, now = before.ended, recent.ended
+    squares = before.output_squares, recent.output_squares
+    return "outputs", *_lengths((was, now), (before.outputs, recent.outputs), squares)
+
+
+def _lengths(
+    counts: tuple[float, float], logs: tuple[float, float], squares: tuple[float, float]
+) -> tuple[float, float, float]:
+    """Deviations, and both geometric means, from counts and sums before and after."""
+    if counts[0] < BEFORE_REQUESTS or counts[1] < RECENT_REQUESTS:
+        return 0.0, 0.0, 0.0
+    was, now = logs[0] / counts[0], logs[1] / counts[1]
+    within = squares[0] - counts[0] * was * was + squares[1] - counts[1] * now * now
+    variance = max(0.0, within) / (sum(counts) - 2.0)
+    error = sqrt(variance / counts[0] + variance / counts[1] + LENGTH_FLOOR**2)
+    return abs(now - was) / error, exp(was), exp(now)
+
+
+def _arrivals(before: _Sum, recent: _Sum, dispersion: float) -> _Scored:
     was, now = before.requests / before.seconds, recent.requests / recent.seconds
     expected = was * recent.seconds
     # Of a count whose mean is `expected`, its variance `dispersion` times that: what was before says what is usual.
     error = sqrt(dispersion / before.requests + dispersion / expected + ARRIVAL_FLOOR**2)
-    return log((recent.requests + 0.5) / (expected + 0.5)) / error, "arrivals", was, now
+    return "arrivals", log((recent.requests + 0.5) / (expected + 0.5)) / error, was, now
 
 
 def _dispersion(rows: Sequence[DemandSecond]) -> float:
