@@ -217,3 +217,19 @@ def test_real_bursty_traffic_rarely_looks_shifted(name: str, speed: float) -> No
         found += fed(book, second, counter.take(second + 1.0))
     assert row > 8_000
     assert len(found) <= 2  # in an hour, or a quarter of one at four times the rate
+
+
+def test_answers_of_one_burst_end_shortest_first_and_that_is_no_shift() -> None:
+    counter, book, rng, found = DemandCounter("s", T - 1.0), DemandBook(), Random(3), list[Shift]()
+    ends: list[tuple[float, str, int]] = []
+    for second in range(T, T + 120):
+        for number in range(24 if second % 20 < 10 else 0):
+            name, at = f"{second}-{number}", second + number / 24
+            tokens = max(1, round(200 * rng.lognormvariate(0.0, 0.8)))
+            counter.add(JobView(name, 500, 1_000), 0, 200.0, (0.0, 1.0), at)
+            ends.append((at + 0.02 * tokens, name, tokens))
+        for at, name, tokens in sorted(one for one in ends if one[0] < second + 1):
+            counter.ended(name, tokens, max(at, float(second)))
+        ends = [one for one in ends if one[0] >= second + 1]
+        found += fed(book, second, counter.take(second + 1.0))
+    assert found == []
