@@ -28,7 +28,7 @@ _CONVERSATION = Phase("conversation", 2.2, 60.0)
 SETTING = Setting(
     "live4_full",
     ("A10",) * 4,
-    (_CONVERSATION, Phase("code", 5.0, 60.0), _CONVERSATION),
+    (_CONVERSATION, Phase("code", 7.0, 60.0), _CONVERSATION),
     "least_load+split=full+power_of_two",
     2,
 )
