@@ -123,6 +123,16 @@ def test_late_doubled_and_lost_seconds_are_no_lull_and_no_rush() -> None:
     assert demand.rate == pytest.approx(20.0)
 
 
+def test_a_second_that_one_of_two_lost_does_not_count() -> None:
+    book = DemandBook()
+    for second in range(T, T + 30):
+        lost = second % 3 == 1 and T < second < T + 28
+        assert fed(book, second, [plain("a", second)] + ([] if lost else [plain("b", second)])) == []
+    demand = book.demand(T + 30.5)
+    assert demand is not None
+    assert demand.rate == 40.0
+
+
 def test_one_schedulers_late_seconds_hold_the_others_back() -> None:
     book = DemandBook()
     for second in range(T, T + 10):
