@@ -96,7 +96,15 @@ def test_what_prefix_caches_hold_needs_no_prefill() -> None:
     assert of(1, 5, held).prefill_use < 0.5 * of(1, 5, asked(**FULL)).prefill_use
 
 
+def test_prompts_beside_decodes_make_their_steps_longer() -> None:
+    beside = of(3, 3, asked(rate=10.0, split_least=0.0, split_most=0.0))
+    assert beside.tpot_s > 1.3 * of(3, 3, asked(**FULL, rate=10.0)).tpot_s
+
+
 def test_bursts_hurt() -> None:
+    few, many = (of(3, 3, asked(**FULL, rate=24.0, burstiness=b)) for b in (1.0, 8.0))
+    service_s = 3.0 * few.prefill_use / 24.0
+    assert many.ttft_s - service_s == pytest.approx(4.5 * (few.ttft_s - service_s))  # (8 + 1) / (1 + 1): Kingman
     assert of(3, 3, asked(**FULL, burstiness=8.0)).harm > of(3, 3, asked(**FULL)).harm
 
 
