@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from shared.domain.demand import Demand
 from shared.domain.instance import (
     ClusterView,
     Compatibility,
@@ -28,6 +29,7 @@ from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.placement import Policies, place
 from shared.policy.prefill_order import WaitingJob
+from shared.policy.role_flip import RoleFlip, Seen
 from shared.policy.waiting_line import WaitingLine
 
 SIZES = (10, 100, 1_000)
@@ -56,6 +58,7 @@ RATES = tuple(  # three generations of accelerators
     )
     for factor in (1.0, 0.5, 0.25)
 )
+DEMAND = Demand(100.0, 1.0, 1_000.0, 1_000.0, 2e6, 200.0, 2.0, 0.05)
 Decide = Callable[[int], object]
 Case = tuple[str, Decide]
 
@@ -118,8 +121,13 @@ def _sized(size: int) -> Iterator[Case]:
     yield from _whole(size, jobs)
     for name in registry.ROLE_FLIP:
         flips, view = registry.role_flip(name), cluster(size)
-        state = flips.start()
-        yield f"role_flip_{name}", lambda call, p=flips, s=state, v=view: p.step(s, v, float(call))  # type: ignore[misc]
+        yield f"role_flip_{name}", _role_flip(flips, view)
+
+
+def _role_flip(flips: RoleFlip, view: ClusterView) -> Decide:
+    """Under a demand that asks for other roles: the costliest case."""
+    state, seen = flips.start(), Seen(DEMAND)
+    return lambda call: flips.step(state, view, float(call), seen)
 
 
 def _placement(name: str, size: int, coupled: bool, jobs: list[JobView]) -> Decide:

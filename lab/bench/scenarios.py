@@ -79,14 +79,15 @@ def run_of(cluster: str) -> RunSpec:
 def instances(cluster: str) -> tuple[InstanceSpec, ...]:
     """The instances, each with the rates that it would have learned of itself."""
     rng = Random(SEED)
-    return tuple(_learned(one, rng) for one in load_deployment(_file(cluster)).instances)
+    return tuple(learned(one, rng) for one in load_deployment(_file(cluster)).instances)
 
 
 def _file(cluster: str) -> Path:
     return Path(__file__).with_name("clusters") / f"{cluster}.yaml"
 
 
-def _learned(spec: InstanceSpec, rng: Random) -> InstanceSpec:
+def learned(spec: InstanceSpec, rng: Random) -> InstanceSpec:
+    """It with the rates that it would have learned of itself, from noisy steps."""
     start, budget, seats = spec.rates.step, spec.limits.batched_tokens, spec.limits.sequences
     assert start is not None
     learner = StepLearner(_times(start, START_OFF), budget, seats)

@@ -74,6 +74,7 @@ def read_cluster(file: Path) -> ClusterRead:
             "max_queued_tokens": gateway.max_queued_tokens,
             "broadcast_s": monitor.broadcast_period_s,
             "role_flip_every_s": monitor.role_flip_period_s,
+            "role_flip_respects_s": monitor.role_flip_respects_s,
             "drain_timeout_s": monitor.drain_timeout_s,
             "streaming": not all(entry.emulated for entry in entries),
         },

@@ -76,6 +76,7 @@ class RunEntry(_Part):
     token_s: Seconds = 0.0
     flip_s: Seconds = 0.006
     role_flip_every_s: Positive = 1.0
+    role_flip_respects_s: Seconds = 600.0
     patience_s: Annotated[float, Field(ge=0)] = float("inf")
     job_timeout_s: Annotated[float, Field(gt=0)] = float("inf")
     max_queued_jobs: Count | None = None

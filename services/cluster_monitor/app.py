@@ -9,8 +9,9 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.cluster_monitor.audit import Audit
-from services.cluster_monitor.auto_flips import AutoFlips
+from services.cluster_monitor.auto_flips import AutoFlips, seen_now
 from services.cluster_monitor.broadcaster import Broadcaster
+from services.cluster_monitor.demand import DemandService
 from services.cluster_monitor.events import EventKind, Events
 from services.cluster_monitor.flips import Operations
 from services.cluster_monitor.followers import Followers
@@ -26,6 +27,7 @@ from services.cluster_monitor.settings import MonitorSettings
 from services.cluster_monitor.slo import SloService
 from shared.domain.policies import PolicySet
 from shared.errors import PolyphaseError
+from shared.policy.role_flip import Seen
 from shared.policy.written import from_file
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
@@ -39,6 +41,7 @@ from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
 AGAIN_S = 1.0
+DEMAND_S = 1.0  # between two looks at what schedulers tell
 
 
 def create_app(settings: MonitorSettings) -> FastAPI:
@@ -72,6 +75,7 @@ async def _start(
     registry.on_change(events.changed)
     registry.on_gone(lambda record, how, why: events.note(EventKind(how), why, record.instance_id, record.role.value))
     slo = SloService(settings.slo_windows_s, store)
+    demand = DemandService(events, metrics)
     history = History(registry, store)
     count_detections(registry, metrics)
 
@@ -97,9 +101,16 @@ async def _start(
     tasks.start("recall policies", _recall_policies(store, engine, book))
     tasks.every("policies", settings.prune_period_s, book.keep_again)
     _repeat(tasks, settings, beats, broadcaster, history, slo, engine, store)
+    tasks.every("demand", DEMAND_S, demand.step)
     operations = Operations(settings, registry, audit)
-    tasks.every("role-flip", settings.role_flip_period_s, AutoFlips(broadcaster.view, operations, tasks).step)
-    return State(registry, memory, operations, audit, events, slo, broadcaster, book, Followers(registry), store)
+
+    def seen() -> Seen:
+        return seen_now(demand.demand(), audit, settings.role_flip_respects_s)
+
+    auto = AutoFlips(broadcaster.view, seen, operations, tasks)
+    tasks.every("role-flip", settings.role_flip_period_s, auto.step)
+    followers = Followers(registry)
+    return State(registry, memory, operations, audit, events, slo, demand, broadcaster, book, followers, store)
 
 
 def _sockets(stack: AsyncExitStack, settings: MonitorSettings) -> Sockets:

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import islice
@@ -121,7 +121,11 @@ class Audit:
 
     def newest(self, limit: int) -> list[dict[str, Any]]:
         """Operations, newest first."""
-        return list(islice(reversed(self._entries.values()), limit))
+        return list(islice(self.newest_first(), limit))
+
+    def newest_first(self) -> Iterator[dict[str, Any]]:
+        """All that are remembered."""
+        return reversed(self._entries.values())
 
     def find(self, operation_id: str) -> dict[str, Any] | None:
         """One of the newest operations."""

@@ -1,20 +1,24 @@
 """Role flips that a policy decides: the thin driver between it and the operations that carry a flip out."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 
-from services.cluster_monitor.audit import Asked
+from services.cluster_monitor.audit import Asked, Audit, Result
 from services.cluster_monitor.flips import Operations
-from shared.domain.instance import ClusterView
+from shared.domain.demand import Demand
+from shared.domain.instance import ClusterView, Role
 from shared.domain.policies import PolicySet
 from shared.domain.route import PolicySpec, Reason
 from shared.errors import PolyphaseError
 from shared.policy import registry
-from shared.policy.role_flip import FlipDecision
+from shared.policy.role_flip import FlipDecision, Seen
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background
 
 log = get_log(__name__)
+POLICY = "role_flip:"  # who, in the audit, before the policy's name
+_STOOD = (Result.RUNNING, Result.SUCCEEDED, Result.UNKNOWN)
 
 
 class AutoFlips:
@@ -23,8 +27,11 @@ class AutoFlips:
     Its decisions run as operations like any other, with their reasons in the audit.
     """
 
-    def __init__(self, view: Callable[[], ClusterView], operations: Operations, tasks: Background) -> None:
+    def __init__(
+        self, view: Callable[[], ClusterView], seen: Callable[[], Seen], operations: Operations, tasks: Background
+    ) -> None:
         self._view = view
+        self._seen = seen
         self._operations = operations
         self._tasks = tasks
         self._spec = PolicySet().role_flip
@@ -35,7 +42,7 @@ class AutoFlips:
         """Ask once."""
         now, view = asyncio.get_running_loop().time(), self._view()
         self._follow(view.policies.role_flip)
-        self._state, decision = self._policy.step(self._state, view, now)
+        self._state, decision = self._policy.step(self._state, view, now, self._seen())
         if decision is not None:
             self._tasks.start(f"role flip of {decision.instance_id}", self._flip(decision))
 
@@ -46,12 +53,27 @@ class AutoFlips:
             self._state = self._policy.start()
 
     async def _flip(self, decision: FlipDecision) -> None:
-        who = f"role_flip:{self._policy.name}"
+        who = f"{POLICY}{self._policy.name}"
         asked = Asked(who, why=in_words(decision.reasons))
         try:
             await self._operations.flip(decision.instance_id, asked, force=False, drain_timeout_s=None)
         except PolyphaseError as error:  # the policy decides again when its conditions hold again
             log.warning("a flip failed", instance_id=decision.instance_id, who=who, error=error.message)
+
+
+def seen_now(demand: Demand | None, audit: Audit, respects_s: float) -> Seen:
+    """What a policy may know beside the loads; flips that people have ordered hold for `respects_s`."""
+    now = time.time()
+    return Seen.of(demand, _by_people(audit, now - respects_s), now, respects_s)
+
+
+def _by_people(audit: Audit, since_s: float) -> Iterator[tuple[float, str, Role]]:
+    """The flips that people have ordered since then and that were not refused and did not fail, newest first."""
+    for row in audit.newest_first():
+        if row["started_s"] < since_s:
+            return
+        if row["kind"] == "flip" and row["result"] in _STOOD and not row["who"].startswith(POLICY):
+            yield row["started_s"], row["instance_id"], Role(row["to_role"])
 
 
 def in_words(reasons: Iterable[Reason]) -> str:

@@ -7,6 +7,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from services.cluster_monitor.audit import Asked
+from shared.domain.demand import DemandSecond
 from shared.domain.instance import InstanceInfo, Role
 from shared.policy.slo import SloOutcome
 
@@ -26,6 +27,7 @@ Http = Annotated[str, Field(pattern=r"^https?://[^\s]{1,255}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -197,3 +199,33 @@ class OutcomeIn(_Edge):
 
 
 Outcomes = Annotated[list[OutcomeIn], Field(max_length=10_000)]
+
+
+class DemandSecondIn(_Edge):
+    """DemandSecond."""
+
+    source: Name
+    second: Count
+    requests: Count
+    prompt_tokens: Amount
+    fresh_tokens: Amount
+    fresh_squares: Amount
+    prompt_logs: Amount
+    prompt_log_squares: Amount
+    output_tokens: Amount
+    per_ttft: Amount
+    per_tpot: Amount
+    split_least: Amount
+    split_most: Amount
+    ended: Count
+    ended_tokens: Amount
+    ended_expected: Amount
+    ended_logs: Amount
+    ended_log_squares: Amount
+
+    def to_second(self) -> DemandSecond:
+        """As the domain has it."""
+        return DemandSecond(**self.model_dump())
+
+
+DemandSeconds = Annotated[list[DemandSecondIn], Field(max_length=1_000)]

@@ -38,6 +38,7 @@ class EventKind(StrEnum):
     OPERATION_FAILED = "operation_failed"
     POLICY_FLIP = "policy_flip"
     POLICIES_CHANGED = "policies_changed"
+    DEMAND_SHIFT = "demand_shift"  # of what clients ask for; of no instance
 
 
 class Events:

@@ -10,7 +10,8 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from services.cluster_monitor.audit import Audit
 from services.cluster_monitor.broadcaster import Broadcaster
-from services.cluster_monitor.edge import DrainIn, FlipIn, LeaveIn, OperationIn, Outcomes, Registration
+from services.cluster_monitor.demand import DemandService
+from services.cluster_monitor.edge import DemandSeconds, DrainIn, FlipIn, LeaveIn, OperationIn, Outcomes, Registration
 from services.cluster_monitor.events import EventKind, Events
 from services.cluster_monitor.flips import Operations
 from services.cluster_monitor.followers import Followers
@@ -34,6 +35,7 @@ class State:
     audit: Audit
     events: Events
     slo: SloService
+    demand: DemandService
     broadcaster: Broadcaster
     policies: PolicyBook
     followers: Followers
@@ -148,6 +150,20 @@ async def take_outcomes(monitor: Monitor, body: Outcomes) -> dict[str, int]:
 async def slo(monitor: Monitor) -> list[dict[str, Any]]:
     """Attainment and percentiles by class and window."""
     return monitor.slo.describe()
+
+
+@router.post("/demand")
+async def take_demand(monitor: Monitor, body: DemandSeconds) -> dict[str, int]:
+    """What one scheduler's clients asked for, second by second."""
+    return {"taken": monitor.demand.take(second.to_second() for second in body)}
+
+
+@router.get("/demand")
+async def demand(monitor: Monitor) -> dict[str, Any]:
+    """What clients ask for over all schedulers, since the last shift and at most for the last minute; null while that
+    is not known.
+    """
+    return monitor.demand.describe()
 
 
 @router.get("/cluster")

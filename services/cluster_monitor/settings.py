@@ -30,6 +30,7 @@ class MonitorSettings(ServiceSettings):
 
     policies: dict[str, Any] = Field(default_factory=dict)  # the cluster file's: see `shared.policy.written.from_file`
     role_flip_period_s: float = Field(1.0, gt=0)  # between two questions to the policy of role flips
+    role_flip_respects_s: float = Field(600.0, ge=0)  # for so long a person's flip stands against it
 
     slo_windows_s: tuple[float, ...] = (60.0, 300.0)
 

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from services.global_scheduler.demand import DemandTeller
 from services.global_scheduler.forward import Forwarder, ForwardMetrics
 from services.global_scheduler.journal import Journal
 from services.global_scheduler.metrics import SchedulerMetrics
@@ -19,6 +20,7 @@ from services.global_scheduler.reports import Reports
 from services.global_scheduler.routes import State, router
 from services.global_scheduler.settings import SchedulerSettings
 from services.global_scheduler.wiring import open_broadcast, open_prefixes, open_rpc, open_sockets, watch
+from shared.policy.demand import KEPT
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
@@ -54,6 +56,7 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     metrics, forwarded = SchedulerMetrics(registry), ForwardMetrics(registry)
     monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url)) if settings.monitor_url else None
     outcomes = Forwarder("monitor", monitor, "/slo/outcomes", forwarded)
+    seconds = Forwarder("demand", monitor, "/demand", forwarded, capacity=KEPT)
     predictor = await stack.enter_async_context(JsonClient(settings.predictor_url)) if settings.predictor_url else None
     lengths = Forwarder("predictor", predictor, "/v1/observations", forwarded)
     journal = (
@@ -62,14 +65,21 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
         else None
     )
     placer = Placer(metrics, settings.policy_seed, journal)
+    demand = DemandTeller(settings.scheduler_id, placer, seconds)
     open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
     name, ring = settings.scheduler_id, settings.ring_jobs
-    reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.decodes, placer.ended)
+
+    def ended(job_id: str, output_tokens: int) -> None:
+        placer.ended(job_id, output_tokens)
+        demand.ended(job_id, output_tokens)
+
+    reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.decodes, ended)
     stack.push_async_callback(outcomes.step)  # once more, when the loops have ended
 
     tasks = await stack.enter_async_context(background())
     tasks.start("write-behind", store.run())
     tasks.every("forward-outcomes", FORWARD_S, outcomes.step)
+    tasks.every("tell-demand", FORWARD_S, demand.step)
     tasks.every("forward-lengths", FORWARD_S, lengths.step)
     tasks.every("sweep", SWEEP_S, reports.sweep)
     if monitor is not None:
@@ -81,7 +91,7 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     sockets = open_sockets(stack, settings)
     prefixes = open_prefixes(stack, sockets, tasks, placer)
     subscriber = open_broadcast(stack, sockets, settings, placer, prefixes)
-    server = await open_rpc(stack, sockets, settings, placer, reports)
+    server = await open_rpc(stack, sockets, settings, placer, reports, demand)
     watch(registry, placer, server, subscriber)
     return State(placer, reports, engine, store)
 

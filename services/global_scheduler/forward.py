@@ -1,4 +1,4 @@
-"""Handing finished requests on, once a second, to services that may be away."""
+"""Handing finished requests and demand on, once a second, to services that may be away."""
 
 import asyncio
 from collections import deque
@@ -20,12 +20,12 @@ class ForwardMetrics:
     """What was handed on, what waits and what was not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.sent = Counter("polyphase_scheduler_forwarded", "Outcomes handed on", ["to"], registry=registry)
+        self.sent = Counter("polyphase_scheduler_forwarded", "Items handed on", ["to"], registry=registry)
         self.waiting = Gauge(
-            "polyphase_scheduler_forward_waiting", "Outcomes not yet handed on", ["to"], registry=registry
+            "polyphase_scheduler_forward_waiting", "Items not yet handed on", ["to"], registry=registry
         )
         self.dropped = Counter(
-            "polyphase_scheduler_forward_dropped", "Outcomes never handed on", ["to", "cause"], registry=registry
+            "polyphase_scheduler_forward_dropped", "Items never handed on", ["to", "cause"], registry=registry
         )
 
 
@@ -63,14 +63,14 @@ class Forwarder:
                 await self._client.call("POST", self._path, body=batch, timeout_s=TIMEOUT_S)
             except InvalidRequest as error:  # it will never be taken
                 self._drop("refused", len(batch))
-                log.error("outcomes refused", to=self._name, count=len(batch), reason=error.message)
+                log.error("deliveries refused", to=self._name, count=len(batch), reason=error.message)
             except asyncio.CancelledError:
                 self._put_back(batch)
                 raise
             except PolyphaseError as error:
                 self._put_back(batch)
                 if not self._down:
-                    log.warning("outcomes wait", to=self._name, count=len(self._items), reason=error.message)
+                    log.warning("deliveries wait", to=self._name, count=len(self._items), reason=error.message)
                 self._down = True
                 return
             else:
@@ -79,7 +79,7 @@ class Forwarder:
     def _delivered(self, count: int) -> None:
         self._metrics.sent.labels(self._name).inc(count)
         if self._down and not self._items:
-            log.info("outcomes delivered after an outage", to=self._name, dropped=self._dropped)
+            log.info("delivered after an outage", to=self._name, dropped=self._dropped)
             self._down, self._dropped = False, 0
 
     def _put_back(self, batch: list[dict[str, Any]]) -> None:
@@ -91,7 +91,7 @@ class Forwarder:
             self._items.popleft()
             self._drop("full", 1)
             if self._dropped % self._capacity == 1:
-                log.error("outcomes dropped: too many wait", to=self._name, waiting=self._capacity)
+                log.error("deliveries dropped: too many wait", to=self._name, waiting=self._capacity)
 
     def _drop(self, cause: str, count: int) -> None:
         self._dropped += count

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from services.global_scheduler.journal import Begun, Came, Decided, Ended, Heard, Journal, Told
 from services.global_scheduler.metrics import SchedulerMetrics
 from shared.domain.instance import ClusterView
+from shared.domain.job import JobView
 from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.prefix import PrefixDelta
 from shared.domain.route import Route
@@ -14,6 +15,7 @@ from shared.errors import PolyphaseError
 from shared.policy.decider import Decider
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import PrefixIndex
+from shared.policy.split import Freedom
 from shared.policy.written import in_words
 from shared.runtime.logs import get_log
 from shared.wire.messages import PlaceRequest
@@ -83,6 +85,15 @@ class Placer:
     def wants_prefixes(self) -> bool:
         """Whether the placement in force looks at what instances hold of prompts."""
         return self._decider.wants_prefixes
+
+    @property
+    def freedom(self) -> Freedom:
+        """The share of prompts that the split in force leaves to prefill instances, at least and at most."""
+        return self._decider.freedom
+
+    def expected(self, job: JobView, route: Route) -> tuple[int, float]:
+        """Tokens of a job's prompt that its route finds computed, and tokens that its answer will have on average."""
+        return self._decider.expected(job, route)
 
     @property
     def ledger(self) -> WorkloadLedger:

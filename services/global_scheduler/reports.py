@@ -62,9 +62,11 @@ class Reports:
             if not report.phase.final:
                 self._open.heard(report.job_id, reports.origin)
 
-    def placed(self, job_id: str) -> None:
-        """A job got a route: it is open, even if no report of it ever comes."""
+    def placed(self, job_id: str) -> bool:
+        """A job got a route: it is open, even if no report of it ever comes. Whether it is new here."""
+        new = job_id not in self._open and job_id not in self._jobs
         self._open.placed(job_id)
+        return new
 
     def learn_targets(self, request: PlaceRequest) -> None:
         """Remember the targets of the job's SLO class: reports carry its name only."""

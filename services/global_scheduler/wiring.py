@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.global_scheduler.demand import DemandTeller
 from services.global_scheduler.placer import Placer
 from services.global_scheduler.prefix_watch import PrefixWatch
 from services.global_scheduler.reports import Reports
@@ -54,14 +55,20 @@ def open_broadcast(
 
 
 async def open_rpc(
-    stack: AsyncExitStack, sockets: Sockets, settings: SchedulerSettings, placer: Placer, reports: Reports
+    stack: AsyncExitStack,
+    sockets: Sockets,
+    settings: SchedulerSettings,
+    placer: Placer,
+    reports: Reports,
+    demand: DemandTeller,
 ) -> RpcServer:
     """Serve PLACE and REPORT."""
 
     async def place(request: PlaceRequest, call: ServerCall) -> Route:
         reports.learn_targets(request)
         route = await placer.handle(request, call)
-        reports.placed(request.job.job_id)
+        if reports.placed(request.job.job_id):
+            demand.placed(request.job, route)
         return route
 
     server = RpcServer(sockets, settings.rpc_address, {PLACE: place, REPORT: reports.handle})

@@ -206,6 +206,16 @@ _add_bench_on_data("sim", "How fast the simulator is, and macro-steps beside ste
 _add_bench("live", "The simulator beside a live cluster, calibrated on it: means, and which policy is better.")
 
 
+@bench_app.command("roles")
+def bench_roles(
+    data: DataFolder = DATA,
+    live: Annotated[bool, typer.Option("--live", help="On emulated instances instead, in real time.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Roles that follow what clients ask for, beside every fixed ratio, while it turns from conversation to code."""
+    _measure("roles_live" if live else "roles", as_json, data)
+
+
 @bench_app.command("papers")
 def bench_papers(
     data: DataFolder = DATA,

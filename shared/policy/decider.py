@@ -20,7 +20,8 @@ from shared.policy.following import Following
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.load_tracker import LoadTracker
 from shared.policy.placement import Policies, place
-from shared.policy.prefix_index import PrefixIndex, wants_prefixes
+from shared.policy.prefix_index import PrefixIndex, saved_tokens, wants_prefixes
+from shared.policy.split import Freedom, freedom
 
 
 class Decider:
@@ -59,6 +60,20 @@ class Decider:
         return msgspec.structs.replace(
             route, dispatch=self.policies.dispatch, reasons=reasons, wants_prefix=self.wants_prefixes
         )
+
+    def expected(self, job: JobView, route: Route) -> tuple[int, float]:
+        """Tokens of the job's prompt that the instance which begins it holds, and those of its answer, on average."""
+        held, first = 0, route.prefill or route.decode
+        if job.prefix and first is not None:
+            ready = self._live.current.prefill if route.prefill is not None else self._live.current.decode
+            view = ready.get(first.instance_id)
+            held = saved_tokens(self.prefixes, view, job) if view is not None else 0
+        return held, self.ledger.answers.expected(job).mean
+
+    @property
+    def freedom(self) -> Freedom:
+        """What the split in force leaves to choose from."""
+        return freedom(self._following.made.split)
 
     def came(self, job_id: str, now: float) -> None:
         """A job has come to its decode instance."""

@@ -16,6 +16,7 @@ from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo
 from shared.policy.lengths import PredictedEnd
 from shared.policy.placement import LeastLoad, Placement, RoundRobin, Single, Weighted
 from shared.policy.plan_routes import PlanRoute, PlanRoutes, parse_routes
+from shared.policy.predictive_roles import PredictiveFlip
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.policy.prefix_placement import PrefixPlacement
 from shared.policy.role_flip import IdleFlip, NoFlip, PressureFlip, RoleFlip
@@ -65,7 +66,12 @@ DECODE_ADMISSION: dict[str, Callable[..., DecodeAdmission]] = {
     "reserve_dynamic": ReserveDynamic,
 }
 STEP_BUDGET: dict[str, Callable[..., StepBudget]] = {"off": NoBudget, "on": TpotBudget}
-ROLE_FLIP: dict[str, Callable[..., RoleFlip]] = {"off": NoFlip, "idle": IdleFlip, "pressure": PressureFlip}
+ROLE_FLIP: dict[str, Callable[..., RoleFlip]] = {
+    "off": NoFlip,
+    "idle": IdleFlip,
+    "pressure": PressureFlip,
+    "predictive": PredictiveFlip,
+}
 KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {  # of `PolicySet`
     "placement": PLACEMENT,
     "split": SPLIT,

@@ -4,25 +4,61 @@ The driver asks at regular intervals, keeps the state that it is given, and carr
 A decision counts as a flip whether or not it succeeds; a failed one is decided again when its conditions held anew.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+from shared.domain.demand import Demand
 from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
 from shared.policy.backlog import queued_prefill_s
+
+MADE = 32  # flips that are remembered
 
 
 @dataclass(frozen=True, slots=True)
 class FlipState:
     """What a policy remembers between two steps. Times are on the clock of `now`.
 
-    since: from when on each condition has held without a break, by its name.
+    since: from when on each condition has held without a break, by its name. made: the last flips, newest last, with
+    the role that each led to.
     """
 
     since: Mapping[str, float] = field(default_factory=dict)
-    last_flip_s: float | None = None
+    made: tuple[tuple[float, Role], ...] = ()
+
+    @property
+    def last_flip_s(self) -> float | None:
+        """When the last flip was decided."""
+        return self.made[-1][0] if self.made else None
+
+    def flipped(self, to: Role, now: float, since: Mapping[str, float]) -> "FlipState":
+        """After a decision, with the conditions that go on."""
+        return FlipState(since, (*self.made[-(MADE - 1) :], (now, to)))
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a policy may know beside the loads.
+
+    demand: what clients ask for; None while nobody knows. kept: instances whose role a person has set and which no
+    policy may flip yet. barred: roles that no instance may be given yet, because a person has just done the opposite.
+    """
+
+    demand: Demand | None = None
+    kept: frozenset[str] = frozenset()
+    barred: frozenset[Role] = frozenset()
+
+    @classmethod
+    def of(cls, demand: Demand | None, ordered: Iterable[tuple[float, str, Role]], now: float, hold_s: float) -> "Seen":
+        """With the flips that people have ordered: time, instance and new role of each. They hold for `hold_s`."""
+        held = [(instance_id, to) for at, instance_id, to in ordered if now - at < hold_s]
+        return cls(demand, frozenset(one for one, _ in held), frozenset(to.other for _, to in held))
+
+    def may_flip(self, view: InstanceView) -> bool:
+        """Whether no person's flip speaks against it."""
+        return view.instance_id not in self.kept and view.role.other not in self.barred
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +70,9 @@ class FlipDecision:
     reasons: tuple[Reason, ...] = ()
 
 
+NOTHING = Seen()
+
+
 class RoleFlip(Protocol):
     """Decides on at most one flip at a time."""
 
@@ -43,7 +82,9 @@ class RoleFlip(Protocol):
         """The state before the first step."""
         ...
 
-    def step(self, state: FlipState, view: ClusterView, now: float) -> tuple[FlipState, FlipDecision | None]:
+    def step(
+        self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
+    ) -> tuple[FlipState, FlipDecision | None]:
         """Take a view of the cluster. `now` is in seconds and does not decrease from step to step."""
         ...
 
@@ -58,7 +99,9 @@ class NoFlip:
         """See `RoleFlip`."""
         return FlipState()
 
-    def step(self, state: FlipState, view: ClusterView, now: float) -> tuple[FlipState, FlipDecision | None]:
+    def step(
+        self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
+    ) -> tuple[FlipState, FlipDecision | None]:
         """See `RoleFlip`."""
         return state, None
 
@@ -83,20 +126,22 @@ class IdleFlip:
         """See `RoleFlip`."""
         return FlipState()
 
-    def step(self, state: FlipState, view: ClusterView, now: float) -> tuple[FlipState, FlipDecision | None]:
+    def step(
+        self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
+    ) -> tuple[FlipState, FlipDecision | None]:
         """See `RoleFlip`."""
-        ready = _ready(view)
+        ready = ready_by_role(view)
         idle = [v for role in Role for v in ready[role] if load_share(v) < self.threshold_share]
         since = _held(state, [_key(v) for v in idle], now)
-        held = FlipState(since, state.last_flip_s)
-        if _draining(view):
+        held = FlipState(since, state.made)
+        if draining(view):
             return held, None
         highest = {role: max(map(load_share, ready[role]), default=0.0) for role in Role}
         for chosen in sorted(idle, key=lambda v: (since[_key(v)], v.instance_id)):
             idle_s, others = now - since[_key(chosen)], highest[chosen.role.other]
             if idle_s < self.for_s:
                 break
-            if len(ready[chosen.role]) < 2 or others < self.threshold_share:
+            if len(ready[chosen.role]) < 2 or others < self.threshold_share or not seen.may_flip(chosen):
                 continue
             figures: dict[str, float | str] = {
                 "load_share": round(load_share(chosen), 4),
@@ -106,7 +151,7 @@ class IdleFlip:
             }
             decision = FlipDecision(chosen.instance_id, chosen.role.other, (Reason("role_flip:idle", figures),))
             left = {key: start_s for key, start_s in since.items() if key != _key(chosen)}
-            return FlipState(left, now), decision
+            return state.flipped(chosen.role.other, now, left), decision
         return held, None
 
 
@@ -136,28 +181,34 @@ class PressureFlip:
         """See `RoleFlip`."""
         return FlipState()
 
-    def step(self, state: FlipState, view: ClusterView, now: float) -> tuple[FlipState, FlipDecision | None]:
+    def step(
+        self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
+    ) -> tuple[FlipState, FlipDecision | None]:
         """See `RoleFlip`."""
-        ready = _ready(view)
+        ready = ready_by_role(view)
         pressures = {role: self._pressure(role, ready[role]) for role in Role}
         high = max(Role, key=lambda role: pressures[role])
         wanted = [high.value] if self._unequal(pressures, high) else []
         since = _held(state, wanted, now)
-        held = FlipState(since, state.last_flip_s)
+        held = FlipState(since, state.made)
         cooling = state.last_flip_s is not None and now - state.last_flip_s < self.cooldown_s
-        if not wanted or now - since[high.value] < self.for_s or cooling or _draining(view):
+        if not wanted or now - since[high.value] < self.for_s or cooling or draining(view):
             return held, None
         givers, takers = ready[high.other], ready[high]
         if len(givers) < 2 or not takers or not _stays_in_order(pressures, high, len(givers), len(takers)):
             return held, None
-        chosen = min(givers, key=lambda v: (load_share(v), v.instance_id))
+        free = [giver for giver in givers if seen.may_flip(giver)]
+        if not free:
+            return held, None
+        chosen = min(free, key=lambda v: (load_share(v), v.instance_id))
         figures: dict[str, float | str] = {
             "prefill_pressure": round(pressures[Role.PREFILL], 4),
             "decode_pressure": round(pressures[Role.DECODE], 4),
             "held_s": round(now - since[high.value], 3),
             "load_share": round(load_share(chosen), 4),
         }
-        return FlipState({}, now), FlipDecision(chosen.instance_id, high, (Reason("role_flip:pressure", figures),))
+        decision = FlipDecision(chosen.instance_id, high, (Reason("role_flip:pressure", figures),))
+        return state.flipped(high, now, {}), decision
 
     def _unequal(self, pressures: Mapping[Role, float], high: Role) -> bool:
         return pressures[high] >= self.least and pressures[high] > self.ratio * pressures[high.other]
@@ -195,11 +246,13 @@ def _stays_in_order(pressures: Mapping[Role, float], high: Role, givers: int, ta
     return pressures[high] * takers / (takers + 1) >= after_low
 
 
-def _ready(view: ClusterView) -> dict[Role, tuple[InstanceView, ...]]:
+def ready_by_role(view: ClusterView) -> dict[Role, tuple[InstanceView, ...]]:
+    """The instances that may get work, by role."""
     return {role: view.ready(role) for role in Role}
 
 
-def _draining(view: ClusterView) -> bool:
+def draining(view: ClusterView) -> bool:
+    """Whether an instance is on its way to another role, or out."""
     return any(v.state is InstanceState.DRAINING for v in view.instances)
 
 

@@ -36,6 +36,9 @@ class Split(Protocol):
         ...
 
 
+Freedom = tuple[float, float]  # the least and the most share of the prompts that prefill instances may compute
+
+
 @dataclass(frozen=True, slots=True)
 class FullSplit:
     """All of the prompt: plain disaggregation."""
@@ -100,3 +103,15 @@ class RandomSplit:
 def _choice(name: str, tokens: int, job: JobView) -> SplitChoice:
     reason = Reason(f"split:{name}", {"tokens": tokens, "prompt_tokens": job.prompt_tokens})
     return SplitChoice(tokens, (reason,))
+
+
+def freedom(split: Split) -> Freedom:
+    """What a split leaves open: nothing, where it takes a fixed share."""
+    match split:
+        case FullSplit():
+            return 1.0, 1.0
+        case NoSplit():
+            return 0.0, 0.0
+        case FractionSplit(fraction=fraction):
+            return fraction, fraction
+    return 0.0, 1.0

@@ -4,6 +4,7 @@ import msgspec
 
 from shared.domain.instance import InstanceState
 from shared.errors import InvalidRequest
+from shared.sim.auto_flips import AutoFlips
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.handover import Handover
@@ -22,7 +23,14 @@ class Changes:
     """Carries out orders and policies that concern whole instances."""
 
     def __init__(
-        self, run: RunSpec, loop: EventLoop, fleet: Fleet, legs: Legs, intake: Intake, handover: Handover
+        self,
+        run: RunSpec,
+        loop: EventLoop,
+        fleet: Fleet,
+        legs: Legs,
+        intake: Intake,
+        handover: Handover,
+        auto: AutoFlips | None,
     ) -> None:
         self._run = run
         self._loop = loop
@@ -30,8 +38,7 @@ class Changes:
         self._legs = legs
         self._intake = intake
         self._handover = handover
-        self._policy = self._run.role_flip
-        self._state = self._policy.start() if self._policy is not None else None
+        self._auto = auto
         self._periodic = 0
         self._worked_s = 0.0
         self._sampler = Sampler(fleet.instances) if self._run.sample_s > 0.0 else None
@@ -44,7 +51,7 @@ class Changes:
         for flip in self._run.flips:
             self._known(flip.instance_id, "flip")
             self._loop.at(flip.at_s, self._order, flip)
-        if self._policy is not None:
+        if self._auto is not None:
             self._again(self._run.role_flip_every_s, self._ask)
         if self._sampler is not None:
             self._again(0.0, self._sample)
@@ -76,7 +83,10 @@ class Changes:
             raise InvalidRequest(f"{what}: there is no instance {instance_id!r}") from None
 
     def _order(self, flip: Flip, now: float) -> None:
-        self.flip(self._known(flip.instance_id, "flip"), now)
+        instance = self._known(flip.instance_id, "flip")
+        if self._auto is not None:
+            self._auto.ordered(instance.view(now), now)
+        self.flip(instance, now)
 
     def _flipped(self, subject: tuple[SimInstance, int], now: float) -> None:
         instance, drain = subject
@@ -126,9 +136,8 @@ class Changes:
 
     def _ask(self, _: None, now: float) -> None:
         self._periodic -= 1
-        assert self._policy is not None
-        assert self._state is not None
-        self._state, decision = self._policy.step(self._state, self._fleet.view(now), now)
+        assert self._auto is not None
+        decision = self._auto.ask(now)
         if decision is not None:
             self.flip(self._known(decision.instance_id, "flip"), now)
         if self._others_ahead():

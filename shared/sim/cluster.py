@@ -7,6 +7,7 @@ dispatch and KV transfer) and decoded to its end. What happens to instances on t
 from collections.abc import Callable, Sequence
 from random import Random
 
+from shared.sim.auto_flips import AutoFlips
 from shared.sim.changes import Changes
 from shared.sim.events import EventLoop
 from shared.sim.fleet import Fleet
@@ -54,9 +55,10 @@ class _Simulation:
         self._fleet = fleet = Fleet(instances, run, self, prefix_tokens, rng)
         self._legs = legs = Legs(run, loop, fleet, self._left)
         patience = Patience(run, loop)
-        self._intake = intake = Intake(run, loop, fleet, legs, record, patience, rng)
+        self._auto = auto = AutoFlips(run, fleet, run.role_flip) if run.role_flip is not None else None
+        self._intake = intake = Intake(run, loop, fleet, legs, record, patience, rng, auto)
         self._handover = Handover(run, loop, fleet, legs, record, intake, patience, rng)
-        self._changes = Changes(run, loop, fleet, legs, intake, self._handover)
+        self._changes = Changes(run, loop, fleet, legs, intake, self._handover, auto)
 
     def result(self) -> SimResult:
         """Handle every event in order of time."""
@@ -141,4 +143,6 @@ class _Simulation:
             events=self._loop.handled,
             kv_bytes=self._handover.kv_bytes,
             timeline=self._changes.timeline(),
+            role_flips=tuple(self._auto.made) if self._auto is not None else (),
+            shifts=tuple(self._auto.shifts) if self._auto is not None else (),
         )

@@ -7,6 +7,7 @@ from shared.domain.route import Route
 from shared.errors import InvalidRequest, Unavailable
 from shared.policy.assignment import assignments
 from shared.policy.placement import place
+from shared.sim.auto_flips import AutoFlips
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
 from shared.sim.instance import SimInstance
@@ -72,7 +73,15 @@ class Intake:
     """Lets requests in as the workload says, keeps those that nobody can take, and sees all of them out."""
 
     def __init__(
-        self, run: RunSpec, loop: EventLoop, fleet: Fleet, legs: Legs, record: Record, patience: Patience, rng: Random
+        self,
+        run: RunSpec,
+        loop: EventLoop,
+        fleet: Fleet,
+        legs: Legs,
+        record: Record,
+        patience: Patience,
+        rng: Random,
+        auto: AutoFlips | None,
     ) -> None:
         self._run = run
         self._loop = loop
@@ -81,6 +90,7 @@ class Intake:
         self._record = record
         self._patience = patience
         self._rng = rng
+        self._auto = auto
         self._queued = Queued(run)
         self.held: deque[SimRequest] = deque()  # no instance can take them now
 
@@ -123,6 +133,8 @@ class Intake:
         self._record.end(request, status, now)
         answer = self._record.output_tokens(request.row) if status is Status.COMPLETED else 0
         self._fleet.ledger.complete(request.job.job_id, answer)
+        if self._auto is not None:
+            self._auto.ended(request.job.job_id, answer, now)
         if (row := self._record.next_to_send()) is not None:
             self._loop.at(self._record.sent(row, now), self._arrive, row)
 
@@ -178,6 +190,8 @@ class Intake:
         self._fleet.ledger.add(request.job, route, now)
         for assignment in assignments(request.job, route, now):
             index.book(assignment)
+        if self._auto is not None and request.attempt == 1:
+            self._auto.placed(request, route, now)
         self._begin(request, route, now)
         return True
 

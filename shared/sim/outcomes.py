@@ -8,6 +8,8 @@ from math import exp, log
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.domain.demand import Shift
+from shared.domain.route import Reason
 from shared.sim.workload import Lengths, Times, Workload
 
 _BINS_PER_E = 200.0  # a bin of `Gaps` is half a per cent wide
@@ -150,6 +152,16 @@ class InstanceUse:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleFlipped:
+    """A flip that a policy decided, at that moment, and why."""
+
+    time_s: float
+    instance_id: str
+    to: str
+    reasons: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadTimeline:
     """Samples of the load: `time_s` of shape [t], the others [t, instances]. role: 0 prefill, 1 decode, -1 gone."""
 
@@ -162,7 +174,10 @@ class LoadTimeline:
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """A run. `duration_s`: from the first arrival to the last token. `events`: how many the driver handled."""
+    """A run. `duration_s`: from the first arrival to the last token. `events`: how many the driver handled.
+
+    role_flips: decided by a policy. shifts: of what clients ask for, with the moment of their notice.
+    """
 
     workload: str
     label: str
@@ -173,3 +188,5 @@ class SimResult:
     events: int
     kv_bytes: float = 0.0  # over all links
     timeline: LoadTimeline | None = None
+    role_flips: tuple[RoleFlipped, ...] = ()
+    shifts: tuple[tuple[float, Shift], ...] = ()

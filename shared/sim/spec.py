@@ -141,11 +141,12 @@ class RunSpec:
     broadcast_s: age at which the loads that decisions see are taken anew. fresh_prefixes: what a placement knows of
     prefix caches is as they are, not as old as the loads: what perfect knowledge would bring. gateway_s: from arrival
     to placement; hop_s: from a decision to the instance; token_s: from an engine's token to the client. flip_s: a role
-    flip, without its drain (TetriInfer: 5–7 ms). step_budget: every engine has one, whatever its limits say.
-    role_flip is asked every `role_flip_every_s`. streaming: KV leaves
-    chunk by chunk while the prompt is still being computed. patience_s: how long in all since its last token a request
-    waits for an instance that can take it, before its prefill or before its decode, until it is refused. job_timeout_s:
-    from arrival to the last token; what takes longer is stopped. max_queued_jobs, max_queued_tokens: requests without a
+    flip, without its drain (TetriInfer: 5–7 ms). step_budget: every engine has one, whatever its limits say. role_flip
+    is asked every `role_flip_every_s`, and does not undo what `flips` orders for `role_flip_respects_s`. streaming: KV
+    leaves chunk by chunk while the prompt is still being computed. patience_s: how long in all since its last token a
+    request waits for an instance that can take it, before its prefill or before its decode, until it is refused.
+    job_timeout_s: from arrival to the last token; what takes longer is stopped. max_queued_jobs, max_queued_tokens:
+    requests without a
     first token, and their prompt tokens, beyond which new ones are refused at once. drain_timeout_s: a flip whose drain
     takes longer is given up, and the instance keeps its role.
     max_tokens: what clients ask for at most, all that policies know of a length that nobody predicts; None: what they
@@ -162,6 +163,7 @@ class RunSpec:
     step_budget: bool = False
     role_flip: RoleFlip | None = None
     role_flip_every_s: float = 1.0
+    role_flip_respects_s: float = 600.0
     prediction: Prediction | None = None
     codec: Codec = Codec.RAW
     first_token: FirstToken = FirstToken.PREFILL

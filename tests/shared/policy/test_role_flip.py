@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from shared.policy import registry
-from shared.policy.role_flip import FlipDecision, IdleFlip, PressureFlip, RoleFlip, load_share
+from shared.policy.role_flip import FlipDecision, IdleFlip, PressureFlip, RoleFlip, Seen, load_share
 from tests.shared.policy.views import decode, instance, prefill, view
 
 BUSY = {"free_blocks": 100}  # of 1000
@@ -239,3 +239,31 @@ def test_no_flip_takes_the_last_of_a_role_or_comes_while_one_drains(
         assert len(cluster.ready(chosen.role)) >= 2
         assert all(v.state is not InstanceState.DRAINING for v in cluster.instances)
         assert decision.reasons
+
+
+@pytest.mark.parametrize("policy", [IdleFlip(for_s=5.0), PressureFlip()], ids=["idle", "pressure"])
+@pytest.mark.parametrize(
+    ("seen", "flips"),
+    [
+        (Seen(), "d"),
+        (Seen(kept=frozenset({"d"})), "e"),
+        (Seen(kept=frozenset({"d", "e", "f"})), ""),
+        (Seen(barred=frozenset({Role.PREFILL})), ""),
+        (Seen(barred=frozenset({Role.DECODE})), "d"),
+    ],
+)
+def test_what_a_person_has_set_stays(policy: RoleFlip, seen: Seen, flips: str) -> None:
+    waits = prefill("p", queued_prefill_tokens=30_000, rate=1e-4)
+    cluster = view(waits, decode("d", free_blocks=990), decode("e", free_blocks=980), decode("f", **BUSY))
+    state, found = policy.start(), ""
+    for second in range(20):
+        state, decision = policy.step(state, cluster, float(second), seen)
+        found = found or (decision.instance_id if decision is not None else "")
+    assert found == flips
+
+
+def test_a_persons_flip_stands_for_a_while_and_bars_its_opposite() -> None:
+    ordered = [(100.0, "p", Role.DECODE), (40.0, "q", Role.PREFILL)]
+    assert Seen.of(None, ordered, 120.0, 60.0) == Seen(None, frozenset({"p"}), frozenset({Role.PREFILL}))
+    assert Seen.of(None, ordered, 160.0, 60.0) == Seen()
+    assert Seen.of(None, ordered, 99.0, 60.0).barred == frozenset(Role)

@@ -27,7 +27,7 @@ def test_a_file_names_some_and_the_suites_defaults_hold_for_the_rest() -> None:
         ({"split": None}, "split: expected a policy's name, or {name: …, and its parameters}, not None"),
         ({"split": {"fraction": 0.5}}, "split: expected a policy's name"),
         ({"split": {"name": "full", "parameters": {}}}, "split: split policy 'full' has no parameter 'parameters'"),
-        ({"role_flip": True}, "role_flip: unknown role flip policy 'on'; known: idle, off, pressure"),
+        ({"role_flip": True}, "role_flip: unknown role flip policy 'on'; known: idle, off, predictive, pressure"),
         ({"splitt": "full"}, "splitt: no kind of policy 'splitt'; known: placement"),
     ],
 )

@@ -1,0 +1,226 @@
+"""The profile of what clients ask for: counted by schedulers, added up by the monitor, forgotten when it shifts.
+
+Times are unix seconds in the live services and virtual ones in the simulator. Source: ThunderServe 3.4 (a profiler
+that watches arrivals and lengths and has the deployment rescheduled when they shift); how a shift is told is ours.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from math import floor, log
+
+import msgspec
+
+from shared.domain.demand import SUMS, Demand, DemandSecond, Shift
+from shared.domain.job import JobView
+from shared.policy.shift import find_shift
+from shared.policy.split import Freedom
+
+PAUSE_S = 3.0  # a scheduler that counted nothing for so long stood still, and its clients' requests waited
+WINDOW_S = 60  # of a profile
+LEAST_S, LEAST_REQUESTS = 5, 50  # before that a profile says nothing
+SILENT_S = 5.0  # a scheduler that told nothing for so long is away
+LATE_S = 60.0  # what is told later counts no more
+AHEAD_S = 5.0  # by which clocks of hosts may differ
+CORRECTED = 8.0  # most by which an expected length is corrected, either way
+KEPT = 120  # seconds that wait to be told
+
+
+class DemandCounter:
+    """One scheduler's requests by whole seconds, the first partial one left out.
+
+    A gap of more than `pause_s` between two calls was a standstill of this process; nothing is said of it.
+    """
+
+    def __init__(self, source: str, now: float, pause_s: float = PAUSE_S) -> None:
+        self._source = source
+        self._pause_s = pause_s
+        self._second = floor(now) + 1
+        self._heard_s = now
+        self._sums = dict.fromkeys(SUMS, 0.0)
+        self._expected: dict[str, float] = {}  # of jobs under way
+        self._told: deque[DemandSecond] = deque(maxlen=KEPT)
+
+    def add(self, job: JobView, held_tokens: int, output_tokens: float, split: Freedom, now: float) -> None:
+        """A request was placed for the first time, where `held_tokens` of its prompt are in a prefix cache."""
+        self._turn(now)
+        if floor(now) < self._second:
+            return
+        prompt, prompt_log = float(job.prompt_tokens), log(max(1, job.prompt_tokens))
+        self._expected[job.job_id] = output_tokens
+        self._count(
+            requests=1.0,
+            prompt_tokens=prompt,
+            fresh_tokens=prompt - held_tokens,
+            fresh_squares=prompt * prompt - held_tokens * held_tokens,
+            prompt_logs=prompt_log,
+            prompt_log_squares=prompt_log * prompt_log,
+            output_tokens=output_tokens,
+            per_ttft=1.0 / job.slo.ttft_s,
+            per_tpot=1.0 / job.slo.tpot_s,
+            split_least=split[0],
+            split_most=split[1],
+        )
+
+    def ended(self, job_id: str, output_tokens: int, now: float) -> None:
+        """A job is over here; `output_tokens` of a whole answer, else 0."""
+        expected = self._expected.pop(job_id, None)
+        if expected is None or output_tokens < 1:
+            return
+        self._turn(now)
+        if floor(now) >= self._second:
+            output_log = log(output_tokens)
+            self._count(
+                ended=1.0,
+                ended_tokens=float(output_tokens),
+                ended_expected=expected,
+                ended_logs=output_log,
+                ended_log_squares=output_log * output_log,
+            )
+
+    def take(self, now: float) -> list[DemandSecond]:
+        """The seconds that are over and were not taken yet."""
+        self._turn(now)
+        told = list(self._told)
+        self._told.clear()
+        return told
+
+    def _count(self, **values: float) -> None:
+        for name, value in values.items():
+            self._sums[name] += value
+
+    def _turn(self, now: float) -> None:
+        paused, self._heard_s = now - self._heard_s > self._pause_s, now
+        if paused or now < self._second - 2 * AHEAD_S:  # or the clock was put back
+            self._second = floor(now) + 1
+            self._sums = dict.fromkeys(SUMS, 0.0)
+        while self._second < floor(now):
+            self._told.append(_as_told(self._source, self._second, self._sums))
+            self._sums = dict.fromkeys(SUMS, 0.0)
+            self._second += 1
+
+
+class _Source:
+    """What one scheduler has told and was not added up yet."""
+
+    def __init__(self, first: int, now: float) -> None:
+        self.first, self.last = first, first - 1
+        self.heard_s = now
+        self.waiting: dict[int, DemandSecond] = {}
+
+
+class DemandBook:
+    """Adds up what schedulers tell, second by second, once all of them have told.
+
+    A second that a scheduler left out is ignored: it is not a lull. When a scheduler falls silent, nothing is known
+    until those that are left have told enough for a profile of their own. Deliveries may come late or twice.
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[str, _Source] = {}
+        self._next = 0
+        self._seconds: deque[DemandSecond] = deque(maxlen=WINDOW_S)
+        self._since = 0  # the second from which on it is like this
+        self._shift: Shift | None = None
+        self.ignored = 0  # seconds that came too late, or from a clock that is wrong
+
+    def take(self, seconds: Iterable[DemandSecond], now: float) -> None:
+        """What schedulers tell."""
+        for one in seconds:
+            if not now - LATE_S < one.second + 1 <= now + AHEAD_S:
+                self.ignored += 1
+                continue
+            source = self._sources.get(one.source)
+            if source is None:
+                source = self._sources[one.source] = _Source(one.second, now)
+            source.heard_s = now
+            if one.second >= self._next:
+                source.waiting[one.second] = one
+                source.last = max(source.last, one.second)
+
+    def advance(self, now: float) -> list[Shift]:
+        """Add up what is complete; gives back the shifts that were noticed."""
+        silent = [name for name, source in self._sources.items() if now - source.heard_s > SILENT_S]
+        for name in silent:
+            del self._sources[name]
+        if silent:
+            self._seconds.clear()
+            for source in self._sources.values():
+                source.waiting.clear()
+        if not self._sources:
+            return []
+        shifts = []
+        first = min((s for source in self._sources.values() for s in source.waiting), default=self._next)
+        self._next = max(self._next, first)
+        while self._next <= min(source.last for source in self._sources.values()):
+            begun = [source for source in self._sources.values() if source.first <= self._next]
+            told = [source.waiting.pop(self._next, None) for source in begun]
+            self._next += 1
+            present = [one for one in told if one is not None]
+            if present and len(present) == len(told):
+                if not self._seconds:
+                    self._since = present[0].second
+                self._seconds.append(_added(present))
+                if (shift := self._look()) is not None:
+                    shifts.append(shift)
+        return shifts
+
+    def demand(self, now: float) -> Demand | None:
+        """The profile; None before there is enough of it, and while a scheduler is silent."""
+        if any(now - source.heard_s > SILENT_S for source in self._sources.values()):
+            return None
+        requests = sum(one.requests for one in self._seconds)
+        if len(self._seconds) < LEAST_S or requests < LEAST_REQUESTS or now - self._next > 2 * SILENT_S:
+            return None
+        return _profile(self._seconds, requests, now - self._since, self._shift)
+
+    def _look(self) -> Shift | None:
+        found = find_shift(self._seconds)
+        if found is None:
+            return None
+        self._shift, recent = found
+        self._seconds = deque(list(self._seconds)[-recent:], maxlen=WINDOW_S)
+        self._since = self._seconds[0].second
+        return self._shift
+
+
+def _added(present: list[DemandSecond]) -> DemandSecond:
+    if len(present) == 1:
+        return present[0]
+    sums = {name: sum(getattr(one, name) for one in present) for name in SUMS}
+    return _as_told("", present[0].second, sums)
+
+
+def _as_told(source: str, second: int, sums: Mapping[str, float]) -> DemandSecond:
+    counts = {name: round(sums[name]) for name in ("requests", "ended")}
+    return msgspec.convert({"source": source, "second": second, **sums, **counts}, DemandSecond)
+
+
+def _profile(seconds: Iterable[DemandSecond], requests: int, age_s: float, shift: Shift | None) -> Demand:
+    rows = list(seconds)
+    mean = {name: sum(getattr(one, name) for one in rows) / requests for name in SUMS}
+    per_second = requests / len(rows)
+    spread = sum((one.requests - per_second) ** 2 for one in rows) / (len(rows) - 1)
+    return Demand(
+        rate=per_second,
+        burstiness=spread / per_second,
+        prompt_tokens=mean["prompt_tokens"],
+        fresh_tokens=mean["fresh_tokens"],
+        fresh_squares=mean["fresh_squares"],
+        output_tokens=max(1.0, mean["output_tokens"] * _turned_out(rows)),
+        ttft_s=1.0 / mean["per_ttft"],
+        tpot_s=1.0 / mean["per_tpot"],
+        split_least=mean["split_least"],
+        split_most=mean["split_most"],
+        requests=requests,
+        age_s=age_s,
+        shift=shift,
+    )
+
+
+def _turned_out(rows: Sequence[DemandSecond]) -> float:
+    """By how much answers that ended were longer than expected; predictions lag behind a shift."""
+    ended = sum(one.ended for one in rows)
+    expected = sum(one.ended_expected for one in rows)
+    if ended < LEAST_REQUESTS or expected <= 0.0:
+        return 1.0
+    return min(CORRECTED, max(1.0 / CORRECTED, sum(one.ended_tokens for one in rows) / expected))
