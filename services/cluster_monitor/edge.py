@@ -101,12 +101,23 @@ class StepRatesIn(_Edge):
     mixed: StepFormIn
 
 
+Pace = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class LinkRateIn(_Edge):
     """LinkRate."""
 
-    bytes_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    bytes_s: Pace
     latency_s: Seconds = 0.0
-    slow: Annotated[dict[Name, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(max_length=64)] = {}
+    slow: Annotated[dict[Name, Pace], Field(max_length=64)] = {}
+    coded: Annotated[dict[Text, Pace], Field(max_length=256)] = {}
+
+
+class CodecRateIn(_Edge):
+    """CodecRate."""
+
+    encode_bytes_s: Pace
+    decode_bytes_s: Pace
 
 
 class RatesIn(_Edge):
@@ -117,8 +128,9 @@ class RatesIn(_Edge):
     batch: HuaweiIn | None = None
     step: StepRatesIn | None = None
     link: LinkRateIn | None = None
+    codecs: Annotated[dict[Name, CodecRateIn], Field(max_length=16)] = {}
     price_per_hour: Seconds = 0.0
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Pace = 1.0
 
 
 class Registration(_Edge):

@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from gateway.lengths import LengthClient
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import Reporter
@@ -144,8 +145,9 @@ def pipelines(suite: LiveSuite) -> Iterator[list[Pipeline]]:
             for address in suite.addresses:
                 settings = GatewaySettings(schedulers=(address,), model="m")
                 schedulers = SchedulerClient(clients, settings.schedulers)
-                reporter = Reporter(schedulers, GatewayMetrics("m", CollectorRegistry()))
-                made.append(Pipeline(settings, clients, schedulers, reporter))
+                metrics = GatewayMetrics("m", CollectorRegistry())
+                reporter, lengths = Reporter(schedulers, metrics), LengthClient(clients, settings, metrics.predictions)
+                made.append(Pipeline(settings, clients, schedulers, reporter, lengths))
             yield made
     finally:
         sockets.close()

@@ -51,7 +51,7 @@ async def test_the_files_hold_over_the_suites_defaults_and_are_broadcast(start: 
         "changed": None,
     }
     assert answer["choices"]["split"]["fraction"] == ["fraction"]
-    assert answer["choices"]["role_flip"].keys() == {"off", "idle", "pressure"}
+    assert answer["choices"]["role_flip"].keys() == {"off", "idle", "pressure", "predictive"}
     assert answer["trouble"] == ""
 
 
