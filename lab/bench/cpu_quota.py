@@ -32,9 +32,7 @@ class Throttled:
 
     def since(self, before: "Throttled") -> "Throttled":
         """The same from `before` on."""
-        return Throttled(
-            self.periods - before.periods, self.throttled - before.throttled, self.lost_s - before.lost_s
-        )
+        return Throttled(self.periods - before.periods, self.throttled - before.throttled, self.lost_s - before.lost_s)
 
     @property
     def share(self) -> float:

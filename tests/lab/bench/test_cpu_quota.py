@@ -29,7 +29,11 @@ def v1(root: Path) -> Path:
 
 
 def v2(root: Path, controllers: str = "cpu memory", enabled: str = "cpu") -> Path:
-    for name, text in {"cgroup.procs": "", "cgroup.controllers": controllers, "cgroup.subtree_control": enabled}.items():
+    for name, text in {
+        "cgroup.procs": "",
+        "cgroup.controllers": controllers,
+        "cgroup.subtree_control": enabled,
+    }.items():
         (root / name).write_text(text)
     return root
 
@@ -106,9 +110,9 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "mkdir", read_only)
     monkeypatch.setattr(module, "geteuid", lambda: 1000)
-    with pytest.raises(Unavailable, match=f"{parent} cannot be changed .Read-only file system.; this needs root"):
-        with cpu_quota("slow", 0.5, tmp_path):
-            pass
+    refused = f"{parent} cannot be changed .Read-only file system.; this needs root"
+    with pytest.raises(Unavailable, match=refused), cpu_quota("slow", 0.5, tmp_path):
+        pass
 
 
 @pytest.mark.slow
