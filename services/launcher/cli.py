@@ -175,7 +175,7 @@ def _add_bench(name: str, text: str) -> None:
     bench_app.command(name, help=text)(command)
 
 
-def _measure(name: str, as_json: bool, *arguments: Path) -> None:
+def _measure(name: str, as_json: bool, *arguments: object) -> None:
     if not measuring.report(Console(), measuring.find_bench(name)(*arguments), as_json):
         raise typer.Exit(1)
 
@@ -187,6 +187,18 @@ _add_bench("policies", "Goodput of adaptive beside all fixed policies, in twelve
 _add_bench_on_data("cost", "The cost model beside published measurements.")
 _add_bench_on_data("sim", "How fast the simulator is, and macro-steps beside stepping.")
 _add_bench("live", "The simulator beside a live cluster, calibrated on it: means, and which policy is better.")
+
+
+@bench_app.command("mixed")
+def bench_mixed(
+    data: DataFolder = DATA,
+    rounds: Annotated[int, typer.Option(min=1, help="Of all systems; medians are over them.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="A few requests of each: only to see that it works.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Two real engines, one held to a third of the other's cores: every way to share them (half an hour; root)."""
+    options = measuring.from_lab("bench.mixed", "MixedOptions")
+    _measure("mixed", as_json, data, options(rounds, quick))
 
 
 @bench_app.command("papers")

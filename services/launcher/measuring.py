@@ -16,6 +16,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "policy": ("bench.policy", "run_policy_bench"),
     "policies": ("bench.policies", "run_policies_bench"),
     "cost": ("bench.cost", "run_cost_bench"),
+    "mixed": ("bench.mixed", "run_mixed_bench"),
     "live": ("bench.live", "run_live_bench"),
     "sim": ("bench.sim", "run_sim_bench"),
     "papers": ("papers", "run_papers_bench"),
