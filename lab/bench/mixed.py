@@ -35,10 +35,15 @@ WARM_UP, TOGETHER = 12, 4
 
 @dataclass(frozen=True, slots=True)
 class MixedOptions:
-    """rounds: medians are over so many. quick: little of everything, to see that it works."""
+    """rounds: medians are over so many. quick: one, with little in it, to see that it works."""
 
     rounds: int = 2
     quick: bool = False
+
+    @property
+    def rounds_run(self) -> int:
+        """How many there are."""
+        return 1 if self.quick else self.rounds
 
     @property
     def burst_requests(self) -> int:
@@ -72,17 +77,17 @@ async def _measure(pair: Pair, lengths: Workload, options: MixedOptions, console
     meter = await Meter.of(pair, lengths, console)
     control = await meter.control()
     runs: list[Run] = []
-    for number in range(options.rounds):
+    for number in range(options.rounds_run):
         runs += await meter.round(number, [burst(lengths, options.burst_requests, SEED + number)], runs)
     rate = median(run.seen.requests_per_s for run in runs if run.system is DATA_PARALLEL)
-    for number in range(options.rounds):
+    for number in range(options.rounds_run):
         seed = SEED + 100 + number
         loads = [replay(lengths, share, share * rate, options.lasts_s, seed) for share in options.shares]
         runs += await meter.round(number, loads, runs)
     twin = await meter.twin(control)
     said = await asyncio.to_thread(_simulate, twin, runs, lengths)
     notes = (
-        f"{lengths.name}, prompts a third and answers a quarter as long; {options.rounds} rounds; cores: "
+        f"{lengths.name}, prompts a third and answers a quarter as long; {options.rounds_run} rounds; cores: "
         + ", ".join(f"{name} {cores:g}" for name, cores in CORES.items()),
         "pipeline: only simulated, the product has none",
     )
@@ -182,8 +187,9 @@ class Meter:
         met = {name: now.since(before[name]).share for name, now in self._pair.throttled().items()}
         await self._reader.read()
         seen = Seen.of(samples)
-        self._console.print(
+        line = (
             f"{load.label:14} {system.label:25} {seen.requests_per_s:5.2f} req/s, TTFT p99 {seen.ttft_p99_s:6.2f} s, "
             f"TBT p99 {1e3 * seen.tbt_p99_s:5.0f} ms, JCT {seen.jct_mean_s:6.2f} s"
         )
+        self._console.print(line, soft_wrap=True)
         return Run(system, load, seen, met, watch.mean_cores)

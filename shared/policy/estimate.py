@@ -12,7 +12,7 @@ from shared.domain.job import JobView, Slo
 from shared.domain.rates import UNKNOWN_STEPS, LinkRate, StepForm
 from shared.policy.answers import Lengths
 
-SLOWNESS = 0.1  # of a miss, for each target's length of time
+SLOWNESS, LATENESS = 0.1, 0.1  # of a miss, for each target's length of time; and more for each beyond the target
 ENDLESS = 1 << 30
 
 
@@ -27,7 +27,8 @@ def harm(share: float) -> float:
         return 0.0
     square = share * share
     power = square * square
-    return power / (1.0 + power) + SLOWNESS * share
+    late = LATENESS * (share - 1.0) if share > 1.0 else 0.0
+    return power / (1.0 + power) + SLOWNESS * share + late
 
 
 class Part(NamedTuple):
