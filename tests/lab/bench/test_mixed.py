@@ -195,7 +195,8 @@ def twin() -> Twin:
 def test_step_times_are_those_that_were_recorded_else_those_that_were_told() -> None:
     batches = [Batch((), count, 300 * count * k) for count in (1, 2, 4, 8) for k in (1, 2, 3, 4)]
     times = FormSteps(STEPS)
-    records, now = [], 0.0
+    records: list[StepRecord] = []
+    now = 0.0
     for batch in batches:
         now += 2.0 * times.step_time_s(batch)
         records.append(
