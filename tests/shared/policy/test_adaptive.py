@@ -137,6 +137,10 @@ def test_decodes_on_their_way_count_until_they_come() -> None:
         found = ClusterIndex(found.view, found.ledger.coming, rng=Random(0), ledger=found.ledger)
         chosen.append(routed.decode.instance_id if routed.decode else "")
     assert 8 <= chosen.count("a") <= 12
+    loads = [each.load for each in found.decode.views]
+    assert sum(load.coming for load in loads) == 20
+    assert sum(load.coming_tokens for load in loads) == 20 * 800
+    assert sum(load.decoding for load in loads) == 60 + 20
     for number in range(20):
         assert found.ledger.arrived(f"{number}") is not None
         assert found.ledger.arrived(f"{number}") is None
