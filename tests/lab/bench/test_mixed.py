@@ -152,6 +152,13 @@ def test_the_simulator_beside_the_engines() -> None:
     assert not aims["simulated_requests_per_s_off_percent"]["met"]
 
 
+def test_at_a_rate_throughput_says_nothing() -> None:
+    said = {("at_50_percent", "adaptive"): Means(9.0, 0.5, 0.1, 10.0)}
+    aims = report(at_rate(seen()), said)["aims"]
+    assert "simulated_requests_per_s_off_percent" not in aims
+    assert aims["simulated_jct_mean_s_off_percent"]["met"]
+
+
 def test_systems_that_hardly_differ_have_no_order() -> None:
     live = bursts(2.0)
     said = {("burst", run.system.label): Means(2.0, 0.5, 0.1, 10.0) for run in live}
