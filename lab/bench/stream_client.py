@@ -15,6 +15,7 @@ class StreamResult:
     total_s: float
     chunks: int  # events that carried a token
     last_s: float = 0.0  # the last of those
+    gaps_s: tuple[float, ...] = ()  # between one of those and the next
 
 
 class StreamFailed(Exception):
@@ -34,16 +35,17 @@ async def stream_completion(host: str, port: int, body: dict[str, object], api_k
         status = await reader.readline()
         if b" 200 " not in status:
             raise StreamFailed(f"{status!r}: {(await reader.read(2000))[-500:]!r}")
-        first, last, chunks = 0.0, 0.0, 0
+        first, last, gaps = 0.0, 0.0, list[float]()
         while line := await reader.readline():
             if line.startswith(b"data: {"):
                 if line.startswith(b'data: {"error"'):
                     raise StreamFailed(line.decode())
-                last = time.perf_counter() - began
-                first = first or last
-                chunks += 1
+                now = time.perf_counter() - began
+                if first:
+                    gaps.append(now - last)
+                first, last = first or now, now
             elif line.startswith(b"data: [DONE]"):
-                return StreamResult(first, time.perf_counter() - began, chunks, last)
+                return StreamResult(first, time.perf_counter() - began, len(gaps) + bool(first), last, tuple(gaps))
         raise StreamFailed("the stream ended without [DONE]")
     finally:
         writer.close()

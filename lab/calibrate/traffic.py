@@ -28,13 +28,14 @@ class Shot:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request that was. sent_s: unix time; jct_s: until its last token."""
+    """One request that was. sent_s: unix time; jct_s: until its last token; gaps_s: between one token and the next."""
 
     request_id: str
     shot: Shot
     sent_s: float
     ttft_s: float
     jct_s: float
+    gaps_s: tuple[float, ...] = ()
 
     @property
     def tpot_s(self) -> float | None:
@@ -110,7 +111,7 @@ class Traffic:
         sent_s = time.time()
         host, port = self._target.api_address
         seen = await stream_completion(host, port, body, self._target.api_key)
-        return Sample(name, shot, sent_s, seen.ttft_s, seen.last_s)
+        return Sample(name, shot, sent_s, seen.ttft_s, seen.last_s, seen.gaps_s)
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -18,6 +18,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "roles": ("bench.roles", "run_roles_bench"),
     "roles_live": ("bench.roles_live", "run_live"),
     "cost": ("bench.cost", "run_cost_bench"),
+    "mixed": ("bench.mixed", "run_mixed_bench"),
     "live": ("bench.live", "run_live_bench"),
     "sim": ("bench.sim", "run_sim_bench"),
     "papers": ("papers", "run_papers_bench"),

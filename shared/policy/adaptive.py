@@ -12,7 +12,7 @@ from shared.errors import InvalidRequest
 from shared.policy.answers import UNKNOWN_LENGTHS, within
 from shared.policy.choice import Choice, context_of, usable
 from shared.policy.dispatch import DispatchPolicy
-from shared.policy.estimate import DecodeSide, PrefillSide
+from shared.policy.estimate import DecodeSide, PrefillSide, usual_wait_s
 from shared.policy.index import ClusterIndex, ReadySet
 from shared.policy.options import Option, figures_of, kept_to, local, options, total_of
 from shared.policy.prefix_index import saved_tokens
@@ -65,11 +65,12 @@ class Adaptive:
         else:
             chosen = dispatch.choose(job, index.decode.views, exclude, now, rng)
             views = [chosen.instance] if chosen is not None else []
-        decodes = [DecodeSide.of(view, job, own, usual, _saved(index, view, job)) for view in views]
-        if not decodes:
+        if not views:
             return None
         found = [] if index.coupled else _prefills(job, index, exclude, self.candidates)
         prefills = [PrefillSide.of(view, _saved(index, view, job)) for view in found]
+        spread_s = usual_wait_s(prefills)
+        decodes = [DecodeSide.of(view, job, own, usual, _saved(index, view, job), spread_s) for view in views]
         if split is None or not prefills:
             ways = options(job, own, prefills, decodes)
         else:

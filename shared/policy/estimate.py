@@ -4,15 +4,16 @@ Everything in seconds and tokens, from measured step times (`StepRates`) and the
 own first token and own time per token, each over its target; the same of others, as far as the job changes them.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from shared.domain.instance import InstanceView
+from shared.domain.instance import InstanceLoad, InstanceView
 from shared.domain.job import JobView, Slo
 from shared.domain.rates import UNKNOWN_STEPS, LinkRate, StepForm
 from shared.policy.answers import Lengths
 from shared.policy.codec import choose_codec
 
-SLOWNESS = 0.02
+SLOWNESS, LATENESS = 0.1, 0.1  # of a miss, for each target's length of time; and more for each beyond the target
 ENDLESS = 1 << 30
 
 
@@ -20,13 +21,15 @@ def harm(share: float) -> float:
     """How likely a target is missed by a time that is expected to be `share` of it; and a little for being slow at all.
 
     Ours: log-logistic, x^4 / (1 + x^4), as if estimates were off by a third either way; 0.5 at the target itself. What
-    is missed for certain is hardly worse for one more delay, so that harm is not spread over those who can be spared.
+    is missed for certain is little worse for one more delay, so that harm is not spread over those who can be spared;
+    where all miss, what is left to gain is time.
     """
     if share <= 0.0:
         return 0.0
     square = share * share
     power = square * square
-    return power / (1.0 + power) + SLOWNESS * share
+    late = LATENESS * (share - 1.0) if share > 1.0 else 0.0
+    return power / (1.0 + power) + SLOWNESS * share + late
 
 
 class Part(NamedTuple):
@@ -78,6 +81,12 @@ class PrefillSide(NamedTuple):
         return Part(tokens, wait_s + own_s, min(1.0, self.chunk / tokens), others)
 
 
+def usual_wait_s(prefills: Sequence[PrefillSide]) -> float:
+    """Seconds until what waits at prefill instances is computed, on average over the jobs that wait there."""
+    jobs = sum(side.jobs for side in prefills)
+    return sum(side.jobs * side.wait_s for side in prefills) / jobs if jobs else 0.0
+
+
 def link_harm(waits_s: float, moves_s: float, tpot_s: float, brief: float, slo: Slo) -> float:
     """To those whose KV comes over the same ports later: as many as wait now, each behind one more."""
     if waits_s <= 0.0 or moves_s <= 0.0:
@@ -123,14 +132,21 @@ class DecodeSide(NamedTuple):
     memory: float  # harm of what is promised twice
 
     @classmethod
-    def of(cls, view: InstanceView, job: JobView, own: Lengths, usual: Lengths, saved: int = 0) -> "DecodeSide":
-        """As of its load. own: of the job's answer; `saved` tokens of its prompt have their KV there."""
+    def of(
+        cls, view: InstanceView, job: JobView, own: Lengths, usual: Lengths, saved: int = 0, spread_s: float = 0.0
+    ) -> "DecodeSide":
+        """As of its load. own: of the job's answer; `saved` tokens of its prompt have their KV there.
+
+        spread_s: over which the decodes come that are bound to it and not there yet.
+        """
         info, load, prompt = view.info, view.load, job.prompt_tokens
         rates, link = info.rates.step or UNKNOWN_STEPS, info.rates.link
-        seats = info.max_seqs or ENDLESS
-        running = min(load.decoding, seats)
-        context = load.context_tokens * running / load.decoding if running else 0.0
-        form, decode = rates.mixed if running else rates.prefill, rates.decode
+        seats, decode = info.max_seqs or ENDLESS, rates.decode
+        away = _away(load, seats, decode, usual.mean, spread_s)
+        decoding = load.decoding - round(away * load.coming)
+        running = min(decoding, seats)
+        context = (load.context_tokens - away * load.coming_tokens) * running / decoding if running else 0.0
+        form = rates.mixed if running else rates.prefill
         step_s = decode.fixed_s + decode.sequence_s * running + decode.context_s * context if running else 0.0
         after_s = step_s  # where all seats are taken, it takes the place of one that ends
         if running < seats:
@@ -141,14 +157,16 @@ class DecodeSide(NamedTuple):
         full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
         steps = load.queued_prefill_tokens / budget
         beside_s = max(load.prefill_share, min(1.0, steps / own.brief)) * max(0.0, full_s - step_s)
-        room = _room(view, form, prompt, own.mean, usual.mean, budget, after_s, job.slo.tpot_s)
+        free = load.free_blocks * info.block_size - load.waiting_tokens + away * load.coming_tokens
+        held = Held(decoding, load.context_tokens - away * load.coming_tokens, free)
+        room = _room(held, seats, form, prompt, own.mean, usual.mean, budget, after_s, job.slo.tpot_s)
         return cls(
             view,
             job,
             form,
             budget,
             running,
-            load.decoding - running,
+            decoding - running,
             load.queued_prefill,
             saved,
             usual,
@@ -202,8 +220,30 @@ class DecodeSide(NamedTuple):
         return waits_s, tokens * prefill.kv_bytes / bytes_s + link.latency_s
 
 
+def _away(load: InstanceLoad, seats: int, decode: StepForm, tokens: float, spread_s: float) -> float:
+    """Of the decodes on their way, the share that is not there at a time: they come over `spread_s`, and the first have
+    given their `tokens` before the last have come. Source: Little's law.
+    """
+    if spread_s <= 0.0 or not load.coming:
+        return 0.0
+    running = min(load.decoding, seats)
+    step_s = (
+        decode.fixed_s + decode.sequence_s * running + decode.context_s * load.context_tokens * running / load.decoding
+    )
+    return max(0.0, 1.0 - tokens * step_s / spread_s)
+
+
+class Held(NamedTuple):
+    """What is taken at a decode instance: decodes, their context, and the tokens for which there is room."""
+
+    decoding: int
+    context: float
+    free: float
+
+
 def _room(
-    view: InstanceView,
+    held: Held,
+    seats: int,
     form: StepForm,
     prompt: int,
     output: float,
@@ -213,9 +253,7 @@ def _room(
     target_s: float,
 ) -> tuple[float, float, float]:
     """The wait for a seat and for KV memory, by how much it makes others wait, and the harm of preemptions."""
-    load, seats = view.load, view.info.max_seqs or ENDLESS
-    free = load.free_blocks * view.info.block_size - load.waiting_tokens
-    short, over = prompt + output - free, load.decoding + 1 - seats
+    short, over = prompt + output - held.free, held.decoding + 1 - seats
     if short <= 0 and over <= 0:
         return 0.0, 0.0, 0.0
     stay_s = typical * step_s  # of one that decodes there
@@ -224,10 +262,10 @@ def _room(
         behind_s = stay_s / seats
         room_s = over * behind_s
     if short > 0:
-        release_s = stay_s / max(1, load.context_tokens)  # for a token of KV to become free
-        mean = load.context_tokens / load.decoding if load.decoding else prompt
+        release_s = stay_s / max(1.0, held.context)  # for a token of KV to become free
+        mean = held.context / held.decoding if held.decoding else prompt
         redo_s = -(-mean // budget) * form.fixed_s + mean * form.token_s + short * release_s
         memory = min(1.0, short / max(1.0, mean)) * harm((step_s + redo_s / typical) / target_s)
         behind_s = max(behind_s, (prompt + output) * release_s)
-        room_s = max(room_s, (prompt - free) * release_s)
+        room_s = max(room_s, (prompt - held.free) * release_s)
     return room_s, behind_s, memory

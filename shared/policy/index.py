@@ -183,6 +183,8 @@ def _with(view: InstanceView, more: Assignment) -> InstanceLoad:
         decoding=load.decoding + decodes,
         heavy_decodes=load.heavy_decodes + (decodes and more.heavy),
         context_tokens=load.context_tokens + more.decode_tokens,
+        coming=load.coming + more.coming,
+        coming_tokens=load.coming_tokens + (more.decode_tokens if more.coming else 0),
         waiting_tokens=load.waiting_tokens + max(0, -free_blocks) * block_size,
         free_blocks=max(0, free_blocks),
         staged_bytes=load.staged_bytes,

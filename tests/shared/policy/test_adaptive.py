@@ -14,8 +14,9 @@ from shared.domain.rates import LinkRate, Rates, StepForm, StepRates
 from shared.domain.route import Route
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.answers import Answers, Lengths
+from shared.policy.assignment import assignments
 from shared.policy.dispatch import DispatchPolicy, LeastInterference
-from shared.policy.estimate import DecodeSide, PrefillSide, harm
+from shared.policy.estimate import DecodeSide, PrefillSide, harm, usual_wait_s
 from shared.policy.index import ClusterIndex
 from shared.policy.options import balanced, options
 from shared.policy.placement import Policies, place
@@ -129,10 +130,11 @@ def test_reasons_name_the_terms_and_what_was_predicted() -> None:
 
 def test_harm_is_convex_before_the_target_and_flat_beyond() -> None:
     assert harm(0.0) == harm(-1.0) == 0.0
-    assert harm(1.0) == pytest.approx(0.5, abs=0.03)
-    assert harm(0.3) < 0.02
-    assert harm(3.0) - harm(2.0) < (harm(1.1) - harm(0.9)) / 2
+    assert harm(1.0) == pytest.approx(0.5 + 0.1)
+    assert harm(0.3) == pytest.approx(0.008 + 0.03, abs=1e-3)
+    assert harm(4.0) - harm(3.8) < (harm(1.1) - harm(0.9)) / 3
     assert all(harm(x / 10) < harm(x / 10 + 0.1) for x in range(40))
+    assert harm(20.0) - harm(10.0) == pytest.approx(2.0, abs=1e-3)  # later is worse, though both are missed
 
 
 def test_decodes_on_their_way_count_until_they_come() -> None:
@@ -146,10 +148,61 @@ def test_decodes_on_their_way_count_until_they_come() -> None:
         found = ClusterIndex(found.view, found.ledger.coming, rng=Random(0), ledger=found.ledger)
         chosen.append(routed.decode.instance_id if routed.decode else "")
     assert 8 <= chosen.count("a") <= 12
+    loads = [each.load for each in found.decode.views]
+    assert sum(load.coming for load in loads) == 20
+    assert sum(load.coming_tokens for load in loads) == 20 * 800
+    assert sum(load.decoding for load in loads) == 60 + 20
     for number in range(20):
         assert found.ledger.arrived(f"{number}") is not None
         assert found.ledger.arrived(f"{number}") is None
     assert not found.ledger.coming
+
+
+def test_decodes_that_come_one_by_one_are_never_all_there() -> None:
+    """100 that come over 50 s, each of which stays for some 6 s: a twelfth of them decodes at a time."""
+    one, usual = asked(), Lengths(150.0, 100.0)
+    load = busy(104, coming=100, coming_tokens=60_000, free_blocks=0, waiting_tokens=0)
+
+    def side(spread_s: float, **more: object) -> DecodeSide:
+        return DecodeSide.of(d(max_seqs=64, **{**load, **more}), one, usual, usual, 0, spread_s)
+
+    stays_s = 150 * (0.02 + 64 * 1e-4 + 64 * 600 * 2e-7)
+    together, apart = side(0.9 * stays_s), side(10 * stays_s)
+    assert (together.running, together.over) == (64, 40)
+    assert together == side(0.0)
+    assert (apart.running, apart.over) == (4 + 10, 0)
+    assert apart.step_s == pytest.approx(0.02 + 14 * 1e-4 + 14 * 600 * 2e-7)
+    assert (together.room_s > 1.0, apart.room_s, apart.memory) == (True, 0.0, 0.0)
+    assert side(10 * stays_s, coming=0).running == 64  # those that are there stay
+
+
+def test_the_usual_wait_is_that_of_the_jobs_that_wait() -> None:
+    idle, long = PrefillSide.of(p()), PrefillSide.of(p(queued_prefill_tokens=20_000, queued_prefill=20))
+    assert usual_wait_s([]) == usual_wait_s([idle]) == 0.0
+    assert usual_wait_s([idle, long]) == long.wait_s
+    half = PrefillSide.of(p(queued_prefill_tokens=10_000, queued_prefill=10))
+    assert usual_wait_s([half, long]) == pytest.approx((10 * half.wait_s + 20 * long.wait_s) / 30)
+
+
+def test_in_a_burst_both_instances_get_their_part() -> None:
+    """Nobody can be in time any more: what is left is to be through soon, and the slow one must not wait alone."""
+    answers = Answers()
+    for number in range(100):
+        done = job(800, 1000, job_id=f"done {number}", slo=TARGETS)
+        answers.begun(done)
+        answers.ended(done.job_id, 150)
+    found = ClusterIndex(view(p(speed=0.4), d(max_seqs=64)), rng=Random(0))
+    found.ledger.answers = answers
+    for number in range(120):
+        one = asked(job_id=f"{number}")
+        routed = place(one, found, ALL, 0.0, Random(0))
+        found.ledger.add(one, routed)
+        for assignment in assignments(one, routed, 0.0):
+            found.book(assignment)
+    slow, fast = found.prefill.views[0].load, found.decode.views[0].load
+    # Of 3.5 prompts' time the slow one has 1; the fast one decodes, too.
+    assert 0.2 < slow.queued_prefill_tokens / (120 * 800) < 0.6
+    assert slow.queued_prefill_tokens + fast.queued_prefill_tokens == 120 * 800
 
 
 def test_a_prefix_draws_the_job_to_who_holds_it_unless_that_one_is_much_busier() -> None:

@@ -1,0 +1,195 @@
+"""`polyphase bench mixed`: two real engines of unlike speed on this machine, and what each way to share them serves.
+
+One suite, whose roles and policies change while it runs. Rounds of all systems, one after the other; in each the same
+requests. First all at once, for the throughput; then at shares of what data-parallel served. The same in the simulator.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from lab.bench.mixed_load import SEED, Load, Seen, burst, conversations, drawn, replay
+from lab.bench.mixed_pair import CORES, DATA_PARALLEL, LOW_HIGH, SYSTEMS, Pair, Speeds, System, running_pair
+from lab.bench.mixed_report import Run, report
+from lab.bench.mixed_sim import Means, Twin, learned
+from lab.calibrate.control import control_plane
+from lab.calibrate.host_watch import HostWatch
+from lab.calibrate.step_reader import StepReader
+from lab.calibrate.target import Target
+from lab.calibrate.traffic import Shot, Traffic
+from shared.cost.rates_file import ControlPlane
+from shared.sim.workload import Workload
+
+BESIDE = 8  # decodes of one step, when speeds are compared
+KEEPS_UP = 1.1  # of its own throughput: at higher rates a system's queue only grows
+LONE = (64, 128, 256, 384, 512, 640, 768, 64, 256, 512)  # prompt tokens of requests sent one at a time
+WARM_UP, TOGETHER = 12, 4
+
+
+@dataclass(frozen=True, slots=True)
+class MixedOptions:
+    """rounds: medians are over so many. quick: one, with little in it, to see that it works."""
+
+    rounds: int = 2
+    quick: bool = False
+
+    @property
+    def rounds_run(self) -> int:
+        """How many there are."""
+        return 1 if self.quick else self.rounds
+
+    @property
+    def burst_requests(self) -> int:
+        """At once."""
+        return 16 if self.quick else 40
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Rates, of data-parallel's throughput."""
+        return (0.75,) if self.quick else (0.5, 0.75, 1.0)
+
+    @property
+    def lasts_s(self) -> float:
+        """Requests of one replay arrive for so long."""
+        return 12.0 if self.quick else 30.0
+
+
+def run_mixed_bench(data: Path, options: MixedOptions | None = None) -> dict[str, Any]:
+    """All of it; figures, aims and notes. Raises Unavailable where CPU quotas are not allowed."""
+    return asyncio.run(_bench(conversations(data), options or MixedOptions()))
+
+
+async def _bench(lengths: Workload, options: MixedOptions) -> dict[str, Any]:
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix="polyphase-mixed-") as folder:
+        async with running_pair(Path(folder), console) as pair:
+            return await pair.running.supervisor.during(_measure(pair, lengths, options, console))
+
+
+async def _measure(pair: Pair, lengths: Workload, options: MixedOptions, console: Console) -> dict[str, Any]:
+    meter = await Meter.of(pair, lengths, console)
+    control = await meter.control()
+    runs: list[Run] = []
+    for number in range(options.rounds_run):
+        runs += await meter.round(number, [burst(lengths, options.burst_requests, SEED + number)], runs)
+    rate = median(run.seen.requests_per_s for run in runs if run.system is DATA_PARALLEL)
+    for number in range(options.rounds_run):
+        seed = SEED + 100 + number
+        loads = [replay(lengths, share, share * rate, options.lasts_s, seed) for share in options.shares]
+        runs += await meter.round(number, loads, runs)
+    twin = await meter.twin(control)
+    said = await asyncio.to_thread(_simulate, twin, runs, lengths)
+    notes = (
+        f"{lengths.name}, prompts a third and answers a quarter as long; {options.rounds_run} rounds; cores: "
+        + ", ".join(f"{name} {cores:g}" for name, cores in CORES.items()),
+        "pipeline: only simulated, the product has none",
+    )
+    result = report(runs, said, notes)
+    result["figures"] |= {f"{name}_requests_per_s_by_its_rates": speed for name, speed in meter.speeds.items()}
+    return result
+
+
+def _simulate(twin: Twin, runs: Sequence[Run], lengths: Workload) -> dict[tuple[str, str], Means]:
+    """Medians over the same rounds."""
+    found: dict[tuple[str, str], list[Means]] = {}
+    for run in runs:
+        found.setdefault((run.load.label, run.system.label), []).append(twin.run(run.system, run.load, lengths))
+        if run.system is DATA_PARALLEL:
+            found.setdefault((run.load.label, "pipeline"), []).append(twin.pipeline(run.load, lengths))
+    return {key: Means(*(median(values) for values in zip(*several, strict=True))) for key, several in found.items()}
+
+
+class Meter:
+    """Sends loads to the pair and notes what came of them."""
+
+    def __init__(self, pair: Pair, target: Target, traffic: Traffic, lengths: Workload, console: Console) -> None:
+        self.speeds: Speeds = dict.fromkeys(CORES, 1.0)
+        self._pair = pair
+        self._target = target
+        self._traffic = traffic
+        self._lengths = lengths
+        self._console = console
+        self._reader: StepReader
+
+    @classmethod
+    async def of(cls, pair: Pair, lengths: Workload, console: Console) -> "Meter":
+        """Ready to measure."""
+        target = Target.local(pair.running.suite.state)
+        meter = cls(pair, target, await Traffic.to(target, SEED), lengths, console)
+        await pair.become(LOW_HIGH, meter.speeds)
+        meter._reader = StepReader(await target.instances())
+        return meter
+
+    async def control(self) -> ControlPlane:
+        """What the services and the link add, from requests that have the pair to themselves."""
+        await self._warm_up(0)
+        await self._pair.become(LOW_HIGH, self.speeds)
+        await self._reader.read()
+        samples = await self._traffic.closed([Shot(tokens, 6) for tokens in LONE], 1)
+        await self._reader.read()
+        timelines = await self._target.timelines({sample.request_id for sample in samples})
+        return control_plane(samples, samples, timelines, self._reader.steps)
+
+    async def round(self, number: int, loads: Sequence[Load], before: Sequence[Run]) -> list[Run]:
+        """Every system that keeps up under every load; another one first each time."""
+        await self._warm_up(number)
+        best = {run.system.label: run.seen.requests_per_s for run in before if run.load.label == "burst"}
+        first = number % len(SYSTEMS)
+        runs = []
+        for load in loads:
+            for system in SYSTEMS[first:] + SYSTEMS[:first]:
+                most = KEEPS_UP * best.get(system.label, inf)
+                if not load.share or load.workload.rate <= most:
+                    runs.append(await self._run(system, load))
+        return runs
+
+    async def twin(self, control: ControlPlane) -> Twin:
+        """The pair for the simulator."""
+        await self._pair.become(LOW_HIGH, self.speeds)
+        instances = await self._target.instances()
+        return Twin(instances, learned(instances, self._reader.steps), control, self.speeds)
+
+    async def _warm_up(self, number: int) -> None:
+        """Rates are learned while serving: both compute prompts and decode, and hand KV over; nothing of it counts."""
+        some = drawn(self._lengths, WARM_UP, SEED - 1 - number)
+        rows = zip(some.prompt_tokens, some.output_tokens, strict=True)
+        shots = [Shot(int(prompt), int(output)) for prompt, output in rows]
+        for system in (DATA_PARALLEL, LOW_HIGH):
+            await self._pair.become(system, dict.fromkeys(CORES, 1.0))
+            await self._traffic.closed(shots, TOGETHER)
+        await self._pair.running.suite.wait_idle()
+        await self._reader.skip()
+        self.speeds = await self._speeds()
+
+    async def _speeds(self) -> Speeds:
+        """Usual requests a second of each instance, by the rates that it has learned."""
+        prompt, output = float(self._lengths.prompt_tokens.mean()), float(self._lengths.output_tokens.mean())
+        found = {}
+        for one in await self._pair.instances():
+            step = one.rates.step
+            assert step is not None  # an instance starts with the catalogue's
+            decode_s = output * step.decode_s(BESIDE, BESIDE * prompt) / BESIDE
+            found[one.instance_id] = 1.0 / (step.prefill_s(prompt, 0.0) + decode_s)
+        return found
+
+    async def _run(self, system: System, load: Load) -> Run:
+        await self._pair.become(system, self.speeds)
+        before = self._pair.throttled()
+        async with HostWatch(self._target.launcher_pid) as watch:
+            samples = await self._traffic.timed(load.shots)
+        met = {name: now.since(before[name]).share for name, now in self._pair.throttled().items()}
+        await self._reader.read()
+        seen = Seen.of(samples)
+        line = (
+            f"{load.label:14} {system.label:25} {seen.requests_per_s:5.2f} req/s, TTFT p99 {seen.ttft_p99_s:6.2f} s, "
+            f"TBT p99 {1e3 * seen.tbt_p99_s:5.0f} ms, JCT {seen.jct_mean_s:6.2f} s"
+        )
+        self._console.print(line, soft_wrap=True)
+        return Run(system, load, seen, met, watch.mean_cores)

@@ -1,0 +1,105 @@
+"""The `polyphase bench` commands."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from services.launcher import measuring
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure. Exit code 0 only if every aim is met.")
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")]
+
+
+@bench_app.callback(invoke_without_command=False)
+def _bench() -> None:
+    """Measure."""
+
+
+DataFolder = Annotated[Path, typer.Option("--data", help="The folder of public traces and measurements.")]
+DATA = Path("../shared/data")
+
+
+def _add_bench_on_data(name: str, text: str) -> None:
+    def command(data: DataFolder = DATA, as_json: Json = False) -> None:
+        _measure(name, as_json, data)
+
+    bench_app.command(name, help=text)(command)
+
+
+def _add_bench(name: str, text: str) -> None:
+    def command(as_json: Json = False) -> None:
+        _measure(name, as_json)
+
+    bench_app.command(name, help=text)(command)
+
+
+def _measure(name: str, as_json: bool, *arguments: object) -> None:
+    if not measuring.report(Console(), measuring.find_bench(name)(*arguments), as_json):
+        raise typer.Exit(1)
+
+
+_add_bench("overhead", "What the control plane costs: CPU a request and a token, added TTFT.")
+_add_bench("kv", "KV transfer between two processes, beside a plain socket.")
+_add_bench("policy", "What a decision of each policy costs with 10, 100 and 1,000 instances.")
+_add_bench("policies", "Goodput of adaptive beside all fixed policies, in twelve simulated scenarios (an hour).")
+_add_bench_on_data("cost", "The cost model beside published measurements.")
+_add_bench_on_data("sim", "How fast the simulator is, and macro-steps beside stepping.")
+_add_bench("live", "The simulator beside a live cluster, calibrated on it: means, and which policy is better.")
+
+
+@bench_app.command("roles")
+def bench_roles(
+    data: DataFolder = DATA,
+    live: Annotated[bool, typer.Option("--live", help="On emulated instances instead, in real time.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Roles that follow what clients ask for, beside every fixed ratio, while it turns from conversation to code."""
+    _measure("roles_live" if live else "roles", as_json, data)
+
+
+@bench_app.command("mixed")
+def bench_mixed(
+    data: DataFolder = DATA,
+    rounds: Annotated[int, typer.Option(min=1, help="Of all systems; medians are over them.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="A few requests of each: only to see that it works.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Two real engines, one held to a third of the other's cores: every way to share them (half an hour; root)."""
+    options = measuring.from_lab("bench.mixed", "MixedOptions")
+    _measure("mixed", as_json, data, options(rounds, quick))
+
+
+@bench_app.command("papers")
+def bench_papers(
+    data: DataFolder = DATA,
+    write_docs: Annotated[Path | None, typer.Option(help="Write papers.md and its charts into this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The simulator beside the papers' results."""
+    _measure("papers", as_json, data, *([write_docs] if write_docs else []))
+
+
+@bench_app.command("chaos")
+def bench_chaos(
+    only: Annotated[list[str] | None, typer.Option(help="A scenario, or part of its name; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 1,
+    show: Annotated[bool, typer.Option("--list", help="Name the scenarios and end.")] = False,
+    at_random: Annotated[bool, typer.Option("--random", help="Draw faults for --minutes instead.")] = False,
+    minutes: Annotated[float, typer.Option(help="How long --random goes on.")] = 60.0,
+    write_docs: Annotated[Path | None, typer.Option(help="Write reliability.md into this folder.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Keep logs and data of the suites in this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Kill, freeze, cut, flood and lie to a suite under load: what clients saw, and what recovered when."""
+    options = measuring.from_lab("chaos.run", "ChaosOptions")
+    chosen = options(tuple(only or ()), seed, minutes if at_random else 0.0, write_docs, logs)
+    if show:
+        measuring.from_lab("chaos.run", "show_scenarios")(chosen, Console())
+        return
+    answer = measuring.summary(measuring.find_bench("chaos")(chosen, Console(stderr=as_json)))
+    if as_json:
+        measuring.print_json(answer)
+    if not answer["ok"]:
+        raise typer.Exit(1)
