@@ -29,6 +29,7 @@ class Record:
         self._run = run
         self._progress = progress
         self._prefixes = workload.prefixes
+        self._mix = workload.mix
         # Lists: reading one number of an array costs several times as much.
         self._arrival_s: list[float] = (workload.arrival_s + run.gateway_s).tolist()
         self._prompts: list[int] = workload.prompt_tokens.tolist()
@@ -63,8 +64,11 @@ class Record:
         output = self._outputs[row]
         asked = max(output, self._run.max_tokens or 0)
         prefix = self._prefixes[row] if self._prefixes is not None else ()
-        job = JobView(str(row), self._prompts[row], asked, self._run.slo, prediction, prefix=prefix)
-        return SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]))
+        mix, slo, caller = self._mix, self._run.slo, ""
+        if mix is not None:
+            slo, caller = mix.classes[mix.class_of[row]], mix.callers[mix.caller_of[row]]
+        job = JobView(str(row), self._prompts[row], asked, slo, prediction, prefix=prefix)
+        return SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]), caller)
 
     def output_tokens(self, row: int) -> int:
         """Of the request of that row, in all."""

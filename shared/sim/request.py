@@ -17,6 +17,7 @@ class SimRequest:
         "admitted",
         "arrived_s",
         "attempt",
+        "caller",
         "carried",
         "decode",
         "decode_leg",
@@ -29,6 +30,7 @@ class SimRequest:
         "prefill_done_s",
         "prefill_leg",
         "prefix",
+        "returns",
         "row",
         "sent_tokens",
         "split",
@@ -38,9 +40,17 @@ class SimRequest:
     )
 
     def __init__(
-        self, row: int, job: JobView, output_tokens: int, prefix: tuple[int, ...], arrived_s: float = 0.0
+        self,
+        row: int,
+        job: JobView,
+        output_tokens: int,
+        prefix: tuple[int, ...],
+        arrived_s: float = 0.0,
+        caller: str = "",
     ) -> None:
         self.row = row
+        self.caller = caller
+        self.returns = 0  # how often it came again after it was refused
         self.arrived_s = arrived_s  # when its client sent it
         self.prefix = prefix
         self.attempt = 1

@@ -1,0 +1,126 @@
+"""What each SLO class has asked for of late, how long its jobs stay, and how far estimates can be trusted for it.
+
+Owned by a scheduler's ledger, so it is learned from what that scheduler is asked, places and hears of.
+"""
+
+from dataclasses import dataclass
+from math import exp, log, sqrt
+
+from shared.domain.job import JobView, Slo, WhenFull
+
+FADE_S = 30.0  # arrivals older than this hardly count
+SILENT_S = 60.0  # a class that has not asked for so long is not waited for
+STAYS = 64  # jobs that a mean rests on
+SPREADS = 1.0  # of the fluctuation of a class, kept free beside its mean
+MISSES = 0.05  # of the jobs that were let in, aimed at
+GAIN = 0.05  # of one outcome on the margin
+LEAST_MARGIN, MOST_MARGIN = 0.4, 0.95
+
+
+@dataclass(slots=True)
+class _Class:
+    slo: Slo
+    began_s: float
+    asked_s: float
+    count: float = 0.0  # arrivals, fading
+    stay_s: float = 0.0
+    stays: int = 0
+    prompt_tokens: float = 0.0
+    open: int = 0
+    margin: float = MOST_MARGIN
+
+    def rate(self, now: float) -> float:
+        """Arrivals a second, over the time that there was."""
+        seen_s = FADE_S * (1.0 - exp(-max(1.0, now - self.began_s) / FADE_S))
+        return self.count * exp(-max(0.0, now - self.asked_s) / FADE_S) / seen_s
+
+
+class Demand:
+    """Counts of one scheduler, by class. Times are unix seconds."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, _Class] = {}
+        self._open: dict[str, tuple[str, float]] = {}  # job id -> its class, and when it was placed
+        self.placements = 0  # of all classes
+
+    def asked(self, job: JobView, now: float) -> None:
+        """A job has asked for the first time. Those that are delayed count when they are placed: others wait unseen."""
+        slo = job.slo
+        one = self._classes.get(slo.name)
+        if one is None or now - one.asked_s > SILENT_S:
+            one = self._classes[slo.name] = _Class(slo, now, now, open=one.open if one is not None else 0)
+        one.count = one.count * exp(-max(0.0, now - one.asked_s) / FADE_S) + 1.0
+        one.slo, one.asked_s = slo, now
+        one.prompt_tokens += (job.prompt_tokens - one.prompt_tokens) / min(one.count, STAYS)
+
+    def placed(self, job: JobView, now: float) -> None:
+        """A job has its place; again, perhaps."""
+        if job.job_id in self._open:
+            return
+        if job.slo.name not in self._classes or (job.slo.when_full is WhenFull.DELAY and not job.begun):
+            self.asked(job, now)
+        self.placements += 1
+        self._open[job.job_id] = job.slo.name, now
+        self._classes[job.slo.name].open += 1
+
+    def ended(self, job_id: str, met: bool | None, now: float) -> None:
+        """A job that was placed is over; met: whether it kept its targets, None where that says nothing."""
+        name, placed_s = self._open.pop(job_id, ("", 0.0))
+        one = self._classes.get(name)
+        if one is None:
+            return
+        one.open -= 1
+        if met is None:
+            return
+        one.stays += 1
+        one.stay_s += (now - placed_s - one.stay_s) / min(one.stays, STAYS)
+        # Robbins-Monro: stands still where one of 1 / MISSES jobs that were let in misses its targets.
+        step = GAIN * MISSES if met else -GAIN * (1.0 - MISSES)
+        one.margin = min(MOST_MARGIN, max(LEAST_MARGIN, exp(log(one.margin) + step)))
+
+    def margin(self, slo: Slo) -> float:
+        """The share of its targets that a predicted time of this class may take."""
+        one = self._classes.get(slo.name)
+        return one.margin if one is not None else MOST_MARGIN
+
+    def others(self, slo: Slo, now: float) -> Slo:
+        """By which harm to others is judged: the tightest targets of the heavier classes of late; its own without any.
+
+        Its targets are what a predicted time may take of them.
+        """
+        found = slo
+        for one in self._heavier(slo, now):
+            first = found is slo
+            found = Slo(
+                "heavier",
+                one.slo.ttft_s if first else min(found.ttft_s, one.slo.ttft_s),
+                one.slo.tpot_s * one.margin if first else min(found.tpot_s, one.slo.tpot_s * one.margin),
+                max(found.weight, one.slo.weight),
+            )
+        return found
+
+    def missing(self, slo: Slo, now: float) -> float:
+        """How many jobs of heavier classes are to be expected beside those that are open: what they need of late.
+
+        Little's law for the mean, and `SPREADS` standard deviations of a Poisson process; never less than 0.
+        """
+        total = 0.0
+        for one in self._heavier(slo, now):
+            mean = one.rate(now) * one.stay_s
+            total += max(0.0, mean + SPREADS * sqrt(mean) - one.open)
+        return total
+
+    def spread(self, slo: Slo, now: float) -> float:
+        """By how much the open jobs of this class fluctuate."""
+        one = self._classes.get(slo.name)
+        return SPREADS * sqrt(one.rate(now) * one.stay_s) if one is not None else 0.0
+
+    def prompt_tokens(self, slo: Slo, now: float) -> float:
+        """Of a job of the heavier classes, or of this one without any, on average."""
+        found = self._heavier(slo, now) or [one for one in (self._classes.get(slo.name),) if one is not None]
+        return max((one.prompt_tokens for one in found), default=0.0)
+
+    def _heavier(self, slo: Slo, now: float) -> list[_Class]:
+        return [
+            one for one in self._classes.values() if one.slo.weight > slo.weight and now - one.asked_s <= SILENT_S
+        ]
