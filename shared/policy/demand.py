@@ -4,7 +4,8 @@ Owned by a scheduler's ledger, so it is learned from what that scheduler is aske
 """
 
 from dataclasses import dataclass
-from math import exp, log, sqrt
+from math import exp, sqrt
+from typing import NamedTuple
 
 from shared.domain.job import JobView, Slo, WhenFull
 
@@ -12,9 +13,24 @@ FADE_S = 30.0  # arrivals older than this hardly count
 SILENT_S = 60.0  # a class that has not asked for so long is not waited for
 STAYS = 64  # jobs that a mean rests on
 SPREADS = 1.0  # of the fluctuation of a class, kept free beside its mean
-MISSES = 0.05  # of the jobs that were let in, aimed at
-GAIN = 0.05  # of one outcome on the margin
-LEAST_MARGIN, MOST_MARGIN = 0.4, 0.95
+GAIN = 0.05  # of one outcome on what is learned from it
+
+
+class Learned(NamedTuple):
+    """A share of a target that predicted times may take, learned so that `misses` of all outcomes miss it."""
+
+    misses: float
+    least: float
+    most: float
+
+    def after(self, share: float, met: bool) -> float:
+        """Robbins-Monro: stands still where that share of the outcomes misses."""
+        step = GAIN * self.misses if met else -GAIN * (1.0 - self.misses)
+        return min(self.most, max(self.least, share * exp(step)))
+
+
+LETS_IN = Learned(0.08, 0.5, 0.95)  # those that were let in miss; refusing more would cost those who would not
+YIELDS = Learned(0.04, 0.1, 0.8)  # all that ask miss, refused or not; else lighter classes get less
 
 
 @dataclass(slots=True)
@@ -27,7 +43,8 @@ class _Class:
     stays: int = 0
     prompt_tokens: float = 0.0
     open: int = 0
-    margin: float = MOST_MARGIN
+    lets_in: float = LETS_IN.most
+    yields: float = YIELDS.most
 
     def rate(self, now: float) -> float:
         """Arrivals a second, over the time that there was."""
@@ -74,19 +91,24 @@ class Demand:
             return
         one.stays += 1
         one.stay_s += (now - placed_s - one.stay_s) / min(one.stays, STAYS)
-        # Robbins-Monro: stands still where one of 1 / MISSES jobs that were let in misses its targets.
-        step = GAIN * MISSES if met else -GAIN * (1.0 - MISSES)
-        one.margin = min(MOST_MARGIN, max(LEAST_MARGIN, exp(log(one.margin) + step)))
+        one.lets_in = LETS_IN.after(one.lets_in, met)
+        one.yields = YIELDS.after(one.yields, met)
+
+    def refused(self, slo: Slo) -> None:
+        """A job that asked was not let in."""
+        one = self._classes.get(slo.name)
+        if one is not None:
+            one.yields = YIELDS.after(one.yields, False)
 
     def margin(self, slo: Slo) -> float:
         """The share of its targets that a predicted time of this class may take."""
         one = self._classes.get(slo.name)
-        return one.margin if one is not None else MOST_MARGIN
+        return one.lets_in if one is not None else LETS_IN.most
 
     def others(self, slo: Slo, now: float) -> Slo:
         """By which harm to others is judged: the tightest targets of the heavier classes of late; its own without any.
 
-        Its targets are what a predicted time may take of them.
+        Of the targets for later tokens, what lighter classes may take of them.
         """
         found = slo
         for one in self._heavier(slo, now):
@@ -94,7 +116,7 @@ class Demand:
             found = Slo(
                 "heavier",
                 one.slo.ttft_s if first else min(found.ttft_s, one.slo.ttft_s),
-                one.slo.tpot_s * one.margin if first else min(found.tpot_s, one.slo.tpot_s * one.margin),
+                one.slo.tpot_s * one.yields if first else min(found.tpot_s, one.slo.tpot_s * one.yields),
                 max(found.weight, one.slo.weight),
             )
         return found

@@ -68,6 +68,7 @@ def decide(
             route, found = other, obstacle(job, other, index, now)
     if found is None or first is None:
         return route
+    index.ledger.demand.refused(slo)
     said = f"{first.said} (SLO class {slo.name!r})"
     if slo.when_full is WhenFull.DELAY:
         raise Delayed(said, cause=first.cause, retry_after_s=min(LATE_S, max(SOON_S, first.seconds)))
