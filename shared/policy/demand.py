@@ -143,6 +143,4 @@ class Demand:
         return max((one.prompt_tokens for one in found), default=0.0)
 
     def _heavier(self, slo: Slo, now: float) -> list[_Class]:
-        return [
-            one for one in self._classes.values() if one.slo.weight > slo.weight and now - one.asked_s <= SILENT_S
-        ]
+        return [one for one in self._classes.values() if one.slo.weight > slo.weight and now - one.asked_s <= SILENT_S]

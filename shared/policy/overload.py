@@ -1,6 +1,6 @@
 """Whether a job that has a route may take it now: refused early, delayed for heavier classes, or placed.
 
-The same estimate as placement's, of the route that was chosen, whatever policy chose it; so of measured rates and loads.
+It rests on the same estimate as placement, of the route that was chosen, whatever policy chose it.
 """
 
 from collections.abc import Collection

@@ -159,8 +159,7 @@ class Intake:
             if not self._place(request, now):
                 self._hold(request, now)
         except Delayed as delay:
-            assert delay.retry_after_s is not None
-            return delay.retry_after_s
+            return delay.retry_after_s or 0.0
         return None
 
     def _waited_enough(self, request: SimRequest, now: float) -> None:

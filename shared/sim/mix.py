@@ -7,7 +7,7 @@ import numpy as np
 
 from shared.domain.job import Slo
 from shared.errors import InvalidRequest
-from shared.sim.workload import Mix, Workload
+from shared.sim.workload import Lengths, Mix, Workload
 
 
 def of_class(workload: Workload, slo: Slo, caller: str = "") -> Workload:
@@ -34,12 +34,13 @@ def together(workloads: Sequence[Workload]) -> Workload:
         callers += mix.callers
     order = np.argsort(np.concatenate([one.arrival_s for one in workloads]), kind="stable")
 
-    def joined(parts: Sequence[np.ndarray]) -> np.ndarray:  # type: ignore[type-arg]  # of times or of lengths
-        return np.concatenate(parts)[order]
+    def joined(parts: Sequence[Lengths]) -> Lengths:
+        found: Lengths = np.concatenate(parts)[order]
+        return found
 
     return Workload(
         " + ".join(one.name for one in workloads),
-        joined([one.arrival_s for one in workloads]),
+        np.concatenate([one.arrival_s for one in workloads])[order],
         joined([one.prompt_tokens for one in workloads]),
         joined([one.output_tokens for one in workloads]),
         mix=Mix(tuple(classes), joined(class_of), tuple(callers), joined(caller_of)),

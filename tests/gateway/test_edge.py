@@ -7,12 +7,12 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.admission import Admission
+from gateway.admission import Admissions
 from gateway.auth import ApiKey, KeyRing, create_key
 from gateway.context import caller
 from gateway.edge import Edge, TokenBucket
 from gateway.metrics import GatewayMetrics
-from gateway.settings import GatewaySettings, SloTarget
+from gateway.settings import GatewaySettings, SloClass
 from tests.gateway.api import until
 
 
@@ -39,11 +39,11 @@ def edge(app: App, *, keys: tuple[ApiKey, ...] = (), **changes: Any) -> httpx.As
     settings = GatewaySettings(
         schedulers=("tcp://127.0.0.1:1",),
         model="demo",
-        slo={"default": SloTarget(), "chat": SloTarget(ttft_s=0.5)},
+        slo={"default": SloClass(), "chat": SloClass(ttft_s=0.5)},
         **{"max_body_bytes": 1000, "max_queued_jobs": 10, **changes},
     )
     metrics = GatewayMetrics("demo", CollectorRegistry())
-    admission = Admission(settings, len(keys))
+    admission = Admissions(settings, len(keys))
     guarded = Edge(app, settings, KeyRing(keys), metrics, admission)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://gateway")  # type: ignore[arg-type]
 
