@@ -145,3 +145,8 @@ class Leg:
     def missing(self) -> int:
         """Tokens to compute before the next output token; 1 means that it decodes."""
         return self.tokens - self.computed
+
+
+def weight_of(leg: Leg) -> float:
+    """Of its request's class."""
+    return leg.request.job.slo.weight

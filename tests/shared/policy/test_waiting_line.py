@@ -132,6 +132,6 @@ def test_long_waits_and_many_who_give_up_leave_nothing_behind() -> None:
         line.push(number, job(1))
         assert line.remove(number)
     assert len(line) == 1
-    assert len(line._heap) < 200
+    assert len(line._lines[1.0]._heap) < 200
     assert line.pop() == -1
-    assert not line._came
+    assert not line._lines[1.0]._came
