@@ -54,12 +54,13 @@ class Scenario:
     cores_share: float = 0.3
 
 
-_SERVICES: dict[str, Any] = {
+SERVICES: dict[str, Any] = {
     "model": str(MODEL),
     "served_model_name": "demo",
     "max_model_len": 2048,
     "predictor": {"enabled": False},
     "dashboard": {"enabled": False},
+    "gateway": {"slo": {"default": {"when_full": "never"}}},  # the load is what is compared, and none is refused
 }
 
 # As clusters/demo.yaml, without predictor and dashboard: on two cores they would be part of what is measured.
@@ -67,9 +68,9 @@ REAL = Scenario(
     name="demo",
     title="demo cluster, vLLM on the CPU, 2 prefill + 2 decode",
     cluster={
-        **_SERVICES,
+        **SERVICES,
         "name": "bench live",
-        "gateway": {"dtype": "float32"},
+        "gateway": {**SERVICES["gateway"], "dtype": "float32"},
         "instance_defaults": {
             "engine": "vllm",
             "accelerator": "cpu",
@@ -104,7 +105,7 @@ EMULATED = Scenario(
     name="emulated",
     title="emulated accelerators of two kinds, Llama-3-8B, links of 10 Gb/s",
     cluster={
-        **_SERVICES,
+        **SERVICES,
         "name": "bench live (emulated)",
         "instance_defaults": {"engine": "emulated", "emulated_link_gbps": 10.0, "chunk_size": 512, "max_seqs": 64},
         "instances": [

@@ -15,6 +15,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "kv": ("bench.kv", "run_kv_bench"),
     "policy": ("bench.policy", "run_policy_bench"),
     "policies": ("bench.policies", "run_policies_bench"),
+    "overload": ("bench.overload", "run_overload_bench"),
     "cost": ("bench.cost", "run_cost_bench"),
     "live": ("bench.live", "run_live_bench"),
     "sim": ("bench.sim", "run_sim_bench"),

@@ -31,7 +31,7 @@ class Obstacle(NamedTuple):
     cause: str
     seconds: float
     said: str
-    instance_id: str  # where that is so
+    instance_id: str = ""  # where that is so; of all instances if empty
 
 
 def decide(
@@ -52,27 +52,46 @@ def decide(
         index.ledger.demand.asked(job, now)
     if slo.when_full is WhenFull.NEVER:
         return route
-    found = first = obstacle(job, route, index, now)
-    if slo.when_full is WhenFull.DELAY:
-        free, without = isinstance(policies.split, AdaptiveSplit), set(exclude)
-        for _ in range(LOOKS):
-            if found is None:
-                break
-            without.add(found.instance_id)
-            try:
-                other = place(job, index, policies, now, rng, without)
-            except (Unavailable, InvalidRequest):
-                break
-            if other.prefill is None and route.prefill is not None and not free:
-                break
-            route, found = other, obstacle(job, other, index, now)
-    if found is None or first is None:
+    found = obstacle(job, route, index, now)
+    if found is None:
         return route
-    index.ledger.demand.refused(slo)
-    said = f"{first.said} (SLO class {slo.name!r})"
-    if slo.when_full is WhenFull.DELAY:
-        raise Delayed(said, cause=first.cause, retry_after_s=min(LATE_S, max(SOON_S, first.seconds)))
-    raise Overloaded(said, cause=first.cause, retry_after_s=max(SOON_S, first.seconds))
+    said = f"{found.said} (SLO class {slo.name!r})"
+    if slo.when_full is WhenFull.REJECT:
+        index.ledger.demand.refused(slo)
+        raise Overloaded(said, cause=found.cause, retry_after_s=max(SOON_S, found.seconds))
+    other = _elsewhere(job, route, found, index, policies, now, rng, exclude)
+    if other is None:
+        raise Delayed(said, cause=found.cause, retry_after_s=min(LATE_S, max(SOON_S, found.seconds)))
+    return other
+
+
+def _elsewhere(
+    job: JobView,
+    route: Route,
+    found: Obstacle,
+    index: ClusterIndex,
+    policies: Policies,
+    now: float,
+    rng: Random,
+    exclude: Collection[str],
+) -> Route | None:
+    """Another route on which nothing is in the way of heavier classes; None if a few tries find none."""
+    free, without = isinstance(policies.split, AdaptiveSplit), set(exclude)
+    for _ in range(LOOKS):
+        if not found.instance_id:
+            return None
+        without.add(found.instance_id)
+        try:
+            other = place(job, index, policies, now, rng, without)
+        except (Unavailable, InvalidRequest):
+            return None
+        if other.prefill is None and route.prefill is not None and not free:
+            return None
+        obstacle_there = obstacle(job, other, index, now)
+        if obstacle_there is None:
+            return other
+        found = obstacle_there
+    return None
 
 
 def obstacle(job: JobView, route: Route, index: ClusterIndex, now: float) -> Obstacle | None:
@@ -104,7 +123,7 @@ def _misses(job: JobView, option: Option, index: ClusterIndex, now: float) -> Ob
         return Obstacle("tpot", (1.0 - limit_s / option.tpot_s) * _stay_s(decode), said, there)
     if job.over_share and (spread := demand.spread(slo, now)) > (room := _room_for(job, slo, index, now)):
         said = f"there is room for {room:.1f} jobs, of which {spread:.1f} are for callers who have had less"
-        return Obstacle("share", _stay_s(decode) / max(1, decode.running), said, there)
+        return Obstacle("share", _stay_s(decode) / max(1, decode.running), said)
     return None
 
 
@@ -133,7 +152,7 @@ def _in_the_way(job: JobView, option: Option, index: ClusterIndex, now: float) -
         room = _room_for(job, others, index, now) - 1.0
         if room < missing:
             said = f"there is room for {room:.1f} jobs, of which heavier classes are likely to need {missing:.1f}"
-            return Obstacle("reserve", each_s, said, there)
+            return Obstacle("reserve", each_s, said)
     return None
 
 

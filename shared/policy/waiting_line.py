@@ -129,7 +129,7 @@ class WaitingLine(Generic[Item]):
     """Items of a driver: heavier classes first, within one weight in a policy's order, and nobody waits for ever.
 
     While a class waits, at most `CLASS_WINDOW` times the ratio of the weights are taken of heavier ones, then one of
-    it; so where two classes always wait they get on in a fixed proportion. Within one weight see `_ClassLine`: there, what
+    it: where two classes always wait they get on in a fixed proportion. Within one weight see `_ClassLine`: there, what
     has been taken once and is put back, because it was preempted or could not start, goes before all others.
     """
 
@@ -206,4 +206,4 @@ class WaitingLine(Generic[Item]):
         waiting = [weight for weight, line in self._lines.items() if len(line)]
         if not waiting:
             raise IndexError("nobody waits")
-        return next((one for one in reversed(waiting) if self._passed[one] >= CLASS_WINDOW), waiting[0])
+        return next((one for one in reversed(waiting) if self._passed[one] > CLASS_WINDOW - 1e-9), waiting[0])
