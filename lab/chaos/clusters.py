@@ -61,7 +61,9 @@ class Testbed:
             "dashboard": {"enabled": False, "port": base + _DASHBOARD},
             **keys,
         }
-        gateway = {"port": base + _GATEWAY, **self.cluster.get("gateway", {})}
+        # What is disturbed is to be seen: nothing is refused for being slow meanwhile.
+        slo = {"default": {"when_full": "never"}}
+        gateway = {"port": base + _GATEWAY, "slo": slo, **self.cluster.get("gateway", {})}
         return Cluster.model_validate({**fixed, **self.cluster, "gateway": gateway})
 
 

@@ -65,7 +65,7 @@ def read_cluster(file: Path) -> ClusterRead:
         "model": models.pop(),
         "instances": [entry.as_instance() for entry in entries],
         "policies": _policies(file, scheduler, monitor, entries),
-        "slo": gateway.slo["default"].model_dump() if "default" in gateway.slo else {},
+        "slo": gateway.slo["default"].model_dump(include={"ttft_s", "tpot_s", "when_full", "queue_s"}),
         "run": {
             "codec": gateway.kv_codec,
             "patience_s": gateway.patience_s,

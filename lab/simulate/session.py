@@ -6,6 +6,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -82,7 +83,8 @@ def _slo(options: SimulateOptions, said: Slo) -> Slo:
     for name, value in (("--slo-ttft", options.slo_ttft_s), ("--slo-tpot", options.slo_tpot_s)):
         if value is not None and not value > 0:
             raise InvalidRequest(f"{name} must be positive, not {value}")
-    return Slo(
+    return msgspec.structs.replace(
+        said,
         ttft_s=said.ttft_s if options.slo_ttft_s is None else options.slo_ttft_s,
         tpot_s=said.tpot_s if options.slo_tpot_s is None else options.slo_tpot_s,
     )

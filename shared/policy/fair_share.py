@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0
-SLACK_TOKENS = 8192.0  # by which a caller may be ahead: a few requests
+SLACK_TOKENS = 4096.0  # by which a caller may be ahead: a few requests
 ACTIVE_S = 10.0  # after its last request a caller still counts as one who asks
 
 

@@ -163,12 +163,15 @@ def test_room_is_kept_for_what_heavier_classes_are_likely_to_bring() -> None:
 def test_each_placement_takes_of_the_room_before_the_next_broadcast() -> None:
     ledger = busy_with(CHAT, 60, 2.0)
     index = ClusterIndex(view(d(decodes=170, context=100, max_seqs=200)), rng=Random(0), ledger=ledger)
-    placed = 0
-    with pytest.raises(Delayed):
-        for placed in range(40):
-            job = asked(BATCH, job_id=f"b{placed}")
+    jobs = [asked(BATCH, job_id=f"b{number}") for number in range(40)]
+
+    def place_all() -> None:
+        for job in jobs:
             ledger.add(job, decide(job, index, ALL, 10.0, Random(0)), 10.0)
-    assert 5 < placed < 30
+
+    with pytest.raises(Delayed, match="heavier classes"):
+        place_all()
+    assert 5 < ledger.demand.placements - 60 < 30
 
 
 def test_who_has_had_more_than_its_share_is_refused_first() -> None:
