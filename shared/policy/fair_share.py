@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item")
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 SLACK_TOKENS = 4096.0  # by which a caller may be ahead: a few requests
+CREDIT_TOKENS = 4.0 * SLACK_TOKENS  # the most by which one who asks, but for little, may be behind
 ACTIVE_S = 10.0  # after its last request a caller still counts as one who asks
 
 
@@ -20,7 +21,7 @@ class _Caller:
     weight: float
     tokens: float = 0.0  # the virtual counter
     open: int = 0
-    asked_s: float = 0.0
+    asked_s: float = float("-inf")
 
 
 class Shares:
@@ -36,7 +37,9 @@ class Shares:
         if one is None:
             one = self._callers[caller] = _Caller(self._weights.get(caller, 1.0))
         if not one.open:
-            self.lift(caller, (name for name in self._active(now) if name != caller))
+            idle = now - one.asked_s > ACTIVE_S
+            others = (name for name in self._active(now) if name != caller)
+            self.lift(caller, others, 0.0 if idle else CREDIT_TOKENS)
         one.open += 1
         one.asked_s = now
 
@@ -51,11 +54,11 @@ class Shares:
         one.open -= 1
         one.asked_s = now
 
-    def lift(self, caller: str, others: Iterable[str]) -> None:
-        """Who begins to ask is not ahead of any of the others for the time that it did not."""
+    def lift(self, caller: str, others: Iterable[str], credit: float = 0.0) -> None:
+        """Who begins to ask again is behind the others by `credit` at most, for the time that it did not."""
         least = min((self._callers[name].tokens for name in others), default=0.0)
         one = self._callers[caller]
-        one.tokens = max(one.tokens, least)
+        one.tokens = max(one.tokens, least - credit)
 
     def tokens(self, caller: str) -> float:
         """Its counter."""

@@ -118,6 +118,8 @@ def _misses(job: JobView, option: Option, index: ClusterIndex, now: float) -> Ob
         said = f"the first token is predicted after {option.ttft_s:.2f} s, {limit_s:.2f} s are allowed"
         return Obstacle("ttft", option.ttft_s - limit_s, said, there)
     limit_s = max(margin * slo.tpot_s, SLOWER * decode.alone_s)
+    if job.over_share:
+        limit_s = decode.alone_s + OVER_SHARE * (limit_s - decode.alone_s)
     if option.tpot_s > limit_s:
         said = f"a token is predicted to take {option.tpot_s:.4f} s, {limit_s:.4f} s are allowed"
         return Obstacle("tpot", (1.0 - limit_s / option.tpot_s) * _stay_s(decode), said, there)

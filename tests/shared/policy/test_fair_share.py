@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.policy.fair_share import ACTIVE_S, OUTPUT_COST, SLACK_TOKENS, FairLine, Shares
+from shared.policy.fair_share import ACTIVE_S, CREDIT_TOKENS, OUTPUT_COST, SLACK_TOKENS, FairLine, Shares
 
 
 def shares(*callers: str, **weights: float) -> Shares:
@@ -50,6 +50,20 @@ def test_idle_callers_gain_no_credit() -> None:
     made.charge("a", 50_000, 0)
     made.came("b", 200.0)
     assert made.tokens("b") == made.tokens("a") == 100_000
+
+
+def test_who_asks_for_little_is_not_idle_but_gains_only_so_much() -> None:
+    made = shares("a", "b")
+    for now in range(1, 6):
+        made.left("b", float(now))
+        made.charge("a", 3000, 0)
+        made.came("b", float(now))
+    assert made.tokens("b") == 0.0
+    assert made.over("a", 5.0)
+    made.left("b", 6.0)
+    made.charge("a", 10**6, 0)
+    made.came("b", 7.0)
+    assert made.tokens("a") - made.tokens("b") == CREDIT_TOKENS
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3000)), min_size=30, max_size=120))

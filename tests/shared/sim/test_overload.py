@@ -15,7 +15,7 @@ from shared.sim.arrivals import evenly, synthetic
 from shared.sim.cluster import simulate
 from shared.sim.mix import of_class, together
 from shared.sim.outcomes import Outcomes, Status
-from shared.sim.spec import InstanceSpec, RunSpec
+from shared.sim.spec import InstanceSpec, RunSpec, plain_policies
 from shared.sim.workload import Workload
 from tests.shared.sim.clusters import instance
 
@@ -81,10 +81,16 @@ def test_who_is_delayed_for_too_long_is_refused() -> None:
 
 
 def test_of_two_keys_the_one_that_floods_is_refused_first() -> None:
-    both = together([requests(480, 8.0, CHAT, "flood"), requests(60, 1.0, CHAT, "polite")])
-    rows = simulate(both, cluster(), RUN).outcomes
-    assert of(rows, both, 1)[0] >= 0.85
+    both = together([requests(300, 5.0, CHAT, "flood"), requests(30, 0.5, CHAT, "polite")])
+    pair = [
+        instance(name, role, rates=Rates(step=STEP), kv_tokens=64_000) for name, role in zip("pd", Role, strict=True)
+    ]
+    rows = simulate(both, pair, replace(RUN, policies=plain_policies())).outcomes
+    assert of(rows, both, 1)[0] >= 0.9
     assert of(rows, both, 0)[0] < 0.6
+    one = of_class(both, CHAT)
+    rows = simulate(one, pair, replace(RUN, policies=plain_policies())).outcomes
+    assert np.mean(rows.completed[both.mix.caller_of == 1]) < 0.6  # type: ignore[union-attr]  # of one key all are alike
 
 
 def test_the_same_again() -> None:
