@@ -225,21 +225,17 @@ class _Reply:
         return self._send(message)
 
     def _retry_after_s(self) -> float | None:
-        refusal = self._ticket.refusal if self._ticket is not None else None
-        return refusal.retry_after_s if refusal is not None else None
+        return self._ticket.refusal.retry_after_s if self._ticket and self._ticket.refusal else None
 
     async def _first(self, message: Message) -> None:
         """The first event of a stream; or what follows in place of one that was refused: nothing."""
         start, self._held = self._held, None
-        if start is None:
-            return
-        refusal = self._ticket.refusal if self._ticket is not None else None
-        if refusal is not None:
+        if start is not None and self._ticket is not None and self._ticket.refusal is not None:
             self._refused = True
-            await _answer(self._send, refusal)
-            return
-        await self._send(start)
-        await self._send(message)
+            await _answer(self._send, self._ticket.refusal)
+        elif start is not None:
+            await self._send(start)
+            await self._send(message)
 
 
 def _cause_for_clients(error: BaseException | None) -> PolyphaseError:

@@ -223,9 +223,7 @@ class Scheduler:
 
     def _make_room(self) -> bool:
         """Set blocks apart for the decodes of the coming step; whether anybody had to be preempted for it."""
-        if self._limits.reserves_output:
-            return False
-        if not self.group.count:
+        if self._limits.reserves_output or not self.group.count:
             return False
         preempted = False
         while (wanted := self.group.blocks_for(1)) > self.memory.free:
