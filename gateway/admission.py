@@ -1,32 +1,56 @@
-"""How much work may wait for its first token: counted in jobs and prompt tokens, with a fair part for each caller.
+"""How much work may wait to be computed and to decode: counted in jobs and prompt tokens, a fair part for each caller.
 
 A body is admitted before it is read and settles with each job that it becomes: `Admission.admit` at the headers,
 `Ticket.claim` when its jobs can be counted, `Ticket.start` for each of them once its tokens are known.
 """
 
 import asyncio
+import time
 from collections import Counter
 from contextlib import suppress
+from math import exp
 from types import TracebackType
 from typing import Self
 
 from gateway.settings import GatewaySettings
-from shared.errors import Busy, InvalidRequest
+from shared.domain.job import WhenFull
+from shared.errors import Busy, InvalidRequest, PolyphaseError
 
-RETRY_S = 2.0
+FADE_S = 10.0  # over which the drain is measured
+RETRY_LEAST_S, RETRY_MOST_S = 1.0, 60.0
+
+
+class Drain:
+    """How many jobs a second began to decode, or ended, of late. Times are of the monotonic clock."""
+
+    def __init__(self, now: float) -> None:
+        self._began_s = self._left_s = now
+        self._count = 0.0
+
+    def left(self, now: float) -> None:
+        """One job waits no longer."""
+        self._count = self._count * exp((self._left_s - now) / FADE_S) + 1.0
+        self._left_s = now
+
+    def seconds(self, jobs: float, now: float) -> float:
+        """Until so many have left at the present rate, from a second to a minute."""
+        seen_s = FADE_S * (1.0 - exp(-max(0.1, now - self._began_s) / FADE_S))
+        rate = self._count * exp((self._left_s - now) / FADE_S) / seen_s
+        return min(RETRY_MOST_S, max(RETRY_LEAST_S, jobs / rate if rate > 0.0 else RETRY_MOST_S))
 
 
 class Admission:
-    """Counts what was admitted and has no first token yet.
+    """Counts what was admitted and does not decode yet.
 
     With several callers none of them may hold more than its share of the jobs, so that there is room for the others.
-    Of one body only some jobs are in the cluster at once without a first token, so that others find short queues there.
+    Of one body only some jobs are in the cluster at once without decoding, so that others find short queues there.
     """
 
-    def __init__(self, settings: GatewaySettings, callers: int) -> None:
+    def __init__(self, settings: GatewaySettings, callers: int, *, delayed: bool = False) -> None:
         share = settings.caller_share if callers > 1 else 1.0
-        self._max_jobs = settings.max_queued_jobs
-        self._max_tokens = settings.max_queued_tokens
+        self._max_jobs = settings.max_delayed_jobs if delayed else settings.max_queued_jobs
+        self._max_tokens = settings.max_delayed_tokens if delayed else settings.max_queued_tokens
+        self._drain = Drain(time.monotonic())
         self._jobs_a_caller = max(1, int(self._max_jobs * share))
         self._by_caller: Counter[str] = Counter()
         self.jobs_a_body = min(settings.max_jobs_a_body, self._jobs_a_caller)
@@ -43,19 +67,21 @@ class Admission:
     def take_jobs(self, caller: str, jobs: int) -> None:
         """Raises Busy."""
         held = self._by_caller[caller]
-        if self.jobs + jobs > self._max_jobs:
-            raise Busy(f"{self.jobs} jobs wait for their first token; {jobs} more are too many", retry_after_s=RETRY_S)
-        if held + jobs > self._jobs_a_caller:
-            said = f"{held} jobs of {caller!r} wait for their first token; {jobs} more are over its share"
-            raise Busy(said, retry_after_s=RETRY_S)
+        if (over := self.jobs + jobs - self._max_jobs) > 0:
+            said = f"{self.jobs} jobs wait to be computed or to decode; {jobs} more are too many"
+            raise Busy(said, retry_after_s=self._drain.seconds(over, time.monotonic()))
+        if (over := held + jobs - self._jobs_a_caller) > 0:
+            said = f"{held} jobs of {caller!r} wait to be computed or to decode; {jobs} more are over its share"
+            raise Busy(said, retry_after_s=self._drain.seconds(over * self.jobs / max(1, held), time.monotonic()))
         self.jobs += jobs
         self._by_caller[caller] = held + jobs
 
     def take_tokens(self, tokens: int) -> None:
         """Raises Busy. A job that nobody is before always passes."""
         if self.tokens and self.tokens + tokens > self._max_tokens:
-            said = f"{self.tokens} prompt tokens wait to be computed; {tokens} more are over {self._max_tokens}"
-            raise Busy(said, retry_after_s=RETRY_S)
+            said = f"{self.tokens} prompt tokens wait; {tokens} more are over {self._max_tokens}"
+            over = (self.tokens + tokens - self._max_tokens) * self.jobs / self.tokens
+            raise Busy(said, retry_after_s=self._drain.seconds(over, time.monotonic()))
         self.tokens += tokens
 
     def give_back(self, caller: str, jobs: int, tokens: int = 0) -> None:
@@ -66,15 +92,46 @@ class Admission:
         if not self._by_caller[caller]:
             del self._by_caller[caller]
 
+    def drained(self) -> None:
+        """A job that had started waits no longer."""
+        self._drain.left(time.monotonic())
+
+
+class Admissions:
+    """One count for the classes that yield, and one for all others: whoever waits long leaves the others their room."""
+
+    def __init__(self, settings: GatewaySettings, callers: int) -> None:
+        self._yields = {name for name, one in settings.slo.items() if one.when_full is WhenFull.DELAY}
+        self._delayed = Admission(settings, callers, delayed=True)
+        self._others = Admission(settings, callers)
+
+    def of(self, slo: str) -> Admission:
+        """The one that counts jobs of that class."""
+        return self._delayed if slo in self._yields else self._others
+
+    @property
+    def jobs(self) -> int:
+        """That wait, of all classes."""
+        return self._delayed.jobs + self._others.jobs
+
+    @property
+    def tokens(self) -> int:
+        """Of their prompts."""
+        return self._delayed.tokens + self._others.tokens
+
 
 class Ticket:
-    """What one request may start. A context manager: what was claimed and not started goes back at its end."""
+    """What one request may start. A context manager: what was claimed and not started goes back at its end.
+
+    refusal: why one of its jobs was refused for load, once that is so.
+    """
 
     def __init__(self, admission: Admission, caller: str) -> None:
         self.admission = admission
         self.caller = caller
         self.turns = asyncio.Semaphore(admission.jobs_at_once)
         self._claimed = 0
+        self.refusal: PolyphaseError | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -103,17 +160,17 @@ class Ticket:
 
 
 class Seat:
-    """A job's, until its first token or its end."""
+    """A job's, until it decodes or ends."""
 
     def __init__(self, ticket: Ticket, tokens: int) -> None:
-        self._ticket = ticket
+        self.ticket = ticket
         self._tokens = tokens
         self._waits = True
         self._has_turn = False
 
     async def turn(self, timeout_s: float) -> None:
-        """Wait until few enough jobs of the body are in the cluster without a first token, at most so long."""
-        turns = self._ticket.turns
+        """Wait until few enough jobs of the body are in the cluster without decoding, at most so long."""
+        turns = self.ticket.turns
         if not turns.locked():
             await turns.acquire()  # returns at once
             self._has_turn = True
@@ -127,7 +184,8 @@ class Seat:
         """The job waits no longer. May be said more than once."""
         if self._waits:
             self._waits = False
-            self._ticket.admission.give_back(self._ticket.caller, 1, self._tokens)
+            self.ticket.admission.give_back(self.ticket.caller, 1, self._tokens)
+            self.ticket.admission.drained()
         if self._has_turn:
             self._has_turn = False
-            self._ticket.turns.release()
+            self.ticket.turns.release()

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -17,17 +18,19 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from gateway import surface
-from gateway.admission import Admission
+from gateway.admission import Admissions
 from gateway.auth import LOOPBACK, KeyRing, load_keys
 from gateway.core import ClusterCore, JobRunner
 from gateway.edge import Edge
 from gateway.grammars import Grammars
 from gateway.lengths import LengthClient
+from gateway.lines import Lines
 from gateway.llm import ClusterLLM
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.reports import PERIOD_S, Reporter
 from gateway.settings import GatewaySettings
+from shared.domain.job import WhenFull
 from shared.errors import InvalidRequest
 from shared.runtime.header_limit import HeaderLimitProtocol
 from shared.runtime.http import SHUTDOWN_S
@@ -44,6 +47,7 @@ _TASKS = ("generate",)
 async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> None:
     """Serve until SIGTERM or SIGINT; `runner` takes the pipeline's place. Raises InvalidRequest for bad settings."""
     keys = KeyRing(load_keys(settings.api_keys_file) if settings.api_keys_file else ())
+    keys.require_classes(settings.slo)
     if keys.open and settings.host not in LOOPBACK:
         raise InvalidRequest(f"listening on {settings.host} needs API keys (api_keys_file); without, only loopback")
     async with running(settings, keys, runner) as app:
@@ -87,9 +91,13 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         tasks.every("rpc clients", SWEEP_S, clients.sweep)
         lengths = LengthClient(clients, settings, metrics.predictions)
         stack.push_async_callback(lengths.close)
-        core = ClusterCore(settings, runner or Pipeline(settings, clients, schedulers, reporter, lengths))
+        lines = Lines(keys.weights)
+        for name, slo in settings.slo.items():
+            if slo.when_full is WhenFull.DELAY:
+                metrics.waiting.labels(slo=name).set_function(partial(lines.waiting, name))
+        core = ClusterCore(settings, runner or Pipeline(settings, clients, schedulers, reporter, lengths, lines))
         stack.push_async_callback(core.close)
-        admission = Admission(settings, keys.count)
+        admission = Admissions(settings, keys.count)
         metrics.queued.set_function(lambda: admission.jobs)
         llm = ClusterLLM(config, core, grammars)
         stack.callback(llm.shutdown)

@@ -2,6 +2,7 @@
 
 import hashlib
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +16,23 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that may be listened on wi
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key as it is kept: `digest` is SHA-256 of the secret. `requests_per_s` 0 means no limit."""
+    """A key as it is kept: `digest` is SHA-256 of the secret. `requests_per_s` 0 means no limit.
+
+    slo: the class of requests that name none. classes: those that it may name; empty for all. weight: of its share of a
+    full cluster.
+    """
 
     name: str
     digest: str
     requests_per_s: float = 0.0
     burst: int = 0
+    slo: str = "default"
+    classes: tuple[str, ...] = ()
+    weight: float = 1.0
+
+    def may_use(self, slo: str) -> bool:
+        """Whether its requests may be of that class."""
+        return not self.classes or slo == self.slo or slo in self.classes
 
 
 def digest_of(secret: str) -> str:
@@ -38,12 +50,14 @@ def load_keys(file: Path) -> tuple[ApiKey, ...]:
     """Keys of a YAML file: a list of mappings with ApiKey's fields. Raises InvalidRequest naming what is wrong."""
     try:
         entries = yaml.safe_load(file.read_text()) or []
-        keys = tuple(ApiKey(**entry) for entry in entries)
-    except (OSError, TypeError, yaml.YAMLError) as error:
+        keys = tuple(ApiKey(**{**entry, "classes": tuple(entry.get("classes", ()))}) for entry in entries)
+    except (OSError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise InvalidRequest(f"keys file {file}: {error}") from error
     for key in keys:
         if len(key.digest) != 64 or key.requests_per_s < 0:
             raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a SHA-256 digest and a rate of 0 or more")
+        if not key.weight > 0:
+            raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a weight above 0, not {key.weight}")
     return keys
 
 
@@ -62,6 +76,18 @@ class KeyRing:
     def count(self) -> int:
         """How many callers there may be."""
         return len(self._by_digest)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of each caller."""
+        return {key.name: key.weight for key in self._by_digest.values()}
+
+    def require_classes(self, known: Collection[str]) -> None:
+        """Raises InvalidRequest for a key with a class that there is not."""
+        for key in self._by_digest.values():
+            for slo in (key.slo, *key.classes):
+                if slo not in known:
+                    raise InvalidRequest(f"key {key.name!r}: no SLO class {slo!r}; known: {', '.join(sorted(known))}")
 
     def identify(self, authorization: str, x_api_key: str = "") -> ApiKey | None:
         """The key of a request, None where none is needed. Raises Unauthorized. Anthropic clients use X-Api-Key.

@@ -21,12 +21,12 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from gateway.admission import Seat
+from gateway.admission import Seat, Ticket
 from gateway.context import caller
 from gateway.job import Job, JobSpec
 from gateway.settings import GatewaySettings
-from shared.domain.job import Generation, Slo
-from shared.errors import PolyphaseError
+from shared.domain.job import Generation, Phase, WhenFull
+from shared.errors import Overloaded, PolyphaseError
 from shared.runtime.logs import get_log
 from shared.wire.logprobs import decode_rows
 from shared.wire.messages import TokenStep
@@ -81,9 +81,11 @@ class ClusterCore:
         try:
             seat = caller.get().ticket.start(len(spec.prompt_token_ids))
         except PolyphaseError as error:
-            self._fail(spec.job_id, error)
+            self._fail(spec.job_id, error, caller.get().ticket)
             return
         deadline_s = time.monotonic() + self._settings.job_timeout_s
+        if spec.slo.when_full is WhenFull.DELAY:
+            deadline_s += self._settings.slo[spec.slo.name].queue_s
         job = Job(spec, lambda step: self._emit(spec.job_id, step), self._settings.gateway_id, deadline_s)
         running = self._jobs[spec.job_id] = _Running(job, seat)
         running.task = asyncio.get_running_loop().create_task(self._run(running), name=f"job {spec.job_id}")
@@ -129,17 +131,20 @@ class ClusterCore:
             await running.seat.turn(running.job.left_s)  # a deadline that passes here is the pipeline's to find
             await self._pipeline.run(running.job)
         except PolyphaseError as error:
-            log.warning("job failed", job_id=job_id, code=error.code, error=error.message)
-            self._fail(job_id, error)
+            if not isinstance(error, Overloaded):
+                log.warning("job failed", job_id=job_id, code=error.code, error=error.message)
+            self._fail(job_id, error, running.seat.ticket)
         except Exception as error:  # the boundary: a client must never wait for a job that crashed
             log.error("job crashed", job_id=job_id, exc_info=error)
-            self._fail(job_id, PolyphaseError(f"internal error: {type(error).__name__}"))
+            self._fail(job_id, PolyphaseError(f"internal error: {type(error).__name__}"), running.seat.ticket)
 
-    def _fail(self, request_id: str, error: PolyphaseError) -> None:
+    def _fail(self, request_id: str, error: PolyphaseError, ticket: Ticket) -> None:
         """Give a request's handler the error; vLLM turns it into a status, or an event in a stream that has begun.
 
         The handler is then through with the request: of n jobs the others end, too.
         """
+        if error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
+            ticket.refusal = error  # the edge answers: the front end knows no Retry-After
         state = self._requests.request_states.get(request_id)
         if state is None or state.queue is None:
             return
@@ -161,7 +166,6 @@ class ClusterCore:
             params = copy.copy(params)
             params.seed = hash((request.request_id, _PIN_SEED)) & 0x7FFFFFFF
         who = caller.get()
-        target = self._settings.slo.get(who.slo) or self._settings.slo["default"]
         prompt = list(request.prompt_token_ids or ())
         return JobSpec(
             job_id=request.request_id,
@@ -170,11 +174,14 @@ class ClusterCore:
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt),
             carry=carry,
             local_only=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
-            slo=Slo(who.slo, target.ttft_s, target.tpot_s, target.lossy_kv),
+            slo=self._settings.slo[who.slo].as_slo(who.slo),
+            caller=who.ticket.caller,
         )
 
     def _emit(self, job_id: str, step: TokenStep) -> None:
-        self._jobs[job_id].seat.leave()
+        running = self._jobs[job_id]
+        if running.job.phase is Phase.DECODE or step.finish_reason:
+            running.seat.leave()
         self._outputs.append(
             EngineCoreOutput(
                 request_id=job_id,

@@ -9,11 +9,12 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import msgspec
 
-from gateway.admission import Admission, Ticket
+from gateway.admission import Admissions, Ticket
 from gateway.auth import ApiKey, KeyRing
 from gateway.context import Caller, caller
 from gateway.metrics import GatewayMetrics
@@ -50,6 +51,13 @@ class BodyTooSlow(PolyphaseError):
     http_status = 408
 
 
+class ClassNotAllowed(PolyphaseError):
+    """The key is not for this SLO class."""
+
+    code = "slo_class_not_allowed"
+    http_status = 403
+
+
 class ClientGone(Exception):
     """Nobody waits for an answer."""
 
@@ -77,7 +85,7 @@ class Edge:
     """The middleware. A cluster that is away is no reason to refuse: jobs wait for it, within their patience."""
 
     def __init__(
-        self, app: App, settings: GatewaySettings, keys: KeyRing, metrics: GatewayMetrics, admission: Admission
+        self, app: App, settings: GatewaySettings, keys: KeyRing, metrics: GatewayMetrics, admission: Admissions
     ) -> None:
         self.app = app
         self._settings = settings
@@ -91,30 +99,34 @@ class Edge:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self.app(scope, receive, send)
             return
+        slo, ticket = "", None
         with ExitStack() as stack:
             try:
                 headers = dict(scope["headers"])
                 who, slo = self._identify(headers)
                 if scope["method"] == "POST":
-                    ticket = stack.enter_context(self.admission.admit(who))
+                    ticket = stack.enter_context(self.admission.of(slo).admit(who))
                     receive = await self._admitted(ticket, slo, headers, receive)
             except PolyphaseError as error:
-                self._metrics.refused.labels(cause=error.code).inc()
+                self._metrics.refused.labels(cause=error.code, slo=slo).inc()
                 await _answer(send, error)
             except ClientGone:
                 return
             else:
-                await _Reply(self.app, send).run(scope, receive)
+                await _Reply(self.app, send, ticket).run(scope, receive)
 
     def _identify(self, headers: Headers) -> tuple[str, str]:
         """The name of the caller and the SLO class."""
         key = self._keys.identify(
             headers.get(b"authorization", b"").decode("latin-1"), headers.get(b"x-api-key", b"").decode("latin-1")
         )
-        slo = headers.get(SLO_HEADER, b"default").decode("latin-1")
+        usual = key.slo if key is not None else "default"
+        slo = headers[SLO_HEADER].decode("latin-1") if SLO_HEADER in headers else usual
         if slo not in self._settings.slo:
             raise InvalidRequest(f"unknown SLO class {slo!r}; known: {', '.join(sorted(self._settings.slo))}")
         if key is not None:
+            if not key.may_use(slo):
+                raise ClassNotAllowed(f"key {key.name!r} may not use the SLO class {slo!r}")
             self._take(key)
         return (key.name if key else ""), slo
 
@@ -174,13 +186,17 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 class _Reply:
     """The application's answer, with what vLLM leaves out of it: when to come back, and how a stream ended.
 
-    Its Responses API lets a stream break off where the others send an error in it.
+    A stream begins with its first event: if its job is refused for load before that, the answer is a plain 429. The
+    Responses API sends events before that is known, and lets a stream break off where the others send an error in it.
     """
 
-    def __init__(self, app: App, send: Send) -> None:
+    def __init__(self, app: App, send: Send, ticket: Ticket | None) -> None:
         self._app = app
         self._send = send
+        self._ticket = ticket
         self._streams = False
+        self._held: Message | None = None  # the start of a stream that has no event yet
+        self._refused = False
 
     async def run(self, scope: Scope, receive: Receive) -> None:
         """Have the application answer."""
@@ -199,9 +215,27 @@ class _Reply:
         if message["type"] == "http.response.start":
             headers = list(message.get("headers", ()))
             self._streams = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
+            if self._streams and self._ticket is not None:
+                self._held = message
+                return _nothing()
             if message["status"] in _COME_BACK and all(name != b"retry-after" for name, _ in headers):
-                message = {**message, "headers": [*headers, _retry_after(None)]}
+                message = {**message, "headers": [*headers, _retry_after(self._retry_after_s())]}
+        elif self._held is not None or self._refused:
+            return self._first(message)
         return self._send(message)
+
+    def _retry_after_s(self) -> float | None:
+        return self._ticket.refusal.retry_after_s if self._ticket and self._ticket.refusal else None
+
+    async def _first(self, message: Message) -> None:
+        """The first event of a stream; or what follows in place of one that was refused: nothing."""
+        start, self._held = self._held, None
+        if start is not None and self._ticket is not None and self._ticket.refusal is not None:
+            self._refused = True
+            await _answer(self._send, self._ticket.refusal)
+        elif start is not None:
+            await self._send(start)
+            await self._send(message)
 
 
 def _cause_for_clients(error: BaseException | None) -> PolyphaseError:
@@ -214,8 +248,12 @@ def _cause_for_clients(error: BaseException | None) -> PolyphaseError:
     return PolyphaseError("internal error")
 
 
+async def _nothing() -> None:
+    pass
+
+
 def _retry_after(seconds: float | None) -> tuple[bytes, bytes]:
-    return (b"retry-after", str(max(1, round(seconds or _RETRY_S))).encode())
+    return (b"retry-after", str(max(1, ceil(seconds or _RETRY_S))).encode())
 
 
 async def _answer(send: Send, error: PolyphaseError) -> None:

@@ -9,7 +9,7 @@ from gateway.lengths import Asked
 from shared.domain.job import Generation, JobView, LengthPrediction, Phase, Slo
 from shared.domain.prefix import block_hashes
 from shared.domain.route import Reason, Route
-from shared.errors import EngineFailed
+from shared.errors import Delayed, EngineFailed
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 from shared.wire.messages import JobReport, TokenStep
 
@@ -32,6 +32,7 @@ class JobSpec:
     carry: bool
     local_only: bool
     slo: Slo
+    caller: str = ""
 
     @property
     def arrived_s(self) -> float:
@@ -51,6 +52,8 @@ class Job:
     phase: Phase = Phase.QUEUED
     finish_reason: str = ""  # set once the client has all
     waited_s: float = 0.0  # without an instance, since the last token
+    begun: bool = False  # it has been placed
+    delays: int = 0  # how often it was told to ask again
     losses: int = 0  # attempts that an instance lost, since the last token
     tokens: list[int] = field(default_factory=list)  # what the client already has
     failed_instances: list[str] = field(default_factory=list)
@@ -110,7 +113,8 @@ class Job:
     def view(self, *, decode_only: bool = False) -> JobView:
         """What policies may know. `decode_only`: its prefill is done."""
         whole = decode_only or self.spec.local_only
-        return JobView(self.spec.job_id, len(self.prompt), self.remaining, self.spec.slo, self.prediction, whole)
+        spec, prompt = self.spec, len(self.prompt)
+        return JobView(spec.job_id, prompt, self.remaining, spec.slo, self.prediction, whole, begun=self.begun)
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -175,8 +179,15 @@ class Job:
         figures: dict[str, float | str] = {"confidence": found.confidence, "upper_tokens": found.upper_tokens}
         self.decided("prediction", f"{found.lower_tokens} tokens or more", (Reason(found.source, figures),))
 
+    def delayed(self, error: Delayed) -> None:
+        """It is to ask again later; the first time is told in its timeline."""
+        if not self.delays:
+            self.decided("delay", "", (Reason(error.message, {"cause": error.cause or error.code}),))
+        self.delays += 1
+
     def placed(self, route: Route) -> None:
         """Take in a placement."""
+        self.begun = True
         self.split = route.split
         self.prefill_instance = route.prefill.instance_id if route.prefill else ""
         self.decode_instance = route.decode.instance_id if route.decode else ""

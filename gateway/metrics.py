@@ -5,6 +5,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from gateway.job import Job
 from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
+from shared.errors import Busy, Overloaded
 from shared.timeline import Span
 from shared.wire.messages import JobReport
 
@@ -17,6 +18,7 @@ _STAGES = {
     Span.DECODE: ("vllm:request_decode_time_seconds", "In decode."),
 }
 # Of a completed request the reason is the engine's own: stop, length or repetition (vllm.v1.engine.FinishReason).
+_REFUSED = (Busy.code, Overloaded.code)
 _REASONS = {Phase.CANCELLED: "abort", Phase.FAILED: "error"}
 
 
@@ -56,19 +58,31 @@ class GatewayMetrics:
         self._prompts = prompts.labels(model_name=model)
         self._transfers = Counter("polyphase_kv_transfers", "KV imports by outcome.", ["outcome"], registry=registry)
         self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
-        self.queued = Gauge("polyphase_gateway_queued_jobs", "Jobs without a first token.", registry=registry)
+        self.queued = Gauge("polyphase_gateway_queued_jobs", "Jobs that do not decode yet.", registry=registry)
         self.reports_dropped = Counter(
             "polyphase_gateway_reports_dropped", "Final reports that no scheduler took in time.", registry=registry
         )
         self.predictions = Counter(
             "polyphase_predictions", "Length predictions, by outcome.", ["outcome"], registry=registry
         )
-        self.refused = Counter("polyphase_refused", "Requests refused, by cause.", ["cause"], registry=registry)
+        self.refused = Counter(
+            "polyphase_refused", "Requests refused, by cause and SLO class.", ["cause", "slo"], registry=registry
+        )
+        self._delayed = Counter(
+            "polyphase_delayed", "Jobs that had to wait for heavier classes.", ["slo"], registry=registry
+        )
+        self.waiting = Gauge(
+            "polyphase_gateway_delayed_jobs", "Jobs that wait for their turn or for room.", ["slo"], registry=registry
+        )
         self._model = model
 
     def ended(self, job: Job, report: JobReport) -> None:
         """Take in a job that is over, with its final report."""
         timeline = job.timeline
+        if report.outcome in _REFUSED:
+            self.refused.labels(cause=report.outcome, slo=report.slo).inc()
+        if job.delays:
+            self._delayed.labels(slo=report.slo).inc()
         reason = _REASONS.get(report.phase, report.outcome)
         self._ended.labels(model_name=self._model, finished_reason=reason).inc()
         if report.phase is not Phase.CANCELLED:

@@ -13,13 +13,24 @@ import msgspec
 from gateway import spans
 from gateway.job import Job
 from gateway.lengths import LengthClient
+from gateway.lines import Lines
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
 from gateway.staged import StagedKv
-from shared.domain.job import LengthPrediction, Phase
+from shared.domain.job import LengthPrediction, Phase, WhenFull
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.route import InstanceRef, Reason, Route
-from shared.errors import Busy, DeadlineExceeded, EngineFailed, NotConnected, PolyphaseError, Unavailable, WrongRole
+from shared.errors import (
+    Busy,
+    DeadlineExceeded,
+    Delayed,
+    EngineFailed,
+    NotConnected,
+    Overloaded,
+    PolyphaseError,
+    Unavailable,
+    WrongRole,
+)
 from shared.runtime.logs import get_log
 from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
@@ -52,12 +63,14 @@ class Pipeline:
         schedulers: SchedulerClient,
         reporter: Reporter,
         lengths: LengthClient,
+        lines: Lines | None = None,
     ) -> None:
         self._settings = settings
         self._lengths = lengths
         self._clients = clients
         self._schedulers = schedulers
         self._reporter = reporter
+        self._lines = lines or Lines()
         self._wants_prefix = False  # as the last route said
 
     async def run(self, job: Job) -> None:
@@ -68,6 +81,8 @@ class Pipeline:
         job.spent(Span.INTAKE, time.time())
         job.asked = self._lengths.ask(job.prompt, job.remaining)
         job.asked.then(job.predicted)
+        shares, caller = self._lines.shares, job.spec.caller
+        shares.came(caller, time.monotonic())
         outcome = PolyphaseError.code  # of a bug of ours: the status table must not show the job as under way for ever
         try:
             async with asyncio.timeout(job.left_s):
@@ -84,6 +99,8 @@ class Pipeline:
             raise
         finally:
             job.asked.cancel()
+            shares.charge(caller, 0, len(job.tokens))
+            shares.left(caller, time.monotonic())
             self._ended(job, outcome)
 
     def _ended(self, job: Job, outcome: str) -> None:
@@ -98,7 +115,7 @@ class Pipeline:
     async def _attempts(self, job: Job) -> None:
         while not job.finished:
             job.begin_attempt()
-            route = await self._place(job)
+            route = await self._place_in_turn(job)
             try:
                 await self._attempt(job, route)
             except PolyphaseError as error:
@@ -133,9 +150,36 @@ class Pipeline:
                 raise self._broken(job, route.prefill, "staged no KV")
             await self._decode_somewhere(job, prefilled.decode, prefilled.handle, staged)
 
+    async def _place_in_turn(self, job: Job) -> Route:
+        """A route. A job of a class that yields waits for its turn to ask, and for room, until it has begun."""
+        slo, caller = job.spec.slo, job.spec.caller
+        if job.begun:
+            return await self._place(job)
+        if slo.when_full is not WhenFull.DELAY:
+            route = await self._place(job)
+        else:
+            queue_s = self._settings.slo[slo.name].queue_s
+            try:
+                async with asyncio.timeout(queue_s), self._lines.turn(slo.name, caller):
+                    route = await self._place_when_told(job)
+            except TimeoutError:
+                said = f"no room beside heavier classes for {queue_s:g} s (SLO class {slo.name!r})"
+                raise Overloaded(said, cause="queue", retry_after_s=queue_s) from None
+        self._lines.shares.charge(caller, len(job.prompt), 0)
+        return route
+
+    async def _place_when_told(self, job: Job) -> Route:
+        while True:
+            try:
+                return await self._place(job)
+            except Delayed as delay:
+                job.delayed(delay)
+                await asyncio.sleep(delay.retry_after_s or RETRY_AT_MOST_S)
+
     async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
         """Ask a scheduler for a route; while none answers or nothing is ready, ask again for `patience_s`."""
-        view = job.view(decode_only=decode_only)
+        over_share = not job.begun and self._lines.shares.over(job.spec.caller, time.monotonic())
+        view = msgspec.structs.replace(job.view(decode_only=decode_only), over_share=over_share)
         if self._wants_prefix:
             view = msgspec.structs.replace(view, prefix=job.prefix)
         while True:

@@ -3,21 +3,32 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from shared.domain.job import Slo, WhenFull
 from shared.domain.kv import Codec
 from shared.runtime.settings import ServiceSettings
 
 
-class SloTarget(BaseModel):
-    """Targets of one class, in seconds. lossy_kv: the coarsest codec its KV may be sent with where the link is slow."""
+class SloClass(BaseModel):
+    """One class of requests: its targets in seconds, and what may be done to it while the cluster is full."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    ttft_s: float = 2.0
-    tpot_s: float = 0.2
-    lossy_kv: Codec = Codec.RAW
+    ttft_s: float = Field(2.0, gt=0)
+    tpot_s: float = Field(0.2, gt=0)
+    weight: float = Field(1.0, gt=0)  # harm to it counts so much; heavier classes go first
+    when_full: WhenFull = WhenFull.NEVER
+    lossy_kv: Codec = Codec.RAW  # the coarsest codec its KV may be sent with where the link is slow
+    queue_s: float = Field(600.0, gt=0)  # of a class that yields: how long at most a job waits in the gateway
+
+    def as_slo(self, name: str) -> Slo:
+        """As policies see it."""
+        return Slo(name, self.ttft_s, self.tpot_s, self.weight, self.when_full, self.lossy_kv)
+
+
+BUILT_IN = {"default": SloClass(), "batch": SloClass(ttft_s=600.0, tpot_s=1.0, weight=0.1, when_full=WhenFull.DELAY)}
 
 
 class GatewaySettings(ServiceSettings):
@@ -40,18 +51,25 @@ class GatewaySettings(ServiceSettings):
     api_keys_file: Path | None = None
     max_body_bytes: int = Field(4 << 20, gt=0)
     body_timeout_s: float = Field(30.0, gt=0)  # for all of a body to come
-    max_queued_jobs: int = Field(512, gt=0)  # jobs without a first token; beyond it the answer is 429
+    max_queued_jobs: int = Field(512, gt=0)  # jobs that do not decode yet; beyond it the answer is 429
     max_queued_tokens: int = Field(1 << 20, gt=0)  # prompt tokens of those
+    max_delayed_jobs: int = Field(8192, gt=0)  # the same two of the classes that yield
+    max_delayed_tokens: int = Field(1 << 24, gt=0)
     caller_share: float = Field(0.5, gt=0, le=1)  # of max_queued_jobs, for each key where there are several
     max_jobs_a_body: int = Field(128, gt=0)  # prompts times n; beyond it the answer is 400
-    jobs_at_once: int = Field(16, gt=0)  # of one body, in the cluster and without a first token
+    jobs_at_once: int = Field(16, gt=0)  # of one body, in the cluster or its lines, and not decoding yet
     grammar_cpu_s: float = Field(2.0, gt=0)  # what it may cost to compile a grammar; beyond it the answer is 400
     job_timeout_s: float = Field(600.0, gt=0)
     patience_s: float = Field(10.0, gt=0)  # how long a job waits for a scheduler or an instance to come back
     attempts: int = Field(4, gt=0)
-    slo: dict[str, SloTarget] = {"default": SloTarget()}
+    slo: dict[str, SloClass] = BUILT_IN
     kv_codec: Codec = Codec.RAW  # of all transfers, if it is lossy; see `slo` for one by class and link
 
     predictor: str = ""  # its RPC address; empty: nobody predicts lengths
     predict_wait_s: float = Field(0.005, ge=0)  # at most so long a placement waits for a classifier that is so quick
     predict_timeout_s: float = Field(0.25, gt=0)  # what comes later is given up; before that dispatch may still use it
+
+    @field_validator("slo")
+    @classmethod
+    def _with_built_in(cls, slo: dict[str, SloClass]) -> dict[str, SloClass]:
+        return {**BUILT_IN, **slo}

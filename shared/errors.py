@@ -48,6 +48,23 @@ class Busy(PolyphaseError):
     retriable = True
 
 
+class Overloaded(PolyphaseError):
+    """The cluster is too full for the job to meet its targets; `cause` names what is full."""
+
+    code = "overloaded"
+    http_status = 429
+
+    def __init__(self, message: str, *, cause: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.cause = cause
+
+
+class Delayed(Overloaded):
+    """The job would be in the way of heavier classes: ask again after `retry_after_s`."""
+
+    code = "delayed"
+
+
 class Unavailable(PolyphaseError):
     """Something needed is broken or missing."""
 
@@ -124,6 +141,8 @@ _ALL: tuple[type[PolyphaseError], ...] = (
     NotFound,
     Unauthorized,
     Busy,
+    Overloaded,
+    Delayed,
     Unavailable,
     Conflict,
     Incompatible,
@@ -137,6 +156,6 @@ _ALL: tuple[type[PolyphaseError], ...] = (
 BY_CODE: dict[str, type[PolyphaseError]] = {error.code: error for error in _ALL}
 
 
-def from_code(code: str, message: str) -> PolyphaseError:
+def from_code(code: str, message: str, retry_after_s: float | None = None) -> PolyphaseError:
     """The error that a peer named by its code; an unknown code is an internal error."""
-    return BY_CODE.get(code, PolyphaseError)(message)
+    return BY_CODE.get(code, PolyphaseError)(message, retry_after_s=retry_after_s)

@@ -54,7 +54,7 @@ class Scenario:
     cores_share: float = 0.3
 
 
-_SERVICES: dict[str, Any] = {
+SERVICES: dict[str, Any] = {
     "model": str(MODEL),
     "served_model_name": "demo",
     "max_model_len": 2048,
@@ -67,7 +67,7 @@ REAL = Scenario(
     name="demo",
     title="demo cluster, vLLM on the CPU, 2 prefill + 2 decode",
     cluster={
-        **_SERVICES,
+        **SERVICES,
         "name": "bench live",
         "gateway": {"dtype": "float32"},
         "instance_defaults": {
@@ -104,7 +104,7 @@ EMULATED = Scenario(
     name="emulated",
     title="emulated accelerators of two kinds, Llama-3-8B, links of 10 Gb/s",
     cluster={
-        **_SERVICES,
+        **SERVICES,
         "name": "bench live (emulated)",
         "instance_defaults": {"engine": "emulated", "emulated_link_gbps": 10.0, "chunk_size": 512, "max_seqs": 64},
         "instances": [

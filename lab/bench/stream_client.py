@@ -22,17 +22,28 @@ class StreamFailed(Exception):
     """The server answered something else than a complete stream."""
 
 
-async def stream_completion(host: str, port: int, body: dict[str, object], api_key: str = "") -> StreamResult:
-    """Send one streaming request on a connection of its own and read it to the end. Raises StreamFailed, OSError."""
+class Refused(StreamFailed):
+    """The server was too busy."""
+
+
+async def stream_completion(
+    host: str, port: int, body: dict[str, object], api_key: str = "", slo: str = ""
+) -> StreamResult:
+    """Send one streaming request on a connection of its own and read it to the end. slo: its class, "" for the default.
+
+    Raises Refused, StreamFailed, OSError.
+    """
     payload = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(host, port)
     try:
         began = time.perf_counter()
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-            b"Connection: close\r\n%sContent-Length: %d\r\n\r\n" % (_authorization(api_key), len(payload)) + payload
+            b"Connection: close\r\n%sContent-Length: %d\r\n\r\n" % (_headers(api_key, slo), len(payload)) + payload
         )
         status = await reader.readline()
+        if b" 429 " in status:
+            raise Refused(f"{status!r}")
         if b" 200 " not in status:
             raise StreamFailed(f"{status!r}: {(await reader.read(2000))[-500:]!r}")
         first, last, gaps = 0.0, 0.0, list[float]()
@@ -51,8 +62,9 @@ async def stream_completion(host: str, port: int, body: dict[str, object], api_k
         writer.close()
 
 
-def _authorization(api_key: str) -> bytes:
-    return b"Authorization: Bearer %s\r\n" % api_key.encode() if api_key else b""
+def _headers(api_key: str, slo: str) -> bytes:
+    key = b"Authorization: Bearer %s\r\n" % api_key.encode() if api_key else b""
+    return key + (b"X-Polyphase-SLO: %s\r\n" % slo.encode() if slo else b"")
 
 
 async def run_load(host: str, port: int, bodies: Sequence[dict[str, object]], concurrency: int) -> list[StreamResult]:

@@ -56,7 +56,10 @@ def _run(read: SimFile, file: Path) -> RunSpec:
     run = RunSpec(
         label=read.name or file.stem,
         prediction=Prediction(**said.model_dump()) if said else None,
-        slo=Slo(ttft_s=read.slo.ttft_s, tpot_s=read.slo.tpot_s, lossy_kv=read.slo.lossy_kv),
+        slo=Slo(
+            ttft_s=read.slo.ttft_s, tpot_s=read.slo.tpot_s, when_full=read.slo.when_full, lossy_kv=read.slo.lossy_kv
+        ),
+        delay_s=read.slo.queue_s,
         losses=tuple(Loss(entry.instance, entry.at_s, entry.back_s) for entry in read.losses),
         flips=tuple(Flip(entry.instance, entry.at_s) for entry in read.flips),
         **dict(read.run),

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from gateway.settings import GatewaySettings
 from lab.simulate.not_simulated import ENGINE_ARGS
-from lab.simulate.sim_file import SimFile
+from lab.simulate.sim_file import SimFile, SloEntry
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster, InstanceSection, describe, load_cluster
@@ -65,7 +65,7 @@ def read_cluster(file: Path) -> ClusterRead:
         "model": models.pop(),
         "instances": [entry.as_instance() for entry in entries],
         "policies": cluster.policies,
-        "slo": gateway.slo["default"].model_dump() if "default" in gateway.slo else {},
+        "slo": gateway.slo["default"].model_dump(include=set(SloEntry.model_fields)),
         "run": {
             "codec": gateway.kv_codec,
             "patience_s": gateway.patience_s,

@@ -16,6 +16,7 @@ _DATABASE = "nothing waits for the database"
 _LOG = "what is logged, not what is done"
 _SEED = "draws follow the simulation's own seed"
 _NO_FAULTS = "nothing fails in the simulation of a cluster file"
+_LINES = "all requests are of the class default; where that one yields, its line may be as long as the trace"
 _BODIES = "each request of a trace is one job of known lengths, and has no body"
 _PREDICTOR = "whether lengths are predicted, how well and how soon, is a simulation file's `prediction`"
 _MEMORY = "prefetched KV that has no room is pulled again; in a simulation it always has room"
@@ -73,6 +74,8 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "api_keys_file": "requests of a trace have no keys",
         "caller_share": "requests of a trace have no keys",
         "grammar_cpu_s": "requests of a trace have no grammars",
+        "max_delayed_jobs": _LINES,
+        "max_delayed_tokens": _LINES,
         "max_body_bytes": _BODIES,
         "body_timeout_s": _BODIES,
         "max_jobs_a_body": _BODIES,

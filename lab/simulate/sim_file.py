@@ -9,6 +9,7 @@ from services.launcher.cluster_file import CLUSTERS, describe
 from shared.cost.data_file import read_yaml
 from shared.cost.memory import RESERVE_BYTES, UTILISATION
 from shared.domain.instance import Role
+from shared.domain.job import WhenFull
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
 from shared.sim.spec import FirstToken
@@ -33,10 +34,12 @@ class LinkEntry(_Part):
 
 
 class SloEntry(_Part):
-    """Targets, seconds."""
+    """The class of all requests: targets in seconds, and what may be done to them while the cluster is full."""
 
     ttft_s: Positive = 2.0
     tpot_s: Positive = 0.2
+    when_full: WhenFull = WhenFull.NEVER
+    queue_s: Positive = 600.0
     lossy_kv: Codec = Codec.RAW
 
 

@@ -69,8 +69,8 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
     name, ring = settings.scheduler_id, settings.ring_jobs
 
-    def ended(job_id: str, output_tokens: int) -> None:
-        placer.ended(job_id, output_tokens)
+    def ended(job_id: str, output_tokens: int, met: bool | None) -> None:
+        placer.ended(job_id, output_tokens, met)
         demand.ended(job_id, output_tokens)
 
     reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.decodes, ended)

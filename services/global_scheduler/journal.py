@@ -41,12 +41,19 @@ class Told(msgspec.Struct, tag=True):
 
 
 class Decided(msgspec.Struct, tag=True):
-    """A route, or the code of the error that there was instead."""
+    """A route, or the error that there was instead: its code, what it said, and when it said to come again."""
 
     request: PlaceRequest
     now: float
     route: Route | None
     error: str = ""
+    said: str = ""
+    retry_after_s: float | None = None
+
+    @classmethod
+    def refusal(cls, request: PlaceRequest, now: float, error: PolyphaseError) -> "Decided":
+        """There was no route."""
+        return cls(request, now, None, error.code, error.message, error.retry_after_s)
 
 
 class Came(msgspec.Struct, tag=True):
@@ -57,10 +64,12 @@ class Came(msgspec.Struct, tag=True):
 
 
 class Ended(msgspec.Struct, tag=True):
-    """A job was over."""
+    """A job was over; met: whether it kept its targets."""
 
     job_id: str
     output_tokens: int
+    met: bool | None = None
+    now: float = 0.0
 
 
 Entry = Begun | Heard | Told | Decided | Came | Ended
@@ -143,7 +152,7 @@ def _again(decider: Decider, entry: Decided) -> Decided:
     try:
         route = decider.decide(entry.request.job, entry.request.exclude, entry.now)
     except PolyphaseError as error:
-        return Decided(entry.request, entry.now, None, error.code)
+        return Decided.refusal(entry.request, entry.now, error)
     return Decided(entry.request, entry.now, route)
 
 
@@ -159,4 +168,4 @@ def _take(decider: Decider, entry: Entry) -> None:
         case Came():
             decider.came(entry.job_id, entry.now)
         case Ended():
-            decider.ended(entry.job_id, entry.output_tokens)
+            decider.ended(entry.job_id, entry.output_tokens, entry.met, entry.now)

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from shared.domain.route import Route
+from shared.errors import Overloaded, PolyphaseError
 
 _DECISION_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2, 0.1)
 
@@ -17,10 +18,17 @@ class SchedulerMetrics:
         self._placements = Counter(
             "polyphase_scheduler_placements", "Placements", ["prefill", "decode", "kind"], registry=registry
         )
-        self.refused = Counter(
-            "polyphase_scheduler_refused", "Placements refused, by error code", ["code"], registry=registry
+        self._refused = Counter(
+            "polyphase_scheduler_refused",
+            "Placements refused or delayed, by error code, SLO class, and what was full",
+            ["code", "slo", "cause"],
+            registry=registry,
         )
         self.lost = Counter("polyphase_scheduler_jobs_lost", "Open jobs whose gateway is gone", registry=registry)
+
+    def refusal(self, slo: str, error: PolyphaseError) -> None:
+        """Count one question that got no route."""
+        self._refused.labels(error.code, slo, error.cause if isinstance(error, Overloaded) else "").inc()
 
     def placed(self, route: Route, duration_s: float) -> None:
         """Count one decision."""

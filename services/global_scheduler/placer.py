@@ -11,7 +11,7 @@ from shared.domain.job import JobView
 from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.prefix import PrefixDelta
 from shared.domain.route import Route
-from shared.errors import PolyphaseError
+from shared.errors import Overloaded, PolyphaseError
 from shared.policy.decider import Decider
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import PrefixIndex
@@ -105,18 +105,17 @@ class Placer:
         return self.place(request)
 
     def place(self, request: PlaceRequest) -> Route:
-        """Decide. Raises Unavailable, InvalidRequest."""
+        """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed."""
         started, now = time.perf_counter(), time.time()
-        route, refusal = None, ""
         try:
             route = self._decider.decide(request.job, request.exclude, now)
         except PolyphaseError as error:
-            refusal = error.code
-            self._refuse(request.job.job_id, error)
-            raise
-        finally:
+            self._refuse(request.job, error)
             if self._journal is not None:
-                self._journal.add(Decided(request, now, route, refusal))
+                self._journal.add(Decided.refusal(request, now, error))
+            raise
+        if self._journal is not None:
+            self._journal.add(Decided(request, now, route))
         if refusals := self._refused.pop(request.job.job_id, 0):
             log.info("placed after all", job_id=request.job.job_id, refusals=refusals)
         self._metrics.placed(route, time.perf_counter() - started)
@@ -129,11 +128,15 @@ class Placer:
         if self._journal is not None:
             self._journal.add(Came(job_id, now))
 
-    def ended(self, job_id: str, output_tokens: int) -> None:
-        """A job is over here, however it ended; `output_tokens` of a whole answer, else 0."""
-        self._decider.ended(job_id, output_tokens)
+    def ended(self, job_id: str, output_tokens: int, met: bool | None) -> None:
+        """A job is over here, however it ended; `output_tokens` of a whole answer, else 0.
+
+        met: whether it kept its targets, None where that says nothing.
+        """
+        now = time.time()
+        self._decider.ended(job_id, output_tokens, met, now)
         if self._journal is not None:
-            self._journal.add(Ended(job_id, output_tokens))
+            self._journal.add(Ended(job_id, output_tokens, met, now))
         if refusals := self._refused.pop(job_id, 0):
             log.info("ended without a placement", job_id=job_id, refusals=refusals)
 
@@ -146,12 +149,13 @@ class Placer:
             log.info("policies followed", revision=policies.revision, **named)
         self.on_policies()
 
-    def _refuse(self, job_id: str, error: PolyphaseError) -> None:
+    def _refuse(self, job: JobView, error: PolyphaseError) -> None:
         """Count it; a waiting job asks ten times a second, and one line is enough."""
-        self._metrics.refused.labels(error.code).inc()
+        job_id = job.job_id
+        self._metrics.refusal(job.slo.name, error)
         known = self._refused.pop(job_id, 0)
         self._refused[job_id] = known + 1
-        if not known:
+        if len(self._refused) > REFUSED_KEPT:
+            del self._refused[next(iter(self._refused))]
+        if not known and not isinstance(error, Overloaded):  # those are many, and each has its cause in its timeline
             log.warning("no placement", job_id=job_id, code=error.code, reason=error.message)
-            if len(self._refused) > REFUSED_KEPT:
-                del self._refused[next(iter(self._refused))]

@@ -26,7 +26,8 @@ class Reports:
     """The newest jobs by id, and the places where their reports go.
 
     `on_decode` is called when a job has come to its decode instance; `on_end` once for each job that is open here no
-    longer, for whatever reason, with the tokens of its answer if that is whole: its work counts no more.
+    longer, for whatever reason, with the tokens of its answer if that is whole, and whether it kept its targets if that
+    can be said: its work counts no more.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Reports:
         lengths: Forwarder,
         open_jobs: OpenJobs,
         on_decode: Callable[[str], None],
-        on_end: Callable[[str, int], None],
+        on_end: Callable[[str, int, bool | None], None],
     ) -> None:
         self._scheduler_id = scheduler_id
         self._ring_jobs = ring_jobs
@@ -86,7 +87,9 @@ class Reports:
             self._store.put(requests, self._row(report, now))
         if report.phase.final:
             self._open.ended(report.job_id)
-            self._on_end(report.job_id, report.output_tokens if report.phase is Phase.COMPLETED else 0)
+            whole = report.phase is Phase.COMPLETED
+            met = False if report.phase is Phase.FAILED else report.slo_met
+            self._on_end(report.job_id, report.output_tokens if whole else 0, met)
             self._forward(report, now)
         elif report.phase is Phase.DECODE:
             self._on_decode(report.job_id)
@@ -96,11 +99,11 @@ class Reports:
         swept = self._open.sweep(asyncio.get_running_loop().time())
         for job_id in swept.elsewhere:
             self._jobs.pop(job_id, None)
-            self._on_end(job_id, 0)
+            self._on_end(job_id, 0, None)
         for job_id in swept.lost:
             known = self._jobs.get(job_id)
             if known is None:
-                self._on_end(job_id, 0)
+                self._on_end(job_id, 0, None)
             else:
                 ended = {"phase": Phase.FAILED, "outcome": LOST, "slo_met": False}
                 self.take(msgspec.structs.replace(known, **ended), time.time())

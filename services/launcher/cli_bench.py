@@ -44,6 +44,7 @@ _add_bench("overhead", "What the control plane costs: CPU a request and a token,
 _add_bench("kv", "KV transfer between two processes, beside a plain socket.")
 _add_bench("policy", "What a decision of each policy costs with 10, 100 and 1,000 instances.")
 _add_bench("policies", "Goodput of adaptive beside all fixed policies, in twelve simulated scenarios (an hour).")
+_add_bench("overload", "Interactive and batch work at twice the capacity, with and without overload control.")
 _add_bench_on_data("cost", "The cost model beside published measurements.")
 _add_bench_on_data("sim", "How fast the simulator is, and macro-steps beside stepping.")
 _add_bench("live", "The simulator beside a live cluster, calibrated on it: means, and which policy is better.")

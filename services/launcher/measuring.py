@@ -17,6 +17,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "policies": ("bench.policies", "run_policies_bench"),
     "roles": ("bench.roles", "run_roles_bench"),
     "roles_live": ("bench.roles_live", "run_live"),
+    "overload": ("bench.overload", "run_overload_bench"),
     "cost": ("bench.cost", "run_cost_bench"),
     "mixed": ("bench.mixed", "run_mixed_bench"),
     "live": ("bench.live", "run_live_bench"),

@@ -26,12 +26,25 @@ class Phase(StrEnum):
         return self in (Phase.COMPLETED, Phase.CANCELLED, Phase.FAILED)
 
 
+class WhenFull(StrEnum):
+    """What may be done to a job while the cluster is full."""
+
+    REJECT = "reject"  # refused at once when it would miss its targets, and told when to come again
+    DELAY = "delay"  # waits in its gateway while it would be in the way of heavier classes
+    NEVER = "never"  # placed whatever the load
+
+
 class Slo(msgspec.Struct, frozen=True):
-    """Targets of a job's class, in seconds. lossy_kv: the coarsest codec that its KV may be sent with."""
+    """A job's class: its targets in seconds, and what may be done to it.
+
+    weight: harm to it counts so much; heavier classes go first. lossy_kv: the coarsest codec its KV may be sent with.
+    """
 
     name: str = "default"
     ttft_s: float = 2.0
     tpot_s: float = 0.2
+    weight: float = 1.0
+    when_full: WhenFull = WhenFull.NEVER
     lossy_kv: Codec = Codec.RAW
 
 
@@ -57,7 +70,11 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """What a policy may know of a job. prefix: hashes of its prompt's blocks, see `shared.domain.prefix`."""
+    """What a policy may know of a job. prefix: hashes of its prompt's blocks, see `shared.domain.prefix`.
+
+    begun: it has been placed before, so that it is not refused any more. over_share: whoever sent it has had more than
+    others who ask at the same gateway.
+    """
 
     job_id: str
     prompt_tokens: int
@@ -66,3 +83,5 @@ class JobView(msgspec.Struct, frozen=True):
     prediction: LengthPrediction | None = None
     local_only: bool = False  # must be computed whole by one instance (prompt logprobs)
     prefix: tuple[int, ...] = ()
+    begun: bool = False
+    over_share: bool = False

@@ -60,6 +60,7 @@ class Adaptive:
         """The same; `split` and `dispatch` are fixed policies to keep to, None where the decision is free."""
         answers = index.ledger.answers
         own, usual = answers.expected(job), answers.all
+        others = index.ledger.needs.others(job.slo, now)
         if dispatch is None:
             views = _decodes(job, index, exclude, rng, self.candidates)
         else:
@@ -68,9 +69,9 @@ class Adaptive:
         if not views:
             return None
         found = [] if index.coupled else _prefills(job, index, exclude, self.candidates)
-        prefills = [PrefillSide.of(view, _saved(index, view, job)) for view in found]
+        prefills = [PrefillSide.of(view, saved_at(index, view, job)) for view in found]
         spread_s = usual_wait_s(prefills)
-        decodes = [DecodeSide.of(view, job, own, usual, _saved(index, view, job), spread_s) for view in views]
+        decodes = [DecodeSide.of(view, job, own, usual, saved_at(index, view, job), others, spread_s) for view in views]
         if split is None or not prefills:
             ways = options(job, own, prefills, decodes)
         else:
@@ -165,7 +166,8 @@ def _decodes(job: JobView, index: ClusterIndex, exclude: Collection[str], rng: R
     return list(found.values())
 
 
-def _saved(index: ClusterIndex, view: InstanceView, job: JobView) -> int:
+def saved_at(index: ClusterIndex, view: InstanceView, job: JobView) -> int:
+    """Prompt tokens whose KV the instance holds."""
     return saved_tokens(index.prefixes, view, job) if job.prefix else 0
 
 

@@ -19,7 +19,8 @@ from shared.policy.assignment import assignments
 from shared.policy.following import Following
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.load_tracker import LoadTracker
-from shared.policy.placement import Policies, place
+from shared.policy.overload import decide
+from shared.policy.placement import Policies
 from shared.policy.prefix_index import PrefixIndex, saved_tokens, wants_prefixes
 from shared.policy.split import Freedom, freedom
 
@@ -48,9 +49,9 @@ class Decider:
     def decide(self, job: JobView, exclude: Collection[str], now: float) -> Route:
         """A route; it counts as load until broadcasts show it, and as work until the job ends.
 
-        Raises Unavailable, InvalidRequest.
+        Raises Unavailable, InvalidRequest; Overloaded, Delayed where the job's class allows it.
         """
-        route = place(job, self._live.current, self._following.made, now, self._rng, exclude)
+        route = decide(job, self._live.current, self._following.made, now, self._rng, exclude)
         self.ledger.add(job, route, now)
         for assignment in assignments(job, route, now):
             self._live.book(assignment)
@@ -79,9 +80,12 @@ class Decider:
         """A job has come to its decode instance."""
         self._live.arrived(job_id, now)
 
-    def ended(self, job_id: str, output_tokens: int) -> None:
-        """A job is over here, however it ended; `output_tokens` of a whole answer, else 0."""
-        self.ledger.complete(job_id, output_tokens)
+    def ended(self, job_id: str, output_tokens: int, met: bool | None, now: float) -> None:
+        """A job is over here, however it ended; `output_tokens` of a whole answer, else 0.
+
+        met: whether it kept its targets, None where that says nothing.
+        """
+        self.ledger.complete(job_id, output_tokens, met, now)
         self._live.ended(job_id)
 
     @property

@@ -20,16 +20,23 @@ ENDLESS = 1 << 30
 def harm(share: float) -> float:
     """How likely a target is missed by a time that is expected to be `share` of it; and a little for being slow at all.
 
-    Ours: log-logistic, x^4 / (1 + x^4), as if estimates were off by a third either way; 0.5 at the target itself. What
-    is missed for certain is little worse for one more delay, so that harm is not spread over those who can be spared;
-    where all miss, what is left to gain is time.
+    What is missed for certain is little worse for one more delay, so that harm is not spread over those who can be
+    spared; where all miss, what is left to gain is time.
     """
     if share <= 0.0:
         return 0.0
+    late = LATENESS * (share - 1.0) if share > 1.0 else 0.0
+    return missed(share) + SLOWNESS * share + late
+
+
+def missed(share: float) -> float:
+    """How likely a target is missed by a time that is expected to be `share` of it, at least 0.
+
+    Ours: log-logistic, x^4 / (1 + x^4), as if estimates were off by a third either way; 0.5 at the target itself.
+    """
     square = share * share
     power = square * square
-    late = LATENESS * (share - 1.0) if share > 1.0 else 0.0
-    return power / (1.0 + power) + SLOWNESS * share + late
+    return power / (1.0 + power)
 
 
 class Part(NamedTuple):
@@ -74,11 +81,11 @@ class PrefillSide(NamedTuple):
         steps = max(1.0, fresh / self.chunk) if self.jobs else -(-fresh // self.chunk)
         return form.fixed_s * steps + fresh * (form.token_s + form.position_s * (saved + fresh / 2.0))
 
-    def part(self, tokens: int, slo: Slo) -> Part:
+    def part(self, tokens: int, others: Slo) -> Part:
         """The first `tokens` of the prompt. Those who come after are as many as wait now, each behind so much more."""
-        own_s, wait_s, target = self.own_s(tokens), self.wait_s, slo.ttft_s
-        others = self.jobs * (harm((wait_s + own_s) / target) - harm(wait_s / target)) if self.jobs else 0.0
-        return Part(tokens, wait_s + own_s, min(1.0, self.chunk / tokens), others)
+        own_s, wait_s, target = self.own_s(tokens), self.wait_s, others.ttft_s
+        harmed = self.jobs * (harm((wait_s + own_s) / target) - harm(wait_s / target)) if self.jobs else 0.0
+        return Part(tokens, wait_s + own_s, min(1.0, self.chunk / tokens), harmed)
 
 
 def usual_wait_s(prefills: Sequence[PrefillSide]) -> float:
@@ -112,6 +119,7 @@ class DecodeSide(NamedTuple):
 
     view: InstanceView
     job: JobView
+    slo: Slo  # by which harm to others is judged
     form: StepForm  # of steps that compute prompts
     budget: int  # prompt tokens of such a step beside the decodes
     running: int  # decodes of a step
@@ -130,15 +138,25 @@ class DecodeSide(NamedTuple):
     room_s: float  # until there is room for the job's prompt, and a seat
     behind_s: float  # by which those who wait for that, too, wait longer
     memory: float  # harm of what is promised twice
+    alone_s: float  # of a step of the job's decode with nobody beside it
 
     @classmethod
     def of(
-        cls, view: InstanceView, job: JobView, own: Lengths, usual: Lengths, saved: int = 0, spread_s: float = 0.0
+        cls,
+        view: InstanceView,
+        job: JobView,
+        own: Lengths,
+        usual: Lengths,
+        saved: int = 0,
+        others: Slo | None = None,
+        spread_s: float = 0.0,
     ) -> "DecodeSide":
         """As of its load. own: of the job's answer; `saved` tokens of its prompt have their KV there.
 
-        spread_s: over which the decodes come that are bound to it and not there yet.
+        others: the class of those that it would meet; its own if nobody says. spread_s: over which the decodes come
+        that are bound to it and not there yet.
         """
+        slo = job.slo if others is None else others
         info, load, prompt = view.info, view.load, job.prompt_tokens
         rates, link = info.rates.step or UNKNOWN_STEPS, info.rates.link
         seats, decode = info.max_seqs or ENDLESS, rates.decode
@@ -159,10 +177,11 @@ class DecodeSide(NamedTuple):
         beside_s = max(load.prefill_share, min(1.0, steps / own.brief)) * max(0.0, full_s - step_s)
         free = load.free_blocks * info.block_size - load.waiting_tokens + away * load.coming_tokens
         held = Held(decoding, load.context_tokens - away * load.coming_tokens, free)
-        room = _room(held, seats, form, prompt, own.mean, usual.mean, budget, after_s, job.slo.tpot_s)
+        room = _room(held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s)
         return cls(
             view,
             job,
+            slo,
             form,
             budget,
             running,
@@ -179,11 +198,12 @@ class DecodeSide(NamedTuple):
             beside_s,
             steps * full_s,
             *room,
+            decode.fixed_s + decode.sequence_s + decode.context_s * (prompt + own.mean / 2.0),
         )
 
     def terms(self, before: int) -> DecodeTerms:
         """With the first `before` prompt tokens computed elsewhere."""
-        slo, usual = self.job.slo, self.usual
+        slo, usual = self.slo, self.usual
         before = max(before, self.saved)
         rest = self.job.prompt_tokens - before
         others = stall_s = rest_s = 0.0

@@ -16,6 +16,7 @@ from shared.domain.job import JobView
 from shared.domain.route import Route
 from shared.policy.answers import Answers
 from shared.policy.assignment import Assignment, assignments
+from shared.policy.class_needs import ClassNeeds
 
 SETTLE_S = 1.0  # a job placed so long ago shows in the load of its instance
 FORGET_S = 3600.0  # no job takes longer: its completion was lost
@@ -69,6 +70,7 @@ class WorkloadLedger:
         self._rotations: dict[str, Rotation] = {}
         self._coming: dict[str, Assignment] = {}
         self.answers = Answers()
+        self.needs = ClassNeeds()
 
     def __len__(self) -> int:
         """Unfinished jobs."""
@@ -82,8 +84,9 @@ class WorkloadLedger:
         for rotation in self._rotations.values():
             rotation.took(prefill or decode)
             rotation.took(pair_key(prefill, decode))
-        self.complete(job_id)
+        self._take_off(job_id)
         self.answers.begun(job)
+        self.needs.placed(job, now)
         for assignment in assignments(job, route, now):
             if assignment.coming:
                 self._coming[job_id] = assignment
@@ -95,9 +98,16 @@ class WorkloadLedger:
         self.scores[slot] += route.work.score
         self.tokens[slot] += route.work.tokens
 
-    def complete(self, job_id: str, output_tokens: int = 0) -> None:
-        """Take off what was added for a job; jobs without an entry are ignored. output_tokens: of a whole answer."""
+    def complete(self, job_id: str, output_tokens: int = 0, met: bool | None = None, now: float = 0.0) -> None:
+        """Take off what was added for a job; jobs without an entry are ignored.
+
+        output_tokens: of a whole answer. met: whether it kept its targets at `now`; None where nobody can say.
+        """
         self.answers.ended(job_id, output_tokens)
+        self.needs.ended(job_id, met, now)
+        self._take_off(job_id)
+
+    def _take_off(self, job_id: str) -> None:
         self._coming.pop(job_id, None)
         entry = self._entries.pop(job_id, None)
         if entry is None:

@@ -11,7 +11,7 @@ from shared.policy.split import Split
 
 
 class Option(NamedTuple):
-    """One way to serve the job, and what it would come to."""
+    """One way to serve the job, and what it would come to. In `total` harm to others counts by their weight."""
 
     total: float
     prefill: PrefillSide | None
@@ -36,8 +36,9 @@ def options(job: JobView, own: Lengths, prefills: Sequence[PrefillSide], decodes
     if not prefills:
         return nones
     after = [(decode, decode.terms(prompt)) for decode in decodes]
-    parts = [(prefill, prefill.part(prompt, job.slo)) for prefill in prefills]
-    first, *others = sorted(parts, key=lambda one: one[1].ready_s + one[1].others * job.slo.ttft_s)
+    slo = decodes[0].slo
+    parts = [(prefill, prefill.part(prompt, slo)) for prefill in prefills]
+    first, *others = sorted(parts, key=lambda one: one[1].ready_s + one[1].others * slo.ttft_s)
     alls = [pair(job, own, *first, decode, terms) for decode, terms in after]
     best = min(range(len(alls)), key=lambda at: alls[at].total)
     alls += [pair(job, own, prefill, part, *after[best]) for prefill, part in others]
@@ -53,7 +54,7 @@ def _balanced(job: JobView, own: Lengths, nones: Sequence[Option], alls: Sequenc
     for decode in partners.values():
         split = balanced(job.prompt_tokens, prefill, decode)
         if 0 < split < job.prompt_tokens:
-            part, terms = prefill.part(split, job.slo), decode.terms(split)
+            part, terms = prefill.part(split, decode.slo), decode.terms(split)
             found.append(pair(job, own, prefill, part, decode, terms))
     return found
 
@@ -73,7 +74,7 @@ def kept_to(
         for decode in decodes:
             tokens = split.choose(job, prefill.view, decode.view, now, rng).tokens
             if tokens > 0:
-                part, terms = prefill.part(tokens, job.slo), decode.terms(tokens)
+                part, terms = prefill.part(tokens, decode.slo), decode.terms(tokens)
                 found.append(pair(job, own, prefill, part, decode, terms))
             else:
                 found.append(local(job, decode))
@@ -92,7 +93,7 @@ def local(job: JobView, decode: DecodeSide) -> Option:
     terms, slo = decode.terms(0), job.slo
     ttft_s = terms.room_s + terms.rest_s
     own_ttft, own_tpot = harm(ttft_s / slo.ttft_s), harm(terms.tpot_s / slo.tpot_s)
-    total = own_ttft + own_tpot + terms.others + terms.memory
+    total = own_ttft + own_tpot + decode.slo.weight / slo.weight * (terms.others + terms.memory)
     return Option(
         total, None, decode, 0, ttft_s, terms.tpot_s, own_ttft, own_tpot, 0.0, 0.0, terms.others, terms.memory
     )
@@ -110,9 +111,10 @@ def pair(
         tpot_s += max(terms.room_s, arrives_s - part.ready_s) / own.brief
     else:
         ttft_s = max(arrives_s, terms.room_s) + terms.rest_s
-    link = link_harm(waits_s, moves_s, tpot_s, decode.usual.brief, slo) if waits_s > 0.0 else 0.0
+    link = link_harm(waits_s, moves_s, tpot_s, decode.usual.brief, decode.slo) if waits_s > 0.0 else 0.0
     own_ttft, own_tpot = harm(ttft_s / slo.ttft_s), harm(tpot_s / slo.tpot_s)
-    total = own_ttft + own_tpot + part.others + link + terms.others + terms.memory
+    harmed = part.others + link + terms.others + terms.memory
+    total = own_ttft + own_tpot + decode.slo.weight / slo.weight * harmed
     return Option(
         total,
         prefill,

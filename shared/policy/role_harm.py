@@ -13,9 +13,10 @@ from shared.domain.demand import Demand
 from shared.domain.instance import InstanceView
 from shared.domain.rates import UNKNOWN_STEPS, StepRates
 from shared.policy.backlog import speed_class
-from shared.policy.estimate import ENDLESS, harm
+from shared.policy.estimate import ENDLESS, missed
 
 HORIZON_S = 30.0  # what cannot be served waits as if it had gathered for so long
+SLOWNESS = 0.02  # of a miss, for each target's length of time: roles are to serve in time, and do not change for less
 FULL = 0.97  # use beyond which a queue grows rather than settles
 TRIED = 5  # shares of the prompts that prefill instances compute, least and most included
 HALVINGS = 14
@@ -134,10 +135,14 @@ def _first_harm(demand: Demand, wait_s: float, service_s: float) -> float:
     """Harm of TTFT, over exponential waits and prompts one standard deviation shorter and longer than the mean."""
     spread = _variation(demand)
     return sum(
-        weight / 2.0 * harm((wait_s * wait + service_s * max(0.0, 1.0 + side * spread)) / demand.ttft_s)
+        weight / 2.0 * _harm((wait_s * wait + service_s * max(0.0, 1.0 + side * spread)) / demand.ttft_s)
         for wait, weight in WAITS
         for side in (-1.0, 1.0)
     )
+
+
+def _harm(share: float) -> float:
+    return missed(share) + SLOWNESS * share
 
 
 def _variation(demand: Demand) -> float:
@@ -193,7 +198,7 @@ def _decode(demand: Demand, sorts: Sequence[Sort], counts: Counts, share: float)
     taken = local / speed if sides else 1.0
     if taken >= FULL:
         over = taken / FULL
-        return _Decode(1.0 + harm(over), HORIZON_S / demand.output_tokens * over, over, HORIZON_S, HORIZON_S)
+        return _Decode(1.0 + _harm(over), HORIZON_S / demand.output_tokens * over, over, HORIZON_S, HORIZON_S)
     sides = [one._replace(left=1.0 - taken) for one in sides]
     output = demand.output_tokens
     capacity = sum(one.instances * one.rate(1e3, output) for one in sides)
@@ -207,7 +212,7 @@ def _decode(demand: Demand, sorts: Sequence[Sort], counts: Counts, share: float)
         step_s = _step_s(sides, min(rate, FULL * capacity), output)
         late_s = max(0.0, rate / capacity - FULL) * HORIZON_S
         token_s = step_s + (late_s + moves_s) / output
-        harmed += harm(token_s / demand.tpot_s) / 2.0
+        harmed += _harm(token_s / demand.tpot_s) / 2.0
         tpot_s += token_s / 2.0
     busy = sum(one.instances * one.chunks / one.prompt_s for one in sides) / speed  # steps a prompt
     service_s = busy * tpot_s + speed**-1 * sum(one.instances for one in sides)

@@ -11,6 +11,7 @@ from shared.domain.rates import StepRates
 from shared.policy.prefill_order import PrefillOrder, WaitingJob
 
 Item = TypeVar("Item", bound=Hashable)
+CLASS_WINDOW = 16.0
 
 
 @dataclass(slots=True, eq=False)
@@ -21,8 +22,8 @@ class _Entry(Generic[Item]):
     taken: bool = False  # rather than removed; counts while those that came before it wait
 
 
-class WaitingLine(Generic[Item]):
-    """Items of a driver in a policy's order, without starvation; O(log n) for each.
+class _ClassLine(Generic[Item]):
+    """Those of one weight, in a policy's order, without starvation; O(log n) for each.
 
     The bound: while a job waits, at most the order's `window` jobs that came after it are taken before it; then it is
     the next, unless one that came before it is in the same position. What has been taken once and is put back, because
@@ -122,3 +123,87 @@ class WaitingLine(Generic[Item]):
         if len(self._heap) > 64 and len(self._heap) > 2 * len(self._entries):
             self._heap = [row for row in self._heap if row[2].here]
             heapify(self._heap)
+
+
+class WaitingLine(Generic[Item]):
+    """Items of a driver: heavier classes first, within one weight in a policy's order, and nobody waits for ever.
+
+    While a class waits, at most `CLASS_WINDOW` times the ratio of the weights are taken of heavier ones, then one of
+    it: where two classes always wait they get on in a fixed proportion. Within one weight see `_ClassLine`: there, what
+    has been taken once and is put back, because it was preempted or could not start, goes before all others.
+    """
+
+    def __init__(self, order: PrefillOrder, rates: Callable[[], StepRates | None] = lambda: None) -> None:
+        self._order = order
+        self._rates = rates
+        self._lines: dict[float, _ClassLine[Item]] = {}  # by weight, the heaviest first
+        self._passed: dict[float, float] = {}  # by weight: taken of heavier ones while it waits, by their weights
+        self._held = 0.0  # the weight whose next one is held; 0: none
+
+    def __len__(self) -> int:
+        return sum(len(line) for line in self._lines.values())
+
+    def __iter__(self) -> Iterator[Item]:
+        """Class by class: those put back, then the others by key."""
+        for line in self._lines.values():
+            yield from line
+
+    def everyone(self) -> Iterator[Item]:
+        """All of them, in no order."""
+        return chain.from_iterable(line.everyone() for line in self._lines.values())
+
+    def push(self, item: Item, waiting: WaitingJob) -> None:
+        """Add one that has just come."""
+        self._of(waiting.job.slo.weight).push(item, waiting)
+
+    def put_back(self, item: Item, weight: float = 1.0) -> None:
+        """Add one of that weight that has been taken before: it is the next of its class."""
+        self._of(weight).put_back(item)
+
+    def peek(self) -> Item:
+        """The next, which stays; another one may be the next when more have come. Raises IndexError when empty."""
+        return self._lines[self._next()].peek()
+
+    def hold(self) -> Item:
+        """The next, which stays the next, whoever comes. It counts as taken."""
+        self._held = self._next()
+        return self._lines[self._held].hold()
+
+    def pop(self) -> Item:
+        """Take the next. Raises IndexError when empty."""
+        taken = self._next()
+        self._held = 0.0
+        for weight, line in self._lines.items():
+            if weight < taken and len(line):
+                self._passed[weight] += weight / taken
+        self._passed[taken] = 0.0
+        return self._lines[taken].pop()
+
+    def remove(self, item: Item) -> bool:
+        """Take one out, wherever it is; False when it is not here."""
+        self._held = 0.0
+        return any(line.remove(item) for line in self._lines.values())
+
+    def reorder(self, order: PrefillOrder) -> None:
+        """Another order from now on, for those that wait, too; what they have been overtaken by still counts."""
+        self._order = order
+        for line in self._lines.values():
+            line.reorder(order)
+
+    def _of(self, weight: float) -> _ClassLine[Item]:
+        line = self._lines.get(weight)
+        if line is None:
+            self._lines[weight] = _ClassLine(self._order, self._rates)
+            self._passed[weight] = 0.0
+            self._lines = dict(sorted(self._lines.items(), reverse=True))
+            line = self._lines[weight]
+        return line
+
+    def _next(self) -> float:
+        """Whose turn it is. Raises IndexError when nobody waits."""
+        if self._held:
+            return self._held
+        waiting = [weight for weight, line in self._lines.items() if len(line)]
+        if not waiting:
+            raise IndexError("nobody waits")
+        return next((one for one in reversed(waiting) if self._passed[one] > CLASS_WINDOW - 1e-9), waiting[0])

@@ -86,7 +86,9 @@ class _Simulation:
             instance = self._fleet.instance(request.decode if leg.decodes else request.prefill)
             instance.prefills -= 1
             self._intake.computed(instance)
-        if not leg.decodes:
+        if leg.decodes:
+            self._intake.decodes(request)
+        else:
             if not request.carried:
                 return
             if request.decode_leg is not None:
@@ -128,7 +130,7 @@ class _Simulation:
         instances = self._fleet.instances
         for instance in instances:
             instance.end_role(now)
-        for request in (*self._intake.held, *self._handover.waiting):
+        for request in (*self._intake.held, *self._intake.delayed(), *self._handover.waiting):
             self._record.end(request, Status.REFUSED, now)
         outcomes = self._record.outcomes
         done = outcomes.completed

@@ -3,43 +3,24 @@
 from collections import deque
 from random import Random
 
+import msgspec
+
+from shared.domain.job import WhenFull
 from shared.domain.route import Route
-from shared.errors import InvalidRequest, Unavailable
+from shared.errors import Delayed, InvalidRequest, Overloaded, Unavailable
 from shared.policy.assignment import assignments
-from shared.policy.placement import place
+from shared.policy.fair_share import Shares
+from shared.policy.overload import decide
 from shared.sim.auto_flips import AutoFlips
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
+from shared.sim.gate import DelayLines, Queued
 from shared.sim.instance import SimInstance
 from shared.sim.legs import Legs
 from shared.sim.outcomes import Status
 from shared.sim.record import Record
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import FirstToken, RunSpec
-
-
-class Queued:
-    """Requests without a first token, of which the gateway takes so many, with so many prompt tokens."""
-
-    def __init__(self, run: RunSpec) -> None:
-        self._most, self._most_tokens = run.max_queued_jobs, run.max_queued_tokens
-        self._tokens: dict[SimRequest, int] = {}
-        self._sum = 0
-
-    def take(self, request: SimRequest) -> bool:
-        """Whether there is room for one more. One that nobody is before always has it."""
-        tokens = request.job.prompt_tokens
-        if self._most is not None and len(self._tokens) >= self._most:
-            return False
-        if self._most_tokens is not None and self._sum and self._sum + tokens > self._most_tokens:
-            return False
-        self._tokens[request] = tokens
-        self._sum += tokens
-        return True
-
-    def leave(self, request: SimRequest) -> None:
-        """It has its first token, or will not get one."""
-        self._sum -= self._tokens.pop(request, 0)
 
 
 class Patience:
@@ -92,6 +73,8 @@ class Intake:
         self._rng = rng
         self._auto = auto
         self._queued = Queued(run)
+        self._shares = Shares()
+        self._lines = DelayLines(loop, self._shares, self._ask)
         self.held: deque[SimRequest] = deque()  # no instance can take them now
 
     def start(self) -> None:
@@ -115,6 +98,10 @@ class Intake:
                 return
             self._patience.end(request, now)
 
+    def delayed(self) -> list[SimRequest]:
+        """Those that wait in a line to its end."""
+        return self._lines.left()
+
     def computed(self, instance: SimInstance) -> None:
         """A prompt is computed there: another one may take its place."""
         if self.held and not instance.full:
@@ -123,8 +110,11 @@ class Intake:
     def first_token(self, request: SimRequest, now: float) -> None:
         """The client has its first token."""
         request.first_token_s = now
-        self._queued.leave(request)
         self._record.first_token(request, now)
+
+    def decodes(self, request: SimRequest) -> None:
+        """It has a token of the instance that decodes it: it waits no more."""
+        self._queued.leave(request)
 
     def end(self, request: SimRequest, status: Status, now: float) -> None:
         """The request is over, one way or another: in a closed loop its client sends the next one."""
@@ -132,7 +122,9 @@ class Intake:
         self._queued.leave(request)
         self._record.end(request, status, now)
         answer = self._record.output_tokens(request.row) if status is Status.COMPLETED else 0
-        self._fleet.ledger.complete(request.job.job_id, answer)
+        self._shares.charge(request.caller, 0, answer)
+        self._shares.left(request.caller, now)
+        self._fleet.ledger.complete(request.job.job_id, answer, self._met(request, status, now), now)
         if self._auto is not None:
             self._auto.ended(request.job.job_id, answer, now)
         if (row := self._record.next_to_send()) is not None:
@@ -153,20 +145,48 @@ class Intake:
         if row + 1 < self._record.count and not self._run.concurrency:
             self._loop.at(self._record.arrival_s(row + 1), self._arrive, row + 1)
         request = self._record.request(row)
-        if not self._queued.take(request):
+        self._shares.came(request.caller, now)
+        delayed = request.job.slo.when_full is WhenFull.DELAY
+        if not delayed and not self._queued.take(request):
             self.end(request, Status.REFUSED, now)
             return
         if self._run.job_timeout_s != NEVER:
             self._loop.at(now + self._run.job_timeout_s, self._time_out, request)
+        if delayed:
+            self._lines.join(request, now)
+            if self._run.delay_s != NEVER:
+                self._loop.at(now + self._run.delay_s, self._waited_enough, request)
+        else:
+            self._come(request, now)
+
+    def _come(self, request: SimRequest, now: float) -> None:
         if self.held or self._fleet.all_full():
             self._hold(request, now)
         else:
             self.admit(request, now)
 
+    def _ask(self, request: SimRequest, now: float) -> float | None:
+        """A delayed request asks for its place; in how many seconds it is to ask again, None if it need not."""
+        try:
+            if not self._place(request, now):
+                self._hold(request, now)
+        except Delayed as delay:
+            return delay.retry_after_s or 0.0
+        return None
+
+    def _waited_enough(self, request: SimRequest, now: float) -> None:
+        if self._lines.leave(request):
+            self.end(request, Status.REFUSED, now)
+
+    def _come_again(self, request: SimRequest, now: float) -> None:
+        if not request.over:
+            self._come(request, now)
+
     def _time_out(self, request: SimRequest, now: float) -> None:
         if not request.over:
             if request in self.held:
                 self.held.remove(request)
+            self._lines.leave(request)
             self.stop(request, Status.TIMED_OUT, now)
 
     def _hold(self, request: SimRequest, now: float) -> None:
@@ -180,13 +200,24 @@ class Intake:
     def _place(self, request: SimRequest, now: float) -> bool:
         """Whether the request has a place now, or never will have."""
         index = self._fleet.index(now)
+        over_share = self._shares.over(request.caller, now)
+        if over_share is not request.job.over_share:
+            request.job = msgspec.structs.replace(request.job, over_share=over_share)
         try:
-            route = place(request.job, index, self._run.policies, now, self._rng, self._fleet.full_ids())
+            route = decide(request.job, index, self._run.policies, now, self._rng, self._fleet.full_ids())
         except InvalidRequest:
             self.end(request, Status.IMPOSSIBLE, now)
             return True
+        except Delayed:
+            raise
+        except Overloaded as refusal:
+            self._refused(request, refusal.retry_after_s or 0.0, now)
+            return True
         except Unavailable:
             return False
+        if not request.job.begun:
+            self._shares.charge(request.caller, request.job.prompt_tokens, 0)
+            request.job = msgspec.structs.replace(request.job, begun=True)
         self._fleet.ledger.add(request.job, route, now)
         for assignment in assignments(request.job, route, now):
             index.book(assignment)
@@ -194,6 +225,22 @@ class Intake:
             self._auto.placed(request, route, now)
         self._begin(request, route, now)
         return True
+
+    def _refused(self, request: SimRequest, retry_after_s: float, now: float) -> None:
+        """Its client comes again when it was told to, or not at all."""
+        if request.returns < self._run.returns:
+            request.returns += 1
+            self._loop.at(now + retry_after_s, self._come_again, request)
+        else:
+            self.end(request, Status.REFUSED, now)
+
+    def _met(self, request: SimRequest, status: Status, now: float) -> bool | None:
+        """Whether it kept its targets; None if it never had a place."""
+        if not request.job.begun:
+            return None
+        slo, first_s, more = request.job.slo, request.first_token_s, self._record.output_tokens(request.row) - 1
+        in_time = status is Status.COMPLETED and first_s - request.arrived_s <= slo.ttft_s
+        return in_time and (more < 1 or now - first_s <= slo.tpot_s * more)
 
     def _begin(self, request: SimRequest, route: Route, now: float) -> None:
         job = request.job

@@ -29,6 +29,7 @@ class Record:
         self._run = run
         self._progress = progress
         self._prefixes = workload.prefixes
+        self._mix = workload.mix
         # Lists: reading one number of an array costs several times as much.
         waited_s = run.prediction.answer_s if run.prediction and run.prediction.at_placement else 0.0
         self._gateway_s = run.gateway_s + waited_s
@@ -66,8 +67,11 @@ class Record:
         output = self._outputs[row]
         asked = max(output, self._run.max_tokens or 0)
         prefix = self._prefixes[row] if self._prefixes is not None else ()
-        job = JobView(str(row), self._prompts[row], asked, self._run.slo, known, prefix=prefix)
-        request = SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]))
+        mix, slo, caller = self._mix, self._run.slo, ""
+        if mix is not None:
+            slo, caller = mix.classes[mix.class_of[row]], mix.callers[mix.caller_of[row]]
+        job = JobView(str(row), self._prompts[row], asked, slo, known, prefix=prefix)
+        request = SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]), caller)
         if said is not None and known is None and predictor is not None:
             request.late = LatePrediction(said, request.arrived_s + predictor.answer_s)
         return request

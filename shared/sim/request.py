@@ -28,6 +28,7 @@ class SimRequest:
         "admitted",
         "arrived_s",
         "attempt",
+        "caller",
         "carried",
         "decode",
         "decode_leg",
@@ -41,6 +42,7 @@ class SimRequest:
         "prefill_done_s",
         "prefill_leg",
         "prefix",
+        "returns",
         "row",
         "sent_tokens",
         "split",
@@ -51,9 +53,17 @@ class SimRequest:
     )
 
     def __init__(
-        self, row: int, job: JobView, output_tokens: int, prefix: tuple[int, ...], arrived_s: float = 0.0
+        self,
+        row: int,
+        job: JobView,
+        output_tokens: int,
+        prefix: tuple[int, ...],
+        arrived_s: float = 0.0,
+        caller: str = "",
     ) -> None:
         self.row = row
+        self.caller = caller
+        self.returns = 0  # how often it came again after it was refused
         self.arrived_s = arrived_s  # when its client sent it
         self.prefix = prefix
         self.attempt = 1
@@ -156,3 +166,8 @@ class Leg:
     def missing(self) -> int:
         """Tokens to compute before the next output token; 1 means that it decodes."""
         return self.tokens - self.computed
+
+
+def weight_of(leg: Leg) -> float:
+    """Of its request's class."""
+    return leg.request.job.slo.weight

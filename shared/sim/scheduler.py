@@ -1,18 +1,19 @@
 """What an engine's next step computes: continuous batching with chunked prefill, paged KV and preemption.
 
 The order of work is that of vLLM's V1 scheduler: running requests first, one token budget for decodes and prefill
-chunks, then waiting requests in order; when blocks run out the youngest running request gives its up and is computed
-again. Knows no time but the `now` that policies are asked with.
+chunks, then waiting requests in order, heavier SLO classes first in each; when blocks run out the youngest of the
+lightest class gives its up and is computed again. Knows no time but the `now` that policies are asked with.
 """
 
 from collections.abc import Callable
 
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy
+from shared.policy.preemption import heaviest_first, victim
 from shared.sim.budget import prompt_budget
 from shared.sim.group import DecodeGroup
 from shared.sim.memory import AdmissionGate, KvMemory
-from shared.sim.request import Leg
+from shared.sim.request import Leg, weight_of
 from shared.sim.spec import EngineLimits
 from shared.sim.waiting import WaitingLegs
 
@@ -222,9 +223,7 @@ class Scheduler:
 
     def _make_room(self) -> bool:
         """Set blocks apart for the decodes of the coming step; whether anybody had to be preempted for it."""
-        if self._limits.reserves_output:
-            return False
-        if not self.group.count:
+        if self._limits.reserves_output or not self.group.count:
             return False
         preempted = False
         while (wanted := self.group.blocks_for(1)) > self.memory.free:
@@ -242,7 +241,7 @@ class Scheduler:
     def _continue_prefills(self, budget: int) -> int | None:
         """What is left of the budget; None when blocks ran out and somebody was preempted."""
         preempted = False
-        for leg in tuple(self.prefilling):
+        for leg in heaviest_first(self.prefilling, weight_of):
             if budget <= 0:
                 break
             tokens = min(leg.missing, budget)
@@ -258,8 +257,8 @@ class Scheduler:
         return budget
 
     def _preempt(self) -> None:
-        """The youngest running request gives its blocks up and waits, before all others."""
-        leg = next(reversed(self.running))
+        """The youngest running request of the lightest class gives its blocks up and waits, before others of it."""
+        leg = victim(self.running, weight_of)
         del self.running[leg]
         if leg in self.prefilling:
             del self.prefilling[leg]

@@ -146,8 +146,9 @@ class RunSpec:
     leaves chunk by chunk while the prompt is still being computed. patience_s: how long in all since its last token a
     request waits for an instance that can take it, before its prefill or before its decode, until it is refused.
     job_timeout_s: from arrival to the last token; what takes longer is stopped. max_queued_jobs, max_queued_tokens:
-    requests without a
-    first token, and their prompt tokens, beyond which new ones are refused at once. drain_timeout_s: a flip whose drain
+    requests without a first token, and their prompt tokens, beyond which new ones are refused at once; those that are
+    delayed for heavier classes are not among them, and wait for `delay_s` at most. returns: how often a client that was
+    told when to come again does so. drain_timeout_s: a flip whose drain
     takes longer is given up, and the instance keeps its role.
     max_tokens: what clients ask for at most, all that policies know of a length that nobody predicts; None: what they
     get.
@@ -181,6 +182,8 @@ class RunSpec:
     job_timeout_s: float = float("inf")
     max_queued_jobs: int | None = None
     max_queued_tokens: int | None = None
+    delay_s: float = float("inf")
+    returns: int = 0
     drain_timeout_s: float = float("inf")
     max_tokens: int | None = None
     concurrency: int = 0

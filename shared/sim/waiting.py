@@ -44,8 +44,8 @@ class WaitingLegs:
         self._line.push(leg, WaitingJob(request.job, leg.missing, leg.computed, request.arrived_s))
 
     def push_front(self, leg: Leg) -> None:
-        """Put back at the head."""
-        self._line.put_back(leg)
+        """Put back at the head of its class."""
+        self._line.put_back(leg, leg.request.job.slo.weight)
 
     def peek(self) -> Leg | None:
         """The next one, whether its KV has room or not."""

@@ -5,10 +5,25 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.domain.job import Slo
 from shared.errors import InvalidRequest
 
 Times = NDArray[np.float64]
 Lengths = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Of which class each request is and who sent it: positions in `classes` and `callers`, shape [n] each."""
+
+    classes: tuple[Slo, ...]
+    class_of: Lengths
+    callers: tuple[str, ...]
+    caller_of: Lengths
+
+    def head(self, count: int) -> "Mix":
+        """Of the first `count` requests."""
+        return replace(self, class_of=self.class_of[:count], caller_of=self.caller_of[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +32,8 @@ class Workload:
 
     arrival_s: seconds from the start, not decreasing, shape [n]. prompt_tokens, output_tokens: at least 1, shape [n].
     prefixes: for each request the ids of its prompt's blocks of `prefix_block_tokens` tokens, in order (equal ids at
-    the start of two prompts are equal text), or None where the source says nothing of it.
+    the start of two prompts are equal text), or None where the source says nothing of it. mix: None where all are of
+    the run's one class.
     Raises InvalidRequest that names the first request at fault.
     """
 
@@ -27,6 +43,7 @@ class Workload:
     output_tokens: Lengths
     prefixes: tuple[tuple[int, ...], ...] | None = None
     prefix_block_tokens: int = 512
+    mix: Mix | None = None
 
     def __post_init__(self) -> None:
         count = len(self.arrival_s)
@@ -34,6 +51,8 @@ class Workload:
             raise InvalidRequest(f"{self.name}: arrivals and lengths differ in number")
         if count == 0:
             raise InvalidRequest(f"{self.name}: no requests")
+        if self.mix is not None and not len(self.mix.class_of) == len(self.mix.caller_of) == count:
+            raise InvalidRequest(f"{self.name}: a mix of {len(self.mix.class_of)} requests, not {count}")
         if self.prefixes is not None and len(self.prefixes) != count:
             raise InvalidRequest(f"{self.name}: prefixes of {len(self.prefixes)} requests, not {count}")
         for what, bad in (
@@ -63,6 +82,7 @@ class Workload:
             prompt_tokens=self.prompt_tokens[:count],
             output_tokens=self.output_tokens[:count],
             prefixes=prefixes,
+            mix=self.mix.head(count) if self.mix is not None else None,
         )
 
     def with_arrivals(self, arrival_s: Times) -> "Workload":

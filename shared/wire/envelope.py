@@ -39,10 +39,11 @@ class Envelope(msgspec.Struct, array_like=True, gc=False):
 
 
 class ErrorBody(msgspec.Struct):
-    """An error as it travels; `code` names the class in `shared.errors`."""
+    """An error as it travels; `code` names the class in `shared.errors`. retry_after_s: when to come again."""
 
     code: str
     message: str
+    retry_after_s: float | None = None
 
 
 NO_BODY = msgspec.Raw(msgspec.msgpack.encode(None))

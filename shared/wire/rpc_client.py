@@ -203,7 +203,7 @@ class RpcClient:
         elif envelope.kind == Kind.ERROR:
             body = _error_decoder.decode(envelope.body)
             del self._pending[envelope.call]
-            pending.future.set_exception(from_code(body.code, body.message))
+            pending.future.set_exception(from_code(body.code, body.message, body.retry_after_s))
 
     def _reset(self, envelope: Envelope) -> None:
         try:

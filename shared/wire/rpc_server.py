@@ -217,4 +217,4 @@ def _failure(number: int, method: str, error: BaseException) -> Envelope:
 
 def _error(number: int, error: PolyphaseError) -> Envelope:
     message = error.message[:_MAX_ERROR_CHARACTERS].encode(errors="replace").decode()
-    return Envelope(Kind.ERROR, number, "", 0.0, encode_body(ErrorBody(error.code, message)))
+    return Envelope(Kind.ERROR, number, "", 0.0, encode_body(ErrorBody(error.code, message, error.retry_after_s)))

@@ -52,6 +52,24 @@ def test_a_broken_keys_file_names_itself(tmp_path: Path, text: str) -> None:
         load_keys(file)
 
 
+def test_a_key_may_have_a_class_of_its_own_and_be_kept_to_some(tmp_path: Path) -> None:
+    _, key = create_key("nightly")
+    file = tmp_path / "keys.yaml"
+    more = {"slo": "batch", "classes": ["slow"], "weight": 2.0}
+    file.write_text(yaml.safe_dump([{"name": key.name, "digest": key.digest, **more}]))
+    (read,) = load_keys(file)
+    assert [read.may_use(slo) for slo in ("batch", "slow", "default")] == [True, True, False]
+    assert [key.may_use(slo) for slo in ("batch", "default")] == [True, True]
+    ring = KeyRing((read,))
+    assert ring.weights == {"nightly": 2.0}
+    ring.require_classes(("default", "batch", "slow"))
+    with pytest.raises(InvalidRequest, match="'nightly': no SLO class 'slow'"):
+        ring.require_classes(("default", "batch"))
+    file.write_text(yaml.safe_dump([{"name": key.name, "digest": key.digest, "weight": 0}]))
+    with pytest.raises(InvalidRequest, match="'nightly' needs a weight"):
+        load_keys(file)
+
+
 def test_a_missing_keys_file_is_an_error_not_an_open_door(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
         load_keys(tmp_path / "none.yaml")

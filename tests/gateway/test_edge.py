@@ -1,18 +1,20 @@
 """What stands before vLLM's handlers, over a trivial application."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.admission import Admission
+from gateway.admission import Admissions
 from gateway.auth import ApiKey, KeyRing, create_key
 from gateway.context import caller
 from gateway.edge import Edge, TokenBucket
 from gateway.metrics import GatewayMetrics
-from gateway.settings import GatewaySettings, SloTarget
+from gateway.settings import GatewaySettings, SloClass
+from shared.errors import Overloaded
 from tests.gateway.api import until
 
 
@@ -39,11 +41,11 @@ def edge(app: App, *, keys: tuple[ApiKey, ...] = (), **changes: Any) -> httpx.As
     settings = GatewaySettings(
         schedulers=("tcp://127.0.0.1:1",),
         model="demo",
-        slo={"default": SloTarget(), "chat": SloTarget(ttft_s=0.5)},
+        slo={"default": SloClass(), "chat": SloClass(ttft_s=0.5)},
         **{"max_body_bytes": 1000, "max_queued_jobs": 10, **changes},
     )
     metrics = GatewayMetrics("demo", CollectorRegistry())
-    admission = Admission(settings, len(keys))
+    admission = Admissions(settings, len(keys))
     guarded = Edge(app, settings, KeyRing(keys), metrics, admission)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://gateway")  # type: ignore[arg-type]
 
@@ -52,6 +54,47 @@ async def test_a_request_passes_with_its_slo_class() -> None:
     async with edge(App()) as client:
         answer = await client.post("/v1/completions", content=b"x" * 500, headers={"X-Polyphase-Slo": "chat"})
         assert answer.text == "/chat/500"
+
+
+async def test_a_key_brings_its_class_and_is_kept_to_those_it_may_use() -> None:
+    secret, key = create_key("team")
+    kept = replace(key, slo="chat", classes=("chat",))
+    headers = {"Authorization": f"Bearer {secret}"}
+    async with edge(App(), keys=(kept,)) as client:
+        assert (await client.post("/v1/completions", content=b"x", headers=headers)).text == "team/chat/1"
+        answer = await client.post("/v1/completions", headers={**headers, "X-Polyphase-Slo": "default"})
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "slo_class_not_allowed"
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_refusal_for_load_is_a_429_that_says_when_in_streams_too(streams: bool) -> None:
+    async def refused(scope: Any, receive: Any, send: Any) -> None:
+        caller.get().ticket.refusal = Overloaded("full", retry_after_s=6.2)
+        kind = b"text/event-stream" if streams else b"application/json"
+        headers = [(b"content-type", kind)]
+        await send({"type": "http.response.start", "status": 200 if streams else 429, "headers": headers})
+        await send({"type": "http.response.body", "body": b'data: {"error": {}}\n\n', "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async with edge(refused) as client:  # type: ignore[arg-type]
+        answer = await client.post("/v1/completions", json={})
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "7"
+        if streams:
+            assert answer.json()["error"]["code"] == "overloaded"
+
+
+async def test_a_stream_that_has_begun_goes_on_to_its_end() -> None:
+    async def late(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        caller.get().ticket.refusal = Overloaded("full", retry_after_s=6.2)
+        await send({"type": "http.response.body", "body": b"data: error\n\n"})
+
+    async with edge(late) as client:  # type: ignore[arg-type]
+        answer = await client.post("/v1/completions", json={})
+        assert (answer.status_code, answer.text) == (200, "data: 1\n\ndata: error\n\n")
 
 
 async def test_an_unknown_slo_class_is_named() -> None:

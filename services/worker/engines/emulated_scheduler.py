@@ -1,7 +1,8 @@
 """What an emulated engine's next step computes: continuous batching with chunked prefill, paged KV and preemption.
 
-The order of work is vLLM's: decodes and prompts under way first, then whoever may enter; when blocks run out the
-youngest gives its up and is computed again. The simulator's scheduler does the same in virtual time.
+The order of work is vLLM's with our seam: decodes and prompts under way first, heavier SLO classes before lighter ones,
+then whoever may enter; when blocks run out the youngest of the lightest class gives its up and is computed
+again. The simulator's scheduler does the same in virtual time.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from services.worker.engines.policies import CurrentRates, EnginePolicies
 from services.worker.settings import WorkerSettings
 from shared.domain.kv import KvHandle
 from shared.policy.admission_gate import Blocks, Decoding
+from shared.policy.preemption import heaviest_first, victim
 from shared.policy.step_budget import StepLoad, prefill_tokens
 
 _TOKENS = 997  # a prime, so that the tokens of two positions rarely agree
@@ -107,7 +109,7 @@ class EmulatedScheduler:
         self._take_arrived(now)
         preempted = self._make_room()
         budget = self._budget()
-        for entry in tuple(self.running):
+        for entry in heaviest_first(self.running, _weight):
             tokens = 0 if entry.decodes else min(entry.missing, budget)
             if entry not in self.running or tokens <= 0:
                 continue
@@ -130,7 +132,7 @@ class EmulatedScheduler:
     def _make_room(self) -> bool:
         """A token's room for each decode; whether anybody had to be preempted for it."""
         preempted = False
-        for entry in tuple(self.running):
+        for entry in heaviest_first(self.running, _weight):
             while entry in self.running and entry.decodes and not self._hold(entry, entry.tokens):
                 self._preempt()
                 preempted = True
@@ -211,8 +213,8 @@ class EmulatedScheduler:
         self._leave_cache(entry)
 
     def _preempt(self) -> None:
-        """The youngest gives its blocks up and waits, before all others."""
-        entry = next(reversed(self.running))
+        """The youngest of the lightest class gives its blocks up and waits, before others of it."""
+        entry = victim(self.running, _weight)
         del self.running[entry]
         self._chunks = [chunk for chunk in self._chunks if chunk[0] is not entry]
         self._release(entry)
@@ -229,3 +231,7 @@ class EmulatedScheduler:
 
     def _blocks(self) -> Blocks:
         return Blocks(self.free, self.total, self._settings.block_size)
+
+
+def _weight(entry: Entry) -> float:
+    return entry.request.job.slo.weight

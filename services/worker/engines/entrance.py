@@ -61,7 +61,7 @@ class Entrance(Generic[Item]):
 
     def put_back(self, item: Item) -> None:
         """One that has entered before waits again, before all others."""
-        self._line.put_back(item)
+        self._line.put_back(item, self._request_of(item).job.slo.weight)
 
     def remove(self, item: Item) -> bool:
         """Somebody gives up; False when it is not here."""

@@ -15,6 +15,7 @@ from services.worker.engines.base import EngineRequest
 from services.worker.engines.entrance import Entrance
 from services.worker.engines.policies import CurrentRates, EnginePolicies
 from shared.policy.admission_gate import Blocks, Decoding
+from shared.policy.preemption import heaviest_first
 from shared.policy.step_budget import StepLoad, prefill_tokens
 
 _HOLDING = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -114,7 +115,9 @@ class SchedulerSeam:
         self._queue.inside.pop(request_id, None)
 
     def before_step(self) -> None:
-        """Say how many tokens the coming step may compute."""
+        """Say how many tokens the coming step may compute, and who goes first: vLLM preempts who runs last."""
+        running = self._scheduler.running
+        running[:] = heaviest_first(running, lambda request: self._request_of(request).job.slo.weight)
         budget = self._most
         if self.policies.step_budget:
             needed, load = self._load()

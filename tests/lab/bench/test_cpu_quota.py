@@ -65,12 +65,14 @@ def test_v2(tmp_path: Path) -> None:
 
 def test_a_process_with_its_children_is_held(tmp_path: Path) -> None:
     v1(tmp_path)
-    with cpu_quota("slow", 0.5, tmp_path) as group:
-        group.add(os.getpid())
-        assert group.pids() == (os.getpid(),)
-        with pytest.raises(Unavailable, match="no process 4194305"):
-            group.add(4194305)
-    assert (tmp_path / "cpu" / "cgroup.procs").read_text() == str(os.getpid())  # it goes on without a quota
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as held:
+        with cpu_quota("slow", 0.5, tmp_path) as group:
+            group.add(held.pid)
+            assert group.pids() == (held.pid,)
+            with pytest.raises(Unavailable, match="no process 4194305"):
+                group.add(4194305)
+        assert (tmp_path / "cpu" / "cgroup.procs").read_text() == str(held.pid)  # it goes on without a quota
+        held.kill()
 
 
 def test_removed_whatever_happens(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ async def test_a_change_that_the_database_does_not_take_is_refused_and_forgotten
     monkeypatch.setattr(policy_book, "KEEP_S", 0.3)
     cluster = await recalled(start)
     before = await cluster.client.policies()
-    locked = sqlite3.connect(tmp_path / "polyphase.db", isolation_level=None)
+    locked = sqlite3.connect(tmp_path / "polyphase.db", isolation_level=None, timeout=30.0)
     locked.execute("BEGIN EXCLUSIVE")
     with pytest.raises(Unavailable, match=r"nothing is changed: the database did not take it within 0.3 s"):
         await cluster.client.set_policies({"split": HALF})

@@ -1,17 +1,19 @@
 """Live decisions, logged with all that they rest on, are made again just so."""
 
+from collections import Counter
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from services.global_scheduler.journal import Begun, Decided, Journal, read, replay
 from shared.domain.instance import Role
-from shared.domain.job import JobView, LengthPrediction, Phase
+from shared.domain.job import JobView, LengthPrediction, Phase, Slo, WhenFull
 from shared.domain.prefix import PrefixDelta
 from shared.domain.route import PolicySpec
-from shared.errors import InvalidRequest, Unavailable
+from shared.errors import InvalidRequest, Overloaded, Unavailable
 from tests.services.global_scheduler.conftest import Start, report
 
 CLUSTER = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE, "d2": Role.DECODE}
@@ -57,6 +59,36 @@ async def test_live_decisions_are_made_again(start: Start, tmp_path: Path) -> No
         len({(logged.route.prefill, logged.route.decode, logged.route.split) for logged, _ in pairs if logged.route})
         > 5
     )
+
+
+async def test_refusals_and_delays_are_made_again_with_all_that_they_say(start: Start, tmp_path: Path) -> None:
+    """With what was learned from outcomes before them, too."""
+    file = tmp_path / "decisions"
+    chat = Slo("default", 0.5, 0.05, 1.0, WhenFull.REJECT)
+    batch = Slo("batch", 60.0, 1.0, 0.1, WhenFull.DELAY)
+    scheduler = await start(placement="least_load", split="full", dispatch="power_of_two", decision_log=file)
+    await scheduler.hear(**CLUSTER)
+    codes = Counter[str]()
+    for number in range(150):
+        slo = batch if number % 3 == 0 else chat
+        try:
+            await scheduler.client.place(JobView(f"j{number}", 900, 100, slo), timeout_s=5)
+        except Overloaded as refusal:
+            codes[refusal.code] += bool(refusal.retry_after_s)
+        if number % 10 == 9:
+            missed = report(f"j{number - 9}", output_tokens=20)
+            await scheduler.client.report([msgspec.structs.replace(missed, slo_met=number % 20 == 9)], timeout_s=5)
+    assert codes["overloaded"] > 3
+    assert codes["delayed"] > 3
+    pairs = list(replay(flushed(scheduler.state.placer._journal, file)))
+    assert len(pairs) == 150
+    for logged, again in pairs:
+        assert again == logged
+    assert {logged.error for logged, _ in pairs} == {"", "overloaded", "delayed"}
+
+
+def adaptive_again() -> dict[str, dict[str, str]]:
+    return {kind: {"name": "adaptive"} for kind in ("split", "dispatch")}
 
 
 def flushed(journal: Journal | None, file: Path) -> Path:

@@ -192,7 +192,9 @@ async def test_a_job_that_waits_is_told_of_once(scheduler: Scheduler) -> None:
         ("placed after all", "j0", 20),
         ("ended without a placement", "j1", 20),
     ]
-    assert 'polyphase_scheduler_refused_total{code="unavailable"} 40.0' in await text(scheduler.transport, "/metrics")
+    assert 'polyphase_scheduler_refused_total{cause="",code="unavailable",slo="default"} 40.0' in await text(
+        scheduler.transport, "/metrics"
+    )
 
 
 async def test_by_default_one_decision_is_for_all_three(start: Start) -> None:

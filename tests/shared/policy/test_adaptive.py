@@ -164,7 +164,7 @@ def test_decodes_that_come_one_by_one_are_never_all_there() -> None:
     load = busy(104, coming=100, coming_tokens=60_000, free_blocks=0, waiting_tokens=0)
 
     def side(spread_s: float, **more: object) -> DecodeSide:
-        return DecodeSide.of(d(max_seqs=64, **{**load, **more}), one, usual, usual, 0, spread_s)
+        return DecodeSide.of(d(max_seqs=64, **{**load, **more}), one, usual, usual, 0, spread_s=spread_s)
 
     stays_s = 150 * (0.02 + 64 * 1e-4 + 64 * 600 * 2e-7)
     together, apart = side(0.9 * stays_s), side(10 * stays_s)

@@ -29,7 +29,7 @@ def receiver(raw_s: float, inbound_s: float = 0.0, **link: object) -> InstanceVi
 
 
 def chosen(coarsest: Codec, to: InstanceView, left: int = 0, part: int = TOKENS, **rates: object) -> Codec:
-    job = JobView("j", TOKENS, 100, Slo("c", 2.0, 0.1, coarsest))
+    job = JobView("j", TOKENS, 100, Slo("c", 2.0, 0.1, lossy_kv=coarsest))
     choice = choose_codec(job, part, left, sender(**rates), to)
     assert choice.moves_s == pytest.approx(moves_s(choice.codec, KV * part / TOKENS, sender(**rates), to.info))
     return choice.codec
@@ -100,7 +100,7 @@ def test_a_link_that_nobody_measured_is_taken_to_be_fast() -> None:
 
 
 def test_the_reason_names_its_figures_and_there_is_none_without_a_choice() -> None:
-    job = JobView("j", TOKENS, 100, Slo("c", 2.0, 0.1, Codec.INT8))
+    job = JobView("j", TOKENS, 100, Slo("c", 2.0, 0.1, lossy_kv=Codec.INT8))
     reason = choose_codec(job, TOKENS, 0, sender(), receiver(1.0)).reason
     assert reason is not None
     assert reason.what == "codec:int8"

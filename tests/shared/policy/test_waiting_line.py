@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.domain.job import JobView
+from shared.domain.job import JobView, Slo
 from shared.policy.prefill_order import Fcfs, Ljf, PrefillOrder, Sjf, WaitingJob
-from shared.policy.waiting_line import WaitingLine
+from shared.policy.waiting_line import CLASS_WINDOW, WaitingLine
 
 ORDERS: list[PrefillOrder] = [Fcfs(), Sjf(1), Sjf(3), Ljf(2), Sjf()]
 Step = tuple[str, int]  # what, and a number that says how long the prompt is, or who
@@ -132,6 +132,53 @@ def test_long_waits_and_many_who_give_up_leave_nothing_behind() -> None:
         line.push(number, job(1))
         assert line.remove(number)
     assert len(line) == 1
-    assert len(line._heap) < 200
+    assert len(line._lines[1.0]._heap) < 200
     assert line.pop() == -1
-    assert not line._came
+    assert not line._lines[1.0]._came
+
+
+def of_weight(weight: float) -> WaitingJob:
+    return WaitingJob(JobView("j", 10, 8, Slo(weight=weight)), 10)
+
+
+def test_heavier_classes_go_first_and_lighter_ones_are_not_starved() -> None:
+    line = WaitingLine[str](Fcfs())
+    line.push("light", of_weight(0.1))
+    taken = 0
+    while True:
+        line.push(f"heavy{taken}", of_weight(1.0))
+        if line.pop() == "light":
+            break
+        taken += 1
+    assert taken == CLASS_WINDOW * 10
+    assert len(line) == 1
+
+
+def test_classes_that_always_wait_get_on_in_proportion() -> None:
+    line = WaitingLine[tuple[str, int]](Fcfs())
+    for number in range(2000):
+        line.push(("heavy", number), of_weight(1.0))
+        line.push(("light", number), of_weight(0.5))
+    first = [line.pop() for _ in range(660)]
+    assert [one for one in first if one[0] == "light"] == [("light", number) for number in range(20)]
+
+
+def test_what_is_put_back_is_the_next_of_its_class_only() -> None:
+    line = WaitingLine[str](Fcfs())
+    line.push("light", of_weight(0.1))
+    line.push("light2", of_weight(0.1))
+    assert line.pop() == "light"
+    line.push("heavy", of_weight(1.0))
+    line.put_back("light", 0.1)
+    assert list(line) == ["heavy", "light", "light2"]
+    assert [line.pop() for _ in range(3)] == ["heavy", "light", "light2"]
+
+
+def test_nobody_comes_before_the_one_that_is_held() -> None:
+    line = WaitingLine[str](Fcfs())
+    line.push("light", of_weight(0.1))
+    assert line.hold() == "light"
+    line.push("heavy", of_weight(1.0))
+    assert line.peek() == "light"
+    assert line.remove("light")
+    assert line.peek() == line.pop() == "heavy"

@@ -73,7 +73,7 @@ def test_a_codec_shortens_the_transfer() -> None:
 @pytest.mark.parametrize(("mb_s", "share"), [(10.0, 1.0), (0.06, 8.75 / 16), (0.03, 4.75 / 16)])
 def test_a_class_that_allows_loss_gets_it_where_the_link_would_delay_a_token(mb_s: float, share: float) -> None:
     # KV of 10 kB, and 0.1 s for a token.
-    slo = Slo("c", 2.0, 0.1, Codec.INT4)
+    slo = Slo("c", 2.0, 0.1, lossy_kv=Codec.INT4)
     specs = [replace(one, link=Link(mb_s * 1e6, 0.0, 1.0)) for one in pair()]
     coded = simulate(workload((0.0, 100, 5)), specs, RunSpec(slo=slo))
     exact = simulate(workload((0.0, 100, 5)), specs, RunSpec(slo=Slo("c", 2.0, 0.1)))

@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.worker.engines.base import EngineRequest
@@ -21,6 +23,7 @@ from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.policy.split import NoSplit
 from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, RunSpec
+from shared.sim.workload import Mix
 from shared.wire.messages import TokenStep
 from tests.services.worker.engines.test_emulated import settings
 from tests.shared.sim.clusters import Linear, instance
@@ -29,6 +32,7 @@ from tests.shared.sim.test_time import workload
 BLOCK_BYTES = 32 * 131_072  # of 32 tokens of Llama-3-8B
 RATES = StepRates(StepForm(0.0), StepForm(0.0), StepForm(0.01, token_s=0.001, context_s=1e-5))
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
+LIGHT = Slo("light", ttft_s=9.0, tpot_s=0.1, weight=0.25)
 Step = tuple[tuple[tuple[int, int], ...], int, int]
 # Prompts and outputs: they come at once, but the first, which is there before them.
 JOBS = ((40, 30), (150, 40), (10, 90), (70, 60), (20, 20), (100, 5), (33, 64), (64, 1), (5, 100), (90, 50))
@@ -65,7 +69,7 @@ class Run:
         def entered() -> None:
             self.entered.append(name)
 
-        job = JobView(name, prompt, output, SLO)
+        job = JobView(name, prompt, output, more.pop("slo", SLO))
         asked = EngineRequest(name, job, [1] * prompt, Generation(b"", float(name)), output, entered=entered, **more)
         self.engine.submit(asked, sink)
 
@@ -79,10 +83,15 @@ class Run:
             await asyncio.gather(*(ended.wait() for ended in self.ended.values()))
 
 
-async def emulated(policies: EnginePolicies, blocks: int) -> tuple[list[Step], int]:
+def slo_of(number: int, mixed: bool) -> Slo:
+    """Two of three are of a lighter class, where classes are mixed."""
+    return LIGHT if mixed and number % 3 else SLO
+
+
+async def emulated(policies: EnginePolicies, blocks: int, mixed: bool = False) -> tuple[list[Step], int]:
     async with Run(policies, RATES, kv_cache_bytes=blocks * BLOCK_BYTES, max_seqs=6, chunk_size=128) as run:
         for number, (prompt, output) in enumerate(JOBS):
-            run.submit(str(number), prompt, output)
+            run.submit(str(number), prompt, output, slo=slo_of(number, mixed))
             if number == 0:
                 await run.until(lambda: run.engine.stats().running == 1)
         await run.end()
@@ -113,7 +122,7 @@ class Recorder(Linear):
         return ((steps, took_s, took_s),)
 
 
-def simulated(policies: EnginePolicies, blocks: int) -> tuple[list[Step], int]:
+def simulated(policies: EnginePolicies, blocks: int, mixed: bool = False) -> tuple[list[Step], int]:
     model = Recorder()
     limits = EngineLimits(128, 6, 32, step_budget=policies.step_budget)
     spec = instance("d", Role.DECODE, model, kv_tokens=blocks * 32, limits=limits, rates=Rates(step=RATES))
@@ -124,7 +133,12 @@ def simulated(policies: EnginePolicies, blocks: int) -> tuple[list[Step], int]:
         slo=SLO,
         stepwise=True,
     )
-    result = simulate(workload(*((0.0, prompt, output) for prompt, output in JOBS)), [spec], run)
+    classes = tuple(slo_of(number, mixed) for number in range(len(JOBS)))
+    rows = np.arange(len(JOBS))
+    asked = replace(
+        workload(*((0.0, prompt, output) for prompt, output in JOBS)), mix=Mix(classes, rows, ("",), 0 * rows)
+    )
+    result = simulate(asked, [spec], run)
     return model.steps, result.instances[0].preemptions  # type: ignore[attr-defined]
 
 
@@ -137,6 +151,37 @@ async def test_it_takes_the_steps_that_the_simulator_takes(
 ) -> None:
     policies = EnginePolicies(order, admission, step_budget)
     assert await emulated(policies, blocks) == simulated(policies, blocks)
+
+
+@pytest.mark.parametrize("blocks", [8, 11, 40])
+@pytest.mark.parametrize("order", [Fcfs(), Sjf()], ids=str)
+async def test_it_serves_and_preempts_classes_as_the_simulator_does(order: PrefillOrder, blocks: int) -> None:
+    policies = EnginePolicies(order)
+    steps, preempted = await emulated(policies, blocks, mixed=True)
+    assert (steps, preempted) == simulated(policies, blocks, mixed=True)
+    assert steps != (await emulated(policies, blocks))[0]
+    assert (preempted > 0) == (blocks < 40)
+
+
+async def test_a_lighter_class_gives_its_blocks_up_first_and_enters_last() -> None:
+    async with Run(EnginePolicies(), kv_cache_bytes=8 * BLOCK_BYTES, max_seqs=4) as run:
+        run.submit("0", 60, 60, slo=LIGHT)
+        await run.until(lambda: run.engine.stats().running == 1)
+        run.submit("1", 60, 60, slo=LIGHT)
+        for name in ("2", "3"):
+            run.submit(name, 60, 60)
+        ends: list[str] = []
+
+        async def watch(name: str) -> None:
+            await run.ended[name].wait()
+            ends.append(name)
+
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(watch(name) for name in "0123"))
+        assert run.entered[0] == "0"
+        assert run.entered.index("2") < run.entered.index("1")
+        assert run.engine.preemptions > 0
+        assert sorted(ends[:2]) == ["2", "3"]
 
 
 @pytest.mark.parametrize(

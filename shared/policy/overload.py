@@ -1,0 +1,215 @@
+"""Whether a job that has a route may take it now: refused early, delayed for heavier classes, or placed.
+
+It rests on the same estimate as placement, of the route that was chosen, whatever policy chose it.
+"""
+
+from collections.abc import Collection
+from random import Random
+from typing import NamedTuple
+
+from shared.domain.instance import InstanceView
+from shared.domain.job import JobView, Slo, WhenFull
+from shared.domain.rates import UNKNOWN_STEPS
+from shared.domain.route import Route
+from shared.errors import Delayed, InvalidRequest, Overloaded, Unavailable
+from shared.policy.adaptive import AdaptiveSplit, saved_at
+from shared.policy.estimate import ENDLESS, DecodeSide, PrefillSide
+from shared.policy.index import ClusterIndex
+from shared.policy.options import Option, local, pair
+from shared.policy.placement import Policies, place
+
+LOOKS = 3
+QUEUE_S = 0.5  # of prefill that delayed classes may queue: enough to keep an instance busy until they ask again
+SLOWER = 1.1  # times an empty instance's time: a job that has no better anywhere is not refused for that
+OVER_SHARE = 0.5  # of its limits, for a caller who has had more than its share
+SOON_S, LATE_S = 0.05, 2.0  # bounds of when to ask again for a delayed job
+
+
+class Obstacle(NamedTuple):
+    """Why a job should not start: what is full, by how much, and in how many seconds that is likely to be over."""
+
+    cause: str
+    seconds: float
+    said: str
+    instance_id: str = ""  # where that is so; of all instances if empty
+
+
+def decide(
+    job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: Collection[str] = ()
+) -> Route:
+    """The route of `job`, as `place` chooses it, if it may take it now. A job that has begun always may.
+
+    A class that yields looks further where its first choice would be in the way: up to `LOOKS` times without the
+    instance at fault, but never against a fixed policy for splits.
+    Raises what `place` raises; Overloaded with when to come again, for a class that may be refused and would miss its
+    targets; Delayed with when to ask again, for a class that yields.
+    """
+    route = place(job, index, policies, now, rng, exclude)
+    slo = job.slo
+    if job.begun:
+        return route
+    if slo.when_full is not WhenFull.DELAY:
+        index.ledger.needs.asked(job, now)
+    if slo.when_full is WhenFull.NEVER:
+        return route
+    found = obstacle(job, route, index, now)
+    if found is None:
+        return route
+    said = f"{found.said} (SLO class {slo.name!r})"
+    if slo.when_full is WhenFull.REJECT:
+        index.ledger.needs.refused(slo)
+        raise Overloaded(said, cause=found.cause, retry_after_s=max(SOON_S, found.seconds))
+    other = _elsewhere(job, route, found, index, policies, now, rng, exclude)
+    if other is None:
+        raise Delayed(said, cause=found.cause, retry_after_s=min(LATE_S, max(SOON_S, found.seconds)))
+    return other
+
+
+def _elsewhere(
+    job: JobView,
+    route: Route,
+    found: Obstacle,
+    index: ClusterIndex,
+    policies: Policies,
+    now: float,
+    rng: Random,
+    exclude: Collection[str],
+) -> Route | None:
+    """Another route on which nothing is in the way of heavier classes; None if a few tries find none."""
+    free, without = isinstance(policies.split, AdaptiveSplit), set(exclude)
+    for _ in range(LOOKS):
+        if not found.instance_id:
+            return None
+        without.add(found.instance_id)
+        try:
+            other = place(job, index, policies, now, rng, without)
+        except (Unavailable, InvalidRequest):
+            return None
+        if other.prefill is None and route.prefill is not None and not free:
+            return None
+        obstacle_there = obstacle(job, other, index, now)
+        if obstacle_there is None:
+            return other
+        found = obstacle_there
+    return None
+
+
+def obstacle(job: JobView, route: Route, index: ClusterIndex, now: float) -> Obstacle | None:
+    """What keeps the job from starting now on this route; None if nothing does, or if nothing is known of it."""
+    option = _option(job, route, index, now)
+    if option is None:
+        return None
+    if job.slo.when_full is WhenFull.DELAY:
+        return _in_the_way(job, option, index, now)
+    return _misses(job, option, index, now)
+
+
+def _misses(job: JobView, option: Option, index: ClusterIndex, now: float) -> Obstacle | None:
+    """Whether the job would miss its own targets, because of what is before it."""
+    slo, needs, decode = job.slo, index.ledger.needs, option.decode
+    there = decode.view.instance_id
+    margin = needs.margin(slo)
+    limit_s = margin * slo.ttft_s
+    alone_s = _alone_s(option)
+    limit_s = max(limit_s, alone_s + limit_s / 4.0)
+    if job.over_share:
+        limit_s = alone_s + OVER_SHARE * (limit_s - alone_s)
+    if option.ttft_s > limit_s:
+        said = f"the first token is predicted after {option.ttft_s:.2f} s, {limit_s:.2f} s are allowed"
+        return Obstacle("ttft", option.ttft_s - limit_s, said, there)
+    limit_s = max(margin * slo.tpot_s, SLOWER * decode.alone_s)
+    if job.over_share:
+        limit_s = decode.alone_s + OVER_SHARE * (limit_s - decode.alone_s)
+    if option.tpot_s > limit_s:
+        said = f"a token is predicted to take {option.tpot_s:.4f} s, {limit_s:.4f} s are allowed"
+        return Obstacle("tpot", (1.0 - limit_s / option.tpot_s) * _stay_s(decode), said, there)
+    if job.over_share and (spread := needs.spread(slo, now)) > (room := _room_for(job, slo, index, now)):
+        said = f"there is room for {room:.1f} jobs, of which {spread:.1f} are for callers who have had less"
+        return Obstacle("share", _stay_s(decode) / max(1, decode.running), said)
+    return None
+
+
+def _in_the_way(job: JobView, option: Option, index: ClusterIndex, now: float) -> Obstacle | None:
+    """Whether the job would be in the way of heavier classes, or in its own."""
+    decode, needs = option.decode, index.ledger.needs
+    others = decode.slo
+    there = decode.view.instance_id
+    computes: PrefillSide | DecodeSide = option.prefill or decode
+    limit_s = min(QUEUE_S, others.ttft_s / 2.0)
+    if computes.wait_s > limit_s:
+        said = f"prompts for {computes.wait_s:.2f} s wait, {limit_s:.2f} s may"
+        return Obstacle("prefill", computes.wait_s - limit_s, said, computes.view.instance_id)
+    late_s = decode.room_s - _alone_s(option)  # its KV is not there before
+    if late_s > limit_s:
+        return Obstacle("room", late_s - limit_s, f"there is no room to decode for {decode.room_s:.2f} s", there)
+    stay_s = _stay_s(decode)
+    each_s = stay_s / max(1, decode.running)
+    limit_s = max(others.tpot_s, SLOWER * decode.alone_s)
+    step_s = decode.after_s + decode.beside_s
+    if step_s > limit_s:
+        said = f"a token of others would take {step_s:.4f} s, {limit_s:.4f} s are allowed"
+        return Obstacle("tpot", each_s, said, there)
+    missing = needs.missing(job.slo, now)
+    if missing > 0.0:
+        room = _room_for(job, others, index, now) - 1.0
+        if room < missing:
+            said = f"there is room for {room:.1f} jobs, of which heavier classes are likely to need {missing:.1f}"
+            return Obstacle("reserve", each_s, said)
+    return None
+
+
+def _option(job: JobView, route: Route, index: ClusterIndex, now: float) -> Option | None:
+    """The estimate of a route. Where a dispatcher is to choose the decode instance, that of the least pressed one."""
+    ledger, answers = index.ledger, index.ledger.answers
+    own, others = answers.expected(job), ledger.needs.others(job.slo, now)
+    if route.decode is not None:
+        view = index.decode.get(route.decode.instance_id)
+    else:
+        best = min((keys[0] for keys in index.pressures.classes() if keys), default=None)
+        view = index.decode.get(best[2]) if best is not None else None
+    if view is None:
+        return None
+    decode = DecodeSide.of(view, job, own, answers.all, saved_at(index, view, job), others)
+    if route.prefill is None:
+        return local(job, decode)
+    computes = index.prefill.get(route.prefill.instance_id)
+    if computes is None:
+        return None
+    prefill = PrefillSide.of(computes, saved_at(index, computes, job))
+    return pair(job, own, prefill, prefill.part(route.split, others), decode, decode.terms(route.split))
+
+
+def _alone_s(option: Option) -> float:
+    """The job's TTFT without what waits before it."""
+    waits_s = option.decode.wait_s if option.split < option.decode.job.prompt_tokens else 0.0
+    if option.prefill is not None:
+        waits_s = max(waits_s, option.prefill.wait_s)
+    return max(0.0, option.ttft_s - waits_s - option.decode.room_s)
+
+
+def _stay_s(decode: DecodeSide) -> float:
+    return decode.usual.mean * decode.after_s
+
+
+def _room_for(job: JobView, others: Slo, index: ClusterIndex, now: float) -> float:
+    """How many more usual jobs the decode instances could take within those targets; summed once a broadcast."""
+    answer = index.ledger.answers.all.mean
+    needs = index.ledger.needs
+    prompt = needs.prompt_tokens(job.slo, now)
+    total, placed = index.cached(
+        ("room", others.name),
+        lambda: (sum(_room_at(view, others.tpot_s, prompt, answer) for view in index.decode.views), needs.placements),
+    )
+    return total - (needs.placements - placed)
+
+
+def _room_at(view: InstanceView, tpot_s: float, prompt: float, answer: float) -> float:
+    """The same at one instance: by its step time, its seats, and its KV once those that run have ended."""
+    info, load = view.info, view.load
+    form, tokens = (info.rates.step or UNKNOWN_STEPS).decode, prompt + answer / 2.0
+    step_s = form.fixed_s + form.sequence_s * load.decoding + form.context_s * load.context_tokens
+    each_s = form.sequence_s + form.context_s * tokens
+    room = (tpot_s - step_s) / each_s if each_s > 0.0 else float(ENDLESS)
+    free = load.free_blocks * info.block_size - load.waiting_tokens - load.decoding * answer / 2.0
+    room = min(room, (info.max_seqs or ENDLESS) - load.decoding, free / (prompt + answer))
+    return max(0.0, room)

@@ -1,0 +1,83 @@
+"""The gateway of a run: how many requests it takes, and the lines of those that are delayed."""
+
+from collections.abc import Callable
+
+from shared.policy.fair_share import FairLine, Shares
+from shared.sim.events import EventLoop
+from shared.sim.request import SimRequest
+from shared.sim.spec import RunSpec
+
+
+class Queued:
+    """Requests that wait to be computed or decoded, of which the gateway takes so many, with so many prompt tokens."""
+
+    def __init__(self, run: RunSpec) -> None:
+        self._most, self._most_tokens = run.max_queued_jobs, run.max_queued_tokens
+        self._tokens: dict[SimRequest, int] = {}
+        self._sum = 0
+
+    def take(self, request: SimRequest) -> bool:
+        """Whether there is room for one more. One that nobody is before always has it."""
+        tokens = request.job.prompt_tokens
+        if self._most is not None and len(self._tokens) >= self._most:
+            return False
+        if self._most_tokens is not None and self._sum and self._sum + tokens > self._most_tokens:
+            return False
+        self._tokens[request] = tokens
+        self._sum += tokens
+        return True
+
+    def leave(self, request: SimRequest) -> None:
+        """It decodes, or never will."""
+        self._sum -= self._tokens.pop(request, 0)
+
+
+class DelayLines:
+    """One line for each class that yields. Only the head asks, when it was told to; the next follows at once.
+
+    `ask(request, now)` gives the seconds until the request may ask again, or None once it waits no more.
+    """
+
+    def __init__(self, loop: EventLoop, shares: Shares, ask: Callable[[SimRequest, float], float | None]) -> None:
+        self._loop = loop
+        self._shares = shares
+        self._ask = ask
+        self._lines: dict[str, FairLine[SimRequest]] = {}
+        self._asleep: set[str] = set()  # lines whose head was told when to ask again
+
+    def join(self, request: SimRequest, now: float) -> None:
+        """The request waits for its turn, which may be now."""
+        name = request.job.slo.name
+        line = self._lines.get(name)
+        if line is None:
+            line = self._lines[name] = FairLine(self._shares)
+        line.push(request, request.caller)
+        self._turns(name, now)
+
+    def leave(self, request: SimRequest) -> bool:
+        """The request gives up; False when it does not wait here."""
+        line = self._lines.get(request.job.slo.name)
+        return line is not None and line.remove(request, request.caller)
+
+    def left(self) -> list[SimRequest]:
+        """Everybody who waits; they leave."""
+        found = []
+        for line in self._lines.values():
+            while (request := line.head()) is not None:
+                line.remove(request, request.caller)
+                found.append(request)
+        return found
+
+    def _turns(self, name: str, now: float) -> None:
+        line = self._lines[name]
+        while name not in self._asleep and (request := line.head()) is not None:
+            again_s = self._ask(request, now)
+            if again_s is not None:
+                self._asleep.add(name)
+                self._loop.at(now + again_s, self._wake, name)
+                return
+            line.remove(request, request.caller)
+
+    def _wake(self, name: str, now: float) -> None:
+        self._asleep.discard(name)
+        self._turns(name, now)

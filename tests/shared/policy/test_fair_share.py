@@ -1,0 +1,102 @@
+"""Virtual token counters, and the line that goes by them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.policy.fair_share import ACTIVE_S, CREDIT_TOKENS, OUTPUT_COST, SLACK_TOKENS, FairLine, Shares
+
+
+def shares(*callers: str, **weights: float) -> Shares:
+    made = Shares(weights)
+    for caller in callers:
+        made.came(caller, 0.0)
+    return made
+
+
+def test_output_tokens_cost_more_and_a_weight_makes_them_cheaper() -> None:
+    made = shares("a", "b", b=2.0)
+    made.charge("a", 100, 10)
+    made.charge("b", 100, 10)
+    assert made.tokens("a") == 100 + OUTPUT_COST * 10
+    assert made.tokens("b") == made.tokens("a") / 2.0
+
+
+def test_who_is_far_ahead_of_another_who_asks_is_over_its_share() -> None:
+    made = shares("a", "b")
+    made.charge("a", int(SLACK_TOKENS), 0)
+    assert not made.over("a", 0.0)
+    made.charge("a", 1, 0)
+    assert made.over("a", 0.0)
+    assert not made.over("b", 0.0)
+
+
+def test_alone_nobody_is_over_its_share_nor_beside_those_who_ask_no_more() -> None:
+    made = shares("a")
+    made.charge("a", 10**6, 0)
+    assert not made.over("a", 0.0)
+    made.came("b", 0.0)
+    made.left("b", 0.0)
+    made.charge("a", 10**6, 0)
+    assert made.over("a", ACTIVE_S)
+    assert not made.over("a", ACTIVE_S + 1.0)
+
+
+def test_idle_callers_gain_no_credit() -> None:
+    made = shares("a")
+    made.charge("a", 50_000, 0)
+    made.came("b", 100.0)
+    assert made.tokens("b") == made.tokens("a")
+    made.left("b", 101.0)
+    made.charge("a", 50_000, 0)
+    made.came("b", 200.0)
+    assert made.tokens("b") == made.tokens("a") == 100_000
+
+
+def test_who_asks_for_little_is_not_idle_but_gains_only_so_much() -> None:
+    made = shares("a", "b")
+    for now in range(1, 6):
+        made.left("b", float(now))
+        made.charge("a", 3000, 0)
+        made.came("b", float(now))
+    assert made.tokens("b") == 0.0
+    assert made.over("a", 5.0)
+    made.left("b", 6.0)
+    made.charge("a", 10**6, 0)
+    made.came("b", 7.0)
+    assert made.tokens("a") - made.tokens("b") == CREDIT_TOKENS
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3000)), min_size=30, max_size=120))
+def test_a_line_keeps_those_who_always_wait_close_together(jobs: list[tuple[str, int]]) -> None:
+    made = shares("a", "b", "c")
+    line = FairLine[int](made)
+    cost = dict(enumerate(tokens for _, tokens in jobs))
+    caller_of = dict(enumerate(caller for caller, _ in jobs))
+    left = {name: [number for number, (caller, _) in enumerate(jobs) if caller == name] for name in "abc"}
+    for number in cost:
+        line.push(number, caller_of[number])
+    while all(left.values()):
+        head = line.head()
+        assert head is not None
+        assert head == left[caller_of[head]].pop(0), "within one caller the oldest is first"
+        made.charge(caller_of[head], cost[head], 0)
+        assert line.remove(head, caller_of[head])
+        if all(left.values()):  # the bound of the paper: by at most one request's tokens
+            counters = [made.tokens(name) for name in "abc"]
+            assert max(counters) - min(counters) <= 3000
+
+
+def test_the_head_stays_the_head_until_it_leaves() -> None:
+    made = shares("a", "b")
+    line = FairLine[str](made)
+    made.charge("a", 10, 0)
+    line.push("a1", "a")
+    assert line.head() == "a1"
+    line.push("b1", "b")
+    assert line.head() == "a1"
+    assert not line.remove("b1", "a")
+    assert line.remove("a1", "a")
+    assert line.head() == "b1"
+    assert len(line) == 1
+    assert line.remove("b1", "b")
+    assert line.head() is None

@@ -1,0 +1,221 @@
+"""Who is refused, delayed or placed while the cluster is full, and when each may come again."""
+
+from random import Random
+
+import msgspec
+import pytest
+
+from shared.domain.instance import InstanceView
+from shared.domain.job import JobView, LengthPrediction, Slo, WhenFull
+from shared.domain.rates import Rates, StepForm, StepRates
+from shared.domain.route import Route
+from shared.errors import Delayed, Overloaded
+from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
+from shared.policy.dispatch import PowerOfTwo
+from shared.policy.index import ClusterIndex
+from shared.policy.ledger import WorkloadLedger
+from shared.policy.overload import LATE_S, QUEUE_S, SOON_S, decide
+from shared.policy.placement import LeastLoad, Policies
+from shared.policy.split import FullSplit
+from tests.shared.policy.views import decode, prefill, view
+
+ALL = Policies(Adaptive(), AdaptiveSplit(), AdaptiveDispatch())
+FIXED = Policies(LeastLoad(), FullSplit(), PowerOfTwo())
+CHAT = Slo("default", 2.0, 0.1, 1.0, WhenFull.REJECT)
+BATCH = Slo("batch", 600.0, 1.0, 0.1, WhenFull.DELAY)
+FREE = Slo("free", 2.0, 0.1, 1.0, WhenFull.NEVER)
+
+
+def rates() -> Rates:
+    """Steps of 20 ms, 0.1 ms a prompt token, 0.1 ms a decode."""
+    step = StepRates(
+        StepForm(0.02, 1e-4, 1e-9),
+        StepForm(0.02, sequence_s=1e-4, context_s=2e-7),
+        StepForm(0.02, 1e-4, 1e-9, sequence_s=1e-4, context_s=2e-7),
+    )
+    return Rates(step=step)
+
+
+def p(name: str = "p", queue_s: float = 0.0) -> InstanceView:
+    """With prompts for so many seconds before the job."""
+    jobs = round(10 * queue_s)
+    each = round(1.0 / (1e-4 + 0.02 / 512) / 10)
+    return prefill(name, rates=rates(), queued_prefill=jobs, queued_prefill_tokens=jobs * each, total_blocks=4000)
+
+
+def d(name: str = "d", decodes: int = 0, context: int = 600, **more: object) -> InstanceView:
+    more = {"total_blocks": 40_000, "max_seqs": 256, **more}
+    return decode(name, rates=rates(), decoding=decodes, running=decodes, context_tokens=decodes * context, **more)
+
+
+def asked(slo: Slo, prompt: int = 800, job_id: str = "j", **more: object) -> JobView:
+    prediction = LengthPrediction(0, 100, 200, 0.9, "classifier")
+    return JobView(job_id, prompt, 1000, slo, prediction, **more)  # type: ignore[arg-type]
+
+
+def ask(
+    job: JobView, *views: InstanceView, policies: Policies = ALL, ledger: WorkloadLedger | None = None, now: float = 0.0
+) -> Route:
+    index = ClusterIndex(view(*views), rng=Random(0), ledger=ledger)
+    return decide(job, index, policies, now, Random(0))
+
+
+def busy_with(slo: Slo, jobs: int, stay_s: float, open_jobs: int = 0) -> WorkloadLedger:
+    """Of that class `jobs` have come in the last ten seconds, stayed so long, and some of them still do."""
+    ledger = WorkloadLedger()
+    for number in range(jobs):
+        job, now = asked(slo, job_id=f"{slo.name}{number}"), 10.0 * number / jobs
+        ledger.needs.asked(job, now)
+        ledger.needs.placed(job, now)
+        if number < jobs - open_jobs:
+            ledger.needs.ended(job.job_id, True, now + stay_s)
+    return ledger
+
+
+@pytest.mark.parametrize("policies", [ALL, FIXED])
+def test_a_job_that_would_miss_its_target_is_refused_until_the_queue_has_drained(policies: Policies) -> None:
+    full = [p(queue_s=8.0), d(decodes=200, context=1500)] if policies is ALL else [p(queue_s=8.0), d()]
+    with pytest.raises(Overloaded) as refused:
+        ask(asked(CHAT), *full, policies=policies)
+    assert type(refused.value) is Overloaded
+    assert refused.value.retry_after_s is not None
+    if policies is FIXED:
+        assert refused.value.cause == "ttft"
+        assert refused.value.retry_after_s == pytest.approx(6.2, abs=0.5)
+        waited = [p(queue_s=8.0 - refused.value.retry_after_s - 0.1), full[1]]
+        assert ask(asked(CHAT), *waited, policies=policies).prefill is not None
+    assert "'default'" in refused.value.message
+
+
+def test_a_longer_queue_means_a_later_return() -> None:
+    waits = []
+    for queue_s in (4.0, 8.0, 16.0):
+        with pytest.raises(Overloaded) as refused:
+            ask(asked(CHAT), p(queue_s=queue_s), d(), policies=FIXED)
+        waits.append(refused.value.retry_after_s)
+    assert waits[1] - waits[0] == pytest.approx(4.0, abs=0.1)
+    assert waits[2] - waits[1] == pytest.approx(8.0, abs=0.1)
+
+
+def test_a_slow_decode_refuses_too() -> None:
+    with pytest.raises(Overloaded) as refused:
+        ask(asked(CHAT), d(decodes=200, context=2000), policies=ALL)
+    assert refused.value.cause == "tpot"
+    assert ask(asked(CHAT), d(decodes=100, context=1000)).decode is not None
+
+
+def test_what_no_cluster_could_do_in_time_is_not_refused_for_load() -> None:
+    assert ask(asked(CHAT, prompt=30_000), decode("d", rates=rates(), max_model_len=1 << 17, total_blocks=40_000))
+    slow = Slo("fast", 2.0, 0.001, 1.0, WhenFull.REJECT)
+    assert ask(asked(slow), d())
+
+
+@pytest.mark.parametrize("slo", [FREE, CHAT])
+def test_who_may_not_be_refused_or_has_begun_is_placed_whatever_the_load(slo: Slo) -> None:
+    job = asked(slo, begun=slo is CHAT)
+    assert ask(job, p(queue_s=50.0), d(decodes=255, context=3000)).policy
+
+
+@pytest.mark.parametrize(
+    ("case", "views", "cause"),
+    [
+        ("a prefill queue", [p(queue_s=3.0), d()], "prefill"),
+        ("no seats", [p(), d(decodes=256, context=100, max_seqs=200)], "room"),
+        ("no memory", [p(), d(decodes=50, free_blocks=0, waiting_tokens=4000)], "room"),
+    ],
+)
+def test_batch_waits_for_what_is_full(case: str, views: list[InstanceView], cause: str) -> None:
+    with pytest.raises(Delayed) as delayed:
+        ask(asked(BATCH), *views, policies=FIXED)
+    assert delayed.value.cause == cause, case
+    assert delayed.value.retry_after_s is not None
+    assert SOON_S <= delayed.value.retry_after_s <= LATE_S
+
+
+def test_batch_goes_where_it_is_not_in_the_way() -> None:
+    views = [p("a", queue_s=3.0), p("b", queue_s=QUEUE_S / 5), d(decodes=150, context=800)]
+    route = ask(asked(BATCH), *views)
+    assert route.prefill is None or route.prefill.instance_id == "b"
+    only = ask(asked(BATCH), p("a", queue_s=3.0), d())
+    assert only.prefill is None
+
+
+def test_batch_gives_way_to_the_step_times_of_heavier_classes_that_ask() -> None:
+    slow = d(decodes=200, context=1600)  # 0.104 s a step
+    assert ask(asked(BATCH), slow)
+    with pytest.raises(Delayed) as delayed:
+        ask(asked(BATCH), slow, ledger=busy_with(CHAT, 20, 1.0), now=11.0)
+    assert delayed.value.cause == "tpot"
+    assert ask(asked(BATCH), slow, ledger=busy_with(CHAT, 20, 1.0), now=11.0 + 61.0), "they ask no more"
+
+
+def test_room_is_kept_for_what_heavier_classes_are_likely_to_bring() -> None:
+    room = d(decodes=180, context=100, max_seqs=200)
+    fewer, many = busy_with(CHAT, 10, 2.0), busy_with(CHAT, 300, 2.0)
+    assert ask(asked(BATCH), room, ledger=fewer, now=10.0)
+    with pytest.raises(Delayed) as delayed:
+        ask(asked(BATCH), room, ledger=many, now=10.0)
+    assert delayed.value.cause == "reserve"
+    here = busy_with(CHAT, 300, 2.0, open_jobs=60)
+    assert ask(asked(BATCH), room, ledger=here, now=10.0), "those that are here already need no room"
+
+
+def test_each_placement_takes_of_the_room_before_the_next_broadcast() -> None:
+    ledger = busy_with(CHAT, 60, 2.0)
+    index = ClusterIndex(view(d(decodes=170, context=100, max_seqs=200)), rng=Random(0), ledger=ledger)
+    jobs = [asked(BATCH, job_id=f"b{number}") for number in range(40)]
+
+    def place_all() -> None:
+        for job in jobs:
+            ledger.add(job, decide(job, index, ALL, 10.0, Random(0)), 10.0)
+
+    with pytest.raises(Delayed, match="heavier classes"):
+        place_all()
+    assert 5 < ledger.needs.placements - 60 < 30
+
+
+def test_who_has_had_more_than_its_share_is_refused_first() -> None:
+    views = [p(queue_s=1.3), d()]
+    assert ask(asked(CHAT), *views, policies=FIXED)
+    with pytest.raises(Overloaded) as refused:
+        ask(asked(CHAT, over_share=True), *views, policies=FIXED)
+    assert refused.value.cause == "ttft"
+    assert ask(asked(CHAT, over_share=True), p(), d(), policies=FIXED)
+
+
+def test_misses_of_those_let_in_make_it_stricter_and_kept_targets_make_it_laxer_again() -> None:
+    ledger = WorkloadLedger()
+
+    def outcomes(count: int, met: bool) -> float:
+        for _ in range(count):
+            job = asked(CHAT, job_id="one")
+            ledger.needs.placed(job, 0.0)
+            ledger.needs.ended("one", met, 1.0)
+        return ledger.needs.margin(CHAT)
+
+    first = outcomes(1, True)
+    worse = outcomes(5, False)
+    assert worse < first
+    assert worse < outcomes(100, True) <= first
+    assert outcomes(1000, False) == pytest.approx(0.5), "it has a floor"
+
+
+def test_refusals_of_heavier_classes_leave_less_for_lighter_ones() -> None:
+    ledger = busy_with(CHAT, 20, 1.0)
+    before = ledger.needs.others(BATCH, 10.0)
+    for _ in range(5):
+        ledger.needs.refused(CHAT)
+    after = ledger.needs.others(BATCH, 10.0)
+    assert after.tpot_s < before.tpot_s < CHAT.tpot_s
+    assert ledger.needs.margin(CHAT) == busy_with(CHAT, 20, 1.0).needs.margin(CHAT)
+    assert ledger.needs.others(CHAT, 10.0) == CHAT, "nobody is heavier"
+
+
+def test_harm_to_heavier_classes_counts_by_their_weight_and_targets() -> None:
+    """A batch job goes to the instance where nobody decodes, though the other one is faster."""
+    quick = msgspec.structs.replace(d("busy", decodes=120, context=1200))
+    job = asked(BATCH)
+    ledger = busy_with(CHAT, 20, 1.0)
+    route = ask(job, quick, d("idle"), ledger=ledger, now=10.0)
+    assert route.decode is not None
+    assert route.decode.instance_id == "idle"
