@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gateway.lengths import Asked
+from gateway.lengths import Asked, LengthClient
 from shared.domain.job import Generation, JobView, LengthPrediction, Phase, Slo
 from shared.domain.prefix import block_hashes
 from shared.domain.route import Reason, Route
@@ -174,8 +174,12 @@ class Job:
         """Add a decision to the timeline."""
         self.timeline.decisions.append(Decision(time.time(), kind, chosen, reasons))
 
-    def predicted(self, found: LengthPrediction) -> None:
-        """The prediction has come."""
+    def ask(self, lengths: LengthClient) -> None:
+        """Have its length predicted."""
+        self.asked = lengths.ask(self.prompt, self.remaining)
+        self.asked.then(self._predicted)
+
+    def _predicted(self, found: LengthPrediction) -> None:
         figures: dict[str, float | str] = {"confidence": found.confidence, "upper_tokens": found.upper_tokens}
         self.decided("prediction", f"{found.lower_tokens} tokens or more", (Reason(found.source, figures),))
 

@@ -65,6 +65,10 @@ class GatewayMetrics:
         self.predictions = Counter(
             "polyphase_predictions", "Length predictions, by outcome.", ["outcome"], registry=registry
         )
+        self._model = model
+        self._open_refusals(registry)
+
+    def _open_refusals(self, registry: CollectorRegistry) -> None:
         self.refused = Counter(
             "polyphase_refused", "Requests refused, by cause and SLO class.", ["cause", "slo"], registry=registry
         )
@@ -74,7 +78,6 @@ class GatewayMetrics:
         self.waiting = Gauge(
             "polyphase_gateway_delayed_jobs", "Jobs that wait for their turn or for room.", ["slo"], registry=registry
         )
-        self._model = model
 
     def ended(self, job: Job, report: JobReport) -> None:
         """Take in a job that is over, with its final report."""

@@ -79,8 +79,7 @@ class Pipeline:
         Raises the last error once attempts, patience or the deadline are used up. Cancelling stops both legs.
         """
         job.spent(Span.INTAKE, time.time())
-        job.asked = self._lengths.ask(job.prompt, job.remaining)
-        job.asked.then(job.predicted)
+        job.ask(self._lengths)
         shares, caller = self._lines.shares, job.spec.caller
         shares.came(caller, time.monotonic())
         outcome = PolyphaseError.code  # of a bug of ours: the status table must not show the job as under way for ever

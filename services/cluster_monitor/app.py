@@ -103,14 +103,24 @@ async def _start(
     _repeat(tasks, settings, beats, broadcaster, history, slo, engine, store)
     tasks.every("demand", DEMAND_S, demand.step)
     operations = Operations(settings, registry, audit)
+    _flip_by_itself(tasks, settings, broadcaster, demand, audit, operations)
+    followers = Followers(registry)
+    return State(registry, memory, operations, audit, events, slo, demand, broadcaster, book, followers, store)
 
+
+def _flip_by_itself(
+    tasks: Background,
+    settings: MonitorSettings,
+    broadcaster: Broadcaster,
+    demand: DemandService,
+    audit: Audit,
+    operations: Operations,
+) -> None:
     def seen() -> Seen:
         return seen_now(demand.demand(), audit, settings.role_flip_respects_s)
 
     auto = AutoFlips(broadcaster.view, seen, operations, tasks)
     tasks.every("role-flip", settings.role_flip_period_s, auto.step)
-    followers = Followers(registry)
-    return State(registry, memory, operations, audit, events, slo, demand, broadcaster, book, followers, store)
 
 
 def _sockets(stack: AsyncExitStack, settings: MonitorSettings) -> Sockets:

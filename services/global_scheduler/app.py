@@ -59,12 +59,7 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     seconds = Forwarder("demand", monitor, "/demand", forwarded, capacity=KEPT)
     predictor = await stack.enter_async_context(JsonClient(settings.predictor_url)) if settings.predictor_url else None
     lengths = Forwarder("predictor", predictor, "/v1/observations", forwarded)
-    journal = (
-        stack.enter_context(Journal(settings.decision_log, settings.decision_log_bytes))
-        if settings.decision_log
-        else None
-    )
-    placer = Placer(metrics, settings.policy_seed, journal)
+    placer = Placer(metrics, settings.policy_seed, _open_journal(stack, settings))
     demand = DemandTeller(settings.scheduler_id, placer, seconds)
     open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
     name, ring = settings.scheduler_id, settings.ring_jobs
@@ -94,6 +89,12 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     server = await open_rpc(stack, sockets, settings, placer, reports, demand)
     watch(registry, placer, server, subscriber)
     return State(placer, reports, engine, store)
+
+
+def _open_journal(stack: AsyncExitStack, settings: SchedulerSettings) -> Journal | None:
+    if settings.decision_log is None:
+        return None
+    return stack.enter_context(Journal(settings.decision_log, settings.decision_log_bytes))
 
 
 async def _close_former(settings: SchedulerSettings, engine: AsyncEngine, store: WriteBehind) -> None:

@@ -160,10 +160,9 @@ class DecodeSide(NamedTuple):
         info, load, prompt = view.info, view.load, job.prompt_tokens
         rates, link = info.rates.step or UNKNOWN_STEPS, info.rates.link
         seats, decode = info.max_seqs or ENDLESS, rates.decode
-        away = _away(load, seats, decode, usual.mean, spread_s)
-        decoding = load.decoding - round(away * load.coming)
-        running = min(decoding, seats)
-        context = (load.context_tokens - away * load.coming_tokens) * running / decoding if running else 0.0
+        held = _held(view, seats, decode, usual.mean, spread_s)
+        running = min(held.decoding, seats)
+        context = held.context * running / held.decoding if running else 0.0
         form = rates.mixed if running else rates.prefill
         step_s = decode.fixed_s + decode.sequence_s * running + decode.context_s * context if running else 0.0
         after_s = step_s  # where all seats are taken, it takes the place of one that ends
@@ -175,8 +174,6 @@ class DecodeSide(NamedTuple):
         full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
         steps = load.queued_prefill_tokens / budget
         beside_s = max(load.prefill_share, min(1.0, steps / own.brief)) * max(0.0, full_s - step_s)
-        free = load.free_blocks * info.block_size - load.waiting_tokens + away * load.coming_tokens
-        held = Held(decoding, load.context_tokens - away * load.coming_tokens, free)
         room = _room(held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s)
         return cls(
             view,
@@ -185,7 +182,7 @@ class DecodeSide(NamedTuple):
             form,
             budget,
             running,
-            decoding - running,
+            held.decoding - running,
             load.queued_prefill,
             saved,
             usual,
@@ -240,6 +237,22 @@ class DecodeSide(NamedTuple):
         return waits_s, tokens * prefill.kv_bytes / bytes_s + link.latency_s
 
 
+class Held(NamedTuple):
+    """What is taken at a decode instance: decodes, their context, and the tokens for which there is room."""
+
+    decoding: int
+    context: float
+    free: float
+
+
+def _held(view: InstanceView, seats: int, decode: StepForm, tokens: float, spread_s: float) -> Held:
+    """As of its load, without those on their way that are not there at a time."""
+    load = view.load
+    away = _away(load, seats, decode, tokens, spread_s)
+    free = load.free_blocks * view.info.block_size - load.waiting_tokens + away * load.coming_tokens
+    return Held(load.decoding - round(away * load.coming), load.context_tokens - away * load.coming_tokens, free)
+
+
 def _away(load: InstanceLoad, seats: int, decode: StepForm, tokens: float, spread_s: float) -> float:
     """Of the decodes on their way, the share that is not there at a time: they come over `spread_s`, and the first have
     given their `tokens` before the last have come. Source: Little's law.
@@ -251,14 +264,6 @@ def _away(load: InstanceLoad, seats: int, decode: StepForm, tokens: float, sprea
         decode.fixed_s + decode.sequence_s * running + decode.context_s * load.context_tokens * running / load.decoding
     )
     return max(0.0, 1.0 - tokens * step_s / spread_s)
-
-
-class Held(NamedTuple):
-    """What is taken at a decode instance: decodes, their context, and the tokens for which there is room."""
-
-    decoding: int
-    context: float
-    free: float
 
 
 def _room(

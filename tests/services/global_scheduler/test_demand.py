@@ -12,7 +12,7 @@ async def test_first_placements_are_told_by_the_second(start: Start) -> None:
     scheduler: Scheduler = await start(monitor_url=f"http://127.0.0.1:{port}")
     await scheduler.hear(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
     async with json_sink(port) as taken:
-        await until(lambda: taken.get("/demand"), "a second told")
+        await until(lambda: taken.get("/demand"), "a second told", timeout_s=30)
         assert {row["requests"] for row in taken["/demand"]} == {0}
         said = LengthPrediction(1, 100, 200, 0.9, "classifier")
         slo = Slo("chat", 0.5, 0.1)
@@ -28,7 +28,7 @@ async def test_first_placements_are_told_by_the_second(start: Start) -> None:
             rows = taken["/demand"]
             return bool(sum(row["requests"] for row in rows) >= 3 and rows[-1]["requests"] == 0)
 
-        await until(told, "all told, and a second after them")
+        await until(told, "all told, and a second after them", timeout_s=30)
     rows = taken["/demand"]
     assert sum(row["requests"] for row in rows) == 3
     assert sum(row["prompt_tokens"] for row in rows) == 300.0
