@@ -1,6 +1,8 @@
 """`polyphase policies`: what the cluster goes by, who chose it, who follows; and changes of it."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -15,6 +17,7 @@ from shared.policy.written import from_words, in_words
 from shared.wire.clients.monitor import MonitorClient
 
 Change = dict[str, PolicySpec | None]
+FOLLOWED_S, ASK_S = 3.0, 0.05
 
 
 def change_of(words: Sequence[str]) -> Change:
@@ -37,9 +40,20 @@ def reset_of(kinds: Sequence[str]) -> Change:
 
 
 async def act(url: str, change: Change, who: str) -> dict[str, Any]:
-    """Change what is asked for, if anything, and give what is in force. Raises the monitor's own error."""
+    """Change what is asked for, if anything, and give what is in force, once all follow or FOLLOWED_S later.
+
+    Raises the monitor's own error.
+    """
     async with MonitorClient(url) as monitor:
-        return await (monitor.set_policies(change, who=who) if change else monitor.policies())
+        if not change:
+            return await monitor.policies()
+        answer = await monitor.set_policies(change, who=who)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FOLLOWED_S):
+                while not all(one["follows"] for one in answer["followers"]):
+                    await asyncio.sleep(ASK_S)
+                    answer = await monitor.policies()
+        return answer
 
 
 def show(console: Console, answer: Mapping[str, Any]) -> None:

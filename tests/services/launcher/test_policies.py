@@ -109,3 +109,42 @@ def test_the_table_says_who_chose_what_and_who_does_not_follow() -> None:
 def test_without_a_suite_it_says_how_to_start_one(tmp_path: Path) -> None:
     result = RUN.invoke(cli.app, ["policies", "--data-dir", str(tmp_path)])
     assert "polyphase up" in str(result.exception)
+
+
+class Monitor:
+    """All follow a change after so many questions."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+        self.asked = 0
+
+    async def __aenter__(self) -> "Monitor":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to close."""
+
+    async def set_policies(self, change: object, who: str) -> dict[str, Any]:
+        return self._now()
+
+    async def policies(self) -> dict[str, Any]:
+        self.asked += 1
+        self.left -= 1
+        return self._now()
+
+    def _now(self) -> dict[str, Any]:
+        return answer(followers=[{**one, "follows": self.left <= 0} for one in answer()["followers"]])
+
+
+@pytest.mark.parametrize(("after", "follow"), [(0, True), (3, True), (10**9, False)])
+async def test_a_change_waits_a_little_until_all_follow(
+    monkeypatch: pytest.MonkeyPatch, after: int, follow: bool
+) -> None:
+    monitor = Monitor(after)
+    monkeypatch.setattr(policies, "MonitorClient", lambda url: monitor)
+    monkeypatch.setattr(policies, "ASK_S", 0.001)
+    monkeypatch.setattr(policies, "FOLLOWED_S", 0.3)
+    found = await policies.act("http://m", {"split": PolicySpec("none")}, "anna")
+    assert [one["follows"] for one in found["followers"]] == [follow] * 2
+    if follow:
+        assert monitor.asked == after
