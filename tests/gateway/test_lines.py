@@ -51,13 +51,15 @@ async def test_only_the_head_of_a_line_asks_and_the_next_follows_when_it_was_tak
 async def test_a_job_that_waits_and_gives_up_leaves_its_turn_to_the_next() -> None:
     async with running_cluster() as cluster:
         decodes = nobody_may(cluster, Delayed("later", retry_after_s=0.01))
-        tasks = [asyncio.create_task(cluster.pipeline.run(batch_job()[0])) for _ in range(3)]
+        jobs = [batch_job()[0] for _ in range(3)]
+        tasks = [asyncio.create_task(cluster.pipeline.run(job)) for job in jobs]
         await until(lambda: len(cluster.places) >= 2)
         for task in tasks[:2]:
             task.cancel()
         await asyncio.gather(*tasks[:2], return_exceptions=True)
         cluster.decodes += decodes
         await tasks[2]
+        assert [job.finished for job in jobs] == [False, False, True]
 
 
 async def test_patience_in_the_line_ends_in_a_429_that_says_so() -> None:

@@ -1,0 +1,69 @@
+"""What a prefill learns and chooses while it computes: its answer's length, and how its KV is coded on its way."""
+
+import msgspec
+import pytest
+
+from shared.domain.instance import InstanceState, InstanceView, Role
+from shared.domain.job import LengthPrediction, Slo
+from shared.domain.kv import Codec
+from shared.domain.rates import LinkRate, Rates
+from shared.wire.messages import Predicted, PrefillStarted, TokenStep
+from tests.services.fake_worker import make_info
+from tests.services.worker.jobs.sides import TARGET, Side, prefill_request
+
+
+async def test_a_prediction_that_comes_while_the_prompt_is_computed_is_for_its_dispatch() -> None:
+    side, said = Side(Role.PREFILL), LengthPrediction(1, 200, 400, 0.8, "classifier")
+    task = await side.prefill(prefill_request())
+    await side.predicted(Predicted("t1", said))
+    await side.predicted(Predicted("another", LengthPrediction(9, 1800, 2000, 0.8, "classifier")))
+    side.engine.step(TokenStep([42], "length"))
+    await task
+    assert [job.prediction for job in side.dispatcher.jobs] == [said]
+    await side.predicted(Predicted("t1", said))  # the prompt is computed: no fault
+
+
+def far(bytes_s: float) -> InstanceView:
+    info = make_info(TARGET.instance_id, TARGET.rpc, rates=Rates(link=LinkRate(bytes_s)))
+    return InstanceView(info, Role.DECODE, InstanceState.READY)
+
+
+async def test_the_codec_goes_by_the_link_and_the_class_and_stays_what_it_was_first() -> None:
+    side = Side(Role.PREFILL, chunk_size=4)
+    side.dispatcher.views["d0"] = far(1.0)
+    request = prefill_request(10)
+    request.job = msgspec.structs.replace(request.job, slo=Slo(lossy_kv=Codec.INT8))
+    task = await side.prefill(request)
+    side.port.callbacks["t1"]()
+    side.dispatcher.views["d0"] = far(1e12)
+    side.engine.step(TokenStep([42], "length"))
+    reply = await task
+    assert isinstance(started := side.call.items[0], PrefillStarted)
+    assert reply.handle is not None
+    assert started.handle.codec is reply.handle.codec is Codec.INT8
+    assert reply.codec is not None
+    assert reply.codec.what == "codec:int8"
+
+
+@pytest.mark.parametrize(
+    ("slo", "codec", "known", "want"),
+    [
+        (Slo(), Codec.RAW, True, Codec.RAW),
+        (Slo(), Codec.FP8, True, Codec.FP8),  # the gateway's setting, for all
+        (Slo(lossy_kv=Codec.INT4), Codec.FP8, True, Codec.FP8),
+        (Slo(lossy_kv=Codec.INT8), Codec.RAW, False, Codec.RAW),
+        (Slo(lossy_kv=Codec.INT4), Codec.RAW, True, Codec.INT4),
+    ],
+)
+async def test_exact_unless_somebody_said_otherwise(slo: Slo, codec: Codec, known: bool, want: Codec) -> None:
+    side = Side(Role.PREFILL)
+    if known:
+        side.dispatcher.views["d0"] = far(1.0)
+    request = prefill_request(codec=codec)
+    request.job = msgspec.structs.replace(request.job, slo=slo)
+    task = await side.prefill(request)
+    side.engine.step(TokenStep([42], "length"))
+    reply = await task
+    assert reply.handle is not None
+    assert reply.handle.codec is want
+    assert (reply.codec is not None) == (known and slo.lossy_kv.lossy and not codec.lossy)
