@@ -151,6 +151,13 @@ class Ticket:
             self.admission.take_jobs(self.caller, jobs - self._claimed)
             self._claimed = jobs
 
+    def move(self, admission: Admission) -> None:
+        """Hold the same claim there from now on. Raises Busy, and then nothing has moved."""
+        if admission is not self.admission:
+            admission.take_jobs(self.caller, self._claimed)
+            self.admission.give_back(self.caller, self._claimed)
+            self.admission = admission
+
     def start(self, prompt_tokens: int) -> "Seat":
         """Turn a claim into a job; a job beyond what was claimed is a claim of its own. Raises Busy."""
         self.claim(1)

@@ -112,6 +112,7 @@ async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
     surface.trim(app)
     await init_app_state(llm, app.state, args, _TASKS)
     surface.name_errors(app.state.anthropic_serving_messages)
+    surface.name_tiers(app.state)
     return app
 
 

@@ -8,11 +8,16 @@ from gateway.admission import Ticket
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is. `arrived_s`: unix seconds at which all of its body was there."""
+    """Whose request it is.
+
+    arrived_s: unix seconds at which all of its body was there. tier: OpenAI's `service_tier` that it is served as;
+    empty where its body names none, or a header names its class.
+    """
 
     ticket: Ticket
     slo: str
     arrived_s: float
+    tier: str = ""
 
 
 # vLLM's handlers carry no headers down to the engine; a context variable follows the request's task.

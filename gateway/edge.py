@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-import msgspec
-
 from gateway.admission import Admissions, Ticket
+from gateway.asked import asked_of
 from gateway.auth import ApiKey, KeyRing
 from gateway.context import Caller, caller
 from gateway.metrics import GatewayMetrics
-from gateway.settings import GatewaySettings
+from gateway.settings import USUAL_TIERS, GatewaySettings
 from shared.errors import Busy, EngineFailed, InvalidRequest, PolyphaseError, Unavailable
 from shared.runtime.http import error_body
 from shared.runtime.logs import get_log
@@ -33,6 +32,7 @@ Headers = dict[bytes, bytes]
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
 SLO_HEADER = b"x-polyphase-slo"
+TIERED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})  # OpenAI's
 _COME_BACK = (429, 503)  # statuses that go with Retry-After
 _RETRY_S = 2.0
 
@@ -103,10 +103,17 @@ class Edge:
         with ExitStack() as stack:
             try:
                 headers = dict(scope["headers"])
-                who, slo = self._identify(headers)
+                key, slo = self._identify(headers)
                 if scope["method"] == "POST":
-                    ticket = stack.enter_context(self.admission.of(slo).admit(who))
-                    receive = await self._admitted(ticket, slo, headers, receive)
+                    ticket = stack.enter_context(self.admission.of(slo).admit(key.name if key else ""))
+                    body = await self._read(receive, headers)
+                    asked, tier = asked_of(body), ""
+                    if asked.tier is not None and scope["path"] in TIERED and SLO_HEADER not in headers:
+                        slo, tier = self._of_tier(asked.tier, key, slo)
+                    ticket.move(self.admission.of(slo))
+                    ticket.claim(asked.jobs)
+                    caller.set(Caller(ticket, slo, time.time(), tier))
+                    receive = _replay(body, receive)
             except PolyphaseError as error:
                 self._metrics.refused.labels(cause=error.code, slo=slo).inc()
                 await _answer(send, error)
@@ -115,8 +122,8 @@ class Edge:
             else:
                 await _Reply(self.app, send, ticket).run(scope, receive)
 
-    def _identify(self, headers: Headers) -> tuple[str, str]:
-        """The name of the caller and the SLO class."""
+    def _identify(self, headers: Headers) -> tuple[ApiKey | None, str]:
+        """Whose it is, and its SLO class, unless the body names another."""
         key = self._keys.identify(
             headers.get(b"authorization", b"").decode("latin-1"), headers.get(b"x-api-key", b"").decode("latin-1")
         )
@@ -124,11 +131,21 @@ class Edge:
         slo = headers[SLO_HEADER].decode("latin-1") if SLO_HEADER in headers else usual
         if slo not in self._settings.slo:
             raise InvalidRequest(f"unknown SLO class {slo!r}; known: {', '.join(sorted(self._settings.slo))}")
+        _require(key, slo)
         if key is not None:
-            if not key.may_use(slo):
-                raise ClassNotAllowed(f"key {key.name!r} may not use the SLO class {slo!r}")
             self._take(key)
-        return (key.name if key else ""), slo
+        return key, slo
+
+    def _of_tier(self, tier: object, key: ApiKey | None, usual: str) -> tuple[str, str]:
+        """The SLO class that a `service_tier` stands for, and the tier that it is served as."""
+        if tier in USUAL_TIERS:
+            return usual, "default"
+        known = self._settings.service_tiers
+        if not isinstance(tier, str) or tier not in known:
+            choices = ", ".join((*USUAL_TIERS, *sorted(known)))
+            raise InvalidRequest(f"unknown service_tier {tier!r:.80}; known: {choices}")
+        _require(key, known[tier])
+        return known[tier], tier
 
     def _take(self, key: ApiKey) -> None:
         if not key.requests_per_s:
@@ -141,13 +158,6 @@ class Edge:
         wait = bucket.take(now)
         if wait:
             raise Busy(f"key {key.name!r} is over its {key.requests_per_s:g} requests/s", retry_after_s=wait)
-
-    async def _admitted(self, ticket: Ticket, slo: str, headers: Headers, receive: Receive) -> Receive:
-        """Read a body and claim all that it asks for."""
-        body = await self._read(receive, headers)
-        ticket.claim(jobs_asked(body))
-        caller.set(Caller(ticket, slo, time.time()))
-        return _replay(body, receive)
 
     async def _read(self, receive: Receive, headers: Headers) -> bytes:
         """All of the body. Raises BodyTooLarge, where its length is declared before any of it; BodyTooSlow."""
@@ -171,6 +181,11 @@ class Edge:
         except TimeoutError:
             raise BodyTooSlow(f"the body did not come within {self._settings.body_timeout_s:g} s") from None
         return b"".join(pieces)
+
+
+def _require(key: ApiKey | None, slo: str) -> None:
+    if key is not None and not key.may_use(slo):
+        raise ClassNotAllowed(f"key {key.name!r} may not use the SLO class {slo!r}")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -265,35 +280,3 @@ async def _answer(send: Send, error: PolyphaseError) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-class _Asked(msgspec.Struct):
-    """The fields that multiply a body into jobs. All others are skipped without being kept."""
-
-    n: Any = 1
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    prompt_embeds: msgspec.Raw = msgspec.Raw(b"")
-
-
-_body = msgspec.json.Decoder(_Asked)
-_list = msgspec.json.Decoder(list[msgspec.Raw])
-
-
-def jobs_asked(body: bytes) -> int:
-    """Prompts times n. 1 for what is no such body: saying what is wrong with it is left to the handlers."""
-    try:
-        asked = _body.decode(body)
-        prompts = _prompts(asked.prompt) + _prompts(asked.prompt_embeds)
-        return max(1, prompts) * max(1, int(asked.n))
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, TypeError, OverflowError, RecursionError):
-        return 1
-
-
-def _prompts(raw: msgspec.Raw) -> int:
-    """How many prompts a `prompt` holds: a list of strings or of lists; a list of numbers is one of tokens."""
-    text = bytes(raw)
-    if not text.startswith(b"["):
-        return int(bool(text) and text != b"null")
-    if text[1:].lstrip()[:1] in (b'"', b"["):
-        return len(_list.decode(text))
-    return 1

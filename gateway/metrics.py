@@ -26,23 +26,6 @@ class GatewayMetrics:
     """Observed once a job, at its end: nothing here is on the way of a token."""
 
     def __init__(self, model: str, registry: CollectorRegistry = REGISTRY) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
-            return metric.labels(model_name=model)
-
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT)
-        self._tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean gap between tokens.", _TPOT)
-        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E)
-        self._stages = {span: histogram(name, text, _E2E) for span, (name, text) in _STAGES.items()}
-        spans = Histogram(
-            "polyphase_request_span_seconds",
-            "Time of each stretch of a request.",
-            ["span"],
-            buckets=_TTFT,
-            registry=registry,
-        )
-        # Looking up a child by its labels costs as much as observing it.
-        self._spans = {span: spans.labels(span=span.value) for span in Span}
         self._ended = Counter(
             "vllm:request_success", "Requests by how they ended.", ["model_name", "finished_reason"], registry=registry
         )
@@ -66,7 +49,27 @@ class GatewayMetrics:
             "polyphase_predictions", "Length predictions, by outcome.", ["outcome"], registry=registry
         )
         self._model = model
+        self._open_latencies(registry)
         self._open_refusals(registry)
+
+    def _open_latencies(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
+            return metric.labels(model_name=self._model)
+
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT)
+        self._tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean gap between tokens.", _TPOT)
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E)
+        self._stages = {span: histogram(name, text, _E2E) for span, (name, text) in _STAGES.items()}
+        spans = Histogram(
+            "polyphase_request_span_seconds",
+            "Time of each stretch of a request.",
+            ["span"],
+            buckets=_TTFT,
+            registry=registry,
+        )
+        # Looking up a child by its labels costs as much as observing it.
+        self._spans = {span: spans.labels(span=span.value) for span in Span}
 
     def _open_refusals(self, registry: CollectorRegistry) -> None:
         self.refused = Counter(

@@ -139,7 +139,7 @@ class Pipeline:
         self._reporter.report(job)
         if route.prefill is None:
             assert route.decode is not None
-            await self._decode(job, route.decode, None)
+            await self._decode(job, route.decode, None, route.decode_saved)
             return
         async with StagedKv(self._clients, job, route.prefill) as staged:
             prefilled = await self._prefill(job, route, route.prefill, staged)
@@ -220,8 +220,9 @@ class Pipeline:
             decode=route.decode,
             exclude=tuple(job.failed_instances),
             dispatch=route.dispatch,
+            saved=route.prefill_saved,
         )
-        with job.asked.meanwhile(lambda found: self._tell(instance, job.transfer_id, found)):
+        with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
             reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
         if reply.tokens:
             finish = reply.finish_reason or ("length" if job.remaining <= len(reply.tokens) else "")
@@ -233,9 +234,9 @@ class Pipeline:
             job.decided("codec", reply.handle.codec.value, (reply.codec,))
         return reply
 
-    def _tell(self, prefill: InstanceRef, transfer_id: str, found: LengthPrediction) -> None:
-        """What came while the prompt is being computed is not too late for its dispatch."""
-        self._clients.to(prefill.rpc).notify(PREDICTED, Predicted(transfer_id, found))
+    def _tell(self, instance: InstanceRef, job: Job, found: LengthPrediction) -> None:
+        """What came after the placement is not too late for the dispatch of a prompt, nor for decode admission."""
+        self._clients.to(instance.rpc).notify(PREDICTED, Predicted(job.transfer_id, found, job.spec.job_id))
 
     async def _decode_somewhere(
         self, job: Job, instance: InstanceRef | None, handle: KvHandle, staged: StagedKv
@@ -260,14 +261,13 @@ class Pipeline:
         job.decided("dispatch", route.decode.instance_id, route.reasons)
         return route.decode
 
-    async def _decode(self, job: Job, instance: InstanceRef, handle: KvHandle | None) -> None:
+    async def _decode(self, job: Job, instance: InstanceRef, handle: KvHandle | None, saved: int = 0) -> None:
         job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
-        request = DecodeRequest(
-            job=job.view(), prompt_token_ids=job.prompt, generation=job.spec.generation, handle=handle
-        )
-        reply = await self._call(job, instance, DECODE, request, job.accept)
+        request = DecodeRequest(job.view(), job.prompt, job.spec.generation, handle, saved)
+        with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
+            reply = await self._call(job, instance, DECODE, request, job.accept)
         spans.decode_ended(job, instance.instance_id, reply)
         if handle is not None and reply.transfer.outcome is TransferOutcome.RECOMPUTED:
             log.warning("KV was recomputed", job_id=job.spec.job_id, error=reply.transfer.error)

@@ -1,9 +1,9 @@
 """Settings of one gateway."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from shared.domain.job import Slo, WhenFull
@@ -29,6 +29,11 @@ class SloClass(BaseModel):
 
 
 BUILT_IN = {"default": SloClass(), "batch": SloClass(ttft_s=600.0, tpot_s=1.0, weight=0.1, when_full=WhenFull.DELAY)}
+
+
+TIERS = ("flex", "priority", "scale")  # OpenAI's that may stand for a class of their own
+USUAL_TIERS = ("auto", "default")  # those that stand for the class that a request has anyhow
+BUILT_IN_TIERS = {"flex": "batch"}
 
 
 class GatewaySettings(ServiceSettings):
@@ -63,6 +68,7 @@ class GatewaySettings(ServiceSettings):
     patience_s: float = Field(10.0, gt=0)  # how long a job waits for a scheduler or an instance to come back
     attempts: int = Field(4, gt=0)
     slo: dict[str, SloClass] = BUILT_IN
+    service_tiers: dict[str, str] = BUILT_IN_TIERS  # OpenAI's tier → one of `slo`
     kv_codec: Codec = Codec.RAW  # of all transfers, if it is lossy; see `slo` for one by class and link
 
     predictor: str = ""  # its RPC address; empty: nobody predicts lengths
@@ -73,3 +79,18 @@ class GatewaySettings(ServiceSettings):
     @classmethod
     def _with_built_in(cls, slo: dict[str, SloClass]) -> dict[str, SloClass]:
         return {**BUILT_IN, **slo}
+
+    @field_validator("service_tiers")
+    @classmethod
+    def _with_built_in_tiers(cls, tiers: dict[str, str]) -> dict[str, str]:
+        return {**BUILT_IN_TIERS, **tiers}
+
+    @model_validator(mode="after")
+    def _known_tiers(self) -> Self:
+        for tier, slo in self.service_tiers.items():
+            if tier not in TIERS:
+                raise ValueError(f"service_tiers: {tier!r} is none that may stand for a class: {', '.join(TIERS)}")
+            if slo not in self.slo:
+                known = ", ".join(sorted(self.slo))
+                raise ValueError(f"service_tiers: {tier}: no SLO class {slo!r} (known: {known})")
+        return self

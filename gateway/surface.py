@@ -1,20 +1,24 @@
 """The surface of the API: which of vLLM's routes are served, and how what none of its handlers foresaw is answered."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from gateway.context import caller
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
 from shared.runtime.http import error_body
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)
 
+Handler = Callable[..., Awaitable[Any]]
 _ERROR = 'data: {"error"'
 # Everything else that vLLM mounts is about engines in its own process, other kinds of models, or other servers.
 SERVED = frozenset(
@@ -74,6 +78,39 @@ def name_errors(messages: Any) -> None:
             yield f"event: error\ndata: {json.dumps(said)}\n\n"
 
     messages.message_stream_converter = converted
+
+
+def name_tiers(state: Any) -> None:
+    """Have OpenAI's APIs answer the service tier that a request is served as, where it asked for one.
+
+    Chunks of streamed chats and completions have no field for it.
+    """
+    for serving, method in (
+        (state.openai_serving_chat, "create_chat_completion"),
+        (state.openai_serving_completion, "create_completion"),
+    ):
+        setattr(serving, method, _telling_tier(getattr(serving, method)))
+    state.openai_serving_responses.create_responses = _with_tier(state.openai_serving_responses.create_responses)
+
+
+def _telling_tier(create: Handler) -> Handler:
+    async def told(request: Any, raw_request: Any = None) -> Any:
+        answer = await create(request, raw_request)
+        if (tier := caller.get().tier) and isinstance(answer, ChatCompletionResponse | CompletionResponse):
+            answer.service_tier = tier
+        return answer
+
+    return told
+
+
+def _with_tier(create: Handler) -> Handler:
+    """Its answers and events repeat what the request says."""
+
+    async def told(request: Any, raw_request: Any = None) -> Any:
+        request.service_tier = caller.get().tier or request.service_tier
+        return await create(request, raw_request)
+
+    return told
 
 
 def _unrouted(request: Request, error: Exception) -> JSONResponse:

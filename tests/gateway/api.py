@@ -11,7 +11,8 @@ import httpx
 
 from gateway.edge import Edge
 from shared.wire.messages import JobReport
-from tests.gateway.cluster import Cluster, Worker
+from tests.gateway.cluster import Cluster
+from tests.gateway.worker import Worker
 
 MODEL = Path(__file__).parents[2] / "models" / "demo"
 PROMPT = [400, 401, 402, 403]

@@ -1,14 +1,11 @@
-"""A cluster without engines: scheduler and workers on real sockets that follow the protocol, and fail when told to."""
+"""A cluster without engines: a scheduler and workers on real sockets that follow the protocol."""
 
-import asyncio
 import itertools
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-import zmq
 from prometheus_client import CollectorRegistry
 
 from gateway.job import Job, JobSpec
@@ -18,198 +15,15 @@ from gateway.pipeline import Pipeline
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
 from shared.domain.job import Generation, Slo
-from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
-from shared.domain.route import InstanceRef, Route
+from shared.domain.route import Route
 from shared.errors import PolyphaseError, Unavailable
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.messages import (
-    DecodeReply,
-    DecodeRequest,
-    JobReport,
-    JobReports,
-    PlaceRequest,
-    Predicted,
-    PrefetchRequest,
-    PrefillReply,
-    PrefillRequest,
-    PrefillStarted,
-    ReleaseRequest,
-    TokenStep,
-)
-from shared.wire.methods import DECODE, PLACE, PREDICTED, PREFETCH, PREFILL, RELEASE, REPORT
+from shared.wire.messages import JobReport, JobReports, PlaceRequest, TokenStep
+from shared.wire.methods import PLACE, REPORT
 from shared.wire.rpc_clients import RpcClients
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
-
-
-def next_token(tokens: list[int]) -> int:
-    """The "model": what follows depends on everything before it."""
-    return (sum(tokens) * 31 + len(tokens) * 7) % 1000
-
-
-def answer(prompt: list[int], count: int) -> list[int]:
-    """What an undisturbed run gives."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-async def listen(server: RpcServer) -> RpcServer:
-    """Start a server; libzmq frees the address of a closed socket a little later."""
-    async with asyncio.timeout(5):
-        while True:
-            try:
-                return await server.__aenter__()
-            except zmq.ZMQError:
-                await asyncio.sleep(0.02)
-
-
-@dataclass
-class Worker:
-    """One instance. `before_token(n)` runs before the n-th token of each decode and may raise or wait.
-
-    `dispatches`: it names a decode instance. `stubborn`: it replies to a prefill that was cancelled.
-    """
-
-    name: str
-    sockets: Sockets
-    address: str = field(default_factory=free_address)
-    decode_at: "Worker | None" = None
-    refuse: Exception | None = None
-    chunked: bool = False
-    dispatches: bool = True
-    stubborn: bool = False
-    fetching: "asyncio.Event | None" = None  # until then prefetches last
-    stop_token: int | None = None
-    before_token: "Callable[[int], object] | None" = None
-    prefills: list[PrefillRequest] = field(default_factory=list)
-    decodes: list[DecodeRequest] = field(default_factory=list)
-    prefetched: list[str] = field(default_factory=list)
-    released: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)  # prefetches that were cancelled
-    timeouts: list[float] = field(default_factory=list)  # of each call
-    told: list[Predicted] = field(default_factory=list)
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    server: RpcServer | None = None
-
-    @property
-    def ref(self) -> InstanceRef:
-        return InstanceRef(self.name, 1, self.address)
-
-    def renew(self) -> None:
-        """Forget what was, and behave."""
-        self.before_token = self.refuse = self.stop_token = None
-        self.chunked = self.stubborn = False
-        self.dispatches = True
-        self.fetching = None
-        for seen in (self.prefills, self.decodes, self.prefetched, self.released, self.dropped, self.timeouts):
-            seen.clear()
-        self.cancelled.clear()
-
-    async def start(self) -> None:
-        handlers = {
-            PREFILL: self.prefill,
-            PREDICTED: self.predicted,
-            DECODE: self.decode,
-            PREFETCH: self.prefetch,
-            RELEASE: self.release,
-        }
-        self.server = await listen(RpcServer(self.sockets, self.address, handlers))
-
-    async def stop(self) -> None:
-        if self.server is not None:
-            await self.server.__aexit__(None, None, None)
-            self.server = None
-
-    async def prefill(self, request: PrefillRequest, call: ServerCall) -> PrefillReply:
-        queued_s = time.time()
-        if self.refuse:
-            raise self.refuse
-        self.prefills.append(request)
-        self.timeouts.append(call.timeout_s)
-        dispatched = self.decode_at.ref if self.dispatches and self.decode_at else None
-        target = request.decode or dispatched
-        handle = KvHandle(request.transfer_id, self.name, 1, "f", (), len(request.prompt_token_ids), "bfloat16")
-        started_s = time.time()
-        try:
-            if self.chunked and target is not None:
-                call.send(PrefillStarted(target, handle))
-            await self._wait(0)
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            if not self.stubborn:
-                raise
-        token = next_token(request.prompt_token_ids)
-        finish = "stop" if request.want_token and token == self.stop_token else ""
-        return PrefillReply(
-            [token] if request.want_token else [],
-            target,
-            handle,
-            finish,
-            queued_s=queued_s,
-            started_s=started_s,
-            ended_s=time.time(),
-        )
-
-    async def decode(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
-        queued_s, started_s = time.time(), 0.0
-        if self.refuse:
-            raise self.refuse
-        self.decodes.append(request)
-        self.timeouts.append(call.timeout_s)
-        tokens = list(request.prompt_token_ids)
-        try:
-            for count in range(request.job.max_tokens):
-                await self._wait(count)
-                started_s = started_s or time.time()
-                tokens.append(next_token(tokens))
-                last = count + 1 == request.job.max_tokens
-                call.send(TokenStep([tokens[-1]], "length" if last else ""))
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-        outcome = TransferOutcome.PULLED if request.handle else TransferOutcome.LOCAL
-        return DecodeReply(
-            TransferReport(outcome, tokens=len(request.prompt_token_ids)), queued_s, started_s, time.time()
-        )
-
-    async def _wait(self, count: int) -> None:
-        if self.before_token is not None:
-            result = self.before_token(count)
-            if asyncio.iscoroutine(result) or isinstance(result, asyncio.Future):
-                await result
-        else:
-            await asyncio.sleep(0)
-
-    async def predicted(self, said: Predicted, _: ServerCall) -> None:
-        self.told.append(said)
-
-    async def prefetch(self, request: PrefetchRequest, call: ServerCall) -> None:
-        self.prefetched.append(request.handle.transfer_id)
-        self.timeouts.append(call.timeout_s)
-        try:
-            if self.fetching is not None:
-                await self.fetching.wait()
-        except asyncio.CancelledError:
-            self.dropped.append(request.handle.transfer_id)
-            raise
-
-    async def release(self, request: ReleaseRequest, _: ServerCall) -> None:
-        self.released += request.transfer_ids
-
-    async def releases(self, count: int) -> None:
-        """Wait until so many transfers were released, each once."""
-        async with asyncio.timeout(2):
-            while len(self.released) < count:
-                await asyncio.sleep(0.005)
-        assert len(self.released) == count
+from tests.gateway.worker import Worker, free_address, listen
 
 
 @dataclass
@@ -228,6 +42,7 @@ class Cluster:
     split: "Callable[[PlaceRequest], int | None]"
     no_route: PolyphaseError = field(default_factory=lambda: Unavailable("no decode instance"))
     wants_prefix: bool = False
+    saved: int = 0  # tokens of each prompt that its instances are said to hold
 
     async def scheduler_down(self) -> None:
         await self.scheduler.__aexit__(None, None, None)
@@ -243,7 +58,7 @@ class Cluster:
             raise self.no_route
         split = self.split(request)
         if request.job.local_only or split == 0:
-            return Route(None, usable[0].ref, 0, "test", wants_prefix=self.wants_prefix)
+            return Route(None, usable[0].ref, 0, "test", wants_prefix=self.wants_prefix, decode_saved=self.saved)
         self.prefill.decode_at = usable[0]
         full = split is None or split >= request.job.prompt_tokens
         return Route(
@@ -252,6 +67,7 @@ class Cluster:
             request.job.prompt_tokens if split is None else split,
             "test",
             wants_prefix=self.wants_prefix,
+            prefill_saved=self.saved,
         )
 
     async def report(self, reports: JobReports, _: ServerCall) -> None:

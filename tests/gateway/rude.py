@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from shared.wire.sockets import Sockets
-from tests.gateway.cluster import Worker, free_address
+from tests.gateway.worker import Worker, free_address
 
 
 class RudeWorker(Worker):

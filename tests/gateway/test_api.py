@@ -9,7 +9,7 @@ import pytest
 
 from shared.errors import Busy
 from tests.gateway.api import PROMPT, Api, events, until
-from tests.gateway.cluster import Worker, answer
+from tests.gateway.worker import Worker, answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.edge import jobs_asked
+from gateway.asked import Asked, asked_of
 
 
 @pytest.mark.parametrize(
@@ -31,4 +31,20 @@ from gateway.edge import jobs_asked
     ],
 )
 def test_jobs(body: bytes, jobs: int) -> None:
-    assert jobs_asked(body) == jobs
+    assert asked_of(body).jobs == jobs
+
+
+@pytest.mark.parametrize(
+    ("body", "tier"),
+    [
+        (b'{"service_tier": "flex", "n": 2, "prompt": ["a", "b"]}', "flex"),
+        (b'{"service_tier": "flex", "n": {}}', "flex"),
+        (b'{"service_tier": null}', None),
+        (b'{"service_tier": 3}', 3),
+        (b'{"prompt": "a"}', None),
+        (b'{"service_tier": "flex"', None),
+    ],
+)
+def test_tiers(body: bytes, tier: object) -> None:
+    assert asked_of(body).tier == tier
+    assert asked_of(b'{"service_tier": "flex", "n": 2, "prompt": ["a", "b"]}') == Asked(4, "flex")

@@ -18,7 +18,8 @@ from shared.wire.messages import PredictRequest
 from shared.wire.methods import PREDICT
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
-from tests.gateway.cluster import Cluster, free_address, listen, make_job, running_cluster
+from tests.gateway.cluster import Cluster, make_job, running_cluster
+from tests.gateway.worker import free_address, listen
 
 PROMPT = list(range(1000))
 LONG_S = 20.0  # nobody waits so long in a test that passes
@@ -137,19 +138,27 @@ async def test_what_comes_later_is_told_to_the_prefill_under_way_and_to_decode()
         assert cluster.decodes[0].decodes[0].job.prediction == said.prediction
 
 
-async def test_what_comes_after_the_prefill_is_told_to_nobody_who_has_no_use_for_it() -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["after its prefill", "where all is computed"])
+async def test_what_comes_after_the_prefill_is_told_to_decode_alone(whole: bool) -> None:
     async with cluster_and_predictor(predict_timeout_s=10 * LONG_S) as (cluster, predictor):
         predictor.go.clear()
+        decode = cluster.decodes[0]
 
         async def decoding(count: int) -> None:
             predictor.go.set()
             async with asyncio.timeout(LONG_S):
-                while not predictor.ended:
+                while not decode.told:
                     await asyncio.sleep(0.005)
 
-        cluster.decodes[0].before_token = decoding
-        await run(cluster)
-        await cluster.prefill.releases(1)  # by the same connection, after all that was sent
+        decode.before_token = decoding
+        job, _ = make_job(PROMPT, 4, local_only=whole)
+        async with asyncio.timeout(LONG_S):
+            await cluster.pipeline.run(job)
+        (said,) = decode.told
+        assert (said.job_id, said.prediction.lower_tokens) == (job.spec.job_id, 400)
+        assert decode.decodes[0].job.prediction is None
+        if not whole:
+            await cluster.prefill.releases(1)  # by the same connection, after all that was sent
         assert not cluster.prefill.told
 
 

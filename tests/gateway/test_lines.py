@@ -13,7 +13,8 @@ from shared.domain.job import Phase, WhenFull
 from shared.errors import Busy, Delayed, Overloaded, PolyphaseError
 from shared.wire.messages import TokenStep
 from tests.gateway.api import until
-from tests.gateway.cluster import Cluster, Worker, answer, make_job, running_cluster, tokens_of
+from tests.gateway.cluster import Cluster, make_job, running_cluster, tokens_of
+from tests.gateway.worker import Worker, answer
 
 PROMPT = [5, 6, 7, 8, 9]
 BATCH = BUILT_IN["batch"].as_slo("batch")

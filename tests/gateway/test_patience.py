@@ -6,7 +6,8 @@ import pytest
 
 from shared.domain.job import Phase
 from shared.errors import Busy, EngineFailed, PolyphaseError, Unavailable, WrongRole
-from tests.gateway.cluster import Cluster, answer, make_job, running_cluster, tokens_of
+from tests.gateway.cluster import Cluster, make_job, running_cluster, tokens_of
+from tests.gateway.worker import answer
 
 PROMPT = [5, 6, 7, 8, 9]
 REFUSALS = [WrongRole("draining"), Busy("full")]

@@ -10,7 +10,8 @@ from shared.domain.kv import TransferOutcome
 from shared.errors import Busy, DeadlineExceeded, EngineFailed, PolyphaseError, Unavailable, WrongRole
 from shared.timeline import Span
 from tests.gateway.api import until
-from tests.gateway.cluster import Worker, answer, make_job, running_cluster, tokens_of
+from tests.gateway.cluster import make_job, running_cluster, tokens_of
+from tests.gateway.worker import Worker, answer
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -192,47 +193,6 @@ async def test_waiting_for_an_instance_that_is_gone_takes_from_the_patience_and_
         await cluster.prefill.start()
         await asyncio.wait_for(running, 20)
         assert tokens_of(steps) == answer(PROMPT, 5)
-
-
-async def test_cancelling_stops_the_decode_leg_and_frees_the_staged_kv() -> None:
-    async with running_cluster() as cluster:
-        decode, reached = cluster.decodes[0], asyncio.Event()
-
-        async def hang() -> None:
-            reached.set()
-            await asyncio.Event().wait()
-
-        decode.before_token = lambda count: hang() if count == 3 else asyncio.sleep(0)
-        job, _ = make_job(PROMPT, 10)
-        task = asyncio.create_task(cluster.pipeline.run(job))
-        await asyncio.wait_for(reached.wait(), 5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.wait_for(decode.cancelled.wait(), 1)
-        await until(lambda: cluster.prefill.released == [job.transfer_id], 1)
-        assert job.phase is Phase.CANCELLED
-
-
-async def test_cancelling_stops_the_prefill_leg_and_drops_what_was_fetched() -> None:
-    async with running_cluster() as cluster:
-        cluster.prefill.chunked = True
-        reached = asyncio.Event()
-
-        async def hang() -> None:
-            reached.set()
-            await asyncio.Event().wait()
-
-        cluster.prefill.before_token = lambda _: hang()
-        job, _ = make_job(PROMPT, 10)
-        task = asyncio.create_task(cluster.pipeline.run(job))
-        await asyncio.wait_for(reached.wait(), 5)
-        await until(lambda: bool(cluster.decodes[0].prefetched))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.wait_for(cluster.prefill.cancelled.wait(), 1)
-        await until(lambda: cluster.decodes[0].released == [job.transfer_id], 1)
 
 
 async def test_a_job_waits_for_a_scheduler_that_comes_back() -> None:

@@ -62,3 +62,13 @@ async def test_it_is_computed_once_a_job(monkeypatch: pytest.MonkeyPatch) -> Non
         await run(cluster)
         assert [place.job.prefix for place in cluster.places[1:]] == [(1, 2), (1, 2)]
         assert len(computed) == 1
+
+
+async def test_instances_are_told_what_they_are_known_to_hold() -> None:
+    async with running_cluster() as cluster:
+        cluster.saved = 2
+        await run(cluster)
+        assert [request.saved for request in cluster.prefill.prefills] == [2]
+        await run(cluster, local_only=True)
+        requests = [request for worker in cluster.decodes for request in worker.decodes]
+        assert sorted((request.handle is None, request.saved) for request in requests) == [(False, 0), (True, 2)]

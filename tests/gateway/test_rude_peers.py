@@ -7,8 +7,9 @@ import pytest
 
 from shared.errors import Unavailable
 from tests.gateway.api import until
-from tests.gateway.cluster import answer, make_job, running_cluster, tokens_of
+from tests.gateway.cluster import make_job, running_cluster, tokens_of
 from tests.gateway.rude import rude_worker
+from tests.gateway.worker import answer
 
 PROMPT = [5, 6, 7, 8, 9]
 RUDE = [signal.SIGKILL, signal.SIGSTOP]

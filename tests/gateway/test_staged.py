@@ -6,7 +6,8 @@ import pytest
 
 from shared.errors import EngineFailed, WrongRole
 from tests.gateway.api import until
-from tests.gateway.cluster import answer, make_job, running_cluster, tokens_of
+from tests.gateway.cluster import make_job, running_cluster, tokens_of
+from tests.gateway.worker import answer
 
 PROMPT = [5, 6, 7, 8, 9]
 

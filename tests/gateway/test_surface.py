@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from tests.gateway.api import Api
-from tests.gateway.cluster import answer
+from tests.gateway.worker import answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 PROMPT = [400, 401, 402, 403]
@@ -55,6 +55,19 @@ GONE = [
 def is_an_error(body: dict[str, Any], code: str) -> bool:
     error = body["error"]
     return error["code"] == code and bool(error["message"]) and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("asked", "served"), [("flex", "flex"), ("auto", "default"), (None, None)])
+async def test_the_answer_names_the_tier_that_was_served(api: Api, asked: str | None, served: str | None) -> None:
+    tier = {"service_tier": asked} if asked else {}
+    for answered in (await api.complete(**tier), await api.chat(**tier)):
+        assert answered.json()["service_tier"] == served
+    body = {"model": "demo", "input": "Hello", "max_output_tokens": 4, **tier}
+    response = await api.client.post("/v1/responses", json=body)
+    assert response.json()["service_tier"] == (served or "auto")
+    reports = await api.final_reports(3)
+    assert {report.slo for report in reports} == {"batch" if asked == "flex" else "default"}
+    assert (await api.complete(stream=True, **tier)).status_code == 200
 
 
 async def test_every_route_is_one_that_we_serve(api: Api) -> None:
