@@ -7,6 +7,7 @@ import streamlit as st
 from pydantic import ValidationError
 
 from dashboard import look
+from dashboard.clients import classes, demand
 from dashboard.confirm import ask, results
 from dashboard.dashboard_settings import DashboardSettings
 from dashboard.data import Api
@@ -45,6 +46,8 @@ def _live(api: Api, session: Session) -> None:
     results(session, now_s)
     instances(snapshot.instances, session, api.settings.cards_shown)
     slo(snapshot.cluster, api.settings.slo_goal)
+    classes(snapshot.classes)
+    demand(snapshot.demand, snapshot.cluster, now_s)
     jobs(snapshot.requests, api, session, now_s)
     events(snapshot.events, now_s)
     audit(snapshot.flips, now_s)

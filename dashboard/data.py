@@ -12,8 +12,17 @@ import httpx
 import msgspec
 
 from dashboard.dashboard_settings import DashboardSettings
+from dashboard.gateway_classes import ClassLoad, class_loads
 from dashboard.operations import Action, Intent
-from dashboard.records import AuditEntry, ClusterSummary, EventRow, InstanceRow, LengthSource, PoliciesInForce
+from dashboard.records import (
+    AuditEntry,
+    ClusterSummary,
+    DemandSeen,
+    EventRow,
+    InstanceRow,
+    LengthSource,
+    PoliciesInForce,
+)
 from shared.errors import PolyphaseError, Unavailable
 from shared.timeline import RequestTimeline
 from shared.wire.clients.http import JsonClient
@@ -50,6 +59,8 @@ class Snapshot:
     events: Read[list[EventRow]]
     requests: Read[list[JobReport]]
     policies: Read[PoliciesInForce]
+    demand: Read[DemandSeen]
+    classes: Read[list[ClassLoad]] | None
     predictor: Read[LengthSource] | None
     gateway: Read[Any] | None
 
@@ -70,7 +81,7 @@ class Snapshot:
 
     @property
     def _of_monitor(self) -> tuple[Read[Any], ...]:
-        return self.cluster, self.instances, self.flips, self.events, self.policies
+        return self.cluster, self.instances, self.flips, self.events, self.policies, self.demand
 
 
 class Api:
@@ -125,6 +136,8 @@ class Api:
             wanted = partial(scheduler.requests, phase=phase, limit=shown.requests_shown)
             requests = group.create_task(self._read(f"requests {phase}", wanted, list[JobReport]))
             policies = group.create_task(self._read("policies", monitor.policies, PoliciesInForce))
+            demand = group.create_task(self._read("demand", monitor.demand, DemandSeen))
+            classes = group.create_task(self._classes())
             predictor = group.create_task(self._optional(shown.predictor_url, "/v1/model", LengthSource))
             gateway = group.create_task(self._optional(shown.gateway_url, "/health", Any))
         return Snapshot(
@@ -134,6 +147,8 @@ class Api:
             events.result(),
             requests.result(),
             policies.result(),
+            demand.result(),
+            classes.result(),
             predictor.result(),
             gateway.result(),
         )
@@ -143,6 +158,16 @@ class Api:
             return None
         async with JsonClient(url, transport=self._transport()) as client:
             return await self._read(path, lambda: client.call("GET", path), kind)
+
+    async def _classes(self) -> Read[list[ClassLoad]] | None:
+        if not self.settings.gateway_url:
+            return None
+        async with JsonClient(self.settings.gateway_url, transport=self._transport()) as client:
+
+            async def counted() -> list[ClassLoad]:
+                return class_loads(await client.text("/metrics"))
+
+            return await self._read("classes", counted, list[ClassLoad])
 
     async def _read(self, name: str, call: Callable[[], Awaitable[Any]], kind: Any) -> Read[Any]:
         """What was asked for; when that fails, what was read last under this name. Without a name nothing is kept."""

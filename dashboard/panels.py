@@ -96,7 +96,7 @@ def slo(cluster: Read[ClusterSummary], slo_goal: float) -> None:
     if not any(report.requests for report in cluster.value.slo):
         st.html(look.empty("No request has ended within the windows."))
         return
-    heads = ["Class", "Window", "Requests", "Both met", "TTFT met", "TPOT met"]
+    heads = ["Class", "Window", "Requests", "Targets", "Both met", "TTFT met", "TPOT met"]
     heads += ["TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99"]
     rows = [_slo_row(report, slo_goal) for report in cluster.value.slo]
     st.html(look.page(look.table(heads, rows), stale=cluster.stale))
@@ -211,7 +211,8 @@ def _slo_row(report: SloReport, goal: float) -> list[str]:
         " / ".join(look.text(units.duration(figures.get(p))) for p in ("p50", "p90", "p99"))
         for figures in (report.ttft_s, report.tpot_s)
     ]
-    about = (units.duration(report.window_s), units.count(report.requests))
+    targets = f"{units.duration(report.ttft_target_s)} / {units.duration(report.tpot_target_s)}"
+    about = (units.duration(report.window_s), units.count(report.requests), targets)
     return [look.strong(report.slo), *(look.text(value) for value in about), *met, *percentiles]
 
 

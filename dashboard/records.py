@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from shared.domain.demand import AskedSecond, Demand, RolesWanted, Shift
 from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, Role
 from shared.policy.slo import SloReport
 
@@ -51,6 +52,21 @@ class ClusterSummary(msgspec.Struct, frozen=True):
         """Instances of that role, in that state or in any: a dead one is missing, not gone."""
         states = self.instances.get(role.value, {})
         return sum(states.values()) if state is None else states.get(state.value, 0)
+
+
+class ShiftSeen(Shift, frozen=True, kw_only=True):
+    """A shift of what clients ask for, and when it was noticed (unix seconds)."""
+
+    at_s: float
+
+
+class DemandSeen(msgspec.Struct, frozen=True):
+    """The monitor's `GET /demand`: the profile, its last minutes, and the roles that would serve it best."""
+
+    demand: Demand | None = None
+    seconds: list[AskedSecond] = []
+    shifts: list[ShiftSeen] = []
+    roles: RolesWanted | None = None
 
 
 class AuditEntry(msgspec.Struct, frozen=True):

@@ -114,6 +114,8 @@ def slo_reports() -> list[dict[str, Any]]:
             "attainment": met,
             "ttft_s": {"p50": 0.06, "p90": 0.11, "p99": 0.9},
             "tpot_s": {"p50": 0.008, "p90": 0.01, "p99": 0.03},
+            "ttft_target_s": 2.0,
+            "tpot_target_s": 0.2,
         }
         for name, met in (("default", 0.96), ("interactive", 0.9))
         for window_s, requests in ((60.0, 100), (300.0, 480))
@@ -129,6 +131,8 @@ class FakeCluster:
     slo: list[dict[str, Any]] = field(default_factory=slo_reports)
     flips: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    demand: dict[str, Any] = field(default_factory=lambda: {"demand": None})
+    metrics: str = ""
     refusal: PolyphaseError | None = None
     monitor_broken: bool = False
     posts: list[tuple[str, str, dict[str, Any], str]] = field(default_factory=list)  # id, what, body, actor
@@ -204,7 +208,9 @@ class FakeCluster:
     def _monitor(self, app: FastAPI) -> None:
         @app.middleware("http")
         async def broken(request: Request, go_on: Any) -> Any:
-            if self.monitor_broken and request.url.path.startswith(("/instances", "/cluster", "/flips", "/events")):
+            if self.monitor_broken and request.url.path.startswith(
+                ("/instances", "/cluster", "/flips", "/events", "/demand")
+            ):
                 return Response(status_code=503)
             return await go_on(request)
 
@@ -224,6 +230,10 @@ class FakeCluster:
         @app.get("/events")
         def events(limit: int) -> list[dict[str, Any]]:
             return self.events[:limit]
+
+        @app.get("/demand")
+        def demand() -> dict[str, Any]:
+            return self.demand
 
         @app.post("/instances/{instance_id}/{what}")
         def operate(instance_id: str, what: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
@@ -253,6 +263,10 @@ class FakeCluster:
         def model() -> dict[str, Any]:
             checkpoint = {"path": None, "state": "missing", "error": None, "metadata": None}
             return {"source": "observed", "checkpoint": checkpoint, "observed": {"observations": 12}}
+
+        @app.get("/metrics")
+        def metrics() -> Response:
+            return Response(self.metrics, media_type="text/plain")
 
         @app.get("/health")
         def health() -> Response:

@@ -1,17 +1,21 @@
 """The page understands what the services themselves produce, field by field."""
 
+import time
 from dataclasses import asdict
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
-from dashboard.records import AuditEntry, EventRow, InstanceRow, LengthSource, PoliciesInForce
+from dashboard.gateway_classes import ClassLoad, class_loads
+from dashboard.records import AuditEntry, DemandSeen, EventRow, InstanceRow, LengthSource, PoliciesInForce
+from gateway.metrics import GatewayMetrics
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.audit import Asked, Audit, Result
+from services.cluster_monitor.demand import DemandService
 from services.cluster_monitor.edge import DrainIn, FlipIn
 from services.cluster_monitor.events import EventKind, Events
 from services.cluster_monitor.followers import Followers
@@ -21,6 +25,7 @@ from services.cluster_monitor.record import Record
 from services.cluster_monitor.routes import router as monitor_routes
 from services.global_scheduler.reports import plain
 from services.global_scheduler.routes import router as scheduler_routes
+from shared.domain.demand import DemandSecond, RolesWanted, Shift
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
 from shared.domain.job import Phase
 from shared.domain.policies import KINDS
@@ -62,6 +67,31 @@ def test_slo() -> None:
     windows.add(SloOutcome("default", 1.0, 0.1, None, 2.0, 0.2), 1.0)
     report = msgspec.convert(asdict(windows.reports(1.0)[0]), SloReport)
     assert (report.requests, report.attainment, report.ttft_s["p99"]) == (1, 1.0, 0.1)
+    assert (report.ttft_target_s, report.tpot_target_s) == (2.0, 0.2)
+
+
+def test_demand() -> None:
+    service = DemandService(Events(cast(Any, SimpleNamespace(put=lambda *_: None))), CollectorRegistry())
+    service.take(DemandSecond("s0", int(time.time()) - ago, 10, 5_000.0, per_ttft=5.0) for ago in (3, 2))
+    service.step()
+    known = msgspec.convert(service.describe(RolesWanted(3, 5, 0.25, 0.01)), DemandSeen)
+    assert [(one.requests, one.prompt_tokens) for one in known.seconds] == [(10, 500.0)] * 2
+    assert known.roles == RolesWanted(3, 5, 0.25, 0.01)
+    shift = {"at_s": 7.0, **msgspec.to_builtins(Shift("prompts", 100.0, 900.0, 4.0, 6.0))}
+    assert msgspec.convert({**service.describe(None), "shifts": [shift]}, DemandSeen).shifts[0].at_s == 7.0
+
+
+def test_what_the_gateway_counts_of_each_class() -> None:
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics("demo", registry)
+    for cause in ("busy", "busy", "overloaded", "invalid_request"):
+        metrics.refused.labels(cause=cause, slo="chat").inc()
+    metrics.waiting.labels(slo="batch").set(7)
+    metrics._delayed.labels(slo="batch").inc(9)
+    assert class_loads(generate_latest(registry).decode()) == [
+        ClassLoad("batch", waiting=7, delayed=9),
+        ClassLoad("chat", refused=3),
+    ]
 
 
 def test_policies() -> None:
@@ -91,7 +121,16 @@ def test_paths_and_bodies() -> None:
     paths = {
         route.path for router in (monitor_routes, policy_routes, scheduler_routes) for route in cast(Any, router.routes)
     }
-    asked = ("/instances", "/cluster", "/flips", "/events", "/requests", "/requests/{job_id}/timeline", "/policies")
+    asked = (
+        "/instances",
+        "/cluster",
+        "/flips",
+        "/events",
+        "/demand",
+        "/requests",
+        "/requests/{job_id}/timeline",
+        "/policies",
+    )
     for path in asked:
         assert path in paths
     for what in ("drain", "resume", "flip"):
