@@ -78,18 +78,7 @@ async def _start(
     demand = DemandService(events, metrics)
     history = History(registry, store)
     count_detections(registry, metrics)
-
-    publisher = Publisher(sockets, settings.broadcast_address)
-    stack.callback(publisher.close)
-
-    def policies_changed(text: str, who: str) -> None:
-        broadcaster.soon()
-        if text:
-            events.note(EventKind.POLICIES_CHANGED, f"by {who}: {text}")
-
-    book = PolicyBook(file, store, policies_changed)
-    broadcaster = Broadcaster(registry, book, publisher, memory, settings.quiet_start_s)
-    stack.callback(broadcaster.close)
+    book, broadcaster = _broadcasting(stack, settings, sockets, registry, memory, events, store, file)
     beats = Heartbeats(registry, memory, settings.broadcast_period_s)
     subscriber = Subscriber(sockets, settings.heartbeat_address, Heartbeat, beats.take, bind=True)
     stack.callback(subscriber.close)
@@ -103,9 +92,34 @@ async def _start(
     _repeat(tasks, settings, beats, broadcaster, history, slo, engine, store)
     tasks.every("demand", DEMAND_S, demand.step)
     operations = Operations(settings, registry, audit)
-    _flip_by_itself(tasks, settings, broadcaster, demand, audit, operations)
+    auto = _flip_by_itself(tasks, settings, broadcaster, demand, audit, operations)
     followers = Followers(registry)
-    return State(registry, memory, operations, audit, events, slo, demand, broadcaster, book, followers, store)
+    return State(registry, memory, operations, audit, events, slo, demand, auto, broadcaster, book, followers, store)
+
+
+def _broadcasting(
+    stack: AsyncExitStack,
+    settings: MonitorSettings,
+    sockets: Sockets,
+    registry: Registry,
+    memory: Memory,
+    events: Events,
+    store: WriteBehind,
+    file: PolicySet,
+) -> tuple[PolicyBook, Broadcaster]:
+    """The policies in force, and who sends them and the loads."""
+    publisher = Publisher(sockets, settings.broadcast_address)
+    stack.callback(publisher.close)
+
+    def policies_changed(text: str, who: str) -> None:
+        broadcaster.soon()
+        if text:
+            events.note(EventKind.POLICIES_CHANGED, f"by {who}: {text}")
+
+    book = PolicyBook(file, store, policies_changed)
+    broadcaster = Broadcaster(registry, book, publisher, memory, settings.quiet_start_s)
+    stack.callback(broadcaster.close)
+    return book, broadcaster
 
 
 def _flip_by_itself(
@@ -115,12 +129,13 @@ def _flip_by_itself(
     demand: DemandService,
     audit: Audit,
     operations: Operations,
-) -> None:
+) -> AutoFlips:
     def seen() -> Seen:
         return seen_now(demand.demand(), audit, settings.role_flip_respects_s)
 
     auto = AutoFlips(broadcaster.view, seen, operations, tasks)
     tasks.every("role-flip", settings.role_flip_period_s, auto.step)
+    return auto
 
 
 def _sockets(stack: AsyncExitStack, settings: MonitorSettings) -> Sockets:

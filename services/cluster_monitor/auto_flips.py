@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 from services.cluster_monitor.audit import Asked, Audit, Result
 from services.cluster_monitor.flips import Operations
-from shared.domain.demand import Demand
+from shared.domain.demand import Demand, RolesWanted
 from shared.domain.instance import ClusterView, Role
 from shared.domain.policies import PolicySet
 from shared.domain.route import PolicySpec, Reason
 from shared.errors import PolyphaseError
 from shared.policy import registry
+from shared.policy.predictive_roles import PredictiveFlip
 from shared.policy.role_flip import FlipDecision, Seen
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background
@@ -45,6 +46,11 @@ class AutoFlips:
         self._state, decision = self._policy.step(self._state, view, now, self._seen())
         if decision is not None:
             self._tasks.start(f"role flip of {decision.instance_id}", self._flip(decision))
+
+    def wanted(self) -> RolesWanted | None:
+        """The roles that `predictive` would go for, whether it is in force or not; None while it cannot tell."""
+        policy = self._policy if isinstance(self._policy, PredictiveFlip) else PredictiveFlip()
+        return policy.wanted(self._view(), self._seen())
 
     def _follow(self, spec: PolicySpec) -> None:
         if spec != self._spec:

@@ -1,6 +1,7 @@
 """What clients ask for, over all schedulers: the profile that role flips rest on, and its shifts."""
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,11 +9,12 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter
 
 from services.cluster_monitor.events import EventKind, Events
-from shared.domain.demand import Demand, DemandSecond, Shift
+from shared.domain.demand import AskedSecond, Demand, DemandSecond, RolesWanted, Shift
 from shared.policy.demand import DemandBook
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)
+KEPT_S = 300  # seconds, and shifts in them, that are shown
 
 
 class DemandService:
@@ -20,6 +22,8 @@ class DemandService:
 
     def __init__(self, events: Events, registry: CollectorRegistry) -> None:
         self._book = DemandBook()
+        self._asked: deque[AskedSecond] = deque(maxlen=KEPT_S)
+        self._noticed: deque[tuple[float, Shift]] = deque(maxlen=KEPT_S)
         self._events = events
         self._shifts = Counter(
             "polyphase_demand_shifts", "Shifts of what clients ask for, by what shifted", ["what"], registry=registry
@@ -39,7 +43,12 @@ class DemandService:
 
     def step(self) -> None:
         """Add up, and tell of shifts."""
-        for shift in self._book.advance(time.time()):
+        now = time.time()
+        shifts = self._book.advance(now)
+        last = self._asked[-1].second if self._asked else 0
+        self._asked.extend(AskedSecond.of(one) for one in self._book.seconds if one.second > last)
+        self._noticed.extend((now, shift) for shift in shifts)
+        for shift in shifts:
             self._shifts.labels(shift.what).inc()
             self._events.note(EventKind.DEMAND_SHIFT, in_words(shift), "")
             log.info("what clients ask for has shifted", **msgspec.to_builtins(shift))
@@ -48,9 +57,15 @@ class DemandService:
         """The profile; None while nobody knows."""
         return self._book.demand(time.time())
 
-    def describe(self) -> dict[str, Any]:
-        """The profile as JSON."""
-        return {"demand": msgspec.to_builtins(self.demand())}
+    def describe(self, roles: RolesWanted | None) -> dict[str, Any]:
+        """The profile, the last seconds, the shifts noticed in them and the roles that are best for it, as JSON."""
+        since_s = time.time() - KEPT_S
+        return {
+            "demand": msgspec.to_builtins(self.demand()),
+            "seconds": [msgspec.to_builtins(one) for one in self._asked if one.second >= since_s],
+            "shifts": [{"at_s": at, **msgspec.to_builtins(shift)} for at, shift in self._noticed if at >= since_s],
+            "roles": msgspec.to_builtins(roles),
+        }
 
 
 def in_words(shift: Shift) -> str:

@@ -74,6 +74,8 @@ class Record:
         self.policies_revision, self.policies_trouble = beat.policies_revision, beat.policies_trouble
         if beat.rates is not None:
             self.info = msgspec.structs.replace(self.info, rates=beat.rates)
+        if beat.chunk_size not in (0, self.info.chunk_size):
+            self.info = msgspec.structs.replace(self.info, chunk_size=beat.chunk_size)
         for accepts, future in list(self.waiters):
             if not future.done() and accepts(beat):
                 future.set_result(None)

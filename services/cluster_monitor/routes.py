@@ -9,6 +9,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 
 from services.cluster_monitor.audit import Audit
+from services.cluster_monitor.auto_flips import AutoFlips
 from services.cluster_monitor.broadcaster import Broadcaster
 from services.cluster_monitor.demand import DemandService
 from services.cluster_monitor.edge import DemandSeconds, DrainIn, FlipIn, LeaveIn, OperationIn, Outcomes, Registration
@@ -36,6 +37,7 @@ class State:
     events: Events
     slo: SloService
     demand: DemandService
+    flips: AutoFlips
     broadcaster: Broadcaster
     policies: PolicyBook
     followers: Followers
@@ -161,9 +163,10 @@ async def take_demand(monitor: Monitor, body: DemandSeconds) -> dict[str, int]:
 @router.get("/demand")
 async def demand(monitor: Monitor) -> dict[str, Any]:
     """What clients ask for over all schedulers, since the last shift and at most for the last minute; null while that
-    is not known.
+    is not known. Beside it the last five minutes second by second, the shifts in them, and the roles that would serve
+    it best.
     """
-    return monitor.demand.describe()
+    return monitor.demand.describe(monitor.flips.wanted())
 
 
 @router.get("/cluster")

@@ -164,9 +164,9 @@ def keys_curve() -> None:
 
 @keys_app.command("init")
 def keys_init(folder: Path) -> None:
-    """Make an API key and a CurveZMQ pair as files, for containers; what is there already stays."""
+    """Make an API key and a CurveZMQ pair as files, for containers, or complete them; what is there already stays."""
     made = keys.init_folder(folder)
-    print(f"{folder}: made {', '.join(made)}" if made else f"{folder}: everything is there already")
+    print(f"{folder}: made or completed {', '.join(made)}" if made else f"{folder}: everything is there already")
 
 
 app.command("simulate")(measuring.from_lab("simulate.command", "simulate_command"))

@@ -43,11 +43,34 @@ def _measure(name: str, as_json: bool, *arguments: object) -> None:
 _add_bench("overhead", "What the control plane costs: CPU a request and a token, added TTFT.")
 _add_bench("kv", "KV transfer between two processes, beside a plain socket.")
 _add_bench("policy", "What a decision of each policy costs with 10, 100 and 1,000 instances.")
-_add_bench("policies", "Goodput of adaptive beside all fixed policies, in twelve simulated scenarios (an hour).")
 _add_bench("overload", "Interactive and batch work at twice the capacity, with and without overload control.")
 _add_bench_on_data("cost", "The cost model beside published measurements.")
 _add_bench_on_data("sim", "How fast the simulator is, and macro-steps beside stepping.")
+_add_bench_on_data(
+    "learning", "Rates after two minutes beside a calibration's; an engine slowed down while it serves (root)."
+)
+_add_bench("engine", "Prefill orders and decode admissions, changed on a real engine while it runs.")
 _add_bench("live", "The simulator beside a live cluster, calibrated on it: means, and which policy is better.")
+
+
+@bench_app.command("policies")
+def bench_policies(
+    scenario: Annotated[list[str] | None, typer.Option(help="The name of one of the twelve; may be repeated.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="Keep each run in this file, and go on from those in it (of the same code).")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="That simulate.")] = 2,
+    live: Annotated[bool, typer.Option("--live", help="Three of them on emulated instances, beside the sim.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Goodput of adaptive beside all fixed policies, in twelve simulated scenarios (long: see --results)."""
+    if live and results is not None:
+        raise typer.BadParameter("--live measures all of it anew: --results is of the simulated runs")
+    if live:
+        _measure("policies_live", as_json, tuple(scenario or ()))
+        return
+    options = measuring.from_lab("bench.policies", "PoliciesOptions")
+    _measure("policies", as_json, options(tuple(scenario or ()), results, processes))
 
 
 @bench_app.command("roles")
@@ -70,6 +93,19 @@ def bench_mixed(
     """Two real engines, one held to a third of the other's cores: every way to share them (half an hour; root)."""
     options = measuring.from_lab("bench.mixed", "MixedOptions")
     _measure("mixed", as_json, data, options(rounds, quick))
+
+
+@bench_app.command("prefix")
+def bench_prefix(
+    data: DataFolder = DATA,
+    rounds: Annotated[int, typer.Option(min=1, help="Of chats on real engines.")] = 2,
+    simulated: Annotated[bool, typer.Option("--simulated", help="Only in the simulator.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Only on real engines.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What adaptive finds in prefix caches, beside least_load and an oracle: traces simulated, chats live (root)."""
+    options = measuring.from_lab("bench.prefix", "PrefixOptions")
+    _measure("prefix", as_json, data, options(rounds, simulated or not live, live or not simulated))
 
 
 @bench_app.command("papers")

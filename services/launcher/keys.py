@@ -1,6 +1,7 @@
 """`polyphase keys`: API keys of the gateway, and the cluster's CurveZMQ pair."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import yaml
 import zmq
 
 from gateway.auth import create_key, load_keys
+from services.launcher.container import read_environment
 from shared.errors import Conflict, InvalidRequest
 
 _CURVED = ("MONITOR", "SCHEDULER", "GATEWAY", "WORKER", "PREDICTOR")
+_PAIR = ("curve_public", "curve_secret")
 
 
 def add_key(file: Path, name: str, requests_per_s: float = 0.0, burst: int = 0) -> str:
@@ -37,22 +40,49 @@ def curve_pair() -> dict[str, str]:
 
 
 def init_folder(folder: Path) -> list[str]:
-    """Make what containers need and what is not there yet; the names of the files that were made.
+    """Make what containers need and what is not there yet; the names of the files that were made or completed.
 
     keys.yaml and api-key: one key of the gateway, its digest and its secret. curve.env: the cluster's CurveZMQ pair as
-    the environment of every process that speaks ZeroMQ.
+    the environment of every process that speaks ZeroMQ; where an older version made it, the processes that it did not
+    know get the same pair. Nothing that is there changes. Raises InvalidRequest for a curve.env of several pairs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     if not (folder / "keys.yaml").exists():
         _write(folder / "api-key", add_key(folder / "keys.yaml", "compose") + "\n")
         made += ["keys.yaml", "api-key"]
-    if not (folder / "curve.env").exists():
-        pair = curve_pair()  # Z85 has no quote
-        lines = [f"POLYPHASE_{who}_{key.upper()}='{value}'\n" for who in _CURVED for key, value in pair.items()]
-        _write(folder / "curve.env", "".join(lines))
+    if _complete_curves(folder / "curve.env"):
         made.append("curve.env")
     return made
+
+
+def _complete_curves(file: Path) -> bool:
+    """Name the pair for every process that the file says nothing of; whether there was one."""
+    text = file.read_text() if file.exists() else ""
+    known = read_environment(text)
+    missing = [(_variable(who, key), key) for who in _CURVED for key in _PAIR if _variable(who, key) not in known]
+    if not missing:
+        return False
+    pair = {key: _only(file, key, known) for key in _PAIR}
+    if not any(pair.values()):
+        pair = curve_pair()
+    elif not all(pair.values()):
+        raise InvalidRequest(f"{file}: it has one half of a pair only")
+    lines = [f"{name}='{pair[key]}'\n" for name, key in missing]  # Z85 has no quote
+    _write(file, text + ("\n" if text and not text.endswith("\n") else "") + "".join(lines))
+    return True
+
+
+def _only(file: Path, key: str, known: Mapping[str, str]) -> str:
+    """What all processes that are named have for it; empty when none is."""
+    values = {known[name] for who in _CURVED if (name := _variable(who, key)) in known}
+    if len(values) > 1:
+        raise InvalidRequest(f"{file}: {key} is not the same for all processes, so those that it lacks cannot be added")
+    return values.pop() if values else ""
+
+
+def _variable(who: str, key: str) -> str:
+    return f"POLYPHASE_{who}_{key.upper()}"
 
 
 def _write(file: Path, text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import FastAPI, Query, Response
 
+from services.worker.chunk_size import ChunkSize
 from services.worker.engines.base import Engine, EngineInfo
 from services.worker.engines.cache_events import CacheSink
 from services.worker.engines.policies import CurrentRates
@@ -54,6 +55,20 @@ class Instance:
     roles: RoleState
     engine: Engine
     policies: FollowedPolicies
+    chunk_size: ChunkSize
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON, as it is right now."""
+        return {
+            "info": msgspec.to_builtins(self.telemetry.info),
+            "role": self.roles.role.value,
+            "draining": self.roles.draining,
+            "load": msgspec.to_builtins(self.telemetry.load()),
+            "flips": self.roles.flips,
+            "refused": self.telemetry.refused,
+            "chunk_size": self.chunk_size.describe(),
+            "policies": {**self.engine.policies.names(), **self.policies.describe()},
+        }
 
 
 def create_app(settings: WorkerSettings) -> FastAPI:
@@ -76,17 +91,7 @@ def create_app(settings: WorkerSettings) -> FastAPI:
     async def instance() -> dict[str, Any]:
         """Who this instance is and what it does right now."""
         running: Instance = app.state.instance
-        return {
-            "info": msgspec.to_builtins(running.telemetry.info),
-            "role": running.roles.role.value,
-            "draining": running.roles.draining,
-            "load": msgspec.to_builtins(running.telemetry.load()),
-            "flips": running.roles.flips,
-            "refused": running.telemetry.refused,
-            "threads": settings.threads,
-            "max_seqs": settings.max_seqs,
-            "policies": {**running.engine.policies.names(), **running.policies.describe()},
-        }
+        return {**running.describe(), "threads": settings.threads, "max_seqs": settings.max_seqs}
 
     @app.get("/steps")
     async def steps(
@@ -114,11 +119,11 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         tasks = await stack.enter_async_context(background())
         kv.start(tasks)
         info = _instance_info(settings, engine_info, generation)
-        rates = LiveRates(settings, info, engine.steps)
+        rates = LiveRates(settings, info, engine.steps, engine.set_chunk_size)
         known.rates = rates
         dispatcher = Dispatcher(_seed(settings, generation))
-        codecs = Codecs(lambda: msgspec.structs.replace(info, rates=rates.current), dispatcher)
-        prefill = PrefillService(engine, kv, roles, dispatcher, codecs, settings.chunk_size)
+        codecs = Codecs(lambda: rates.of(info), dispatcher)
+        prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens)
         decode = DecodeService(engine, kv, roles, rates.transferred)
 
         async def release_of(peer: bytes) -> None:
@@ -139,7 +144,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         stack.push_async_callback(telemetry.leave)
         WorkerMetrics(info, telemetry, roles, engine, server, dispatcher)
         log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
-        yield Instance(info, telemetry, roles, engine, policies)
+        yield Instance(info, telemetry, roles, engine, policies, rates.chunk)
 
 
 def _seed(settings: WorkerSettings, generation: int) -> int | str:
@@ -227,7 +232,7 @@ def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int
         block_size=engine.block_size,
         total_blocks=engine.total_blocks,
         max_model_len=engine.max_model_len,
-        chunk_size=settings.chunk_size,
+        chunk_size=settings.step_tokens,
         rpc=settings.address(settings.rpc_port),
         http=f"http://{host}:{settings.http_port}",
         kv_endpoints=settings.kv_endpoints,

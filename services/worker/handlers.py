@@ -4,7 +4,15 @@ from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
-from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, ReleaseRequest, ResumeRequest
+from shared.wire.messages import (
+    DrainReply,
+    DrainRequest,
+    FlipReply,
+    FlipRequest,
+    Predicted,
+    ReleaseRequest,
+    ResumeRequest,
+)
 from shared.wire.methods import DECODE, DRAIN, FLIP, PREDICTED, PREFETCH, PREFILL, RELEASE, RESUME
 from shared.wire.rpc_server import Handlers, ServerCall
 
@@ -18,6 +26,10 @@ def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, k
     async def flip(request: FlipRequest, _: ServerCall) -> FlipReply:
         return roles.flip(request.role)
 
+    async def predicted(said: Predicted, _: ServerCall) -> None:
+        prefill.predicted(said)
+        decode.predicted(said)
+
     async def release(request: ReleaseRequest, _: ServerCall) -> None:
         decode.forget(request.transfer_ids)
         await kv.release(request.transfer_ids)
@@ -27,7 +39,7 @@ def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, k
 
     return {
         PREFILL: prefill.prefill,
-        PREDICTED: prefill.predicted,
+        PREDICTED: predicted,
         RELEASE: release,
         PREFETCH: decode.prefetch,
         DECODE: decode.decode,

@@ -1,9 +1,11 @@
 """What this instance knows of its own speed: a start, corrected by its steps and its transfers while it serves."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
+from services.worker.chunk_size import ChunkSize
 from services.worker.engines.step_log import StepLog
 from services.worker.settings import WorkerSettings
 from shared.cost.learning import StepLearner
@@ -26,15 +28,21 @@ TOLD_APART = 0.02  # a change by a smaller share is not told
 
 
 class LiveRates:
-    """Learns at each `learn`; `news` is what the next heartbeat is to carry."""
+    """Learns at each `learn`; `news` is what the next heartbeat is to carry. `use_chunk` is told of each chunk size."""
 
-    def __init__(self, settings: WorkerSettings, info: InstanceInfo, steps: StepLog) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        info: InstanceInfo,
+        steps: StepLog,
+        use_chunk: Callable[[int], None] = lambda _: None,
+    ) -> None:
         start = info.rates.step or catalogue_steps(settings)
         self.current = msgspec.structs.replace(info.rates, step=start)
         self._steps = steps
         self._next = 0
-        self._chunk = settings.chunk_size
-        self._learner = StepLearner(start, settings.chunk_size, settings.max_seqs)
+        self.chunk = ChunkSize(settings, start, use_chunk)
+        self._learner = StepLearner(start, settings.step_tokens, settings.max_seqs)
         self._link = LinkLearner(info.rates.link)
         self._token_bytes = info.kv_bytes_per_token
         self._told: Rates | None = None
@@ -44,6 +52,10 @@ class LiveRates:
     def step(self) -> StepRates | None:
         """What a step costs, as far as it is known."""
         return self.current.step
+
+    def of(self, info: InstanceInfo) -> InstanceInfo:
+        """This instance with what is known of it by now."""
+        return msgspec.structs.replace(info, rates=self.current, chunk_size=self.chunk.tokens)
 
     def transferred(self, handle: KvHandle, report: TransferReport) -> None:
         """An import has ended."""
@@ -62,7 +74,8 @@ class LiveRates:
             self._learner.add(batch, one.seconds, one.ended_s)
         if steps:
             step = self._learner.rates(steps[-1].ended_s)
-            learned = rates_of_steps(step, self._chunk)
+            self.chunk.learned(step)
+            learned = rates_of_steps(step, self.chunk.tokens)
             self.current = msgspec.structs.replace(
                 self.current, prefill=learned.prefill, chunked=learned.chunked, batch=learned.batch, step=step
             )
@@ -97,7 +110,7 @@ def catalogue_steps(settings: WorkerSettings) -> StepRates:
     except PolyphaseError as error:
         log.info("no step times of this accelerator and model; they are learned", reason=error.message)
         return UNKNOWN_STEPS
-    return step_rates_of(model.step_time_s, settings.chunk_size, settings.max_seqs)
+    return step_rates_of(model.step_time_s, settings.step_tokens, settings.max_seqs)
 
 
 def _alike(one: Rates, other: Rates) -> bool:

@@ -45,6 +45,7 @@ class WorkerMetrics(Collector):
             "polyphase_queued_prefill_tokens": ("Prompt tokens not yet computed.", load.queued_prefill_tokens),
             "polyphase_decoding": ("Decode jobs accepted and not finished.", load.decoding),
             "polyphase_staged_bytes": ("KV that waits for an importer.", load.staged_bytes),
+            "polyphase_chunk_size": ("Tokens of a step, prefill and decode together.", self._telemetry.info.chunk_size),
             "polyphase_inflight": ("Jobs accepted and not finished.", load.inflight),
             "polyphase_draining": ("1 while draining.", float(self._roles.draining)),
         }
@@ -57,6 +58,8 @@ class WorkerMetrics(Collector):
         queried, hit = "Prompt tokens looked up in the prefix cache.", "Prompt tokens found in the prefix cache."
         yield CounterMetricFamily("vllm:prefix_cache_queries", queried, value=float(stats.prompt_tokens))
         yield CounterMetricFamily("vllm:prefix_cache_hits", hit, value=float(stats.hit_tokens))
+        preempted = "How often a request lost its KV blocks to others, and began again."
+        yield CounterMetricFamily("vllm:num_preemptions", preempted, value=float(stats.preemptions))
         yield CounterMetricFamily("polyphase_flips", "Role flips.", value=float(self._roles.flips))
         yield _counter("polyphase_rpc_dropped", "RPC input dropped, by cause.", "cause", self._server.dropped)
         yield _counter("polyphase_dispatched", "Jobs dispatched, by instance.", "instance", self._dispatcher.choices)

@@ -1,14 +1,25 @@
 """Settings of one worker."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from shared.domain.instance import Role
 from shared.runtime.settings import ServiceSettings
 
 NO_PIPELINE = "KV transfer does not support pipeline parallelism"
+
+
+def _chunk_size(said: object) -> object:
+    if said == "auto":
+        return said
+    if isinstance(said, bool) or not isinstance(said, int | str) or not str(said).isdecimal() or not int(said):
+        raise ValueError(f"expected a number of tokens, 1 or more, or auto; not {said!r}")
+    return int(said)
+
+
+ChunkSetting = Annotated[int | Literal["auto"], PlainValidator(_chunk_size)]
 
 
 class WorkerSettings(ServiceSettings):
@@ -36,7 +47,8 @@ class WorkerSettings(ServiceSettings):
 
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     block_size: int = Field(32, gt=0)
-    chunk_size: int = Field(512, gt=0)
+    chunk_size: ChunkSetting = 512  # tokens of a step; auto: as many as saturate it, by what it learns of its steps
+    max_chunk_size: int = Field(2048, gt=0)  # the most that `auto` may come to
     max_model_len: int = Field(2048, gt=0)
     max_seqs: int = Field(64, gt=0)
     kv_cache_bytes: int = Field(256 << 20, gt=0)
@@ -58,6 +70,7 @@ class WorkerSettings(ServiceSettings):
     emulated_step_s: float | None = None
     emulated_prefill_s_per_token: float | None = None
     emulated_link_gbps: float = Field(0.0, ge=0)  # of its network port, Gb/s; 0: KV transfers take no time
+    emulated_slowdown: float = Field(1.0, gt=0)  # times as long: a cluster that this machine could not keep up with
     emulated_prefix_cache: bool = True
 
     policy_seed: int | None = None  # of the dispatcher; None: every instance and every start has its own
@@ -66,7 +79,19 @@ class WorkerSettings(ServiceSettings):
     def _servable(self) -> Self:
         if self.engine == "vllm" and self.engine_args.get("pipeline_parallel_size", 1) != 1:
             raise ValueError(f"engine_args: pipeline_parallel_size: {NO_PIPELINE}")
+        if self.chunk_size == "auto" and not self.engine_args.get("enable_chunked_prefill", True):
+            raise ValueError("chunk_size: auto: `engine_args` turn chunked prefill off, so a prompt has to fit a step")
         return self
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a step, prefill and decode together."""
+        return self.chunk_size if isinstance(self.chunk_size, int) else self.max_chunk_size
+
+    @property
+    def computes_here(self) -> bool:
+        """Whether a step's work is done by the engine's thread, and by nothing else."""
+        return self.accelerator == "cpu" and self.tensor_parallel == self.threads == 1
 
     def address(self, port: int) -> str:
         """A ZeroMQ address of ours as peers see it."""

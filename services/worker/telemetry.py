@@ -2,8 +2,6 @@
 
 import time
 
-import msgspec
-
 from services.worker.engines.base import Engine
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.prefill import PrefillService
@@ -56,8 +54,8 @@ class Telemetry:
 
     @property
     def info(self) -> InstanceInfo:
-        """Who this instance is, with the rates that it knows by now."""
-        return msgspec.structs.replace(self._info, rates=self._rates.current)
+        """Who this instance is, with the rates and the chunk size that it has by now."""
+        return self._rates.of(self._info)
 
     def load(self) -> InstanceLoad:
         """The present load."""
@@ -103,6 +101,7 @@ class Telemetry:
                 rates,
                 self._policies.revision,
                 self._policies.trouble,
+                self._rates.chunk.tokens,
             )
         )
 

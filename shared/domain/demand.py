@@ -51,6 +51,35 @@ class Shift(msgspec.Struct, frozen=True):
     deviations: float
 
 
+class AskedSecond(msgspec.Struct, frozen=True):
+    """What clients asked for in one second of unix time, over all schedulers; tokens are means, 0 without requests.
+
+    output_tokens: as expected at arrival.
+    """
+
+    second: int
+    requests: int
+    prompt_tokens: float
+    output_tokens: float
+
+    @classmethod
+    def of(cls, sums: DemandSecond) -> "AskedSecond":
+        """That of the sums over one second."""
+        each = max(1, sums.requests)
+        return cls(sums.second, sums.requests, sums.prompt_tokens / each, sums.output_tokens / each)
+
+
+class RolesWanted(msgspec.Struct, frozen=True):
+    """How many ready instances would best have either role, and the predicted harm (the share of requests that miss a
+    target) as it is and then.
+    """
+
+    prefill: int
+    decode: int
+    harm: float
+    harm_then: float
+
+
 class Demand(msgspec.Struct, frozen=True):
     """What clients ask for since the last shift, at most for the last minute. Means are over requests.
 

@@ -56,7 +56,7 @@ class Compatibility(msgspec.Struct, frozen=True):
 
 
 class InstanceInfo(msgspec.Struct, frozen=True):
-    """What does not change while an instance lives, but for its rates: it learns them as it serves.
+    """What does not change while an instance lives, but for its rates and chunk size: it learns them as it serves.
 
     Addresses are `tcp://host:port` and `http://host:port`.
     """
@@ -71,7 +71,7 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     block_size: int  # tokens
     total_blocks: int
     max_model_len: int
-    chunk_size: int  # prefill tokens per step
+    chunk_size: int  # tokens of a step, prefill and decode together
     rpc: str
     http: str
     kv_endpoints: tuple[str, ...]  # one a tensor-parallel rank

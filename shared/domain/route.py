@@ -40,7 +40,8 @@ class Route(msgspec.Struct, frozen=True):
     split == 0: the decode instance does it all, `prefill` is None. `decode` is None when the prefill
     instance's dispatcher is to choose it from fresher loads, by the policy `dispatch`: a live scheduler names the one
     in force in each route. `work` is for the ledger of whoever placed the job, if its policy keeps one. `wants_prefix`:
-    the scheduler's policy looks at `JobView.prefix`, so that it is worth computing for the next job.
+    the scheduler's policy looks at `JobView.prefix`, so that it is worth computing for the next job. prefill_saved,
+    decode_saved: prompt tokens of either instance's part whose KV it is known to hold.
     """
 
     prefill: InstanceRef | None
@@ -51,3 +52,5 @@ class Route(msgspec.Struct, frozen=True):
     work: Work | None = None
     dispatch: PolicySpec | None = None
     wants_prefix: bool = False
+    prefill_saved: int = 0
+    decode_saved: int = 0

@@ -1,6 +1,6 @@
 """Placement, split and dispatch as one decision: the least harm of a few candidates, by one estimate."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
@@ -15,11 +15,11 @@ from shared.policy.dispatch import DispatchPolicy
 from shared.policy.estimate import DecodeSide, PrefillSide, usual_wait_s
 from shared.policy.index import ClusterIndex, ReadySet
 from shared.policy.options import Option, figures_of, kept_to, local, options, total_of
-from shared.policy.prefix_index import saved_tokens
+from shared.policy.prefix_index import saved_of, saved_tokens
 from shared.policy.split import Split, SplitChoice
 
 HOLDERS, LOOKED_AT = 2, 6  # of the prompt's prefix: so many candidates of a role, among so many of both
-RANDOM = 2  # decode instances that are looked at beside the least pressed ones
+RANDOM = 2  # decode instances that are looked at beside the least pressed ones, less those that hold some of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Adaptive:
     """Of a few candidates and splits (none, balanced, all) the least harm.
 
     Candidates are the prefill instance of each class of speed that would be through first, and the least pressed decode
-    instance of each class, at most `candidates` of each; the two of either role that hold most of the prompt; and two
-    decode instances at random. Harm is how likely targets are missed by the job itself, and how much likelier by those
-    whom it delays (see `estimate`): prefill queue, links, decodes, room.
+    instance of each class, at most `candidates` of each; the two of either role that hold most of the prompt; where no
+    decode instance holds any, two at random. Harm is how likely targets are missed by the job itself, and how much
+    likelier by those whom it delays (see `estimate`): prefill queue, links, decodes, room.
     Beside a fixed policy for splits or for dispatch it decides on the rest, and keeps to what that one says.
     Source: ours. Cronus 4.2 for the balanced split, TetriInfer 3.3.4 for few candidates and memory.
     """
@@ -61,17 +61,22 @@ class Adaptive:
         answers = index.ledger.answers
         own, usual = answers.expected(job), answers.all
         others = index.ledger.needs.others(job.slo, now)
+        holders = _holders(job, index)
         if dispatch is None:
-            views = _decodes(job, index, exclude, rng, self.candidates)
+            views = _decodes(job, index, holders, exclude, rng, self.candidates)
         else:
             chosen = dispatch.choose(job, index.decode.views, exclude, now, rng)
             views = [chosen.instance] if chosen is not None else []
         if not views:
             return None
-        found = [] if index.coupled else _prefills(job, index, exclude, self.candidates)
-        prefills = [PrefillSide.of(view, saved_at(index, view, job)) for view in found]
+        found = [] if index.coupled else _prefills(job, index, holders, exclude, self.candidates)
+        prefills = [PrefillSide.of(view, _saved(job, index, view, holders)) for view in found]
         spread_s = usual_wait_s(prefills)
-        decodes = [DecodeSide.of(view, job, own, usual, saved_at(index, view, job), others, spread_s) for view in views]
+        mixed, limited = _mixed_shares(views, holders) if index.coupled and holders else {}, index.limited
+        decodes = []
+        for view in views:
+            saved, share = _saved(job, index, view, holders), mixed.get(view.info.instance_id)
+            decodes.append(DecodeSide.of(view, job, own, usual, saved, others, spread_s, limited, share))
         if split is None or not prefills:
             ways = options(job, own, prefills, decodes)
         else:
@@ -103,7 +108,7 @@ class AdaptiveDispatch:
             return None
         own = within(job.prediction) if job.prediction is not None else UNKNOWN_LENGTHS
         sides = [DecodeSide.of(view, job, own, UNKNOWN_LENGTHS, job.prompt_tokens) for view in able]
-        best = min((local(job, side) for side in sides), key=total_of)
+        best = min((local(job, side, side.terms(0)) for side in sides), key=total_of)
         figures: dict[str, float | str] = {"chosen": best.decode.view.info.instance_id, **figures_of(best)}
         return Choice(best.decode.view, (Reason("dispatch:adaptive", figures),))
 
@@ -126,10 +131,19 @@ class AdaptiveSplit:
         return SplitChoice(best.split, (Reason("split:adaptive", {"tokens": best.split, **figures_of(best)}),))
 
 
-def _prefills(job: JobView, index: ClusterIndex, exclude: Collection[str], most: int) -> list[InstanceView]:
-    """The best of each class of speed, at most `most`, by when they would have computed the prompt."""
-    backlog, get, tokens = index.backlog, index.prefill.get, job.prompt_tokens
-    context = context_of(job, Role.PREFILL)
+def _prefills(
+    job: JobView, index: ClusterIndex, holders: Mapping[str, int], exclude: Collection[str], most: int
+) -> list[InstanceView]:
+    found = {view.info.instance_id: view for view in _soonest(job, index, exclude, most)}
+    return list((found | _known(holders, index.prefill, context_of(job, Role.PREFILL), exclude)).values())
+
+
+def _soonest(job: JobView, index: ClusterIndex, exclude: Collection[str], most: int) -> list[InstanceView]:
+    """Of those that compute prompts the best of each class of speed, at most `most`, by when they would have computed
+    this one.
+    """
+    backlog, get, tokens = index.backlog, index.candidates.get, job.prompt_tokens
+    context = context_of(job, index.placing)
     scored: list[tuple[float, int, InstanceView]] = []
     for keys in backlog.classes():
         for waits_s, _, instance_id in keys:
@@ -138,13 +152,12 @@ def _prefills(job: JobView, index: ClusterIndex, exclude: Collection[str], most:
                 scored.append((waits_s + backlog.cost_s(instance_id, tokens), len(scored), view))
                 break
     scored.sort()
-    found = {view.info.instance_id: view for _, _, view in scored[:most]}
-    for view in _holders(job, index, index.prefill, context, exclude):
-        found[view.info.instance_id] = view
-    return list(found.values())
+    return [view for _, _, view in scored[:most]]
 
 
-def _decodes(job: JobView, index: ClusterIndex, exclude: Collection[str], rng: Random, most: int) -> list[InstanceView]:
+def _decodes(
+    job: JobView, index: ClusterIndex, holders: Mapping[str, int], exclude: Collection[str], rng: Random, most: int
+) -> list[InstanceView]:
     context, get, views = context_of(job, Role.DECODE), index.decode.get, index.decode.views
     if len(views) <= most + RANDOM:
         return [view for view in views if usable(view, context, exclude)]
@@ -157,13 +170,26 @@ def _decodes(job: JobView, index: ClusterIndex, exclude: Collection[str], rng: R
                 break
     scored.sort(key=lambda one: one[:2])
     found = {instance_id: view for _, instance_id, view in scored[:most]}
-    for view in _holders(job, index, index.decode, context, exclude):
-        found[view.info.instance_id] = view
-    for _ in range(RANDOM):
+    if index.coupled:  # they compute all prompts, too
+        found |= {view.info.instance_id: view for view in _soonest(job, index, exclude, 1)}
+    known = _known(holders, index.decode, context, exclude)
+    found |= known
+    for _ in range(RANDOM - len(known)):
         view = views[int(rng.random() * len(views))]
         if usable(view, context, exclude):
             found[view.info.instance_id] = view
     return list(found.values())
+
+
+def _mixed_shares(views: Sequence[InstanceView], holders: Mapping[str, int]) -> dict[str, float]:
+    """Of holders' steps to come, the share that computes prompts, where every instance does: the usual one at most.
+
+    By its last steps alone who holds a prompt's beginning would look bad for having computed it.
+    """
+    usual = sum(view.load.prefill_share for view in views) / len(views)
+    return {
+        view.info.instance_id: min(usual, view.load.prefill_share) for view in views if view.info.instance_id in holders
+    }
 
 
 def saved_at(index: ClusterIndex, view: InstanceView, job: JobView) -> int:
@@ -171,14 +197,29 @@ def saved_at(index: ClusterIndex, view: InstanceView, job: JobView) -> int:
     return saved_tokens(index.prefixes, view, job) if job.prefix else 0
 
 
-def _holders(
-    job: JobView, index: ClusterIndex, of: ReadySet, context: int, exclude: Collection[str]
-) -> list[InstanceView]:
-    """Those of one role that hold most of the prompt."""
-    if not job.prefix:
-        return []
-    known = (of.get(instance_id) for instance_id, _ in index.prefixes.holders(job.prefix, LOOKED_AT))
-    return [view for view in known if view is not None and usable(view, context, exclude)][:HOLDERS]
+def _holders(job: JobView, index: ClusterIndex) -> dict[str, int]:
+    """Those that hold most of the prompt, of either role, with the tokens that they hold."""
+    return dict(index.prefixes.holders(job.prefix, LOOKED_AT)) if job.prefix else {}
+
+
+def _saved(job: JobView, index: ClusterIndex, view: InstanceView, holders: Mapping[str, int]) -> int:
+    """`saved_at`, looked up only where `holders` leave it open: fewer than were asked for are all there are."""
+    held = holders.get(view.info.instance_id, 0)
+    if not held and len(holders) == LOOKED_AT:
+        held = index.prefixes.held_tokens(view.info.instance_id, job.prefix)
+    return saved_of(held, view, job.prompt_tokens) if held else 0
+
+
+def _known(holders: Mapping[str, int], of: ReadySet, context: int, exclude: Collection[str]) -> dict[str, InstanceView]:
+    """The first `HOLDERS` of one role."""
+    found: dict[str, InstanceView] = {}
+    for instance_id in holders:
+        view = of.get(instance_id)
+        if view is not None and usable(view, context, exclude):
+            found[instance_id] = view
+            if len(found) == HOLDERS:
+                break
+    return found
 
 
 def _some(views: Sequence[InstanceView], most: int, rng: Random) -> Sequence[InstanceView]:

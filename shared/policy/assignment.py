@@ -28,20 +28,21 @@ def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...
     """What to book for a route, so that the next decisions count it."""
     booked = []
     if route.prefill is not None:
-        booked.append(Assignment(route.prefill.instance_id, now, prefill_tokens=route.split, job_id=job.job_id))
+        tokens = route.split - route.prefill_saved
+        booked.append(Assignment(route.prefill.instance_id, now, prefill_tokens=tokens, job_id=job.job_id))
     if route.decode is not None:
-        tokens, heavy = job.prompt_tokens, is_heavy(job)
+        tokens, heavy, saved = job.prompt_tokens, is_heavy(job), route.decode_saved
         later = route.prefill is not None
         booked.append(
             Assignment(
                 route.decode.instance_id,
                 now,
-                tokens - route.split,
+                tokens - max(route.split, saved),
                 tokens,
                 heavy,
                 job.job_id,
                 later,
-                later * route.split,
+                later * max(0, route.split - saved),
             )
         )
     return tuple(booked)

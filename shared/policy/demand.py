@@ -123,6 +123,11 @@ class DemandBook:
         self._shift: Shift | None = None
         self.ignored = 0  # seconds that came too late, or from a clock that is wrong
 
+    @property
+    def seconds(self) -> Sequence[DemandSecond]:
+        """Those that the profile is made of, oldest first."""
+        return self._seconds
+
     def take(self, seconds: Iterable[DemandSecond], now: float) -> None:
         """What schedulers tell."""
         for one in seconds:

@@ -5,41 +5,21 @@ own first token and own time per token, each over its target; the same of others
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from shared.domain.instance import InstanceLoad, InstanceView
 from shared.domain.job import JobView, Slo
 from shared.domain.rates import UNKNOWN_STEPS, LinkRate, StepForm
 from shared.policy.answers import Lengths
 from shared.policy.codec import choose_codec
+from shared.policy.harm import harm
+from shared.policy.step_budget import StepLoad, prefill_tokens
 
-SLOWNESS, LATENESS = 0.1, 0.1  # of a miss, for each target's length of time; and more for each beyond the target
 ENDLESS = 1 << 30
 
 
-def harm(share: float) -> float:
-    """How likely a target is missed by a time that is expected to be `share` of it; and a little for being slow at all.
-
-    What is missed for certain is little worse for one more delay, so that harm is not spread over those who can be
-    spared; where all miss, what is left to gain is time.
-    """
-    if share <= 0.0:
-        return 0.0
-    late = LATENESS * (share - 1.0) if share > 1.0 else 0.0
-    return missed(share) + SLOWNESS * share + late
-
-
-def missed(share: float) -> float:
-    """How likely a target is missed by a time that is expected to be `share` of it, at least 0.
-
-    Ours: log-logistic, x^4 / (1 + x^4), as if estimates were off by a third either way; 0.5 at the target itself.
-    """
-    square = share * share
-    power = square * square
-    return power / (1.0 + power)
-
-
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """The first `tokens` of a prompt on a prefill instance: what they cost there."""
 
     tokens: int
@@ -48,7 +28,7 @@ class Part(NamedTuple):
     others: float  # harm to those who come after
 
 
-class PrefillSide(NamedTuple):
+class PrefillSide(msgspec.Struct, frozen=True, gc=False):
     """An instance that would compute a prompt, or its first part: its queue, and what a token adds to it."""
 
     view: InstanceView
@@ -75,17 +55,19 @@ class PrefillSide(NamedTuple):
 
     def own_s(self, tokens: int) -> float:
         """Seconds to compute the first `tokens` of a prompt, once it is its turn."""
-        form, saved = self.form, min(self.saved, tokens - 1)
+        form, chunk = self.form, self.chunk
+        saved = self.saved if self.saved < tokens else tokens - 1
         fresh = tokens - saved
         # Behind others a prompt's last chunk shares its step with the next one's first.
-        steps = max(1.0, fresh / self.chunk) if self.jobs else -(-fresh // self.chunk)
+        steps = (fresh / chunk if fresh > chunk else 1.0) if self.jobs else -(-fresh // chunk)
         return form.fixed_s * steps + fresh * (form.token_s + form.position_s * (saved + fresh / 2.0))
 
     def part(self, tokens: int, others: Slo) -> Part:
         """The first `tokens` of the prompt. Those who come after are as many as wait now, each behind so much more."""
-        own_s, wait_s, target = self.own_s(tokens), self.wait_s, others.ttft_s
-        harmed = self.jobs * (harm((wait_s + own_s) / target) - harm(wait_s / target)) if self.jobs else 0.0
-        return Part(tokens, wait_s + own_s, min(1.0, self.chunk / tokens), harmed)
+        wait_s, target, chunk = self.wait_s, others.ttft_s, self.chunk
+        ready_s = wait_s + self.own_s(tokens)
+        harmed = self.jobs * (harm(ready_s / target) - harm(wait_s / target)) if self.jobs else 0.0
+        return Part(tokens, ready_s, chunk / tokens if chunk < tokens else 1.0, harmed)
 
 
 def usual_wait_s(prefills: Sequence[PrefillSide]) -> float:
@@ -102,7 +84,7 @@ def link_harm(waits_s: float, moves_s: float, tpot_s: float, brief: float, slo: 
     return waits_s / moves_s * (harm((now_s + moves_s / brief) / slo.tpot_s) - harm(now_s / slo.tpot_s))
 
 
-class DecodeTerms(NamedTuple):
+class DecodeTerms(msgspec.Struct, frozen=True, gc=False):
     """What a decode instance would make of the job."""
 
     rest_s: float  # until its part of the prompt is computed, queue included; 0 when it has none
@@ -112,7 +94,7 @@ class DecodeTerms(NamedTuple):
     room_s: float  # until there is room for its prompt
 
 
-class DecodeSide(NamedTuple):
+class DecodeSide(msgspec.Struct, frozen=True, gc=False):
     """An instance that would decode the job, and may compute the rest of its prompt: all that does not depend on how
     much that is.
     """
@@ -139,6 +121,7 @@ class DecodeSide(NamedTuple):
     behind_s: float  # by which those who wait for that, too, wait longer
     memory: float  # harm of what is promised twice
     alone_s: float  # of a step of the job's decode with nobody beside it
+    harmed: float  # each of those that decode there, as it is
 
     @classmethod
     def of(
@@ -150,19 +133,22 @@ class DecodeSide(NamedTuple):
         saved: int = 0,
         others: Slo | None = None,
         spread_s: float = 0.0,
+        limited: bool = False,
+        mixed: float | None = None,
     ) -> "DecodeSide":
         """As of its load. own: of the job's answer; `saved` tokens of its prompt have their KV there.
 
-        others: the class of those that it would meet; its own if nobody says. spread_s: over which the decodes come
-        that are bound to it and not there yet.
+        others: the class of those that it would meet; its own if nobody says. spread_s: over which bound decodes come.
+        limited: steps keep to the TPOT targets of those that decode. mixed: share of steps to come with prompts in
+        them; as the last ones there, and its queue, say, if nobody says.
         """
         slo = job.slo if others is None else others
         info, load, prompt = view.info, view.load, job.prompt_tokens
         rates, link = info.rates.step or UNKNOWN_STEPS, info.rates.link
         seats, decode = info.max_seqs or ENDLESS, rates.decode
-        held = _held(view, seats, decode, usual.mean, spread_s)
-        running = min(held.decoding, seats)
-        context = held.context * running / held.decoding if running else 0.0
+        held = decoding, taken, free = _held(view, seats, decode, usual.mean, spread_s)
+        running = decoding if decoding < seats else seats
+        context = taken * running / decoding if running else 0.0
         form = rates.mixed if running else rates.prefill
         step_s = decode.fixed_s + decode.sequence_s * running + decode.context_s * context if running else 0.0
         after_s = step_s  # where all seats are taken, it takes the place of one that ends
@@ -170,11 +156,17 @@ class DecodeSide(NamedTuple):
             longer = context + prompt + own.mean / 2.0
             after_s = decode.fixed_s + decode.sequence_s * (running + 1) + decode.context_s * longer
         budget = max(1, info.chunk_size - running)
+        if limited:
+            budget = prefill_tokens(rates, StepLoad(running, context, slo.tpot_s), budget)
         chunk_s = form.fixed_s + form.sequence_s * running + form.context_s * context
         full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
         steps = load.queued_prefill_tokens / budget
-        beside_s = max(load.prefill_share, min(1.0, steps / own.brief)) * max(0.0, full_s - step_s)
-        room = _room(held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s)
+        if mixed is None:
+            mixed = max(load.prefill_share, min(1.0, steps / own.brief))
+        beside_s = mixed * max(0.0, full_s - step_s)
+        room = 0.0, 0.0, 0.0
+        if prompt + own.mean > free or decoding >= seats:
+            room = _room(held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s)
         return cls(
             view,
             job,
@@ -182,7 +174,7 @@ class DecodeSide(NamedTuple):
             form,
             budget,
             running,
-            held.decoding - running,
+            decoding - running,
             load.queued_prefill,
             saved,
             usual,
@@ -196,12 +188,13 @@ class DecodeSide(NamedTuple):
             steps * full_s,
             *room,
             decode.fixed_s + decode.sequence_s + decode.context_s * (prompt + own.mean / 2.0),
+            harm((step_s + beside_s) / slo.tpot_s) if running else 0.0,
         )
 
     def terms(self, before: int) -> DecodeTerms:
         """With the first `before` prompt tokens computed elsewhere."""
         slo, usual = self.slo, self.usual
-        before = max(before, self.saved)
+        before = before if before > self.saved else self.saved
         rest = self.job.prompt_tokens - before
         others = stall_s = rest_s = 0.0
         if rest > 0:
@@ -214,7 +207,7 @@ class DecodeSide(NamedTuple):
         target, memory = slo.tpot_s, self.memory
         if self.running:
             longer_s = self.after_s + stall_s / usual.mean + self.beside_s
-            others += self.running * (harm(longer_s / target) - harm((self.step_s + self.beside_s) / target))
+            others += self.running * (harm(longer_s / target) - self.harmed)
         if self.over:
             now_s, behind_s = self.after_s + self.room_s / usual.brief, self.behind_s + stall_s
             memory += self.over * (harm((now_s + behind_s / usual.brief) / target) - harm(now_s / target))
@@ -225,40 +218,35 @@ class DecodeSide(NamedTuple):
         link = self.link
         if link is None or tokens <= 0:
             return 0.0, 0.0
-        waits_s = max(self.comes_s, prefill.sends_s)
+        waits_s = self.comes_s if self.comes_s > prefill.sends_s else prefill.sends_s
         if self.job.slo.lossy_kv.lossy:
             left = max(0, tokens - prefill.chunk)  # the codec is chosen when the first chunk is computed
-            choice = choose_codec(self.job, tokens, left, prefill.view.info, self.view)
-            return waits_s, choice.moves_s
-        bytes_s = link.slow.get(prefill.instance_id, link.bytes_s)
+            return waits_s, choose_codec(self.job, tokens, left, prefill.view.info, self.view).moves_s
+        bytes_s = link.slow.get(prefill.instance_id, link.bytes_s) if link.slow else link.bytes_s
         out = prefill.view.info.rates.link
         if out is not None and out.bytes_s < bytes_s:
             bytes_s = out.bytes_s
         return waits_s, tokens * prefill.kv_bytes / bytes_s + link.latency_s
 
 
-class Held(NamedTuple):
-    """What is taken at a decode instance: decodes, their context, and the tokens for which there is room."""
-
-    decoding: int
-    context: float
-    free: float
+Held = tuple[int, float, float]  # at a decode instance: decodes, their context, and the tokens for which there is room
 
 
 def _held(view: InstanceView, seats: int, decode: StepForm, tokens: float, spread_s: float) -> Held:
     """As of its load, without those on their way that are not there at a time."""
     load = view.load
+    free = load.free_blocks * view.info.block_size - load.waiting_tokens
+    if spread_s <= 0.0 or not load.coming:
+        return load.decoding, load.context_tokens, free
     away = _away(load, seats, decode, tokens, spread_s)
-    free = load.free_blocks * view.info.block_size - load.waiting_tokens + away * load.coming_tokens
-    return Held(load.decoding - round(away * load.coming), load.context_tokens - away * load.coming_tokens, free)
+    tokens_away = away * load.coming_tokens
+    return load.decoding - round(away * load.coming), load.context_tokens - tokens_away, free + tokens_away
 
 
 def _away(load: InstanceLoad, seats: int, decode: StepForm, tokens: float, spread_s: float) -> float:
     """Of the decodes on their way, the share that is not there at a time: they come over `spread_s`, and the first have
     given their `tokens` before the last have come. Source: Little's law.
     """
-    if spread_s <= 0.0 or not load.coming:
-        return 0.0
     running = min(load.decoding, seats)
     step_s = (
         decode.fixed_s + decode.sequence_s * running + decode.context_s * load.context_tokens * running / load.decoding
@@ -278,19 +266,18 @@ def _room(
     target_s: float,
 ) -> tuple[float, float, float]:
     """The wait for a seat and for KV memory, by how much it makes others wait, and the harm of preemptions."""
-    short, over = prompt + output - held.free, held.decoding + 1 - seats
-    if short <= 0 and over <= 0:
-        return 0.0, 0.0, 0.0
+    decoding, context, free = held
+    short, over = prompt + output - free, decoding + 1 - seats
     stay_s = typical * step_s  # of one that decodes there
     room_s = memory = behind_s = 0.0
     if over > 0:
         behind_s = stay_s / seats
         room_s = over * behind_s
     if short > 0:
-        release_s = stay_s / max(1.0, held.context)  # for a token of KV to become free
-        mean = held.context / held.decoding if held.decoding else prompt
+        release_s = stay_s / max(1.0, context)  # for a token of KV to become free
+        mean = context / decoding if decoding else prompt
         redo_s = -(-mean // budget) * form.fixed_s + mean * form.token_s + short * release_s
         memory = min(1.0, short / max(1.0, mean)) * harm((step_s + redo_s / typical) / target_s)
         behind_s = max(behind_s, (prompt + output) * release_s)
-        room_s = max(room_s, (prompt - held.free) * release_s)
+        room_s = max(room_s, (prompt - free) * release_s)
     return room_s, behind_s, memory

@@ -17,6 +17,7 @@ from shared.policy.backlog import Backlog, chunked_rate, prefill_rate
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import PrefixIndex
 from shared.policy.pressure import Pressures
+from shared.policy.step_budget import TpotBudget
 
 Made = TypeVar("Made")
 _by_id = attrgetter("info.instance_id")
@@ -67,6 +68,7 @@ class ClusterIndex:
     coupled: no instance has the prefill role, so each computes whole jobs, and placement chooses among those with the
     decode role. turn: decisions booked so far, over all broadcasts: what round-robin counts by. ledger: what the
     driver remembers of its placements. prefixes: what instances have told of the prompts whose KV they hold.
+    limited: steps keep to the TPOT targets of those that decode.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ClusterIndex:
     ) -> None:
         self.view = view
         self.turn = turn
+        self.limited = view.policies.step_budget.name == TpotBudget.name
         self.ledger = WorkloadLedger() if ledger is None else ledger
         self.prefixes = PrefixIndex() if prefixes is None else prefixes
         prefills: list[InstanceView] = []

@@ -18,10 +18,10 @@ class PredictedEnd(StrEnum):
 def predicted_tokens(job: JobView, end: PredictedEnd, unpredicted_tokens: int) -> int:
     """Output tokens to expect of `job`, never more than its max_tokens.
 
-    Without a prediction `unpredicted_tokens` is taken.
+    Without a prediction, or with one of no confidence, `unpredicted_tokens` is taken.
     Source: TetriInfer 3.3.4 uses the lower end; the other two ends are F (FORMULAS 2).
     """
-    if job.prediction is None:
+    if job.prediction is None or job.prediction.confidence <= 0.0:
         return min(job.max_tokens, unpredicted_tokens)
     lower, upper = job.prediction.lower_tokens, job.prediction.upper_tokens
     middle = (lower + upper) // 2

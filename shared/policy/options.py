@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from random import Random
-from typing import NamedTuple
+
+import msgspec
 
 from shared.domain.job import JobView
 from shared.policy.answers import Lengths
-from shared.policy.estimate import DecodeSide, DecodeTerms, Part, PrefillSide, harm, link_harm
+from shared.policy.estimate import DecodeSide, DecodeTerms, Part, PrefillSide, link_harm
+from shared.policy.harm import harm
 from shared.policy.split import Split
 
+ROUNDING = 1e-9  # by which sums in another order may differ
 
-class Option(NamedTuple):
+
+class Option(msgspec.Struct, frozen=True, gc=False):
     """One way to serve the job, and what it would come to. In `total` harm to others counts by their weight."""
 
     total: float
@@ -32,17 +36,60 @@ def options(job: JobView, own: Lengths, prefills: Sequence[PrefillSide], decodes
     and the best decode instance, the best one with each of these, and the balanced part for the most promising pairs.
     """
     prompt = job.prompt_tokens
-    nones = [local(job, decode) for decode in decodes]
+    nones = _nones(job, decodes)
     if not prefills:
         return nones
     after = [(decode, decode.terms(prompt)) for decode in decodes]
     slo = decodes[0].slo
     parts = [(prefill, prefill.part(prompt, slo)) for prefill in prefills]
-    first, *others = sorted(parts, key=lambda one: one[1].ready_s + one[1].others * slo.ttft_s)
-    alls = [pair(job, own, *first, decode, terms) for decode, terms in after]
-    best = min(range(len(alls)), key=lambda at: alls[at].total)
-    alls += [pair(job, own, prefill, part, *after[best]) for prefill, part in others]
+    parts.sort(key=lambda one: one[1].ready_s + one[1].others * slo.ttft_s)
+    alls = _alls(job, own, parts, after)
     return [*nones, *alls, *_balanced(job, own, nones, alls)]
+
+
+def _nones(job: JobView, decodes: Sequence[DecodeSide]) -> list[Option]:
+    """None of the prompt: each decode instance, but for those whose harm to others is more than the best's in all."""
+    found: list[Option] = []
+    best, weight = float("inf"), decodes[0].slo.weight / job.slo.weight
+    for decode in decodes:
+        terms = decode.terms(0)
+        if weight * (terms.others + terms.memory) - ROUNDING > best:
+            continue
+        option = local(job, decode, terms)
+        found.append(option)
+        best = min(best, option.total)
+    return found
+
+
+def _alls(
+    job: JobView,
+    own: Lengths,
+    parts: Sequence[tuple[PrefillSide, Part]],
+    after: Sequence[tuple[DecodeSide, DecodeTerms]],
+) -> list[Option]:
+    """All of the prompt: the first prefill instance with each decode instance, the others with the best of these.
+
+    A pair is left out where what does not depend on the link is more than all of the best so far.
+    """
+    (prefill, part), *others = parts
+    decode, terms = after[0]
+    best, partner = pair(job, own, prefill, part, decode, terms), 0
+    found, weight = [best], decode.slo.weight / job.slo.weight
+    surely = harm(part.ready_s / job.slo.ttft_s) + weight * part.others - ROUNDING
+    for at in range(1, len(after)):
+        decode, terms = after[at]
+        if surely + weight * (terms.others + terms.memory) > best.total:
+            continue
+        option = pair(job, own, prefill, part, decode, terms)
+        found.append(option)
+        if option.total < best.total:
+            best, partner = option, at
+    decode, terms = after[partner]
+    harmed = weight * (terms.others + terms.memory) - ROUNDING
+    for prefill, part in others:
+        if harm(part.ready_s / job.slo.ttft_s) + weight * part.others + harmed <= best.total:
+            found.append(pair(job, own, prefill, part, decode, terms))
+    return found
 
 
 def _balanced(job: JobView, own: Lengths, nones: Sequence[Option], alls: Sequence[Option]) -> list[Option]:
@@ -77,7 +124,7 @@ def kept_to(
                 part, terms = prefill.part(tokens, decode.slo), decode.terms(tokens)
                 found.append(pair(job, own, prefill, part, decode, terms))
             else:
-                found.append(local(job, decode))
+                found.append(local(job, decode, decode.terms(0)))
     return found
 
 
@@ -88,9 +135,9 @@ def balanced(prompt: int, prefill: PrefillSide, decode: DecodeSide) -> int:
     return max(0, min(prompt, round(split)))
 
 
-def local(job: JobView, decode: DecodeSide) -> Option:
-    """The decode instance does it all."""
-    terms, slo = decode.terms(0), job.slo
+def local(job: JobView, decode: DecodeSide, terms: DecodeTerms) -> Option:
+    """The decode instance does it all; `terms` are those without a part computed elsewhere."""
+    slo = job.slo
     ttft_s = terms.room_s + terms.rest_s
     own_ttft, own_tpot = harm(ttft_s / slo.ttft_s), harm(terms.tpot_s / slo.tpot_s)
     total = own_ttft + own_tpot + decode.slo.weight / slo.weight * (terms.others + terms.memory)
@@ -108,7 +155,7 @@ def pair(
     # Chunks leave while the prompt is computed; the last one after it.
     arrives_s = max(part.ready_s + moves_s * part.last_share, waits_s + moves_s)
     if part.tokens >= job.prompt_tokens:
-        tpot_s += max(terms.room_s, arrives_s - part.ready_s) / own.brief
+        tpot_s += (max(terms.room_s, arrives_s) - part.ready_s) / own.brief
     else:
         ttft_s = max(arrives_s, terms.room_s) + terms.rest_s
     link = link_harm(waits_s, moves_s, tpot_s, decode.usual.brief, decode.slo) if waits_s > 0.0 else 0.0

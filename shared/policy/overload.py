@@ -59,9 +59,9 @@ def decide(
     if slo.when_full is WhenFull.REJECT:
         index.ledger.needs.refused(slo)
         raise Overloaded(said, cause=found.cause, retry_after_s=max(SOON_S, found.seconds))
-    other = _elsewhere(job, route, found, index, policies, now, rng, exclude)
+    other, seconds = _elsewhere(job, route, found, index, policies, now, rng, exclude)
     if other is None:
-        raise Delayed(said, cause=found.cause, retry_after_s=min(LATE_S, max(SOON_S, found.seconds)))
+        raise Delayed(said, cause=found.cause, retry_after_s=min(LATE_S, max(SOON_S, seconds)))
     return other
 
 
@@ -74,24 +74,27 @@ def _elsewhere(
     now: float,
     rng: Random,
     exclude: Collection[str],
-) -> Route | None:
-    """Another route on which nothing is in the way of heavier classes; None if a few tries find none."""
-    free, without = isinstance(policies.split, AdaptiveSplit), set(exclude)
+) -> tuple[Route | None, float]:
+    """Another route on which nothing is in the way of heavier classes, None if a few tries find none; and in how many
+    seconds the first of the obstacles that were met is likely to be over.
+    """
+    free, without, seconds = isinstance(policies.split, AdaptiveSplit), set(exclude), found.seconds
     for _ in range(LOOKS):
         if not found.instance_id:
-            return None
+            break
         without.add(found.instance_id)
         try:
             other = place(job, index, policies, now, rng, without)
         except (Unavailable, InvalidRequest):
-            return None
+            break
         if other.prefill is None and route.prefill is not None and not free:
-            return None
+            break
         obstacle_there = obstacle(job, other, index, now)
         if obstacle_there is None:
-            return other
+            return other, 0.0
         found = obstacle_there
-    return None
+        seconds = min(seconds, found.seconds)
+    return None, seconds
 
 
 def obstacle(job: JobView, route: Route, index: ClusterIndex, now: float) -> Obstacle | None:
@@ -169,9 +172,9 @@ def _option(job: JobView, route: Route, index: ClusterIndex, now: float) -> Opti
         view = index.decode.get(best[2]) if best is not None else None
     if view is None:
         return None
-    decode = DecodeSide.of(view, job, own, answers.all, saved_at(index, view, job), others)
+    decode = DecodeSide.of(view, job, own, answers.all, saved_at(index, view, job), others, limited=index.limited)
     if route.prefill is None:
-        return local(job, decode)
+        return local(job, decode, decode.terms(0))
     computes = index.prefill.get(route.prefill.instance_id)
     if computes is None:
         return None

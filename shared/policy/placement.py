@@ -15,6 +15,7 @@ from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.choice import Choice, context_of, ref_of, usable, why_none
 from shared.policy.dispatch import DispatchPolicy, choose_decode
 from shared.policy.index import ClusterIndex
+from shared.policy.prefix_index import saved_tokens
 from shared.policy.split import Split
 
 LOOK = 2  # instances of each class of speed: the best and a runner-up
@@ -152,7 +153,14 @@ class _Case:
             policy=self.policies.placement.name,
             reasons=(self._filters(), *reasons),
             work=placed.work if placed else None,
+            prefill_saved=self._saved(prefill, split),
+            decode_saved=self._saved(decode, self.job.prompt_tokens),
         )
+
+    def _saved(self, chosen: Choice | None, tokens: int) -> int:
+        if chosen is None or not self.job.prefix:
+            return 0
+        return saved_tokens(self.index.prefixes, chosen.instance, self.job, tokens)
 
     def _filters(self) -> Reason:
         index = self.index

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from shared.domain.demand import Demand
+from shared.domain.demand import Demand, RolesWanted
 from shared.domain.instance import ClusterView, InstanceView, Role
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
@@ -69,6 +69,17 @@ class PredictiveFlip:
         chosen = fleet.least_loaded(plan.to, plan.first)
         reasons = (*_reasons(demand, today, plan), Reason("considered", fleet.considered(demand, plan.to)))
         return state.flipped(plan.to, now, {}), FlipDecision(chosen.instance_id, plan.to, reasons)
+
+    def wanted(self, view: ClusterView, seen: Seen) -> RolesWanted | None:
+        """The roles that it would go for, whatever its budget and its patience; None while it cannot tell."""
+        fleet = _Fleet(view, seen)
+        if seen.demand is None or not all(fleet.ready.values()):
+            return None
+        today = outlook(seen.demand, fleet.sorts, fleet.roles)
+        plan = self._best(seen.demand, fleet, today) if today.harm > self.gain else None
+        more = 0 if plan is None else plan.flips if plan.to is Role.PREFILL else -plan.flips
+        prefill, decode = (len(fleet.ready[role]) for role in Role)
+        return RolesWanted(prefill + more, decode - more, today.harm, (plan.then if plan else today).harm)
 
     def _best(self, demand: Demand, fleet: "_Fleet", today: Outlook) -> "_Plan | None":
         """The plan with the least harm, if it is better than now by enough, its drains included."""

@@ -88,9 +88,9 @@ class PrefixIndex:
     def held_tokens(self, instance_id: str, prefix: Sequence[int]) -> int:
         """Tokens of the longest run of blocks from the start of `prefix` that the instance holds."""
         held = self._instances.get(instance_id)
-        if held is None or not prefix:
+        if held is None or not prefix or prefix[0] not in held.blocks:
             return 0
-        blocks, low, high = held.blocks, 0, len(prefix)
+        blocks, low, high = held.blocks, 1, len(prefix)
         while low < high:
             middle = (low + high + 1) // 2
             if prefix[middle - 1] in blocks:
@@ -114,10 +114,11 @@ class PrefixIndex:
 
     def _run(self, prefix: Sequence[int], high: int, holders: int) -> int:
         """How many blocks from the start, `high` at most, have so many holders each."""
-        low = 0
+        low, known = 0, self._holders
         while low < high:
             middle = (low + high + 1) // 2
-            if len(_each(self._holders.get(prefix[middle - 1]))) >= holders:
+            found = known.get(prefix[middle - 1])
+            if found is not None and (len(found) if isinstance(found, dict) else 1) >= holders:
                 low = middle
             else:
                 high = middle - 1
@@ -165,12 +166,19 @@ class PrefixIndex:
 
 
 def saved_tokens(prefixes: PrefixIndex, view: InstanceView, job: JobView, computed_tokens: int | None = None) -> int:
-    """Prompt tokens that an instance has not to compute, or to pull, of the first `computed_tokens` (all by default).
+    """Prompt tokens that an instance has not to compute, or to pull, of the first `computed_tokens` (default: all)."""
+    tokens = job.prompt_tokens if computed_tokens is None else computed_tokens
+    return saved_of(prefixes.held_tokens(view.info.instance_id, job.prefix), view, tokens)
+
+
+def saved_of(held_tokens: int, view: InstanceView, tokens: int) -> int:
+    """What of the first `tokens` a run of `held_tokens` saves an instance.
 
     Engines find whole blocks of their own size, and always compute the last token.
     """
-    tokens = job.prompt_tokens if computed_tokens is None else computed_tokens
-    held = min(prefixes.held_tokens(view.info.instance_id, job.prefix), tokens - 1)
+    if not held_tokens:
+        return 0
+    held = min(held_tokens, tokens - 1)
     return max(0, held - held % max(1, view.info.block_size))
 
 

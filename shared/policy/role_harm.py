@@ -13,7 +13,8 @@ from shared.domain.demand import Demand
 from shared.domain.instance import InstanceView
 from shared.domain.rates import UNKNOWN_STEPS, StepRates
 from shared.policy.backlog import speed_class
-from shared.policy.estimate import ENDLESS, missed
+from shared.policy.estimate import ENDLESS
+from shared.policy.harm import missed
 
 HORIZON_S = 30.0  # what cannot be served waits as if it had gathered for so long
 SLOWNESS = 0.02  # of a miss, for each target's length of time: roles are to serve in time, and do not change for less

@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 from shared.domain.demand import DemandSecond, Shift
 
-DEVIATIONS = (
-    6.0  # standard errors by which both must differ: many windows are looked at, and requests are not independent
-)
+# Standard errors by which both must differ: many windows are looked at, and requests are not independent. Answers that
+# end together are less so: which ones end is a matter of their lengths.
+DEVIATIONS, ANSWERS_DEVIATIONS = 6.0, 7.0
 RECENT_S = (2, 15)  # the shortest and the longest stretch that is compared with what was before it
+ANSWERS_RECENT_S = 25  # the longest for answers: they end later
 BEFORE_S = 8  # seconds before it, for lengths
 BEFORE_ARRIVALS_S = 20  # and for the rate, which varies more
 BEFORE_REQUESTS, RECENT_REQUESTS = 30, 20
-# Of answers that began together the short ones end first: their lengths are compared while arrivals vary by no more
-# than this (variance over mean).
+# Of answers that began together the short ones end first: their lengths are compared where arrivals varied by no more
+# than this (variance over mean), before and since.
 STEADY = 4.0
 BLOCK_S = 5  # arrivals of one burst count together
 # Standard errors are no less than this, in logarithms: what differs by less than 28 % (lengths) or 65 % (arrivals) is
@@ -46,18 +47,20 @@ def find_shift(seconds: Sequence[DemandSecond]) -> tuple[Shift, int] | None:
     if len(rows) < BEFORE_S + RECENT_S[0]:
         return None
     whole, recent, found = _sum(rows), _sum(()), None
-    steady = _dispersion(rows) <= STEADY
-    for count in range(1, min(RECENT_S[1], len(rows) - BEFORE_S) + 1):
+    for count in range(1, min(ANSWERS_RECENT_S, len(rows) - BEFORE_S) + 1):
         recent = _plus(recent, _sum(rows[-count : len(rows) - count + 1]), 1)
         if count < RECENT_S[0]:
             continue
         before = _plus(whole, recent, -1)
-        scored = [_prompts(before, recent)]
+        scored = [(DEVIATIONS, _prompts(before, recent))] if count <= RECENT_S[1] else []
         if before.seconds >= BEFORE_ARRIVALS_S and before.requests >= BEFORE_REQUESTS:
-            scored.append(_arrivals(before, recent, _dispersion(rows[:-count])))
-            scored += [_outputs(before, recent)] if steady else []
-        for what, deviations, was, now in scored:
-            if deviations >= DEVIATIONS and (found is None or deviations > found[0].deviations):
+            dispersion = _dispersion(rows[:-count])
+            if count <= RECENT_S[1]:
+                scored.append((DEVIATIONS, _arrivals(before, recent, dispersion)))
+            if dispersion <= STEADY and _dispersion(rows[-count:] if count >= 2 * BLOCK_S else rows) <= STEADY:
+                scored.append((ANSWERS_DEVIATIONS, _outputs(before, recent)))
+        for least, (what, deviations, was, now) in scored:
+            if deviations >= least and (found is None or deviations > found[0].deviations):
                 found = Shift(what, was, now, float(count), deviations), count
     return found
 

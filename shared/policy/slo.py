@@ -54,6 +54,8 @@ class SloReport:
     attainment: float | None
     ttft_s: dict[str, float | None] = field(default_factory=dict)  # "p50", "p90", "p99"
     tpot_s: dict[str, float | None] = field(default_factory=dict)
+    ttft_target_s: float | None = None  # of the request that ended last
+    tpot_target_s: float | None = None
 
 
 def attainment(outcomes: Iterable[SloOutcome]) -> float | None:
@@ -77,9 +79,11 @@ class _Slot:
     counts: Counter[str] = field(default_factory=Counter)
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
+    targets: tuple[float, float] | None = None  # of the last one
 
     def add(self, outcome: SloOutcome, rng: Random) -> None:
         self.counts.update(requests=1, ttft=int(outcome.ttft_met), tpot=int(outcome.tpot_met), both=int(outcome.met))
+        self.targets = outcome.ttft_target_s, outcome.tpot_target_s
         for samples, value in ((self.ttft, outcome.ttft_s), (self.tpot, outcome.tpot_s)):
             if value is None:
                 continue
@@ -128,6 +132,7 @@ def _report(slo: str, window_s: float, slots: Sequence[_Slot]) -> SloReport:
     for slot in slots:
         counts.update(slot.counts)
     requests = counts["requests"]
+    ttft_target_s, tpot_target_s = (slots[-1].targets if slots else None) or (None, None)
     return SloReport(
         slo=slo,
         window_s=window_s,
@@ -137,6 +142,8 @@ def _report(slo: str, window_s: float, slots: Sequence[_Slot]) -> SloReport:
         attainment=counts["both"] / requests if requests else None,
         ttft_s=_percentiles(sorted(value for slot in slots for value in slot.ttft)),
         tpot_s=_percentiles(sorted(value for slot in slots for value in slot.tpot)),
+        ttft_target_s=ttft_target_s,
+        tpot_target_s=tpot_target_s,
     )
 
 

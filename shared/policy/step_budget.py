@@ -42,7 +42,7 @@ class StepLoad:
     """
 
     decodes: int
-    context_tokens: int
+    context_tokens: float
     tpot_s: float = inf
     before_tokens: int = 0
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from random import Random
 
 from shared.domain.instance import ClusterView, InstanceState, Role
+from shared.domain.policies import PolicySet
+from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
@@ -37,6 +39,7 @@ class Fleet:
         self._prefixes = PrefixNews(self.instances, prefix_tokens) if wanted else None
         self._fresh_prefixes = run.fresh_prefixes
         self._broadcast_s = run.broadcast_s
+        self._policies = PolicySet(step_budget=PolicySpec("on" if run.step_budget else "off"))
         self._rng = rng
         self._limited = any(spec.max_prefills is not None for spec in specs)
         self._index: ClusterIndex | None = None
@@ -81,7 +84,8 @@ class Fleet:
     def view(self, now: float) -> ClusterView:
         """All instances as they are."""
         self._sequence += 1
-        return ClusterView(self._sequence, now, tuple(instance.view(now) for instance in self.instances))
+        views = tuple(instance.view(now) for instance in self.instances)
+        return ClusterView(self._sequence, now, views, policies=self._policies)
 
     def changed(self) -> None:
         """An instance came, went or changed its role: the next decision is to know."""

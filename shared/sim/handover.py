@@ -111,22 +111,24 @@ class Handover:
         """The decode instance has blocks for the KV (see `EngineEvents`)."""
         request = leg.request
         request.admitted = True
+        request.sent_tokens = min(leg.saved, request.split)
         if request.prefill_done_s >= 0.0:
             self.send(request, request.split, now)
         elif self._run.streaming and request.prefill_leg is not None:
             self.send(request, request.prefill_leg.computed, now)
 
     def send(self, request: SimRequest, computed: int, now: float) -> None:
-        """Send what is computed and not sent yet, once there is room for it."""
-        tokens = computed - request.sent_tokens
-        if not request.admitted or tokens <= 0:
+        """Send what is computed, and neither sent yet nor held there, once there is room for it."""
+        tokens, last = max(0, computed - request.sent_tokens), computed == request.split
+        if not request.admitted or request.kv_sent or not (tokens or last):
             return
         source, target = self._fleet.instance(request.prefill), self._fleet.instance(request.decode)
-        request.sent_tokens = computed
+        request.sent_tokens += tokens
+        request.kv_sent = last
         wire_bytes = tokens * source.spec.kv_bytes_per_token * request.wire_share
         self.kv_bytes += wire_bytes
         arrives = send(source.port, target.port, wire_bytes, now)
-        if computed == request.split:
+        if last:
             self._loop.at(arrives, self._kv_arrived, request.decode_leg)
 
     def _kv_arrived(self, leg: Leg, now: float) -> None:
@@ -141,6 +143,6 @@ class Handover:
 def _decode_leg(request: SimRequest) -> Leg:
     prompt, left, last_token_s = request.job.prompt_tokens, request.decode_tokens, request.last_token_s
     if request.carried:
-        return Leg(request, prompt + 1, left, prompt, remote=True, last_token_s=last_token_s)
+        return Leg(request, prompt + 1, left, prompt, remote=True, prefix=request.prefix, last_token_s=last_token_s)
     computed = min(request.split, prompt - 1)
-    return Leg(request, prompt, left, computed, remote=computed > 0, last_token_s=last_token_s)
+    return Leg(request, prompt, left, computed, remote=computed > 0, prefix=request.prefix, last_token_s=last_token_s)

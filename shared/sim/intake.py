@@ -251,14 +251,16 @@ class Intake:
         last_token_s = request.last_token_s
         if route.prefill is None:
             instance = self._fleet.instance(request.decode)
+            tokens, saved = job.prompt_tokens, route.decode_saved
             leg = request.decode_leg = Leg(
-                request, job.prompt_tokens, request.output_left, prefix=request.prefix, last_token_s=last_token_s
+                request, tokens, request.output_left, prefix=request.prefix, saved=saved, last_token_s=last_token_s
             )
         else:
             request.prefill = self._fleet.position(route.prefill.instance_id)
             instance = self._fleet.instance(request.prefill)
             last_token_s = last_token_s if request.carried else -1.0
-            leg = Leg(request, request.split, 1, prefix=request.prefix, last_token_s=last_token_s)
+            saved = route.prefill_saved
+            leg = Leg(request, request.split, 1, prefix=request.prefix, saved=saved, last_token_s=last_token_s)
             request.prefill_leg = leg
         request.waits_prefill = True
         instance.prefills += 1

@@ -36,8 +36,12 @@ class KvMemory:
     def start(self, leg: Leg, tokens: int) -> bool:
         """Blocks for what a leg has and its first chunk of `tokens` tokens, or for all that it will ever need.
 
-        False when there are too few.
+        False when there are too few. Of a leg whose KV is to come `saved` tokens are here already, be they of the part
+        that comes or of the rest.
         """
+        if leg.remote:
+            leg.saved = self._cached(leg)
+            leg.computed = min(max(leg.request.split, leg.saved), leg.tokens - 1)
         return self.hold(leg, self._first(leg, tokens))
 
     def _first(self, leg: Leg, tokens: int) -> int:
@@ -68,16 +72,25 @@ class KvMemory:
 
     def take_cached(self, leg: Leg) -> int:
         """Count the prefix that is still here as computed; how many tokens that is."""
-        if self._cache is None or leg.computed or not leg.prefix:
+        if leg.computed:
             return 0
-        tokens = self._cache.matched(leg.prefix, self.free) * self._id_tokens
-        leg.computed = min(tokens, leg.tokens - 1)
+        leg.computed = min(self._cached(leg), leg.tokens - 1)
         return leg.computed
 
+    def _cached(self, leg: Leg) -> int:
+        if self._cache is None or not leg.prefix:
+            return 0
+        return self._cache.matched(self._ids(leg), self.free) * self._id_tokens
+
     def keep_prefix(self, leg: Leg) -> None:
-        """Its prompt is computed: others may use it."""
+        """Its prompt, or its part of that, is computed or has come: others may use it."""
         if self._cache is not None and leg.prefix:
-            self._cache.keep(leg.prefix, self.free)
+            self._cache.keep(self._ids(leg), self.free)
+
+    def _ids(self, leg: Leg) -> tuple[int, ...]:
+        """Of its prompt; where a part of that is computed here, of the whole blocks in this part."""
+        part = leg.tokens < leg.request.job.prompt_tokens
+        return leg.prefix[: leg.tokens // self._id_tokens] if part else leg.prefix
 
     def watch_cache(self) -> ReachableBlocks | None:
         """Ids that can be hit, kept up to date from now on; None without a cache."""

@@ -34,6 +34,7 @@ class SimRequest:
         "decode_leg",
         "first_token_s",
         "job",
+        "kv_sent",
         "last_token_s",
         "late",
         "output_left",
@@ -86,7 +87,8 @@ class SimRequest:
         self.prefill_leg: Leg | None = None
         self.decode_leg: Leg | None = None
         self.prefill_done_s = -1.0
-        self.sent_tokens = 0  # of the split, on the wire or over it
+        self.sent_tokens = 0  # of the split, on the wire or over it, or held there before
+        self.kv_sent = False  # all of that
         self.admitted = False  # the decode instance has blocks for the KV
         self.wire_share = 1.0  # of its KV's bytes: by codec
         self.waits_prefill = False  # counts as a prompt that an instance has not computed yet
@@ -123,6 +125,7 @@ class Leg:
         "prefix",
         "remote",
         "request",
+        "saved",
         "tokens",
         "wanted",
     )
@@ -136,6 +139,7 @@ class Leg:
         *,
         remote: bool = False,
         prefix: tuple[int, ...] = (),
+        saved: int = 0,
         last_token_s: float = -1.0,
     ) -> None:
         self.request = request
@@ -144,6 +148,7 @@ class Leg:
         self.computed = computed
         self.remote = remote
         self.prefix = prefix
+        self.saved = saved  # tokens that its instance is known to hold; once KV may come, that it does hold
         self.last_token_s = last_token_s  # of the output token before; negative when there is none
         self.blocks = 0
         self.base = 0  # while decoding: context less the group's steps

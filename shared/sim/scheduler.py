@@ -73,7 +73,7 @@ class Scheduler:
         """Queue a leg."""
         self.waiting.push(leg)
         if not leg.remote:
-            self._queued(1, leg.missing)
+            self._queued(1, leg.missing - leg.saved)
 
     def kv_arrived(self, leg: Leg) -> None:
         """The KV of an admitted leg is here."""
@@ -81,12 +81,12 @@ class Scheduler:
         self.arrived.append(leg)
         if leg.missing > 1:
             self._queued(1, leg.missing)
+        else:
+            self.memory.keep_prefix(leg)
 
     def plan(self, now: float) -> list[Chunk]:
         """The prefill chunks of the coming step. The group decodes beside them, unless prefill goes first."""
-        self._chunks = []
-        self._now = now
-        self._preempting = False
+        self._chunks, self._now, self._preempting = [], now, False
         self.memory.reserved = 0
         if self.leaving:
             self._drop_leaving()
@@ -172,7 +172,7 @@ class Scheduler:
             return True
         if self.waiting.remove(leg):
             if not leg.remote:
-                self._queued(-1, -leg.missing)
+                self._queued(-1, leg.saved - leg.missing)
         elif leg in self.awaiting:
             del self.awaiting[leg]
             self.memory.release(leg)
@@ -289,7 +289,8 @@ class Scheduler:
                 continue
             if budget <= 0:
                 return
-            self.queued_tokens -= self.memory.take_cached(leg)
+            self.queued_tokens += leg.saved - self.memory.take_cached(leg)
+            leg.saved = 0
             tokens = min(leg.missing, budget)
             if not self.memory.start(leg, tokens):
                 return

@@ -62,7 +62,7 @@ class PrefillRequest(msgspec.Struct):
 
     `export` says whether anybody will pull the KV. `decode` is set when placement chose it already; else the
     dispatcher of the prefill instance does, by the policy `dispatch` of the route. `codec`: of the KV, if it is lossy;
-    else what the job's class allows.
+    else what the job's class allows. `saved`: prompt tokens whose KV the instance is known to hold.
     """
 
     job: JobView
@@ -75,6 +75,7 @@ class PrefillRequest(msgspec.Struct):
     decode: InstanceRef | None = None
     exclude: tuple[str, ...] = ()
     dispatch: PolicySpec | None = None
+    saved: int = 0
 
 
 class PrefillStarted(msgspec.Struct):
@@ -106,10 +107,14 @@ class PrefillReply(msgspec.Struct):
 
 
 class Predicted(msgspec.Struct):
-    """The length of an answer, predicted while its prompt is being computed; unknown transfers are ignored."""
+    """The length of an answer, predicted while its prompt is being computed or it decodes.
+
+    Unknown ones are ignored: transfers by a prefill instance, jobs by a decode instance.
+    """
 
     transfer_id: str
     prediction: LengthPrediction
+    job_id: str = ""
 
 
 class ReleaseRequest(msgspec.Struct):
@@ -130,12 +135,16 @@ class PrefetchRequest(msgspec.Struct):
 
 
 class DecodeRequest(msgspec.Struct):
-    """Produce tokens after `prompt_token_ids`, of which the KV of the first `handle.tokens` can be pulled."""
+    """Produce tokens after `prompt_token_ids`, of which the KV of the first `handle.tokens` can be pulled.
+
+    `saved`: prompt tokens whose KV the instance is known to hold.
+    """
 
     job: JobView
     prompt_token_ids: list[int]
     generation: Generation
     handle: KvHandle | None = None
+    saved: int = 0
 
 
 class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -199,7 +208,8 @@ class FlipReply(msgspec.Struct):
 class Heartbeat(msgspec.Struct):
     """What each worker publishes every 100 ms; its rates only when they have changed, and every few seconds.
 
-    policies_revision: of the policies that its engine goes by; policies_trouble: why not by newer ones.
+    policies_revision: of the policies that its engine goes by; policies_trouble: why not by newer ones. chunk_size: the
+    tokens of its steps at the moment; 0 says nothing.
     """
 
     instance_id: str
@@ -210,3 +220,4 @@ class Heartbeat(msgspec.Struct):
     rates: Rates | None = None
     policies_revision: int = 0
     policies_trouble: str = ""
+    chunk_size: int = 0

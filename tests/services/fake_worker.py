@@ -57,6 +57,7 @@ class FakeWorker:
         self.load = InstanceLoad(free_blocks=900)
         self.rates: Rates | None = None
         self.policies = (0, "")  # followed, and why not
+        self.chunk_size = 0  # 0: says nothing of it
         self.calls: list[str] = []
         self.server = RpcServer(sockets, info.rpc, {DRAIN: self._drain, FLIP: self._flip, RESUME: self._resume})
         self.publisher = Publisher(sockets, heartbeat_address, bind=False)
@@ -64,9 +65,8 @@ class FakeWorker:
     def beat(self) -> None:
         role = self.role.other if self.lie_about_role else self.role
         load = msgspec.structs.replace(self.load, time_s=time.time())
-        info = self.info
-        beat = Heartbeat(info.instance_id, info.generation, role, self.draining, load, self.rates, *self.policies)
-        self.publisher.publish(beat)
+        said = (self.draining, load, self.rates, *self.policies, self.chunk_size)
+        self.publisher.publish(Heartbeat(self.info.instance_id, self.info.generation, role, *said))
 
     async def beat_for_ever(self, period_s: float) -> None:
         while True:

@@ -36,7 +36,7 @@ def _families(exposition: str) -> set[str]:
 
 def _worker() -> str:
     registry = CollectorRegistry()
-    telemetry = cast(Any, SimpleNamespace(load=InstanceLoad))
+    telemetry = cast(Any, SimpleNamespace(load=InstanceLoad, info=make_info("d0", "tcp://127.0.0.1:1")))
     roles = cast(Any, SimpleNamespace(draining=False, role=Role.DECODE, flips=0))
     server = cast(Any, SimpleNamespace(dropped={}))
     dispatcher = cast(Any, SimpleNamespace(choices={}))

@@ -8,7 +8,7 @@ import msgspec
 from services.worker.engines.policies import EnginePolicies
 from services.worker.engines.step_log import StepLog
 from shared.domain.instance import Compatibility
-from shared.domain.job import Generation, JobView
+from shared.domain.job import Generation, JobView, LengthPrediction
 from shared.domain.kv import KvHandle
 from shared.domain.rates import Rates
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError
@@ -48,6 +48,10 @@ class EngineRequest(msgspec.Struct, frozen=True):
     has_room: Callable[[], bool] = _always
     entered: Callable[[], None] = _nothing
 
+    def expecting(self, prediction: LengthPrediction) -> "EngineRequest":
+        """The same with this prediction of its answer's length."""
+        return msgspec.structs.replace(self, job=msgspec.structs.replace(self.job, prediction=prediction))
+
     @property
     def decodes(self) -> bool:
         """Whether it goes on here after its first token."""
@@ -62,7 +66,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
 class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot. `waiting` includes requests that wait for KV. `waiting_tokens`: of those without blocks that are to
-    decode here. `prompt_tokens` and `hit_tokens` are counted since the start.
+    decode here. `prompt_tokens`, `hit_tokens` and `preemptions` are counted since the start.
     """
 
     running: int = 0
@@ -72,6 +76,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     total_blocks: int = 0
     prompt_tokens: int = 0  # of all requests that began
     hit_tokens: int = 0  # of those, found in the engine's own prefix cache
+    preemptions: int = 0  # how often a request lost its blocks
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -130,6 +135,10 @@ class Engine(Protocol):
         """Stop a request and free its blocks; its sink is not called again. Unknown ids are ignored."""
         ...
 
+    def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
+        """How long the answer of a request will be, for admission from the next step on. Unknown ids are ignored."""
+        ...
+
     def wake(self) -> None:
         """What `has_room` said may have changed."""
         ...
@@ -141,6 +150,10 @@ class Engine(Protocol):
 
     def set_policies(self, policies: EnginePolicies) -> None:
         """Go by others from the next step on, for those that wait, too. Raises InvalidRequest for those it cannot."""
+        ...
+
+    def set_chunk_size(self, tokens: int) -> None:
+        """A step holds at most so many tokens from the next one on, and never more than it was started for."""
         ...
 
     def stats(self) -> EngineStats:

@@ -22,8 +22,10 @@ from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.cost.linear import rates_of
 from shared.cost.models import bundled_geometry, geometry_from_file
+from shared.cost.rates_file import ScaledSteps, scaled_rates
 from shared.cost.step import Batch, StepModel
 from shared.domain.instance import Compatibility, KvGeometry
+from shared.domain.job import LengthPrediction
 from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.runtime.logs import get_log
 from shared.wire.messages import WIRE_VERSION, TokenStep
@@ -57,15 +59,16 @@ class EmulatedEngine:
         s = self._settings
         name = s.emulated_model
         geometry = geometry_from_file(Path(name)) if Path(name).exists() else bundled_geometry(name)
-        self._model = StepModel(Catalogue.built_in().get(s.accelerator), geometry, s.tensor_parallel, dtype=s.dtype)
-        self.link = EmulatedLink(geometry, s.emulated_link_gbps, s.dtype)
+        model = StepModel(Catalogue.built_in().get(s.accelerator), geometry, s.tensor_parallel, dtype=s.dtype)
+        self._times = ScaledSteps(model, s.emulated_slowdown)
+        self.link = EmulatedLink(geometry, s.emulated_link_gbps / s.emulated_slowdown, s.dtype)
         total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * s.block_size)))
         self._scheduler = EmulatedScheduler(s, total, self.policies, self._rates, self.link.pull, self._cache)
         self._task = asyncio.get_running_loop().create_task(self._steps(), name="emulated-engine")
         self._task.add_done_callback(_stop_with_engine)
         kv = KvGeometry(geometry.layers, geometry.kv_heads, geometry.head_dim)
         compatibility = Compatibility(f"emulated:{geometry.name}", "emulated", "1", WIRE_VERSION, kv)
-        return EngineInfo(compatibility, total, s.max_model_len, s.block_size, _rates(s, self._model))
+        return EngineInfo(compatibility, total, s.max_model_len, s.block_size, _rates(s, model))
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
         """Queue it; it starts when it is its turn and its prompt fits."""
@@ -75,6 +78,11 @@ class EmulatedEngine:
     def abort(self, request_id: str) -> None:
         """Forget it."""
         self._scheduler.remove(request_id)
+        self._work.set()
+
+    def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
+        """At once."""
+        self._scheduler.predicted(request_id, prediction)
         self._work.set()
 
     def wake(self) -> None:
@@ -87,16 +95,15 @@ class EmulatedEngine:
         self._scheduler.follow(policies)
         self._work.set()
 
-    @property
-    def preemptions(self) -> int:
-        """How often a request lost its blocks."""
-        return self._scheduler.preemptions
+    def set_chunk_size(self, tokens: int) -> None:
+        """Between this step and the next."""
+        self._scheduler.chunk_size = min(tokens, self._settings.step_tokens)
 
     def stats(self) -> EngineStats:
         """Now."""
         s = self._scheduler
         waiting = len(s.waiting) + len(s.coming), s.waiting.decode_tokens
-        return EngineStats(len(s.running), *waiting, s.free, s.total, s.prompt_tokens, s.hit_tokens)
+        return EngineStats(len(s.running), *waiting, s.free, s.total, s.prompt_tokens, s.hit_tokens, s.preemptions)
 
     async def close(self) -> None:
         """Stop stepping."""
@@ -134,8 +141,9 @@ class EmulatedEngine:
         s = self._settings
         if s.emulated_step_s is not None:
             per_token = s.emulated_prefill_s_per_token or 0.0
-            return s.emulated_step_s + per_token * (batch.tokens - batch.decode_count)
-        return self._model.step_time_s(batch)
+            step_s = s.emulated_step_s + per_token * (batch.tokens - batch.decode_count)
+            return s.emulated_slowdown * step_s
+        return self._times.step_time_s(batch)
 
     def _finish_step(self, chunks: list[tuple[Entry, int]], decodes: list[Entry]) -> None:
         for entry, tokens in (*((entry, 1) for entry in decodes), *chunks):
@@ -163,8 +171,10 @@ def _rates(settings: WorkerSettings, model: StepModel) -> Rates:
     """What an instance that runs at these times would have been measured at."""
     step_s = settings.emulated_step_s
     if step_s is None:
-        return rates_of(model, settings.chunk_size, model.accelerator.price_usd_hour * settings.tensor_parallel)
-    return fixed_step_rates(step_s, settings.emulated_prefill_s_per_token or 0.0, settings.chunk_size)
+        rates = rates_of(model, settings.step_tokens, model.accelerator.price_usd_hour * settings.tensor_parallel)
+    else:
+        rates = fixed_step_rates(step_s, settings.emulated_prefill_s_per_token or 0.0, settings.step_tokens)
+    return scaled_rates(rates, settings.emulated_slowdown)
 
 
 def fixed_step_rates(step_s: float, s_per_token: float, chunk_size: int) -> Rates:

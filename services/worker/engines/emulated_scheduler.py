@@ -14,6 +14,7 @@ from services.worker.engines.emulated_cache import CacheUse, EmulatedCache
 from services.worker.engines.entrance import Entrance
 from services.worker.engines.policies import CurrentRates, EnginePolicies
 from services.worker.settings import WorkerSettings
+from shared.domain.job import LengthPrediction
 from shared.domain.kv import KvHandle
 from shared.policy.admission_gate import Blocks, Decoding
 from shared.policy.preemption import heaviest_first, victim
@@ -72,6 +73,7 @@ class EmulatedScheduler:
         self._cache = cache
         self.prompt_tokens = self.hit_tokens = 0  # of all that entered, and of those what the prefix cache held
         self.policies = policies
+        self.chunk_size = settings.step_tokens
         self.total = self.free = total_blocks
         self.preemptions = 0
         self.waiting: Entrance[Entry] = Entrance(
@@ -93,6 +95,11 @@ class EmulatedScheduler:
         entry = Entry(request, sink, len(request.prompt_token_ids), request.max_tokens, imports=imports)
         self.known[request.request_id] = entry
         self.waiting.add(entry)
+
+    def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
+        """How long the answer of a request will be."""
+        if (entry := self.known.get(request_id)) is not None:
+            entry.request = entry.request.expecting(prediction)
 
     def remove(self, request_id: str) -> None:
         """It is done, or given up."""
@@ -140,7 +147,7 @@ class EmulatedScheduler:
 
     def _budget(self) -> int:
         """Prompt tokens of the coming step."""
-        most = max(0, self._settings.chunk_size - sum(entry.decodes for entry in self.running))
+        most = max(0, self.chunk_size - sum(entry.decodes for entry in self.running))
         if not self.policies.step_budget:
             return most
         decodes = [entry for entry in self.running if entry.decodes and entry.request.decodes]

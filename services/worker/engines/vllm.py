@@ -37,6 +37,7 @@ from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import DTYPES
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvGeometry
+from shared.domain.job import LengthPrediction
 from shared.domain.rates import Rates
 from shared.errors import EngineFailed, InvalidRequest
 from shared.runtime.logs import get_log
@@ -99,6 +100,10 @@ class VllmEngine:
         if self._sinks.pop(request_id, None) is not None:
             self._post(lambda: self._abort(request_id))
 
+    def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
+        """Between this step and the next."""
+        self._post(lambda: self._seam.predicted(request_id, prediction))
+
     def wake(self) -> None:
         """An engine that waits looks again."""
         self._post(lambda: None)
@@ -108,6 +113,10 @@ class VllmEngine:
         if policies.step_budget and not self._settings.engine_args.get("enable_chunked_prefill", True):
             raise InvalidRequest("step_budget: `engine_args` turn chunked prefill off, so no prompt can give way")
         self._post(lambda: self._follow(policies))
+
+    def set_chunk_size(self, tokens: int) -> None:
+        """Between this step and the next."""
+        self._post(lambda: self._seam.hold_at_most(tokens))
 
     def stats(self) -> EngineStats:
         """As of the last step."""
@@ -161,7 +170,7 @@ class VllmEngine:
             "max_model_len": s.max_model_len,
             "block_size": s.block_size,
             "tensor_parallel_size": s.tensor_parallel,
-            "max_num_batched_tokens": s.chunk_size,
+            "max_num_batched_tokens": s.step_tokens,
             "max_num_seqs": s.max_seqs,
             "kv_cache_memory_bytes": s.kv_cache_bytes,
             "enforce_eager": s.accelerator == "cpu",
@@ -179,7 +188,7 @@ class VllmEngine:
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
         self._scheduler = self._core.engine_core.scheduler
         self._seam = SchedulerSeam(self._scheduler, self.policies, self._rates)
-        self._observer = StepObserver(self._scheduler, self.steps, own_cpu=_computes_here(s))
+        self._observer = StepObserver(self._scheduler, self.steps, own_cpu=s.computes_here)
         self._requests = CoreRequests(config.model_config)
         self._cache.attach(self._scheduler, self._loop)
         self._snapshot()
@@ -261,16 +270,16 @@ class VllmEngine:
     def _snapshot(self) -> None:
         scheduler = self._scheduler
         pool = scheduler.kv_cache_manager.block_pool
-        waiting = len(scheduler.waiting) + len(scheduler.kv_holding_waiting)
         # Block 0 is vLLM's null block: it is never free and never used.
         self._stats = EngineStats(
             running=len(scheduler.running),
-            waiting=waiting,
+            waiting=len(scheduler.waiting) + len(scheduler.kv_holding_waiting),
             waiting_tokens=self._seam.waiting_tokens,
             free_blocks=pool.get_num_free_blocks(),
             total_blocks=pool.num_gpu_blocks - 1,
             prompt_tokens=self._cache.prompt_tokens,
             hit_tokens=self._cache.hit_tokens,
+            preemptions=self._seam.preemptions,
         )
 
     # Back on the event loop.
@@ -289,8 +298,3 @@ class VllmEngine:
         for sink in sinks.values():
             sink(TokenStep([], finish_reason="error", stop_reason=f"engine died: {cause}"))
         os.kill(os.getpid(), signal.SIGTERM)  # without its engine an instance is of no use
-
-
-def _computes_here(settings: WorkerSettings) -> bool:
-    """Whether a step's work is done by the engine's thread, and by nothing else."""
-    return settings.accelerator == "cpu" and settings.tensor_parallel == settings.threads == 1

@@ -14,6 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.entrance import Entrance
 from services.worker.engines.policies import CurrentRates, EnginePolicies
+from shared.domain.job import LengthPrediction
 from shared.policy.admission_gate import Blocks, Decoding
 from shared.policy.preemption import heaviest_first
 from shared.policy.step_budget import StepLoad, prefill_tokens
@@ -28,6 +29,7 @@ class EngineQueue(RequestQueue):  # type: ignore[misc]  # vLLM is untyped here
         self._entrance = entrance
         self.inside: dict[str, Request] = {}  # those that were taken and did not come back
         self.shut = False  # when it was last asked, somebody waited and nobody could enter
+        self.preemptions = 0
 
     def add_request(self, request: Request) -> None:
         """A new one."""
@@ -45,13 +47,17 @@ class EngineQueue(RequestQueue):  # type: ignore[misc]  # vLLM is untyped here
 
     def prepend_request(self, request: Request) -> None:
         """A preempted one."""
-        self.inside.pop(request.request_id, None)
-        self._entrance.put_back(request)
+        self.preemptions += 1
+        self._back(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Those that could not start, in reverse order."""
         for request in requests:
-            self.prepend_request(request)
+            self._back(request)
+
+    def _back(self, request: Request) -> None:
+        self.inside.pop(request.request_id, None)
+        self._entrance.put_back(request)
 
     def remove_request(self, request: Request) -> None:
         """It gives up."""
@@ -80,7 +86,7 @@ class SchedulerSeam:
     def __init__(self, scheduler: Any, policies: EnginePolicies, rates: CurrentRates) -> None:
         self._scheduler = scheduler
         self._rates = rates
-        self._most = int(scheduler.max_num_scheduled_tokens)
+        self._most = self._chunk_size = int(scheduler.max_num_scheduled_tokens)
         self._requests: dict[str, EngineRequest] = {}  # all that the engine has
         self.policies = policies
         self._entrance: Entrance[Request] = Entrance(
@@ -96,6 +102,11 @@ class SchedulerSeam:
         return self._queue.shut and len(s.requests) == len(self._queue) and not s.deferred_waiting
 
     @property
+    def preemptions(self) -> int:
+        """How often a request lost its blocks."""
+        return self._queue.preemptions
+
+    @property
     def waiting_tokens(self) -> int:
         """Context of those that are to decode here and have not begun."""
         return self._entrance.decode_tokens
@@ -105,9 +116,18 @@ class SchedulerSeam:
         self.policies = policies
         self._entrance.follow(policies)
 
+    def hold_at_most(self, tokens: int) -> None:
+        """A step's tokens from the next one on; at most what the engine was built for."""
+        self._chunk_size = min(tokens, self._most)
+
     def expect(self, request: EngineRequest) -> None:
         """The scheduler is about to get it."""
         self._requests[request.request_id] = request
+
+    def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
+        """How long the answer of a request will be."""
+        if (request := self._requests.get(request_id)) is not None:
+            self._requests[request_id] = request.expecting(prediction)
 
     def forget(self, request_id: str) -> None:
         """The scheduler has it no more."""
@@ -118,7 +138,7 @@ class SchedulerSeam:
         """Say how many tokens the coming step may compute, and who goes first: vLLM preempts who runs last."""
         running = self._scheduler.running
         running[:] = heaviest_first(running, lambda request: self._request_of(request).job.slo.weight)
-        budget = self._most
+        budget = self._chunk_size
         if self.policies.step_budget:
             needed, load = self._load()
             budget = needed + prefill_tokens(self._rates(), load, max(0, budget - needed))

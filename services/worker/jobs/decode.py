@@ -14,7 +14,7 @@ from services.worker.kv.port import KvPort
 from shared.domain.instance import Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.policy.lengths import is_heavy
-from shared.wire.messages import DecodeReply, DecodeRequest, PrefetchRequest, TokenStep
+from shared.wire.messages import DecodeReply, DecodeRequest, Predicted, PrefetchRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
 
 
@@ -95,6 +95,14 @@ class DecodeService:
         self.forget(held)
         await self._kv.release(held)
 
+    def predicted(self, said: Predicted) -> None:
+        """How long an answer will be, for admission: its own, and that of others beside it."""
+        for request_id, job in self._active.items():
+            if job.request.job.job_id == said.job_id:
+                view = msgspec.structs.replace(job.request.job, prediction=said.prediction)
+                job.request = msgspec.structs.replace(job.request, job=view)
+                self._engine.predicted(request_id, said.prediction)
+
     async def decode(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
         """Stream tokens as items, then say how it ended. Raises WrongRole, EngineFailed, InvalidRequest."""
         ended = False
@@ -158,7 +166,7 @@ class DecodeService:
 def _to_prefill(request: DecodeRequest) -> int:
     """Prompt tokens without KV, but for the last one: its step is the first decode."""
     imported = request.handle.tokens if request.handle is not None else 0
-    return max(0, len(request.prompt_token_ids) - 1 - imported)
+    return max(0, len(request.prompt_token_ids) - 1 - max(imported, request.saved))
 
 
 def _engine_request(request_id: str, request: DecodeRequest) -> EngineRequest:

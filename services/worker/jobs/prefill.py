@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -45,7 +46,13 @@ class PrefillService:
     """Serves `prefill`."""
 
     def __init__(
-        self, engine: Engine, kv: KvPort, roles: RoleState, dispatcher: Dispatcher, codecs: Codecs, chunk_size: int
+        self,
+        engine: Engine,
+        kv: KvPort,
+        roles: RoleState,
+        dispatcher: Dispatcher,
+        codecs: Codecs,
+        chunk_size: Callable[[], int],
     ) -> None:
         self._engine = engine
         self._kv = kv
@@ -64,8 +71,8 @@ class PrefillService:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of those."""
-        return sum(len(job.request.prompt_token_ids) for job in self._active.values())
+        """Prompt tokens of those, without what its prefix cache is known to hold."""
+        return sum(len(job.request.prompt_token_ids) - job.request.saved for job in self._active.values())
 
     async def prefill(self, request: PrefillRequest, call: ServerCall) -> PrefillReply:
         """Compute the prompt's KV and stage it; the first token is in the reply if it was wanted.
@@ -90,7 +97,7 @@ class PrefillService:
                 if request.export and not kept:
                     await asyncio.shield(self._kv.release([request.transfer_id]))
 
-    async def predicted(self, said: Predicted, _: ServerCall) -> None:
+    def predicted(self, said: Predicted) -> None:
         """How long the answer will be, for its dispatch; nothing where its prompt is computed already."""
         for job in self._active.values():
             if job.request.transfer_id == said.transfer_id:
@@ -125,6 +132,8 @@ class PrefillService:
         request = job.request
         ended: asyncio.Future[TokenStep] = asyncio.get_running_loop().create_future()
 
+        prompt, chunk = len(request.prompt_token_ids), self._chunk_size()
+
         def step(output: TokenStep) -> None:
             job.tokens.extend(output.tokens)
             if output.finish_reason and not ended.done():
@@ -135,13 +144,12 @@ class PrefillService:
             if not ended.done():
                 self._choose(job)
                 if job.decode is not None:
-                    handle = self._handle(job, prompt - self._chunk_size)
+                    handle = self._handle(job, prompt - chunk)
                     job.call.send(PrefillStarted(job.decode, handle, job.reasons))
 
-        prompt = len(request.prompt_token_ids)
         if request.export:
             self._kv.announce(request.transfer_id, prompt, job.call.peer)
-            if prompt > self._chunk_size:
+            if prompt > chunk:
                 self._kv.when_staged(request.transfer_id, first_chunk)
         self._engine.submit(self._engine_request(job), step)
         last = await ended

@@ -42,6 +42,22 @@ class JsonClient:
         timeout_s: float = TIMEOUT_S,
     ) -> Any:
         """The JSON answer. Raises the peer's error, Unavailable or DeadlineExceeded."""
+        response = await self._answer(method, path, body, params, headers, timeout_s)
+        return response.json() if response.content else None
+
+    async def text(self, path: str, *, timeout_s: float = TIMEOUT_S) -> str:
+        """What a GET brings, as text. Raises like `call`."""
+        return (await self._answer("GET", path, None, None, None, timeout_s)).text
+
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        params: Mapping[str, str | int | float] | None,
+        headers: dict[str, str] | None,
+        timeout_s: float,
+    ) -> httpx.Response:
         try:
             response = await self._http.request(
                 method, path, json=body, params=params, headers=headers, timeout=timeout_s
@@ -52,7 +68,7 @@ class JsonClient:
             # AttributeError: anyio's, on uvloop, when a connection is reset in the moment it is made.
             raise Unavailable(f"{method} {self.base_url}{path}: {type(error).__name__}: {error}") from error
         if response.is_success:
-            return response.json() if response.content else None
+            return response
         raise _error_of(response)
 
 

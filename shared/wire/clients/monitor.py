@@ -90,6 +90,11 @@ class MonitorClient(JsonClient):
         answer: list[dict[str, Any]] = await self.call("GET", "/events", params=params)
         return answer
 
+    async def demand(self) -> dict[str, Any]:
+        """What clients ask for: the profile, its last seconds and shifts, and the roles that would serve it best."""
+        answer: dict[str, Any] = await self.call("GET", "/demand")
+        return answer
+
     async def policies(self) -> dict[str, Any]:
         """The policies in force, what the cluster file says, who changed what, the choices, and who follows."""
         answer: dict[str, Any] = await self.call("GET", "/policies")

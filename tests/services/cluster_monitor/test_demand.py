@@ -47,11 +47,16 @@ async def post(cluster: Cluster, rows: list[dict[str, Any]]) -> Any:
 
 
 async def test_what_schedulers_tell_becomes_a_profile(cluster: Cluster) -> None:
-    assert (await request(cluster.transport, "GET", "/demand")).json() == {"demand": None}
+    nothing = {"demand": None, "seconds": [], "shifts": [], "roles": None}
+    assert (await request(cluster.transport, "GET", "/demand")).json() == nothing
     answer = await post(cluster, seconds(10, 500.0))
     assert answer.json() == {"taken": 10}
-    cluster.state.demand.step()
-    demand = (await request(cluster.transport, "GET", "/demand")).json()["demand"]
+    for _ in range(2):  # the second look adds nothing
+        cluster.state.demand.step()
+    answer = (await request(cluster.transport, "GET", "/demand")).json()
+    demand = answer["demand"]
+    assert [(one["requests"], one["prompt_tokens"]) for one in answer["seconds"]] == [(20, 500.0)] * 10
+    assert answer["roles"] is None  # there are no instances
     assert (demand["rate"], demand["prompt_tokens"], demand["ttft_s"], demand["tpot_s"]) == (20.0, 500.0, 1.0, 0.1)
 
 
@@ -64,6 +69,8 @@ async def test_a_shift_is_an_event_and_a_metric(cluster: Cluster) -> None:
     assert event["instance_id"] == ""
     metrics = await text(cluster.transport, "/metrics")
     assert 'polyphase_demand_shifts_total{what="prompts"} 1.0' in metrics
+    answer = (await request(cluster.transport, "GET", "/demand")).json()
+    assert [(one["what"], one["at_s"] > 0) for one in answer["shifts"]] == [("prompts", True)]
 
 
 async def test_what_makes_no_sense_is_refused_and_what_is_late_is_ignored(cluster: Cluster) -> None:
@@ -88,6 +95,8 @@ async def test_roles_follow_what_is_told_and_the_audit_says_why(start: Start) ->
     assert "role_flip:predictive (harm " in entry["why"]
     assert "demand (rate_per_s 20.0, prompt_tokens 1000.0" in entry["why"]
     assert "considered (d0 " in entry["why"]
+    wanted = (await request(cluster.transport, "GET", "/demand")).json()["roles"]
+    assert wanted["prefill"] + wanted["decode"] == 3
 
 
 async def test_a_persons_flip_stands(start: Start) -> None:

@@ -212,3 +212,13 @@ async def test_learned_rates_are_broadcast(cluster: Cluster) -> None:
     sequence = cluster.views[-1].sequence
     await until(lambda: cluster.views[-1].sequence > sequence + 5, "broadcasts go on")
     assert cluster.seen("p0").info.rates == learned
+
+
+async def test_a_chunk_size_that_an_instance_sets_itself_is_broadcast(cluster: Cluster) -> None:
+    (worker,) = await cluster.workers(p0=Role.PREFILL)
+    worker.chunk_size = 640
+    await until(lambda: cluster.seen("p0").info.chunk_size == 640, "the chunk size in the broadcast")
+    worker.chunk_size = 0  # as of a worker that does not tell
+    sequence = cluster.views[-1].sequence
+    await until(lambda: cluster.views[-1].sequence > sequence + 5, "broadcasts go on")
+    assert cluster.seen("p0").info.chunk_size == 640

@@ -118,3 +118,9 @@ def test_operations_go_to_the_monitor(monkeypatch: pytest.MonkeyPatch, what: str
 def test_without_a_suite_an_operation_says_how_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="polyphase up"):
         operate.monitor_url(tmp_path, "")
+
+
+def test_a_file_of_simulated_runs_is_not_taken_for_a_live_bench() -> None:
+    result = RUN.invoke(cli.app, ["bench", "policies", "--live", "--results", "runs.json"])
+    assert result.exit_code == 2
+    assert "anew" in result.output  # a word of the reason, whatever the terminal makes of the rest

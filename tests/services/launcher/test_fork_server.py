@@ -122,6 +122,7 @@ async def test_one_that_is_forked_too_late_ends_by_itself(
     forks, process = server
     await forks.ready()
     log = tmp_path / "probe.log"
+    before = {child.pid for child in psutil.Process().children()}  # the server, and what other tests left running
     os.kill(process.pid, signal.SIGSTOP)
     await until(lambda: process.stopped, 10, "the server to be stopped")
     assert "no answer" in await forks.ask(0.1)
@@ -130,8 +131,8 @@ async def test_one_that_is_forked_too_late_ends_by_itself(
     asking.cancel()
     os.kill(process.pid, signal.SIGCONT)
     assert not await forks.ask(10.0)  # answered after the request
-    ours = [p for p in psutil.Process().children() if p.pid != process.pid]
-    await until(lambda: all(gone(p.pid) for p in ours), 10, "the unwanted process to end")
+    forked = [child.pid for child in psutil.Process().children() if child.pid not in before]
+    await until(lambda: all(gone(pid) for pid in forked), 10, "the unwanted process to end")
 
 
 async def test_a_server_that_cannot_import_is_never_ready(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from gateway.auth import KeyRing, load_keys
+from services.launcher.container import read_environment
 from services.launcher.keys import add_key, curve_pair, init_folder
 from shared.errors import Conflict, InvalidRequest
 from shared.wire.sockets import Curve, Sockets
@@ -56,6 +57,41 @@ def test_a_folder_for_containers_is_made_once(tmp_path: Path) -> None:
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in folder.iterdir())
     secret = (folder / "api-key").read_text().strip()
     assert KeyRing(load_keys(folder / "keys.yaml")).identify("", secret) is not None
+
+
+def test_a_folder_of_an_older_version_is_completed_with_its_own_pair(tmp_path: Path) -> None:
+    init_folder(tmp_path)
+    file = tmp_path / "curve.env"
+    whole = file.read_text()
+    older = "# ours\n" + "".join(line for line in whole.splitlines(keepends=True) if "PREDICTOR" not in line)
+    file.write_text(older.rstrip("\n"))
+    others = {other: other.read_bytes() for other in tmp_path.iterdir() if other != file}
+    assert init_folder(tmp_path) == ["curve.env"]
+    completed = file.read_text()
+    assert completed.startswith(older)
+    assert read_environment(completed) == read_environment(whole)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert init_folder(tmp_path) == []
+    assert file.read_text() == completed
+    assert {other: other.read_bytes() for other in others} == others
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        (
+            "POLYPHASE_GATEWAY_CURVE_PUBLIC='a'\nPOLYPHASE_GATEWAY_CURVE_SECRET='b'\nPOLYPHASE_WORKER_CURVE_PUBLIC='c'\n",
+            "is not the same for all",
+        ),
+        ("POLYPHASE_GATEWAY_CURVE_PUBLIC='a'\n", "one half of a pair only"),
+    ],
+)
+def test_a_curve_file_that_cannot_be_completed_is_left_alone(tmp_path: Path, said: str, error: str) -> None:
+    file = tmp_path / "curve.env"
+    file.write_text(said)
+    with pytest.raises(InvalidRequest, match=error):
+        init_folder(tmp_path)
+    assert file.read_text() == said
 
 
 def test_a_shell_reads_the_curve_file(tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ async def test_a_worker_hands_its_engine_what_is_known_of_its_steps(monkeypatch:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     nobody = {"heartbeat_address": "tcp://127.0.0.1:1", "broadcast_address": "tcp://127.0.0.1:1"}
-    made = settings(rpc_port=port, monitor_url="http://127.0.0.1:1", **nobody)
+    made = settings(rpc_port=port, monitor_url="http://127.0.0.1:1", chunk_size="auto", **nobody)
     async with app.running(made) as instance:
         assert isinstance(instance.engine, EmulatedEngine)
         assert instance.engine._rates() == instance.info.rates.step == STEP
+        assert instance.telemetry.info.chunk_size == instance.chunk_size.tokens == 2048  # more tokens cost STEP nothing

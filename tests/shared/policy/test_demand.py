@@ -193,6 +193,16 @@ def test_other_lengths_are_noticed_soon_and_the_old_ones_forgotten(
     assert demand.output_tokens == pytest.approx(mean, rel=0.35)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_turn_of_few_requests_is_noticed_in_half_a_minute_although_their_rate_turns_too(seed: int) -> None:
+    book, rng, noticed = DemandBook(), Random(seed), list[int]()
+    for second in range(T, T + 180):
+        kind, rate = (CODE, 7.0) if T + 60 <= second < T + 120 else (CONVERSATION, 2.2)
+        noticed += [second - T for _ in fed(book, second, asked(rng, second, rate, kind))]
+    assert [60 <= noticed[0] < 90, 120 <= noticed[-1] < 150] == [True, True]
+    assert len(noticed) == 2
+
+
 def test_a_rush_is_noticed_and_a_lull_is_not() -> None:
     book, rng, found = DemandBook(), Random(5), list[Shift]()
     for second in range(T, T + 120):

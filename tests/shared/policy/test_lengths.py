@@ -1,5 +1,6 @@
 import pytest
 
+from shared.domain.job import LengthPrediction
 from shared.policy.lengths import PredictedEnd, is_heavy, predicted_tokens
 from tests.shared.policy.views import job, predicted
 
@@ -11,6 +12,11 @@ def test_ends_of_the_range(end: PredictedEnd, tokens: int) -> None:
     assert predicted_tokens(job(1, 1000, prediction=predicted(200, 400)), end, 7) == tokens
     assert predicted_tokens(job(1, 250, prediction=predicted(200, 400)), end, 7) == min(250, tokens)
     assert predicted_tokens(job(1, 1000), end, 7) == 7
+
+
+def test_a_prediction_that_says_it_knows_nothing_is_none() -> None:
+    nothing = job(1, 1000, prediction=LengthPrediction(0, 0, 1000, 0.0, "observed"))
+    assert predicted_tokens(nothing, PredictedEnd.LOWER, 7) == 7
 
 
 @pytest.mark.parametrize(

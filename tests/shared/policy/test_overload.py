@@ -5,10 +5,11 @@ from random import Random
 import msgspec
 import pytest
 
-from shared.domain.instance import InstanceView
+from shared.domain.instance import ClusterView, InstanceView
 from shared.domain.job import JobView, LengthPrediction, Slo, WhenFull
+from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates, StepForm, StepRates
-from shared.domain.route import Route
+from shared.domain.route import PolicySpec, Route
 from shared.errors import Delayed, Overloaded
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.dispatch import PowerOfTwo
@@ -54,9 +55,15 @@ def asked(slo: Slo, prompt: int = 800, job_id: str = "j", **more: object) -> Job
 
 
 def ask(
-    job: JobView, *views: InstanceView, policies: Policies = ALL, ledger: WorkloadLedger | None = None, now: float = 0.0
+    job: JobView,
+    *views: InstanceView,
+    policies: Policies = ALL,
+    ledger: WorkloadLedger | None = None,
+    now: float = 0.0,
+    step_budget: str = "off",
 ) -> Route:
-    index = ClusterIndex(view(*views), rng=Random(0), ledger=ledger)
+    broadcast = ClusterView(1, 0.0, views, PolicySet(step_budget=PolicySpec(step_budget)))
+    index = ClusterIndex(broadcast, rng=Random(0), ledger=ledger)
     return decide(job, index, policies, now, Random(0))
 
 
@@ -138,6 +145,25 @@ def test_batch_goes_where_it_is_not_in_the_way() -> None:
     assert route.prefill is None or route.prefill.instance_id == "b"
     only = ask(asked(BATCH), p("a", queue_s=3.0), d())
     assert only.prefill is None
+
+
+def test_batch_that_fits_nowhere_comes_again_when_the_first_place_is_likely_to_be_free() -> None:
+    long, short = p("a", queue_s=3.0), p("b", queue_s=0.9)
+    d_busy = d(queued_prefill=10, queued_prefill_tokens=60_000)
+    with pytest.raises(Delayed) as delayed:
+        ask(asked(BATCH), long, short, d_busy)
+    assert delayed.value.retry_after_s == pytest.approx(0.9 - QUEUE_S, abs=0.05)
+    with pytest.raises(Delayed) as delayed:
+        ask(asked(BATCH), long, d_busy)
+    assert delayed.value.retry_after_s == LATE_S
+
+
+def test_steps_that_keep_to_targets_let_batch_prompts_in_beside_heavier_decodes() -> None:
+    here, ledger = d(decodes=100, context=400, prefill_share=1.0, chunk_size=2048), busy_with(CHAT, 20, 1.0)
+    with pytest.raises(Delayed) as delayed:
+        ask(asked(BATCH), here, ledger=ledger, now=11.0)
+    assert delayed.value.cause == "tpot", "steps of 2,048 prompt tokens beside them take 0.2 s"
+    assert ask(asked(BATCH), here, ledger=ledger, now=11.0, step_budget="on")
 
 
 def test_batch_gives_way_to_the_step_times_of_heavier_classes_that_ask() -> None:

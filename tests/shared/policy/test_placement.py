@@ -122,6 +122,23 @@ def test_what_a_route_books() -> None:
     assert (booked.instance_id, booked.prefill_tokens, booked.decode_tokens) == ("d", 100, 100)
 
 
+@pytest.mark.parametrize(
+    ("held", "computes_there", "computes_here", "comes"),
+    [({}, 150, 150, 150), ({"p": 4}, 6, 150, 150), ({"d": 2}, 150, 150, 22), ({"d": 4}, 150, 44, 0)],
+)
+def test_a_route_books_no_tokens_that_instances_hold(
+    held: dict[str, int], computes_there: int, computes_here: int, comes: int
+) -> None:
+    asked = job(300, 1000, prefix=(1, 2, 3, 4))  # blocks of 64 tokens, in engines of 16
+    cluster = index(prefill("p"), decode("d"))
+    for instance_id, blocks in held.items():
+        cluster.prefixes.replace(instance_id, 1, asked.prefix[:blocks])
+    route = place(asked, cluster, policies(split="fraction", fraction=0.5), 0.0, Random(0))
+    there, here = assignments(asked, route, 0.0)
+    booked = there.prefill_tokens, here.prefill_tokens, here.import_tokens
+    assert booked == (computes_there, computes_here, comes)
+
+
 def test_local_only_never_uses_a_prefill_instance() -> None:
     route = place(job(local_only=True), index(prefill("p"), decode("d")), policies(), 0.0, Random(0))
     assert (route.prefill, route.split) == (None, 0)

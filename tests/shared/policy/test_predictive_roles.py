@@ -73,6 +73,25 @@ def test_roles_follow_the_demand_and_stay(demand: Demand, to: Role) -> None:
     assert again == []
 
 
+@pytest.mark.parametrize(("demand", "start"), [(TO_PROMPTS, (1, 5)), (TO_ANSWERS, (5, 1))])
+def test_the_roles_that_are_wanted_are_those_that_it_comes_to(demand: Demand, start: tuple[int, int]) -> None:
+    policy, instances = PredictiveFlip(), fleet(*start)
+    wanted = policy.wanted(view(*instances), Seen(demand))
+    assert wanted is not None
+    assert (wanted.prefill > start[0]) is (demand is TO_PROMPTS)
+    assert wanted.harm_then < wanted.harm - policy.gain
+    _, there, _ = run(policy, instances, [demand] * 300)
+    then = policy.wanted(view(*there), Seen(demand))
+    assert then is not None
+    assert (then.prefill, then.decode) == counts(there)  # it wants nothing more
+    assert then.harm_then == then.harm
+
+
+def test_nothing_is_wanted_while_nothing_is_known() -> None:
+    assert PredictiveFlip().wanted(view(*fleet(1, 5)), Seen(None)) is None
+    assert PredictiveFlip().wanted(view(*fleet(0, 5)), Seen(TO_PROMPTS)) is None
+
+
 def test_the_best_instance_goes_and_the_reasons_say_what_was_considered() -> None:
     (_, first), *_ = run(PredictiveFlip(), fleet(1, 3, slow=3), [TO_PROMPTS] * 5)[0]
     assert first.instance_id.startswith("i")  # a fast one computes four times as many prompts

@@ -52,7 +52,9 @@ def test_windows_forget_what_is_older() -> None:
     assert reports["chat", 60].ttft_s["p99"] == 5.0
     assert reports["chat", 10].attainment == 1.0
     assert reports["batch", 10].requests == 1
+    assert (reports["chat", 10].ttft_target_s, reports["chat", 10].tpot_target_s) == (1.0, 0.1)
     late = {(r.slo, r.window_s): r for r in windows.reports(1000.0)}
+    assert late["chat", 60].ttft_target_s is None
     assert late["chat", 60].requests == 0
     assert late["chat", 60].attainment is None
     assert late["chat", 60].ttft_s["p50"] is None

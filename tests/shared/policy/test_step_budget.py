@@ -4,8 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.domain.rates import StepForm, StepRates
+from shared.domain.job import JobView, LengthPrediction, Slo
+from shared.domain.rates import Rates, StepForm, StepRates
+from shared.policy.answers import within
+from shared.policy.estimate import DecodeSide
 from shared.policy.step_budget import FLOOR_TOKENS, MARGIN, StepLoad, prefill_tokens
+from tests.shared.policy.views import decode
 
 NOTHING = StepForm(0.0)
 
@@ -67,3 +71,18 @@ def test_a_tighter_target_never_gives_more(decodes: int, one_s: float, other_s: 
     tight, wide = (prefill_tokens(rates(), StepLoad(decodes, 0, s), 512) for s in sorted((one_s, other_s)))
     assert tight <= wide
     assert wide <= prefill_tokens(rates(), StepLoad(decodes, 0, inf), 512)
+
+
+def test_an_estimate_counts_with_the_steps_that_targets_allow() -> None:
+    form = StepForm(0.02, 1e-4, sequence_s=1e-4)
+    known = Rates(step=StepRates(form, StepForm(0.02, sequence_s=1e-4), form))
+    busy = decode("d", rates=known, chunk_size=2048, decoding=50, running=50, prefill_share=1.0, total_blocks=10_000)
+    asks, usual = (
+        JobView("j", 4_000, 100, Slo("default", 2.0, 0.1)),
+        within(LengthPrediction(0, 100, 100, 1.0, "classifier")),
+    )
+    whole, limited = (DecodeSide.of(busy, asks, usual, usual, limited=each) for each in (False, True))
+    assert whole.budget == 1_998
+    assert limited.budget == pytest.approx(MARGIN * 0.1 / 1e-4 - 250, abs=1)  # 25 ms are there anyhow
+    assert whole.after_s + whole.beside_s > 0.2 > 0.1 > limited.after_s + limited.beside_s
+    assert limited.terms(0).rest_s > whole.terms(0).rest_s, "in more steps"

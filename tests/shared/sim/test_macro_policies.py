@@ -1,16 +1,19 @@
 """Many steps as one event give what single steps give, whatever holds requests back at an engine's door."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.domain.instance import Role
-from shared.domain.job import Slo
+from shared.domain.job import JobView, Slo
 from shared.domain.rates import Rates, StepForm, StepRates
+from shared.policy.choice import Choice
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
 from shared.policy.dispatch import PowerOfTwo
+from shared.policy.index import ClusterIndex
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.policy.split import FullSplit, NoSplit, RandomSplit, Split
@@ -72,6 +75,19 @@ def test_a_budget_keeps_steps_beside_decodes_within_the_target() -> None:
         specs = [instance("d", Role.DECODE, limits=limits, rates=RATES)]
         gaps = simulate(work, specs, replace(plain, step_budget=everywhere)).gaps
         assert gaps.percentile_s(1.0) == pytest.approx(longest, rel=0.2)
+
+
+@pytest.mark.parametrize("budget", [False, True])
+def test_decisions_know_of_the_budget(budget: bool) -> None:
+    class Watching(LeastLoad):
+        def choose(self, job: JobView, index: ClusterIndex, *rest: Any) -> Choice | None:
+            known.append(index.limited)
+            return super().choose(job, index, *rest)
+
+    known: list[bool] = []
+    run = RunSpec(policies=Policies(Watching(), NoSplit(), PowerOfTwo()), step_budget=budget)
+    simulate(workload((0.0, 10, 6)), [instance("d", Role.DECODE, rates=RATES)], run)
+    assert known == [budget]
 
 
 def test_a_chunk_that_shrinks_until_its_blocks_are_free_is_not_overlooked() -> None:

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.domain.instance import Role
+from shared.domain.job import JobView
 from shared.policy import registry
 from shared.policy.prefix_index import PrefixIndex
+from shared.policy.split import SplitChoice
 from shared.sim.cluster import simulate
 from shared.sim.engine import EngineEvents
 from shared.sim.instance import SimInstance
@@ -82,6 +84,50 @@ def test_a_long_backlog_is_no_place_for_a_short_prefix() -> None:
     rows = run(work, cluster(2)).outcomes.prefill_instance
     assert rows[1] == rows[0]
     assert (rows[2:] == 1 - rows[0]).all()
+
+
+def turns(*requests: tuple[float, int, int]) -> Workload:
+    """Requests with one prompt."""
+    return replace(workload(*requests), prefixes=(tuple(range(10)),) * len(requests), prefix_block_tokens=64)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_decode_instance_keeps_what_came_and_has_only_the_rest_sent(streaming: bool) -> None:
+    work = turns((0.0, 640, 4), (10.0, 640, 4), (20.0, 700, 4))
+    result = run(work, cluster(1), streaming=streaming)
+    check(result, work)
+    assert result.kv_bytes == pytest.approx(100.0 * (640 + 60))
+    assert sum(use.prefill_tokens for use in result.instances) == 640 + 1 + 60
+
+
+def test_of_a_split_prompt_each_side_keeps_what_it_has() -> None:
+    """A quarter of 640 tokens is 160, two whole blocks; the decode instance has all of it in the end."""
+    work = turns((0.0, 640, 4), (10.0, 640, 4), (20.0, 640, 4))
+    chosen = policies(placement=registry.placement("prefix"), split=registry.split("fraction", {"fraction": 0.25}))
+    result = simulate(work, cluster(1), RunSpec(policies=chosen))
+    check(result, work)
+    prefill, decode = result.instances
+    assert prefill.prefill_tokens == 160 + 2 * (160 - 128)
+    assert decode.prefill_tokens == 480
+    assert result.kv_bytes == pytest.approx(100.0 * 160)
+
+
+class FirstAlone:
+    """All of the first prompt elsewhere, none of the others."""
+
+    name = "first"
+    needs_decode = True
+
+    def choose(self, job: JobView, *_: object) -> SplitChoice:
+        return SplitChoice(job.prompt_tokens if job.job_id == "0" else 0, ())
+
+
+def test_a_job_that_decodes_where_its_kv_came_before_computes_the_rest_alone() -> None:
+    work = turns((0.0, 640, 4), (10.0, 640, 4))
+    sent = run(work.head(1), cluster(1))
+    both = simulate(work, cluster(1), RunSpec(policies=policies(split=FirstAlone())))
+    assert both.kv_bytes == sent.kv_bytes
+    assert [use.prefill_tokens for use in both.instances] == [640, 1]
 
 
 def test_what_died_is_forgotten_and_told_anew() -> None:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from services.worker.engines.policies import EnginePolicies
-from shared.domain.job import Slo
+from shared.domain.job import LengthPrediction, Slo
 from shared.domain.kv import KvHandle
 from shared.domain.rates import StepForm, StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
@@ -62,13 +62,17 @@ async def small_kv(run: WatchedEngine) -> dict[str, Any]:
     pairs = [(order, "greedy") for order in ORDERS] + [("fcfs", "reserve_static"), ("fcfs", "reserve_dynamic")]
     for order, admission in (*pairs, ("ljf", "reserve_dynamic")):
         run.follow(ORDERS[order], ADMISSIONS[admission])
-        before, name = run.preemptions, f"{order}, {admission}"
+        before, told, name = run.preemptions, run.engine.stats().preemptions, f"{order}, {admission}"
         names = [f"{name} {at}" for at in range(8)]
         async with run.at_once():
             for at, each in enumerate(names):
                 run.submit(each, make_prompt(40 + 3 * at, at), 120 - 3 * at)
         await run.end(*names)
-        found[name] = {"preemptions": run.preemptions - before, "tokens": [run.tokens[each] for each in names]}
+        found[name] = {
+            "preemptions": run.preemptions - before,
+            "told": run.engine.stats().preemptions - told,
+            "tokens": [run.tokens[each] for each in names],
+        }
     run.follow()
     found["alone"] = []
     for at in range(8):
@@ -130,6 +134,22 @@ async def aborts(run: WatchedEngine) -> dict[str, Any]:
     return {"held": held, "beside": beside, "waiting": stats.waiting, "free": stats.free_blocks, "of": BLOCKS - 1}
 
 
+async def late_prediction(run: WatchedEngine) -> dict[str, Any]:
+    """What is predicted of one that runs opens the gate for the next."""
+    run.follow(Fcfs(), ReserveStatic())
+    run.submit("holds", make_prompt(300), 400)  # 700 of 768 tokens
+    run.submit("waits", make_prompt(60), 20)
+    await run.until(lambda: len(run.tokens["holds"]) > 5)
+    held = "waits" not in run.entered
+    run.engine.predicted("holds", LengthPrediction(0, 100, 120, 1.0, "observed"))
+    await run.end("waits")
+    beside = not run.ends["holds"].done()
+    run.engine.abort("holds")
+    await run.until(lambda: run.engine.stats().running == 0)
+    run.follow()
+    return {"held": held, "beside": beside}
+
+
 async def imports(run: WatchedEngine) -> dict[str, Any]:
     """KV that comes from elsewhere passes the gate before it gets blocks, and counts while it is under way."""
     asked = make_prompt(200, 3)
@@ -174,6 +194,20 @@ async def budget(run: WatchedEngine) -> dict[str, Any]:
     return found
 
 
+async def chunks(run: WatchedEngine) -> dict[str, Any]:
+    """Another chunk size while it runs, of which the last is more than the engine was started for."""
+    found: dict[str, Any] = {}
+    for tokens in (128, 48, 1024):
+        run.engine.set_chunk_size(tokens)
+        since = run.engine.steps.page("e", 1, -1, 1).next
+        run.submit(f"chunks {tokens}", make_prompt(200, 11), 3)
+        await run.end(f"chunks {tokens}")
+        steps = run.engine.steps.page("e", 1, since, 1000).steps
+        found[f"of {tokens}"] = [new for step in steps for new, _ in step.prefill]
+        found[f"tokens {tokens}"] = run.tokens[f"chunks {tokens}"]
+    return found
+
+
 async def grammar(run: WatchedEngine) -> dict[str, Any]:
     """One that waits for its grammar at the head of the line is passed, and holds nothing that another one needs."""
     run.follow(Fcfs(), ReserveStatic())
@@ -196,7 +230,18 @@ async def found(port: int) -> dict[str, Any]:
         run = WatchedEngine(here.engine, here.settings)
         following = asyncio.create_task(run.follow_events(here.events))
         answers = {}
-        for scenario in (orders, small_kv, local_order, shut, aborts, imports, budget, grammar):
+        for scenario in (
+            orders,
+            small_kv,
+            local_order,
+            shut,
+            aborts,
+            late_prediction,
+            imports,
+            budget,
+            chunks,
+            grammar,
+        ):
             answers[scenario.__name__] = await scenario(run)
         following.cancel()
         return answers

@@ -140,6 +140,13 @@ async def test_an_import_takes_its_time_on_the_link() -> None:
         assert [(s.prefill, s.decode_count) for s in steps(running)] == [((), 1)]
 
 
+async def test_a_slowed_engine_takes_as_many_times_as_long_for_steps_and_imports() -> None:
+    async with engine(emulated_step_s=0.004, emulated_link_gbps=1.0, emulated_slowdown=5.0) as running:
+        await finish(running, request("a", 10, 20))
+        assert fmean(step.seconds for step in steps(running)) > 0.019
+        assert running.link.pull(handle(32)) == pytest.approx(5 * 32 * 131072 / (0.58 * 1.25e8) + 1e-3, rel=0.01)
+
+
 async def test_imports_wait_for_each_other_and_work_goes_on_meanwhile() -> None:
     async with engine(emulated_link_gbps=1.0) as running:
         first = running.link.pull(handle(32))

@@ -13,7 +13,7 @@ from services.worker.engines.emulated import EmulatedEngine
 from services.worker.engines.policies import EnginePolicies
 from shared.cost.step import Batch
 from shared.domain.instance import Role
-from shared.domain.job import Generation, JobView, Slo
+from shared.domain.job import Generation, JobView, LengthPrediction, Slo
 from shared.domain.kv import KvHandle
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
@@ -99,7 +99,7 @@ async def emulated(policies: EnginePolicies, blocks: int, mixed: bool = False) -
         stats = run.engine.stats()
         assert (stats.free_blocks, stats.running, stats.waiting) == (stats.total_blocks, 0, 0)
         found = [(tuple(s.prefill), s.decode_count, s.decode_context_tokens) for s in steps]
-        return found, run.engine.preemptions
+        return found, run.engine.stats().preemptions
 
 
 class Recorder(Linear):
@@ -180,7 +180,7 @@ async def test_a_lighter_class_gives_its_blocks_up_first_and_enters_last() -> No
             await asyncio.gather(*(watch(name) for name in "0123"))
         assert run.entered[0] == "0"
         assert run.entered.index("2") < run.entered.index("1")
-        assert run.engine.preemptions > 0
+        assert run.engine.stats().preemptions > 0
         assert sorted(ends[:2]) == ["2", "3"]
 
 
@@ -203,7 +203,7 @@ async def preemptions(admission: DecodeAdmission) -> tuple[int, dict[str, list[i
         for number in range(8):
             run.submit(str(number), 40 + number, 60)
         await run.end()
-        return run.engine.preemptions, run.tokens
+        return run.engine.stats().preemptions, run.tokens
 
 
 async def test_admissions_that_reserve_preempt_less_and_tokens_stay_the_same() -> None:
@@ -228,6 +228,23 @@ async def test_only_those_that_go_on_here_pass_the_gate() -> None:
         assert run.entered == ["0", "1"]
         await run.end()
         assert run.entered == ["0", "1", "2"]
+
+
+async def test_a_prediction_that_comes_later_opens_the_gate_for_it_and_for_others() -> None:
+    admission = ReserveStatic(unpredicted_tokens=500)
+    async with Run(EnginePolicies(admission=admission), kv_cache_bytes=12 * BLOCK_BYTES) as run:
+        run.submit("0", 100, 280)  # all of the 384 tokens but four
+        await run.until(lambda: len(run.tokens["0"]) > 1)
+        run.submit("1", 50, 250)
+        run.engine.predicted("nobody", LengthPrediction(0, 0, 8, 1.0, "observed"))
+        await run.until(lambda: len(run.tokens["0"]) > 5)
+        run.engine.predicted("0", LengthPrediction(1, 60, 90, 1.0, "observed"))
+        await run.until(lambda: len(run.tokens["0"]) > 10)
+        assert run.entered == ["0"]
+        run.engine.predicted("1", LengthPrediction(1, 60, 90, 1.0, "observed"))
+        await run.until(lambda: run.entered == ["0", "1"])
+        assert not run.ended["0"].is_set()
+        await run.end()
 
 
 async def test_policies_are_exchanged_while_it_runs_for_those_that_wait_too() -> None:
@@ -275,4 +292,4 @@ async def test_imports_count_while_their_kv_is_under_way() -> None:
         await run.until(lambda: run.engine.stats().free_blocks < 12)
         assert (run.entered, run.engine.stats().waiting) == (["0"], 2)
         await run.end()
-        assert run.engine.preemptions == 0
+        assert run.engine.stats().preemptions == 0

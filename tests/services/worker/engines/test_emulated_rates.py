@@ -52,3 +52,13 @@ async def test_one_with_a_fixed_step_reports_that() -> None:
     assert found.chunked is not None
     assert found.chunked.time_s(1000, 9000) == pytest.approx(0.01 + 0.0512)
     assert found.batch == HuaweiCost(1e-4, 0, 0, 0.01, 0, 0, 0, 0.01)
+
+
+async def test_a_slowed_one_reports_that_everything_takes_as_many_times_as_long() -> None:
+    plain, slow = await rates(), await rates(emulated_slowdown=3.0)
+    assert plain.batch is not None
+    assert slow.batch is not None
+    assert slow.batch.decode_step_s(16, 1000) == pytest.approx(3.0 * plain.batch.decode_step_s(16, 1000))
+    fixed = await rates(emulated_step_s=0.01, emulated_slowdown=3.0)
+    assert fixed.step is not None
+    assert fixed.step.decode.fixed_s == pytest.approx(0.03)

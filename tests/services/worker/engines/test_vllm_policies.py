@@ -50,6 +50,11 @@ def test_reserving_admissions_preempt_less_than_greedy(found: dict[str, Any]) ->
     assert static == 0
 
 
+def test_preemptions_are_counted(found: dict[str, Any]) -> None:
+    runs = {name: run for name, run in found["small_kv"].items() if name != "alone"}
+    assert {name: run["told"] for name, run in runs.items()} == {name: run["preemptions"] for name, run in runs.items()}
+
+
 def test_whole_prompts_are_ordered_where_they_decode_and_wait_for_the_gate(found: dict[str, Any]) -> None:
     assert found["local_order"]["entered"] == ["local 100", "local 150", "local 200"]
     assert not any("large" in beside for beside in found["local_order"]["beside"])
@@ -71,6 +76,10 @@ def test_one_that_gives_up_at_a_shut_gate_lets_the_next_one_in_and_leaves_nothin
     assert (aborts["waiting"], aborts["free"]) == (0, aborts["of"])
 
 
+def test_a_prediction_that_comes_later_opens_the_gate(found: dict[str, Any]) -> None:
+    assert found["late_prediction"] == {"held": True, "beside": True}
+
+
 def test_imports_pass_the_gate_and_count_from_the_moment_they_have_blocks(found: dict[str, Any]) -> None:
     imports = found["imports"]
     assert imports["pulled"] == [(True, 200), (True, 200)]
@@ -89,3 +98,10 @@ def test_prompts_keep_to_the_budget_that_the_tightest_target_leaves(found: dict[
     assert max(budget["without"]) == 126  # of 128 beside two decodes
     assert budget["with"] == [45] * 8 + [40]
     assert budget["tokens with"] == budget["tokens without"]
+
+
+def test_a_chunk_size_is_changed_between_two_steps_up_to_what_the_engine_was_started_for(found: dict[str, Any]) -> None:
+    chunks = found["chunks"]
+    assert chunks["of 128"] == chunks["of 1024"] == [128, 72]
+    assert chunks["of 48"] == [48, 48, 48, 48, 8]
+    assert chunks["tokens 128"] == chunks["tokens 48"] == chunks["tokens 1024"]

@@ -6,18 +6,21 @@ from typing import Any, cast
 
 from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink
 from services.worker.engines.policies import EnginePolicies
+from services.worker.handlers import handlers
 from services.worker.jobs.codecs import Codecs
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
+from services.worker.kv.port import KvPort
 from shared.domain.instance import InstanceView, Role
-from shared.domain.job import Generation, JobView
+from shared.domain.job import Generation, JobView, LengthPrediction
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.route import InstanceRef, PolicySpec
 from shared.errors import PolyphaseError
 from shared.runtime.tasks import Background
 from shared.wire.messages import DecodeRequest, Predicted, PrefillReply, PrefillRequest, TokenStep
+from shared.wire.methods import PREDICTED
 from shared.wire.rpc_server import ServerCall
 from tests.services.fake_worker import make_info
 
@@ -34,6 +37,7 @@ class ScriptedEngine:
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.arrived = asyncio.Event()
+        self.predictions: dict[str, LengthPrediction] = {}
         self.woken = 0
 
     async def start(self) -> EngineInfo:
@@ -47,6 +51,9 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> None:
         if self.sinks.pop(request_id, None):
             self.aborted.append(request_id)
+
+    def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
+        self.predictions[request_id] = prediction
 
     def wake(self) -> None:
         self.woken += 1
@@ -172,7 +179,7 @@ class Side:
         self.dispatcher = FixedDispatcher()
         dispatcher = cast(Dispatcher, self.dispatcher)
         codecs = Codecs(lambda: make_info("p0", "tcp://a:1"), dispatcher)
-        self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, codecs, chunk_size)
+        self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, codecs, lambda: chunk_size)
         self._decode = DecodeService(self.engine, self.port, self.roles, lambda *_: None)
 
     async def prefill(self, request: PrefillRequest) -> "asyncio.Task[PrefillReply]":
@@ -181,7 +188,10 @@ class Side:
         return task
 
     async def predicted(self, said: Predicted) -> None:
-        await self._prefill.predicted(said, cast(ServerCall, self.call))
+        """By the RPC's own handler."""
+        await handlers(self._prefill, self._decode, self.roles, cast(KvPort, self.port))[PREDICTED](
+            said, cast(ServerCall, self.call)
+        )
 
     async def decode(self, request: DecodeRequest) -> "asyncio.Task[Any]":
         task = asyncio.create_task(self._decode.decode(request, cast(ServerCall, self.call)))

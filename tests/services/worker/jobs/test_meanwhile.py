@@ -1,4 +1,4 @@
-"""What a prefill learns and chooses while it computes: its answer's length, and how its KV is coded on its way."""
+"""What a job learns and chooses while it is computed: its answer's length, and how its KV is coded on its way."""
 
 import msgspec
 import pytest
@@ -9,7 +9,7 @@ from shared.domain.kv import Codec
 from shared.domain.rates import LinkRate, Rates
 from shared.wire.messages import Predicted, PrefillStarted, TokenStep
 from tests.services.fake_worker import make_info
-from tests.services.worker.jobs.sides import TARGET, Side, prefill_request
+from tests.services.worker.jobs.sides import TARGET, Side, decode_request, prefill_request
 
 
 async def test_a_prediction_that_comes_while_the_prompt_is_computed_is_for_its_dispatch() -> None:
@@ -21,6 +21,18 @@ async def test_a_prediction_that_comes_while_the_prompt_is_computed_is_for_its_d
     await task
     assert [job.prediction for job in side.dispatcher.jobs] == [said]
     await side.predicted(Predicted("t1", said))  # the prompt is computed: no fault
+
+
+async def test_a_prediction_that_comes_while_it_waits_or_decodes_is_for_the_engines_admission() -> None:
+    side, said = Side(Role.DECODE), LengthPrediction(1, 200, 400, 0.8, "classifier")
+    task = await side.decode(decode_request())
+    await side.predicted(Predicted("", said, "another"))
+    assert not side.engine.predictions
+    await side.predicted(Predicted("", said, "job"))
+    assert side.engine.predictions == {side.engine.requests[0].request_id: said}
+    side.engine.step(TokenStep([42], "length"))
+    await task
+    await side.predicted(Predicted("", said, "job"))  # it is over: no fault
 
 
 def far(bytes_s: float) -> InstanceView:

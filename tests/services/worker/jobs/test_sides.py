@@ -1,14 +1,13 @@
 """The prefill and decode sides over an engine that does what the test says."""
 
 import asyncio
-import time
 from typing import cast
 
 import pytest
 
 from services.worker.engines.base import deliver
 from shared.domain.instance import Role
-from shared.domain.kv import Codec, KvHandle, TransferOutcome
+from shared.domain.kv import Codec, TransferOutcome
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError, Unavailable, WrongRole
 from shared.wire.messages import PrefetchRequest, PrefillRequest, PrefillStarted, TokenStep
 from shared.wire.rpc_server import ServerCall
@@ -114,19 +113,6 @@ async def test_a_decode_streams_steps_and_reports_the_transfer() -> None:
     assert reply.transfer.outcome is TransferOutcome.PULLED
 
 
-async def test_prompts_that_a_decode_instance_has_to_compute_count_as_queued_until_their_first_token() -> None:
-    side = Side(Role.DECODE)
-    handle = KvHandle("t1", "p0", 1, "fp", (), 2, "bfloat16")
-    for given, queued, tokens in ((None, 1, 2), (handle, 0, 0)):  # the last token is the first decode's
-        task = await side.decode(decode_request(given))
-        assert (side._decode.queued, side._decode.queued_tokens) == (queued, tokens)
-        side.engine.step(TokenStep([5], ""))
-        assert (side._decode.queued, side._decode.queued_tokens) == (0, 0)
-        side.engine.step(TokenStep([6], "stop"))
-        await task
-        side.engine.arrived.clear()
-
-
 async def test_a_local_decode_says_so() -> None:
     side = Side(Role.DECODE)
     task = await side.decode(decode_request())
@@ -184,21 +170,6 @@ async def test_a_prompt_that_nothing_is_staged_of_needs_no_room() -> None:
     assert (side.engine.requests[0].export_to, side.port.announced) == ("", {})
     side.engine.step(TokenStep([42], "length"))
     assert (await task).handle is None
-
-
-async def test_prompts_count_as_queued_until_they_are_computed_and_the_wait_ends_when_the_engine_takes_them() -> None:
-    side = Side(Role.PREFILL)
-    task = await side.prefill(prefill_request(5))
-    assert (side._prefill.queued, side._prefill.queued_tokens) == (1, 5)
-    await asyncio.sleep(0.01)
-    side.engine.enter()
-    entered_s = time.time()
-    side.engine.enter()  # preempted, and taken again
-    side.engine.step(TokenStep([42], "length"))
-    reply = await task
-    assert (side._prefill.queued, side._prefill.queued_tokens) == (0, 0)
-    assert reply.started_s - reply.queued_s >= 0.009
-    assert reply.started_s <= entered_s
 
 
 async def test_an_engine_is_told_what_its_policies_want_to_know() -> None:
