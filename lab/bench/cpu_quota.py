@@ -42,7 +42,7 @@ class Throttled:
 
 @dataclass(frozen=True, slots=True)
 class CpuGroup:
-    """A cgroup with a quota."""
+    """A cgroup with a quota, at first of `cores`."""
 
     path: Path
     cores: float
@@ -57,6 +57,10 @@ class CpuGroup:
             raise Unavailable(f"{self.path.name}: there is no process {pid}") from error
         for one in pids:
             _write(self.path / "cgroup.procs", str(one))
+
+    def limit(self, cores: float) -> None:
+        """Another quota from now on. Raises Unavailable, and InvalidRequest for one that is too small."""
+        _limit(self.path, self.unified, cores)
 
     def pids(self) -> tuple[int, ...]:
         """The processes that it holds."""
@@ -77,25 +81,36 @@ def cpu_quota(name: str, cores: float, cgroups: Path = CGROUPS) -> Iterator[CpuG
     Groups that a killed process has left are removed first. Raises Unavailable, which says what is missing, where this
     machine does not allow it, and InvalidRequest for a quota that is too small.
     """
-    if cores * PERIOD_US < LEAST_US:
-        raise InvalidRequest(f"{name}: a quota of {cores:g} cores is less than {LEAST_US / PERIOD_US:g}")
+    _check(name, cores)
     parent, unified = _parent(cgroups)
     _remove_leftovers(parent)
     started = round(psutil.Process().create_time() * 100)
     path = parent / f"polyphase-{getpid()}-{started}-{name}"
     _make(path)
     try:
-        quota_us = round(cores * PERIOD_US)
+        _limit(path, unified, cores)
         if unified:
-            _write(path / "cpu.max", f"{quota_us} {PERIOD_US}")
             _write(path / "cpu.weight", "10000")  # the greatest there is
         else:
-            _write(path / "cpu.cfs_period_us", str(PERIOD_US))
-            _write(path / "cpu.cfs_quota_us", str(quota_us))
             _write(path / "cpu.shares", "262144")  # the greatest there is
         yield CpuGroup(path, cores, unified)
     finally:
         _remove(path)
+
+
+def _check(name: str, cores: float) -> None:
+    if cores * PERIOD_US < LEAST_US:
+        raise InvalidRequest(f"{name}: a quota of {cores:g} cores is less than {LEAST_US / PERIOD_US:g}")
+
+
+def _limit(path: Path, unified: bool, cores: float) -> None:
+    _check(path.name, cores)
+    quota_us = round(cores * PERIOD_US)
+    if unified:
+        _write(path / "cpu.max", f"{quota_us} {PERIOD_US}")
+    else:
+        _write(path / "cpu.cfs_period_us", str(PERIOD_US))
+        _write(path / "cpu.cfs_quota_us", str(quota_us))
 
 
 def _parent(cgroups: Path) -> tuple[Path, bool]:

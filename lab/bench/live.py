@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
-from lab.bench.live_clusters import EMULATED, REAL, Scenario
+from lab.bench.live_clusters import EMULATED, REAL, Scenario, Variant
 from lab.bench.live_replay import METRICS, Means, Replay, replay_live, replay_simulated, workload_of
 from lab.calibrate.running import Calibrated, calibrate
 from lab.calibrate.target import Target
@@ -107,7 +107,15 @@ async def _undisturbed(measure: Callable[[], Awaitable[Measured]]) -> Measured:
     return min(tries, key=lambda one: one.foreign_cores)
 
 
-def judged(scenario: Scenario, rounds: Sequence[Round]) -> dict[str, Any]:
+class _Compared(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def variants(self) -> tuple[Variant, ...]: ...
+
+
+def judged(scenario: _Compared, rounds: Sequence[Round]) -> dict[str, Any]:
     """Medians over the rounds of the means, side by side; of their errors; and which policy wins."""
     figures: dict[str, float] = {}
     aims: dict[str, dict[str, Any]] = {}
@@ -134,7 +142,7 @@ def judged(scenario: Scenario, rounds: Sequence[Round]) -> dict[str, Any]:
     return {"figures": figures, "aims": aims, "notes": []}
 
 
-def _winners(scenario: Scenario, rounds: Sequence[Round], figures: dict[str, float]) -> dict[str, dict[str, Any]]:
+def _winners(scenario: _Compared, rounds: Sequence[Round], figures: dict[str, float]) -> dict[str, dict[str, Any]]:
     """An aim for each mean that really differs between the first variant and another: who is better, live and not."""
     first, *others = (variant.label for variant in scenario.variants)
     aims: dict[str, dict[str, Any]] = {}

@@ -1,7 +1,10 @@
 """The clusters of `polyphase bench live`, and the policies that are compared on them."""
 
+import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from services.launcher.model_source import PROJECT
@@ -11,6 +14,13 @@ from shared.policy.placement import Policies
 MODEL = PROJECT / "models" / "demo"
 _MIB = 1 << 20
 _GIB = 1 << 30
+
+
+def model_with_context(folder: Path, tokens: int) -> None:
+    """The demo model in `folder`, whose configuration promises so much context: emulated engines never compute it."""
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": tokens}))
 
 
 PLAIN = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}

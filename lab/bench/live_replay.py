@@ -1,7 +1,7 @@
 """One workload through a running cluster and through the simulator, with the same policies."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
 
@@ -35,6 +35,11 @@ class Means:
         """Of what clients saw."""
         gaps = [gap for sample in samples if (gap := sample.tpot_s) is not None]
         return cls(fmean(s.ttft_s for s in samples), fmean(gaps), fmean(s.jct_s for s in samples))
+
+    @classmethod
+    def of_summary(cls, figures: Mapping[str, float]) -> "Means":
+        """Of a simulated run, see `shared.sim.metrics.summary`."""
+        return cls(*(figures[f"{name}_mean_s"] for name in METRICS))
 
     @classmethod
     def average(cls, several: Sequence["Means"]) -> "Means":
@@ -88,12 +93,18 @@ def _rate(scenario: Scenario, found: Calibrated, lengths: Workload) -> float:
 
 
 async def replay_live(target: Target, traffic: Traffic, workload: Workload, variant: Variant) -> Replay:
-    """The workload through the gateway, streamed, under the variant's policies."""
+    """What clients saw on average, see `send`."""
+    samples, foreign_cores = await send(target, traffic, workload, variant)
+    return Replay(Means.of(samples), foreign_cores)
+
+
+async def send(target: Target, traffic: Traffic, workload: Workload, variant: Variant) -> tuple[list[Sample], float]:
+    """The workload through the gateway, streamed, under the variant's policies; and what cores others used."""
     rows = zip(workload.prompt_tokens, workload.output_tokens, workload.arrival_s, strict=True)
     shots = [Shot(int(prompt), int(output), float(at)) for prompt, output, at in rows]
     async with target.policies(**variant.names), HostWatch(target.launcher_pid) as watch:
         samples = await traffic.timed(shots)
-    return Replay(Means.of(samples), watch.mean_cores)
+    return samples, watch.mean_cores
 
 
 def replay_simulated(scenario: Scenario, found: Calibrated, workload: Workload, variant: Variant) -> Means:
@@ -101,5 +112,4 @@ def replay_simulated(scenario: Scenario, found: Calibrated, workload: Workload, 
     specs, neighbours = specs_of(found.instances, found.calibration, Library.built_in())
     run = RunSpec(label=variant.label, policies=variant.policies(), streaming=scenario.streaming)
     result = simulate_on_hosts(workload, specs, neighbours, with_control(run, found.calibration.control))
-    figures = summary(result, run.slo)
-    return Means(*(figures[f"{name}_mean_s"] for name in METRICS))
+    return Means.of_summary(summary(result, run.slo))

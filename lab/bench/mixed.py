@@ -23,7 +23,7 @@ from lab.calibrate.control import control_plane
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.step_reader import StepReader
 from lab.calibrate.target import Target
-from lab.calibrate.traffic import Shot, Traffic
+from lab.calibrate.traffic import Sample, Shot, Traffic
 from shared.cost.rates_file import ControlPlane
 from shared.sim.workload import Workload
 
@@ -100,7 +100,9 @@ def _simulate(twin: Twin, runs: Sequence[Run], lengths: Workload) -> dict[tuple[
     """Medians over the same rounds."""
     found: dict[tuple[str, str], list[Means]] = {}
     for run in runs:
-        found.setdefault((run.load.label, run.system.label), []).append(twin.run(run.system, run.load, lengths))
+        found.setdefault((run.load.label, run.system.label), []).append(
+            twin.run(run.system, run.load, lengths, run.sent)
+        )
         if run.system is DATA_PARALLEL:
             found.setdefault((run.load.label, "pipeline"), []).append(twin.pipeline(run.load, lengths))
     return {key: Means(*(median(values) for values in zip(*several, strict=True))) for key, several in found.items()}
@@ -192,4 +194,11 @@ class Meter:
             f"TBT p99 {1e3 * seen.tbt_p99_s:5.0f} ms, JCT {seen.jct_mean_s:6.2f} s"
         )
         self._console.print(line, soft_wrap=True)
-        return Run(system, load, seen, met, watch.mean_cores)
+        sent = await self._sent(samples) if system.by_speed else ()
+        return Run(system, load, seen, met, watch.mean_cores, sent)
+
+    async def _sent(self, samples: Sequence[Sample]) -> tuple[str, ...]:
+        """Where each request went, by its first placement."""
+        timelines = await self._target.timelines({sample.request_id for sample in samples})
+        ways = (timelines[sample.request_id].decisions for sample in samples)
+        return tuple(next(one.chosen for one in way if one.kind == "placement") for way in ways)

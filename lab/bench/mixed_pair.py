@@ -1,24 +1,19 @@
 """Two real engines of unlike speed on one machine, and the systems that `bench mixed` compares on them."""
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
-from lab.bench.cpu_quota import CpuGroup, Throttled, cpu_quota
-from lab.bench.random_llama import LlamaShape, make_llama
-from lab.demo.run import on_free_ports
-from services.launcher.cluster_file import Cluster
-from services.launcher.model_source import PROJECT
-from services.launcher.up import RunningSuite, running_suite
-from shared.domain.instance import InstanceInfo, Role
+from lab.bench.cpu_quota import Throttled
+from lab.bench.quota_suite import FLIP_S, QuotaSuite, cluster_file, running_under_quotas
+from lab.bench.random_llama import LlamaShape
+from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
-from shared.errors import Unavailable
 from shared.policy import registry
 from shared.policy.placement import Policies
 
@@ -28,7 +23,6 @@ CORES = MappingProxyType({FAST: 0.90, SLOW: 0.32})  # 2.8 : 1, and the rest of t
 SHAPE = LlamaShape(4096, 640, 1728, 10, 10, 5, 4096)
 MAX_MODEL_LEN, CHUNK, SEATS = 2048, 256, 32
 KV_BYTES, STAGING_BYTES = 1 << 30, 256 << 20
-FLIP_S = 60.0
 Roles = Mapping[str, Role]
 Speeds = Mapping[str, float]  # requests a second, by instance
 COUPLED: Roles = MappingProxyType({FAST: Role.DECODE, SLOW: Role.DECODE})
@@ -82,12 +76,8 @@ SYSTEMS = (DATA_PARALLEL, LOW_HIGH, HIGH_LOW, CRONUS, ADAPTIVE, LEAST_LOAD)
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(QuotaSuite):
     """The running pair."""
-
-    running: RunningSuite
-    groups: Mapping[str, CpuGroup]
-    pids: Mapping[str, int]
 
     async def become(self, system: System, speeds: Speeds) -> None:
         """Take a system's roles and policies once nobody has work. Raises DeadlineExceeded and the monitor's errors."""
@@ -100,52 +90,19 @@ class Pair:
                     await monitor.flip(name, drain_timeout_s=FLIP_S, force=True, who=WHO)
         await suite.set_policies(system.specs(speeds), WHO)
 
-    async def instances(self) -> list[InstanceInfo]:
-        """As the monitor knows them, with the rates that they have learned."""
-        found = await self.running.suite.instances()
-        return [msgspec.convert(entry["info"], InstanceInfo) for entry in found.values()]
-
     def throttled(self) -> dict[str, Throttled]:
         """So far, by instance. Raises Unavailable when one was started again meanwhile, and so without its quota."""
-        for name, pid in self.pids.items():
-            if self.running.suite.state.pid(name) != pid:
-                raise Unavailable(f"the instance {name} was started again, without its quota: nothing to compare")
+        self.check()
         return {name: group.throttled() for name, group in self.groups.items()}
 
 
-@asynccontextmanager
-async def running_pair(folder: Path, console: Console) -> AsyncIterator[Pair]:
+def running_pair(folder: Path, console: Console) -> AbstractAsyncContextManager[Pair]:
     """The suite with both engines under their quotas. Raises Unavailable where this machine allows no quotas."""
-    with ExitStack() as stack:
-        groups = {name: stack.enter_context(cpu_quota(name, cores)) for name, cores in CORES.items()}
-        model = make_llama(folder / "model", SHAPE, PROJECT / "models" / "demo")
-        cluster = on_free_ports(Cluster.model_validate(cluster_of(model)))
-        async with running_suite(cluster, folder / "data", console) as running:
-            pids = {name: running.suite.state.pid(name) for name in groups}
-            for name, pid in pids.items():
-                groups[name].add(pid)
-            yield Pair(running, MappingProxyType(groups), MappingProxyType(pids))
+    return running_under_quotas(Pair, folder, console, SHAPE, CORES, cluster_of)
 
 
 def cluster_of(model: Path) -> dict[str, Any]:
     """The cluster file."""
-    return {
-        "name": "bench mixed",
-        "model": str(model),
-        "served_model_name": "mixed",
-        "max_model_len": MAX_MODEL_LEN,
-        "gateway": {"dtype": "float32", "max_queued_jobs": 4096, "job_timeout_s": 900.0},
-        "predictor": {"enabled": False},
-        "dashboard": {"enabled": False},
-        "instance_defaults": {
-            "engine": "vllm",
-            "accelerator": "cpu",
-            "dtype": "float32",
-            "kv_cache_bytes": KV_BYTES,
-            "staging_bytes": STAGING_BYTES,
-            "chunk_size": CHUNK,
-            "max_seqs": SEATS,
-            "threads": 1,
-        },
-        "instances": [{"id": FAST, "role": Role.DECODE.value}, {"id": SLOW, "role": Role.PREFILL.value}],
-    }
+    instances = ({"id": FAST, "role": Role.DECODE.value}, {"id": SLOW, "role": Role.PREFILL.value})
+    memory = {"kv_cache_bytes": KV_BYTES, "staging_bytes": STAGING_BYTES}
+    return cluster_file("mixed", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)

@@ -27,13 +27,17 @@ PAPER = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One replay on the engines. throttled: by instance, the share of periods in which it used its quota up."""
+    """One replay on the engines. throttled: by instance, the share of periods in which it used its quota up.
+
+    sent: where each request went, of systems that take turns.
+    """
 
     system: System
     load: Load
     seen: Seen
     throttled: Mapping[str, float]
     foreign_cores: float
+    sent: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

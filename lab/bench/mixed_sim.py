@@ -1,8 +1,9 @@
 """The pair in the simulator: the same requests, by the step times that its own engines recorded meanwhile."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from random import Random
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,9 +16,12 @@ from shared.cost.rates_file import ControlPlane
 from shared.cost.step import Batch
 from shared.cost.step_rates import NAMES, TERMS, fit_form
 from shared.cost.transfer import Link
+from shared.domain.job import JobView
 from shared.domain.rates import StepForm, StepRates
 from shared.errors import Unavailable
+from shared.policy.choice import Choice
 from shared.policy.dispatch import PowerOfTwo
+from shared.policy.index import ClusterIndex
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.split import NoSplit
 from shared.sim.cluster import simulate
@@ -63,6 +67,24 @@ class FormSteps:
         """Of the layers."""
         known = self.rates
         return FormSteps(StepRates(_times(known.prefill, of), _times(known.decode, of), _times(known.mixed, of)))
+
+
+@dataclass(frozen=True, slots=True)
+class AsSent:
+    """Each request goes where it went on the engines, and those before them in the same order.
+
+    For who takes turns: which of a few requests falls to the slow instance is chance, and means of JCT follow it.
+    """
+
+    name: ClassVar[str] = "as_sent"
+    instances: tuple[str, ...]
+
+    def choose(
+        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
+    ) -> Choice | None:
+        """See `Placement`."""
+        found = index.candidates.get(self.instances[(int(job.job_id) - WARM_UP) % len(self.instances)])
+        return Choice(found) if found is not None else None
 
 
 class Means(NamedTuple):
@@ -125,10 +147,13 @@ class Twin:
     control: ControlPlane
     speeds: Speeds
 
-    def run(self, system: System, load: Load, lengths: Workload) -> Means:
-        """A system under a load."""
+    def run(self, system: System, load: Load, lengths: Workload, sent: Sequence[str] = ()) -> Means:
+        """A system under a load. sent: where each request went on the engines, if that was a matter of turns."""
         specs = tuple(self._spec(one, system) for one in self.instances)
-        return self._means(specs, system.policies(self.speeds), load, lengths)
+        policies = system.policies(self.speeds)
+        if sent:
+            policies = msgspec.structs.replace(policies, placement=AsSent(tuple(sent)))
+        return self._means(specs, policies, load, lengths)
 
     def pipeline(self, load: Load, lengths: Workload) -> Means:
         """One instance whose layers are divided over both by their speeds, with two batches in flight.

@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from lab.bench import overload_live
-from lab.bench.policies import goodput
-from lab.bench.scenarios import SLO, Scenario, instances, run_of
+from lab.bench.policies_search import goodput
+from lab.bench.scenarios import SLO, TARGET, Scenario, instances, run_of
+from lab.bench.throughput import tokens_per_s
 from lab.simulate.policy_words import with_words
 from shared.domain.job import Slo, WhenFull
 from shared.sim.cluster import simulate
@@ -48,7 +49,7 @@ class Stream:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """One stream, of the time that is counted. attainment: of all that were sent, refused ones among them; kept: of
-    those that were let in and are done; tokens_per_s: of answers that ended then, prompts included.
+    those that were let in and are done; tokens_per_s: of prompts whose answers began then, and of answers.
     """
 
     attainment: float
@@ -68,12 +69,14 @@ def run_overload_bench(scenarios: Sequence[Scenario] = SCENARIOS) -> dict[str, A
 
 def simulated(scenario: Scenario) -> dict[str, Any]:
     """One scenario in virtual time."""
-    capacity = goodput(lambda rate: _run(scenario, [Stream(PLAIN["interactive"], rate)])[0].attainment, 16.0, 1.05)
+    plain = PLAIN["interactive"]
+    capacity = goodput(lambda rate: _run(scenario, [Stream(plain, rate)])[0].attainment >= TARGET, 16.0, 1.05)
     rates = {"interactive": INTERACTIVE * capacity, "batch": (OVER - INTERACTIVE) * capacity}
     alone = _run(scenario, [Stream(CONTROLLED["batch"], OVER * capacity)])[0].tokens_per_s
     figures = {"capacity_per_s": capacity, "batch_alone_tokens_per_s": alone}
     for label, classes, policy in (
         ("controlled", CONTROLLED, "adaptive"),
+        ("budget", CONTROLLED, "adaptive+step_budget=on"),
         ("plain", PLAIN, "adaptive"),
         ("fixed", PLAIN, FIXED),
     ):
@@ -133,14 +136,21 @@ def _seen(result: SimResult, workload: Workload, at: int, slo: Slo) -> Seen:
     mine = mix.class_of == at
     counted = mine & (rows.arrival_s >= FROM_S) & (rows.arrival_s < LASTS_S)
     met = rows.completed & (rows.ttft_s <= slo.ttft_s) & ((rows.tpot_s <= slo.tpot_s) | (rows.output_tokens < 2))
-    done = mine & rows.completed & (rows.last_token_s >= FROM_S) & (rows.last_token_s < LASTS_S)
-    tokens = int((rows.prompt_tokens + rows.output_tokens)[done].sum())
+    done = mine & rows.completed
+    tokens = tokens_per_s(
+        rows.prompt_tokens[done],
+        rows.output_tokens[done],
+        rows.first_token_s[done],
+        rows.last_token_s[done],
+        FROM_S,
+        LASTS_S,
+    )
     let_in = counted & rows.completed
     return Seen(
         float(met[counted].mean()),
         float(met[let_in].mean()) if let_in.any() else float("nan"),
         float(np.mean(rows.status[counted] == int(Status.REFUSED))),
-        tokens / (LASTS_S - FROM_S),
+        tokens,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from lab.bench.live_clusters import MODEL
+from lab.bench.live_clusters import SERVICES, model_with_context
 from lab.bench.roles import SETTLE_S, Seen, Setting, judged, told
 from lab.bench.turning import Phase, shares, turning
 from lab.calibrate.target import Target
@@ -21,61 +21,62 @@ from shared.domain.job import Slo
 from shared.sim.workload import Workload
 from shared.wire.clients.monitor import MonitorClient
 
-SLO = Slo(ttft_s=4.0, tpot_s=0.13)
-LONGEST = 1_900
-_CONVERSATION = Phase("conversation", 2.2, 60.0)
-# Slow accelerators and a large model: few requests a second ask for all of them, and this machine can serve those.
+SLOWDOWN = 3.0  # so that this machine streams all their tokens
+SLO = Slo(ttft_s=SLOWDOWN * 2.0, tpot_s=SLOWDOWN * 0.03)
+LONGEST, CONTEXT = 7_500, 8_192
+_CONVERSATION = Phase("conversation", 19.0 / SLOWDOWN, 120.0)
+# Rates at which 2:2 serves conversation and not code, 3:1 code and not conversation, and 1:3 neither.
 SETTING = Setting(
     "live4_full",
-    ("A10",) * 4,
-    (_CONVERSATION, Phase("code", 7.0, 60.0), _CONVERSATION),
+    ("A100-SXM-80",) * 4,
+    (_CONVERSATION, Phase("code", 16.0 / SLOWDOWN, 120.0), _CONVERSATION),
     "least_load+split=full+power_of_two",
     2,
 )
-RATIOS = tuple(SETTING.ratios)
+RATIOS = (2, 3)
 
 
 def run_live(data: Path | None, ratios: Sequence[int] = RATIOS, seed: int = 1) -> dict[str, Any]:
-    """Every ratio and `predictive`, one suite after the other. Returns figures, aims and notes as every bench does."""
+    """The ratios and `predictive`, one suite after the other. Returns figures, aims and notes as every bench does."""
     workload = turning(SETTING.phases, LONGEST, seed, data)
     result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": [f"live: {len(workload)} requests a run"]}
-    runs = asyncio.run(_all(workload, ratios))
+    with tempfile.TemporaryDirectory(prefix="polyphase-roles-") as folder:
+        model_with_context(Path(folder) / "model", CONTEXT)
+        runs = asyncio.run(_all(workload, ratios, Path(folder)))
     judged(SETTING.name, SETTING, runs, result)
     return result
 
 
-async def _all(workload: Workload, ratios: Sequence[int]) -> list[Seen]:
-    runs = [await _run(f"{one}:{len(SETTING.accelerators) - one}", workload, one, "") for one in ratios]
-    return [*runs, await _run("predictive", workload, SETTING.prefills, "predictive")]
+async def _all(workload: Workload, ratios: Sequence[int], folder: Path) -> list[Seen]:
+    runs = [await _run(f"{one}:{len(SETTING.accelerators) - one}", workload, one, "", folder) for one in ratios]
+    return [*runs, await _run("predictive", workload, SETTING.prefills, "predictive", folder)]
 
 
-async def _run(label: str, workload: Workload, prefills: int, flips: str) -> Seen:
-    cluster = on_free_ports(Cluster.model_validate(cluster_of(prefills, flips)))
-    with tempfile.TemporaryDirectory(prefix="polyphase-roles-") as folder:
-        async with running_suite(cluster, Path(folder), Console(stderr=True)) as running:
-            return await running.supervisor.during(_serve(label, running, workload))
+async def _run(label: str, workload: Workload, prefills: int, flips: str, folder: Path) -> Seen:
+    cluster = on_free_ports(Cluster.model_validate(cluster_of(folder / "model", prefills, flips)))
+    async with running_suite(cluster, folder / label, Console(stderr=True)) as running:
+        return await running.supervisor.during(_serve(label, running, workload))
 
 
-def cluster_of(prefills: int, flips: str) -> dict[str, Any]:
+def cluster_of(model: Path, prefills: int, flips: str) -> dict[str, Any]:
     """The cluster file, with so many prefill instances and that policy of role flips."""
     count = len(SETTING.accelerators)
     placement, split, dispatch = "least_load", "full", "power_of_two"
     return {
+        **SERVICES,
         "name": "bench roles (emulated)",
-        "model": str(MODEL),
-        "served_model_name": "demo",
-        "max_model_len": 2048,
-        "predictor": {"enabled": False},
-        "dashboard": {"enabled": False},
+        "model": str(model),
+        "max_model_len": CONTEXT,
         "gateway": {"slo": {"default": {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s}}},
         "policies": {"placement": placement, "split": split, "dispatch": dispatch, "role_flip": flips or "off"},
-        "monitor": {"drain_timeout_s": 60.0},
+        "monitor": {"drain_timeout_s": 120.0},
         "instance_defaults": {
             "engine": "emulated",
-            "emulated_model": "Llama-2-13B",
-            "kv_cache_bytes": 24 << 30,
-            "chunk_size": 1024,
-            "max_seqs": 48,
+            "emulated_model": "Llama-3-8B",
+            "emulated_slowdown": SLOWDOWN,
+            "kv_cache_bytes": 50 << 30,
+            "chunk_size": 2048,
+            "max_seqs": 128,
         },
         "instances": [
             {"id": f"i{at}", "role": "prefill" if at < prefills else "decode", "accelerator": SETTING.accelerators[at]}

@@ -45,10 +45,13 @@ class Scenario:
         """In figures."""
         return f"{self.cluster}_{self.kind}"
 
-    def attained(self, policy: str, rate: float, requests: int) -> float:
-        """The share of requests within their SLO: `requests` of them at `rate` a second, under policies in words."""
-        run = with_words(run_of(self.cluster), policy)
-        result = simulate(self.workload(rate, requests), instances(self.cluster), run)
+    def attained(self, policy: str, rate: float, requests: int, head: int | None = None) -> float:
+        """The share of requests within their SLO: `requests` of them at `rate` a second, under policies in words.
+
+        head: only the first so many of them are sent, and counted.
+        """
+        run, workload = with_words(run_of(self.cluster), policy), self.workload(rate, requests)
+        result = simulate(workload if head is None else workload.head(head), instances(self.cluster), run)
         return attainment(result.outcomes, SLO).both
 
     def workload(self, rate: float, requests: int) -> Workload:
@@ -86,16 +89,16 @@ def _file(cluster: str) -> Path:
     return Path(__file__).with_name("clusters") / f"{cluster}.yaml"
 
 
-def learned(spec: InstanceSpec, rng: Random) -> InstanceSpec:
-    """It with the rates that it would have learned of itself, from noisy steps."""
+def learned(spec: InstanceSpec, rng: Random, noise: float = NOISE, start_off: float = START_OFF) -> InstanceSpec:
+    """It with the rates that it would have learned of itself, from steps that vary so much, and by such a start."""
     start, budget, seats = spec.rates.step, spec.limits.batched_tokens, spec.limits.sequences
     assert start is not None
-    learner = StepLearner(_times(start, START_OFF), budget, seats)
+    learner = StepLearner(_times(start, start_off), budget, seats)
     batches = [batch for of_kind in profile_batches(budget, seats).values() for batch in of_kind]
     now = 0.0
     for _ in range(LEARNED_STEPS):
         batch = rng.choice(batches)
-        seconds = spec.model.step_time_s(batch) * rng.lognormvariate(0.0, NOISE)
+        seconds = spec.model.step_time_s(batch) * rng.lognormvariate(0.0, noise)
         now += seconds
         learner.add(batch, seconds, now)
     rates = rates_of_steps(learner.rates(now), budget)

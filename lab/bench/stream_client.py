@@ -27,7 +27,7 @@ class Refused(StreamFailed):
 
 
 async def stream_completion(
-    host: str, port: int, body: dict[str, object], api_key: str = "", slo: str = ""
+    host: str, port: int, body: dict[str, object], api_key: str = "", slo: str = "", path: str = "/v1/completions"
 ) -> StreamResult:
     """Send one streaming request on a connection of its own and read it to the end. slo: its class, "" for the default.
 
@@ -38,8 +38,10 @@ async def stream_completion(
     try:
         began = time.perf_counter()
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
-            b"Connection: close\r\n%sContent-Length: %d\r\n\r\n" % (_headers(api_key, slo), len(payload)) + payload
+            b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+            b"Connection: close\r\n%sContent-Length: %d\r\n\r\n"
+            % (path.encode(), _headers(api_key, slo), len(payload))
+            + payload
         )
         status = await reader.readline()
         if b" 429 " in status:

@@ -32,13 +32,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One greedy completion to ask for. `salt` keeps it apart from prefix caches; a request id finds it again."""
+    """One greedy completion to ask for. `salt` keeps it apart from prefix caches; a request id finds it again.
+
+    slo: its class, "" for the default; only streams take it.
+    """
 
     prompt: list[int] | str
     max_tokens: int
     request_id: str
     salt: str = ""
     ignore_eos: bool = True
+    slo: str = ""
 
     def body(self, model: str, stream: bool) -> dict[str, Any]:
         """The JSON to send."""
@@ -114,7 +118,8 @@ class ApiClient:
     async def streaming(self, ask: Ask) -> AsyncIterator[AsyncIterator[Answer]]:
         """The answer so far, after each event; leaving the block early disconnects."""
         body, began = ask.body(self.model, stream=True), time.monotonic()
-        async with self._http.stream("POST", "/v1/completions", json=body) as response:
+        headers = {"X-Polyphase-SLO": ask.slo} if ask.slo else {}
+        async with self._http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             if not response.is_success:
                 await response.aread()
                 _checked(response)

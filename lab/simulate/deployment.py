@@ -15,12 +15,14 @@ from shared.cost.geometry import ModelGeometry
 from shared.cost.library import Library
 from shared.cost.linear import rates_of
 from shared.cost.memory import require_fit
-from shared.cost.rates_file import CalibratedKind, merged_rates
+from shared.cost.rates_file import CalibratedKind, ScaledSteps, merged_rates, scaled_rates
 from shared.cost.step import Batch, StepModel
+from shared.cost.step_rates import step_rates_of
 from shared.cost.transfer import Link
 from shared.domain.job import Slo
 from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest, PolyphaseError
+from shared.policy.chunk_size import ChunkBounds, chunk_tokens
 from shared.policy.written import from_file
 from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, StepTimes
@@ -104,14 +106,16 @@ class _Maker:
         longest = entry.max_model_len or self._read.max_model_len or self._geometry.max_position
         kv_bytes = self._geometry.kv_bytes_per_token(bytes_of(model.kv_dtype))
         staging = entry.staging_bytes
+        times = self._times(entry, model)
+        chunk = _chunk_size(entry, times)
         return InstanceSpec(
             instance_id=entry.name,
-            model=self._times(entry, model),
+            model=times,
             role=entry.role,
             kv_tokens=_kv_tokens(entry, device, self._geometry, kv_bytes, longest),
             kv_bytes_per_token=kv_bytes,
             limits=EngineLimits(
-                batched_tokens=entry.chunk_size,
+                batched_tokens=chunk,
                 sequences=entry.max_seqs,
                 block_tokens=entry.block_size,
                 max_model_len=longest,
@@ -126,7 +130,7 @@ class _Maker:
             lanes=entry.pipeline_parallel,
             staging_tokens=staging and _tokens_in(staging, entry, self._geometry, kv_bytes),
             max_prefills=entry.max_prefills,
-            rates=self._reported(entry, model, price),
+            rates=self._reported(entry, model, price, chunk),
         )
 
     def _model(self, entry: InstanceEntry, device: Accelerator) -> StepModel:
@@ -146,25 +150,36 @@ class _Maker:
     def _times(self, entry: InstanceEntry, model: StepModel) -> StepTimes:
         """An emulated engine takes the times that it is told, a real one those that were measured."""
         if entry.step_s:
-            return FixedSteps(entry.step_s, entry.prefill_s_per_token)
+            return FixedSteps(entry.slowdown * entry.step_s, entry.slowdown * entry.prefill_s_per_token)
         found = self._measured.get(entry.name)
-        return model if found is None or found.kind.engine == "emulated" else found.step_times(self._library)
+        if found is not None and found.kind.engine != "emulated":
+            return found.step_times(self._library)
+        return model if entry.slowdown == 1.0 else ScaledSteps(model, entry.slowdown)
 
-    def _reported(self, entry: InstanceEntry, model: StepModel, price: float) -> Rates:
+    def _reported(self, entry: InstanceEntry, model: StepModel, price: float, chunk: int) -> Rates:
         """What policies get to know of its speed."""
         if entry.name not in self._measured:
-            return self._fitted(entry, model, price)
+            return self._fitted(entry, model, price, chunk)
         found, known = self._measured[entry.name], Rates(price_per_hour=price, weight=entry.weight)
         return known if found is None else merged_rates(known, found.rates)
 
-    def _fitted(self, entry: InstanceEntry, model: StepModel, price: float) -> Rates:
+    def _fitted(self, entry: InstanceEntry, model: StepModel, price: float, chunk: int) -> Rates:
         if entry.step_s:
-            rates = fixed_step_rates(entry.step_s, entry.prefill_s_per_token, entry.chunk_size)
-            return msgspec.structs.replace(rates, price_per_hour=price, weight=entry.weight)
-        key = (id(model), entry.chunk_size, price, entry.weight)
+            rates = fixed_step_rates(entry.step_s, entry.prefill_s_per_token, chunk)
+            rates = msgspec.structs.replace(rates, price_per_hour=price, weight=entry.weight)
+            return scaled_rates(rates, entry.slowdown)
+        key = (id(model), chunk, price, entry.weight, entry.slowdown)
         if key not in self._rates:
-            self._rates[key] = rates_of(model, entry.chunk_size, price, entry.weight)
+            self._rates[key] = scaled_rates(rates_of(model, chunk, price, entry.weight), entry.slowdown)
         return self._rates[key]
+
+
+def _chunk_size(entry: InstanceEntry, times: StepTimes) -> int:
+    """What the entry says; with `auto` what a worker comes to that has learned these times."""
+    if isinstance(entry.chunk_size, int):
+        return entry.chunk_size
+    form = step_rates_of(times.step_time_s, entry.max_chunk_size).prefill
+    return chunk_tokens(form, ChunkBounds.of(entry.max_chunk_size, entry.max_seqs, entry.block_size))
 
 
 def _kv_tokens(
@@ -207,8 +222,8 @@ def _link(entry: InstanceEntry, device: Accelerator, links: Mapping[str, LinkEnt
     if isinstance(said, str):
         said = links[said]
     if said is None:
-        return Link(device.links.network * entry.tensor_parallel * entry.pipeline_parallel)
-    return Link(said.gbps * 1e9 / 8.0, said.latency_s, said.efficiency)
+        return Link(device.links.network * entry.tensor_parallel * entry.pipeline_parallel / entry.slowdown)
+    return Link(said.gbps * 1e9 / 8.0 / entry.slowdown, said.latency_s, said.efficiency)
 
 
 @dataclass(frozen=True, slots=True)

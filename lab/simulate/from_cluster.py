@@ -66,18 +66,7 @@ def read_cluster(file: Path) -> ClusterRead:
         "instances": [entry.as_instance() for entry in entries],
         "policies": cluster.policies,
         "slo": gateway.slo["default"].model_dump(include=set(SloEntry.model_fields)),
-        "run": {
-            "codec": gateway.kv_codec,
-            "patience_s": gateway.patience_s,
-            "job_timeout_s": gateway.job_timeout_s,
-            "max_queued_jobs": gateway.max_queued_jobs,
-            "max_queued_tokens": gateway.max_queued_tokens,
-            "broadcast_s": monitor.broadcast_period_s,
-            "role_flip_every_s": monitor.role_flip_period_s,
-            "role_flip_respects_s": monitor.role_flip_respects_s,
-            "drain_timeout_s": monitor.drain_timeout_s,
-            "streaming": not all(entry.emulated for entry in entries),
-        },
+        "run": {**_run(gateway, monitor), "streaming": not all(entry.emulated for entry in entries)},
     }
     try:
         sim = SimFile.model_validate(data)
@@ -85,6 +74,21 @@ def read_cluster(file: Path) -> ClusterRead:
         raise InvalidRequest(describe(file, error)) from error
     found = [(entry.name, entry.measured()) for entry in entries if entry.measurable]
     return ClusterRead(sim, dict(found))
+
+
+def _run(gateway: GatewaySettings, monitor: MonitorSettings) -> dict[str, Any]:
+    """What the settings of gateway and monitor mean to a run."""
+    return {
+        "codec": gateway.kv_codec,
+        "patience_s": gateway.patience_s,
+        "job_timeout_s": gateway.job_timeout_s,
+        "max_queued_jobs": gateway.max_queued_jobs,
+        "max_queued_tokens": gateway.max_queued_tokens,
+        "broadcast_s": monitor.broadcast_period_s,
+        "role_flip_every_s": monitor.role_flip_period_s,
+        "role_flip_respects_s": monitor.role_flip_respects_s,
+        "drain_timeout_s": monitor.drain_timeout_s,
+    }
 
 
 class _Entry:
@@ -119,6 +123,7 @@ class _Entry:
             "dtype": s.dtype,
             "tensor_parallel": s.tensor_parallel,
             "chunk_size": s.chunk_size,
+            "max_chunk_size": s.max_chunk_size,
             "max_seqs": s.max_seqs,
             "block_size": s.block_size,
             "max_model_len": s.max_model_len,
@@ -126,6 +131,7 @@ class _Entry:
             "kv_cache_bytes": s.kv_cache_bytes * (1 if self.emulated else s.tensor_parallel),  # vLLM's is one rank's
             "prefix_cache": s.emulated_prefix_cache if self.emulated else bool(args.get("enable_prefix_caching", True)),
             "link": {"gbps": s.emulated_link_gbps} if s.emulated_link_gbps else None,
+            "slowdown": s.emulated_slowdown if self.emulated else 1.0,
             "step_s": s.emulated_step_s if self.emulated else None,
             "prefill_s_per_token": (s.emulated_prefill_s_per_token or 0.0) if self.emulated else 0.0,
         }

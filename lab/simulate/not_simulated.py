@@ -74,6 +74,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "api_keys_file": "requests of a trace have no keys",
         "caller_share": "requests of a trace have no keys",
         "grammar_cpu_s": "requests of a trace have no grammars",
+        "service_tiers": "all requests are of the class default",
         "max_delayed_jobs": _LINES,
         "max_delayed_tokens": _LINES,
         "max_body_bytes": _BODIES,

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from services.launcher.cluster_file import CLUSTERS, describe
+from services.worker.settings import ChunkSetting
 from shared.cost.data_file import read_yaml
 from shared.cost.memory import RESERVE_BYTES, UTILISATION
 from shared.domain.instance import Role
@@ -97,7 +98,9 @@ class InstanceEntry(_Part):
     kv_cache_bytes: KV over all of its accelerators; by default what the memory leaves beside the weights.
     staging_bytes: host memory for KV of prompts that is not sent yet, over all of its accelerators; by default any.
     price_usd_hour: of one accelerator. link: a name of `links`, or one in place; by default `links.default`, else the
-    catalogue's network for each of its accelerators. step_s, prefill_s_per_token: fixed times instead of the model's.
+    catalogue's network for each of its accelerators. chunk_size: tokens of a step; `auto`: as many as saturate it, at
+    most `max_chunk_size`. step_s, prefill_s_per_token: fixed times instead of the model's. slowdown: its steps and its
+    link take so many times as long.
     """
 
     id: Id | None = None
@@ -111,7 +114,8 @@ class InstanceEntry(_Part):
     kv_cache_bytes: Count | None = None
     memory_utilisation: Annotated[float, Field(gt=0, le=1)] = UTILISATION
     reserve_bytes: Seconds = RESERVE_BYTES
-    chunk_size: Count = 2048
+    chunk_size: ChunkSetting = 2048
+    max_chunk_size: Count = 2048
     max_seqs: Count = 256
     block_size: Count = 16
     max_model_len: Count | None = None
@@ -125,6 +129,7 @@ class InstanceEntry(_Part):
     link: str | LinkEntry | None = None
     step_s: Positive | None = None
     prefill_s_per_token: Seconds = 0.0
+    slowdown: Positive = 1.0
 
     @property
     def name(self) -> str:

@@ -63,6 +63,15 @@ def test_v2(tmp_path: Path) -> None:
     assert not group.path.exists()
 
 
+def test_a_quota_changes_while_it_holds(tmp_path: Path) -> None:
+    v1(tmp_path)
+    with cpu_quota("slow", 0.5, tmp_path) as group:
+        group.limit(0.25)
+        assert (group.path / "cpu.cfs_quota_us").read_text() == str(round(0.25 * PERIOD_US))
+        with pytest.raises(InvalidRequest, match=r"a quota of 0\.01 cores"):
+            group.limit(0.01)
+
+
 def test_a_process_with_its_children_is_held(tmp_path: Path) -> None:
     v1(tmp_path)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as held:

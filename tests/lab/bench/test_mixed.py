@@ -254,6 +254,16 @@ def test_adaptive_is_not_behind_and_uses_both_in_the_simulated_pair(lengths: Wor
     assert jct["adaptive"] < 1.03 * jct["cronus"]
 
 
+def test_requests_go_in_the_simulator_where_their_turn_sent_them_on_the_engines() -> None:
+    few = Load("at", 0.5, Workload("x", np.arange(6) * 60.0, np.full(6, 300), np.full(6, 20)))
+    ttft_s = {
+        way: twin().run(DATA_PARALLEL, few, few.workload, [FAST] * fast + [SLOW] * (6 - fast)).ttft_mean_s
+        for way, fast in (("fast", 6), ("half", 3), ("slow", 0))
+    }
+    assert ttft_s["slow"] > 1.5 * ttft_s["fast"]
+    assert ttft_s["half"] == pytest.approx((ttft_s["fast"] + ttft_s["slow"]) / 2.0)
+
+
 def test_a_pipeline_is_simulated(lengths: Workload) -> None:
     means = twin().pipeline(burst(lengths, 20, 3), lengths)
     alone = twin().run(HIGH_LOW, burst(lengths, 20, 3), lengths)

@@ -11,6 +11,7 @@ from services.worker.engines.emulated import fixed_step_rates
 from shared.cost.catalogue import Catalogue
 from shared.cost.efficiency import SHIPPED
 from shared.cost.library import Library
+from shared.cost.linear import rates_of
 from shared.cost.memory import kv_capacity_tokens
 from shared.cost.step import Batch
 from shared.domain.instance import Role
@@ -21,6 +22,7 @@ from shared.sim.spec import Flip, Loss
 
 A100 = {"id": "p", "accelerator": "A100-SXM-80", "count": 2, "role": "prefill"}
 A10 = {"id": "d", "accelerator": "A10", "role": "decode", "tensor_parallel": 2}
+FIXED: dict[str, Any] = {"step_s": 0.01, "prefill_s_per_token": 1e-4}
 SMALL: dict[str, Any] = {"model": "Llama-3-8B", "instances": [A100, A10]}
 
 
@@ -137,7 +139,7 @@ def test_the_shipped_real_cluster_uses_its_models_own_config() -> None:
 
 
 def test_fixed_steps(tmp_path: Path) -> None:
-    entry = {**A100, "step_s": 0.01, "prefill_s_per_token": 1e-4}
+    entry = {**A100, **FIXED}
     spec = load_deployment(write(tmp_path, instances=[entry])).instances[0]
     assert spec.model == FixedSteps(0.01, 1e-4)
     assert spec.model.step_time_s(Batch(((100, 0),), 3, 30)) == pytest.approx(0.02)
@@ -146,6 +148,19 @@ def test_fixed_steps(tmp_path: Path) -> None:
     told = fixed_step_rates(0.01, 1e-4, 2048)  # as an emulated instance with such steps reports them
     assert (spec.rates.prefill, spec.rates.chunked, spec.rates.batch) == (told.prefill, told.chunked, told.batch)
     assert spec.rates.price_per_hour == spec.price_per_hour
+
+
+def test_a_chunk_size_of_its_own(tmp_path: Path) -> None:
+    entries = [{**one, "chunk_size": "auto", "max_seqs": 64} for one in (A100, A10, {**A100, "id": "f", **FIXED})]
+    made = {spec.instance_id: spec for spec in load_deployment(write(tmp_path, instances=entries)).instances}
+    chunks = {name: spec.limits.batched_tokens for name, spec in made.items()}
+    # Fixed steps have no attention: 10 ms / 0.1 ms × 0.9 / 0.1, in blocks of 16.
+    assert chunks == {"p-0": 640, "p-1": 640, "d": chunks["d"], "f-0": 912, "f-1": 912}
+    assert 512 <= chunks["d"] <= 1024
+    model = Library.built_in().step_model("A100-SXM-80", "Llama-3-8B")
+    assert made["p-0"].rates.prefill == rates_of(model, 640).prefill  # what policies know is of these chunks
+    bounded = [{**A100, "chunk_size": "auto", "max_chunk_size": 400, "max_seqs": 64}]
+    assert load_deployment(write(tmp_path, instances=bounded)).instances[0].limits.batched_tokens == 400
 
 
 @pytest.mark.parametrize(

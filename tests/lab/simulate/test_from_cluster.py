@@ -10,6 +10,7 @@ from lab.simulate.deployment import load_deployment
 from lab.simulate.from_cluster import read_cluster
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind
+from shared.cost.step import Batch
 from shared.domain.kv import Codec
 from shared.domain.rates import PartialPrefillCost, Rates
 from shared.errors import InvalidRequest, NotFound
@@ -80,6 +81,19 @@ def test_emulated_links_and_fixed_steps(tmp_path: Path) -> None:
     assert first.link.gbps == 25
     assert (first.step_s, first.prefill_s_per_token) == (0.01, 1e-5)
     assert read_cluster(write(tmp_path)).sim.instances[0].link is None
+
+
+@pytest.mark.parametrize("more", [{}, {"emulated_link_gbps": 25}, {"emulated_step_s": 0.01}])
+def test_a_slowed_engine_takes_as_long_for_steps_and_its_link_and_says_so(tmp_path: Path, more: dict[str, Any]) -> None:
+    plain = load_deployment(write(tmp_path, instance_defaults={**DEFAULTS, **more})).instances[0]
+    defaults = {**DEFAULTS, **more, "emulated_slowdown": 4.0}
+    slow = load_deployment(write(tmp_path, instance_defaults=defaults)).instances[0]
+    batch = Batch(((100, 0),), 4, 2_000)
+    assert slow.model.step_time_s(batch) == pytest.approx(4.0 * plain.model.step_time_s(batch))
+    assert slow.link.bandwidth_bytes_s == pytest.approx(plain.link.bandwidth_bytes_s / 4.0)
+    assert plain.rates.step is not None
+    assert slow.rates.step is not None
+    assert slow.rates.step.decode_s(4, 2_000) == pytest.approx(4.0 * plain.rates.step.decode_s(4, 2_000))
 
 
 def test_disabled_instances_are_left_out(tmp_path: Path) -> None:

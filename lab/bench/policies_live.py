@@ -1,0 +1,180 @@
+"""Three scenarios of `bench policies` on live emulated instances, and simulated from the same cluster file.
+
+The clusters would stream more tokens than this machine can carry: all their times, and the targets of their requests,
+are so many times as long that about TOKENS_PER_S come. Each at SHARE of the goodput that the simulator finds for
+`adaptive`, under `adaptive` and under fixed policies. What policies know of lengths is what clients ask for at most,
+here what they get: an emulated engine ends no answer earlier.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import yaml
+from rich.console import Console
+
+from lab.bench.live import Round, judged
+from lab.bench.live_clusters import PLAIN, SERVICES, Variant, model_with_context
+from lab.bench.live_replay import Means, Replay, send
+from lab.bench.policies import named
+from lab.bench.policies_search import goodput
+from lab.bench.scenarios import SLO, TARGET, Scenario, instances, learned
+from lab.calibrate.target import Target
+from lab.calibrate.traffic import Sample, Traffic
+from lab.demo.run import on_free_ports
+from lab.simulate.deployment import load_deployment
+from services.launcher.cluster_file import load_cluster
+from services.launcher.up import RunningSuite, running_suite
+from shared.domain.job import Slo
+from shared.sim.cluster import simulate
+from shared.sim.metrics import attainment, summary
+from shared.sim.workload import Workload
+
+SCENARIOS = (Scenario("equal", "conversation"), Scenario("fast_slow", "code"), Scenario("prefill_heavy", "mixed"))
+ADAPTIVE = Variant("adaptive", dict.fromkeys(PLAIN, "adaptive"))
+FIXED = Variant("fixed", {**PLAIN, "split": "cronus"})
+SHARE = 0.7  # of goodput
+LASTS_S = 15.0  # of arrivals, in the time of the accelerators
+TOKENS_PER_S = 1_800.0
+LEAST_FACTOR = 3.0  # what the services add is small beside the accelerators' times, as it is in a real cluster
+FEWEST, FROM_PER_S, STEP = 600, 16.0, 1.02  # requests and rates to find goodput with
+CONTEXT = 16384
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Slowed:
+    """A scenario `factor` times as slow. file: its cluster, to be started and to be simulated."""
+
+    scenario: Scenario
+    file: Path
+    workload: Workload
+    factor: float
+    variants: tuple[Variant, ...] = (ADAPTIVE, FIXED)
+
+    @property
+    def name(self) -> str:
+        """In figures."""
+        return f"live_{self.scenario.name}"
+
+    @property
+    def slo(self) -> Slo:
+        """Targets as slow as the instances."""
+        return slowed_slo(self.factor)
+
+
+def run_policies_live(names: Sequence[str] = ()) -> dict[str, Any]:
+    """Figures, aims and notes, as every bench gives them; of SCENARIOS without any names."""
+    scenarios = named(names) if names else SCENARIOS
+    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": []}
+    with tempfile.TemporaryDirectory(prefix="polyphase-policies-") as name:
+        folder = Path(name)
+        model_with_context(folder / "model", CONTEXT)
+        for scenario in scenarios:
+            one = slowed(scenario, folder)
+            pairs, shares = asyncio.run(_measured(one, folder / "state" / scenario.name))
+            found = judged(one, [Round((), pairs)])
+            rate = {f"{one.name}_rate_per_s": one.workload.rate, f"{one.name}_times_as_slow": one.factor}
+            result["figures"] |= rate | shares | found["figures"]
+            result["aims"] |= found["aims"]
+            result["notes"].append(f"{one.name}: {len(one.workload)} requests a run; milliseconds as slow as the rest")
+    return result
+
+
+def slowed(scenario: Scenario, folder: Path) -> Slowed:
+    """The scenario so slow that this machine can serve it, with its cluster file in `folder`."""
+    rate = SHARE * goodput(lambda rate: _attained(scenario, rate, folder), FROM_PER_S, STEP)
+    requests = max(50, round(LASTS_S * rate))
+    workload = scenario.workload(rate, requests)
+    factor = float(max(LEAST_FACTOR, np.ceil(rate * float(workload.output_tokens.mean()) / TOKENS_PER_S)))
+    file = cluster_into(folder, scenario, factor)
+    return Slowed(scenario, file, workload.with_arrivals(factor * workload.arrival_s), factor)
+
+
+def slowed_slo(factor: float) -> Slo:
+    """The scenarios' targets, `factor` times as long."""
+    return msgspec.structs.replace(SLO, ttft_s=factor * SLO.ttft_s, tpot_s=factor * SLO.tpot_s)
+
+
+def cluster_into(folder: Path, scenario: Scenario, factor: float) -> Path:
+    """A cluster file with the scenario's instances, `factor` times as slow. Returns it."""
+    slo = slowed_slo(factor)
+    entries = [
+        {
+            "id": one.instance_id,
+            "role": one.role.value,
+            "accelerator": one.accelerator,
+            "chunk_size": one.limits.batched_tokens,
+            "max_seqs": one.limits.sequences,
+            "kv_cache_bytes": int(one.kv_tokens * one.kv_bytes_per_token),
+            "emulated_link_gbps": one.link.bandwidth_bytes_s * 8e-9,
+        }
+        for one in instances(scenario.cluster)
+    ]
+    cluster = {
+        **SERVICES,
+        "name": f"bench policies ({scenario.cluster})",
+        "model": str(folder / "model"),
+        "max_model_len": CONTEXT,
+        "gateway": {"slo": {"default": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}}},
+        "instance_defaults": {"engine": "emulated", "emulated_model": "Llama-3-8B", "emulated_slowdown": factor},
+        "instances": entries,
+    }
+    file = folder / f"{scenario.name}-{factor:g}.yaml"
+    file.write_text(yaml.safe_dump(cluster))
+    return file
+
+
+def _attained(scenario: Scenario, rate: float, folder: Path) -> bool:
+    deployment = load_deployment(cluster_into(folder, scenario, 1.0))
+    run = replace(deployment.run, policies=ADAPTIVE.policies())
+    workload = scenario.workload(rate, max(FEWEST, round(LASTS_S * rate)))
+    return attainment(simulate(workload, deployment.instances, run).outcomes, SLO).both >= TARGET
+
+
+async def _measured(one: Slowed, folder: Path) -> tuple[dict[str, tuple[Replay, Means]], dict[str, float]]:
+    """By variant what was live and what was simulated; and the shares of requests within their targets."""
+    console = Console(stderr=True)
+    async with running_suite(on_free_ports(load_cluster(one.file)), folder, console) as running:
+        return await running.supervisor.during(_compared(one, running, console))
+
+
+async def _compared(
+    one: Slowed, running: RunningSuite, console: Console
+) -> tuple[dict[str, tuple[Replay, Means]], dict[str, float]]:
+    target = Target.local(running.suite.state)
+    traffic = await Traffic.to(target, SEED)
+    pairs, shares = {}, {}
+    for variant in one.variants:
+        samples, foreign_cores = await send(target, traffic, one.workload, variant)
+        await running.suite.wait_idle()
+        said, attained = await asyncio.to_thread(simulated, one, variant)
+        pairs[variant.label] = (Replay(Means.of(samples), foreign_cores), said)
+        shares[f"{one.name}_{variant.label}_share_live"] = round(share_within(samples, one.slo), 4)
+        shares[f"{one.name}_{variant.label}_share_simulated"] = round(attained, 4)
+        console.print(f"{one.name}, {variant.label}: {pairs[variant.label]}", soft_wrap=True)
+    return pairs, shares
+
+
+def simulated(one: Slowed, variant: Variant) -> tuple[Means, float]:
+    """Means, and the share of requests within their targets, of the cluster file in virtual time.
+
+    Each instance tells what it would have learned, of steps that take what they should: the papers' costs are derived
+    from that, and not quite those of the catalogue.
+    """
+    deployment, rng = load_deployment(one.file), Random(SEED)
+    known = [learned(spec, rng, noise=0.0, start_off=1.0) for spec in deployment.instances]
+    result = simulate(one.workload, known, replace(deployment.run, policies=variant.policies()))
+    return Means.of_summary(summary(result, one.slo)), attainment(result.outcomes, one.slo).both
+
+
+def share_within(samples: Sequence[Sample], slo: Slo) -> float:
+    """The share of requests within their targets."""
+    met = [one.ttft_s <= slo.ttft_s and (one.tpot_s or 0.0) <= slo.tpot_s for one in samples]
+    return sum(met) / len(met)
