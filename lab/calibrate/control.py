@@ -28,6 +28,8 @@ def control_plane(
 
     TTFT = gateway_s + hop_s + wait and steps of the prefill instance + token_s, of which the steps are known: so the
     sum of the three is right, and what does not show apart (a worker's own work before and after) is in gateway_s.
+    Hops are seen between the instances, of other requests: one that waited for a core there must not take more than
+    all that TTFT leaves.
     Raises Unavailable when too few requests went the usual way.
     """
     handovers = _handovers(moderate, timelines, steps)
@@ -36,11 +38,11 @@ def control_plane(
     added = _added(moderate, timelines, steps)
     if not handovers or not added:
         raise Unavailable("no request went through prefill, transfer and decode undisturbed; is the cluster in use?")
-    hop_s = fmean(one.hop_s for one in handovers)
     token_s = fmean(token for _, token in added)
-    gateway_s = max(0.0, fmean(before for before, _ in added) - hop_s - token_s)
+    before_s = max(0.0, fmean(before for before, _ in added) - token_s)
+    hop_s = min(fmean(one.hop_s for one in handovers), before_s)
     latency_s, bytes_s = _link(handovers)
-    return ControlPlane(gateway_s, hop_s, token_s, latency_s, bytes_s)
+    return ControlPlane(before_s - hop_s, hop_s, token_s, latency_s, bytes_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,14 @@ class Made:
         self.steps: defaultdict[str, list[StepRecord]] = defaultdict(list)
         self.now = 1000.0
 
-    def request(self, moved: int, outcome: TransferOutcome = TransferOutcome.PULLED) -> Sample:
+    def request(
+        self, moved: int, outcome: TransferOutcome = TransferOutcome.PULLED, handover_s: float = HOP
+    ) -> Sample:
         name = f"r{len(self.timelines)}"
         sent = self.now = self.now + 1.0
         queued = sent + GATEWAY + HOP
         prefilled = self.step("p0", queued, PREFILL_S, ((100, 0),))
-        pulled = prefilled + HOP
+        pulled = prefilled + handover_s
         ready = pulled + LATENCY + moved / BYTES_S
         first = self.step("d0", ready, DECODE_S)
         last = self.step("d0", first, DECODE_S)
@@ -65,6 +67,15 @@ def test_every_part_is_found() -> None:
     assert found.gateway_s == pytest.approx(GATEWAY, rel=0.01)
     assert found.link_latency_s == pytest.approx(LATENCY, rel=0.01)
     assert found.link_bytes_s == pytest.approx(BYTES_S, rel=0.01)
+
+
+def test_a_handover_that_waited_for_a_core_takes_no_more_than_ttft_leaves() -> None:
+    made = Made()
+    samples = [made.request(moved) for moved in (1000, 5000, 9000)]
+    samples.append(made.request(13000, handover_s=0.1))
+    found = control_plane(samples, samples, made.timelines, made.steps)
+    assert found.gateway_s + found.hop_s == pytest.approx(GATEWAY + HOP, rel=0.01)
+    assert found.token_s == pytest.approx(TOKEN, rel=0.01)
 
 
 def test_a_link_whose_speed_does_not_show() -> None:

@@ -69,6 +69,9 @@ async def test_it_finds_the_emulated_times_again(tmp_path: Path) -> None:
     assert instances[0].rates.prefill is not None
     assert known.rates.prefill.time_s(1000) == pytest.approx(instances[0].rates.prefill.time_s(1000), rel=0.25)
     assert found.control.link_bytes_s == pytest.approx(LINK_BYTES_S, rel=0.5)
-    assert 0 < found.control.gateway_s < 0.1
+    control = found.control
+    assert min(control.gateway_s, control.hop_s, control.token_s) >= 0
+    assert 0 < control.gateway_s + control.hop_s < 0.1
+    assert 0 < control.token_s < 0.1
     with pytest.raises(NotFound):
         found.of(Kind.of(instances[0], 2))
