@@ -23,9 +23,7 @@ class Made:
         self.steps: defaultdict[str, list[StepRecord]] = defaultdict(list)
         self.now = 1000.0
 
-    def request(
-        self, moved: int, outcome: TransferOutcome = TransferOutcome.PULLED, handover_s: float = HOP
-    ) -> Sample:
+    def request(self, moved: int, outcome: TransferOutcome = TransferOutcome.PULLED, handover_s: float = HOP) -> Sample:
         name = f"r{len(self.timelines)}"
         sent = self.now = self.now + 1.0
         queued = sent + GATEWAY + HOP
