@@ -1,22 +1,20 @@
 """Instances and a run, as the simulator takes them, made of what a file says."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from lab.simulate.from_cluster import read_cluster
 from lab.simulate.policy_words import with_policies
-from lab.simulate.sim_file import InstanceEntry, LinkEntry, SimFile, find_file, is_sim_file, load_sim_file
+from lab.simulate.sim_file import InstanceEntry, SimFile, find_file, is_sim_file, load_sim_file
 from services.worker.engines.emulated import fixed_step_rates
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.geometry import ModelGeometry
 from shared.cost.library import Library
-from shared.cost.linear import rates_of
-from shared.cost.memory import require_fit
 from shared.cost.rates_file import CalibratedKind, ScaledSteps, merged_rates, scaled_rates
-from shared.cost.step import Batch, StepModel
+from shared.cost.step import Batch
 from shared.cost.step_rates import step_rates_of
 from shared.cost.transfer import Link
 from shared.domain.job import Slo
@@ -24,6 +22,9 @@ from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest, PolyphaseError
 from shared.policy.chunk_size import ChunkBounds, chunk_tokens
 from shared.policy.written import from_file
+from shared.sim.kinds import HOP_LATENCY_S, EngineKind, Stage, Workshop, even_layers
+from shared.sim.network import Network
+from shared.sim.network_file import INSIDE_EFFICIENCY, LinkEntry
 from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, StepTimes
 
@@ -50,7 +51,12 @@ def load_deployment(file: Path, calibration: Path | None = None) -> Deployment:
     if calibration is not None:
         read = read.model_copy(update={"calibration": calibration})
     maker = _Maker(read, file, {} if cluster is None else cluster.measured)
-    return Deployment(read.name or file.stem, read.model, maker.instances(), _run(read, file))
+    instances = maker.instances()
+    try:
+        network = maker.network()
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{file}: {error.message}") from error
+    return Deployment(read.name or file.stem, read.model, instances, replace(_run(read, file), network=network))
 
 
 def _run(read: SimFile, file: Path) -> RunSpec:
@@ -81,11 +87,9 @@ class _Maker:
         self._file = file
         self._library = Library.built_in(read.accelerators, read.calibration)
         try:
-            self._geometry = self._library.geometry(read.model)
+            self._shop = Workshop(self._library, self._library.geometry(read.model))
         except PolyphaseError as error:
             raise type(error)(f"{file}: model: {error.message}") from error
-        self._models: dict[tuple[object, ...], StepModel] = {}
-        self._rates: dict[tuple[object, ...], Rates] = {}
 
     def instances(self) -> tuple[InstanceSpec, ...]:
         """All of them, in the order of the file."""
@@ -98,21 +102,32 @@ class _Maker:
             made += [one.renamed(name) for name in entry.ids]
         return tuple(made)
 
+    def network(self) -> Network:
+        """Between the nodes on which instances stand; inside of one, where the file says nothing, the scale-up link."""
+        said, nodes = self._read.network, {entry.node: entry for entry in self._read.instances if entry.node}
+        if said is None:
+            return Network()
+        devices = {name: self._shop.device(entry.accelerator) for name, entry in nodes.items()}
+        inside = {
+            name: Link(device.links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY) for name, device in devices.items()
+        }
+        return said.network(sorted(nodes), inside)
+
     def _instance(self, entry: InstanceEntry) -> InstanceSpec:
-        device = self._library.catalogue.get(entry.accelerator)
-        ranks = entry.tensor_parallel * entry.pipeline_parallel
-        price = ranks * (device.price_usd_hour if entry.price_usd_hour is None else entry.price_usd_hour)
-        model = self._model(entry, device)
-        longest = entry.max_model_len or self._read.max_model_len or self._geometry.max_position
-        kv_bytes = self._geometry.kv_bytes_per_token(bytes_of(model.kv_dtype))
+        kind = _kind(entry, self._shop)
+        device, ranks = self._shop.device(kind.stages[0].accelerator), kind.accelerators
+        price = self._shop.price_usd_hour(kind) if entry.price_usd_hour is None else ranks * entry.price_usd_hour
+        geometry = self._shop.geometry
+        longest = entry.max_model_len or self._read.max_model_len or geometry.max_position
+        kv_bytes = geometry.kv_bytes_per_token(bytes_of(self._shop.kv_dtype(kind)))
         staging = entry.staging_bytes
-        times = self._times(entry, model)
+        times = self._times(entry, kind)
         chunk = _chunk_size(entry, times)
         return InstanceSpec(
             instance_id=entry.name,
             model=times,
             role=entry.role,
-            kv_tokens=_kv_tokens(entry, device, self._geometry, kv_bytes, longest),
+            kv_tokens=_kv_tokens(entry, kind, self._shop, kv_bytes, longest),
             kv_bytes_per_token=kv_bytes,
             limits=EngineLimits(
                 batched_tokens=chunk,
@@ -124,54 +139,47 @@ class _Maker:
                 prefix_cache=entry.prefix_cache,
             ),
             link=_link(entry, device, self._read.links),
-            accelerator=device.name,
+            node=entry.node,
+            accelerator="+".join(dict.fromkeys(self._shop.device(stage.accelerator).name for stage in kind.stages)),
             accelerators=ranks,
             price_per_hour=price,
-            lanes=entry.pipeline_parallel,
-            staging_tokens=staging and _tokens_in(staging, entry, self._geometry, kv_bytes),
+            lanes=kind.lanes,
+            staging_tokens=staging and _tokens_in(staging, entry, geometry, kv_bytes),
             max_prefills=entry.max_prefills,
-            rates=self._reported(entry, model, price, chunk),
+            rates=self._reported(entry, kind, price, chunk),
         )
 
-    def _model(self, entry: InstanceEntry, device: Accelerator) -> StepModel:
-        key = (device.name, entry.tensor_parallel, entry.pipeline_parallel, entry.dtype, entry.kv_dtype)
-        if key not in self._models:
-            self._models[key] = StepModel(
-                device,
-                self._geometry,
-                entry.tensor_parallel,
-                entry.pipeline_parallel,
-                entry.dtype,
-                self._library.efficiencies.for_device(device.name),
-                entry.kv_dtype,
-            )
-        return self._models[key]
-
-    def _times(self, entry: InstanceEntry, model: StepModel) -> StepTimes:
+    def _times(self, entry: InstanceEntry, kind: EngineKind) -> StepTimes:
         """An emulated engine takes the times that it is told, a real one those that were measured."""
         if entry.step_s:
             return FixedSteps(entry.slowdown * entry.step_s, entry.slowdown * entry.prefill_s_per_token)
         found = self._measured.get(entry.name)
         if found is not None and found.kind.engine != "emulated":
             return found.step_times(self._library)
+        model = self._shop.times(kind)
         return model if entry.slowdown == 1.0 else ScaledSteps(model, entry.slowdown)
 
-    def _reported(self, entry: InstanceEntry, model: StepModel, price: float, chunk: int) -> Rates:
+    def _reported(self, entry: InstanceEntry, kind: EngineKind, price: float, chunk: int) -> Rates:
         """What policies get to know of its speed."""
         if entry.name not in self._measured:
-            return self._fitted(entry, model, price, chunk)
+            return self._fitted(entry, kind, price, chunk)
         found, known = self._measured[entry.name], Rates(price_per_hour=price, weight=entry.weight)
         return known if found is None else merged_rates(known, found.rates)
 
-    def _fitted(self, entry: InstanceEntry, model: StepModel, price: float, chunk: int) -> Rates:
+    def _fitted(self, entry: InstanceEntry, kind: EngineKind, price: float, chunk: int) -> Rates:
         if entry.step_s:
             rates = fixed_step_rates(entry.step_s, entry.prefill_s_per_token, chunk)
             rates = msgspec.structs.replace(rates, price_per_hour=price, weight=entry.weight)
             return scaled_rates(rates, entry.slowdown)
-        key = (id(model), chunk, price, entry.weight, entry.slowdown)
-        if key not in self._rates:
-            self._rates[key] = scaled_rates(rates_of(model, chunk, price, entry.weight), entry.slowdown)
-        return self._rates[key]
+        return scaled_rates(self._shop.rates(kind, chunk, price, entry.weight), entry.slowdown)
+
+
+def _kind(entry: InstanceEntry, shop: Workshop) -> EngineKind:
+    names = entry.stage_accelerators or (entry.accelerator,) * entry.pipeline_parallel
+    layers = entry.pipeline_layers or even_layers(shop.geometry.layers, entry.pipeline_parallel)
+    stages = tuple(Stage(shop.device(name).name, count) for name, count in zip(names, layers, strict=True))
+    hop = entry.hop.link if entry.hop is not None else None
+    return EngineKind(stages, entry.tensor_parallel, entry.dtype, entry.kv_dtype, hop)
 
 
 def _chunk_size(entry: InstanceEntry, times: StepTimes) -> int:
@@ -182,28 +190,17 @@ def _chunk_size(entry: InstanceEntry, times: StepTimes) -> int:
     return chunk_tokens(form, ChunkBounds.of(entry.max_chunk_size, entry.max_seqs, entry.block_size))
 
 
-def _kv_tokens(
-    entry: InstanceEntry, device: Accelerator, geometry: ModelGeometry, kv_bytes_per_token: float, longest: int
-) -> int:
+def _kv_tokens(entry: InstanceEntry, kind: EngineKind, shop: Workshop, kv_bytes_per_token: float, longest: int) -> int:
     """KV capacity: what the entry says, if it fits beside the weights, else what they leave."""
     if entry.kv_cache_bytes is None:
-        return require_fit(
-            device,
-            geometry,
-            longest,
-            tensor_parallel=entry.tensor_parallel,
-            pipeline_parallel=entry.pipeline_parallel,
-            dtype=entry.dtype,
-            kv_dtype=entry.kv_dtype,
-            utilisation=entry.memory_utilisation,
-            reserve_bytes=entry.reserve_bytes,
-        )
-    ranks = entry.tensor_parallel * entry.pipeline_parallel
+        return shop.require_fit(kind, longest, entry.memory_utilisation, entry.reserve_bytes)
+    geometry = shop.geometry
     weights = geometry.weight_bytes(bytes_of(entry.dtype or geometry.dtype))
-    if weights + entry.kv_cache_bytes > ranks * device.memory_bytes:
+    room = sum(entry.tensor_parallel * shop.device(stage.accelerator).memory_bytes for stage in kind.stages)
+    if weights + entry.kv_cache_bytes > room:
         raise Incompatible(
-            f"{geometry.name} does not fit {ranks} x {device.name}: weights of {weights / 1e9:.1f} GB and "
-            f"kv_cache_bytes of {entry.kv_cache_bytes / 1e9:.1f} GB in {ranks * device.memory_bytes / 1e9:.1f} GB"
+            f"{geometry.name} does not fit {kind}: weights of {weights / 1e9:.1f} GB and "
+            f"kv_cache_bytes of {entry.kv_cache_bytes / 1e9:.1f} GB in {room / 1e9:.1f} GB"
         )
     tokens = _tokens_in(entry.kv_cache_bytes, entry, geometry, kv_bytes_per_token)
     if tokens < longest:

@@ -13,6 +13,7 @@ from shared.domain.instance import Role
 from shared.domain.job import WhenFull
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
+from shared.sim.network_file import LinkEntry, NetworkEntry
 from shared.sim.spec import FirstToken
 
 Count = Annotated[int, Field(gt=0)]
@@ -24,14 +25,6 @@ Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class LinkEntry(_Part):
-    """A network port. `gbps`: nominal, 10^9 bits a second each way; `efficiency`: the share that is reached."""
-
-    gbps: Positive
-    latency_s: Seconds = 1e-3
-    efficiency: Annotated[float, Field(gt=0, le=1)] = 0.58
 
 
 class SloEntry(_Part):
@@ -98,7 +91,9 @@ class InstanceEntry(_Part):
     kv_cache_bytes: KV over all of its accelerators; by default what the memory leaves beside the weights.
     staging_bytes: host memory for KV of prompts that is not sent yet, over all of its accelerators; by default any.
     price_usd_hour: of one accelerator. link: a name of `links`, or one in place; by default `links.default`, else the
-    catalogue's network for each of its accelerators. chunk_size: tokens of a step; `auto`: as many as saturate it, at
+    catalogue's network for each of its accelerators. node: where it stands in the file's `network`, whose paths count
+    then. pipeline_layers: of each stage, by default as vLLM divides them; stage_accelerators: of each stage, where they
+    differ; hop: the link from a stage to the next. chunk_size: tokens of a step; `auto`: as many as saturate it, at
     most `max_chunk_size`. step_s, prefill_s_per_token: fixed times instead of the model's. slowdown: its steps and its
     link take so many times as long.
     """
@@ -109,6 +104,10 @@ class InstanceEntry(_Part):
     count: Annotated[int, Field(gt=0, le=10_000)] = 1
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
+    pipeline_layers: tuple[Count, ...] = ()
+    stage_accelerators: tuple[str, ...] = ()
+    hop: LinkEntry | None = None
+    node: str = ""
     dtype: str | None = None
     kv_dtype: str | None = None
     kv_cache_bytes: Count | None = None
@@ -130,6 +129,13 @@ class InstanceEntry(_Part):
     step_s: Positive | None = None
     prefill_s_per_token: Seconds = 0.0
     slowdown: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _stages(self) -> Self:
+        for key in ("pipeline_layers", "stage_accelerators"):
+            if (said := len(getattr(self, key))) not in (0, self.pipeline_parallel):
+                raise ValueError(f"{key}: {said} for {self.pipeline_parallel} stages (pipeline_parallel)")
+        return self
 
     @property
     def name(self) -> str:
@@ -154,6 +160,7 @@ class SimFile(_Part):
     instance_defaults: dict[str, Any] = {}
     instances: tuple[InstanceEntry, ...] = Field(min_length=1)
     links: dict[str, LinkEntry] = {}
+    network: NetworkEntry | None = None
     policies: dict[str, Any] = {}  # as `shared.policy.written.from_file` reads it
     prediction: PredictionEntry | None = None
     slo: SloEntry = SloEntry()
@@ -181,6 +188,8 @@ class SimFile(_Part):
             if isinstance(entry.link, str) and entry.link not in self.links:
                 known = ", ".join(self.links) or "none"
                 raise ValueError(f"instances: {entry.name}: link {entry.link!r} is not in `links` (known: {known})")
+            if entry.node and self.network is None:
+                raise ValueError(f"instances: {entry.name}: node {entry.node!r}: the file has no `network`")
         for key, named in (("losses", self.losses), ("flips", self.flips)):
             for event in named:
                 if event.instance not in seen:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import yaml
@@ -136,11 +136,27 @@ class Calibration(msgspec.Struct, frozen=True):
         raise NotFound(f"not calibrated: {kind}; there are: {'; '.join(str(one.kind) for one in self.kinds)}")
 
 
+class Steps(Protocol):
+    """What has step times, such as a `StepModel`."""
+
+    def step_time_s(self, batch: Batch) -> float:
+        """Seconds of one step."""
+        ...
+
+    def decode_time_s(self, count: int, context_tokens: int) -> float:
+        """Seconds of a step of decodes."""
+        ...
+
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
+        """The next steps as runs in which the step time grows linearly."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ScaledSteps:
     """Step times of a model, all times `factor`, and `chunk_s` more for each prefill chunk."""
 
-    model: StepModel
+    model: Steps
     factor: float = 1.0
     chunk_s: float = 0.0
 

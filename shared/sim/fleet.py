@@ -12,6 +12,7 @@ from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import wants_prefixes
 from shared.sim.engine import EngineEvents
 from shared.sim.instance import SimInstance
+from shared.sim.network import Wires
 from shared.sim.prefixes import PrefixNews
 from shared.sim.spec import InstanceSpec, RunSpec
 
@@ -29,7 +30,11 @@ class Fleet:
     ) -> None:
         if not specs:
             raise InvalidRequest("a cluster needs at least one instance")
-        self.instances = [SimInstance(at, spec, run, events, prefix_tokens) for at, spec in enumerate(specs)]
+        ids, nodes, links = zip(*((spec.instance_id, spec.node, spec.link) for spec in specs), strict=True)
+        self.wires = Wires(ids, nodes, links, run.network)
+        self.instances = [
+            SimInstance(at, spec, run, events, prefix_tokens, self.wires) for at, spec in enumerate(specs)
+        ]
         self._positions = {spec.instance_id: at for at, spec in enumerate(specs)}
         if len(self._positions) < len(specs):
             ids = [spec.instance_id for spec in specs]

@@ -11,7 +11,6 @@ from shared.policy.dispatch import choose_decode
 from shared.policy.lengths import is_heavy
 from shared.sim.events import EventLoop
 from shared.sim.fleet import Fleet
-from shared.sim.instance import send
 from shared.sim.intake import Intake, Patience
 from shared.sim.legs import Legs
 from shared.sim.outcomes import Status
@@ -127,7 +126,7 @@ class Handover:
         request.kv_sent = last
         wire_bytes = tokens * source.spec.kv_bytes_per_token * request.wire_share
         self.kv_bytes += wire_bytes
-        arrives = send(source.port, target.port, wire_bytes, now)
+        arrives = self._fleet.wires.send(source.index, target.index, wire_bytes, now)
         if last:
             self._loop.at(arrives, self._kv_arrived, request.decode_leg)
 

@@ -1,10 +1,9 @@
-"""One simulated instance: its engines, its role, its counts, its port, and what a broadcast says of it."""
+"""One simulated instance: its engines, its role, its counts, and what a broadcast says of it."""
 
 from dataclasses import replace
 
 import msgspec
 
-from shared.cost.transfer import Link
 from shared.domain.instance import (
     Compatibility,
     InstanceInfo,
@@ -16,6 +15,7 @@ from shared.domain.instance import (
 )
 from shared.domain.rates import LinkRate
 from shared.sim.engine import Engine, EngineEvents
+from shared.sim.network import Wires
 from shared.sim.outcomes import Gaps, InstanceUse
 from shared.sim.request import SimRequest
 from shared.sim.spec import InstanceSpec, RunSpec
@@ -25,12 +25,15 @@ from shared.sim.waiting import WaitingLegs
 class SimInstance:
     """An instance while a run lasts. A loss replaces its engines by empty ones."""
 
-    def __init__(self, index: int, spec: InstanceSpec, run: RunSpec, events: EngineEvents, prefix_tokens: int) -> None:
+    def __init__(
+        self, index: int, spec: InstanceSpec, run: RunSpec, events: EngineEvents, prefix_tokens: int, wires: Wires
+    ) -> None:
         self.index = index
         self.spec = spec
         self.role = spec.role
         self.state = InstanceState.READY
-        self.port = Port(spec.link)
+        self._wires = wires
+        self._link = wires.known[index]
         self.requests: dict[SimRequest, None] = {}  # all that have a leg here
         self.prefills = 0  # prompts that came here and are not computed yet
         self.decoding = 0
@@ -45,7 +48,7 @@ class SimInstance:
         self._role_since_s = 0.0
         self._role_s = dict.fromkeys(Role, 0.0)
         self._idle: InstanceView | None = None
-        self.info = _info(spec, self.generation)
+        self.info = _info(spec, self.generation, self._link)
         self.engines = self._make_engines()
 
     @property
@@ -86,8 +89,8 @@ class SimInstance:
             context_tokens=context,
             waiting_tokens=unheld,
             free_blocks=free,
-            staged_bytes=self.port.out_bytes(now),
-            inbound_bytes=self.port.in_bytes(now),
+            staged_bytes=self._wires.out_bytes(self.index, now),
+            inbound_bytes=self._wires.in_bytes(self.index, now),
             inflight=len(self.requests),
             prefill_share=sum(engine.prefill_share_at(now) for engine in self.engines) / len(self.engines),
         )
@@ -131,8 +134,8 @@ class SimInstance:
         self.end_role(now)
         self.state = InstanceState.READY
         self.generation += 1
-        self.info = _info(self.spec, self.generation)
-        self.port.clear(now)
+        self.info = _info(self.spec, self.generation, self._link)
+        self._wires.clear(self.index, now)
         self.engines = self._make_engines()
 
     def use(self) -> InstanceUse:
@@ -176,7 +179,7 @@ class SimInstance:
         ]
 
 
-def _info(spec: InstanceSpec, generation: int) -> InstanceInfo:
+def _info(spec: InstanceSpec, generation: int, link: LinkRate) -> InstanceInfo:
     return InstanceInfo(
         instance_id=spec.instance_id,
         generation=generation,
@@ -196,46 +199,5 @@ def _info(spec: InstanceSpec, generation: int) -> InstanceInfo:
         http="",
         kv_endpoints=(),
         max_seqs=spec.limits.sequences * spec.lanes,
-        rates=spec.rates if spec.rates.link else msgspec.structs.replace(spec.rates, link=_link_rate(spec.link)),
+        rates=spec.rates if spec.rates.link else msgspec.structs.replace(spec.rates, link=link),
     )
-
-
-def _link_rate(link: Link) -> LinkRate:
-    return LinkRate(link.bandwidth_bytes_s * link.efficiency, link.latency_s)
-
-
-class Port:
-    """One instance's network port. Outgoing and incoming traffic do not disturb each other (full duplex)."""
-
-    __slots__ = ("in_free_s", "link", "out_free_s", "rate")
-
-    def __init__(self, link: Link) -> None:
-        self.link = link
-        self.rate = link.bandwidth_bytes_s * link.efficiency
-        self.out_free_s = 0.0
-        self.in_free_s = 0.0
-
-    def out_bytes(self, now: float) -> int:
-        """Still to leave."""
-        return int(max(0.0, self.out_free_s - now) * self.rate)
-
-    def in_bytes(self, now: float) -> int:
-        """Still to come."""
-        return int(max(0.0, self.in_free_s - now) * self.rate)
-
-    def clear(self, now: float) -> None:
-        """Forget what was under way (the instance died)."""
-        self.out_free_s = self.in_free_s = now
-
-
-def send(source: Port, target: Port, wire_bytes: float, now: float) -> float:
-    """When `wire_bytes` that are ready at `now` have arrived.
-
-    Each port passes its transfers on in order at its own rate, and none waits for what goes on at the other end: a
-    fast port serves others while a slow peer sends. A transfer has arrived when both have passed it. So the slower port
-    sets the pace (ThunderServe eq. 1 with effective rates), ports carry what they can, and transfers end in order
-    instead of all late. The longer of the two latencies comes on top, which delays this transfer and nobody else.
-    """
-    source.out_free_s = max(now, source.out_free_s) + wire_bytes / source.rate
-    target.in_free_s = max(now, target.in_free_s) + wire_bytes / target.rate
-    return max(source.out_free_s, target.in_free_s) + max(source.link.latency_s, target.link.latency_s)

@@ -1,6 +1,6 @@
 """An instance whose layers are divided over unlike accelerators: pipeline parallelism."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared.cost.step import Batch
@@ -28,18 +28,18 @@ class Pipeline:
 
     def step_time_s(self, batch: Batch) -> float:
         """Seconds from one step of a lane to its next."""
-        return self._of([stage.step_time_s(batch) for stage in self.stages], batch.tokens)
+        return self._of(self._each(lambda stage: stage.step_time_s(batch)), batch.tokens)
 
     def decode_time_s(self, count: int, context_tokens: int) -> float:
         """Seconds of a step of decodes."""
         if count == 0:
             return 0.0
-        return self._of([stage.decode_time_s(count, context_tokens) for stage in self.stages], count)
+        return self._of(self._each(lambda stage: stage.decode_time_s(count, context_tokens)), count)
 
     def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
         """See `StepTimes`. Cut where any stage's time bends or where the bottleneck may change."""
-        segments = [stage.decode_segments(count, context_tokens, steps) for stage in self.stages]
-        cuts = sorted({cut for each in segments for cut in _cuts(each)})
+        segments = {id(stage): stage.decode_segments(count, context_tokens, steps) for stage in self.stages}
+        cuts = sorted({cut for each in segments.values() for cut in _cuts(each)})
         runs: list[tuple[int, float, float]] = []
         start = 0
         for stop in cuts:
@@ -58,6 +58,14 @@ class Pipeline:
             if abs(bent) > 1e-9 * last:
                 return self._straight(count, context, start, middle) + self._straight(count, context, middle, stop)
         return [(stop - start, first, last)]
+
+    def _each(self, time_s: Callable[[StepTimes], float]) -> list[float]:
+        """Of every stage; alike ones are asked once."""
+        known: dict[int, float] = {}
+        for stage in self.stages:
+            if id(stage) not in known:
+                known[id(stage)] = time_s(stage)
+        return [known[id(stage)] for stage in self.stages]
 
     def _of(self, stages: Sequence[float], tokens: int) -> float:
         hops = (len(stages) - 1) * (self.hop_s + self.hop_s_per_token * tokens)

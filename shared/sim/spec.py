@@ -17,6 +17,7 @@ from shared.policy.placement import LeastLoad, Policies
 from shared.policy.prefill_order import Fcfs, PrefillOrder
 from shared.policy.role_flip import RoleFlip
 from shared.policy.split import FullSplit
+from shared.sim.network import Network
 from shared.sim.prediction import Prediction
 
 
@@ -74,7 +75,8 @@ class EngineLimits:
 class InstanceSpec:
     """One instance. Alike ones should share one `model`, which remembers what it has computed.
 
-    kv_tokens: KV capacity. kv_bytes_per_token: of its KV, as stored. link: its network port, for KV that comes or goes.
+    kv_tokens: KV capacity. kv_bytes_per_token: of its KV, as stored. link: its network port, for KV that comes or goes,
+    unless it stands on a `node` of the run's network, whose paths count then.
     lanes: batches in flight at once, each with its share of requests and memory (pipeline parallelism; 1 else).
     staging_tokens: the most tokens of prompts that are being computed for others or whose KV is not sent yet.
     max_prefills: prompts that it takes before it has computed them (Cronus: two in the low-end instance); the rest
@@ -88,6 +90,7 @@ class InstanceSpec:
     kv_bytes_per_token: float
     limits: EngineLimits = field(default_factory=EngineLimits)
     link: Link = field(default_factory=lambda: Link(12.5e9))
+    node: str = ""
     accelerator: str = ""
     accelerators: int = 1
     price_per_hour: float = 0.0
@@ -138,18 +141,18 @@ def plain_policies() -> Policies:
 class RunSpec:
     """How a cluster is run. Repeatable: the same spec and workload give the same result.
 
-    broadcast_s: age at which the loads that decisions see are taken anew. fresh_prefixes: what a placement knows of
-    prefix caches is as they are, not as old as the loads: what perfect knowledge would bring. gateway_s: from arrival
-    to placement; hop_s: from a decision to the instance; token_s: from an engine's token to the client. flip_s: a role
-    flip, without its drain (TetriInfer: 5–7 ms). step_budget: every engine has one, whatever its limits say. role_flip
-    is asked every `role_flip_every_s`, and does not undo what `flips` orders for `role_flip_respects_s`. streaming: KV
-    leaves chunk by chunk while the prompt is still being computed. patience_s: how long in all since its last token a
-    request waits for an instance that can take it, before its prefill or before its decode, until it is refused.
-    job_timeout_s: from arrival to the last token; what takes longer is stopped. max_queued_jobs, max_queued_tokens:
-    requests without a first token, and their prompt tokens, beyond which new ones are refused at once; those that are
-    delayed for heavier classes are not among them, and wait for `delay_s` at most. returns: how often a client that was
-    told when to come again does so. drain_timeout_s: a flip whose drain
-    takes longer is given up, and the instance keeps its role.
+    network: between instances that stand on nodes. broadcast_s: age at which the loads that decisions see are taken
+    anew. fresh_prefixes: what a placement knows of prefix caches is as they are, not as old as the loads: what
+    perfect knowledge would bring. gateway_s: from arrival to placement; hop_s: from a decision to the instance;
+    token_s: from an engine's token to the client. flip_s: a role flip, without its drain (TetriInfer: 5–7 ms).
+    step_budget: every engine has one, whatever its limits say. role_flip is asked every `role_flip_every_s`, and does
+    not undo what `flips` orders for `role_flip_respects_s`. streaming: KV leaves chunk by chunk while the prompt is
+    still being computed. patience_s: how long in all since its last token a request waits for an instance that can
+    take it, before its prefill or before its decode, until it is refused. job_timeout_s: from arrival to the last
+    token; what takes longer is stopped. max_queued_jobs, max_queued_tokens: requests without a first token, and their
+    prompt tokens, beyond which new ones are refused at once; those that are delayed for heavier classes are not among
+    them, and wait for `delay_s` at most. returns: how often a client that was told when to come again does so.
+    drain_timeout_s: a flip whose drain takes longer is given up, and the instance keeps its role.
     max_tokens: what clients ask for at most, all that policies know of a length that nobody predicts; None: what they
     get.
     concurrency: a closed loop of so many clients; the workload's arrivals count for nothing, a request is sent when one
@@ -172,6 +175,7 @@ class RunSpec:
     slo: Slo = field(default_factory=Slo)
     losses: tuple[Loss, ...] = ()
     flips: tuple[Flip, ...] = ()
+    network: Network = field(default_factory=Network)
     broadcast_s: float = 0.1
     fresh_prefixes: bool = False
     gateway_s: float = 0.0

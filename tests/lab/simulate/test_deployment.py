@@ -13,11 +13,12 @@ from shared.cost.efficiency import SHIPPED
 from shared.cost.library import Library
 from shared.cost.linear import rates_of
 from shared.cost.memory import kv_capacity_tokens
-from shared.cost.step import Batch
+from shared.cost.step import Batch, StepModel
 from shared.domain.instance import Role
 from shared.errors import Incompatible, InvalidRequest, NotFound
 from shared.policy.placement import RoundRobin
 from shared.policy.split import FractionSplit
+from shared.sim.pipeline import Pipeline
 from shared.sim.spec import Flip, Loss
 
 A100 = {"id": "p", "accelerator": "A100-SXM-80", "count": 2, "role": "prefill"}
@@ -72,6 +73,45 @@ def test_what_an_entry_may_say_otherwise(tmp_path: Path) -> None:
     assert spec.link.bandwidth_bytes_s == 1e9
     assert (spec.limits.batched_tokens, spec.limits.sequences, spec.limits.block_tokens) == (512, 64, 32)
     assert spec.limits.prefill_first
+
+
+def test_unlike_stages_on_nodes_of_a_network(tmp_path: Path) -> None:
+    rows = [
+        {**A100, "count": 1, "id": "p", "node": "one"},
+        {
+            "id": "d",
+            "role": "decode",
+            "accelerator": "A10",
+            "node": "two",
+            "pipeline_parallel": 2,
+            "pipeline_layers": [10, 22],
+            "stage_accelerators": ["A10", "A100-SXM-80"],
+            "hop": {"gbps": 64},
+        },
+    ]
+    made = load_deployment(write(tmp_path, instances=rows, network={"between": {"gbps": 8, "efficiency": 1.0}}))
+    second = made.instances[1]
+    assert isinstance(second.model, Pipeline)
+    assert [stage.geometry.layers for stage in second.model.stages if isinstance(stage, StepModel)] == [10, 22]
+    assert (second.accelerator, second.accelerators, second.lanes, second.node) == ("A10+A100-SXM-80", 2, 2, "two")
+    assert made.run.network.path("one", "two").bandwidth_bytes_s == 1e9
+    assert (
+        made.run.network.path("one", "one").bandwidth_bytes_s
+        == Library.built_in().catalogue.get("A100-SXM-80").links.scale_up
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"pipeline_parallel": 2, "pipeline_layers": [10, 10, 12]}, "pipeline_layers: 3 for 2 stages"),
+        ({"pipeline_parallel": 2, "pipeline_layers": [10, 10]}, r"\[10, 10\].* sum to the 32"),
+        ({"node": "one"}, "node 'one': the file has no `network`"),
+    ],
+)
+def test_stages_and_nodes_that_make_no_sense(tmp_path: Path, entry: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        load_deployment(write(tmp_path, instances=[{**A100, **entry}]))
 
 
 def test_a_link_called_default_is_for_all_that_name_none(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from shared.sim.cluster import simulate
 from shared.sim.engine import EngineEvents
 from shared.sim.instance import SimInstance
 from shared.sim.memory import PrefixCache
+from shared.sim.network import Wires
 from shared.sim.outcomes import SimResult
 from shared.sim.prefixes import PrefixNews
 from shared.sim.spec import EngineLimits, InstanceSpec, Loss, RunSpec
@@ -158,7 +159,9 @@ def test_knowledge_is_as_old_as_the_broadcast_unless_it_is_to_be_perfect(
 
 
 def test_each_life_of_an_instance_is_an_account_of_its_own() -> None:
-    one = SimInstance(0, cluster(1)[0], RunSpec(), cast(EngineEvents, SimpleNamespace(admitted=None)), 64)
+    spec = cluster(1)[0]
+    wires = Wires([spec.instance_id], [""], [spec.link])
+    one = SimInstance(0, spec, RunSpec(), cast(EngineEvents, SimpleNamespace(admitted=None)), 64, wires)
     news = PrefixNews([one], 64)
 
     def keep(*prompt: int) -> list[int]:

@@ -1,0 +1,193 @@
+"""Engines by how they are built: step times, KV capacity and rates of a kind, each made once.
+
+The planner, `polyphase simulate` and the papers' testbeds make their instances here, so that all predict the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shared.cost.catalogue import Accelerator, bytes_of
+from shared.cost.geometry import ModelGeometry
+from shared.cost.library import Library
+from shared.cost.linear import rates_of
+from shared.cost.memory import RESERVE_BYTES, UTILISATION, kv_capacity_tokens
+from shared.cost.step import Batch, StepModel
+from shared.cost.transfer import Link
+from shared.domain.rates import Rates
+from shared.errors import Incompatible, InvalidRequest
+from shared.sim.pipeline import Pipeline
+from shared.sim.spec import StepTimes
+
+HOP_LATENCY_S = 1e-4  # of activations from stage to stage, where a file says nothing
+_ACTIVATION_BYTES = 2.0  # of an element that goes from stage to stage
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`layers` of the model's layers on accelerators of one type."""
+
+    accelerator: str
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """An engine: its pipeline stages in order, `tensor_parallel` accelerators in each.
+
+    hop: the path from a stage to the next; by default the first accelerator's scale-up link.
+    """
+
+    stages: tuple[Stage, ...]
+    tensor_parallel: int = 1
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    hop: Link | None = None
+
+    @property
+    def lanes(self) -> int:
+        """Batches in flight: as many as there are stages."""
+        return len(self.stages)
+
+    @property
+    def accelerators(self) -> int:
+        """In all stages."""
+        return self.tensor_parallel * len(self.stages)
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys(stage.accelerator for stage in self.stages))
+        counts = [sum(stage.accelerator == name for stage in self.stages) for name in names]
+        return " + ".join(f"{self.tensor_parallel * n} x {name}" for n, name in zip(counts, names, strict=True))
+
+
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage as vLLM divides them: what is left over goes to the stages before the last."""
+    each, over = divmod(layers, stages)
+    counts = [each] * stages
+    for at in range(over):
+        counts[-2 - at] += 1
+    return tuple(counts)
+
+
+class Workshop:
+    """Makes what engines of one model are simulated with, and keeps it: alike engines share their step times."""
+
+    def __init__(self, library: Library, geometry: ModelGeometry) -> None:
+        self.library = library
+        self.geometry = geometry
+        self._models: dict[tuple[object, ...], StepModel] = {}
+        self._times: dict[EngineKind, StepModel | Pipeline] = {}
+        self._rates: dict[tuple[object, ...], tuple[Rates, StepTimes]] = {}
+
+    def device(self, name: str) -> Accelerator:
+        """Of the catalogue. Raises NotFound that names the nearest."""
+        return self.library.catalogue.get(name)
+
+    def times(self, kind: EngineKind) -> StepModel | Pipeline:
+        """Step times: the accelerator's alone, or those of a pipeline with a batch in flight for each stage."""
+        found = self._times.get(kind)
+        if found is None:
+            self._check(kind)
+            stages = tuple(self._model(kind, stage) for stage in kind.stages)
+            found = self._times[kind] = stages[0] if len(stages) == 1 else self._pipeline(kind, stages)
+        return found
+
+    def kv_dtype(self, kind: EngineKind) -> str:
+        """The precision in which such an engine keeps KV."""
+        times = self.times(kind)
+        first = times.stages[0] if isinstance(times, Pipeline) else times
+        assert isinstance(first, StepModel)
+        return first.kv_dtype
+
+    def kv_tokens(
+        self, kind: EngineKind, utilisation: float = UTILISATION, reserve_bytes: float = RESERVE_BYTES
+    ) -> int:
+        """KV capacity: of the tightest stage, as each holds its layers of every token. Negative: weights do not fit."""
+        return min(
+            kv_capacity_tokens(
+                self.device(stage.accelerator),
+                replace(self.geometry, layers=stage.layers),
+                tensor_parallel=kind.tensor_parallel,
+                dtype=kind.dtype,
+                kv_dtype=kind.kv_dtype,
+                utilisation=utilisation,
+                reserve_bytes=reserve_bytes,
+            )
+            for stage in kind.stages
+        )
+
+    def require_fit(
+        self,
+        kind: EngineKind,
+        longest_tokens: int,
+        utilisation: float = UTILISATION,
+        reserve_bytes: float = RESERVE_BYTES,
+    ) -> int:
+        """The KV capacity; raises Incompatible when not one request of `longest_tokens` fits (Huawei eq. 2)."""
+        tokens = self.kv_tokens(kind, utilisation, reserve_bytes)
+        if tokens >= longest_tokens * kind.lanes:
+            return tokens
+        weights = self.geometry.weight_bytes(bytes_of(kind.dtype or self.geometry.dtype)) / 1e9
+        room = sum(kind.tensor_parallel * self.device(stage.accelerator).memory_bytes for stage in kind.stages)
+        raise Incompatible(
+            f"{self.geometry.name} does not fit {kind}: weights of {weights:.1f} GB in {utilisation * room / 1e9:.1f} "
+            f"GB leave KV for {max(0, tokens) // kind.lanes} tokens of a request, which may need {longest_tokens}"
+        )
+
+    def rates(self, kind: EngineKind, chunk: int, price_per_hour: float = 0.0, weight: float = 1.0) -> Rates:
+        """What policies know of such an engine, in steps of `chunk` tokens.
+
+        A pipeline's decodes are spread over its lanes, so that one more costs a step a lane's share of it.
+        """
+        key = (kind, chunk, price_per_hour, weight)
+        if key not in self._rates:
+            times = self.times(kind)
+            spread = times if kind.lanes == 1 else _Spread(times, kind.lanes)
+            self._rates[key] = rates_of(spread, chunk, price_per_hour, weight), times
+        return self._rates[key][0]
+
+    def price_usd_hour(self, kind: EngineKind) -> float:
+        """Of all of its accelerators, by the catalogue."""
+        return sum(kind.tensor_parallel * self.device(stage.accelerator).price_usd_hour for stage in kind.stages)
+
+    def _check(self, kind: EngineKind) -> None:
+        layers = [stage.layers for stage in kind.stages]
+        if min(layers) < 1 or sum(layers) != self.geometry.layers:
+            raise InvalidRequest(
+                f"the layers of the stages, {layers}, must be at least 1 each and sum to the {self.geometry.layers} of "
+                f"{self.geometry.name}"
+            )
+
+    def _model(self, kind: EngineKind, stage: Stage) -> StepModel:
+        device = self.device(stage.accelerator)
+        key = (device.name, stage.layers, kind.tensor_parallel, kind.dtype, kind.kv_dtype)
+        if key not in self._models:
+            self._models[key] = StepModel(
+                device,
+                replace(self.geometry, layers=stage.layers),
+                kind.tensor_parallel,
+                1,
+                kind.dtype,
+                self.library.efficiencies.for_device(device.name),
+                kind.kv_dtype,
+            )
+        return self._models[key]
+
+    def _pipeline(self, kind: EngineKind, stages: Sequence[StepModel]) -> Pipeline:
+        hop = kind.hop or Link(stages[0].accelerator.links.scale_up, HOP_LATENCY_S)
+        per_token_s = self.geometry.hidden * _ACTIVATION_BYTES / (hop.bandwidth_bytes_s * hop.efficiency)
+        return Pipeline(tuple(stages), len(stages), hop.latency_s, per_token_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """A pipeline's step by the decodes of all of its lanes."""
+
+    times: StepTimes
+    lanes: int
+
+    def step_time_s(self, batch: Batch) -> float:
+        count, context = -(-batch.decode_count // self.lanes), batch.decode_context_tokens // self.lanes
+        return self.times.step_time_s(Batch(batch.prefill, count, context))
+
+    def decode_time_s(self, count: int, context_tokens: int) -> float:
+        return self.times.decode_time_s(-(-count // self.lanes), context_tokens // self.lanes)

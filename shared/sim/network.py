@@ -1,0 +1,159 @@
+"""Ports, nodes and the paths between them: when KV that is sent has arrived, and what policies know of it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shared.cost.transfer import Link
+from shared.domain.rates import LinkRate
+from shared.errors import InvalidRequest
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What joins the nodes that instances stand on.
+
+    inside: between two instances of a node, by node. between: from one node to the other, by pair of names, the lesser
+    first; the same both ways. Instances of one node share its port.
+    """
+
+    inside: Mapping[str, Link] = field(default_factory=dict)
+    between: Mapping[Pair, Link] = field(default_factory=dict)
+
+    def path(self, source: str, target: str) -> Link:
+        """From one node to another, or inside of one. Raises InvalidRequest where there is none."""
+        link = self.inside.get(source) if source == target else self.between.get(pair_of(source, target))
+        if link is None:
+            where = f"inside of node {source!r}" if source == target else f"between the nodes {source!r} and {target!r}"
+            raise InvalidRequest(f"network: no link {where}")
+        return link
+
+    def port(self, node: str) -> Link:
+        """A node's own: as fast as the fastest path that leaves it, and without latency, which paths have."""
+        leaving = [link for pair, link in self.between.items() if node in pair]
+        fastest = max(leaving, key=rate_of, default=self.inside[node])
+        return Link(fastest.bandwidth_bytes_s, 0.0, fastest.efficiency)
+
+
+def pair_of(one: str, other: str) -> Pair:
+    """Two nodes as `Network.between` names them."""
+    return (one, other) if one <= other else (other, one)
+
+
+def rate_of(link: Link) -> float:
+    """Bytes a second that it reaches."""
+    return link.bandwidth_bytes_s * link.efficiency
+
+
+class Port:
+    """A network port. Outgoing and incoming traffic do not disturb each other (full duplex)."""
+
+    __slots__ = ("in_free_s", "link", "out_free_s", "rate")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.rate = rate_of(link)
+        self.out_free_s = 0.0
+        self.in_free_s = 0.0
+
+    def out_bytes(self, now: float) -> int:
+        """Still to leave."""
+        return int(max(0.0, self.out_free_s - now) * self.rate)
+
+    def in_bytes(self, now: float) -> int:
+        """Still to come."""
+        return int(max(0.0, self.in_free_s - now) * self.rate)
+
+    def clear(self, now: float) -> None:
+        """Forget what was under way (the instance died)."""
+        self.out_free_s = self.in_free_s = now
+
+
+class Wires:
+    """The ports of all instances, by their positions, and the paths between them while a run lasts.
+
+    nodes: of each instance; one on no node ("") has its own of `links` for its port. known: see `known_rates`.
+    """
+
+    def __init__(
+        self, ids: Sequence[str], nodes: Sequence[str], links: Sequence[Link], network: Network = Network()
+    ) -> None:
+        self.known = known_rates(ids, nodes, links, network)
+        self._nodes = nodes
+        self._network = network
+        shared = {node: Port(network.port(node)) for node in sorted(set(nodes)) if node}
+        self.ports = [shared[node] if node else Port(link) for node, link in zip(nodes, links, strict=True)]
+        self._inner = [Port(network.path(node, node)) if node else None for node in nodes]
+        self._paths: dict[Pair, Port] = {}
+
+    def send(self, source: int, target: int, wire_bytes: float, now: float) -> float:
+        """When `wire_bytes` that are ready at `now` have arrived.
+
+        Inside of a node they take the way that both ends have there; else they pass both nodes' ports and the path
+        between them.
+        """
+        one, other = self._nodes[source], self._nodes[target]
+        if not one or not other:
+            return send(self.ports[source], self.ports[target], wire_bytes, now)
+        if one == other:
+            out, into = self._inner[source], self._inner[target]
+            assert out is not None
+            assert into is not None
+            return send(out, into, wire_bytes, now)
+        path = self._paths.get((one, other))
+        if path is None:
+            path = self._paths[one, other] = Port(self._network.path(one, other))
+        path.out_free_s = max(now, path.out_free_s) + wire_bytes / path.rate
+        passed = send(self.ports[source], self.ports[target], wire_bytes, now)
+        return max(passed, path.out_free_s) + path.link.latency_s
+
+    def clear(self, position: int, now: float) -> None:
+        """An instance died: what was under way to and from it is forgotten, but for what its node shares."""
+        if not self._nodes[position]:
+            self.ports[position].clear(now)
+        inner = self._inner[position]
+        if inner is not None:
+            inner.clear(now)
+
+    def out_bytes(self, position: int, now: float) -> int:
+        """Still to leave an instance, or its node."""
+        inner = self._inner[position]
+        return self.ports[position].out_bytes(now) + (inner.out_bytes(now) if inner is not None else 0)
+
+    def in_bytes(self, position: int, now: float) -> int:
+        """Still to come to an instance, or its node."""
+        inner = self._inner[position]
+        return self.ports[position].in_bytes(now) + (inner.in_bytes(now) if inner is not None else 0)
+
+
+def send(source: Port, target: Port, wire_bytes: float, now: float) -> float:
+    """When `wire_bytes` that are ready at `now` have passed both ports.
+
+    Each port passes its transfers on in order at its own rate, and none waits for what goes on at the other end: a
+    fast port serves others while a slow peer sends. A transfer has arrived when both have passed it. So the slower port
+    sets the pace (ThunderServe eq. 1 with effective rates), ports carry what they can, and transfers end in order
+    instead of all late. The longer of the two latencies comes on top, which delays this transfer and nobody else.
+    """
+    source.out_free_s = max(now, source.out_free_s) + wire_bytes / source.rate
+    target.in_free_s = max(now, target.in_free_s) + wire_bytes / target.rate
+    return max(source.out_free_s, target.in_free_s) + max(source.link.latency_s, target.link.latency_s)
+
+
+def known_rates(ids: Sequence[str], nodes: Sequence[str], links: Sequence[Link], network: Network) -> list[LinkRate]:
+    """What policies know of each instance's links: the best path's rate, and from whom KV comes slower than that."""
+    standing = Counter(node for node in nodes if node)
+    by_node: dict[str, LinkRate] = {}
+    for node in standing:
+        paths = {other: network.path(other, node) for other in standing}
+        if standing[node] == 1 and len(standing) > 1:
+            del paths[node]  # nobody sends to it from its own
+        best = max(paths.values(), key=rate_of)
+        slower = {other for other, path in paths.items() if rate_of(path) < rate_of(best)}
+        slow = {name: rate_of(paths[other]) for name, other in zip(ids, nodes, strict=True) if other in slower}
+        by_node[node] = LinkRate(rate_of(best), best.latency_s, slow)
+    return [
+        by_node[node] if node else LinkRate(rate_of(link), link.latency_s)
+        for node, link in zip(nodes, links, strict=True)
+    ]
