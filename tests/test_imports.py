@@ -18,11 +18,12 @@ SHARED: dict[str, set[str]] = {
     "policy": {"domain", "errors"},
     "cost": {"domain", "errors"},
     "sim": {"policy", "cost", "domain", "timeline", "errors"},
+    "plan": {"sim", "policy", "cost", "domain", "errors"},
     "runtime": {"errors"},
     "wire": {"domain", "timeline", "errors", "runtime"},
     "store": {"domain", "timeline", "errors", "runtime"},
 }
-PURE = ("policy", "cost", "sim", "domain")
+PURE = ("policy", "cost", "sim", "plan", "domain")
 IMPURE = {"asyncio", "time", "socket", "httpx", "zmq", "sqlalchemy", "threading", "subprocess"}
 VLLM = {
     "gateway/app.py",

@@ -16,11 +16,11 @@ from lab.bench import overload_live
 from lab.bench.policies_search import goodput
 from lab.bench.scenarios import SLO, TARGET, Scenario, instances, run_of
 from lab.bench.throughput import tokens_per_s
-from lab.simulate.policy_words import with_words
 from shared.domain.job import Slo, WhenFull
 from shared.sim.cluster import simulate
 from shared.sim.mix import of_class, together
 from shared.sim.outcomes import SimResult, Status
+from shared.sim.policy_words import with_words
 from shared.sim.workload import Workload
 
 SCENARIOS = (Scenario("equal", "conversation"), Scenario("fast_slow", "conversation"), Scenario("equal", "code"))

@@ -11,11 +11,11 @@ import numpy as np
 from lab.bench.prefix_oracle import imbalance, oracle_tokens
 from lab.bench.scenarios import learned
 from lab.simulate.deployment import Deployment, load_deployment
-from lab.simulate.policy_words import with_words
 from shared.domain.job import Slo
 from shared.errors import NotFound
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment
+from shared.sim.policy_words import with_words
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.traces import read_trace
 from shared.sim.workload import Workload

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from lab.bench.scenarios import MAX_TOKENS, learned
 from lab.bench.turning import Phase, attained, turning
 from lab.simulate.deployment import load_deployment
-from lab.simulate.policy_words import with_words
 from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
+from shared.sim.policy_words import with_words
 from shared.sim.prediction import Prediction
 from shared.sim.spec import InstanceSpec, RunSpec
 

@@ -9,7 +9,6 @@ from random import Random
 import msgspec
 
 from lab.simulate.deployment import load_deployment
-from lab.simulate.policy_words import with_words
 from lab.simulate.workloads import WorkloadOptions, at_rate, make_workload
 from shared.cost.learning import StepLearner
 from shared.cost.linear import rates_of_steps
@@ -18,6 +17,7 @@ from shared.domain.job import Slo
 from shared.domain.rates import StepForm, StepRates
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment
+from shared.sim.policy_words import with_words
 from shared.sim.prediction import Prediction
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.workload import Workload

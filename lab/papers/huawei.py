@@ -1,6 +1,6 @@
 """Huawei: the ranking of tensor-parallel degrees (5.1), and placement on two heterogeneous clusters (5.2, 5.3)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -15,7 +15,7 @@ from lab.papers.testbed import Testbed
 from lab.papers.watermark import Watermark
 from shared.cost.linear import huawei_of
 from shared.domain.instance import Role
-from shared.domain.rates import HuaweiCost
+from shared.plan.methods.exhaustive import estimated_throughput
 from shared.policy.dispatch import RandomDispatch
 from shared.policy.placement import Placement, Policies, RoundRobin, Single, Weighted
 from shared.policy.split import NoSplit
@@ -186,32 +186,3 @@ def _mean_output(data: Path) -> int:
 
 def _ranks(degrees: list[int]) -> str:
     return " > ".join(f"{degree}" for degree in degrees)
-
-
-Lengths = tuple[int, int]  # prompt and output tokens of a request
-
-
-def estimated_throughput(cost: HuaweiCost, capacity_tokens: int, requests: Sequence[Lengths]) -> float:
-    """Tokens a second of one instance. Source: Algorithm 1 (R): batches are timed at their longest lengths."""
-    seconds = 0.0
-    for batch in packed(capacity_tokens, requests):
-        prompt, output = max(p for p, _ in batch), max(o for _, o in batch)
-        seconds += cost.prefill_s(len(batch), prompt) + cost.decode_s(len(batch), prompt, output)
-    return sum(p + o for p, o in requests) / seconds
-
-
-def packed(capacity_tokens: int, requests: Sequence[Lengths]) -> Iterator[tuple[Lengths, ...]]:
-    """The requests in order, in batches as large as the KV holds when each is padded to the longest.
-
-    One more joins while (b + 1)·(max S + max O) <= capacity; a batch has at least one request.
-    """
-    batch: list[Lengths] = []
-    for request in requests:
-        grown = [*batch, request]
-        longest = max(p for p, _ in grown) + max(o for _, o in grown)
-        if batch and len(grown) * longest > capacity_tokens:
-            yield tuple(batch)
-            grown = [request]
-        batch = grown
-    if batch:
-        yield tuple(batch)

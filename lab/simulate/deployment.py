@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 
 from lab.simulate.from_cluster import read_cluster
-from lab.simulate.policy_words import with_policies
 from lab.simulate.sim_file import InstanceEntry, SimFile, find_file, is_sim_file, load_sim_file
 from services.worker.engines.emulated import fixed_step_rates
 from shared.cost.catalogue import Accelerator, bytes_of
@@ -25,6 +24,7 @@ from shared.policy.written import from_file
 from shared.sim.kinds import HOP_LATENCY_S, EngineKind, Stage, Workshop, even_layers
 from shared.sim.network import Network
 from shared.sim.network_file import INSIDE_EFFICIENCY, LinkEntry
+from shared.sim.policy_words import with_policies
 from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, StepTimes
 

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lab.simulate.deployment import Deployment, load_deployment
-from lab.simulate.policy_words import with_words
 from lab.simulate.report import Run, show, write_csv
 from lab.simulate.workloads import WorkloadOptions, at_rate, make_workload
 from shared.domain.job import Slo
@@ -19,6 +18,7 @@ from shared.errors import InvalidRequest
 from shared.sim.cluster import simulate
 from shared.sim.metrics import goodput, summary
 from shared.sim.outcomes import SimResult
+from shared.sim.policy_words import with_words
 from shared.sim.prediction import Prediction
 from shared.sim.spec import RunSpec
 from shared.sim.workload import Workload

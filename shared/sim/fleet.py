@@ -30,14 +30,13 @@ class Fleet:
     ) -> None:
         if not specs:
             raise InvalidRequest("a cluster needs at least one instance")
-        ids, nodes, links = zip(*((spec.instance_id, spec.node, spec.link) for spec in specs), strict=True)
-        self.wires = Wires(ids, nodes, links, run.network)
+        ids = [spec.instance_id for spec in specs]
+        self.wires = Wires(ids, [spec.node for spec in specs], [spec.link for spec in specs], run.network)
         self.instances = [
             SimInstance(at, spec, run, events, prefix_tokens, self.wires) for at, spec in enumerate(specs)
         ]
         self._positions = {spec.instance_id: at for at, spec in enumerate(specs)}
         if len(self._positions) < len(specs):
-            ids = [spec.instance_id for spec in specs]
             raise InvalidRequest(f"instance id {next(i for i in ids if ids.count(i) > 1)!r} is used twice")
         self.ledger = WorkloadLedger()
         wanted = wants_prefixes(run.policies.placement)

@@ -10,7 +10,6 @@ from lab.papers.clusters import Kind, instances, requests_per_s, weighed
 from lab.papers.cronus_fit import with_values
 from lab.papers.cronus_stages import CAPACITIES, modelled
 from lab.papers.cronus_systems import SYSTEMS, Column, run_system
-from lab.papers.huawei import estimated_throughput, packed
 from lab.papers.lengths import CONVERSATION, azure, sharegpt
 from lab.papers.stages import Stage, in_turn, staged
 from lab.papers.testbed import Coefficients
@@ -25,6 +24,7 @@ from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.domain.job import JobView
 from shared.errors import NotFound
+from shared.plan.methods.exhaustive import estimated_throughput, packed
 from shared.policy.decode_admission import DecodeMemory, Greedy
 from shared.sim.arrivals import synthetic
 from shared.sim.spec import EngineLimits

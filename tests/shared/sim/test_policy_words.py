@@ -2,7 +2,6 @@
 
 import pytest
 
-from lab.simulate.policy_words import with_words
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
 from shared.policy.dispatch import PowerOfTwo, RandomDispatch
@@ -10,6 +9,7 @@ from shared.policy.placement import LeastLoad, RoundRobin
 from shared.policy.prefill_order import Sjf
 from shared.policy.role_flip import PressureFlip
 from shared.policy.split import FractionSplit, NoSplit
+from shared.sim.policy_words import with_words
 from shared.sim.spec import FirstToken, RunSpec
 
 BASE = RunSpec(seed=7)

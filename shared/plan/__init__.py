@@ -1,0 +1,1 @@
+"""What each accelerator should do: an inventory, a workload and an SLO in, a plan out."""

@@ -1,0 +1,74 @@
+"""The cheapest accelerators out of what is on offer that serve a rate within the SLO."""
+
+from collections.abc import Iterator
+
+from shared.errors import Incompatible
+from shared.plan.compose import Composer, Margin
+from shared.plan.group import Group
+from shared.plan.inventory import Inventory
+from shared.plan.plan import Plan
+from shared.plan.search import Found, Search
+
+# Spare capacity with which programmes are tried: the estimate knows no bursts, so the first may serve too little.
+SPARES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
+_SIDES = (
+    Margin(0.75),
+    Margin(0.75, local=False),
+    Margin(0.85, 0.85, local=False),
+    Margin(0.9, 0.85),
+    Margin(split=False),
+)
+
+
+def cheapest(search: Search) -> Plan:
+    """The plan with the lowest price that serves the problem's rate in the simulator.
+
+    Raises Incompatible that names the highest rate that all that is on offer serves.
+    """
+    found: tuple[float, Plan] | None = None
+    most = 0.0
+    for price, plan in _offers(search):
+        if found is not None and price >= found[0]:
+            continue
+        if search.judge.attained(plan, search.problem.rate) >= search.problem.target:
+            found = (price, plan)
+            search.tell(f"cheapest: {price:.2f} USD/h serves it", None)
+        if search.over():
+            break
+    if found is not None:
+        return found[1]
+    for plan, goodput in _all_of_it(search):
+        most = max(most, goodput)
+    raise Incompatible(
+        f"all that is on offer serves {most:.2f} requests/s of {search.problem.workload.name} within TTFT "
+        f"{search.problem.slo.ttft_s:g} s and TPOT {search.problem.slo.tpot_s:g} s, not {search.problem.rate:g}"
+    )
+
+
+def used(inventory: Inventory, groups: tuple[Group, ...]) -> dict[tuple[str, str], int]:
+    """Accelerators that groups take, by node and type."""
+    taken: dict[tuple[str, str], int] = {}
+    for group in groups:
+        for pool, count in group.uses.items():
+            key = (inventory.pools[pool].node, inventory.pools[pool].accelerator.name)
+            taken[key] = taken.get(key, 0) + count
+    return taken
+
+
+def _offers(search: Search) -> Iterator[tuple[float, Plan]]:
+    """Deployments and their prices, the cheapest of each programme; the tightest first."""
+    composer, inventory = Composer(search.estimator), search.problem.inventory
+    offers: dict[tuple[Group, ...], float] = {}
+    for spare in SPARES:
+        for side in _SIDES:
+            margin = Margin(side.prefill, side.decode, side.local, side.split, search.problem.rate * spare)
+            groups = composer.best(margin)
+            if groups:
+                offers[groups] = sum(group.price_usd_hour(inventory) for group in groups)
+    for groups, price in sorted(offers.items(), key=lambda one: one[1]):
+        yield price, Plan(groups)
+
+
+def _all_of_it(search: Search) -> Iterator[Found]:
+    for groups in Composer(search.estimator).candidates():
+        yield search.judged(Plan(groups), local=True)

@@ -1,0 +1,83 @@
+"""What a group's engine costs on a workload: a few numbers out of the step times that the simulator takes, too."""
+
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from shared.cost.catalogue import bytes_of
+from shared.cost.step import Batch
+from shared.plan.problem import Problem
+from shared.sim.kinds import EngineKind
+from shared.sim.spec import StepTimes
+from shared.sim.workload import Times
+
+KV_SHARE = 0.8  # of the memory that decodes fill where work still flows: above it they preempt each other
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCost:
+    """prefill_s: of each sampled prompt alone, chunk by chunk, shape [n]. lanes: batches in flight.
+
+    batch: decodes of a lane that its memory and its seats hold. base_s, more_s: a decode step of b of them takes
+    base_s + more_s * b, at the workload's mean context.
+    """
+
+    prefill_s: Times
+    lanes: int
+    batch: float
+    base_s: float
+    more_s: float
+
+    @property
+    def prefills_per_s(self) -> float:
+        """Prompts a second when it does nothing else."""
+        return self.lanes / float(self.prefill_s.mean())
+
+    def decode_s(self, batch: float) -> float:
+        """A step of so many decodes of a lane."""
+        return self.base_s + self.more_s * batch
+
+    def batch_within(self, step_s: float) -> float:
+        """Decodes of a lane that a step of that length and the memory allow."""
+        by_time = (step_s - self.base_s) / self.more_s if self.more_s > 0 else inf
+        return max(0.0, min(self.batch, by_time))
+
+
+class Costs:
+    """Engine costs of one problem, each worked out once. None for a kind that the model does not fit."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._known: dict[EngineKind, EngineCost | None] = {}
+        geometry = problem.shop.geometry
+        self._longest = problem.longest
+        self.kv_bytes = geometry.kv_bytes_per_token(
+            bytes_of(geometry.dtype if problem.dtype is None else problem.dtype)
+        )
+
+    def of(self, kind: EngineKind) -> EngineCost | None:
+        """What such an engine costs."""
+        if kind not in self._known:
+            self._known[kind] = self._made(kind)
+        return self._known[kind]
+
+    def _made(self, kind: EngineKind) -> EngineCost | None:
+        problem, sample = self._problem, self._problem.sample
+        lane_tokens = problem.shop.kv_tokens(kind) // kind.lanes
+        if lane_tokens < self._longest:
+            return None
+        times = problem.shop.times(kind)
+        chunk = problem.limits.batched_tokens
+        prefill_s = np.array([_prompt_s(times, tokens, chunk) for tokens in sample.prompts.tolist()])
+        batch = min(KV_SHARE * lane_tokens / sample.context, float(problem.limits.sequences))
+        one, most = 1, max(2, int(batch))
+        first_s = times.decode_time_s(one, int(sample.context))
+        last_s = times.decode_time_s(most, int(most * sample.context))
+        more_s = (last_s - first_s) / (most - one)
+        return EngineCost(prefill_s, kind.lanes, max(1.0, batch), first_s - more_s, more_s)
+
+
+def _prompt_s(times: StepTimes, tokens: int, chunk: int) -> float:
+    """A prompt that has the engine to itself."""
+    return sum(times.step_time_s(Batch(((min(chunk, tokens - at), at),))) for at in range(0, tokens, chunk))

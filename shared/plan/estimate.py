@@ -1,0 +1,248 @@
+"""What a deployment would serve, in closed form: cheap enough to look at thousands, right enough to leave most out.
+
+Flows by a linear programme; waiting for prefill as in a queue with several servers; decode batches by Little's law; the
+share of requests within their SLO from both, over a sample of the workload. The simulator judges what is left.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+from shared.domain.instance import Role
+from shared.domain.kv import wire_share
+from shared.plan.costs import Costs, EngineCost
+from shared.plan.group import Group
+from shared.plan.layouts import Layouts
+from shared.plan.places import Places
+from shared.plan.problem import Problem
+from shared.plan.routes import Flows, Joints, best_flows, decode_capacity, prefill_capacity
+from shared.sim.workload import Times
+
+_SPREAD = 0.7  # of a batch over a request's life, in square roots of it (instants are Poisson: 1)
+_BESIDE = 1.1  # times as long a prompt takes in steps that decode, too
+_HALVINGS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """goodput: requests a second at the target attainment. most: that any share of them could get through.
+
+    attainment, ttft_s, tpot_s: of requests at goodput, or at the rate that was asked for; means. flows: at that rate.
+    prefill, decode: the groups that the flows' rows and columns are, by position.
+    """
+
+    goodput: float
+    most: float
+    attainment: float
+    ttft_s: float
+    tpot_s: float
+    flows: Flows
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+
+
+_Flowing = tuple[Flows, tuple[int, ...], tuple[int, ...]]  # and the groups of its rows and columns
+
+
+class Estimator:
+    """Estimates of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.costs = Costs(problem)
+        self.layouts = Layouts(problem, self.costs)
+        sample = problem.sample
+        self._wire = self.costs.kv_bytes * wire_share(problem.codec)
+        self.places = Places(problem.inventory, self._wire * float(sample.prompts.mean()))
+        self._sent = np.minimum(sample.prompts, problem.limits.batched_tokens) * self._wire
+        self._flowed: dict[tuple[tuple[Group, ...], bool], _Flowing] = {}
+        self._known: dict[tuple[tuple[Group, ...], bool, float], Estimate] = {}
+        self._outputs = np.maximum(1, sample.outputs - 1).astype(np.float64)
+
+    def cost(self, group: Group) -> EngineCost:
+        """Of a group that holds the model."""
+        found = self.costs.of(group.kind(self.problem.inventory, self.problem.dtype))
+        assert found is not None
+        return found
+
+    def most(self, groups: Sequence[Group], *, local: bool = True) -> float:
+        """Requests a second that get through, whatever they wait."""
+        return self._flowing(groups, local)[0].rate
+
+    def of(
+        self,
+        groups: Sequence[Group],
+        *,
+        local: bool = True,
+        rate: float = 0.0,
+        worth: NDArray[np.float64] | None = None,
+    ) -> Estimate:
+        """rate: at which latencies and attainment are told; at goodput if 0. worth: see `best_flows`."""
+        key = (tuple(groups), local, rate)
+        if worth is None and key in self._known:
+            return self._known[key]
+        found = self._made(groups, local, rate, worth)
+        if worth is None:
+            self._known[key] = found
+        return found
+
+    def _made(self, groups: Sequence[Group], local: bool, rate: float, worth: NDArray[np.float64] | None) -> Estimate:
+        flows, prefill, decode = self._flowing(groups, local) if worth is None else self._flows(groups, local, worth)
+        side = _Sides(self, groups, prefill, decode)
+        most = flows.rate
+        goodput = most * self._factor(flows, side) if most > 0 else 0.0
+        at = (rate or goodput) / most if most > 0 else 0.0
+        told = flows.times(min(at, 1.0))
+        attained, ttft_s, tpot_s = side.met(told) if most > 0 and at > 0 else (0.0, inf, inf)
+        return Estimate(goodput, most, attained, ttft_s, tpot_s, told, prefill, decode)
+
+    def _flowing(self, groups: Sequence[Group], local: bool) -> _Flowing:
+        key = (tuple(groups), local)
+        if key not in self._flowed:
+            self._flowed[key] = self._flows(groups, local)
+        return self._flowed[key]
+
+    def _flows(self, groups: Sequence[Group], local: bool, worth: NDArray[np.float64] | None = None) -> _Flowing:
+        prefill = tuple(at for at, group in enumerate(groups) if group.role is Role.PREFILL)
+        decode = tuple(at for at, group in enumerate(groups) if group.role is Role.DECODE)
+        tpot_s, output = self.problem.slo.tpot_s, self.problem.sample.output
+        before = [prefill_capacity(self.cost(groups[at]), 1.0) for at in prefill]
+        after = [decode_capacity(self.cost(groups[at]), tpot_s, output, 1.0) for at in decode]
+        joints = self._joints(groups, prefill, decode)
+        return best_flows(before, after, joints, local=local, worth=worth), prefill, decode
+
+    def _joints(self, groups: Sequence[Group], prefill: tuple[int, ...], decode: tuple[int, ...]) -> Joints:
+        return self.places.joints([groups[at] for at in prefill], [groups[at] for at in decode])
+
+    def _factor(self, flows: Flows, side: "_Sides") -> float:
+        """Of the flows, the most at which enough requests meet their SLO."""
+        low, high = 0.0, 1.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2.0
+            if side.met(flows.times(middle))[0] >= self.problem.target:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def transfer_s(self, source: Group, target: Group) -> Times:
+        """Of each sampled request, from its first token to its decode: what is left when its prompt is computed."""
+        inventory = self.problem.inventory
+        link = self.places.link(source.place(inventory), target.place(inventory))
+        moved: Times = link.latency_s + self._sent / (link.bandwidth_bytes_s * link.efficiency)
+        return moved
+
+    @property
+    def outputs(self) -> Times:
+        """Of each sampled request, the tokens after its first."""
+        return self._outputs
+
+
+class _Sides:
+    """The groups of one deployment on either side, and what becomes of requests that flow through them."""
+
+    def __init__(
+        self, estimator: Estimator, groups: Sequence[Group], prefill: tuple[int, ...], decode: tuple[int, ...]
+    ) -> None:
+        self._estimator = estimator
+        self._groups = groups
+        self._prefill = prefill
+        self._decode = decode
+        self._before = [estimator.cost(groups[at]) for at in prefill]
+        self._after = [estimator.cost(groups[at]) for at in decode]
+        self._transfers: dict[tuple[int, int], Times] = {}
+
+    def met(self, flows: Flows) -> tuple[float, float, float]:
+        """The share of requests within their SLO, and their mean TTFT and TPOT."""
+        total = flows.rate
+        slo = self._estimator.problem.slo
+        wait = _Wait.of(self._before, flows.sent.sum(axis=1))
+        own = _Wait.of(self._after, flows.local)
+        met = ttft = tpot = 0.0
+        for j, cost in enumerate(self._after):
+            coming = float(flows.sent[:, j].sum() + flows.local[j])
+            if coming <= 0.0:
+                continue
+            share = float(flows.local[j]) / cost.prefills_per_s
+            decode = self._decode_side(cost, coming, share)
+            if decode is None:
+                continue  # its queue grows without end: none of these is in time
+            step_s, spread = decode
+            ways = [(float(flows.sent[i, j]), self._before[i].prefill_s, i) for i in range(len(self._before))]
+            ways.append((float(flows.local[j]), self._after[j].prefill_s * _BESIDE, -1))
+            for rate, prefill_s, i in ways:
+                if rate <= 0.0:
+                    continue
+                more = self._transfer_s(i, j) / self._estimator.outputs if i >= 0 else 0.0
+                waits = wait if i >= 0 else own
+                in_time = waits.within(slo.ttft_s - prefill_s)
+                steady = ndtr((slo.tpot_s - step_s - more) / spread)
+                weight = rate / total
+                met += weight * float((in_time * steady).mean())
+                ttft += weight * (float(prefill_s.mean()) + waits.mean_s)
+                tpot += weight * float(np.mean(step_s + more))
+        return met, ttft, tpot
+
+    def _decode_side(self, cost: EngineCost, rate: float, share: float) -> tuple[float, Times] | None:
+        """Seconds a token where `rate` requests a second decode, and how they spread, by request; None: too many."""
+        if share >= 1.0:
+            return None
+        output = self._estimator.problem.sample.output
+        load = rate * output / (cost.lanes * (1.0 - share))  # tokens a second of a lane, in its time for decodes
+        if load * cost.more_s >= 1.0:
+            return None
+        batch = load * cost.base_s / (1.0 - load * cost.more_s)
+        if batch > cost.batch:
+            return None
+        step_s = cost.decode_s(max(1.0, batch)) / (1.0 - share)
+        crowd = _SPREAD * sqrt(max(1.0, batch)) * cost.more_s / (1.0 - share)
+        prefill_s = cost.prefill_s
+        burst = share * step_s * float((prefill_s**2).mean() / prefill_s.mean()) / self._estimator.outputs
+        return step_s, np.sqrt(crowd**2 + burst + (0.02 * step_s) ** 2)
+
+    def _transfer_s(self, i: int, j: int) -> Times:
+        if (i, j) not in self._transfers:
+            source, target = self._groups[self._prefill[i]], self._groups[self._decode[j]]
+            self._transfers[i, j] = self._estimator.transfer_s(source, target)
+        return self._transfers[i, j]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """How long a prompt waits: not at all, or an exponential time. Source: Sakasegawa's form for M/G/c."""
+
+    probability: float
+    rate: float
+
+    @classmethod
+    def of(cls, costs: Sequence[EngineCost], flows: NDArray[np.float64]) -> "_Wait":
+        """Where such flows come to such engines, each of which takes a prompt of those that wait when it is free."""
+        used = [(cost, flow) for cost, flow in zip(costs, flows.tolist(), strict=True) if flow > 0.0]
+        if not used:
+            return cls(0.0, inf)
+        speed = sum(cost.prefills_per_s for cost, _ in used)
+        load = sum(flow for _, flow in used) / speed
+        if load >= 1.0:
+            return cls(1.0, 0.0)
+        servers = sum(cost.lanes for cost, _ in used)
+        times = np.concatenate([cost.prefill_s for cost, _ in used])
+        varies = float(times.var() / times.mean() ** 2)
+        return cls(load ** (sqrt(2.0 * (servers + 1.0)) - 1.0), 2.0 * (1.0 - load) * speed / (1.0 + varies))
+
+    @property
+    def mean_s(self) -> float:
+        """Of all prompts."""
+        return self.probability / self.rate if self.rate > 0.0 else inf
+
+    def within(self, left_s: Times) -> NDArray[np.float64]:
+        """The probability that a prompt waits no longer than that, by request."""
+        if self.rate == inf or self.probability == 0.0:
+            return (left_s >= 0.0).astype(np.float64)
+        waits: NDArray[np.float64] = np.where(
+            left_s >= 0.0, 1.0 - self.probability * np.exp(-self.rate * np.maximum(left_s, 0.0)), 0.0
+        )
+        return waits

@@ -1,0 +1,87 @@
+"""A group: accelerators that serve one copy of the model together, and what they are there for."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from shared.domain.instance import Role
+from shared.plan.inventory import Inventory
+from shared.sim.kinds import EngineKind, Stage
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """A pipeline stage: `layers` layers on accelerators of one pool, by its position in the inventory."""
+
+    pool: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pipeline stages in order, of `tensor_parallel` accelerators each.
+
+    A group that decodes may compute prompts, too: whether it does is a matter of routes and policies.
+    """
+
+    role: Role
+    tensor_parallel: int
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def uses(self) -> Counter[int]:
+        """Accelerators by pool."""
+        found: Counter[int] = Counter()
+        for part in self.parts:
+            found[part.pool] += self.tensor_parallel
+        return found
+
+    @property
+    def accelerators(self) -> int:
+        """In all."""
+        return self.tensor_parallel * len(self.parts)
+
+    def flipped(self) -> "Group":
+        """The same in the other role."""
+        return replace(self, role=self.role.other)
+
+    def as_role(self, role: Role) -> "Group":
+        """The same in that role."""
+        return self if role is self.role else self.flipped()
+
+    def kind(self, inventory: Inventory, dtype: str | None = None) -> EngineKind:
+        """As an engine. Between nodes activations take the path between them; the slowest of the hops counts."""
+        pools = [inventory.pools[part.pool] for part in self.parts]
+        stages = tuple(Stage(pool.accelerator.name, part.layers) for pool, part in zip(pools, self.parts, strict=True))
+        hops = [inventory.network.path(one.node, other.node) for one, other in pairwise(pools)]
+        hop = min(hops, key=lambda link: link.bandwidth_bytes_s * link.efficiency) if hops else None
+        return EngineKind(stages, self.tensor_parallel, dtype, hop=hop)
+
+    def place(self, inventory: Inventory) -> tuple[tuple[str, int], ...]:
+        """Where its layers' KV is: (node, layers) in the order of the stages, neighbours on one node joined."""
+        found: list[tuple[str, int]] = []
+        for part in self.parts:
+            node = inventory.pools[part.pool].node
+            if found and found[-1][0] == node:
+                found[-1] = (node, found[-1][1] + part.layers)
+            else:
+                found.append((node, part.layers))
+        return tuple(found)
+
+    def price_usd_hour(self, inventory: Inventory) -> float:
+        """Of its accelerators."""
+        return sum(count * inventory.pools[pool].price_usd_hour for pool, count in self.uses.items())
+
+    def words(self, inventory: Inventory) -> str:
+        """Such as `2 x A40 on a40`."""
+        return " + ".join(
+            f"{count} x {inventory.pools[pool].accelerator.name} on {inventory.pools[pool].node}"
+            for pool, count in self.uses.items()
+        )
+
+    @property
+    def layout(self) -> str:
+        """Such as `TP 2, PP 2 (26+34)`."""
+        layers = "+".join(str(part.layers) for part in self.parts)
+        return f"TP {self.tensor_parallel}" + (f", PP {len(self.parts)} ({layers})" if len(self.parts) > 1 else "")

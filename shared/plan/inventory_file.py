@@ -1,0 +1,141 @@
+"""The inventory file: nodes, devices and links, in YAML. Strict: errors name file and key."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared.cost.catalogue import Catalogue
+from shared.cost.data_file import read_yaml
+from shared.cost.library import Library
+from shared.cost.transfer import Link
+from shared.errors import InvalidRequest, PolyphaseError
+from shared.plan.inventory import Inventory, Pool
+from shared.sim.kinds import HOP_LATENCY_S
+from shared.sim.network_file import INSIDE_EFFICIENCY, NetworkEntry, entry_of
+
+Count = Annotated[int, Field(gt=0, le=100_000)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DeviceEntry(_Part):
+    """`count` accelerators of a type. price_usd_hour: of one; by default the catalogue's."""
+
+    accelerator: str
+    count: Count = 1
+    price_usd_hour: Price | None = None
+
+
+class NodeEntry(_Part):
+    """One node, or `replicas` alike ones, named name-0, name-1, …: one type of accelerator, or `devices` of several."""
+
+    name: Name
+    replicas: Count = 1
+    accelerator: str = ""
+    count: Count = 1
+    price_usd_hour: Price | None = None
+    devices: tuple[DeviceEntry, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if bool(self.accelerator) == bool(self.devices):
+            raise ValueError(f"nodes: {self.name}: give it an `accelerator`, or `devices`, and not both")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the nodes that this entry stands for."""
+        return (self.name,) if self.replicas == 1 else tuple(f"{self.name}-{at}" for at in range(self.replicas))
+
+    @property
+    def all_devices(self) -> tuple[DeviceEntry, ...]:
+        """However they were given."""
+        single = DeviceEntry(accelerator=self.accelerator, count=self.count, price_usd_hour=self.price_usd_hour)
+        return self.devices or (single,)
+
+
+class InventoryFile(_Part):
+    """The whole file. `accelerators`: catalogue entries of your own; a path beside it."""
+
+    name: str = ""
+    accelerators: Path | None = None
+    nodes: tuple[NodeEntry, ...] = Field(min_length=1)
+    network: NetworkEntry = NetworkEntry()
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        seen: set[str] = set()
+        for name in (name for entry in self.nodes for name in entry.names):
+            if name in seen:
+                raise ValueError(f"nodes: {name!r} is there twice")
+            seen.add(name)
+        return self
+
+    def inventory(self, catalogue: Catalogue) -> Inventory:
+        """As the planner takes it. Raises NotFound for an accelerator that nobody knows, with the nearest names."""
+        pools = [
+            Pool(
+                name,
+                device := catalogue.get(entry.accelerator),
+                entry.count,
+                device.price_usd_hour if entry.price_usd_hour is None else entry.price_usd_hour,
+            )
+            for node in self.nodes
+            for name in node.names
+            for entry in node.all_devices
+        ]
+        inside = {
+            pool.node: Link(pool.accelerator.links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY)
+            for pool in reversed(pools)
+        }
+        nodes = list(dict.fromkeys(pool.node for pool in pools))
+        made = Inventory(tuple(pools), self.network.network(nodes, inside))
+        made.require_joined()
+        return made
+
+
+def read_inventory(file: Path) -> tuple[Inventory, Library, str]:
+    """An inventory file: the inventory, the library with its own accelerators, its name.
+
+    Raises InvalidRequest or NotFound that name the file and the key.
+    """
+    try:
+        read = InventoryFile.model_validate(read_yaml(file))
+        library = Library.built_in(file.parent / read.accelerators if read.accelerators else None)
+        return read.inventory(library.catalogue), library, read.name or file.stem
+    except ValidationError as error:
+        raise InvalidRequest(_described(file, error)) from error
+    except PolyphaseError as error:
+        where = "" if str(file) in error.message else f"{file}: "
+        raise type(error)(f"{where}{error.message}") from error
+
+
+def write_inventory(inventory: Inventory, name: str) -> str:
+    """The text of an inventory file."""
+    nodes = []
+    for node in inventory.nodes:
+        devices = [
+            {"accelerator": p.accelerator.name, "count": p.count, "price_usd_hour": p.price_usd_hour}
+            for p in inventory.pools
+            if p.node == node
+        ]
+        nodes.append({"name": node, **(devices[0] if len(devices) == 1 else {"devices": devices})})
+    network = entry_of(inventory.network).model_dump(mode="json", exclude_defaults=True)
+    return yaml.safe_dump({"name": name, "nodes": nodes, "network": network}, sort_keys=False, default_flow_style=None)
+
+
+def _described(file: Path, error: ValidationError) -> str:
+    lines: Sequence[str] = [
+        f"{file}: {'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}".replace(
+            ": : ", ": "
+        )
+        for fault in error.errors()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,221 @@
+"""The simulator as the judge of plans: what a plan promises is what it does there."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil, exp, inf, log, sqrt
+
+import numpy as np
+
+from shared.plan.estimate import Estimator
+from shared.plan.plan import Plan, deployed
+from shared.plan.problem import Problem
+from shared.sim.arrivals import ARRIVALS
+from shared.sim.cluster import simulate
+from shared.sim.metrics import summary
+from shared.sim.outcomes import Outcomes, SimResult
+from shared.sim.policy_words import with_words
+from shared.sim.spec import RunSpec
+from shared.sim.workload import Workload
+
+SPAN_S, LIVES = 30.0, 3.0  # of a run's arrivals: so long, and so many times as long as a request lasts, at least
+TOO_MUCH = 0.12  # a rate that is higher by so much than what can be served for ever must show
+FEWEST, MOST = 250, 3000  # requests of a run
+_LATER = 0.5  # of a run, from where on it counts: before, the cluster fills
+_STRIDE = 1.12  # from a rate to the next, at first
+_LOOKS = 12  # rates, until one meets the target and a higher one misses it
+_POOR = 0.5  # attainment from which the next rate is much lower
+_ABOUT = (0.96, 1.04)  # of the crossing: further runs that make it more certain
+_NEAR = 1.2  # times the crossing: runs that say something of it
+_CLEARLY = 0.04  # attainment by which a plan must be worse to be out
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a plan is expected to do. figures: `shared.sim.metrics.summary` of a run at `rate`.
+
+    goodput: requests a second, the highest rate at which enough requests meet the SLO. attainment: at `rate`, once the
+    cluster is full. usd_per_million: prompt and output tokens at goodput.
+    """
+
+    goodput: float
+    rate: float
+    attainment: float
+    figures: dict[str, float]
+    usd_per_million: float
+
+
+class Judge:
+    """Runs plans of one problem in the simulator. The same plan at the same rate is run once.
+
+    run: how clusters are run, before the plan's policies. arrivals: a name of `shared.sim.arrivals.ARRIVALS`. A run
+    lasts so long that the cluster is full, and that a queue which grows for ever has outgrown what the SLO allows.
+    """
+
+    def __init__(
+        self, problem: Problem, estimator: Estimator, run: RunSpec = RunSpec(), arrivals: str = "poisson", seed: int = 1
+    ) -> None:
+        self.problem = problem
+        self.runs = 0
+        self._estimator = estimator
+        self._run = replace(run, slo=problem.slo, codec=problem.codec)
+        self._arrivals = arrivals
+        self._seed = seed
+        self._met: dict[tuple[Plan, float], float] = {}
+        self._goodput: dict[Plan, float] = {}
+
+    def workload(self, plan: Plan, rate: float) -> Workload:
+        """What comes in a run of the plan at `rate`: of the problem's requests the first so many, again and again."""
+        problem, slo = self.problem, self.problem.slo
+        told = self._estimator.of(plan.groups)
+        life_s = told.ttft_s + told.tpot_s * problem.sample.output if told.goodput > 0 else 0.0
+        slack_s = max(slo.ttft_s, slo.tpot_s * problem.sample.output - life_s)
+        span_s = max(SPAN_S, LIVES * life_s, slack_s / TOO_MUCH)
+        count = ceil(min(MOST, max(FEWEST, rate * span_s)))
+        return ARRIVALS[self._arrivals](repeated(self.problem.workload, count), rate, self._seed)
+
+    def spec(self, plan: Plan) -> RunSpec:
+        """How the plan is run."""
+        return with_words(self._run, plan.policies)
+
+    def result(self, plan: Plan, rate: float) -> SimResult:
+        """A run of the plan at `rate` requests a second."""
+        self.runs += 1
+        instances, network = deployed(self.problem, plan, self._estimator.costs, self._estimator.places)
+        return simulate(self.workload(plan, rate), instances, replace(self.spec(plan), network=network))
+
+    def attained(self, plan: Plan, rate: float) -> float:
+        """The share of requests within the SLO at that rate, once the cluster is full; less where its queue grows."""
+        key = (plan, rate)
+        if key not in self._met:
+            self._met[key] = settled(self.result(plan, rate).outcomes, self.problem)
+        return self._met[key]
+
+    def goodput(self, plan: Plan, near: float) -> float:
+        """Requests a second. near: where to look first.
+
+        Attainment rises and falls a little from rate to rate, as bursts fall on busy groups or not, so the rate that
+        meets the target is read off a line through several runs about there.
+        """
+        if plan not in self._goodput:
+            self._goodput[plan] = self._searched(plan, near)
+        return self._goodput[plan]
+
+    def _searched(self, plan: Plan, near: float) -> float:
+        curve = Curve(self.problem.target)
+        rate, stride = near, _STRIDE
+        for _ in range(_LOOKS):
+            if rate <= 0.0:
+                return 0.0
+            attained = self.attained(plan, rate)
+            curve.add(rate, attained)
+            if curve.bracketed:
+                break
+            rate = rate * stride if attained >= self.problem.target else rate / stride
+            stride *= _STRIDE if attained >= _POOR else 1.5
+        if not curve.bracketed:
+            return curve.best
+        for share in _ABOUT:
+            rate = curve.crossing * share
+            curve.add(rate, self.attained(plan, rate))
+        return curve.crossing
+
+    def promise(self, plan: Plan, goodput: float) -> Promise:
+        """What the plan does at the rate that was asked for, or at its goodput."""
+        problem = self.problem
+        rate = problem.rate or goodput
+        if rate <= 0.0:
+            return Promise(0.0, 0.0, 0.0, {}, inf)
+        result = self.result(plan, rate)
+        workload = problem.workload
+        tokens = float((workload.prompt_tokens + workload.output_tokens).mean()) * goodput * 3600.0
+        price = sum(group.price_usd_hour(problem.inventory) for group in plan.groups)
+        usd = 1e6 * price / tokens if tokens > 0 else inf
+        return Promise(goodput, rate, settled(result.outcomes, problem), summary(result, problem.slo), usd)
+
+
+def repeated(workload: Workload, count: int) -> Workload:
+    """`count` of its requests, from the first on, all at once; from the first again where it has fewer."""
+    at = np.arange(count) % len(workload)
+    prefixes = workload.prefixes and tuple(workload.prefixes[i] for i in at.tolist())
+    return replace(
+        workload,
+        arrival_s=np.zeros(count),
+        prompt_tokens=workload.prompt_tokens[at],
+        output_tokens=workload.output_tokens[at],
+        prefixes=prefixes,
+        mix=None,
+    )
+
+
+def settled(outcomes: Outcomes, problem: Problem) -> float:
+    """The share of a run's later requests within the SLO."""
+    slo, came = problem.slo, outcomes.arrival_s
+    later = came >= came[0] + _LATER * (came[-1] - came[0])
+    steady = (outcomes.tpot_s <= slo.tpot_s) | (outcomes.output_tokens < 2)
+    in_time = outcomes.completed & (outcomes.ttft_s <= slo.ttft_s) & steady
+    return float(in_time[later].mean())
+
+
+class Curve:
+    """Attainment by rate, and the rate at which it meets the target."""
+
+    def __init__(self, target: float) -> None:
+        self._target = target
+        self._points: dict[float, float] = {}
+
+    def add(self, rate: float, attained: float) -> None:
+        """One run."""
+        self._points[rate] = attained
+
+    @property
+    def best(self) -> float:
+        """The highest rate that met the target; 0 if none did."""
+        return max((rate for rate, attained in self._points.items() if attained >= self._target), default=0.0)
+
+    @property
+    def bracketed(self) -> bool:
+        """Whether a rate met the target and a higher one missed it."""
+        missed = [rate for rate, attained in self._points.items() if attained < self._target]
+        return bool(missed) and self.best > 0.0 and max(missed) > self.best
+
+    @property
+    def crossing(self) -> float:
+        """Where a line through the runs near the target meets it; the middle of two of them where they make none."""
+        middle = self._middle()
+        near = [(log(rate), met) for rate, met in self._points.items() if middle / _NEAR <= rate <= middle * _NEAR]
+        if len(near) < 3:
+            return middle
+        rates, shares = np.array(near).T
+        slope, at_0 = np.polyfit(rates, shares, 1)
+        if slope >= 0.0:
+            return middle
+        return float(np.clip(exp((self._target - at_0) / slope), middle / _NEAR, middle * _NEAR))
+
+    def _middle(self) -> float:
+        """Between the two neighbouring rates that part those that meet the target from those that miss it best."""
+        points = sorted(self._points.items())
+
+        def wrong(cut: int) -> int:
+            below = sum(met < self._target for _, met in points[:cut])
+            return below + sum(met >= self._target for _, met in points[cut:])
+
+        cut = min(range(1, len(points)), key=wrong)
+        return sqrt(points[cut - 1][0] * points[cut][0])
+
+
+def race(judge: Judge, plans: Iterable[tuple[Plan, float]], stop: Callable[[], bool]) -> Iterator[tuple[Plan, float]]:
+    """Plans with their estimated goodput in; the best so far and its simulated goodput, each time that it changes.
+
+    The most promising first. Who is clearly worse at the best one's goodput is out after one run. After `stop` says so
+    nobody else is tried; the first is always finished.
+    """
+    best = 0.0
+    for plan, near in sorted(plans, key=lambda one: -one[1]):
+        if near <= 0.0 or (best and stop()):
+            continue
+        if best and judge.attained(plan, best) < judge.problem.target - _CLEARLY:
+            continue
+        found = judge.goodput(plan, best or near)
+        if found > best:
+            best = found
+            yield plan, found

@@ -1,0 +1,1 @@
+"""Methods that find plans, by name."""

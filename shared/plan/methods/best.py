@@ -1,0 +1,156 @@
+"""Ours: whatever mixture of groups wins, coupled ones and partial prefills beside split ones included.
+
+Integer programmes compose candidates, the plain deployments and the other methods' ideas stand beside them, a walk over
+small changes improves the most promising by the estimate, and the simulator decides.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from shared.domain.instance import Role
+from shared.plan.compose import Composer
+from shared.plan.group import Group
+from shared.plan.judge import race
+from shared.plan.methods.exhaustive import exhaustive_groups
+from shared.plan.methods.joint import joint_groups
+from shared.plan.methods.simple import smallest
+from shared.plan.plan import Plan, canonical, routes_of
+from shared.plan.search import Found, Search
+
+_CLIMBED = 2  # candidates that are improved
+_STEPS = 6  # changes of each
+_RACED = 6
+_TURNS = 2  # rounds of small changes that the simulator judges
+
+
+def best(search: Search) -> Iterator[Found]:
+    """Ever better plans."""
+    groups = _climbed(search, _composed(search))
+    plans = [(Plan(one), search.estimator.of(one).goodput) for one in groups[:_RACED]]
+    found: Found | None = None
+    for found in race(search.judge, plans, search.over):
+        yield found
+    if found is None:
+        return
+    for _ in range(_TURNS):
+        better = None
+        for better in race(search.judge, _around(search, found), search.over):
+            if better[1] <= found[1]:
+                better = None
+                continue
+            yield better
+        if better is None or search.over():
+            break
+        found = better
+    yield from _routed(search, found)
+
+
+def _composed(search: Search) -> list[tuple[Group, ...]]:
+    """Candidates, each once, the most promising first."""
+    made: dict[object, tuple[Group, ...]] = {}
+    alike = search.problem.inventory.alike
+    for groups in (
+        *Composer(search.estimator).candidates(),
+        exhaustive_groups(search),
+        joint_groups(search),
+        smallest(search, Role.DECODE),
+    ):
+        price = sum(group.price_usd_hour(search.problem.inventory) for group in groups)
+        decodes = any(group.role is Role.DECODE for group in groups)
+        if decodes and price <= search.problem.budget_usd_hour * (1.0 + 1e-9):
+            made.setdefault(canonical(groups, alike), groups)
+        search.tell(f"best: {len(made)} candidates", None)
+    return sorted(made.values(), key=lambda groups: -search.estimator.of(groups).goodput)
+
+
+def _climbed(search: Search, candidates: Sequence[tuple[Group, ...]]) -> list[tuple[Group, ...]]:
+    """Candidates, and what the most promising of them became by small changes, as long as the estimate rose."""
+    alike = search.problem.inventory.alike
+    known = {canonical(groups, alike): groups for groups in candidates}
+    for start in candidates[:_CLIMBED]:
+        here, worth = start, search.estimator.of(start).goodput
+        for _ in range(_STEPS):
+            if search.over():
+                break
+            near, value = _highest(search, here, worth * 1.002)
+            if near is None:
+                break
+            here, worth = near, value
+        known.setdefault(canonical(here, alike), here)
+    return sorted(known.values(), key=lambda groups: -search.estimator.of(groups).goodput)
+
+
+def _highest(search: Search, here: Sequence[Group], worth: float) -> tuple[tuple[Group, ...] | None, float]:
+    """The change with the highest estimate, and that; None where none is above `worth`."""
+    found: tuple[Group, ...] | None = None
+    for groups in changes(search, here):
+        if search.estimator.most(groups) > worth and (value := search.estimator.of(groups).goodput) > worth:
+            found, worth = groups, value
+    return found, worth
+
+
+def changes(search: Search, groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
+    """Deployments a step away: a group turned, cut in two, or joined with another. Alike ones once."""
+    layouts, alike = search.estimator.layouts, search.problem.inventory.alike
+    seen = {canonical(groups, alike)}
+
+    def fresh(made: tuple[Group, ...]) -> bool:
+        key = canonical(made, alike)
+        if key in seen or not any(group.role is Role.DECODE for group in made):
+            return False
+        seen.add(key)
+        return True
+
+    for at, group in enumerate(groups):
+        rest = (*groups[:at], *groups[at + 1 :])
+        turned = layouts.best(group.uses, group.role.other)
+        if turned is not None and fresh(made := (*rest, turned)):
+            yield made
+        halves = {pool: count // 2 for pool, count in group.uses.items()}
+        if all(count % 2 == 0 for count in group.uses.values()):
+            for first in Role:
+                for second in Role:
+                    pair = (layouts.best(halves, first), layouts.best(halves, second))
+                    if pair[0] is not None and pair[1] is not None and fresh(made := (*rest, pair[0], pair[1])):
+                        yield made
+        for other_at in range(at + 1, len(groups)):
+            other = groups[other_at]
+            if len({*group.uses, *other.uses}) > 2 or not _may_join(search, group, other):
+                continue
+            left = tuple(one for i, one in enumerate(groups) if i not in (at, other_at))
+            for role in Role:
+                joined = layouts.best(group.uses + other.uses, role)
+                if joined is not None and fresh(made := (*left, joined)):
+                    yield made
+
+
+def _may_join(search: Search, one: Group, other: Group) -> bool:
+    pools = search.problem.inventory.pools
+    nodes = {pools[pool].node for pool in (*one.uses, *other.uses)}
+    return not search.problem.one_node or len(nodes) == 1
+
+
+def _around(search: Search, found: Found) -> list[tuple[Plan, float]]:
+    """The most promising changes of a plan that was judged, as likely as the estimate says beside its own."""
+    plan, goodput = found
+    base = search.estimator.of(plan.groups).goodput or 1.0
+    near = [
+        (groups, search.estimator.of(groups).goodput)
+        for groups in changes(search, plan.groups)
+        if search.estimator.most(groups) >= 0.8 * base
+    ]
+    near.sort(key=lambda one: -one[1])
+    likely = [(Plan(groups, policies=plan.policies), goodput * worth / base) for groups, worth in near[:_RACED]]
+    return [(plan, goodput), *likely]
+
+
+def _routed(search: Search, found: Found) -> Iterator[Found]:
+    """The same groups along routes, where that serves more than deciding request by request."""
+    plan, goodput = found
+    estimate = search.estimator.of(plan.groups)
+    along = Plan(plan.groups, routes_of(estimate))
+    yield replace(plan, routes=along.routes), goodput
+    if along.routes and not search.over():
+        routed = replace(along, policies=along.routed(search.problem))
+        if search.judge.attained(routed, goodput) >= search.problem.target:
+            yield routed, search.judge.goodput(routed, goodput)

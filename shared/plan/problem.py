@@ -1,0 +1,90 @@
+"""What is asked of the planner."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from shared.domain.job import Slo
+from shared.domain.kv import Codec
+from shared.errors import InvalidRequest
+from shared.plan.inventory import Inventory
+from shared.sim.kinds import Workshop
+from shared.sim.spec import EngineLimits
+from shared.sim.workload import Lengths, Workload
+
+SAMPLE = 48  # requests that stand for a workload where it is only estimated
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An inventory, a model (the workshop's), what clients ask for, and what they shall get.
+
+    workload: its lengths and the pattern of its arrivals. rate: requests a second that the plan must serve; 0: as many
+    as it can. target: SLO attainment at which a rate counts as served. limits: of every engine. one_node: no group
+    spans nodes, as engines that really exist need it. codec: in which KV travels. longest_tokens: that a request may
+    have, prompt and answer. budget_usd_hour: what the accelerators that are used may cost.
+    """
+
+    inventory: Inventory
+    shop: Workshop
+    workload: Workload
+    slo: Slo = field(default_factory=Slo)
+    rate: float = 0.0
+    target: float = 0.9
+    limits: EngineLimits = field(default_factory=EngineLimits)
+    one_node: bool = False
+    codec: Codec = Codec.RAW
+    longest_tokens: int = 0
+    budget_usd_hour: float = inf
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.target < 1.0:
+            raise InvalidRequest(f"target must lie between 0 and 1, not {self.target}")
+        if self.rate < 0:
+            raise InvalidRequest(f"rate must not be negative, not {self.rate}")
+        if not self.budget_usd_hour > 0:
+            raise InvalidRequest(f"budget must be positive, not {self.budget_usd_hour} USD an hour")
+
+    @cached_property
+    def sample(self) -> "Sample":
+        """Requests that stand for the workload."""
+        return Sample.of(self.workload)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of context that every group must hold: as asked for, else the workload's longest request."""
+        asked = int((self.workload.prompt_tokens + self.workload.output_tokens).max())
+        return self.longest_tokens or asked
+
+    def on(self, inventory: Inventory) -> "Problem":
+        """The same, asked of another inventory."""
+        return replace(self, inventory=inventory)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Lengths that stand for a workload's, shape [n], the shortest prompt first; and its means.
+
+    output: mean output tokens. context: tokens that a decode has before it, averaged over all tokens that are decoded.
+    """
+
+    prompts: Lengths
+    outputs: Lengths
+    output: float
+    context: float
+
+    @classmethod
+    def of(cls, workload: Workload, count: int = SAMPLE) -> "Sample":
+        """At even distances in the order of their prompts."""
+        order = np.argsort(workload.prompt_tokens, kind="stable")
+        picks = order[np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int)]
+        prompts, outputs = workload.prompt_tokens, workload.output_tokens
+        decoded = float(outputs.sum())
+        walked = float((outputs * prompts + outputs * (outputs + 1) / 2.0).sum())
+        return cls(prompts[picks], outputs[picks], decoded / len(workload), walked / decoded)

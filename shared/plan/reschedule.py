@@ -1,0 +1,87 @@
+"""A running plan meets another workload, or loses groups: other roles and routes, and nothing is loaded anew.
+
+Source: ThunderServe 3.4: of the tabu search only flips of the phase, the layouts as they are, the orchestration again.
+Ours: all deployments within a few flips of alike groups, by the estimate; so it takes milliseconds, not seconds.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shared.domain.instance import Role
+from shared.plan.estimate import Estimate
+from shared.plan.group import Group
+from shared.plan.plan import Plan, Route, canonical, routes_of
+from shared.plan.search import Search
+
+MOST_FLIPS = 3  # in a row of a climb; a climb goes on while it gains
+_WORTH_IT = 1.02  # times the goodput: less is not worth a drain
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """New roles and routes of groups that stay. flips: their positions. before, after: what the estimate says."""
+
+    plan: Plan
+    flips: tuple[int, ...]
+    before: Estimate
+    after: Estimate
+
+    @property
+    def changes(self) -> bool:
+        """Whether any role is another."""
+        return bool(self.flips)
+
+
+def rescheduled(search: Search, groups: Sequence[Group], policies: str = "adaptive") -> Proposal:
+    """The roles that serve most of the search's workload; those there are where no others are clearly better."""
+    local = "plan:" not in policies
+    estimator, start = search.estimator, tuple(groups)
+    before = estimator.of(start, local=local)
+    here, best = start, before
+    while True:
+        near = max(_flipped(search, here), key=lambda one: estimator.of(one, local=local).goodput, default=here)
+        found = estimator.of(near, local=local)
+        if found.goodput <= best.goodput * _WORTH_IT:
+            break
+        here, best = near, found
+    flips = tuple(at for at, (one, other) in enumerate(zip(start, here, strict=True)) if one.role is not other.role)
+    plan = Plan(here, routes_of(best), policies)
+    if not local:
+        plan = Plan(here, plan.routes, plan.routed(search.problem))
+    return Proposal(plan, flips, before, best)
+
+
+def survivors(plan: Plan, lost: Sequence[int]) -> tuple[tuple[Group, ...], tuple[Route, ...]]:
+    """The groups that are left and the routes between them, in proportion."""
+    kept = [at for at in range(len(plan.groups)) if at not in set(lost)]
+    number = {at: new for new, at in enumerate(kept)}
+    routes = [
+        Route(None if route.prefill is None else number[route.prefill], number[route.decode], route.share)
+        for route in plan.routes
+        if route.decode in number and (route.prefill is None or route.prefill in number)
+    ]
+    whole = sum(route.share for route in routes)
+    shares = tuple(Route(route.prefill, route.decode, route.share / whole) for route in routes)
+    return tuple(plan.groups[at] for at in kept), shares
+
+
+def _flipped(search: Search, groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
+    """Within `MOST_FLIPS` flips of alike groups in one direction, alike results once; one group decodes at least."""
+    alike = search.problem.inventory.alike
+    seen = {canonical(groups, alike)}
+    for role in Role:
+        for at, group in enumerate(groups):
+            if group.role is not role:
+                continue
+            turned = list(groups)
+            left = MOST_FLIPS
+            for other in range(at, len(groups)):
+                same = groups[other].role is role and canonical((groups[other],), alike) == canonical((group,), alike)
+                if not same or not left:
+                    continue
+                turned[other] = groups[other].flipped()
+                left -= 1
+                key = canonical(turned, alike)
+                if key not in seen and any(one.role is Role.DECODE for one in turned):
+                    seen.add(key)
+                    yield tuple(turned)

@@ -1,0 +1,91 @@
+"""A search for a plan: what every method works with, and who keeps the best so far."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from shared.errors import Incompatible
+from shared.plan.estimate import Estimator
+from shared.plan.judge import Judge, Promise
+from shared.plan.plan import Plan
+from shared.plan.problem import Clock, Problem
+from shared.sim.spec import RunSpec
+
+Found = tuple[Plan, float]  # a plan and its simulated goodput
+Tell = Callable[[str, Found | None], None]  # what goes on, and the best so far
+
+
+def silent(what: str, best: Found | None) -> None:
+    """Tells nobody."""
+
+
+@dataclass(slots=True)
+class Search:
+    """clock: seconds, from anywhere. until_s: on it, after which nothing new is begun. tell: who hears of progress."""
+
+    problem: Problem
+    clock: Clock
+    run: RunSpec = field(default_factory=RunSpec)
+    until_s: float = float("inf")
+    seed: int = 1
+    tell: Tell = silent
+    estimator: Estimator = field(init=False)
+    judge: Judge = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.estimator = Estimator(self.problem)
+        self.judge = Judge(self.problem, self.estimator, self.run, seed=self.seed)
+
+    def over(self) -> bool:
+        """Whether the time is up."""
+        return self.clock() >= self.until_s
+
+    def rng(self) -> Random:
+        """The same draws for every method."""
+        return Random(self.seed)
+
+    def judged(self, plan: Plan, local: bool) -> Found:
+        """A plan with its goodput. local: whether its policies let groups that decode compute prompts."""
+        estimate = self.estimator.of(plan.groups, local=local)
+        near = max(estimate.goodput, 0.3 * estimate.most)
+        return plan, self.judge.goodput(plan, near) if near > 0 else 0.0
+
+
+Method = Callable[[Search], Iterator[Found]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The best plan of a method. took_s: in all; found_s: until it had this plan. runs: of the simulator."""
+
+    method: str
+    plan: Plan
+    promise: Promise
+    took_s: float
+    found_s: float
+    runs: int
+    stopped: bool = False
+
+
+def searched(name: str, method: Method, search: Search) -> Outcome:
+    """Run a method to its end, its deadline, or Ctrl-C, and judge its best plan.
+
+    Raises Incompatible when it finds none.
+    """
+    began, before = search.clock(), search.judge.runs
+    best: Found | None = None
+    found_s, stopped = began, False
+    try:
+        for plan, goodput in method(search):
+            if best is None or goodput > best[1]:
+                best, found_s = (plan, goodput), search.clock()
+                search.tell(name, best)
+    except KeyboardInterrupt:
+        stopped = True
+    if best is None:
+        why = "was stopped before it had a plan" if stopped else "finds no deployment"
+        raise Incompatible(f"method {name} {why} for {search.problem.shop.geometry.name} on this inventory")
+    plan, goodput = best
+    promise = search.judge.promise(plan, goodput)
+    took_s = search.clock() - began
+    return Outcome(name, plan, promise, took_s, found_s - began, search.judge.runs - before, stopped)
