@@ -24,6 +24,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="API keys; the keys for traffi
 app.add_typer(keys_app, name="keys")
 app.add_typer(bench_app, name="bench")
 app.add_typer(measuring.from_lab("calibrate.command", "calibrate_app"), name="calibrate")
+app.add_typer(measuring.from_lab("plan.command", "plan_app"), name="plan")
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="State, logs and database of the suite.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")]

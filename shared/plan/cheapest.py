@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from shared.errors import Incompatible
-from shared.plan.compose import Composer, Margin
+from shared.plan.compose import MARGINS, Composer, Margin
 from shared.plan.group import Group
 from shared.plan.inventory import Inventory
 from shared.plan.plan import Plan
@@ -11,13 +11,7 @@ from shared.plan.search import Found, Search
 
 # Spare capacity with which programmes are tried: the estimate knows no bursts, so the first may serve too little.
 SPARES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
-_SIDES = (
-    Margin(0.75),
-    Margin(0.75, local=False),
-    Margin(0.85, 0.85, local=False),
-    Margin(0.9, 0.85),
-    Margin(split=False),
-)
+_SIDES = MARGINS[1:]
 
 
 def cheapest(search: Search) -> Plan:
@@ -26,7 +20,6 @@ def cheapest(search: Search) -> Plan:
     Raises Incompatible that names the highest rate that all that is on offer serves.
     """
     found: tuple[float, Plan] | None = None
-    most = 0.0
     for price, plan in _offers(search):
         if found is not None and price >= found[0]:
             continue
@@ -37,8 +30,7 @@ def cheapest(search: Search) -> Plan:
             break
     if found is not None:
         return found[1]
-    for plan, goodput in _all_of_it(search):
-        most = max(most, goodput)
+    most = max((goodput for _, goodput in _all_of_it(search)), default=0.0)
     raise Incompatible(
         f"all that is on offer serves {most:.2f} requests/s of {search.problem.workload.name} within TTFT "
         f"{search.problem.slo.ttft_s:g} s and TPOT {search.problem.slo.tpot_s:g} s, not {search.problem.rate:g}"

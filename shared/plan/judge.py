@@ -120,9 +120,10 @@ class Judge:
         return curve.crossing
 
     def promise(self, plan: Plan, goodput: float) -> Promise:
-        """What the plan does at the rate that was asked for, or at its goodput."""
+        """What the plan does at the rate that is asked for, or at the highest up to goodput that met the target."""
         problem = self.problem
-        rate = problem.rate or goodput
+        met = [rate for (one, rate), share in self._met.items() if one == plan and share >= problem.target]
+        rate = problem.rate or max((rate for rate in met if rate <= goodput), default=goodput)
         if rate <= 0.0:
             return Promise(0.0, 0.0, 0.0, {}, inf)
         result = self.result(plan, rate)

@@ -1,0 +1,88 @@
+"""`polyphase plan` on the command line."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from services.launcher import measuring
+
+plan_app = typer.Typer(
+    help="What each accelerator should do, and what to expect of it.", invoke_without_command=True, no_args_is_help=True
+)
+_Out = Annotated[Path, typer.Option("--out", help="The file to write.")]
+_Workload = Annotated[
+    str, typer.Option(help="A trace file, or a made workload as `polyphase simulate --trace` takes them.")
+]
+_Slo = Annotated[str, typer.Option(help="Targets in seconds: ttft=2,tpot=0.1.")]
+
+
+@plan_app.callback()
+def plan_command(
+    context: typer.Context,
+    inventory: Annotated[Path, typer.Option(help="Nodes, devices and links: an inventory file.")] = Path(),
+    model: Annotated[str, typer.Option(help="A bundled name, or a config.json or its folder.")] = "",
+    workload: _Workload = "azure-conv",
+    slo: _Slo = "ttft=2,tpot=0.1",
+    rate: Annotated[float, typer.Option(help="Requests a second to be served; 0: as many as can be.")] = 0.0,
+    target: Annotated[float, typer.Option(help="SLO attainment at which a rate counts as served.")] = 0.9,
+    budget: Annotated[float | None, typer.Option(help="USD an hour that the accelerators used may cost.")] = None,
+    cheapest: Annotated[bool, typer.Option("--cheapest", help="The least USD an hour that serves --rate.")] = False,
+    method: Annotated[str, typer.Option(help="best, tabu, joint, exhaustive, coupled, thirds…")] = "best",
+    compare: Annotated[bool, typer.Option("--compare/--no-compare", help="Beside the other methods.")] = True,
+    seconds: Annotated[float, typer.Option(help="After which nothing new is begun.")] = 60.0,
+    requests: Annotated[int, typer.Option(help="Of the trace, or to make.")] = 3000,
+    codec: Annotated[str, typer.Option(help="In which KV travels: raw, int8, int4, fp8.")] = "raw",
+    engine: Annotated[str, typer.Option(help="Of the file: emulated, or vllm (groups on one node).")] = "emulated",
+    one_node: Annotated[bool, typer.Option("--one-node", help="No group spans nodes.")] = False,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of a request; default: the model's own.")] = None,
+    chunk_size: Annotated[int, typer.Option(help="Tokens of a step, prefill and decode together.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and draws.")] = 1,
+    out: _Out = Path("plan.yaml"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")] = False,
+) -> None:
+    """Groups, roles, layouts and routes for an inventory, a model, a workload and an SLO. Ctrl-C: the best so far."""
+    if context.invoked_subcommand is not None:
+        return
+    from lab.plan.session import PlanOptions, run_plan
+
+    options = PlanOptions(
+        inventory=inventory,
+        model=model,
+        workload=workload,
+        slo=slo,
+        rate=rate,
+        target=target,
+        budget=budget,
+        cheapest=cheapest,
+        method=method,
+        compare=compare,
+        seconds=seconds,
+        requests=requests,
+        codec=codec,
+        engine=engine,
+        one_node=one_node,
+        max_model_len=max_model_len,
+        chunk_size=chunk_size,
+        seed=seed,
+        out=out,
+    )
+    answer = run_plan(options, Console())
+    if as_json:
+        measuring.print_json(measuring.summary(answer))
+
+
+@plan_app.command("inventory")
+def inventory_command(out: _Out = Path("inventory.yaml")) -> None:
+    """Write an inventory file of this machine, to be completed by hand."""
+    from lab.plan.local_inventory import inventory_here
+    from shared.cost.library import Library
+    from shared.errors import InvalidRequest
+    from shared.plan.inventory_file import write_inventory
+
+    if out.exists():
+        raise InvalidRequest(f"{out} exists already; give another --out")
+    inventory, note = inventory_here(Library.built_in().catalogue)
+    out.write_text(write_inventory(inventory, inventory.nodes[0]), encoding="utf-8")
+    print(f"{out}: {', '.join(map(str, inventory.pools))}" + (f" ({note})" if note else ""))

@@ -1,0 +1,55 @@
+"""An inventory of this machine: its accelerators by name, or its processors where it has none."""
+
+import os
+import platform
+import shutil
+import subprocess
+
+from shared.cost.catalogue import Catalogue
+from shared.cost.transfer import Link
+from shared.errors import NotFound
+from shared.plan.inventory import Inventory, Pool
+from shared.sim.kinds import HOP_LATENCY_S
+from shared.sim.network import Network
+from shared.sim.network_file import INSIDE_EFFICIENCY
+
+_ASK = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+_TIMEOUT_S = 10.0
+
+
+def inventory_here(catalogue: Catalogue) -> tuple[Inventory, str]:
+    """This machine as a node, and a word on what was found. Unknown accelerators are left out, and named."""
+    names = _accelerators()
+    pools: list[Pool] = []
+    unknown: list[str] = []
+    node = platform.node().split(".")[0] or "here"
+    for name in dict.fromkeys(names):
+        try:
+            device = catalogue.get(_short(name))
+        except NotFound:
+            unknown.append(name)
+            continue
+        pools.append(Pool(node, device, names.count(name), device.price_usd_hour))
+    note = f"not in the catalogue, left out: {', '.join(unknown)}" if unknown else ""
+    if not pools:
+        device = catalogue.get("Xeon-8480")
+        pools.append(Pool(node, device, 1, device.price_usd_hour))
+        note = note or f"no accelerator was found; {os.cpu_count()} cores are entered as one {device.name}: correct it"
+    link = Link(pools[0].accelerator.links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY)
+    return Inventory(tuple(pools), Network({node: link})), note
+
+
+def _accelerators() -> list[str]:
+    if shutil.which(_ASK[0]) is None:
+        return []
+    try:
+        answer = subprocess.run(_ASK, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def _short(name: str) -> str:
+    """As the catalogue has it: without the vendor, and with the memory as a number."""
+    words = [word for word in name.replace("-", " ").split() if word.lower() not in ("nvidia", "geforce", "tesla")]
+    return " ".join(words).removesuffix("GB")
