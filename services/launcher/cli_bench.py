@@ -108,6 +108,18 @@ def bench_prefix(
     _measure("prefix", as_json, data, options(rounds, simulated or not live, live or not simulated))
 
 
+@bench_app.command("plan")
+def bench_plan(
+    data: DataFolder = DATA,
+    part: Annotated[list[str] | None, typer.Option(help="Of the bench, by name; may be repeated.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="That search at once, where there are many.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """The planner: the papers' cases, beside the oracle and every other method, and on 512 accelerators (long)."""
+    options = measuring.from_lab("bench.plan", "PlanBenchOptions")
+    _measure("plan", as_json, options(data, tuple(part or ()), processes))
+
+
 @bench_app.command("papers")
 def bench_papers(
     data: DataFolder = DATA,

@@ -26,6 +26,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "engine": ("bench.engine", "run_engine_bench"),
     "live": ("bench.live", "run_live_bench"),
     "sim": ("bench.sim", "run_sim_bench"),
+    "plan": ("bench.plan", "run_plan_bench"),
     "papers": ("papers", "run_papers_bench"),
     "chaos": ("chaos.run", "run_chaos_bench"),
 }

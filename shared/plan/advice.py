@@ -4,15 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 
 from shared.cost.catalogue import bytes_of
 from shared.domain.instance import Role
 from shared.plan.compose import Composer
+from shared.plan.group import Group
 from shared.plan.plan import Plan
 from shared.plan.problem import Clock, Problem
 from shared.plan.search import Search
 
-_LOOSER = (1.25, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0)
+_LOOSER = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 8.0)  # than a request that is alone
 
 
 def nearest(problem: Problem, clock: Clock) -> str:
@@ -49,18 +51,30 @@ def missing_memory(problem: Problem) -> str:
 
 
 def tightest_slo(problem: Problem, clock: Clock) -> str:
-    """The tightest targets, of those that are looser by steps, that a deployment keeps at a low rate."""
+    """The tightest targets that a deployment keeps: what the fastest groups take alone, and then by steps more."""
+    fastest = _fastest(Search(problem, clock))
+    if fastest is None:
+        return ""
     slo = problem.slo
     for looser in _LOOSER:
-        for ttft, tpot in ((looser, 1.0), (1.0, looser), (looser, looser)):
-            wider = msgspec.structs.replace(slo, ttft_s=slo.ttft_s * ttft, tpot_s=slo.tpot_s * tpot)
-            found = _served(replace(problem, slo=wider, rate=0.0), clock)
-            if found > 0.0:
-                return (
-                    f"the nearest that is possible here: TTFT {wider.ttft_s:g} s and TPOT {wider.tpot_s:g} s, at up to "
-                    f"{found:.2f} requests/s"
-                )
+        ttft_s, tpot_s = max(slo.ttft_s, looser * fastest[0]), max(slo.tpot_s, looser * fastest[1])
+        wider = msgspec.structs.replace(slo, ttft_s=ttft_s, tpot_s=tpot_s)
+        found = _served(replace(problem, slo=wider, rate=0.0), clock)
+        if found > 0.0:
+            return (
+                f"the nearest that is possible here: TTFT {ttft_s:.3g} s and TPOT {tpot_s:.3g} s, at up to "
+                f"{found:.2g} requests/s"
+            )
     return ""
+
+
+def _fastest(search: Search) -> tuple[float, float] | None:
+    """Seconds of a long prompt, and of a token, on the fastest group of each role with nothing else to do."""
+    layouts, share = search.estimator.layouts, search.problem.target
+    costs = [layouts.cost(group) for group in _holding(search)]
+    if not costs:
+        return None
+    return min(float(np.quantile(c.prefill_s, share)) for c in costs), min(c.decode_s(1.0) for c in costs)
 
 
 def _served(problem: Problem, clock: Clock) -> float:
@@ -77,7 +91,7 @@ def _served(problem: Problem, clock: Clock) -> float:
     return goodput / 2.0 if search.judge.attained(Plan(groups), goodput / 2.0) >= problem.target else 0.0
 
 
-def _holding(search: Search) -> Iterator[object]:
+def _holding(search: Search) -> Iterator[Group]:
     """Layouts that hold the model: of single pools, then of pairs."""
     pools, layouts = search.problem.inventory.pools, search.estimator.layouts
     for one, entry in enumerate(pools):
