@@ -79,20 +79,18 @@ def case_zte() -> Part:
         if ratio is None:
             aims[f"ZTE {prompt}+{output} at {rate:g}/s"] = aim("a ratio", "none", False)
             continue
-        key = f"zte_{prompt}_{output}"
+        what, key = f"ZTE {prompt}+{output} at {rate:g}/s", f"zte_{prompt}_{output}"
         figures |= {
             f"{key}_prefill": ratio.prefills,
             f"{key}_decode": ratio.decodes,
             f"{key}_requests_per_s": ratio.rate,
         }
+        first, then = ratio.prefill, ratio.decode
         notes.append(
-            f"ZTE {prompt}+{output} at {rate:g}/s: {ratio.prefills}P{ratio.decodes}D, prefill on {ratio.prefill.accelerator} "
-            f"({ratio.prefill.group.layout}, {ratio.prefill.rate:.2f} requests/s each), decode on "
-            f"{ratio.decode.accelerator} ({ratio.decode.group.layout}, {ratio.decode.rate:.2f} each)"
+            f"{what}: {ratio.prefills}P{ratio.decodes}D, prefill on {first.accelerator} ({first.group.layout}, "
+            f"{first.rate:.2f} requests/s each), decode on {then.accelerator} ({then.group.layout}, {then.rate:.2f} each)"
         )
-        aims[f"ZTE {prompt}+{output} at {rate:g}/s"] = aim(
-            f"serves {rate:g}/s", f"{ratio.rate:.2f}", ratio.rate >= rate
-        )
+        aims[what] = aim(f"serves {rate:g}/s", f"{ratio.rate:.2f}", ratio.rate >= rate)
     return figures, aims, notes
 
 

@@ -98,10 +98,7 @@ def case_bandwidth() -> Part:
     for gbps, want in ((40.0, "A40 prefills, 3090 Ti decodes"), (5.0, "each node holds both")):
         problem = appendix_h(gbps)
         found = solved(problem, "best")
-        held = {
-            role: {problem.inventory.pools[p].node for g in found.plan.groups if g.role is role for p in g.uses}
-            for role in Role
-        }
+        prefill, decode = (nodes_of(problem, found.plan.groups, role) for role in Role)
         if gbps == 40.0:
             met = (prefill, decode) == ({"a40"}, {"3090ti"})
         else:
@@ -111,9 +108,8 @@ def case_bandwidth() -> Part:
         aims[f"{gbps:g} Gb/s"] = aim(want, listed, met)
         base = fixed(problem, coupled_pair(problem), COUPLED)
         figures[f"link_{gbps:g}_coupled_requests_per_s"] = base
-        notes.append(
-            f"{gbps:g} Gb/s: {found.promise.goodput / base:.2f} x two coupled groups (paper: {'2' if gbps > 5 else '1.4'})"
-        )
+        gain, paper = found.promise.goodput / base, "2" if gbps > 5 else "1.4"
+        notes.append(f"{gbps:g} Gb/s: {gain:.2f} x two coupled groups (paper: {paper})")
     return figures, aims, notes
 
 
