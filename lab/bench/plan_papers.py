@@ -88,7 +88,8 @@ def case_zte() -> Part:
         first, then = ratio.prefill, ratio.decode
         notes.append(
             f"{what}: {ratio.prefills}P{ratio.decodes}D, prefill on {first.accelerator} ({first.group.layout}, "
-            f"{first.rate:.2f} requests/s each), decode on {then.accelerator} ({then.group.layout}, {then.rate:.2f} each)"
+            f"{first.rate:.2f} requests/s each), decode on {then.accelerator} ({then.group.layout}, "
+            f"{then.rate:.2f} each)"
         )
         aims[what] = aim(f"serves {rate:g}/s", f"{ratio.rate:.2f}", ratio.rate >= rate)
     return figures, aims, notes

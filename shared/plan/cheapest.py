@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from shared.errors import Incompatible
-from shared.plan.compose import MARGINS, Composer, Margin
+from shared.plan.compose import Composer
 from shared.plan.group import Group
 from shared.plan.inventory import Inventory
 from shared.plan.plan import Plan
+from shared.plan.programme import MARGINS, Margin
 from shared.plan.search import Found, Search
 
 # Spare capacity with which programmes are tried: the estimate knows no bursts, so the first may serve too little.

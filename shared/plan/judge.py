@@ -18,8 +18,8 @@ from shared.sim.spec import RunSpec
 from shared.sim.workload import Workload
 
 SPAN_S, LIVES = 30.0, 3.0  # of a run's arrivals: so long, and so many times as long as a request lasts, at least
-TOO_MUCH = 0.12  # a rate that is higher by so much than what can be served for ever must show
-FEWEST, MOST = 250, 3000  # requests of a run
+TOO_MUCH = 0.18  # a rate that is higher by so much than what can be served for ever must show
+FEWEST, MOST = 250, 2000  # requests of a run
 _LATER = 0.5  # of a run, from where on it counts: before, the cluster fills
 _STRIDE = 1.12  # from a rate to the next, at first
 _LOOKS = 12  # rates, until one meets the target and a higher one misses it

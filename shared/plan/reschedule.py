@@ -14,7 +14,7 @@ from shared.plan.plan import Plan, Route, canonical, routes_of
 from shared.plan.search import Search
 
 MOST_FLIPS = 3  # in a row of a climb; a climb goes on while it gains
-_WORTH_IT = 1.02  # times the goodput: less is not worth a drain
+_WORTH_IT = 1.1  # times the goodput: less is not worth a drain, and less than the estimate can tell
 
 
 @dataclass(frozen=True, slots=True)

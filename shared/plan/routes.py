@@ -16,7 +16,7 @@ from scipy.sparse import coo_array
 
 from shared.plan.costs import EngineCost
 
-_STEP_SHARES = (0.0, 0.25, 0.5, 0.75)  # of a decode group's time for prompts, where its decode rate is cut
+_TANGENTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the most of its time that a decode group can give to prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,10 @@ def decode_capacity(cost: EngineCost, tpot_s: float, output: float, load: float)
     none = rate(0.0)
     if none <= 0.0:
         return Capacity(load * cost.prefills_per_s)
-    points = [(share, rate(share)) for share in (*_STEP_SHARES, 1.0)]
+    most_share = 1.0 - cost.base_s / (load * tpot_s)  # above it not even one decode is in time
+    points = [(share * most_share, rate(share * most_share)) for share in _TANGENTS]
     cuts = []
     for (one, at), (other, then) in pairwise(points):
-        if at <= 0.0:
-            break  # a share of its time that leaves no decode in time
         slope = (at - then) / (other - one)
         cuts.append((at + slope * one, slope))
     return Capacity(load * cost.prefills_per_s, none, tuple(cuts))

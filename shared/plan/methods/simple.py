@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from shared.domain.instance import Role
-from shared.plan.compose import Composer, Margin
+from shared.plan.compose import Composer
 from shared.plan.group import Group
 from shared.plan.inventory import Inventory
 from shared.plan.plan import Plan
+from shared.plan.programme import Margin
 from shared.plan.search import Found, Search
 
 COUPLED = "least_load+split=none+dispatch=random"

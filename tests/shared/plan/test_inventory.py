@@ -1,0 +1,80 @@
+"""Inventories: alike nodes, losses, links that are missing; and their files."""
+
+from pathlib import Path
+
+import pytest
+
+from shared.errors import InvalidRequest, NotFound
+from shared.plan.inventory_file import read_inventory, write_inventory
+from tests.shared.plan.problems import inventory
+
+TWINS = (("a", "A10", 4), ("b", "A10", 4), ("c", "A40", 2))
+
+
+def test_nodes_that_can_change_places_are_alike() -> None:
+    assert inventory(*TWINS).alike == (0, 0, 1)
+    assert inventory(*TWINS, a_c=5.0).alike == (0, 1, 2)  # one of them is further away
+    assert inventory(*TWINS, a_c=5.0, b_c=5.0).alike == (0, 0, 1)
+    assert inventory(("a", "A10", 4), ("b", "A10", 2)).alike == (0, 1)
+
+
+def test_what_is_lost_is_gone() -> None:
+    left = inventory(*TWINS).without({("a", "A10"): 3, ("c", "A40"): 2})
+    assert [str(pool) for pool in left.pools] == ["1 x A10 on a", "4 x A10 on b"]
+    assert left.accelerators == 5
+    with pytest.raises(NotFound, match="no 3 x A40 on c: there are 4 x A10 on a"):
+        inventory(*TWINS).without({("c", "A40"): 3})
+
+
+def test_a_cut_network_is_named_with_its_parts() -> None:
+    cut = inventory(*TWINS, a_c=0.0, b_c=0.0)
+    assert cut.islands() == (("a", "b"), ("c",))
+    with pytest.raises(InvalidRequest, match=r"no link between the nodes 'a' and 'c'.* a, b \| c: plan each by itself"):
+        cut.require_joined()
+    with pytest.raises(InvalidRequest, match="give each pair one"):
+        inventory(*TWINS, a_c=0.0).require_joined()
+
+
+FILE = """
+name: mine
+nodes:
+  - {name: old, replicas: 2, accelerator: A10, count: 4, price_usd_hour: 0.5}
+  - {name: mixed, devices: [{accelerator: A40, count: 2}, {accelerator: L4, count: 1}]}
+network: {between: {gbps: 25}, pairs: [{nodes: [old-0, mixed], gbps: 5}]}
+"""
+
+
+def test_a_file_and_back(tmp_path: Path) -> None:
+    file = tmp_path / "stock.yaml"
+    file.write_text(FILE)
+    read, _, name = read_inventory(file)
+    assert name == "mine"
+    listed = ["4 x A10 on old-0", "4 x A10 on old-1", "2 x A40 on mixed", "1 x L4 on mixed"]
+    assert list(map(str, read.pools)) == listed
+    assert read.pools[0].price_usd_hour == 0.5
+    assert read.pools[2].price_usd_hour == read.pools[2].accelerator.price_usd_hour
+    assert read.network.path("old-0", "mixed").bandwidth_bytes_s == 5e9 / 8
+    again = tmp_path / "again.yaml"
+    again.write_text(write_inventory(read, name))
+    assert read_inventory(again)[0] == read
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes: []", "nodes: Tuple should have at least 1 item"),
+        ("nodes: [{name: a}]", "give it an `accelerator`, or `devices`"),
+        ("nodes: [{name: a, accelerator: A10, count: 0}]", r"nodes\.0\.count: Input should be greater than 0"),
+        ("nodes: [{name: a, accelerator: A1O}]", "unknown accelerator 'A1O'; did you mean A10"),
+        ("nodes: [{name: a, accelerator: A10}, {name: a, accelerator: A10}]", "'a' is there twice"),
+        ("nodes: [{name: a, accelerator: A10}, {name: b, accelerator: A10}]", "no link between the nodes 'a' and 'b'"),
+        ("nodes: [{name: a, accelerator: A10}]\nnetwork: {nodes: {x: {gbps: 1}}}", "no node 'x'"),
+        ("nodes: [{name: a, accelerator: A10, gpus: 2}]", r"nodes\.0\.gpus: Extra inputs"),
+    ],
+)
+def test_faults_name_file_and_key(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "stock.yaml"
+    file.write_text(text)
+    with pytest.raises((InvalidRequest, NotFound), match=message) as caught:
+        read_inventory(file)
+    assert "stock.yaml" in caught.value.message
