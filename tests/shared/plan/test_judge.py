@@ -1,0 +1,72 @@
+"""The simulator as the judge: goodput off a noisy curve, runs that are long enough, a race."""
+
+from random import Random
+
+import pytest
+
+from shared.domain.instance import Role
+from shared.plan.group import Group, Part
+from shared.plan.judge import Curve, race, repeated
+from shared.plan.plan import Plan
+from tests.shared.plan.problems import inventory, problem, search
+
+
+def test_the_crossing_is_read_off_a_line() -> None:
+    curve = Curve(0.9)
+    for rate, share in ((8.0, 1.0), (9.0, 0.95), (10.0, 0.90), (11.0, 0.86), (16.0, 0.3)):
+        curve.add(rate, share)
+    assert curve.bracketed
+    assert curve.crossing == pytest.approx(10.0, rel=0.03)
+
+
+def test_one_lucky_run_does_not_move_it_far() -> None:
+    rng = Random(4)
+    curve = Curve(0.9)
+    for rate in (8.0, 9.0, 9.5, 10.0, 10.5, 11.0, 12.0):
+        curve.add(rate, 0.9 - 0.04 * (rate - 10.0) + rng.gauss(0.0, 0.01))
+    curve.add(11.5, 0.91)
+    assert curve.crossing == pytest.approx(10.0, rel=0.08)
+
+
+def test_without_a_miss_there_is_no_bracket() -> None:
+    curve = Curve(0.9)
+    curve.add(5.0, 0.99)
+    assert not curve.bracketed
+    assert curve.best == 5.0
+    curve.add(4.0, 0.5)  # below one that met it: says nothing
+    assert not curve.bracketed
+
+
+COUPLED = Plan((Group(Role.DECODE, 1, (Part(0, 32),)),) * 2)
+ASKED = problem(inventory(("a", "A10", 2)))
+
+
+def test_a_queue_that_grows_for_ever_shows() -> None:
+    """At a rate beyond what the accelerators do at all, however late the targets allow requests to be."""
+    found = search(ASKED)
+    most = found.estimator.of(COUPLED.groups).most
+    assert found.judge.attained(COUPLED, 0.5 * most) > 0.98
+    assert found.judge.attained(COUPLED, 1.6 * most) < 0.5
+    goodput = found.judge.goodput(COUPLED, 0.6 * most)
+    assert 0.5 * most < goodput < 1.25 * most
+
+
+def test_the_same_run_is_made_once_and_repeats() -> None:
+    found = search(ASKED)
+    first = found.judge.attained(COUPLED, 2.0)
+    assert (found.judge.attained(COUPLED, 2.0), found.judge.runs) == (first, 1)
+    assert search(ASKED).judge.attained(COUPLED, 2.0) == first
+
+
+def test_a_race_keeps_the_best_and_spares_who_is_behind() -> None:
+    found = search(ASKED)
+    lone = Plan(COUPLED.groups[:1])
+    won = list(race(found.judge, [(COUPLED, 4.0), (lone, 2.0)], lambda: False))
+    assert [plan for plan, _ in won] == [COUPLED]
+    assert list(race(found.judge, [(lone, 0.0)], lambda: False)) == []
+
+
+def test_a_workload_is_as_long_as_a_run_needs() -> None:
+    workload = repeated(ASKED.workload, 1500)
+    assert len(workload) == 1500
+    assert (workload.prompt_tokens[:600] == workload.prompt_tokens[600:1200]).all()

@@ -1,0 +1,111 @@
+"""Every method on small inventories: plans that are possible, and none better than the best."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from shared.domain.instance import Role
+from shared.errors import Incompatible, InvalidRequest
+from shared.plan.methods.bruteforce import deployments
+from shared.plan.methods.exhaustive import machine_throughputs
+from shared.plan.methods.joint import recommended
+from shared.plan.methods.registry import METHODS, method
+from shared.plan.plan import Plan, canonical
+from shared.plan.problem import Problem
+from shared.plan.search import Found, Search, searched
+from tests.shared.plan.problems import inventory, problem, search
+
+STOCK = inventory(("a", "A100-SXM-80", 1), ("b", "A10", 2))
+
+
+def check(asked: Problem, plan: Plan) -> None:
+    """No accelerator is used twice, every group holds the model, one decodes at least."""
+    left = [pool.count for pool in asked.inventory.pools]
+    for group in plan.groups:
+        for pool, count in group.uses.items():
+            left[pool] -= count
+        assert sum(part.layers for part in group.parts) == asked.shop.geometry.layers
+        assert asked.shop.kv_tokens(group.kind(asked.inventory)) >= asked.longest
+    assert min(left) >= 0
+    assert plan.roles[Role.DECODE] > 0
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, float]:
+    found = {}
+    for name, one in METHODS.items():
+        asked = problem(STOCK)
+        outcome = searched(name, one, search(asked))
+        check(asked, outcome.plan)
+        assert outcome.promise.goodput > 0
+        assert outcome.found_s <= outcome.took_s
+        found[name] = outcome.promise.goodput
+    return found
+
+
+def test_every_method_finds_a_plan_and_none_is_ahead_of_best(outcomes: dict[str, float]) -> None:
+    assert set(outcomes) == set(METHODS)
+    assert outcomes["best"] >= 0.98 * max(outcomes.values()), outcomes
+
+
+def test_one_accelerator_is_one_group() -> None:
+    asked = problem(inventory(("a", "A10", 1)))
+    outcome = searched("best", method("best"), search(asked))
+    assert len(outcome.plan.groups) == 1
+    assert outcome.plan.coupled
+
+
+def test_nothing_that_holds_the_model_is_no_plan() -> None:
+    with pytest.raises(Incompatible, match="method best finds no deployment for Llama-2-70B"):
+        searched("best", method("best"), search(problem(STOCK, "Llama-2-70B", longest_tokens=400_000)))
+
+
+def test_unknown_methods_are_named_with_the_known() -> None:
+    with pytest.raises(InvalidRequest, match="unknown method 'magic'; known: best, tabu"):
+        method("magic")
+
+
+def test_the_oracle_looks_at_each_deployment_once() -> None:
+    asked = problem(inventory(("a", "A10", 2), ("b", "A10", 2)))
+    found = list(deployments(search(asked)))
+    keys = {canonical(groups, asked.inventory.alike) for groups in found}
+    assert len(keys) == len(found)
+    for groups in found:
+        check(asked, Plan(groups))
+    assert any(len(groups) == 4 for groups in found)
+    assert any(len(groups) == 1 and groups[0].accelerators == 4 for groups in found)
+
+
+def test_a_budget_is_kept() -> None:
+    asked = problem(STOCK, budget_usd_hour=2.0)  # of three that cost 1 each
+    outcome = searched("best", method("best"), search(asked))
+    assert sum(group.price_usd_hour(asked.inventory) for group in outcome.plan.groups) <= 2.0
+
+
+def test_joint_serves_the_rate_with_the_fewest() -> None:
+    stock = inventory(("a", "A100-SXM-80", 8))
+    few, many = (recommended(search(problem(stock, rate=rate))) for rate in (2.0, 20.0))
+    assert few is not None
+    assert many is not None
+    assert (few.prefills, few.decodes) == (1, 1)
+    assert few.rate >= 2.0
+    assert many.accelerators > few.accelerators
+
+
+def test_huaweis_estimate_prefers_small_degrees_where_a_model_fits() -> None:
+    found = machine_throughputs(search(problem(STOCK)), "A100-SXM-80", 4, [(800, 150)] * 50)
+    assert list(found) == [1, 2, 4]
+    assert found[1] > found[2] > found[4]
+
+
+def test_ctrl_c_takes_the_best_so_far() -> None:
+    asked = search(problem(STOCK))
+    plan = Plan(next(iter(deployments(asked))))
+
+    def pressed(of: Search) -> Iterator[Found]:
+        yield plan, 1.0
+        raise KeyboardInterrupt
+
+    outcome = searched("pressed", pressed, asked)
+    assert outcome.stopped
+    assert (outcome.plan, outcome.promise.goodput) == (plan, 1.0)
