@@ -1,22 +1,27 @@
 """Ours: whatever mixture of groups wins, coupled ones and partial prefills beside split ones included.
 
 Integer programmes compose candidates, the plain deployments and the other methods' ideas stand beside them, a walk over
-small changes improves the most promising by the estimate, and the simulator decides.
+small changes improves the most promising by the estimate, and the simulator decides. Of a few accelerators every
+deployment is estimated instead.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 from shared.domain.instance import Role
 from shared.plan.compose import Composer
 from shared.plan.group import Group
 from shared.plan.judge import race
+from shared.plan.methods.bruteforce import deployments
 from shared.plan.methods.exhaustive import exhaustive_groups
 from shared.plan.methods.joint import joint_groups
 from shared.plan.methods.simple import smallest
 from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.search import Found, Search
 
+FEW = 8  # accelerators of which every deployment is estimated
+_RACED_OF_FEW = 24
 _CLIMBED = 2  # candidates that are improved
 _STEPS = 6  # changes of each
 _RACED = 6
@@ -25,8 +30,10 @@ _TURNS = 2  # rounds of small changes that the simulator judges
 
 def best(search: Search) -> Iterator[Found]:
     """Ever better plans."""
-    groups = _climbed(search, _composed(search))
-    plans = [(Plan(one), search.estimator.of(one).goodput) for one in groups[:_RACED]]
+    few = search.problem.inventory.accelerators <= FEW
+    groups = _all_of_few(search) if few else _climbed(search, _composed(search))
+    raced = groups[: _RACED_OF_FEW if few else _RACED]
+    plans = [(Plan(one), search.estimator.of(one).goodput) for one in raced]
     found: Found | None = None
     for found in race(search.judge, plans, search.over):
         yield found
@@ -43,6 +50,17 @@ def best(search: Search) -> Iterator[Found]:
             break
         found = better
     yield from _routed(search, found)
+
+
+def _all_of_few(search: Search) -> list[tuple[Group, ...]]:
+    """Every deployment within the budget, the most promising first."""
+    inventory, budget = search.problem.inventory, search.problem.budget_usd_hour * (1.0 + 1e-9)
+    made = [
+        groups
+        for groups in deployments(search, whole=budget == inf)
+        if sum(group.price_usd_hour(inventory) for group in groups) <= budget
+    ]
+    return sorted(made, key=lambda groups: -search.estimator.of(groups).goodput)
 
 
 def _composed(search: Search) -> list[tuple[Group, ...]]:

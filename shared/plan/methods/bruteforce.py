@@ -32,8 +32,11 @@ def bruteforce(search: Search) -> Iterator[Found]:
     yield from race(search.judge, kept[:_JUDGED], search.over)
 
 
-def deployments(search: Search) -> Iterator[tuple[Group, ...]]:
-    """Every way to cut the inventory into groups, with every phase and its best layouts; of symmetrical ones, one."""
+def deployments(search: Search, whole: bool = True) -> Iterator[tuple[Group, ...]]:
+    """Every way to cut the inventory into groups, with every phase and its best layouts; of symmetrical ones, one.
+
+    whole: none is left over that would make a group; else also those that use less.
+    """
     pools = search.problem.inventory.pools
     groups = _groups(search)
     uses = [group.uses for group in groups]
@@ -46,7 +49,7 @@ def deployments(search: Search) -> Iterator[tuple[Group, ...]]:
         return all(not least or room < least for room, least in zip(left, smallest, strict=True))
 
     def extend(first: int, left: list[int], chosen: tuple[Group, ...]) -> Iterator[tuple[Group, ...]]:
-        if chosen and filled(left) and any(group.role is Role.DECODE for group in chosen):
+        if chosen and (not whole or filled(left)) and any(group.role is Role.DECODE for group in chosen):
             key = canonical(chosen, alike)
             if key not in seen:
                 seen.add(key)
