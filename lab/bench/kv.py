@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from services.worker.kv.shards import Shards
 from services.worker.kv.wire.endpoint import EndpointSettings, KvEndpoint
 from services.worker.kv.wire.importing import ImportShape, Load, PullResult
 from services.worker.kv.wire.server import ExportIdentity
@@ -27,6 +28,8 @@ from shared.domain.kv import Codec, KvHandle
 
 LAYERS, HEADS, DIM = 16, 8, 64  # 32 KiB of bfloat16 a token
 _TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * 2
+_SHARDS = Shards((LAYERS,), HEADS)
+_EXPORT = ExportShape(_SHARDS, DIM, torch.bfloat16)
 _IDENTITY = ExportIdentity(generation=1, fingerprint="bench", control_key="bench")
 _WANT = 0.8  # of a plain socket's rate
 
@@ -81,8 +84,7 @@ class _Importer:
         self._ended = threading.Event()
         self._result: PullResult | None = None
         settings = EndpointSettings("tcp://127.0.0.1:*", f"ipc://{folder}/importer", _IDENTITY)
-        export = ExportShape(LAYERS, 0, HEADS, DIM, torch.bfloat16)
-        self._endpoint = KvEndpoint(settings, export, ImportShape(LAYERS, HEADS, DIM), self._on_end)
+        self._endpoint = KvEndpoint(settings, _EXPORT, ImportShape(_SHARDS, DIM), self._on_end)
         self._count = 0
 
     def __enter__(self) -> "_Importer":
@@ -172,8 +174,7 @@ def _export(pipe: Connection, folder: str) -> None:
     settings = EndpointSettings(
         "tcp://127.0.0.1:*", f"ipc://{Path(folder)}/exporter", _IDENTITY, staging_bytes=512 << 20
     )
-    shape = ExportShape(LAYERS, 0, HEADS, DIM, torch.bfloat16)
-    endpoint = KvEndpoint(settings, shape, ImportShape(LAYERS, HEADS, DIM), lambda _: None)
+    endpoint = KvEndpoint(settings, _EXPORT, ImportShape(_SHARDS, DIM), lambda _: None)
     pipe.send((endpoint.address, server.getsockname()[1]))
     source = torch.randn(LAYERS, 2, 64, HEADS, DIM).to(torch.bfloat16)
 

@@ -39,7 +39,7 @@ def noises(rng: Random) -> list[bytes]:
 
 def messages(rng: Random) -> list[list[bytes]]:
     """Messages that arrive whole and must be dropped: of every protocol here, each with something wrong."""
-    pull = frames.encode_message(frames.Pull(1, _MARK, 7, _MARK, Codec.RAW, 0, 40, 0, 4, 0, 1, 1, 1000, 5.0))
+    pull = frames.encode_message(frames.Pull(1, _MARK, 7, _MARK, Codec.RAW, 0, 1, 0, 40, 0, 4, 0, 1, 1, 1000, 5.0))
     control = frames.encode_message(frames.Control(1, "no-such-key", frames.Release(_MARK)))
     confirm = frames.encode_message(frames.Confirm(_MARK, 2**62, -1, 10**9))
     deep_call = _call("prefill", msgspec.Raw(_DEEP))

@@ -153,6 +153,7 @@ class Registration(_Edge):
     kv_endpoints: Annotated[list[Tcp], Field(max_length=1024)]
     max_seqs: Count = 0
     rates: RatesIn = RatesIn()
+    pipeline_parallel: Positive = 1
 
     def to_info(self) -> InstanceInfo:
         """As the domain has it."""

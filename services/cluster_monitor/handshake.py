@@ -10,8 +10,8 @@ def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: 
     """Let `newcomer` in or raise Incompatible with each field that differs and both values.
 
     Model fingerprint, wire version and KV geometry must agree with every member; the engine's version with
-    members of the same engine. dtype, block size, tensor parallelism and context length may differ. With no
-    members anything goes, but for a `fingerprint` that the settings pin.
+    members of the same engine. dtype, block size, tensor and pipeline parallelism and context length may differ.
+    With no members anything goes, but for a `fingerprint` that the settings pin.
     """
     if fingerprint and newcomer.compatibility.fingerprint != fingerprint:
         found = newcomer.compatibility.fingerprint

@@ -31,7 +31,7 @@ class InstanceState(StrEnum):
 
 
 class KvGeometry(msgspec.Struct, frozen=True):
-    """Shape of one token's KV, over all tensor-parallel ranks."""
+    """Shape of one token's KV, over all ranks."""
 
     layers: int
     kv_heads: int
@@ -45,7 +45,7 @@ class KvGeometry(msgspec.Struct, frozen=True):
 class Compatibility(msgspec.Struct, frozen=True):
     """What must agree before KV may move between two instances.
 
-    dtype, block size and tensor-parallel degree may differ: the canonical wire form absorbs them.
+    dtype, block size, tensor- and pipeline-parallel degrees may differ: the canonical wire form absorbs them.
     """
 
     fingerprint: str  # digest of the model's configuration and weights
@@ -74,9 +74,10 @@ class InstanceInfo(msgspec.Struct, frozen=True):
     chunk_size: int  # tokens of a step, prefill and decode together
     rpc: str
     http: str
-    kv_endpoints: tuple[str, ...]  # one a tensor-parallel rank
+    kv_endpoints: tuple[str, ...]  # one a rank: those of the first pipeline stage, then of the next
     max_seqs: int = 0  # requests that its engine runs at once; 0: not known
     rates: Rates = Rates()
+    pipeline_parallel: int = 1
 
     @property
     def kv_bytes_per_token(self) -> float:

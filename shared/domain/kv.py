@@ -55,10 +55,11 @@ class KvHandle(msgspec.Struct, frozen=True):
     instance_id: str
     generation: int
     fingerprint: str
-    endpoints: tuple[str, ...]  # one a tensor-parallel rank of the exporter, in rank order
+    endpoints: tuple[str, ...]  # one a rank of the exporter: those of the first pipeline stage, then of the next
     tokens: int
     dtype: str
     codec: Codec = Codec.RAW
+    stages: tuple[int, ...] = ()  # layers of each pipeline stage of the exporter, in order; empty: one stage of all
 
 
 class TransferOutcome(StrEnum):

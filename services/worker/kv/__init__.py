@@ -12,7 +12,7 @@ How a worker uses it
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
             # Required.
-            "endpoints": ["tcp://10.0.0.3:7100", ...],  # one a tensor-parallel rank, as in KvHandle.endpoints
+            "endpoints": ["tcp://10.0.0.3:7100", ...],  # one a rank, stage by stage, as in KvHandle.endpoints
             "events": "ipc:///run/.../events",          # where KvEvents listens; bind it first
             "control_key": "random text",               # the worker makes it, KvControl presents it
             "instance_id": "p0",
@@ -33,9 +33,10 @@ How a worker uses it
 
    - export: `{"export": {"transfer_id": str}}`. The prompt's KV is staged as it is, chunk by chunk while it is
      computed, from token 0, local prefix-cache hits included. The worker makes the `KvHandle` itself (`tokens` =
-     prompt length of that request, `codec`: how it is coded on the way) and may send it before the prefill has
-     begun: pulls wait. An aborted request drops its staging. After a normal end the staging lives until every
-     importer rank has confirmed, `release` is called, or the lease ends. A transfer id is used once.
+     prompt length of that request, `codec`: how it is coded on the way, `stages`: layers of each of its pipeline
+     stages) and may send it before the prefill has begun: pulls wait. An aborted request drops its staging. After a
+     normal end the staging lives until every importer rank has confirmed, `release` is called, or the lease ends. A
+     transfer id is used once.
    - import: `{"import": msgspec.to_builtins(handle), "deadline_s": 10.0}` (seconds that it may take in all from
      its blocks on; optional, without it only a lack of progress ends it). The prompt must begin with the handle's
      tokens. A failed import is recomputed by the engine; it is never an error of the request.

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from shared.cost.catalogue import bytes_of
 from shared.cost.geometry import ModelGeometry
 from shared.cost.transfer import Link, wire_bytes
@@ -65,7 +67,7 @@ class EmulatedPort:
     def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
         """A handle of ours."""
         t = self._template
-        return KvHandle(transfer_id, t.instance_id, t.generation, t.fingerprint, t.endpoints, tokens, t.dtype, codec)
+        return msgspec.structs.replace(t, transfer_id=transfer_id, tokens=tokens, codec=codec)
 
     def announce(self, transfer_id: str, tokens: int, owner: bytes) -> None:
         """Nothing is staged."""

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from services.worker.kv.control import KvControl
 from services.worker.kv.events import KvEvents, PullEnded, StagedChunk, StagingFailed, ThreadEnded, TransferEnded
 from services.worker.kv.ledger import ExportLedger
@@ -81,8 +83,8 @@ class ConnectorPort:
     def __init__(
         self, control: KvControl, events: KvEvents, template: KvHandle, ledger: ExportLedger, token_bytes: int
     ) -> None:
-        """`template`: a handle whose transfer id, tokens and codec are replaced. `token_bytes`: KV of one token on one
-        rank.
+        """`template`: a handle whose transfer id, tokens and codec are replaced. `token_bytes`: KV of one token on the
+        rank that holds the most.
         """
         self._control = control
         self._events = events
@@ -102,7 +104,7 @@ class ConnectorPort:
     def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
         """A handle of ours."""
         t = self._template
-        return KvHandle(transfer_id, t.instance_id, t.generation, t.fingerprint, t.endpoints, tokens, t.dtype, codec)
+        return msgspec.structs.replace(t, transfer_id=transfer_id, tokens=tokens, codec=codec)
 
     def announce(self, transfer_id: str, tokens: int, owner: bytes) -> None:
         """See ExportLedger."""
@@ -117,7 +119,7 @@ class ConnectorPort:
         self._ledger.when_room(callback)
 
     def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
-        """Rank 0 speaks for all: the others stage in the same step."""
+        """The first rank speaks for all: the others stage in the same step, and who pulls from them waits."""
         self._callbacks[transfer_id] = callback
 
     def forget(self, transfer_id: str) -> None:

@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from services.worker.kv.vllm.metadata import StepMetadata, read_settings
 from services.worker.kv.vllm.scheduler_half import SchedulerHalf
 from services.worker.kv.vllm.worker_half import WorkerHalf
-from services.worker.settings import NO_PIPELINE
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -42,15 +41,18 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
         super().__init__(vllm_config, role, kv_cache_config)
         settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         parallel = vllm_config.parallel_config
-        if len(settings.endpoints) != parallel.tensor_parallel_size:
-            raise ValueError("endpoints: one a tensor-parallel rank")
-        if parallel.pipeline_parallel_size != 1:
-            raise ValueError(NO_PIPELINE)
+        ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+        if len(settings.endpoints) != ranks:
+            raise ValueError(f"endpoints: one a rank, which are {ranks}")
+        if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
+            raise ValueError("KV transfer does not support context parallelism: a rank has to hold all tokens")
         if len(kv_cache_config.kv_cache_groups) > 1:
             raise ValueError("KV transfer supports models with one KV cache group only")
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ValueError('kv_load_failure_policy must be "recompute"')
-        self.scheduler = SchedulerHalf(settings) if role is KVConnectorRole.SCHEDULER else None
+        self.scheduler = (
+            SchedulerHalf(settings, vllm_config.max_concurrent_batches) if role is KVConnectorRole.SCHEDULER else None
+        )
         self.worker = WorkerHalf(vllm_config, settings) if role is KVConnectorRole.WORKER else None
 
     @property

@@ -45,8 +45,11 @@ class _Import:
 class SchedulerHalf:
     """State of the requests that export or import, by the engine's request id."""
 
-    def __init__(self, settings: ConnectorSettings) -> None:
+    def __init__(self, settings: ConnectorSettings, batches: int) -> None:
+        """`batches`: how many the engine has under way at once."""
         self._settings = settings
+        self._batches = batches
+        self._empty_steps = 0  # in a row
         self._exports: dict[str, _Export] = {}
         self._imports: dict[str, _Import] = {}
         self._next = StepMetadata()
@@ -115,7 +118,8 @@ class SchedulerHalf:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """What the workers do in this step."""
         step, self._next = self._next, StepMetadata()
-        step.idle = output.total_num_scheduled_tokens == 0
+        self._empty_steps = 0 if output.total_num_scheduled_tokens else self._empty_steps + 1
+        step.idle = self._empty_steps >= self._batches  # before, ranks may wait for each other in an earlier step
         if self._exports:
             starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
             cached = output.scheduled_cached_reqs

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from services.worker.kv.heads import heads_of
 from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, slots_of, strided_layout
 from services.worker.kv.ordering import DeviceOrder
+from services.worker.kv.shards import Shards
+from services.worker.kv.vllm.layers import in_order, shards_of
 from services.worker.kv.vllm.metadata import ConnectorSettings, ExportChunk, ImportStart, StepMetadata
 from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
 from services.worker.kv.wire.importing import DTYPES, ImportShape, Load, PullLimits, PullResult
@@ -23,7 +24,9 @@ _IDLE_WAIT_S = 0.001
 
 
 class WorkerHalf:
-    """One rank. All methods run on the engine's thread; imports end on the puller's."""
+    """One rank: the layers of its pipeline stage, the heads of its tensor-parallel rank. All methods run on the
+    engine's thread; imports end on the puller's.
+    """
 
     def __init__(self, config: VllmConfig, settings: ConnectorSettings) -> None:
         self.faults = Faults(corrupt=settings.fault == "corrupt")
@@ -34,7 +37,7 @@ class WorkerHalf:
         self._caches: list[torch.Tensor] = []
         self._layout: KvLayout | None = None
         self._order: DeviceOrder | None = None
-        self._head_start = 0
+        self._layer_start = self._head_start = 0
         self._waiting = 0
         self._lock = threading.Lock()
         self._progress = threading.Event()
@@ -45,32 +48,31 @@ class WorkerHalf:
         """The engine's KV caches exist: find out their layout and open the endpoint. Raises LayoutError or
         OSError.
         """
-        self._caches = list(caches.values())
+        self._caches = in_order(caches)
         first = self._caches[0]
         if any(each.shape != first.shape or each.dtype != first.dtype for each in self._caches):
             raise LayoutError("layers have KV caches of different shapes")
         if first.dtype not in DTYPES.values():
             raise LayoutError(f"a KV cache of {first.dtype} cannot be moved; use kv_cache_dtype auto")
-        model, parallel = self._config.model_config, self._config.parallel_config
-        head_dim, block_size = model.get_head_size(), self._config.cache_config.block_size
+        head_dim, block_size = self._config.model_config.get_head_size(), self._config.cache_config.block_size
         self._layout = self._find_layout(first, head_dim, block_size)
         self._order = DeviceOrder(torch.get_device_module(first.device))
-        rank, ranks, kv_heads = (
-            get_tensor_model_parallel_rank(),
-            parallel.tensor_parallel_size,
-            model.get_total_num_kv_heads(),
-        )
-        start, end = heads_of(rank, ranks, kv_heads)
-        if end - start != self._layout.kv_heads:
-            raise LayoutError(f"rank {rank} holds {self._layout.kv_heads} KV heads, not {end - start}")
-        self._head_start = start
+        rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
+        shards = shards_of(self._config, rank, caches)
+        self._check_share(rank, shards, self._layout.kv_heads)
         self.endpoint = KvEndpoint(
             self._endpoint_settings(rank),
-            ExportShape(len(self._caches), start, end, head_dim, first.dtype, rank, ranks),
-            ImportShape(len(self._caches), kv_heads, head_dim, rank, ranks),
+            ExportShape(shards, head_dim, first.dtype, rank),
+            ImportShape(shards, head_dim, rank),
             self._ended,
             self.faults,
         )
+
+    def _check_share(self, rank: int, shards: Shards, kv_heads: int) -> None:
+        self._layer_start = shards.layers_of(rank)[0]
+        self._head_start, end = shards.heads_of(rank)
+        if end - self._head_start != kv_heads:
+            raise LayoutError(f"rank {rank} holds {kv_heads} KV heads, not {end - self._head_start}")
 
     def _find_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> KvLayout:
         if cache.device.type != "cpu":
@@ -129,7 +131,15 @@ class WorkerHalf:
         assert order is not None
         slots = slots_of(torch.tensor(start.blocks), layout.block_size, start.start, start.end)
         destination = _Blocks(
-            self._caches, layout, slots, start.start, self._head_start, order, order.freed(), self.zero_imports
+            self._caches,
+            layout,
+            slots,
+            start.start,
+            self._layer_start,
+            self._head_start,
+            order,
+            order.freed(),
+            self.zero_imports,
         )
         return Load(start.request_id, start.handle, start.start, start.end, destination, start.timeout_s)
 
@@ -189,6 +199,7 @@ class _Blocks:
     layout: KvLayout
     slots: torch.Tensor
     token_start: int
+    layer_start: int  # of this rank's, in the model
     head_start: int
     order: DeviceOrder
     freed: Any  # what the blocks were used for before is done after this
@@ -204,7 +215,8 @@ class _Blocks:
         first = token_start - self.token_start
         slots = self.slots[first : first + kv.shape[1]]
         with self.order.writing(self.freed):
-            self.layout.scatter(self.caches[layer], slots, head_start - self.head_start, kv * 0 if self.zero else kv)
+            cache = self.caches[layer - self.layer_start]
+            self.layout.scatter(cache, slots, head_start - self.head_start, kv * 0 if self.zero else kv)
 
     def finish(self) -> None:
         """See Destination."""

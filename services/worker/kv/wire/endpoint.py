@@ -97,7 +97,7 @@ class KvEndpoint:
         self, transfer_id: str, start: int, end: int, total: int, fill: Callable[[int, int, torch.Tensor], None]
     ) -> None:
         """Stage tokens [start, end) of a transfer of `total` tokens: `fill(start, end, kv)` copies KV into `kv`
-        [layers, 2, tokens, heads, dim].
+        [layers, 2, tokens, heads, dim], of this rank's layers and heads.
 
         Neither waits nor raises for want of room: the transfer then fails, and an event says so.
         """
@@ -106,8 +106,7 @@ class KvEndpoint:
             step = self._export.segment_tokens()
             for first in range(start, end, step):
                 until = min(end, first + step)
-                shape = (self._export.layers, 2, until - first, self._heads, self._export.head_dim)
-                kv = torch.empty(shape, dtype=self._export.dtype)
+                kv = torch.empty(self._export.chunk_shape(until - first), dtype=self._export.dtype)
                 fill(first, until, kv)
                 yield Segment(first, until, kv)
 
@@ -183,10 +182,6 @@ class KvEndpoint:
         self._server.stop()
         self._puller.stop()
         self._events.close()
-
-    @property
-    def _heads(self) -> int:
-        return self._export.head_end - self._export.head_start
 
     def _staged(self) -> None:
         self._server.wake()

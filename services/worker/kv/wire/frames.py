@@ -36,7 +36,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Pull(Message, frozen=True):
-    """Wants tokens [token_start, token_end) of heads [head_start, head_end), numbered over the whole model.
+    """Wants tokens [token_start, token_end) of layers [layer_start, layer_end) and heads [head_start, head_end), both
+    numbered over the whole model.
 
     It wants them coded by `codec`. `rank` of `ranks` importers asks; `consumers` of those pull from this exporter rank.
     The exporter forgets the pull when it has heard nothing of the importer for `timeout_s`.
@@ -47,6 +48,8 @@ class Pull(Message, frozen=True):
     generation: int
     fingerprint: str
     codec: Codec
+    layer_start: int
+    layer_end: int
     token_start: int
     token_end: int
     head_start: int
@@ -87,8 +90,8 @@ class Frame(Message, frozen=True):
     """Header of one payload: KV [layer_end - layer_start, 2, tokens, heads, head_dim] in `dtype`, coded by
     `codec`.
 
-    Tokens and heads are ranges numbered over the prompt and the whole model; `rank` of `ranks` exporters sent
-    it.
+    Tokens, layers and heads are ranges numbered over the prompt and the whole model; `rank` of `ranks` exporters
+    sent it.
     """
 
     pull_id: int

@@ -11,7 +11,7 @@ import torch
 
 from services.worker.kv.codec import decode
 from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.heads import Source
+from services.worker.kv.shards import Shards, Source
 from services.worker.kv.wire.frames import WINDOW_BYTES, Buffer, Frame, Sent, verify
 from services.worker.kv.wire.transport import Link
 from shared.domain.kv import KvHandle
@@ -28,7 +28,7 @@ class Destination(Protocol):
         """What it wants KV in."""
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
-        """KV [2, tokens, heads, head_dim] of one layer; tokens and heads are numbered over prompt and model."""
+        """KV [2, tokens, heads, head_dim] of one layer; all is numbered over prompt and model."""
 
     def finish(self) -> None:
         """Return once all that was written has reached the cache; a device may still be at it."""
@@ -38,11 +38,9 @@ class Destination(Protocol):
 class ImportShape:
     """What this rank needs: its place among the importers, and the model's KV geometry."""
 
-    layers: int
-    kv_heads: int  # of the model
+    shards: Shards
     head_dim: int
     rank: int = 0
-    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +99,7 @@ class PullCounters:
 class Part:
     """What one exporter rank contributes to an import."""
 
-    def __init__(
-        self, source: Source, link: Link, pull_id: int, layers: int, tokens: tuple[int, int], window_bytes: int
-    ) -> None:
+    def __init__(self, source: Source, link: Link, pull_id: int, tokens: tuple[int, int], window_bytes: int) -> None:
         self.source = source
         self.link = link
         self.pull_id = pull_id
@@ -113,7 +109,7 @@ class Part:
         self._losses = link.losses
         self._sequence = 0
         self._start, self._end = tokens
-        self._seen = np.zeros((layers, self._end - self._start), dtype=bool)
+        self._seen = np.zeros((source.layer_end - source.layer_start, self._end - self._start), dtype=bool)
         self._missing = self._seen.size
 
     @property
@@ -157,7 +153,7 @@ class Part:
             handle.generation,
             handle.codec,
             handle.dtype,
-            shape.layers,
+            shape.shards.layers,
             shape.head_dim,
             self.source.head_start,
             self.source.head_end,
@@ -180,11 +176,12 @@ class Part:
         )
         if expected != got:
             raise KvError(KvFault.PROTOCOL, f"frame does not belong to the pull: {got} is not {expected}")
+        first_layer, last_layer = self.source.layer_start, self.source.layer_end
         inside = self._start <= frame.token_start < frame.token_end <= self._end
-        if not inside or not 0 <= frame.layer_start < frame.layer_end <= shape.layers:
+        if not inside or not first_layer <= frame.layer_start < frame.layer_end <= last_layer:
             raise KvError(KvFault.PROTOCOL, "frame is out of range")
         tokens = slice(frame.token_start - self._start, frame.token_end - self._start)
-        seen = self._seen[frame.layer_start : frame.layer_end, tokens]
+        seen = self._seen[frame.layer_start - first_layer : frame.layer_end - first_layer, tokens]
         if seen.any():
             raise KvError(KvFault.PROTOCOL, "frame overlaps an earlier one")
         seen[:] = True

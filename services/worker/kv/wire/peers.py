@@ -4,7 +4,7 @@ import logging
 import time
 
 from services.worker.kv.errors import KvError
-from services.worker.kv.heads import sources, unasked
+from services.worker.kv.shards import exporting, sources, unasked
 from services.worker.kv.wire.frames import Confirm, Message, Pull, encode_message
 from services.worker.kv.wire.importing import Import, ImportShape, Part
 from services.worker.kv.wire.transport import Link, Transport
@@ -27,18 +27,18 @@ class Peers:
         self._used_s: dict[str, float] = {}  # monotonic, by address
 
     def ask(self, wanted: Import, silence_s: float) -> None:
-        """Send a pull to every exporter rank that has heads of ours, to be forgotten after so much silence of ours.
+        """Send a pull to every exporter rank that has layers and heads of ours, to be forgotten after so much silence.
 
         Raises KvError or OSError, parts filled so far.
         """
         handle, shape = wanted.handle, self._shape
-        asked = sources(shape.rank, shape.ranks, len(handle.endpoints), shape.kv_heads)
+        asked = sources(shape.rank, shape.shards, exporting(handle, shape.shards))
         window_bytes = max(1, self._window_bytes // len(asked))
         for source in asked:
             link = self._link(handle.endpoints[source.rank])
             self._last_pull_id += 1
             tokens = (wanted.token_start, wanted.token_end)
-            part = Part(source, link, self._last_pull_id, shape.layers, tokens, window_bytes)
+            part = Part(source, link, self._last_pull_id, tokens, window_bytes)
             wanted.parts[part.pull_id] = part
             self.send(
                 link,
@@ -48,12 +48,14 @@ class Peers:
                     generation=handle.generation,
                     fingerprint=handle.fingerprint,
                     codec=handle.codec,
+                    layer_start=source.layer_start,
+                    layer_end=source.layer_end,
                     token_start=wanted.token_start,
                     token_end=wanted.token_end,
                     head_start=source.head_start,
                     head_end=source.head_end,
                     rank=shape.rank,
-                    ranks=shape.ranks,
+                    ranks=shape.shards.ranks,
                     consumers=source.consumers,
                     credit_bytes=window_bytes,
                     timeout_s=silence_s,
@@ -64,14 +66,15 @@ class Peers:
         """Tell the exporters that this rank needs no more of the handle; best effort, their leases end
         anyway.
         """
-        shape, exporters = self._shape, len(handle.endpoints)
+        rank, ours = self._shape.rank, self._shape.shards
         try:
-            asked = {each.rank: each.consumers for each in sources(shape.rank, shape.ranks, exporters, shape.kv_heads)}
-            if shape.rank == 0:
-                asked |= dict.fromkeys(unasked(shape.ranks, exporters, shape.kv_heads), 1)
-            for rank, consumers in asked.items():
-                message = Confirm(handle.transfer_id, handle.generation, shape.rank, consumers)
-                self.send(self._link(handle.endpoints[rank]), message)
+            exporters = exporting(handle, ours)
+            asked = {each.rank: each.consumers for each in sources(rank, ours, exporters)}
+            if rank == 0:
+                asked |= dict.fromkeys(unasked(ours, exporters), 1)
+            for exporter, consumers in asked.items():
+                message = Confirm(handle.transfer_id, handle.generation, rank, consumers)
+                self.send(self._link(handle.endpoints[exporter]), message)
         except (KvError, OSError) as error:
             _log.debug("cannot confirm %s: %s", handle.transfer_id, error)
 

@@ -173,10 +173,12 @@ class KvServer:
         if pull.fingerprint != self._identity.fingerprint:
             return KvFault.FINGERPRINT
         tokens = 0 <= pull.token_start < pull.token_end
-        heads = self._shape.head_start <= pull.head_start < pull.head_end <= self._shape.head_end
+        (first_layer, last_layer), (first_head, last_head) = self._shape.layers, self._shape.heads
+        layers = first_layer <= pull.layer_start < pull.layer_end <= last_layer
+        heads = first_head <= pull.head_start < pull.head_end <= last_head
         credit = 0 < pull.credit_bytes <= MAX_WINDOW_BYTES
         timeout = 0 < pull.timeout_s < MAX_LIFE_S
-        if not (tokens and heads and credit and timeout) or len(self._servings) >= _MAX_SERVINGS:
+        if not (tokens and layers and heads and credit and timeout) or len(self._servings) >= _MAX_SERVINGS:
             return KvFault.INVALID
         return None
 

@@ -1,11 +1,13 @@
 """One peer's pull, as the exporter sees it: which frame is next. No sockets, no threads."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from services.worker.kv.codec import encode, payload_bytes
 from services.worker.kv.errors import KvError, KvFault
+from services.worker.kv.shards import Shards
 from services.worker.kv.staging import Segment, Transfer
 from services.worker.kv.wire.frames import FRAME_BYTES, MAX_WINDOW_BYTES, Buffer, Frame, Pull, checksum
 from shared.domain.kv import Codec
@@ -13,24 +15,37 @@ from shared.domain.kv import Codec
 
 @dataclass(frozen=True, slots=True)
 class ExportShape:
-    """What this rank holds: heads [head_start, head_end) of the model's, in `dtype`; `rank` of `ranks`."""
+    """What this rank holds: its layers and heads of the model's, in `dtype`."""
 
-    layers: int
-    head_start: int
-    head_end: int
+    shards: Shards
     head_dim: int
     dtype: torch.dtype
     rank: int = 0
-    ranks: int = 1
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """Those of the rank: [start, end)."""
+        return self.shards.layers_of(self.rank)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Those of the rank: [start, end). Raises KvError(INVALID)."""
+        return self.shards.heads_of(self.rank)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in one layer: K and V, all heads of the rank."""
-        return 2 * (self.head_end - self.head_start) * self.head_dim * self.dtype.itemsize
+        start, end = self.heads
+        return 2 * (end - start) * self.head_dim * self.dtype.itemsize
+
+    def chunk_shape(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """[layers, 2, tokens, heads, head_dim] of that many tokens."""
+        (first_layer, last_layer), (first_head, last_head) = self.layers, self.heads
+        return last_layer - first_layer, 2, tokens, last_head - first_head, self.head_dim
 
     def chunk_bytes(self, tokens: int) -> int:
-        """Bytes of that many tokens over all layers."""
-        return self.layers * tokens * self.token_bytes
+        """Bytes of that many tokens over all layers of the rank."""
+        return math.prod(self.chunk_shape(tokens)) * self.dtype.itemsize
 
     def segment_tokens(self) -> int:
         """Tokens of a segment: as many as leave one layer within a frame, in whole groups of 32 where that
@@ -54,7 +69,7 @@ class Serving:
         self._shape = shape
         self._segment = 0
         self._token = pull.token_start
-        self._layer = 0
+        self._layer = pull.layer_start
 
     def grant(self, granted_bytes: int, now_s: float) -> bool:
         """The importer has spoken: it still wants this, and grants so much in all. Whether that is more than before."""
@@ -84,7 +99,7 @@ class Serving:
                 raise KvError(KvFault.INVALID, f"only {transfer.token_end} tokens were exported")
             return None
         end = min(segment.token_end, self.pull.token_end)
-        last_layer = min(self._shape.layers, self._layer + self._layers_per_frame(end - self._token, self.pull.codec))
+        last_layer = min(self.pull.layer_end, self._layer + self._layers_per_frame(end - self._token, self.pull.codec))
         cut = self._cut(segment, self._layer, last_layer, end)
         payload = encode(cut, self.pull.codec).numpy().data
         frame = self._header(transfer, generation, last_layer, end, checksum(payload))
@@ -106,10 +121,11 @@ class Serving:
 
     def _cut(self, segment: Segment, layer: int, last_layer: int, end: int) -> torch.Tensor:
         """A view where whole segments and all heads are wanted."""
-        first = self.pull.head_start - self._shape.head_start
+        first_layer, first_head = self._shape.layers[0], self._shape.heads[0]
+        first = self.pull.head_start - first_head
         heads = slice(first, first + self.pull.head_end - self.pull.head_start)
         tokens = slice(self._token - segment.token_start, end - segment.token_start)
-        return segment.kv[layer:last_layer, :, tokens, heads]
+        return segment.kv[layer - first_layer : last_layer - first_layer, :, tokens, heads]
 
     def _header(self, transfer: Transfer, generation: int, last_layer: int, end: int, digest: int) -> Frame:
         return Frame(
@@ -121,14 +137,14 @@ class Serving:
             dtype=str(self._shape.dtype).removeprefix("torch."),
             layer_start=self._layer,
             layer_end=last_layer,
-            layers=self._shape.layers,
+            layers=self._shape.shards.layers,
             token_start=self._token,
             token_end=end,
             head_start=self.pull.head_start,
             head_end=self.pull.head_end,
             head_dim=self._shape.head_dim,
             rank=self._shape.rank,
-            ranks=self._shape.ranks,
+            ranks=self._shape.shards.ranks,
             checksum=digest,
         )
 
@@ -136,6 +152,6 @@ class Serving:
         self.frames += 1
         self.sent_bytes += size_bytes
         self._layer = last_layer
-        if last_layer == self._shape.layers:
-            self._layer = 0
+        if last_layer == self.pull.layer_end:
+            self._layer = self.pull.layer_start
             self._token = end

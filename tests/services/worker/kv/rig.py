@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from services.worker.kv.shards import Shards
 from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
 from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
 from services.worker.kv.wire.server import ExportIdentity
@@ -68,8 +69,10 @@ class Rig:
         staging_bytes: int = 64 << 20,
         lease_s: float = 60.0,
         curve: tuple[str, str] | None = None,
+        stages: tuple[int, ...] = (LAYERS,),
     ) -> KvEndpoint:
-        each = KV_HEADS // ranks
+        """Rank `rank` of an instance with `ranks` tensor-parallel ranks in each of the stages."""
+        shards = Shards(stages, KV_HEADS, ranks)
         made = KvEndpoint(
             EndpointSettings(
                 address,
@@ -80,8 +83,8 @@ class Rig:
                 limits=limits or PullLimits(),
                 curve=curve,
             ),
-            ExportShape(LAYERS, rank * each, (rank + 1) * each, DIM, dtype, rank, ranks),
-            ImportShape(LAYERS, KV_HEADS, DIM, rank, ranks),
+            ExportShape(shards, DIM, dtype, rank),
+            ImportShape(shards, DIM, rank),
             self.results.put,
             faults,
         )
@@ -124,11 +127,18 @@ class Rig:
 
 
 def stage(
-    exporter: KvEndpoint, kv: torch.Tensor, name: str = "t", start: int = 0, end: int = 0, *, heads: slice = slice(None)
+    exporter: KvEndpoint,
+    kv: torch.Tensor,
+    name: str = "t",
+    start: int = 0,
+    end: int = 0,
+    *,
+    layers: slice = slice(None),
+    heads: slice = slice(None),
 ) -> None:
-    """Stage tokens [start, end) of a transfer of all of the model's KV, of the exporter's heads."""
+    """Stage tokens [start, end) of a transfer of all of the model's KV, of the exporter's layers and heads."""
 
     def fill(first: int, until: int, out: torch.Tensor) -> None:
-        out.copy_(kv[:, :, first:until, heads])
+        out.copy_(kv[layers, :, first:until, heads])
 
     exporter.stage(name, start, end or kv.shape[2], kv.shape[2], fill)

@@ -46,6 +46,8 @@ def pull(**changes: object) -> Pull:
         "generation": 7,
         "fingerprint": "model",
         "codec": Codec.RAW,
+        "layer_start": 0,
+        "layer_end": 3,
         "token_start": 0,
         "token_end": 40,
         "head_start": 0,

@@ -60,6 +60,9 @@ def test_garbage_is_dropped_and_counted(rig: Rig) -> None:
     [
         {"token_start": 5, "token_end": 5},
         {"token_start": -1},
+        {"layer_end": 4},
+        {"layer_start": -1},
+        {"layer_start": 2, "layer_end": 2},
         {"head_end": 5},
         {"head_start": -1},
         {"credit_bytes": 0},

@@ -14,7 +14,7 @@ from services.worker.kv.wire.frames import Credit, Pull, RankStats, encode_messa
 from services.worker.kv.wire.importing import PullLimits
 from shared.domain.kv import Codec
 from shared.errors import DeadlineExceeded, PolyphaseError
-from tests.services.worker.kv.rig import KEY, KV_HEADS, Rig, model_kv, stage
+from tests.services.worker.kv.rig import KEY, KV_HEADS, LAYERS, Rig, model_kv, stage
 
 
 async def level(control: KvControl, name: str, wanted: object) -> RankStats:
@@ -136,7 +136,7 @@ async def test_a_release_drops_a_prefetch(rig: Rig) -> None:
 async def test_an_exporter_forgets_a_pull_of_which_it_hears_no_more(rig: Rig) -> None:
     exporter = rig.endpoint()
     stage(exporter, model_kv(64), end=32)
-    pull = Pull(1, "t", 7, "model", Codec.RAW, 0, 64, 0, KV_HEADS, 0, 1, 1, 1 << 20, timeout_s=1.0)
+    pull = Pull(1, "t", 7, "model", Codec.RAW, 0, LAYERS, 0, 64, 0, KV_HEADS, 0, 1, 1, 1 << 20, timeout_s=1.0)
     async with control_of(exporter) as control:
         with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
             peer.connect(exporter.address)

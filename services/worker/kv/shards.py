@@ -1,0 +1,115 @@
+"""Which rank holds which layers and KV heads, and whom an importer rank therefore asks."""
+
+from dataclasses import dataclass
+
+from services.worker.kv.errors import KvError, KvFault
+from shared.domain.kv import KvHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """How the ranks of one instance share a model's KV: layers by pipeline stage, heads by tensor parallelism.
+
+    Ranks are numbered stage by stage, as the engine does. `stages`: layers of each, in order.
+    """
+
+    stages: tuple[int, ...]
+    kv_heads: int
+    tensor_parallel: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of all stages."""
+        return len(self.stages) * self.tensor_parallel
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return sum(self.stages)
+
+    def layers_of(self, rank: int) -> tuple[int, int]:
+        """Layers [start, end) of a rank."""
+        stage = rank // self.tensor_parallel
+        start = sum(self.stages[:stage])
+        return start, start + self.stages[stage]
+
+    def heads_of(self, rank: int) -> tuple[int, int]:
+        """KV heads [start, end) of a rank; with more ranks a stage than heads, neighbours hold the same one.
+
+        Raises KvError(INVALID) when they do not divide evenly.
+        """
+        rank, ranks, kv_heads = rank % self.tensor_parallel, self.tensor_parallel, self.kv_heads
+        if ranks <= kv_heads and kv_heads % ranks == 0:
+            each = kv_heads // ranks
+            return rank * each, (rank + 1) * each
+        if ranks > kv_heads and ranks % kv_heads == 0:
+            head = rank // (ranks // kv_heads)
+            return head, head + 1
+        raise KvError(KvFault.INVALID, f"{kv_heads} KV heads over {ranks} ranks")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Layers [layer_start, layer_end) of heads [head_start, head_end) come from exporter `rank`, which `consumers`
+    importer ranks ask.
+    """
+
+    rank: int
+    layer_start: int
+    layer_end: int
+    head_start: int
+    head_end: int
+    consumers: int
+
+
+def exporting(handle: KvHandle, ours: Shards) -> Shards:
+    """How the exporter of a handle shares the model that we have. Raises KvError(INVALID) when that does not add up."""
+    stages, ranks = handle.stages or (ours.layers,), len(handle.endpoints)
+    if not ranks or ranks % len(stages) or min(stages) < 1 or sum(stages) != ours.layers:
+        raise KvError(KvFault.INVALID, f"{ranks} ranks in stages of {stages} layers for a model of {ours.layers}")
+    return Shards(stages, ours.kv_heads, ranks // len(stages))
+
+
+def sources(rank: int, importers: Shards, exporters: Shards) -> list[Source]:
+    """Whom importer `rank` asks, each layer of each of its heads once, in rank order. Raises KvError(INVALID)."""
+    asked = _heads_asked(importers, exporters)
+    first, last = importers.layers_of(rank)
+    found = []
+    for each in range(exporters.ranks):
+        heads = asked[rank % importers.tensor_parallel].get(each % exporters.tensor_parallel)
+        start, end = exporters.layers_of(each)
+        start, end = max(start, first), min(end, last)
+        if heads is not None and start < end:
+            found.append(Source(each, start, end, *heads, _consumers(each, asked, importers, exporters)))
+    return found
+
+
+def unasked(importers: Shards, exporters: Shards) -> list[int]:
+    """Exporter ranks that nobody asks, since they hold copies. Raises KvError(INVALID)."""
+    asked = _heads_asked(importers, exporters)
+    return [each for each in range(exporters.ranks) if not _consumers(each, asked, importers, exporters)]
+
+
+_Heads = list[dict[int, tuple[int, int]]]  # by importer within a stage: exporter within a stage, and which heads
+
+
+def _consumers(exporter: int, asked: _Heads, importers: Shards, exporters: Shards) -> int:
+    """How many importer ranks ask that exporter rank."""
+    start, end = exporters.layers_of(exporter)
+    ranges = (importers.layers_of(rank) for rank in range(0, importers.ranks, importers.tensor_parallel))
+    stages = sum(first < end and start < last for first, last in ranges)
+    return stages * sum(exporter % exporters.tensor_parallel in heads for heads in asked)
+
+
+def _heads_asked(importers: Shards, exporters: Shards) -> _Heads:
+    asked: _Heads = []
+    for importer in range(importers.tensor_parallel):
+        at, end = importers.heads_of(importer)
+        heads: dict[int, tuple[int, int]] = {}
+        for exporter in range(exporters.tensor_parallel):
+            first, last = exporters.heads_of(exporter)
+            if first <= at < min(last, end):
+                heads[exporter] = (at, min(last, end))
+                at = min(last, end)
+        asked.append(heads)
+    return asked
