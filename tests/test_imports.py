@@ -35,6 +35,7 @@ VLLM = {
     "services/worker/engines/vllm.py",
     "services/worker/engines/vllm_requests.py",
     "services/worker/engines/vllm_seam.py",
+    "services/worker/engines/vllm_start.py",
 }
 TORCH = {"gateway/core.py"}
 LAUNCHER = "services/launcher/"  # composes the suite: it may know every process's settings, and nothing else of them

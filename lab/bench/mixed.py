@@ -89,7 +89,7 @@ async def _measure(pair: Pair, lengths: Workload, options: MixedOptions, console
     notes = (
         f"{lengths.name}, prompts a third and answers a quarter as long; {options.rounds_run} rounds; cores: "
         + ", ".join(f"{name} {cores:g}" for name, cores in CORES.items()),
-        "pipeline: only simulated, the product has none",
+        "pipeline: only simulated, CPU quotas are an instance's and not a stage's",
     )
     result = report(runs, said, notes)
     result["figures"] |= {f"{name}_requests_per_s_by_its_rates": speed for name, speed in meter.speeds.items()}

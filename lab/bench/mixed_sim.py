@@ -158,7 +158,7 @@ class Twin:
     def pipeline(self, load: Load, lengths: Workload) -> Means:
         """One instance whose layers are divided over both by their speeds, with two batches in flight.
 
-        Only here: the product has none, KV transfer does not support it.
+        Only here: the bench's CPU quotas are an instance's, not a stage's.
         """
         one, whole = self.instances[0], sum(self.speeds.values())
         layers = {name: max(1, round(SHAPE.num_hidden_layers * speed / whole)) for name, speed in self.speeds.items()}

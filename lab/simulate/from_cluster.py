@@ -122,19 +122,29 @@ class _Entry:
             "accelerator": s.accelerator,
             "dtype": s.dtype,
             "tensor_parallel": s.tensor_parallel,
+            "pipeline_parallel": s.pipeline_parallel,
             "chunk_size": s.chunk_size,
             "max_chunk_size": s.max_chunk_size,
             "max_seqs": s.max_seqs,
             "block_size": s.block_size,
             "max_model_len": s.max_model_len,
-            "staging_bytes": None if self.emulated else s.staging_bytes * s.tensor_parallel,  # the worker's: a rank's
-            "kv_cache_bytes": s.kv_cache_bytes * (1 if self.emulated else s.tensor_parallel),  # vLLM's is one rank's
+            "staging_bytes": None if self.emulated else int(s.staging_bytes * self._fullest),  # the worker's: a rank's
+            "kv_cache_bytes": s.kv_cache_bytes
+            if self.emulated
+            else int(s.kv_cache_bytes * self._fullest),  # vLLM's, too
             "prefix_cache": s.emulated_prefix_cache if self.emulated else bool(args.get("enable_prefix_caching", True)),
             "link": {"gbps": s.emulated_link_gbps} if s.emulated_link_gbps else None,
             "slowdown": s.emulated_slowdown if self.emulated else 1.0,
             "step_s": s.emulated_step_s if self.emulated else None,
             "prefill_s_per_token": (s.emulated_prefill_s_per_token or 0.0) if self.emulated else 0.0,
         }
+
+    @property
+    def _fullest(self) -> float:
+        """KV of the whole model over that of the rank which holds most layers: where that one is full, all are."""
+        held = self.settings.pipeline_layers
+        stages = sum(held) / max(held) if held else self.settings.pipeline_parallel
+        return self.settings.tensor_parallel * stages
 
     @property
     def measurable(self) -> bool:
@@ -147,7 +157,7 @@ class _Entry:
         if not s.rates_file:
             return None
         name = Library.built_in().geometry(self.model).name if self.emulated else Path(self.model).name
-        kind = Kind(s.engine, s.accelerator, name, s.dtype, s.tensor_parallel, s.threads)
+        kind = Kind(s.engine, s.accelerator, name, s.dtype, s.tensor_parallel, s.threads, s.pipeline_parallel)
         try:
             return Calibration.read(Path(s.rates_file)).of(kind)
         except NotFound as error:

@@ -88,7 +88,6 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
 # Of a worker's `engine_args`: what the simulation reads, and what makes no difference to it. Others are refused.
 ENGINE_ARGS: Mapping[str, str] = {
     "enable_prefix_caching": "read",
-    "pipeline_parallel_size": "1: the worker refuses others",
     "gpu_memory_utilization": "KV is `kv_cache_bytes`",
     "seed": "tokens have no content",
     "load_format": "start-up is not simulated",

@@ -195,7 +195,7 @@ class _Planner:
     def _instances(self) -> list[ProcessSpec]:
         """Ports follow from the whole file, so that every host comes to the same ones."""
         entries = [(entry, name) for entry in self._cluster.instances for name in entry.ids]
-        ranks = [int(entry.extra.get("tensor_parallel", 1)) for entry, _ in entries]
+        ranks = [_ranks(entry) for entry, _ in entries]
         firsts = ports.instance_ports(self._base, ranks)
         default = self._cluster.control or LOCAL
         return [
@@ -262,13 +262,18 @@ class _Planner:
         return f"tcp://{self._control}:{self._base + offset}"
 
 
+def _ranks(entry: InstanceSection) -> int:
+    """As the worker's settings have it, of which only those of this host are made."""
+    return int(entry.extra.get("tensor_parallel", 1)) * int(entry.extra.get("pipeline_parallel", 1))
+
+
 def _forkable(settings: ServiceSettings) -> bool:
     """Whether it imports the engine, and nothing of it but the engine's own CPU code at one thread, before a fork.
 
     CUDA cannot be used across a fork, and how many threads a library has is settled when it is loaded.
     """
     if isinstance(settings, WorkerSettings):
-        plain = settings.tensor_parallel == settings.threads == 1
+        plain = settings.ranks == settings.threads == 1
         return settings.engine == "vllm" and settings.accelerator == "cpu" and plain
     return isinstance(settings, GatewaySettings)
 

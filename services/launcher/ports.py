@@ -34,12 +34,12 @@ class PortUse:
     port: int
 
 
-def instance_ports(base: int, tensor_parallel: Iterable[int]) -> list[int]:
-    """The first port of each instance: rpc, http, and then one a rank for KV."""
+def instance_ports(base: int, ranks: Iterable[int]) -> list[int]:
+    """The first port of each instance, which has so many ranks: rpc, http, and then one a rank for KV."""
     first, ports = base + INSTANCES, []
-    for ranks in tensor_parallel:
+    for count in ranks:
         ports.append(first)
-        first += 2 + ranks
+        first += 2 + count
     return ports
 
 

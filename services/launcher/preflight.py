@@ -98,12 +98,18 @@ def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faul
     if settings.engine == "emulated":
         yield from _of_emulated(at, settings)
         return
-    ranks, heads = settings.tensor_parallel, config_of(settings.model).get("num_attention_heads")
-    if isinstance(heads, int) and heads % ranks:
-        yield f"{at}.tensor_parallel", f"the model's {heads} attention heads cannot be shared by {ranks}"
+    config, degree, stages = config_of(settings.model), settings.tensor_parallel, settings.pipeline_parallel
+    heads, layers, held = config.get("num_attention_heads"), config.get("num_hidden_layers"), settings.pipeline_layers
+    if isinstance(heads, int) and heads % degree:
+        yield f"{at}.tensor_parallel", f"the model's {heads} attention heads cannot be shared by {degree}"
+    if isinstance(layers, int) and layers < stages:
+        yield f"{at}.pipeline_parallel", f"the model's {layers} layers cannot be shared by {stages} stages"
+    elif isinstance(layers, int) and held and sum(held) != layers:
+        yield f"{at}.pipeline_layers", f"they are {sum(held)}, and the model has {layers}"
     visible = env.get("CUDA_VISIBLE_DEVICES", "")
-    if visible and settings.accelerator != "cpu" and len(visible.split(",")) < ranks:
-        yield f"{at}.tensor_parallel", f"{ranks} accelerators, but CUDA_VISIBLE_DEVICES is {visible!r}"
+    if visible and settings.accelerator != "cpu" and len(visible.split(",")) < settings.ranks:
+        key = "tensor_parallel" if stages == 1 else "pipeline_parallel"
+        yield f"{at}.{key}", f"{settings.ranks} accelerators, but CUDA_VISIBLE_DEVICES is {visible!r}"
 
 
 def _of_emulated(at: str, settings: WorkerSettings) -> Faults:

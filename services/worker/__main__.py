@@ -2,7 +2,7 @@
 
 import os
 
-from services.worker.settings import WorkerSettings
+from services.worker.settings import PP_LAYERS, WorkerSettings
 from shared.runtime.logs import configure_logs
 
 
@@ -22,7 +22,9 @@ def _prepare_environment(settings: WorkerSettings) -> None:
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would count before `kv_cache_bytes`
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
-    if settings.tensor_parallel == 1:
+    if settings.pipeline_layers:
+        os.environ[PP_LAYERS] = ",".join(map(str, settings.pipeline_layers))
+    if settings.ranks == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the executor too stays in this process
     if settings.accelerator == "cpu":
         # Some sampling helpers are compiled on first use even in eager mode; a C++ compiler takes up to a minute.

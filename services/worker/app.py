@@ -180,7 +180,7 @@ async def _start_engine(
     else:
         curve = (settings.curve_public, settings.curve_secret) if settings.curve_public else None
         control = await stack.enter_async_context(SocketControl(settings.kv_endpoints, control_key, curve))
-    ledger = ExportLedger(settings.staging_bytes, settings.tensor_parallel)
+    ledger = ExportLedger(settings.staging_bytes, settings.ranks)
     template = _handle_template(settings, info, generation)
     return engine, info, ConnectorPort(control, events, template, ledger, _token_bytes(settings, info))
 
@@ -207,15 +207,23 @@ def _connector_config(settings: WorkerSettings, generation: int, events: str, co
 
 
 def _token_bytes(settings: WorkerSettings, engine: EngineInfo) -> int:
-    """KV of one token on one rank; with more ranks than heads, neighbours hold the same one."""
+    """KV of one token on the rank that holds most layers; with more ranks than heads, neighbours hold the same one."""
     kv = engine.compatibility.geometry
     heads = max(1, kv.kv_heads // settings.tensor_parallel)
-    return int(2 * kv.layers * heads * kv.head_dim * (4 if settings.dtype == "float32" else 2))
+    layers = max(engine.stages or (kv.layers,))
+    return int(2 * layers * heads * kv.head_dim * (4 if settings.dtype == "float32" else 2))
 
 
 def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int) -> KvHandle:
     return KvHandle(
-        "", settings.instance_id, generation, info.compatibility.fingerprint, settings.kv_endpoints, 0, settings.dtype
+        transfer_id="",
+        instance_id=settings.instance_id,
+        generation=generation,
+        fingerprint=info.compatibility.fingerprint,
+        endpoints=settings.kv_endpoints,
+        tokens=0,
+        dtype=settings.dtype,
+        stages=info.stages,
     )
 
 
@@ -238,6 +246,7 @@ def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int
         kv_endpoints=settings.kv_endpoints,
         max_seqs=settings.max_seqs,
         rates=engine.rates,
+        pipeline_parallel=settings.pipeline_parallel,
     )
     if not settings.rates_file:
         return info

@@ -105,7 +105,7 @@ def catalogue_steps(settings: WorkerSettings) -> StepRates:
     """Where to begin without a calibration: the catalogue's accelerator, or some mid-range one where it has none."""
     try:
         model = Library.built_in().step_model(
-            settings.accelerator, settings.model, settings.tensor_parallel, dtype=settings.dtype
+            settings.accelerator, settings.model, settings.tensor_parallel, settings.pipeline_parallel, settings.dtype
         )
     except PolyphaseError as error:
         log.info("no step times of this accelerator and model; they are learned", reason=error.message)

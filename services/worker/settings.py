@@ -8,7 +8,7 @@ from pydantic_settings import SettingsConfigDict
 from shared.domain.instance import Role
 from shared.runtime.settings import ServiceSettings
 
-NO_PIPELINE = "KV transfer does not support pipeline parallelism"
+PP_LAYERS = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable
 
 
 def _chunk_size(said: object) -> object:
@@ -38,7 +38,7 @@ class WorkerSettings(ServiceSettings):
     host: str = "127.0.0.1"
     rpc_port: int
     http_port: int
-    kv_port: int  # the first of one port a tensor-parallel rank
+    kv_port: int  # the first of one port a rank
     advertise_host: str = ""  # what peers connect to, when it is not `host`
 
     monitor_url: str
@@ -53,6 +53,8 @@ class WorkerSettings(ServiceSettings):
     max_seqs: int = Field(64, gt=0)
     kv_cache_bytes: int = Field(256 << 20, gt=0)
     tensor_parallel: int = Field(1, gt=0)
+    pipeline_parallel: int = Field(1, gt=0)  # stages, each of `tensor_parallel` ranks
+    pipeline_layers: tuple[Annotated[int, Field(gt=0)], ...] = ()  # of each stage, in order; empty: as vLLM has it
     threads: int = Field(1, gt=0)
     engine_args: dict[str, Any] = {}  # passed on to vLLM's EngineArgs
     hang_s: float = Field(60.0, gt=0)  # an engine whose step lasts longer hangs: the instance is not healthy
@@ -77,8 +79,11 @@ class WorkerSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _servable(self) -> Self:
-        if self.engine == "vllm" and self.engine_args.get("pipeline_parallel_size", 1) != 1:
-            raise ValueError(f"engine_args: pipeline_parallel_size: {NO_PIPELINE}")
+        if "pipeline_parallel_size" in self.engine_args:
+            raise ValueError("engine_args: pipeline_parallel_size: it is a setting of its own, `pipeline_parallel`")
+        if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel:
+            stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
+            raise ValueError(f"pipeline_layers: {len(self.pipeline_layers)} stages, not the {stages}")
         if self.chunk_size == "auto" and not self.engine_args.get("enable_chunked_prefill", True):
             raise ValueError("chunk_size: auto: `engine_args` turn chunked prefill off, so a prompt has to fit a step")
         return self
@@ -89,9 +94,14 @@ class WorkerSettings(ServiceSettings):
         return self.chunk_size if isinstance(self.chunk_size, int) else self.max_chunk_size
 
     @property
+    def ranks(self) -> int:
+        """Processes of the engine that compute, each with its KV: stages times tensor-parallel ranks."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
     def computes_here(self) -> bool:
         """Whether a step's work is done by the engine's thread, and by nothing else."""
-        return self.accelerator == "cpu" and self.tensor_parallel == self.threads == 1
+        return self.accelerator == "cpu" and self.ranks == self.threads == 1
 
     def address(self, port: int) -> str:
         """A ZeroMQ address of ours as peers see it."""
@@ -99,5 +109,5 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def kv_endpoints(self) -> tuple[str, ...]:
-        """One address a tensor-parallel rank."""
-        return tuple(self.address(self.kv_port + rank) for rank in range(self.tensor_parallel))
+        """One address a rank: those of the first pipeline stage, then of the next."""
+        return tuple(self.address(self.kv_port + rank) for rank in range(self.ranks))

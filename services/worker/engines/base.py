@@ -80,13 +80,17 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the engine turned out to be, once started. Empty rates: nobody measured it."""
+    """What the engine turned out to be, once started. Empty rates: nobody measured it.
+
+    stages: layers of each pipeline stage, as in KvHandle; empty where there is one.
+    """
 
     compatibility: Compatibility
     total_blocks: int
     max_model_len: int
     block_size: int
     rates: Rates = Rates()
+    stages: tuple[int, ...] = ()
 
 
 Sink = Callable[[TokenStep], None]

@@ -1,48 +1,67 @@
 """Watches the steps of vLLM's engine core: what was scheduled, and how long it took."""
 
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from services.worker.engines.step_log import Chunks, StepLog
 
 
+@dataclass(slots=True)
+class _Batch:
+    """What was scheduled in a turn that began then."""
+
+    plan: Any
+    began_s: float
+    cpu_s: float
+
+
 class StepObserver:
     """`began` and `ended` around each turn of the engine's loop, on the engine's thread; costs some microseconds.
 
-    What a step computes is known to the scheduler alone, so its `schedule` is wrapped to see what it returns.
+    What a step computes is known to the scheduler alone, so its `schedule` is wrapped to see what it returns, and its
+    `update_from_output` to see when that is done: with pipeline stages some turns later, as others are under way. A
+    step lasts from the beginning of the turn that scheduled it to the end of the one that has its tokens.
     """
 
     def __init__(self, scheduler: Any, log: StepLog, *, own_cpu: bool) -> None:
         self._log = log
         self._own_cpu = own_cpu  # whether the calling thread computes, rather than processes or a device elsewhere
-        self._schedule = scheduler.schedule
-        self._plan: Any = None
+        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
+        self._under_way: deque[_Batch] = deque()  # without those that compute nothing
+        self._done: list[_Batch] = []
         self._began_s = self._cpu_s = 0.0
-        scheduler.schedule = self._scheduled
+        scheduler.schedule, scheduler.update_from_output = self._scheduled, self._updated
 
     def _scheduled(self, *args: Any, **kwargs: Any) -> Any:
-        self._plan = plan = self._schedule(*args, **kwargs)
+        plan = self._schedule(*args, **kwargs)
+        if plan.total_num_scheduled_tokens:
+            self._under_way.append(_Batch(plan, self._began_s, self._cpu_s))
         return plan
+
+    def _updated(self, plan: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._under_way and self._under_way[0].plan is plan:  # they end in the order in which they began
+            self._done.append(self._under_way.popleft())
+        return self._update(plan, *args, **kwargs)
 
     @property
     def idle(self) -> bool:
-        """Whether the last turn computed nothing."""
-        return self._plan is None or not self._plan.total_num_scheduled_tokens
+        """Whether nothing was computed in the last turn."""
+        return not self._under_way and not self._done
 
     def began(self) -> None:
         """A turn of the loop begins."""
-        self._plan = None
+        self._done.clear()
         self._cpu_s = time.thread_time() if self._own_cpu else 0.0
         self._began_s = time.perf_counter()
 
     def ended(self) -> None:
         """The turn's tokens are on their way; a turn in which nothing was computed leaves no record."""
-        if self.idle:
-            return
-        plan = self._plan
-        seconds = time.perf_counter() - self._began_s
-        cpu_s = time.thread_time() - self._cpu_s if self._own_cpu else 0.0
-        self._log.add(seconds, cpu_s, *batch_of(plan))
+        for batch in self._done:
+            seconds = time.perf_counter() - batch.began_s
+            cpu_s = time.thread_time() - batch.cpu_s if self._own_cpu else 0.0
+            self._log.add(seconds, cpu_s, *batch_of(batch.plan))
 
 
 def batch_of(plan: Any) -> tuple[Chunks, int, int]:

@@ -14,12 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from vllm import __version__ as vllm_version
-from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
@@ -30,22 +26,18 @@ from services.worker.engines.step_log import StepLog
 from services.worker.engines.step_observer import StepObserver
 from services.worker.engines.vllm_requests import CoreRequests, token_step
 from services.worker.engines.vllm_seam import SchedulerSeam
-from services.worker.fingerprint import fingerprint
-from services.worker.kv.codec_speed import codec_speeds
+from services.worker.engines.vllm_start import engine_config, engine_info, make_stage_buffers
 from services.worker.kv.vllm.cache_watch import CacheWatch
 from services.worker.kv.wire.endpoint import KvEndpoint
-from services.worker.kv.wire.importing import DTYPES
 from services.worker.settings import WorkerSettings
-from shared.domain.instance import Compatibility, KvGeometry
 from shared.domain.job import LengthPrediction
-from shared.domain.rates import Rates
 from shared.errors import EngineFailed, InvalidRequest
 from shared.runtime.logs import get_log
-from shared.wire.messages import WIRE_VERSION, TokenStep
+from shared.wire.messages import TokenStep
 
 log = get_log(__name__)
 _IDLE_S = 0.5
-_WAITING_S = 0.001
+_WAITING_S, _RANKS_WAITING_S = 0.001, 0.004  # a turn of ranks in other processes costs them all a millisecond
 Command = Callable[[], None]
 
 
@@ -125,7 +117,7 @@ class VllmEngine:
     @property
     def rank(self) -> KvEndpoint | None:
         """The KV endpoint of the only rank, when it runs in this process."""
-        if self._settings.tensor_parallel > 1 or not has_kv_transfer_group():
+        if self._settings.ranks > 1 or not has_kv_transfer_group():
             return None
         endpoint: KvEndpoint | None = get_kv_transfer_group().worker.endpoint
         return endpoint
@@ -164,54 +156,16 @@ class VllmEngine:
 
     def _load(self) -> EngineInfo:
         s = self._settings
-        arguments: dict[str, Any] = {
-            "model": s.model,
-            "dtype": s.dtype,
-            "max_model_len": s.max_model_len,
-            "block_size": s.block_size,
-            "tensor_parallel_size": s.tensor_parallel,
-            "max_num_batched_tokens": s.step_tokens,
-            "max_num_seqs": s.max_seqs,
-            "kv_cache_memory_bytes": s.kv_cache_bytes,
-            "enforce_eager": s.accelerator == "cpu",
-            "async_scheduling": False,
-            "kv_events_config": self._cache.config,
-            "kv_transfer_config": KVTransferConfig(
-                kv_connector="PolyphaseConnector",
-                kv_connector_module_path="services.worker.kv.vllm.connector",
-                kv_role="kv_both",
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config=self._kv_config,
-            ),
-        }
-        config = EngineArgs(**{**arguments, **s.engine_args}).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        config = engine_config(s, self._kv_config, self._cache.config)
         self._core = InprocClient(config, Executor.get_class(config), log_stats=False)
+        make_stage_buffers(self._core.engine_core)
         self._scheduler = self._core.engine_core.scheduler
         self._seam = SchedulerSeam(self._scheduler, self.policies, self._rates)
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=s.computes_here)
         self._requests = CoreRequests(config.model_config)
         self._cache.attach(self._scheduler, self._loop)
         self._snapshot()
-        return self._info(config.model_config)
-
-    def _info(self, model: Any) -> EngineInfo:
-        geometry = KvGeometry(
-            layers=model.get_total_num_hidden_layers()
-            if hasattr(model, "get_total_num_hidden_layers")
-            else model.hf_text_config.num_hidden_layers,
-            kv_heads=model.get_total_num_kv_heads(),
-            head_dim=model.get_head_size(),
-        )
-        compatibility = Compatibility(
-            fingerprint=fingerprint(model.model),
-            engine="vllm",
-            engine_version=vllm_version,
-            wire_version=WIRE_VERSION,
-            geometry=geometry,
-        )
-        rates = Rates(codecs=codec_speeds(geometry, DTYPES[self._settings.dtype]))
-        blocks, block_size = self._stats.total_blocks, self._settings.block_size
-        return EngineInfo(compatibility, blocks, model.max_model_len, block_size, rates)
+        return engine_info(s, config, self._stats.total_blocks)
 
     def _steps(self) -> None:
         while not self._stopping:
@@ -219,7 +173,7 @@ class VllmEngine:
             self._observer.began()
             while self._commands:
                 self._commands.popleft()()
-            if self._scheduler.has_requests():
+            if self._busy:
                 self._seam.before_step()
                 outputs = self._core.get_output()
                 self._snapshot()
@@ -233,11 +187,17 @@ class VllmEngine:
                 self._observer.ended()
                 if self._observer.idle:
                     # For KV or a grammar the engine would turn as fast as it can; who waits for room is woken.
-                    self._pause(_IDLE_S if self._seam.shut else _WAITING_S)
+                    waiting_s = _WAITING_S if self._settings.ranks == 1 else _RANKS_WAITING_S
+                    self._pause(_IDLE_S if self._seam.shut else waiting_s)
                 continue
             self._snapshot()
             self._step_began_s = 0.0
             self._pause(_IDLE_S)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a turn would do anything; pipeline stages may hold batches of requests that are gone."""
+        return bool(self._scheduler.has_requests() or self._core.engine_core.batch_queue)
 
     def _pause(self, seconds: float) -> None:
         with self._wake:

@@ -150,6 +150,8 @@ class SchedulerSeam:
         tpot_s = inf
         for request in self._scheduler.running:
             computed, asked = request.num_computed_tokens, self._request_of(request)
+            if request.num_tokens_with_spec <= computed:
+                continue  # in a batch that some pipeline stage has: it has no part in the coming step
             if computed < request.num_tokens - 1 or not asked.decodes:
                 before = max(before, computed)
                 continue

@@ -56,6 +56,17 @@ def test_a_real_cluster_has_its_own_model_and_the_workers_defaults(tmp_path: Pat
     assert first.chunk_size == 512
 
 
+def test_a_pipeline_holds_what_its_fullest_stage_has_room_for(tmp_path: Path) -> None:
+    def first(**settings: Any) -> Any:
+        defaults = {"accelerator": "A10", "tensor_parallel": 2, "kv_cache_bytes": 1 << 30, **settings}
+        return read_cluster(write(tmp_path, instance_defaults=defaults)).sim.instances[0]
+
+    even, uneven = first(pipeline_parallel=2), first(pipeline_parallel=2, pipeline_layers=[24, 8])
+    assert (even.pipeline_parallel, uneven.pipeline_parallel) == (2, 2)
+    assert even.kv_cache_bytes == 4 << 30
+    assert uneven.kv_cache_bytes == int((2 << 30) * 32 / 24)
+
+
 def test_policies_slo_and_codec(tmp_path: Path) -> None:
     read = read_cluster(
         write(
@@ -210,7 +221,7 @@ def test_an_emulated_engine_keeps_its_times_and_reports_the_calibrated_rates(tmp
         ([{"id": "p", "role": "prefill", "prefill_batch": 3}], r"c\.yaml: instances\.0: unknown key 'prefill_batch'"),
         (
             [{"id": "p", "role": "prefill", "engine": "vllm", "engine_args": {"pipeline_parallel_size": 2}}],
-            r"c\.yaml: instances\.p: engine_args: pipeline_parallel_size: KV transfer does not support pipeline",
+            r"c\.yaml: instances\.p: engine_args: pipeline_parallel_size: it is a setting of its own",
         ),
         (
             [{"id": "p", "role": "prefill", "engine": "vllm", "engine_args": {"quantization": "fp8"}}],

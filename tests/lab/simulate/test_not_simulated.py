@@ -32,6 +32,8 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
         "max_seqs": (8, DEFAULTS),
         "kv_cache_bytes": (2 << 30, DEFAULTS),
         "tensor_parallel": (2, DEFAULTS),
+        "pipeline_parallel": (2, DEFAULTS),
+        "pipeline_layers": ((20, 12), {**REAL, "pipeline_parallel": 2}),
         "threads": (2, {**REAL, "rates_file": "CALIBRATION"}),
         "engine_args": ({"enable_prefix_caching": False}, REAL),
         "rates_file": ("CALIBRATION", REAL),

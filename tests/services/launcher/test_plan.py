@@ -151,6 +151,7 @@ def test_bad_values_are_named(tmp_path: Path, changes: dict[str, Any], words: tu
         ({"engine": "vllm", "accelerator": "cpu"}, True),
         ({"engine": "vllm", "accelerator": "A10"}, False),  # CUDA does not survive a fork
         ({"engine": "vllm", "accelerator": "cpu", "tensor_parallel": 2}, False),
+        ({"engine": "vllm", "accelerator": "cpu", "pipeline_parallel": 2}, False),
         ({"engine": "vllm", "accelerator": "cpu", "threads": 2}, False),
         ({"engine": "vllm", "accelerator": "cpu", "env": {"A": "b"}}, False),  # may matter at import
         ({"engine": "emulated"}, False),

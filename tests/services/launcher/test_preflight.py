@@ -54,6 +54,22 @@ def test_a_sound_file_passes(tmp_path: Path) -> None:
             {"instances": [{**CPU, "accelerator": "A10", "tensor_parallel": 2, "env": {"CUDA_VISIBLE_DEVICES": "3"}}]},
             "instances.p.tensor_parallel: 2 accelerators, but CUDA_VISIBLE_DEVICES is '3'",
         ),
+        (
+            {"instances": [{**CPU, "pipeline_parallel": 9}]},
+            "instances.p.pipeline_parallel: the model's 6 layers cannot be shared by 9 stages",
+        ),
+        (
+            {"instances": [{**CPU, "pipeline_parallel": 2, "pipeline_layers": [2, 2]}]},
+            "instances.p.pipeline_layers: they are 4, and the model has 6",
+        ),
+        (
+            {
+                "instances": [
+                    {**CPU, "accelerator": "A10", "pipeline_parallel": 2, "env": {"CUDA_VISIBLE_DEVICES": "3"}}
+                ]
+            },
+            "instances.p.pipeline_parallel: 2 accelerators, but CUDA_VISIBLE_DEVICES is '3'",
+        ),
         ({"instances": [{**P, "id": "gateway"}]}, "instances: 'gateway' is the name of another process"),
         ({"policies": {"placement": "best"}}, "policies.placement: unknown placement policy 'best'; known: "),
         ({"policies": {"split": {"name": "full", "x": 1}}}, "policies.split: split policy 'full' has no param"),

@@ -25,15 +25,17 @@ class Run:
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
         self.times: dict[str, list[float]] = {}
+        self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, asyncio.Future[TokenStep]] = {}
 
     def submit(self, name: str, prompt: list[int], tokens: int = 8, sampling: Any = None, **more: Any) -> None:
         given = sampling if isinstance(sampling, bytes) else msgspec.msgpack.encode(sampling or greedy())
-        self.times[name] = []
+        self.times[name], self.tokens[name] = [], []
         self.ends[name] = asyncio.get_running_loop().create_future()
 
         def sink(step: TokenStep) -> None:
             self.times[name].append(time.monotonic())
+            self.tokens[name] += step.tokens
             if step.finish_reason:
                 self.ends[name].set_result(step)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from services.launcher.model_source import PROJECT
+from services.worker.__main__ import _prepare_environment
 from services.worker.kv.events import KvEvents
 from services.worker.settings import WorkerSettings
 from shared.runtime.logs import configure_logs
@@ -58,6 +59,7 @@ class Started:
     settings: WorkerSettings
     events: KvEvents
     total_blocks: int
+    stages: tuple[int, ...]
 
 
 @asynccontextmanager
@@ -76,6 +78,7 @@ async def started(port: int, staging_bytes: int, engine: dict[str, Any], **setti
         broadcast_address="",
         **settings,
     )
+    _prepare_environment(given)
     with tempfile.TemporaryDirectory() as folder:
         async with KvEvents(f"ipc://{folder}/events") as events:
             connector = {
@@ -89,5 +92,5 @@ async def started(port: int, staging_bytes: int, engine: dict[str, Any], **setti
             }
             running = VllmEngine(given, connector, **engine)
             info = await running.start()
-            yield Started(running, given, events, info.total_blocks)
+            yield Started(running, given, events, info.total_blocks, info.stages)
             await running.close()

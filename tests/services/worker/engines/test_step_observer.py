@@ -40,13 +40,16 @@ def test_requests_that_are_not_scheduled_do_not_count() -> None:
 
 
 class Scheduler:
-    """Gives out the plans that it is given."""
+    """Gives out the plans that it is given, and takes what came of them."""
 
     def __init__(self, *plans: Any) -> None:
         self.plans = list(plans)
 
     def schedule(self, throttle: bool = False) -> Any:
         return self.plans.pop(0)
+
+    def update_from_output(self, plan: Any, output: Any) -> Any:
+        return output
 
 
 def test_a_turn_is_recorded_iff_something_was_computed() -> None:
@@ -55,7 +58,7 @@ def test_a_turn_is_recorded_iff_something_was_computed() -> None:
     observer = StepObserver(scheduler, log, own_cpu=True)
     for _ in range(3):
         observer.began()
-        scheduler.schedule(False)
+        scheduler.update_from_output(scheduler.schedule(False), "tokens")
         observer.ended()
     observer.began()
     observer.ended()  # a turn without a step
@@ -71,6 +74,30 @@ def test_cpu_time_of_work_done_elsewhere_is_not_claimed() -> None:
     scheduler = Scheduler(plan({"a": 8}, new={"a": 0}))
     observer = StepObserver(scheduler, log, own_cpu=False)
     observer.began()
-    scheduler.schedule()
+    assert scheduler.update_from_output(scheduler.schedule(), "tokens") == "tokens"
     observer.ended()
     assert log.page("p0", 1, 0, 10).steps[0].cpu_s == 0.0
+
+
+def test_with_pipeline_stages_a_step_ends_some_turns_after_it_began() -> None:
+    log = StepLog()
+    first, second = plan({"a": 8}, new={"a": 0}), plan({"b": 4}, new={"b": 0})
+    scheduler = Scheduler(first, second, plan({}), plan({}))
+    observer = StepObserver(scheduler, log, own_cpu=False)
+
+    def turn(ends: Any) -> tuple[int, bool]:
+        """What is recorded by its end, and whether it was idle."""
+        observer.began()
+        if scheduler.plans:
+            scheduler.schedule()
+        if ends is not None:
+            scheduler.update_from_output(ends, None)
+        observer.ended()
+        return len(log.page("p0", 1, 0, 10).steps), observer.idle
+
+    assert turn(None) == (0, False)
+    assert turn(first) == (1, False)
+    assert turn(second) == (2, False)
+    assert turn(plan({})) == (2, True)
+    one, other = log.page("p0", 1, 0, 10).steps
+    assert (one.prefill, other.prefill) == (((8, 0),), ((4, 0),))

@@ -41,10 +41,20 @@ def free_port() -> int:
 class Engine:
     """One engine process. Start many, then enter each on the event loop of the test."""
 
-    def __init__(self, name: str, model: Path, *, tp: int = 1, connector: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        layers: tuple[int, ...] = (),
+        connector: bool = True,
+        **options: Any,
+    ) -> None:
         self.name = name
         self.folder = Path(tempfile.mkdtemp(prefix=f"pp-{name}-"))
-        self.endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(tp)]
+        self.endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(tp * pp)]
         self.generation = time.time_ns()
         self.dtype = options.setdefault("dtype", "bfloat16")
         self.extra = {
@@ -66,12 +76,13 @@ class Engine:
             "max_num_seqs": 32,
             "kv_cache_memory_bytes": 32 << 20,
             "tensor_parallel_size": tp,
+            "pipeline_parallel_size": pp,
         } | options
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.bind(f"ipc://{self.folder}/api")
         self.log = self.folder / "log"
-        arguments = (str(self.log), f"ipc://{self.folder}/api", options, self.extra if connector else None)
+        arguments = (str(self.log), f"ipc://{self.folder}/api", options, self.extra if connector else None, layers)
         self.process = PROCESSES.Process(target=run_engine, args=arguments, name=name)
         self.process.start()
         self.events: list[KvEvent] = []
@@ -148,6 +159,7 @@ class Engine:
             tokens=tokens,
             dtype=self.dtype,
             codec=codec,
+            stages=self.stages,
         )
 
     async def wait_event(self, kind: type[KvEvent], transfer_id: str, rank: int = 0) -> Any:
@@ -179,6 +191,7 @@ class Engine:
             match message.pop("op"):
                 case "ready":
                     self.async_scheduling = message["async_scheduling"]
+                    self.stages = tuple(message["stages"])
                     self._ready.set()
                 case "done":
                     future = self._done.pop(message["id"])

@@ -28,12 +28,15 @@ import torch
 import zmq
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 from vllm.v1.worker import cpu_worker  # noqa: F401  # what an engine would import at its start
+
+from services.worker.engines.vllm_start import make_stage_buffers
+from services.worker.kv.vllm.layers import stages_of
+from services.worker.settings import PP_LAYERS
 
 PR_SET_PDEATHSIG = 1
 
@@ -58,6 +61,8 @@ class Driver:
             skip_tokenizer_init=True, enforce_eager=True, kv_transfer_config=transfer, **options
         ).create_engine_config()
         self.client = InprocClient(config, Executor.get_class(config), log_stats=False)
+        make_stage_buffers(self.client.engine_core)
+        self.idle_ms = 4 if config.parallel_config.world_size > 1 else 0  # as in a worker's engine
         self.scheduler = self.client.engine_core.scheduler
         self.tokens: dict[str, list[int]] = {}
         self.preemptions = 0
@@ -70,23 +75,28 @@ class Driver:
         self.scheduler._preempt_request = counted
         self.socket = zmq.Context.instance().socket(zmq.PAIR)
         self.socket.connect(address)
-        self.send(op="ready", async_scheduling=bool(config.scheduler_config.async_scheduling))
+        asynchronous = bool(config.scheduler_config.async_scheduling)
+        self.send(op="ready", async_scheduling=asynchronous, stages=stages_of(config))
 
     def send(self, **message: Any) -> None:
         self.socket.send(json.dumps(message).encode())
 
     def run(self) -> None:
         while True:
-            busy = self.scheduler.has_requests()
-            while self.socket.poll(0 if busy else 20):
+            busy = self.busy
+            while self.socket.poll((0 if self.scheduler.running else self.idle_ms) if busy else 20):
                 message = json.loads(self.socket.recv())
                 if message["op"] == "stop":
                     self.client.shutdown()
                     return
                 getattr(self, "do_" + message.pop("op"))(**message)
-                busy = self.scheduler.has_requests()
+                busy = self.busy
             if busy:
                 self.step()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.has_requests() or self.client.engine_core.batch_queue)
 
     def step(self) -> None:
         for output in self.client.get_output().outputs:
@@ -122,9 +132,16 @@ class Driver:
     def do_reset(self) -> None:
         self.send(op="answer", ok=self.client.reset_prefix_cache())
 
-    def do_fault(self, zero: bool, corrupt: bool) -> None:
-        worker = get_kv_transfer_group().worker
-        worker.zero_imports, worker.faults.corrupt = zero, corrupt
+    def do_fault(self, zero: bool, corrupt: bool, stage: int | None = None) -> None:
+        def inject(worker: Any) -> None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+            from vllm.distributed.parallel_state import get_pp_group
+
+            meant = stage is None or get_pp_group().rank_in_group == stage
+            half = get_kv_transfer_group().worker
+            half.zero_imports, half.faults.corrupt = zero and meant, corrupt and meant
+
+        self.client.engine_core.model_executor.collective_rpc(inject)
         self.send(op="answer")
 
     def do_levels(self) -> None:
@@ -148,8 +165,10 @@ def own_process(log: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # pytest may be killed: an engine must not outlive it
 
 
-def run(log: str, address: str, options: dict[str, Any], extra: dict[str, Any] | None) -> None:
-    """Drive an engine until told to stop; what it prints goes to `log`."""
+def run(log: str, address: str, options: dict[str, Any], extra: dict[str, Any] | None, layers: tuple[int, ...]) -> None:
+    """Drive an engine until told to stop; what it prints goes to `log`. `layers` of its stages, if vLLM is told."""
     own_process(log)
+    if layers:
+        os.environ[PP_LAYERS] = ",".join(map(str, layers))
     torch.cpu._init_amx()  # see connector_worker; engines without our connector need it too
     Driver(address, options, extra).run()

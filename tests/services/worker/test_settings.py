@@ -1,0 +1,73 @@
+"""What a worker's settings refuse, and what follows from them."""
+
+import os
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.worker.__main__ import _prepare_environment
+from services.worker.settings import WorkerSettings
+
+
+def settings(**changes: Any) -> WorkerSettings:
+    values = {
+        "instance_id": "p0",
+        "model": "org/m",
+        "rpc_port": 7000,
+        "http_port": 7001,
+        "kv_port": 7002,
+        "monitor_url": "",
+        "heartbeat_address": "",
+        "broadcast_address": "",
+    }
+    return WorkerSettings(**{**values, **changes})
+
+
+def test_each_rank_of_each_stage_has_a_port() -> None:
+    made = settings(tensor_parallel=2, pipeline_parallel=3)
+    assert made.ranks == 6
+    assert made.kv_endpoints == tuple(f"tcp://127.0.0.1:{7002 + rank}" for rank in range(6))
+
+
+@pytest.mark.parametrize("degree", ["tensor_parallel", "pipeline_parallel", "threads"])
+def test_one_rank_of_one_thread_computes_in_the_engines_thread(degree: str) -> None:
+    assert settings().computes_here
+    assert not settings(**{degree: 2}).computes_here
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"engine_args": {"pipeline_parallel_size": 2}}, "it is a setting of its own, `pipeline_parallel`"),
+        ({"pipeline_layers": [3, 1]}, "pipeline_layers: 2 stages, not the 1 of `pipeline_parallel`"),
+        ({"pipeline_parallel": 3, "pipeline_layers": [3, 1]}, "pipeline_layers: 2 stages, not the 3"),
+        ({"pipeline_parallel": 2, "pipeline_layers": [4, 0]}, "greater than 0"),
+        ({"pipeline_parallel": 0}, "greater than 0"),
+    ],
+)
+def test_pipelines_that_make_no_sense_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        settings(**changes)
+
+
+def test_an_emulated_engine_may_have_a_pipeline() -> None:
+    assert settings(engine="emulated", pipeline_parallel=2).pipeline_parallel == 2
+
+
+def test_settings_come_back_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = settings(pipeline_parallel=2, pipeline_layers=(3, 1))
+    for key, value in given.to_environment().items():
+        monkeypatch.setenv(key, value)
+    assert WorkerSettings.load() == given
+
+
+def test_the_engine_is_told_which_stage_has_which_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("VLLM_PP_LAYER_PARTITION", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    _prepare_environment(settings(pipeline_parallel=2))
+    assert "VLLM_PP_LAYER_PARTITION" not in os.environ
+    _prepare_environment(settings(pipeline_parallel=2, pipeline_layers=(3, 1)))
+    assert os.environ["VLLM_PP_LAYER_PARTITION"] == "3,1"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
