@@ -123,7 +123,8 @@ def _engine(row: InstanceRow) -> str:
         engine = look.badge("EMULATED", look.CAUTION, loud=True)
     else:
         engine = look.text(f"{info.compatibility.engine} {info.compatibility.engine_version}")
-    parallel = f", TP {info.tensor_parallel}" if info.tensor_parallel > 1 else ""
+    degrees = (("TP", info.tensor_parallel), ("PP", info.pipeline_parallel))
+    parallel = "".join(f", {name} {degree}" for name, degree in degrees if degree > 1)
     return f"<div>{engine} {look.soft(f'{info.accelerator}, {info.dtype}{parallel}')}</div>"
 
 

@@ -34,12 +34,12 @@ def _fit(
     kind: Kind, group: Sequence[LiveInstance], steps: Steps, others: Mapping[str, Floats], library: Library
 ) -> CalibratedKind:
     geometry = geometry_name(group[0].info)
-    model = library.step_model(kind.accelerator, geometry, kind.tensor_parallel, 1, kind.dtype)
+    model = library.step_model(kind.accelerator, geometry, kind.tensor_parallel, kind.pipeline_parallel, kind.dtype)
     names = [one.info.instance_id for one in group]
     timed = [timed_step(step) for name in names for step in steps.get(name, ())]
     beside = joined([others[name] for name in names])
     fit = fit_on_host(model, timed, beside)
-    fitted = fit.live.step_model(model.geometry, kind.tensor_parallel, kind.dtype)
+    fitted = fit.live.step_model(model.geometry, kind.tensor_parallel, kind.dtype, kind.pipeline_parallel)
     times = ScaledSteps(fitted, fit.scale, fit.chunk_s)
     chunk = min(one.info.chunk_size for one in group)
     return CalibratedKind(

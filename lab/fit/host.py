@@ -115,7 +115,7 @@ def _sort(batch: Batch) -> tuple[int, ...]:
 
 
 def _fitted(live: LiveFit, model: StepModel) -> StepModel:
-    return live.step_model(model.geometry, model.tensor_parallel, model.dtype)
+    return live.step_model(model.geometry, model.tensor_parallel, model.dtype, model.pipeline_parallel)
 
 
 def _chunks(steps: Sequence[TimedStep]) -> Floats:

@@ -38,9 +38,11 @@ class LiveFit:
     mape: float
     naive_mape: float
 
-    def step_model(self, geometry: ModelGeometry, tensor_parallel: int = 1, dtype: str | None = None) -> StepModel:
+    def step_model(
+        self, geometry: ModelGeometry, tensor_parallel: int = 1, dtype: str | None = None, pipeline_parallel: int = 1
+    ) -> StepModel:
         """A step model at the fitted speeds."""
-        return StepModel(self.accelerator, geometry, tensor_parallel, 1, dtype, self.efficiencies)
+        return StepModel(self.accelerator, geometry, tensor_parallel, pipeline_parallel, dtype, self.efficiencies)
 
 
 def fit_live(model: StepModel, steps: Sequence[TimedStep], seed: int = 0) -> LiveFit:

@@ -32,15 +32,19 @@ class Kind(msgspec.Struct, frozen=True):
     dtype: str
     tensor_parallel: int
     threads: int
+    pipeline_parallel: int = 1
 
     @classmethod
     def of(cls, info: InstanceInfo, threads: int) -> "Kind":
         """The kind of an instance; `threads` is the worker's setting."""
         name = Path(geometry_name(info)).name
-        return cls(info.compatibility.engine, info.accelerator, name, info.dtype, info.tensor_parallel, threads)
+        engine, degrees = info.compatibility.engine, (info.tensor_parallel, info.pipeline_parallel)
+        return cls(engine, info.accelerator, name, info.dtype, degrees[0], threads, degrees[1])
 
     def __str__(self) -> str:
         parts = f"tensor_parallel {self.tensor_parallel}, threads {self.threads}"
+        if self.pipeline_parallel > 1:
+            parts += f", pipeline_parallel {self.pipeline_parallel}"
         return f"{self.engine} on {self.accelerator}, {self.model}, {self.dtype}, {parts}"
 
 
@@ -79,7 +83,8 @@ class CalibratedKind(msgspec.Struct, frozen=True):
     def step_times(self, library: Library) -> "ScaledSteps":
         """Step times of an instance that has its host to itself."""
         kind = self.kind
-        model = library.step_model(kind.accelerator, self.geometry, kind.tensor_parallel, 1, kind.dtype)
+        degrees = kind.tensor_parallel, kind.pipeline_parallel
+        model = library.step_model(kind.accelerator, self.geometry, *degrees, kind.dtype)
         device = model.accelerator
         fitted = replace(
             device,
@@ -87,9 +92,7 @@ class CalibratedKind(msgspec.Struct, frozen=True):
             matrix_flops={name: rate * self.compute_factor for name, rate in device.matrix_flops.items()},
         )
         costs = replace(model.efficiencies, step_s=self.step_s, sequence_s=self.sequence_s)
-        return ScaledSteps(
-            StepModel(fitted, model.geometry, kind.tensor_parallel, 1, kind.dtype, costs), self.scale, self.chunk_s
-        )
+        return ScaledSteps(StepModel(fitted, model.geometry, *degrees, kind.dtype, costs), self.scale, self.chunk_s)
 
 
 class ControlPlane(msgspec.Struct, frozen=True):

@@ -70,7 +70,8 @@ def specs_of(
                 ),
                 link=link,
                 accelerator=info.accelerator,
-                accelerators=info.tensor_parallel,
+                accelerators=info.tensor_parallel * info.pipeline_parallel,
+                lanes=info.pipeline_parallel,
                 price_per_hour=info.rates.price_per_hour,
                 rates=info.rates,
             )
