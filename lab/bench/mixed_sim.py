@@ -12,6 +12,7 @@ from lab.bench.mixed_load import SEED, Load, drawn
 from lab.bench.mixed_pair import DATA_PARALLEL, SHAPE, STAGING_BYTES, Speeds, System
 from lab.calibrate.kinds import Steps
 from shared.cost.linear import rates_of_steps
+from shared.cost.pipeline import Pipeline
 from shared.cost.rates_file import ControlPlane
 from shared.cost.step import Batch
 from shared.cost.step_rates import NAMES, TERMS, fit_form
@@ -27,7 +28,6 @@ from shared.policy.split import NoSplit
 from shared.sim.cluster import simulate
 from shared.sim.measured import LiveInstance, with_control
 from shared.sim.outcomes import Outcomes
-from shared.sim.pipeline import Pipeline
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
 from shared.sim.workload import Workload
 from shared.wire.steps import StepRecord

@@ -7,7 +7,9 @@ from random import Random
 from time import perf_counter
 
 from lab.papers.lengths import CODING, CONVERSATION, azure
+from shared.cost.kinds import Workshop
 from shared.cost.library import Library
+from shared.cost.network import Network
 from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.domain.job import Slo
@@ -19,8 +21,6 @@ from shared.plan.methods.registry import method
 from shared.plan.problem import Problem
 from shared.plan.search import Outcome, Search, searched
 from shared.sim.arrivals import synthetic
-from shared.sim.kinds import Workshop
-from shared.sim.network import Network
 from shared.sim.workload import Workload
 
 FILE = Path(__file__).with_name("inventories") / "thunderserve.yaml"

@@ -5,12 +5,12 @@ from time import perf_counter
 
 from lab.bench.plan_cases import cluster, library, problem_of
 from lab.bench.plan_thunderserve import Part, aim
+from shared.cost.network import Network
 from shared.domain.job import Slo
 from shared.errors import PolyphaseError
 from shared.plan.advice import nearest
 from shared.plan.inventory import Inventory
 from shared.sim.arrivals import synthetic
-from shared.sim.network import Network
 
 
 def case_impossible() -> Part:

@@ -6,7 +6,9 @@ from time import perf_counter
 from lab.bench.plan_thunderserve import Part, aim
 from lab.papers.lengths import sharegpt
 from lab.papers.testbed import ACCELERATORS
+from shared.cost.kinds import Workshop
 from shared.cost.library import Library
+from shared.cost.network import Network
 from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.domain.job import Slo
@@ -20,8 +22,6 @@ from shared.plan.problem import Problem
 from shared.plan.search import Search
 from shared.sim.arrivals import synthetic
 from shared.sim.cluster import simulate
-from shared.sim.kinds import Workshop
-from shared.sim.network import Network
 from shared.sim.policy_words import with_words
 from shared.sim.spec import EngineLimits, RunSpec
 from shared.sim.workload import Workload

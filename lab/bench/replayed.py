@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 
 from shared.cost.geometry import ModelGeometry
+from shared.cost.step import StepTimes
 from shared.domain.instance import Role
 from shared.policy.dispatch import RandomDispatch
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.split import NoSplit
 from shared.sim.outcomes import Outcomes
-from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec, StepTimes
+from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
 
 COUPLED = RunSpec(policies=Policies(LeastLoad(), NoSplit(), RandomDispatch()))
 

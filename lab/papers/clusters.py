@@ -9,10 +9,11 @@ import numpy as np
 from lab.papers.testbed import Testbed
 from shared.cost.linear import rates_of
 from shared.cost.rates_file import ScaledSteps
+from shared.cost.step import StepTimes
 from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.sim.outcomes import SimResult
-from shared.sim.spec import EngineLimits, InstanceSpec, StepTimes
+from shared.sim.spec import EngineLimits, InstanceSpec
 
 
 @dataclass(frozen=True, slots=True)

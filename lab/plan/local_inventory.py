@@ -6,12 +6,12 @@ import shutil
 import subprocess
 
 from shared.cost.catalogue import Catalogue
+from shared.cost.kinds import HOP_LATENCY_S
+from shared.cost.network import Network
+from shared.cost.network_file import INSIDE_EFFICIENCY
 from shared.cost.transfer import Link
 from shared.errors import NotFound
 from shared.plan.inventory import Inventory, Pool
-from shared.sim.kinds import HOP_LATENCY_S
-from shared.sim.network import Network
-from shared.sim.network_file import INSIDE_EFFICIENCY
 
 _ASK = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 _TIMEOUT_S = 10.0

@@ -13,6 +13,7 @@ from rich.status import Status
 from lab.plan.report import show
 from lab.simulate.workloads import WorkloadOptions, make_workload
 from services.launcher.model_source import PROJECT
+from shared.cost.kinds import Workshop
 from shared.domain.job import Slo
 from shared.domain.kv import Codec
 from shared.errors import Incompatible, InvalidRequest
@@ -23,7 +24,6 @@ from shared.plan.methods.registry import QUICK, method
 from shared.plan.plan_file import Target, plan_text
 from shared.plan.problem import Problem
 from shared.plan.search import Found, Outcome, Search, searched
-from shared.sim.kinds import Workshop
 from shared.sim.spec import EngineLimits, RunSpec
 from shared.sim.workload import Workload
 

@@ -11,9 +11,12 @@ from lab.simulate.sim_file import InstanceEntry, SimFile, find_file, is_sim_file
 from services.worker.engines.emulated import fixed_step_rates
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.geometry import ModelGeometry
+from shared.cost.kinds import HOP_LATENCY_S, EngineKind, Stage, Workshop, even_layers
 from shared.cost.library import Library
+from shared.cost.network import Network
+from shared.cost.network_file import INSIDE_EFFICIENCY, LinkEntry
 from shared.cost.rates_file import CalibratedKind, ScaledSteps, merged_rates, scaled_rates
-from shared.cost.step import Batch
+from shared.cost.step import Batch, StepTimes
 from shared.cost.step_rates import step_rates_of
 from shared.cost.transfer import Link
 from shared.domain.job import Slo
@@ -21,12 +24,9 @@ from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest, PolyphaseError
 from shared.policy.chunk_size import ChunkBounds, chunk_tokens
 from shared.policy.written import from_file
-from shared.sim.kinds import HOP_LATENCY_S, EngineKind, Stage, Workshop, even_layers
-from shared.sim.network import Network
-from shared.sim.network_file import INSIDE_EFFICIENCY, LinkEntry
 from shared.sim.policy_words import with_policies
 from shared.sim.prediction import Prediction
-from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, StepTimes
+from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,13 @@ class _Maker:
         inside = {
             name: Link(device.links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY) for name, device in devices.items()
         }
-        return said.network(sorted(nodes), inside)
+        network, slowdowns = (
+            said.network(sorted(nodes), inside),
+            {one.slowdown for one in self._read.instances if one.node},
+        )
+        if len(slowdowns) > 1:
+            raise InvalidRequest("network: instances on its nodes must have one slowdown, which is the links', too")
+        return network if slowdowns <= {1.0} else network.slower(slowdowns.pop())
 
     def _instance(self, entry: InstanceEntry) -> InstanceSpec:
         kind = _kind(entry, self._shop)
@@ -131,7 +137,7 @@ class _Maker:
             kv_bytes_per_token=kv_bytes,
             limits=EngineLimits(
                 batched_tokens=chunk,
-                sequences=entry.max_seqs,
+                sequences=max(1, entry.max_seqs // kind.lanes),
                 block_tokens=entry.block_size,
                 max_model_len=longest,
                 prefill_first=entry.prefill_first,

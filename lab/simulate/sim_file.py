@@ -9,11 +9,11 @@ from services.launcher.cluster_file import CLUSTERS, describe
 from services.worker.settings import ChunkSetting
 from shared.cost.data_file import read_yaml
 from shared.cost.memory import RESERVE_BYTES, UTILISATION
+from shared.cost.network_file import LinkEntry, NetworkEntry
 from shared.domain.instance import Role
 from shared.domain.job import WhenFull
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
-from shared.sim.network_file import LinkEntry, NetworkEntry
 from shared.sim.spec import FirstToken
 
 Count = Annotated[int, Field(gt=0)]

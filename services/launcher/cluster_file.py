@@ -13,6 +13,7 @@ from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.model_source import resolve_model
 from services.worker.settings import WorkerSettings
+from shared.cost.network_file import NetworkEntry
 from shared.domain.instance import Role
 from shared.domain.policies import KINDS
 from shared.errors import InvalidRequest
@@ -110,7 +111,7 @@ class InstanceSection(Section):
     """One instance, or `count` alike ones, named id-0, id-1, … `extra`: WorkerSettings."""
 
     settings = WorkerSettings
-    derived = frozenset({"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address"})
+    derived = frozenset({"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "emulated_links"})
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     role: Role
@@ -139,6 +140,7 @@ class Cluster(BaseModel):
     hosts: dict[str, str] = {}  # name → address, where there is more than this machine
     control: str = ""  # the host of everything but the instances
 
+    network: NetworkEntry | None = None  # between the `node`s of instances: for emulated engines and the simulator
     policies: dict[str, Any] = {}  # the monitor's: see `shared.policy.written.from_file`
     launcher: LauncherSection = LauncherSection()
     gateway: GatewaySection = GatewaySection()
@@ -167,6 +169,8 @@ class Cluster(BaseModel):
         for entry in self.instances:
             if entry.host and entry.host not in self.hosts:
                 raise ValueError(f"instances: {entry.id}: host {entry.host!r} is not in `hosts` (known: {known})")
+            if entry.extra.get("node") and self.network is None:
+                raise ValueError(f"instances: {entry.id}: node: the file has no `network`")
         if self.hosts and self.control not in self.hosts:
             raise ValueError(f"control: must name the control plane's host, one of `hosts` ({known})")
         if bool(self.curve_public) != bool(self.curve_secret):

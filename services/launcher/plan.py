@@ -13,6 +13,7 @@ from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import ports
 from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection, describe
+from services.launcher.links import links_between
 from services.launcher.model_source import PROJECT
 from services.launcher.ports import PortUse
 from services.launcher.spec import OURS, Plan, ProcessSpec
@@ -48,6 +49,7 @@ class _Planner:
         self._base = cluster.ports
         self._database = cluster.database_url or f"sqlite:///{(data_dir / 'polyphase.db').resolve()}"
         self._env = _child_environment(cluster.model)
+        self._links = links_between(cluster, where)
         self._curve = {"curve_public": cluster.curve_public, "curve_secret": cluster.curve_secret}
 
     def plan(self) -> Plan:
@@ -218,6 +220,7 @@ class _Planner:
             "monitor_url": self._http(ports.MONITOR),
             "heartbeat_address": self._zmq(1),
             "broadcast_address": self._zmq(2),
+            "emulated_links": self._links.get(name, {}),
             **self._curve,
         }
         settings = self._settings(WorkerSettings, f"instances.{entry.id}", entry.extra, values)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import msgspec
 
 from services.worker.chunk_size import ChunkSize
+from services.worker.engine_kind import kind_of
 from services.worker.engines.step_log import StepLog
 from services.worker.settings import WorkerSettings
+from shared.cost.kinds import Workshop
 from shared.cost.learning import StepLearner
 from shared.cost.library import Library
 from shared.cost.linear import rates_of_steps
@@ -40,6 +42,7 @@ class LiveRates:
         start = info.rates.step or catalogue_steps(settings)
         self.current = msgspec.structs.replace(info.rates, step=start)
         self._steps = steps
+        self._stages = settings.pipeline_parallel  # as many batches are in flight: a step has that share of the decodes
         self._next = 0
         self.chunk = ChunkSize(settings, start, use_chunk)
         self._learner = StepLearner(start, settings.step_tokens, settings.max_seqs)
@@ -70,7 +73,7 @@ class LiveRates:
         self._next = page.next
         steps = page.steps[-STEPS_A_LOOK:]
         for one in steps:
-            batch = Batch(one.prefill, one.decode_count, one.decode_context_tokens)
+            batch = Batch(one.prefill, self._stages * one.decode_count, self._stages * one.decode_context_tokens)
             self._learner.add(batch, one.seconds, one.ended_s)
         if steps:
             step = self._learner.rates(steps[-1].ended_s)
@@ -104,13 +107,13 @@ class KnownRates:
 def catalogue_steps(settings: WorkerSettings) -> StepRates:
     """Where to begin without a calibration: the catalogue's accelerator, or some mid-range one where it has none."""
     try:
-        model = Library.built_in().step_model(
-            settings.accelerator, settings.model, settings.tensor_parallel, settings.pipeline_parallel, settings.dtype
-        )
+        library = Library.built_in()
+        shop = Workshop(library, library.geometry(settings.model))
+        times = shop.spread(kind_of(settings, shop))
     except PolyphaseError as error:
         log.info("no step times of this accelerator and model; they are learned", reason=error.message)
         return UNKNOWN_STEPS
-    return step_rates_of(model.step_time_s, settings.step_tokens, settings.max_seqs)
+    return step_rates_of(times.step_time_s, settings.step_tokens, settings.max_seqs)
 
 
 def _alike(one: Rates, other: Rates) -> bool:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PlainValidator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from shared.cost.network_file import LinkEntry
 from shared.domain.instance import Role
 from shared.runtime.settings import ServiceSettings
 
@@ -55,6 +56,8 @@ class WorkerSettings(ServiceSettings):
     tensor_parallel: int = Field(1, gt=0)
     pipeline_parallel: int = Field(1, gt=0)  # stages, each of `tensor_parallel` ranks
     pipeline_layers: tuple[Annotated[int, Field(gt=0)], ...] = ()  # of each stage, in order; empty: as vLLM has it
+    stage_accelerators: tuple[str, ...] = ()  # of each stage, in order, where they differ from `accelerator`
+    node: str = ""  # where it stands in the cluster file's `network`
     threads: int = Field(1, gt=0)
     engine_args: dict[str, Any] = {}  # passed on to vLLM's EngineArgs
     hang_s: float = Field(60.0, gt=0)  # an engine whose step lasts longer hangs: the instance is not healthy
@@ -72,6 +75,8 @@ class WorkerSettings(ServiceSettings):
     emulated_step_s: float | None = None
     emulated_prefill_s_per_token: float | None = None
     emulated_link_gbps: float = Field(0.0, ge=0)  # of its network port, Gb/s; 0: KV transfers take no time
+    emulated_links: dict[str, LinkEntry] = {}  # by instance id, paths from those on nodes: derived
+    emulated_hop: LinkEntry | None = None  # from a pipeline stage to the next; by default the scale-up link
     emulated_slowdown: float = Field(1.0, gt=0)  # times as long: a cluster that this machine could not keep up with
     emulated_prefix_cache: bool = True
 
@@ -84,6 +89,9 @@ class WorkerSettings(ServiceSettings):
         if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel:
             stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
             raise ValueError(f"pipeline_layers: {len(self.pipeline_layers)} stages, not the {stages}")
+        if self.stage_accelerators and len(self.stage_accelerators) != self.pipeline_parallel:
+            stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
+            raise ValueError(f"stage_accelerators: {len(self.stage_accelerators)} stages, not the {stages}")
         if self.chunk_size == "auto" and not self.engine_args.get("enable_chunked_prefill", True):
             raise ValueError("chunk_size: auto: `engine_args` turn chunked prefill off, so a prompt has to fit a step")
         return self

@@ -1,25 +1,12 @@
 """The papers' linear costs, fitted by least squares to measured steps or to a step model."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
-from shared.cost.step import Batch
+from shared.cost.step import Batch, StepTimes
 from shared.cost.step_rates import least_squares, step_rates_of
 from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates, StepRates
-
-
-class Timed(Protocol):
-    """Anything that has step times."""
-
-    def step_time_s(self, batch: Batch) -> float:
-        """Seconds of one step."""
-        ...
-
-    def decode_time_s(self, count: int, context_tokens: int) -> float:
-        """Seconds of a step of decodes."""
-        ...
 
 
 def fit_huawei(prefills: Sequence[tuple[int, int, float]], decodes: Sequence[tuple[int, int, float]]) -> HuaweiCost:
@@ -42,7 +29,7 @@ def fit_chunked(samples: Sequence[tuple[int, int, float]]) -> ChunkedCost:
     return ChunkedCost(k_ctxp, k_ctxd, b_c)
 
 
-def huawei_of(model: Timed, batches: Sequence[int] = (2, 4, 8, 16, 32), longest: int = 2048) -> HuaweiCost:
+def huawei_of(model: StepTimes, batches: Sequence[int] = (2, 4, 8, 16, 32), longest: int = 2048) -> HuaweiCost:
     """p1…p8 of a step model, from the light profile that the paper describes (b = 2, 4, 8, …)."""
     lengths = [longest // 8, longest // 4, longest // 2, longest]
     grid = [(b, length) for b in batches for length in lengths]
@@ -51,13 +38,13 @@ def huawei_of(model: Timed, batches: Sequence[int] = (2, 4, 8, 16, 32), longest:
     return fit_huawei(prefills, decodes)
 
 
-def partial_prefill_of(model: Timed, longest: int = 2048, chunk: int = 0) -> PartialPrefillCost:
+def partial_prefill_of(model: StepTimes, longest: int = 2048, chunk: int = 0) -> PartialPrefillCost:
     """k_p and b_p of a step model over prompts up to `longest`, in steps of `chunk` tokens (0: in one step)."""
     sizes = sorted({max(1, longest * i // 16) for i in range(1, 17)})
     return fit_partial_prefill([(n, _chunks_s(model, n, chunk or n)) for n in sizes])
 
 
-def chunked_of(model: Timed, budget: int = 512, decodes: int = 64, longest: int = 4096) -> ChunkedCost:
+def chunked_of(model: StepTimes, budget: int = 512, decodes: int = 64, longest: int = 4096) -> ChunkedCost:
     """k_ctxp, k_ctxd and b_c of a step model for chunked iterations of `budget` tokens, decodes included."""
     running = min(decodes, budget // 2)
     samples = []
@@ -68,7 +55,7 @@ def chunked_of(model: Timed, budget: int = 512, decodes: int = 64, longest: int 
     return fit_chunked(samples)
 
 
-def rates_of(model: Timed, budget: int = 512, price_per_hour: float = 0.0, weight: float = 1.0) -> Rates:
+def rates_of(model: StepTimes, budget: int = 512, price_per_hour: float = 0.0, weight: float = 1.0) -> Rates:
     """All that policies want to know of an instance that runs like `model`, in steps of `budget` tokens."""
     partial = partial_prefill_of(model, chunk=budget)
     step, chunked = step_rates_of(model.step_time_s, budget), chunked_of(model, budget)
@@ -104,7 +91,7 @@ def saturation_tokens(time_s: Callable[[int], float], share: float = 0.9, most: 
     return next(size for size, rate in zip(sizes, rates, strict=True) if rate >= share * best)
 
 
-def _chunks_s(model: Timed, tokens: int, chunk: int) -> float:
+def _chunks_s(model: StepTimes, tokens: int, chunk: int) -> float:
     return sum(model.step_time_s(Batch(((min(chunk, tokens - done), done),))) for done in range(0, tokens, chunk))
 
 

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import yaml
 
 from shared.cost.data_file import read_yaml
 from shared.cost.library import Library
-from shared.cost.step import Batch, StepModel
+from shared.cost.step import Batch, StepModel, StepTimes
 from shared.cost.step_rates import NAMES
 from shared.domain.instance import InstanceInfo
 from shared.domain.rates import Rates, StepForm, StepRates
@@ -139,27 +139,11 @@ class Calibration(msgspec.Struct, frozen=True):
         raise NotFound(f"not calibrated: {kind}; there are: {'; '.join(str(one.kind) for one in self.kinds)}")
 
 
-class Steps(Protocol):
-    """What has step times, such as a `StepModel`."""
-
-    def step_time_s(self, batch: Batch) -> float:
-        """Seconds of one step."""
-        ...
-
-    def decode_time_s(self, count: int, context_tokens: int) -> float:
-        """Seconds of a step of decodes."""
-        ...
-
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
-        """The next steps as runs in which the step time grows linearly."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ScaledSteps:
     """Step times of a model, all times `factor`, and `chunk_s` more for each prefill chunk."""
 
-    model: Steps
+    model: StepTimes
     factor: float = 1.0
     chunk_s: float = 0.0
 

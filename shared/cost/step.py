@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -37,6 +38,25 @@ class Batch:
     def tokens(self) -> int:
         """Tokens that pass through the weight matrices."""
         return self.decode_count + sum(tokens for tokens, _ in self.prefill)
+
+
+class StepTimes(Protocol):
+    """What a batch costs on an instance; `StepModel` and `shared.cost.pipeline.Pipeline` are such."""
+
+    def step_time_s(self, batch: Batch) -> float:
+        """Seconds of one step."""
+        ...
+
+    def decode_time_s(self, count: int, context_tokens: int) -> float:
+        """Seconds of a step of `count` decodes whose contexts sum to `context_tokens`."""
+        ...
+
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
+        """The next `steps` decode steps as runs in which the step time grows linearly.
+
+        Each run is (steps in it, seconds of its first step, seconds of its last).
+        """
+        ...
 
 
 class StepModel:

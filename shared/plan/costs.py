@@ -6,10 +6,9 @@ from math import inf
 import numpy as np
 
 from shared.cost.catalogue import bytes_of
-from shared.cost.step import Batch
+from shared.cost.kinds import EngineKind
+from shared.cost.step import Batch, StepTimes
 from shared.plan.problem import Problem
-from shared.sim.kinds import EngineKind
-from shared.sim.spec import StepTimes
 from shared.sim.workload import Times
 
 KV_SHARE = 0.8  # of the memory that decodes fill where work still flows: above it they preempt each other
@@ -70,7 +69,7 @@ class Costs:
         times = problem.shop.times(kind)
         chunk = problem.limits.batched_tokens
         prefill_s = np.array([_prompt_s(times, tokens, chunk) for tokens in sample.prompts.tolist()])
-        batch = min(KV_SHARE * lane_tokens / sample.context, float(problem.limits.sequences))
+        batch = min(KV_SHARE * lane_tokens / sample.context, float(max(1, problem.limits.sequences // kind.lanes)))
         one, most = 1, max(2, int(batch))
         first_s = times.decode_time_s(one, int(sample.context))
         last_s = times.decode_time_s(most, int(most * sample.context))

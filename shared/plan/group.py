@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from shared.cost.kinds import EngineKind, Stage
 from shared.domain.instance import Role
 from shared.plan.inventory import Inventory
-from shared.sim.kinds import EngineKind, Stage
 
 
 @dataclass(frozen=True, order=True)

@@ -6,8 +6,8 @@ from functools import cached_property
 from itertools import combinations
 
 from shared.cost.catalogue import Accelerator
+from shared.cost.network import Network, pair_of
 from shared.errors import InvalidRequest, NotFound
-from shared.sim.network import Network, pair_of
 
 
 @dataclass(frozen=True, slots=True)

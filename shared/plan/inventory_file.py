@@ -9,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shared.cost.catalogue import Catalogue
 from shared.cost.data_file import read_yaml
+from shared.cost.kinds import HOP_LATENCY_S
 from shared.cost.library import Library
+from shared.cost.network_file import INSIDE_EFFICIENCY, NetworkEntry, entry_of
 from shared.cost.transfer import Link
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.plan.inventory import Inventory, Pool
-from shared.sim.kinds import HOP_LATENCY_S
-from shared.sim.network_file import INSIDE_EFFICIENCY, NetworkEntry, entry_of
 
 Count = Annotated[int, Field(gt=0, le=100_000)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]

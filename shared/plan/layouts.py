@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import lru_cache
 from math import floor
 
+from shared.cost.kinds import EngineKind, Stage, even_layers
 from shared.cost.memory import kv_capacity_tokens
+from shared.cost.network import rate_of
 from shared.domain.instance import Role
 from shared.plan.costs import Costs, EngineCost
 from shared.plan.group import Group, Part
 from shared.plan.problem import Problem
-from shared.sim.kinds import EngineKind, Stage, even_layers
-from shared.sim.network import rate_of
 
 _TP = (1, 2, 4, 8, 16)
 MOST_STAGES = 8

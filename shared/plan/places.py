@@ -6,11 +6,11 @@ from itertools import combinations_with_replacement
 
 import numpy as np
 
+from shared.cost.network import Network, pair_of, rate_of
 from shared.cost.transfer import Link
 from shared.plan.group import Group
 from shared.plan.inventory import Inventory
 from shared.plan.routes import Joints
-from shared.sim.network import Network, pair_of, rate_of
 
 Place = tuple[tuple[str, int], ...]  # (node, layers) in the order of the layers
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from shared.cost.network import Network
 from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.plan.costs import Costs
@@ -12,7 +13,6 @@ from shared.plan.estimate import Estimate
 from shared.plan.group import Group
 from shared.plan.places import Places, place_name
 from shared.plan.problem import Problem
-from shared.sim.network import Network
 from shared.sim.spec import InstanceSpec
 
 ADAPTIVE = "adaptive"
@@ -120,7 +120,6 @@ def canonical(groups: Sequence[Group], alike: Sequence[int]) -> tuple[object, ..
 def deployed(problem: Problem, plan: Plan, costs: Costs, places: Places) -> tuple[tuple[InstanceSpec, ...], Network]:
     """The plan's groups as the simulator takes them, and the network between the places where they stand."""
     shop, inventory, limits = problem.shop, problem.inventory, problem.limits
-    limits = replace(limits, max_model_len=problem.longest)
     made = []
     for name, group in zip(plan.names(problem), plan.groups, strict=True):
         kind = group.kind(inventory, problem.dtype)
@@ -132,7 +131,7 @@ def deployed(problem: Problem, plan: Plan, costs: Costs, places: Places) -> tupl
                 role=group.role,
                 kv_tokens=shop.kv_tokens(kind),
                 kv_bytes_per_token=costs.kv_bytes,
-                limits=limits,
+                limits=replace(limits, sequences=max(1, limits.sequences // kind.lanes), max_model_len=problem.longest),
                 link=Link(1.0),  # its place's paths count
                 node=place_name(group.place(inventory)),
                 accelerator="+".join(dict.fromkeys(stage.accelerator for stage in kind.stages)),

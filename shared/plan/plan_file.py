@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import yaml
 
+from shared.cost.network_file import entry_of
 from shared.domain.policies import KINDS
 from shared.plan.costs import Costs
 from shared.plan.group import Group
@@ -12,7 +13,6 @@ from shared.plan.places import Places, place_name
 from shared.plan.plan import Plan
 from shared.plan.problem import Problem
 from shared.policy.written import from_words
-from shared.sim.network_file import entry_of
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

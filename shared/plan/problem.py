@@ -7,11 +7,11 @@ from math import inf
 
 import numpy as np
 
+from shared.cost.kinds import Workshop
 from shared.domain.job import Slo
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
 from shared.plan.inventory import Inventory
-from shared.sim.kinds import Workshop
 from shared.sim.spec import EngineLimits
 from shared.sim.workload import Lengths, Workload
 

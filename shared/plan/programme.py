@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
+from shared.cost.network import rate_of
 from shared.domain.instance import Role
 from shared.plan.estimate import Estimator
 from shared.plan.group import Group
 from shared.plan.routes import Capacity
-from shared.sim.network import rate_of
 
 TIME_LIMIT_S = 0.5  # of one programme; what it has found by then counts
 GAP = 0.01

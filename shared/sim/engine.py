@@ -7,7 +7,7 @@ results.
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shared.cost.step import Batch
+from shared.cost.step import Batch, StepTimes
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission
 from shared.policy.prefill_share import PrefillShare
@@ -17,7 +17,7 @@ from shared.sim.memory import KvMemory
 from shared.sim.outcomes import Gaps
 from shared.sim.request import Leg
 from shared.sim.scheduler import Chunk, Scheduler
-from shared.sim.spec import EngineLimits, StepTimes
+from shared.sim.spec import EngineLimits
 from shared.sim.waiting import WaitingLegs
 
 

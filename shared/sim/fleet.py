@@ -12,9 +12,9 @@ from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import wants_prefixes
 from shared.sim.engine import EngineEvents
 from shared.sim.instance import SimInstance
-from shared.sim.network import Wires
 from shared.sim.prefixes import PrefixNews
 from shared.sim.spec import InstanceSpec, RunSpec
+from shared.sim.wires import Wires
 
 
 class Fleet:

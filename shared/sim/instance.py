@@ -15,11 +15,11 @@ from shared.domain.instance import (
 )
 from shared.domain.rates import LinkRate
 from shared.sim.engine import Engine, EngineEvents
-from shared.sim.network import Wires
 from shared.sim.outcomes import Gaps, InstanceUse
 from shared.sim.request import SimRequest
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.waiting import WaitingLegs
+from shared.sim.wires import Wires
 
 
 class SimInstance:

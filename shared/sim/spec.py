@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
 
-from shared.cost.step import Batch
+from shared.cost.network import Network
+from shared.cost.step import StepTimes
 from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.domain.job import Slo
@@ -17,27 +17,7 @@ from shared.policy.placement import LeastLoad, Policies
 from shared.policy.prefill_order import Fcfs, PrefillOrder
 from shared.policy.role_flip import RoleFlip
 from shared.policy.split import FullSplit
-from shared.sim.network import Network
 from shared.sim.prediction import Prediction
-
-
-class StepTimes(Protocol):
-    """What a batch costs on an instance; `shared.cost.step.StepModel` and `shared.sim.pipeline.Pipeline` are such."""
-
-    def step_time_s(self, batch: Batch) -> float:
-        """Seconds of one step."""
-        ...
-
-    def decode_time_s(self, count: int, context_tokens: int) -> float:
-        """Seconds of a step of `count` decodes whose contexts sum to `context_tokens`."""
-        ...
-
-    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
-        """The next `steps` decode steps as runs in which the step time grows linearly.
-
-        Each run is (steps in it, seconds of its first step, seconds of its last).
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

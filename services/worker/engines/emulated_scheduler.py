@@ -74,6 +74,7 @@ class EmulatedScheduler:
         self.prompt_tokens = self.hit_tokens = 0  # of all that entered, and of those what the prefix cache held
         self.policies = policies
         self.chunk_size = settings.step_tokens
+        self._seats = max(1, settings.max_seqs // settings.pipeline_parallel)  # each lane has its share
         self.total = self.free = total_blocks
         self.preemptions = 0
         self.waiting: Entrance[Entry] = Entrance(
@@ -132,7 +133,7 @@ class EmulatedScheduler:
 
     def _take_arrived(self, now: float) -> None:
         for entry in tuple(self.coming):
-            if entry.ready_s <= now and len(self.running) < self._settings.max_seqs:
+            if entry.ready_s <= now and len(self.running) < self._seats:
                 del self.coming[entry]
                 self.running[entry] = None
 
@@ -160,7 +161,7 @@ class EmulatedScheduler:
         return prefill_tokens(self._rates(), load, most)
 
     def _admit(self, budget: int, now: float) -> None:
-        while len(self.running) < self._settings.max_seqs and (entry := self.waiting.next()) is not None:
+        while len(self.running) < self._seats and (entry := self.waiting.next()) is not None:
             handle, held = entry.request.import_from, self._find_cached(entry)
             if entry.imports and handle is not None:
                 computed = max(held, min(handle.tokens, entry.tokens - 1))

@@ -1,12 +1,14 @@
 """The KV side of an emulated instance: handles, times and reports without bytes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import msgspec
 
 from shared.cost.catalogue import bytes_of
 from shared.cost.geometry import ModelGeometry
+from shared.cost.network import rate_of
 from shared.cost.transfer import Link, wire_bytes
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.runtime.tasks import Background
@@ -17,14 +19,24 @@ _KEPT = 1000  # reports that nobody asked for
 class EmulatedLink:
     """How long this instance's imports take: in turn through its port of `gbps` Gb/s; 0 takes no time.
 
-    Counted as the simulator does (`shared.sim.network`), but for what the exporters' ports would add.
+    paths: by exporter, where the two stand on nodes; imports by one path take turns there. Counted as the simulator
+    does (`shared.sim.wires`), but for what the exporters' ports would add. All of it `slowdown` times as slow.
     """
 
-    def __init__(self, geometry: ModelGeometry, gbps: float, dtype: str) -> None:
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        gbps: float,
+        dtype: str,
+        paths: Mapping[str, Link] = MappingProxyType({}),
+        slowdown: float = 1.0,
+    ) -> None:
         self._geometry = geometry
         self._link = Link(gbps * 1e9 / 8.0) if gbps > 0 else None
+        self._paths = paths
+        self._slowdown = slowdown
         self._width = bytes_of(dtype)
-        self._free_s = 0.0  # monotonic time from which the port is idle
+        self._free_s: dict[Link, float] = {}  # monotonic time from which a path, or the port, is idle
         self._reports: dict[str, TransferReport] = {}
 
     def pull(self, handle: KvHandle, held_tokens: int = 0) -> float:
@@ -32,9 +44,11 @@ class EmulatedLink:
         tokens = max(0, handle.tokens - held_tokens)
         moved = wire_bytes(self._geometry, tokens, handle.codec, self._width)
         now, waits_s = time.monotonic(), 0.0
-        if self._link is not None:
-            self._free_s = max(self._free_s, now) + moved / (self._link.bandwidth_bytes_s * self._link.efficiency)
-            waits_s = self._free_s - now + self._link.latency_s
+        link = self._paths.get(handle.instance_id, self._link)
+        if link is not None:
+            takes_s = self._slowdown * moved / rate_of(link)
+            self._free_s[link] = max(self._free_s.get(link, 0.0), now) + takes_s
+            waits_s = self._free_s[link] - now + link.latency_s
         started_s = time.time()
         self._reports[handle.transfer_id] = TransferReport(
             TransferOutcome.PULLED, tokens, int(moved), started_s, started_s + waits_s

@@ -6,13 +6,13 @@ does whole requests, which the paper's workload mapper spreads.
 
 from collections.abc import Iterator, Sequence
 
+from shared.cost.kinds import EngineKind, Stage
 from shared.cost.linear import huawei_of
 from shared.domain.instance import Role
 from shared.domain.rates import HuaweiCost
 from shared.plan.group import Group, Part
 from shared.plan.plan import Plan
 from shared.plan.search import Found, Search
-from shared.sim.kinds import EngineKind, Stage
 
 POLICIES = "workload+split=none+dispatch=random"
 _DEGREES = (1, 2, 4, 8, 16)

@@ -12,12 +12,12 @@ import numpy as np
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
+from shared.cost.network import rate_of
 from shared.domain.instance import Role
 from shared.plan.group import Group
 from shared.plan.orchestrate import orchestrated
 from shared.plan.plan import canonical
 from shared.plan.search import Found, Search
-from shared.sim.network import rate_of
 
 STEPS, NEIGHBOURS, MEMORY = 100, 10, 5  # N_step, N_neigh, N_mem
 _TRIES = 4  # draws for a neighbour that is one

@@ -13,12 +13,12 @@ from shared.cost.efficiency import SHIPPED
 from shared.cost.library import Library
 from shared.cost.linear import rates_of
 from shared.cost.memory import kv_capacity_tokens
+from shared.cost.pipeline import Pipeline
 from shared.cost.step import Batch, StepModel
 from shared.domain.instance import Role
 from shared.errors import Incompatible, InvalidRequest, NotFound
 from shared.policy.placement import RoundRobin
 from shared.policy.split import FractionSplit
-from shared.sim.pipeline import Pipeline
 from shared.sim.spec import Flip, Loss
 
 A100 = {"id": "p", "accelerator": "A100-SXM-80", "count": 2, "role": "prefill"}

@@ -3,15 +3,15 @@
 from itertools import combinations
 from time import perf_counter
 
+from shared.cost.kinds import Workshop
 from shared.cost.library import Library
+from shared.cost.network import Network
 from shared.cost.transfer import Link
 from shared.domain.job import Slo
 from shared.plan.inventory import Inventory, Pool
 from shared.plan.problem import Problem
 from shared.plan.search import Search
 from shared.sim.arrivals import synthetic
-from shared.sim.kinds import Workshop
-from shared.sim.network import Network
 
 LIBRARY = Library.built_in()
 INSIDE = Link(16e9, 1e-4, 0.8)

@@ -19,11 +19,11 @@ from shared.sim.cluster import simulate
 from shared.sim.engine import EngineEvents
 from shared.sim.instance import SimInstance
 from shared.sim.memory import PrefixCache
-from shared.sim.network import Wires
 from shared.sim.outcomes import SimResult
 from shared.sim.prefixes import PrefixNews
 from shared.sim.spec import EngineLimits, InstanceSpec, Loss, RunSpec
 from shared.sim.traces import read_trace
+from shared.sim.wires import Wires
 from shared.sim.workload import Workload
 from tests.shared.sim.cluster_runs import check, policies, workload
 from tests.shared.sim.clusters import instance

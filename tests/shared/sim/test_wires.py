@@ -2,9 +2,10 @@
 
 import pytest
 
+from shared.cost.network import Network
 from shared.cost.transfer import Link
 from shared.errors import InvalidRequest
-from shared.sim.network import Network, Port, Wires, known_rates, send
+from shared.sim.wires import Port, Wires, known_rates, send
 
 FAST, SLOW = Link(10e9, 0.001, 1.0), Link(1e9, 0.002, 1.0)
 

@@ -6,9 +6,9 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from shared.cost.network import Network, pair_of
 from shared.cost.transfer import Link
 from shared.errors import InvalidRequest
-from shared.sim.network import Network, pair_of
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -30,6 +30,11 @@ class LinkEntry(_Part):
     def link(self) -> Link:
         """As the cost model has it."""
         return Link(self.gbps * 1e9 / 8.0, self.latency_s, self.efficiency)
+
+    @classmethod
+    def of(cls, link: Link) -> "LinkEntry":
+        """As a file says it."""
+        return cls(gbps=link.bandwidth_bytes_s * 8.0 / 1e9, latency_s=link.latency_s, efficiency=link.efficiency)
 
 
 class PairEntry(LinkEntry):
@@ -110,19 +115,15 @@ def entry_of(network: Network) -> NetworkEntry:
     inside = _most_usual(list(network.inside.values()))
     between = _most_usual(list(network.between.values()))
     return NetworkEntry(
-        inside=_entry(inside) if inside else None,
-        between=_entry(between) if between else None,
-        nodes={name: _entry(link) for name, link in network.inside.items() if link != inside},
+        inside=LinkEntry.of(inside) if inside else None,
+        between=LinkEntry.of(between) if between else None,
+        nodes={name: LinkEntry.of(link) for name, link in network.inside.items() if link != inside},
         pairs=tuple(
-            PairEntry(nodes=pair, **_entry(link).model_dump())
+            PairEntry(nodes=pair, **LinkEntry.of(link).model_dump())
             for pair, link in network.between.items()
             if link != between
         ),
     )
-
-
-def _entry(link: Link) -> LinkEntry:
-    return LinkEntry(gbps=link.bandwidth_bytes_s * 8.0 / 1e9, latency_s=link.latency_s, efficiency=link.efficiency)
 
 
 def _most_usual(links: Sequence[Link]) -> Link | None:

@@ -11,12 +11,11 @@ from shared.cost.geometry import ModelGeometry
 from shared.cost.library import Library
 from shared.cost.linear import rates_of
 from shared.cost.memory import RESERVE_BYTES, UTILISATION, kv_capacity_tokens
-from shared.cost.step import Batch, StepModel
+from shared.cost.pipeline import Pipeline
+from shared.cost.step import Batch, StepModel, StepTimes
 from shared.cost.transfer import Link
 from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest
-from shared.sim.pipeline import Pipeline
-from shared.sim.spec import StepTimes
 
 HOP_LATENCY_S = 1e-4  # of activations from stage to stage, where a file says nothing
 _ACTIVATION_BYTES = 2.0  # of an element that goes from stage to stage
@@ -76,7 +75,7 @@ class Workshop:
         self.geometry = geometry
         self._models: dict[tuple[object, ...], StepModel] = {}
         self._times: dict[EngineKind, StepModel | Pipeline] = {}
-        self._rates: dict[tuple[object, ...], tuple[Rates, StepTimes]] = {}
+        self._rates: dict[tuple[object, ...], Rates] = {}
 
     def device(self, name: str) -> Accelerator:
         """Of the catalogue. Raises NotFound that names the nearest."""
@@ -140,10 +139,13 @@ class Workshop:
         """
         key = (kind, chunk, price_per_hour, weight)
         if key not in self._rates:
-            times = self.times(kind)
-            spread = times if kind.lanes == 1 else _Spread(times, kind.lanes)
-            self._rates[key] = rates_of(spread, chunk, price_per_hour, weight), times
-        return self._rates[key][0]
+            self._rates[key] = rates_of(self.spread(kind), chunk, price_per_hour, weight)
+        return self._rates[key]
+
+    def spread(self, kind: EngineKind) -> StepTimes:
+        """Step times by the decodes of the whole engine, of which each lane has its share."""
+        times = self.times(kind)
+        return times if kind.lanes == 1 else _Spread(times, kind.lanes)
 
     def price_usd_hour(self, kind: EngineKind) -> float:
         """Of all of its accelerators, by the catalogue."""
@@ -191,3 +193,6 @@ class _Spread:
 
     def decode_time_s(self, count: int, context_tokens: int) -> float:
         return self.times.decode_time_s(-(-count // self.lanes), context_tokens // self.lanes)
+
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
+        return self.times.decode_segments(-(-count // self.lanes), context_tokens // self.lanes, steps)

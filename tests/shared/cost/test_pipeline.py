@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from shared.cost.library import Library
+from shared.cost.pipeline import Pipeline
 from shared.cost.step import Batch, StepModel
 from shared.errors import InvalidRequest
-from shared.sim.pipeline import Pipeline
 
 LIBRARY = Library.built_in()
 

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shared.cost.step import Batch
+from shared.cost.step import Batch, StepTimes
 from shared.errors import InvalidRequest
-from shared.sim.spec import StepTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from shared.cost.kinds import EngineKind, Stage, Workshop, even_layers
 from shared.cost.library import Library
 from shared.cost.memory import kv_capacity_tokens
+from shared.cost.pipeline import Pipeline
 from shared.cost.step import Batch
 from shared.errors import Incompatible, InvalidRequest
-from shared.sim.kinds import EngineKind, Stage, Workshop, even_layers
-from shared.sim.pipeline import Pipeline
 
 LIBRARY = Library.built_in()
 GEOMETRY = LIBRARY.geometry("Llama-3-8B")  # 32 layers

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from shared.cost.network_file import NetworkEntry, entry_of
 from shared.cost.transfer import Link
 from shared.errors import InvalidRequest
-from shared.sim.network_file import NetworkEntry, entry_of
 
 NODES = ("a", "b", "c")
 INSIDE = dict.fromkeys(NODES, Link(1e9))

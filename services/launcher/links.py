@@ -1,0 +1,36 @@
+"""What joins emulated instances that stand on nodes: each gets the paths by which KV comes to it."""
+
+from services.launcher.cluster_file import Cluster
+from shared.cost.catalogue import Catalogue
+from shared.cost.kinds import HOP_LATENCY_S
+from shared.cost.network_file import INSIDE_EFFICIENCY, LinkEntry
+from shared.cost.transfer import Link
+from shared.errors import PolyphaseError
+
+
+def links_between(cluster: Cluster, where: str) -> dict[str, dict[str, LinkEntry]]:
+    """By instance, then by the instance that KV comes from; nothing for those on no node.
+
+    Raises InvalidRequest or NotFound that name `where`.
+    """
+    if cluster.network is None:
+        return {}
+    nodes = {
+        name: (str(entry.extra["node"]), str(entry.extra.get("accelerator", "")))
+        for entry in cluster.instances
+        if entry.extra.get("node") and entry.extra.get("engine") == "emulated"
+        for name in entry.ids
+    }
+    catalogue = Catalogue.built_in()
+    try:
+        inside = {
+            node: Link(catalogue.get(accelerator).links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY)
+            for node, accelerator in nodes.values()
+        }
+        network = cluster.network.network(sorted(inside), inside)
+        return {
+            name: {peer: LinkEntry.of(network.path(other, node)) for peer, (other, _) in nodes.items() if peer != name}
+            for name, (node, _) in nodes.items()
+        }
+    except PolyphaseError as error:
+        raise type(error)(f"{where}: {error.message}") from error
