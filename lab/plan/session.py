@@ -175,16 +175,21 @@ def _outcomes(options: PlanOptions, problem: Problem) -> list[Outcome]:
 
 def _searched(options: PlanOptions, problem: Problem, name: str, status: Status, begin: float) -> Outcome:
     until_s = begin + options.seconds
-    search = Search(problem, perf_counter, RunSpec(), until_s, options.seed, _teller(status, begin))
+    search = Search(problem, perf_counter, _run(options), until_s, options.seed, _teller(status, begin))
     return searched(name, method(name), search)
 
 
 def _cheapest(options: PlanOptions, problem: Problem, status: Status, begin: float) -> Outcome:
-    search = Search(problem, perf_counter, RunSpec(), begin + options.seconds, options.seed, _teller(status, begin))
+    search = Search(problem, perf_counter, _run(options), begin + options.seconds, options.seed, _teller(status, begin))
     plan = cheapest(search)
     promise = search.judge.promise(plan, search.judge.goodput(plan, problem.rate))
     took_s = perf_counter() - begin
     return Outcome("cheapest", plan, promise, took_s, took_s, search.judge.runs)
+
+
+def _run(options: PlanOptions) -> RunSpec:
+    """Emulated engines send KV when the whole prompt is computed."""
+    return RunSpec(streaming=options.engine != "emulated")
 
 
 def _teller(status: Status, begin: float) -> Callable[[str, Found | None], None]:

@@ -71,7 +71,11 @@ def test_what_an_entry_may_say_otherwise(tmp_path: Path) -> None:
     assert spec.kv_tokens == 8192
     assert (spec.price_per_hour, spec.rates.weight, spec.max_prefills, spec.lanes) == (2.0, 2.0, 2, 2)
     assert spec.link.bandwidth_bytes_s == 1e9
-    assert (spec.limits.batched_tokens, spec.limits.sequences, spec.limits.block_tokens) == (512, 64, 32)
+    assert (spec.limits.batched_tokens, spec.limits.sequences, spec.limits.block_tokens) == (
+        512,
+        32,
+        32,
+    )  # seats are shared by the lanes
     assert spec.limits.prefill_first
 
 

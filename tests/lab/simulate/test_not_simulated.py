@@ -34,6 +34,9 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
         "tensor_parallel": (2, DEFAULTS),
         "pipeline_parallel": (2, DEFAULTS),
         "pipeline_layers": ((20, 12), {**REAL, "pipeline_parallel": 2}),
+        "stage_accelerators": (["A10", "L40S"], {**DEFAULTS, "pipeline_parallel": 2}),
+        "emulated_hop": ({"gbps": 1.0}, {**DEFAULTS, "pipeline_parallel": 2}),
+        "node": ("one", DEFAULTS),
         "threads": (2, {**REAL, "rates_file": "CALIBRATION"}),
         "engine_args": ({"enable_prefix_caching": False}, REAL),
         "rates_file": ("CALIBRATION", REAL),
@@ -98,6 +101,7 @@ def written(folder: Path, section: type[Section], said: dict[str, Any], **more: 
         "model": "org/some-model",
         "instance_defaults": DEFAULTS,
         "instances": [{"id": "p"}],
+        "network": {"inside": {"gbps": 100}},
     }
     data = {**data, KEYS[section]: said, **more}
     data["instance_defaults"] = {"role": "prefill", **data["instance_defaults"]}
