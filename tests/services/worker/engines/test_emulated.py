@@ -12,6 +12,9 @@ import pytest
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
 from services.worker.settings import WorkerSettings
+from shared.cost.kinds import EngineKind, Stage, Workshop
+from shared.cost.library import Library
+from shared.cost.models import bundled_geometry
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.wire.messages import TokenStep
@@ -164,3 +167,43 @@ async def test_an_aborted_request_gives_its_blocks_back() -> None:
         assert running.stats().free_blocks < free
         running.abort("a")
         assert running.stats().free_blocks == free
+
+
+async def test_a_pipeline_has_a_lane_for_each_stage() -> None:
+    """Two requests are two batches of a pipeline of two: each steps on its own, and nobody shares the other's step."""
+    async with engine(pipeline_parallel=2, emulated_step_s=0.02) as running:
+        tokens = await finish(running, request("one", 32, 4), request("two", 32, 4))
+        assert [len(each) for each in tokens.values()] == [4, 4]
+        seen = steps(running)
+        assert len(seen) == 8
+        assert {step.decode_count for step in seen} == {0, 1}
+        stats = running.stats()
+        assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.total_blocks)
+
+
+async def test_unlike_stages_are_as_fast_as_the_simulator_has_them() -> None:
+    shop = Workshop(Library.built_in(), bundled_geometry("Llama-3-8B"))
+    kind = EngineKind((Stage("A10", 10), Stage("A100-SXM-80", 22)), dtype="bfloat16")
+    told = {
+        "pipeline_parallel": 2,
+        "pipeline_layers": (10, 22),
+        "stage_accelerators": ("A10", "A100-SXM-80"),
+        "emulated_step_s": None,
+    }
+    async with engine(**told) as running:
+        await finish(running, request("one", 32, 12))
+        took = fmean(step.seconds for step in steps(running) if step.decode_count)
+    assert took == pytest.approx(shop.times(kind).decode_time_s(1, 40), rel=0.25)
+
+
+async def test_paths_between_nodes_take_the_ports_place() -> None:
+    links = {"near": {"gbps": 100.0, "latency_s": 0.0}, "far": {"gbps": 0.5, "latency_s": 0.0}}
+    async with engine(emulated_link_gbps=10.0, emulated_links=links) as running:
+        near, far, else_ = (running.link.pull(_from(name)) for name in ("near", "far", "elsewhere"))
+        assert far == pytest.approx(200 * near, rel=0.05)
+        assert near < else_ < far
+        assert running.link.pull(_from("far")) == pytest.approx(2 * far, rel=0.05)  # they take turns
+
+
+def _from(name: str) -> KvHandle:
+    return KvHandle("t", name, 1, "f", (), 1000, "bfloat16")
