@@ -107,34 +107,45 @@ def best_flows(
     p, d = len(prefill), len(decode)
     if not d or (not p and not local):
         return Flows(np.zeros((p, d)), np.zeros(d))
-    pairs = p * d
-    size = pairs + d  # sent, then local
-    rows: list[int] = []
-    columns: list[int] = []
-    values: list[float] = []
-    bounds: list[float] = []
-
-    def add(entries: Sequence[tuple[int, float]], most: float) -> None:
-        row = len(bounds)
-        for column, value in entries:
-            rows.append(row)
-            columns.append(column)
-            values.append(value)
-        bounds.append(most)
-
+    pairs = p * d  # variables: what is sent, pair by pair, then what each computes for itself
+    table = _Table(pairs + d)
     for i, capacity in enumerate(prefill):
-        add([(i * d + j, 1.0) for j in range(d)], capacity.prefills)
+        table.add([(i * d + j, 1.0) for j in range(d)], capacity.prefills)
     for j, capacity in enumerate(decode):
         into = [(i * d + j, 1.0) for i in range(p)]
         for most, slope in capacity.cuts or ((0.0, 0.0),):
             share = slope / capacity.prefills if capacity.prefills > 0 else 0.0
-            add([*into, (pairs + j, 1.0 + share)], most)
+            table.add([*into, (pairs + j, 1.0 + share)], most)
     for over, most in joints.ports:
-        add([(i * d + j, part) for i, j, part in over], most)
-    gain = -np.ones(size) if worth is None else -worth.ravel()
+        table.add([(i * d + j, part) for i, j, part in over], most)
+    gain = np.ones(pairs + d) if worth is None else worth.ravel()
     upper = np.concatenate([joints.pair_per_s.ravel(), np.full(d, np.inf if local else 0.0)])
-    table = coo_array((values, (rows, columns)), shape=(len(bounds), size)).tocsr()
-    limits = np.column_stack([np.zeros(size), upper])
-    found = linprog(gain, A_ub=table, b_ub=np.array(bounds), bounds=limits, method="highs")
-    flat = np.maximum(found.x, 0.0) if found.x is not None else np.zeros(size)
+    flat = table.highest(gain, upper)
     return Flows(flat[:pairs].reshape(p, d), flat[pairs:])
+
+
+class _Table:
+    """The rows of a linear programme over variables of 0 or more: each a sum that has a most."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._rows: list[int] = []
+        self._columns: list[int] = []
+        self._values: list[float] = []
+        self._bounds: list[float] = []
+
+    def add(self, entries: Sequence[tuple[int, float]], most: float) -> None:
+        """One row, by variable and coefficient."""
+        for column, value in entries:
+            self._rows.append(len(self._bounds))
+            self._columns.append(column)
+            self._values.append(value)
+        self._bounds.append(most)
+
+    def highest(self, gain: NDArray[np.float64], upper: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The variables, each at most its `upper`, with the highest gain; zeros where there are none."""
+        shape = (len(self._bounds), self._size)
+        table = coo_array((self._values, (self._rows, self._columns)), shape=shape).tocsr()
+        limits = np.column_stack([np.zeros(self._size), upper])
+        found = linprog(-gain, A_ub=table, b_ub=np.array(self._bounds), bounds=limits, method="highs")
+        return np.maximum(found.x, 0.0) if found.x is not None else np.zeros(self._size)
