@@ -31,6 +31,11 @@ def show(console: Console, problem: Problem, outcomes: Sequence[Outcome]) -> Non
     if len(outcomes) > 1:
         console.print(_compared(problem, outcomes))
         console.print(why(outcomes), markup=False)
+    if chosen.promise.rate > chosen.promise.goodput:
+        told = (
+            f"{chosen.promise.rate:.2f} requests/s are more than it serves within the SLO: {chosen.promise.goodput:.2f}"
+        )
+        console.print(told, style="yellow")
     if chosen.stopped:
         console.print("stopped: this is the best so far", style="yellow")
 

@@ -43,6 +43,11 @@ def test_it_prints_a_table_and_writes_a_cluster_file(tmp_path: Path) -> None:
     assert len(load_deployment(out).instances) >= 1
 
 
+def test_a_rate_beyond_goodput_is_said_to_be(tmp_path: Path) -> None:
+    text, _ = called(tmp_path, "--model", "Llama-3-8B", "--rate", "500", "--no-compare")
+    assert "500.00 requests/s are more than it serves within the SLO" in text
+
+
 def test_the_cheapest_that_serves_a_rate(tmp_path: Path) -> None:
     text, out = called(tmp_path, "--model", "Llama-3-8B", "--rate", "2", "--cheapest")
     assert "cheapest" in text
