@@ -95,14 +95,14 @@ def case_bandwidth() -> Part:
     figures: dict[str, float] = {}
     aims: dict[str, dict[str, Any]] = {}
     notes = []
-    for gbps, want in ((40.0, "A40 prefills, 3090 Ti decodes"), (5.0, "each node holds both")):
+    for gbps, want in ((40.0, "A40 prefills, 3090 Ti decodes"), (5.0, "each node holds both phases")):
         problem = appendix_h(gbps)
         found = solved(problem, "best")
-        prefill, decode = (nodes_of(problem, found.plan.groups, role) for role in Role)
         if gbps == 40.0:
+            prefill, decode = (nodes_of(problem, found.plan.groups, role) for role in Role)
             met = (prefill, decode) == ({"a40"}, {"3090ti"})
         else:
-            met = decode == {"a40", "3090ti"} and prefill in ({"a40", "3090ti"}, set())
+            met = phases_of(problem, found.plan) == ({"a40", "3090ti"}, {"a40", "3090ti"})
         listed = ", ".join(f"{one.role.value} {one.words(problem.inventory)} {one.layout}" for one in found.plan.groups)
         figures[f"link_{gbps:g}_goodput_requests_per_s"] = found.promise.goodput
         aims[f"{gbps:g} Gb/s"] = aim(want, listed, met)
@@ -223,6 +223,15 @@ def fixed(problem: Problem, groups: tuple[Group, ...], policies: str) -> float:
 def nodes_of(problem: Problem, groups: Sequence[Group], role: Role) -> set[str]:
     """On which groups of a role stand."""
     return {problem.inventory.pools[pool].node for group in groups if group.role is role for pool in group.uses}
+
+
+def phases_of(problem: Problem, plan: Plan) -> tuple[set[str], set[str]]:
+    """Nodes on which prompts are computed, and on which requests are decoded, by the plan's routes."""
+    pools, groups = problem.inventory.pools, plan.groups
+    computing = [groups[route.decode if route.prefill is None else route.prefill] for route in plan.routes]
+    decoding = [groups[route.decode] for route in plan.routes]
+    prefill, decode = ({pools[p].node for group in side for p in group.uses} for side in (computing, decoding))
+    return prefill, decode
 
 
 def prefill_share(groups: Sequence[Group]) -> float:
