@@ -61,6 +61,7 @@ async def test_the_real_engine_says_how_long_its_step_lasts() -> None:
     engine, stuck, going_on = VllmEngine(settings(), {}), threading.Event(), threading.Event()
     engine._scheduler = SimpleNamespace(has_requests=lambda: False)
     engine._observer = SimpleNamespace(began=lambda: None, ended=lambda: None)
+    engine._core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=None))
     engine._snapshot = lambda: None  # type: ignore[method-assign]
 
     def block() -> None:
