@@ -38,7 +38,7 @@ def plan_command(
     one_node: Annotated[bool, typer.Option("--one-node", help="No group spans nodes.")] = False,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a request; default: the model's own.")] = None,
     chunk_size: Annotated[int, typer.Option(help="Tokens of a step, prefill and decode together.")] = 2048,
-    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and draws.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, lengths and draws.")] = 1,
     out: _Out = Path("plan.yaml"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")] = False,
 ) -> None:

@@ -5,7 +5,7 @@ import platform
 import shutil
 import subprocess
 
-from shared.cost.catalogue import Catalogue
+from shared.cost.catalogue import Accelerator, Catalogue
 from shared.cost.kinds import HOP_LATENCY_S
 from shared.cost.network import Network
 from shared.cost.network_file import INSIDE_EFFICIENCY
@@ -24,9 +24,8 @@ def inventory_here(catalogue: Catalogue) -> tuple[Inventory, str]:
     unknown: list[str] = []
     node = platform.node().split(".")[0] or "here"
     for name in dict.fromkeys(names):
-        try:
-            device = catalogue.get(_short(name))
-        except NotFound:
+        device = _known(catalogue, name)
+        if device is None:
             unknown.append(name)
             continue
         pools.append(Pool(node, device, names.count(name), device.price_usd_hour))
@@ -49,7 +48,13 @@ def _accelerators() -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
-def _short(name: str) -> str:
-    """As the catalogue has it: without the vendor, and with the memory as a number."""
+def _known(catalogue: Catalogue, name: str) -> Accelerator | None:
+    """By the name that the driver gives, or without vendor, generation of the socket and unit of the memory."""
     words = [word for word in name.replace("-", " ").split() if word.lower() not in ("nvidia", "geforce", "tesla")]
-    return " ".join(words).removesuffix("GB")
+    short = " ".join(words).removesuffix("GB")
+    for form in (name, " ".join(words), short, short.replace("SXM4", "SXM").replace("SXM5", "SXM")):
+        try:
+            return catalogue.get(form)
+        except NotFound:
+            continue
+    return None

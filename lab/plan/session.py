@@ -13,6 +13,7 @@ from rich.status import Status
 from lab.plan.report import show
 from lab.simulate.workloads import WorkloadOptions, make_workload
 from services.launcher.model_source import PROJECT
+from shared.cost.catalogue import Catalogue
 from shared.cost.kinds import Workshop
 from shared.domain.job import Slo
 from shared.domain.kv import Codec
@@ -23,7 +24,7 @@ from shared.plan.inventory_file import read_inventory
 from shared.plan.methods.registry import QUICK, method
 from shared.plan.plan_file import Target, plan_text
 from shared.plan.problem import Problem
-from shared.plan.search import Found, Outcome, Search, searched
+from shared.plan.search import Found, Outcome, Search, Stopped, searched
 from shared.sim.spec import EngineLimits, RunSpec
 from shared.sim.workload import Workload
 
@@ -76,6 +77,11 @@ def run_plan(options: PlanOptions, console: Console) -> dict[str, Any]:
         options.out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"cannot write {options.out}: {error.strerror}") from error
+    shipped = Catalogue.built_in().names()
+    own = sorted({pool.accelerator.name for pool in problem.inventory.pools} - set(shipped))
+    if own:
+        told = f"{', '.join(own)}: of your own catalogue, which cluster files do not know yet: only to be read"
+        console.print(told, style="yellow", markup=False)
     rate = chosen.promise.rate
     console.print(f"\nWritten: {options.out}", markup=False)
     console.print(f"  polyphase up --cluster {options.out}", style="dim", markup=False)
@@ -112,6 +118,7 @@ def read_problem(options: PlanOptions) -> tuple[Problem, str]:
         one_node=options.one_node or options.engine == "vllm",
         codec=Codec(options.codec),
         budget_usd_hour=inf if options.budget is None else options.budget,
+        longest_tokens=options.max_model_len or 0,
     )
     return problem, name
 
@@ -160,6 +167,8 @@ def _outcomes(options: PlanOptions, problem: Problem) -> list[Outcome]:
         try:
             chosen = _searched(options, problem, options.method, status, begin)
         except Incompatible as error:
+            if options.method != "best" or isinstance(error, Stopped):
+                raise
             raise Incompatible(f"{error.message}\n{nearest(problem, perf_counter)}") from error
         if chosen.promise.goodput <= 0.0:
             raise Incompatible(f"nothing serves this within the SLO\n{nearest(problem, perf_counter)}")

@@ -15,22 +15,23 @@ def links_between(cluster: Cluster, where: str) -> dict[str, dict[str, LinkEntry
     """
     if cluster.network is None:
         return {}
-    nodes = {
-        name: (str(entry.extra["node"]), str(entry.extra.get("accelerator", "")))
-        for entry in cluster.instances
-        if entry.extra.get("node") and entry.extra.get("engine") == "emulated"
-        for name in entry.ids
-    }
+    placed = [entry for entry in cluster.instances if entry.extra.get("node")]
+    emulated = [entry for entry in placed if entry.extra.get("engine") == "emulated"]
+    if not emulated:
+        return {}
+    nodes = {name: str(entry.extra["node"]) for entry in emulated for name in entry.ids}
     catalogue = Catalogue.built_in()
     try:
         inside = {
-            node: Link(catalogue.get(accelerator).links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY)
-            for node, accelerator in nodes.values()
+            str(entry.extra["node"]): Link(
+                catalogue.get(str(entry.extra.get("accelerator", ""))).links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY
+            )
+            for entry in placed
         }
         network = cluster.network.network(sorted(inside), inside)
         return {
-            name: {peer: LinkEntry.of(network.path(other, node)) for peer, (other, _) in nodes.items() if peer != name}
-            for name, (node, _) in nodes.items()
+            name: {peer: LinkEntry.of(network.path(other, node)) for peer, other in nodes.items() if peer != name}
+            for name, node in nodes.items()
         }
     except PolyphaseError as error:
         raise type(error)(f"{where}: {error.message}") from error

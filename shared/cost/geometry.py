@@ -1,6 +1,6 @@
 """The shape of a model and what follows from it: parameters, FLOPs and bytes of each phase, KV bytes per token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shared.domain.instance import KvGeometry
@@ -98,6 +98,12 @@ class ModelGeometry:
     window_layers: int = 0
     experts: Experts | None = None
     latent: LatentAttention | None = None
+
+    def part(self, layers: int) -> "ModelGeometry":
+        """So many of its layers, of each kind in proportion; with the embeddings and the output projection."""
+        share = layers / self.layers
+        experts = replace(self.experts, layers=round(self.experts.layers * share)) if self.experts else None
+        return replace(self, layers=layers, experts=experts, window_layers=round(self.window_layers * share))
 
     @property
     def dense_layers(self) -> int:

@@ -4,7 +4,7 @@ The planner, `polyphase simulate` and the papers' testbeds make their instances 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.geometry import ModelGeometry
@@ -104,7 +104,7 @@ class Workshop:
         return min(
             kv_capacity_tokens(
                 self.device(stage.accelerator),
-                replace(self.geometry, layers=stage.layers),
+                self.geometry.part(stage.layers),
                 tensor_parallel=kind.tensor_parallel,
                 dtype=kind.dtype,
                 kv_dtype=kind.kv_dtype,
@@ -165,7 +165,7 @@ class Workshop:
         if key not in self._models:
             self._models[key] = StepModel(
                 device,
-                replace(self.geometry, layers=stage.layers),
+                self.geometry.part(stage.layers),
                 kind.tensor_parallel,
                 1,
                 kind.dtype,

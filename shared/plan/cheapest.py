@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+from shared.domain.instance import Role
 from shared.errors import Incompatible
 from shared.plan.compose import Composer
 from shared.plan.group import Group
 from shared.plan.inventory import Inventory
+from shared.plan.methods.simple import smallest
 from shared.plan.plan import Plan
 from shared.plan.programme import MARGINS, Margin
 from shared.plan.search import Found, Search
@@ -27,6 +29,10 @@ def cheapest(search: Search) -> Plan:
         if search.judge.attained(plan, search.problem.rate) >= search.problem.target:
             found = (price, plan)
             search.tell(f"cheapest: {price:.2f} USD/h serves it", None)
+        if search.over() and found is None:
+            raise Incompatible(
+                "the time is up before an offer was found that serves the rate: give it more (--seconds)"
+            )
         if search.over():
             break
     if found is not None:
@@ -58,10 +64,13 @@ def _offers(search: Search) -> Iterator[tuple[float, Plan]]:
             groups = composer.best(margin)
             if groups:
                 offers[groups] = sum(group.price_usd_hour(inventory) for group in groups)
+    for groups in (*composer.candidates(), smallest(search, Role.DECODE)):
+        if groups:
+            offers.setdefault(groups, sum(group.price_usd_hour(inventory) for group in groups))
     for groups, price in sorted(offers.items(), key=lambda one: one[1]):
         yield price, Plan(groups)
 
 
 def _all_of_it(search: Search) -> Iterator[Found]:
-    for groups in Composer(search.estimator).candidates():
+    for groups in (*Composer(search.estimator).candidates(), smallest(search, Role.DECODE)):
         yield search.judged(Plan(groups), local=True)

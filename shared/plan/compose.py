@@ -6,7 +6,7 @@ estimate, without its tails: several programmes with some to spare here or there
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations_with_replacement
 
 from shared.domain.instance import Role
 from shared.plan.estimate import Estimator
@@ -74,13 +74,22 @@ class Composer:
                         yield ((pair[0], size), (pair[1], size)), group
 
     def _pairs(self) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-        """Classes whose pools may share a pipeline, and two such pools."""
+        """Classes whose pools may share a pipeline, and two such pools; a class with itself where it must."""
         pools = self._problem.inventory.pools
-        for one, other in combinations(sorted(self._classes), 2):
-            ways = [(a, b) for a in self._classes[one] for b in self._classes[other]]
+        for one, other in combinations_with_replacement(sorted(self._classes), 2):
+            if one == other and self._holds(self._classes[one][0]):
+                continue
+            ways = [(a, b) for a in self._classes[one] for b in self._classes[other] if a != b]
+            if not ways:
+                continue
             near = [(a, b) for a, b in ways if pools[a].node == pools[b].node]
             if near or not self._problem.one_node:
                 yield (one, other), (near or ways)[0]
+
+    def _holds(self, pool: int) -> bool:
+        """Whether a pool alone holds the model."""
+        count = self._problem.inventory.pools[pool].count
+        return any(self._estimator.layouts.all({pool: size}, Role.DECODE) for size in _sizes(count))
 
     def _packed(self, kinds: Sequence[Kind], counts: Sequence[int]) -> tuple[Group, ...]:
         """On concrete pools: large groups first, each on the pool with the most left, roles in turn."""
@@ -100,9 +109,12 @@ class Composer:
 
     def _samples(self, kind: Kind) -> tuple[int, ...]:
         """The pools on which the kind's layout was made, in the order of its classes."""
-        alike = self._problem.inventory.alike
-        by_class = {alike[pool]: pool for pool in kind.group.uses}
-        return tuple(by_class[one] for one, _ in kind.uses)
+        alike, left = self._problem.inventory.alike, list(kind.group.uses)
+        found = []
+        for one, _ in kind.uses:
+            found.append(next(pool for pool in left if alike[pool] == one))
+            left.remove(found[-1])
+        return tuple(found)
 
     def _places(self, kind: Kind, left: Sequence[int]) -> tuple[int, ...] | None:
         ways = [[pool for pool in self._classes[one] if left[pool] >= size] for one, size in kind.uses]
@@ -112,10 +124,13 @@ class Composer:
         if len(ways) == 1:
             return (first,)
         pools = self._problem.inventory.pools
-        near = [(a, b) for a in ways[0] for b in ways[1] if pools[a].node == pools[b].node]
+        near = [(a, b) for a in ways[0] for b in ways[1] if a != b and pools[a].node == pools[b].node]
         if near:
             return max(near, key=lambda pair: left[pair[0]] + left[pair[1]])
-        return None if self._problem.one_node else (first, max(ways[1], key=lambda pool: left[pool]))
+        others = [pool for pool in ways[1] if pool != first]
+        if self._problem.one_node or not others:
+            return None
+        return (first, max(others, key=lambda pool: left[pool]))
 
 
 def _useful(kinds: Sequence[Kind]) -> list[Kind]:
@@ -132,7 +147,8 @@ def _useful(kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def _sizes(count: int) -> list[int]:
-    return [1 << power for power in range(count.bit_length()) if 1 << power <= count]
+    """Powers of two, which pack well, and the whole pool."""
+    return sorted({*(1 << power for power in range(count.bit_length()) if 1 << power <= count), count})
 
 
 def _moved(group: Group, to: Mapping[int, int]) -> Group:

@@ -14,6 +14,7 @@ from scipy.special import ndtr
 
 from shared.domain.instance import Role
 from shared.domain.kv import wire_share
+from shared.errors import Incompatible
 from shared.plan.costs import Costs, EngineCost
 from shared.plan.group import Group
 from shared.plan.layouts import Layouts
@@ -64,9 +65,14 @@ class Estimator:
         self._outputs = np.maximum(1, sample.outputs - 1).astype(np.float64)
 
     def cost(self, group: Group) -> EngineCost:
-        """Of a group that holds the model."""
-        found = self.costs.of(group.kind(self.problem.inventory, self.problem.dtype))
-        assert found is not None
+        """Of a group. Raises Incompatible where it does not hold the model and the workload's longest request."""
+        problem = self.problem
+        found = self.costs.of(group.kind(problem.inventory, problem.dtype))
+        if found is None:
+            raise Incompatible(
+                f"{group.words(problem.inventory)}, {group.layout}: no room for {problem.shop.geometry.name} and a "
+                f"request of {problem.longest} tokens in each lane"
+            )
         return found
 
     def most(self, groups: Sequence[Group], *, local: bool = True) -> float:

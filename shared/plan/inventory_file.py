@@ -47,6 +47,9 @@ class NodeEntry(_Part):
     def _one_way(self) -> Self:
         if bool(self.accelerator) == bool(self.devices):
             raise ValueError(f"nodes: {self.name}: give it an `accelerator`, or `devices`, and not both")
+        kinds = [device.accelerator for device in self.devices]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"nodes: {self.name}: `devices` name a type twice: give it their `count`")
         return self
 
     @property

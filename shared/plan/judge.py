@@ -19,7 +19,7 @@ from shared.sim.workload import Workload
 
 SPAN_S, LIVES = 30.0, 3.0  # of a run's arrivals: so long, and so many times as long as a request lasts, at least
 TOO_MUCH = 0.18  # a rate that is higher by so much than what can be served for ever must show
-FEWEST, MOST = 250, 2000  # requests of a run
+FEWEST, ENOUGH, MOST = 250, 2000, 20_000  # requests of a run: at least, where more say nothing new, and at most
 _LATER = 0.5  # of a run, from where on it counts: before, the cluster fills
 _STRIDE = 1.12  # from a rate to the next, at first
 _LOOKS = 12  # rates, until one meets the target and a higher one misses it
@@ -69,8 +69,8 @@ class Judge:
         told = self._estimator.of(plan.groups)
         life_s = told.ttft_s + told.tpot_s * problem.sample.output if told.goodput > 0 else 0.0
         slack_s = max(slo.ttft_s, slo.tpot_s * problem.sample.output - life_s)
-        span_s = max(SPAN_S, LIVES * life_s, slack_s / TOO_MUCH)
-        count = ceil(min(MOST, max(FEWEST, rate * span_s)))
+        filled = rate * max(LIVES * life_s, slack_s / TOO_MUCH)
+        count = ceil(min(MOST, max(FEWEST, filled, min(ENOUGH, rate * SPAN_S))))
         return ARRIVALS[self._arrivals](repeated(self.problem.workload, count), rate, self._seed)
 
     def spec(self, plan: Plan) -> RunSpec:

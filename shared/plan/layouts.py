@@ -4,13 +4,13 @@ Source: ThunderServe Algorithm 2, with FORMULAS' corrections: every (TP, PP) wit
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import floor
 
 from shared.cost.kinds import EngineKind, Stage, even_layers
 from shared.cost.memory import kv_capacity_tokens
 from shared.cost.network import rate_of
+from shared.cost.step import Batch
 from shared.domain.instance import Role
 from shared.plan.costs import Costs, EngineCost
 from shared.plan.group import Group, Part
@@ -111,8 +111,8 @@ class Layouts:
             kind = EngineKind((Stage(name, problem.shop.geometry.layers),), degree, problem.dtype)
             times, context = problem.shop.times(kind), int(problem.sample.context)
             self._layer_s[key] = (
-                times.prefill_time_s(problem.limits.batched_tokens)
-                if role is Role.PREFILL and not hasattr(times, "stages")
+                times.step_time_s(Batch(((problem.limits.batched_tokens, 0),)))
+                if role is Role.PREFILL
                 else times.decode_time_s(_BATCH, _BATCH * context)
             )
         return self._layer_s[key]
@@ -125,7 +125,7 @@ class Layouts:
             device, geometry, need = problem.shop.device(name), problem.shop.geometry, problem.longest * stages
 
             def fits(layers: int) -> bool:
-                part = replace(geometry, layers=layers)
+                part = geometry.part(layers)
                 return kv_capacity_tokens(device, part, tensor_parallel=degree, dtype=problem.dtype) >= need
 
             self._room[key] = next((n for n in range(geometry.layers, 0, -1) if fits(n)), 0)

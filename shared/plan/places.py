@@ -56,7 +56,14 @@ class Places:
         paths = {pair: (network.path(*pair), share) for pair, share in _shares(source, target).items()}
         if len(paths) == 1:
             return next(iter(paths.values()))[0]
-        slowest_s = max(share / rate_of(link) for link, share in paths.values())
+        passing: dict[tuple[str, str], float] = {}  # what leaves and enters by each node's port
+        for (one, other), (_, share) in paths.items():
+            if one != other:
+                passing["out", one] = passing.get(("out", one), 0.0) + share
+                passing["into", other] = passing.get(("into", other), 0.0) + share
+        ports_s = (share / rate_of(network.port(node)) for (_, node), share in passing.items())
+        slowest_s = max((share / rate_of(link) for link, share in paths.values()))
+        slowest_s = max((slowest_s, *ports_s))
         return Link(1.0 / slowest_s, max(link.latency_s for link, _ in paths.values()), 1.0)
 
     def network(self, places: Sequence[Place]) -> Network:

@@ -121,18 +121,17 @@ class Programme:
         return cost
 
     def _pools(self) -> None:
-        """Groups of `size` or more take no more than the pools of their class hold in such pieces: then they pack."""
+        """Groups of a size or more take no more than the pools that have so many: in powers of two they pack."""
         pools = self._estimator.problem.inventory.pools
         for one, members in self._classes.items():
             sizes = sorted({size for kind in self._kinds for of, size in kind.uses if of == one})
             for least in sizes:
-                entries = {
-                    at: float(size)
-                    for at, kind in enumerate(self._kinds)
-                    for of, size in kind.uses
-                    if of == one and size >= least
-                }
-                room = sum(pools[pool].count // least * least for pool in members)
+                entries: dict[int, float] = {}
+                for at, kind in enumerate(self._kinds):
+                    for of, size in kind.uses:
+                        if of == one and size >= least:
+                            entries[at] = entries.get(at, 0.0) + size
+                room = sum(pools[pool].count for pool in members if pools[pool].count >= least)
                 self._rows.append((entries, float(room)))
 
     def _sides(self) -> None:

@@ -32,10 +32,14 @@ class Proposal:
         return bool(self.flips)
 
 
-def rescheduled(search: Search, groups: Sequence[Group], policies: str = "adaptive") -> Proposal:
-    """The roles that serve most of the search's workload; those there are where no others are clearly better."""
-    local = "plan:" not in policies
-    estimator, start = search.estimator, tuple(groups)
+def rescheduled(search: Search, running: Plan) -> Proposal:
+    """The roles that serve most of the search's workload; those there are where no others are clearly better.
+
+    Raises Incompatible for a group whose memory does not hold that workload's longest request.
+    """
+    policies = running.policies
+    local = not policies.startswith("plan:") or any(route.prefill is None for route in running.routes)
+    estimator, start = search.estimator, running.groups
     before = estimator.of(start, local=local)
     here, best = start, before
     while True:
@@ -46,7 +50,7 @@ def rescheduled(search: Search, groups: Sequence[Group], policies: str = "adapti
         here, best = near, found
     flips = tuple(at for at, (one, other) in enumerate(zip(start, here, strict=True)) if one.role is not other.role)
     plan = Plan(here, routes_of(best), policies)
-    if not local:
+    if policies.startswith("plan:"):
         plan = Plan(here, plan.routes, plan.routed(search.problem))
     return Proposal(plan, flips, before, best)
 

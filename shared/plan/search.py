@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 
 from shared.errors import Incompatible
@@ -51,6 +52,10 @@ class Search:
         return plan, self.judge.goodput(plan, near) if near > 0 else 0.0
 
 
+class Stopped(Incompatible):
+    """Ctrl-C came before there was a plan."""
+
+
 Method = Callable[[Search], Iterator[Found]]
 
 
@@ -77,15 +82,25 @@ def searched(name: str, method: Method, search: Search) -> Outcome:
     found_s, stopped = began, False
     try:
         for plan, goodput in method(search):
+            if _price(search, plan) > search.problem.budget_usd_hour * (1.0 + 1e-9):
+                continue
             if best is None or goodput > best[1]:
                 best, found_s = (plan, goodput), search.clock()
                 search.tell(name, best)
     except KeyboardInterrupt:
         stopped = True
     if best is None:
-        why = "was stopped before it had a plan" if stopped else "finds no deployment"
-        raise Incompatible(f"method {name} {why} for {search.problem.shop.geometry.name} on this inventory")
+        what = f"for {search.problem.shop.geometry.name} on this inventory"
+        if stopped:
+            raise Stopped(f"method {name} was stopped before it had a plan {what}")
+        budget = search.problem.budget_usd_hour
+        within = f" within {budget:g} USD/h" if budget < inf else ""
+        raise Incompatible(f"method {name} finds no deployment {what}{within}")
     plan, goodput = best
     promise = search.judge.promise(plan, goodput)
     took_s = search.clock() - began
     return Outcome(name, plan, promise, took_s, found_s - began, search.judge.runs - before, stopped)
+
+
+def _price(search: Search, plan: Plan) -> float:
+    return sum(group.price_usd_hour(search.problem.inventory) for group in plan.groups)

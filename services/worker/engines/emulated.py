@@ -25,7 +25,7 @@ from shared.cost.library import Library
 from shared.cost.models import bundled_geometry, geometry_from_file
 from shared.cost.rates_file import ScaledSteps, scaled_rates
 from shared.cost.step import Batch
-from shared.domain.instance import Compatibility, KvGeometry
+from shared.domain.instance import Compatibility
 from shared.domain.job import LengthPrediction
 from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.runtime.logs import get_log
@@ -70,8 +70,8 @@ class EmulatedEngine:
         for lane in self._lanes:
             self._tasks.append(asyncio.get_running_loop().create_task(lane.run(), name="emulated-engine"))
             self._tasks[-1].add_done_callback(_stop_with_engine)
-        kv = KvGeometry(geometry.layers, geometry.kv_heads, geometry.head_dim)
-        compatibility = Compatibility(f"emulated:{geometry.name}", "emulated", "1", WIRE_VERSION, kv)
+        named = f"emulated:{geometry.name}"
+        compatibility = Compatibility(named, "emulated", "1", WIRE_VERSION, geometry.kv_geometry())
         longest = min(s.max_model_len, max(1, total // lanes) * s.block_size) if lanes > 1 else s.max_model_len
         return EngineInfo(compatibility, total, longest, s.block_size, _rates(s, shop, kind))
 

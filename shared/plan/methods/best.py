@@ -21,6 +21,7 @@ from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.search import Found, Search
 
 FEW = 8  # accelerators of which every deployment is estimated
+_MOST_OF_FEW = 1500  # deployments, of unlike accelerators on many nodes
 _RACED_OF_FEW = 24
 _CLIMBED = 2  # candidates that are improved
 _STEPS = 6  # changes of each
@@ -30,9 +31,8 @@ _TURNS = 2  # rounds of small changes that the simulator judges
 
 def best(search: Search) -> Iterator[Found]:
     """Ever better plans."""
-    few = search.problem.inventory.accelerators <= FEW
-    groups = _all_of_few(search) if few else _climbed(search, _composed(search))
-    raced = groups[: _RACED_OF_FEW if few else _RACED]
+    few = _all_of_few(search) if search.problem.inventory.accelerators <= FEW else None
+    raced = _climbed(search, _composed(search))[:_RACED] if few is None else few[:_RACED_OF_FEW]
     plans = [(Plan(one), search.estimator.of(one).goodput) for one in raced]
     found: Found | None = None
     for found in race(search.judge, plans, search.over):
@@ -52,14 +52,16 @@ def best(search: Search) -> Iterator[Found]:
     yield from _routed(search, found)
 
 
-def _all_of_few(search: Search) -> list[tuple[Group, ...]]:
-    """Every deployment within the budget, the most promising first."""
+def _all_of_few(search: Search) -> list[tuple[Group, ...]] | None:
+    """Every deployment within the budget, the most promising first; None where they are too many after all."""
     inventory, budget = search.problem.inventory, search.problem.budget_usd_hour * (1.0 + 1e-9)
-    made = [
-        groups
-        for groups in deployments(search, whole=budget == inf)
-        if sum(group.price_usd_hour(inventory) for group in groups) <= budget
-    ]
+    made = []
+    for at, groups in enumerate(deployments(search, whole=budget == inf)):
+        if at == _MOST_OF_FEW or search.over():
+            return None
+        if sum(group.price_usd_hour(inventory) for group in groups) <= budget:
+            search.estimator.of(groups)
+            made.append(groups)
     return sorted(made, key=lambda groups: -search.estimator.of(groups).goodput)
 
 

@@ -22,7 +22,7 @@ def coupled(search: Search) -> Iterator[Found]:
 
 
 def thirds(search: Search) -> Iterator[Found]:
-    """Of the groups of each type one third computes prompts, one decodes, one does whole requests."""
+    """Every third group computes prompts, the others decode; adaptive policies let those compute some, too."""
     decode = smallest(search, Role.DECODE)
     if len(decode) < 2:
         return

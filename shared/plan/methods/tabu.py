@@ -50,6 +50,7 @@ class _Walk:
         if start is None:
             return []
         here, tabu_list = start, deque([self._key(start)], MEMORY)
+        self._value(start)
         for step in range(STEPS):
             if self._search.over():
                 break

@@ -34,3 +34,8 @@ def test_nodes_without_a_path_or_a_network_are_named() -> None:
         links_between(cluster({"inside": {"gbps": 1}}, "a", "b"), "c.yaml")
     with pytest.raises(ValueError, match="i0: node: the file has no `network`"):
         cluster(None, "a")
+
+
+def test_exceptions_may_name_nodes_of_real_engines() -> None:
+    network = {"inside": {"gbps": 100}, "between": {"gbps": 10}, "pairs": [{"nodes": ["a", "b"], "gbps": 1}]}
+    assert links_between(cluster(network, "a", "b", engine="vllm"), "c.yaml") == {}

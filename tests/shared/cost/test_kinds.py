@@ -64,3 +64,14 @@ def test_what_policies_know_of_a_pipeline_counts_decodes_of_all_lanes() -> None:
     times = shop.times(kind)
     told, real = step.decode_s(64, 64 * 1024), times.decode_time_s(32, 32 * 1024)
     assert told == pytest.approx(real, rel=0.1)
+
+
+def test_stages_of_a_mixture_of_experts_share_its_experts() -> None:
+    """Each stage has its part of them: a pipeline of four takes about as long as the whole model over all layers."""
+    geometry = LIBRARY.geometry("Mixtral-8x7B")
+    shop = Workshop(LIBRARY, geometry)
+    kind = EngineKind((Stage("A100-SXM-80", 8),) * 4)
+    assert shop.kv_tokens(kind) > 100_000
+    assert sum(geometry.part(8).expert_parameters() for _ in range(4)) == geometry.expert_parameters()
+    whole = LIBRARY.step_model("A100-SXM-80", "Mixtral-8x7B", 1, 4)
+    assert shop.times(kind).decode_time_s(8, 8192) == pytest.approx(whole.decode_time_s(8, 8192), rel=0.5)

@@ -1,11 +1,14 @@
 """Every method on small inventories: plans that are possible, and none better than the best."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from shared.domain.instance import Role
+from shared.domain.job import Slo
 from shared.errors import Incompatible, InvalidRequest
+from shared.plan.compose import Composer
 from shared.plan.methods.bruteforce import deployments
 from shared.plan.methods.exhaustive import machine_throughputs
 from shared.plan.methods.joint import recommended
@@ -109,3 +112,15 @@ def test_ctrl_c_takes_the_best_so_far() -> None:
     outcome = searched("pressed", pressed, asked)
     assert outcome.stopped
     assert (outcome.plan, outcome.promise.goodput) == (plan, 1.0)
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_alike_nodes_share_a_model_that_none_of_them_holds(count: int) -> None:
+    """Four nodes of four 24 GB accelerators and a model of 140 GB: groups of two nodes; whole pools of three, too."""
+    model = "Llama-2-70B" if count == 4 else "LLaMA-30B"
+    asked = problem(inventory(*((f"n{at}", "L4", count) for at in range(4)), gbps=100.0), model)
+    asked = replace(asked, slo=Slo(ttft_s=10.0, tpot_s=1.0))
+    found = [groups for groups in Composer(search(asked).estimator).candidates() if groups]
+    assert found
+    for groups in found:
+        check(asked, Plan(groups))
