@@ -6,11 +6,10 @@ from shared.domain.instance import Role
 from shared.errors import Incompatible
 from shared.plan.compose import Composer
 from shared.plan.group import Group
-from shared.plan.inventory import Inventory
 from shared.plan.methods.simple import smallest
 from shared.plan.plan import Plan
 from shared.plan.programme import MARGINS, Margin
-from shared.plan.search import Found, Search
+from shared.plan.search import Found, Search, Stopped
 
 # Spare capacity with which programmes are tried: the estimate knows no bursts, so the first may serve too little.
 SPARES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
@@ -20,23 +19,12 @@ _SIDES = MARGINS[1:]
 def cheapest(search: Search) -> Plan:
     """The plan with the lowest price that serves the problem's rate in the simulator.
 
-    Raises Incompatible that names the highest rate that all that is on offer serves.
+    Raises Incompatible that names the highest rate that all that is on offer serves, or says that the time was up;
+    Stopped after Ctrl-C: an offer that serves the rate ends the search, so there is no best so far.
     """
-    found: tuple[float, Plan] | None = None
-    for price, plan in _offers(search):
-        if found is not None and price >= found[0]:
-            continue
-        if search.judge.attained(plan, search.problem.rate) >= search.problem.target:
-            found = (price, plan)
-            search.tell(f"cheapest: {price:.2f} USD/h serves it", None)
-        if search.over() and found is None:
-            raise Incompatible(
-                "the time is up before an offer was found that serves the rate: give it more (--seconds)"
-            )
-        if search.over():
-            break
+    found = _first_that_serves(search)
     if found is not None:
-        return found[1]
+        return found
     most = max((goodput for _, goodput in _all_of_it(search)), default=0.0)
     raise Incompatible(
         f"all that is on offer serves {most:.2f} requests/s of {search.problem.workload.name} within TTFT "
@@ -44,14 +32,18 @@ def cheapest(search: Search) -> Plan:
     )
 
 
-def used(inventory: Inventory, groups: tuple[Group, ...]) -> dict[tuple[str, str], int]:
-    """Accelerators that groups take, by node and type."""
-    taken: dict[tuple[str, str], int] = {}
-    for group in groups:
-        for pool, count in group.uses.items():
-            key = (inventory.pools[pool].node, inventory.pools[pool].accelerator.name)
-            taken[key] = taken.get(key, 0) + count
-    return taken
+def _first_that_serves(search: Search) -> Plan | None:
+    """Of the offers, the cheapest first; None where none of them does."""
+    try:
+        for price, plan in _offers(search):
+            if search.judge.attained(plan, search.problem.rate) >= search.problem.target:
+                search.tell(f"cheapest: {price:.2f} USD/h serves it", None)
+                return plan
+            if search.over():
+                raise Incompatible("the time is up before an offer was found that serves the rate (--seconds)")
+    except KeyboardInterrupt as error:
+        raise Stopped("stopped before an offer was found that serves the rate") from error
+    return None
 
 
 def _offers(search: Search) -> Iterator[tuple[float, Plan]]:
