@@ -11,6 +11,7 @@ from shared.plan.cheapest import cheapest
 from shared.plan.group import Group, Part
 from shared.plan.plan import Plan, Route
 from shared.plan.reschedule import rescheduled, survivors
+from shared.plan.search import Stopped
 from shared.sim.arrivals import synthetic
 from tests.shared.plan.problems import inventory, problem, search
 
@@ -74,3 +75,14 @@ def test_advice_names_the_memory_that_is_missing() -> None:
     said = nearest(problem(inventory(("a", "A10", 1)), "Llama-2-70B"), lambda: 0.0)
     assert "needs 138.0 GB of weights" in said
     assert "GB are missing" in said
+
+
+def test_ctrl_c_during_the_cheapest_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search(problem(STOCK, rate=3.0))
+
+    def pressed(plan: Plan, rate: float) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(found.judge, "attained", pressed)
+    with pytest.raises(Stopped, match="stopped before an offer was found"):
+        cheapest(found)
