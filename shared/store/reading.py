@@ -8,7 +8,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.errors import Unavailable
-from shared.store.tables import events, flips, instances, policies, requests
+from shared.store.tables import events, flips, instances, plans, policies, proposals, requests
 
 READ_S = 3.0
 
@@ -45,6 +45,16 @@ async def read_policies(engine: AsyncEngine) -> dict[str, Any] | None:
     """The row of the policies in force, if any was ever written. Raises Unavailable when the database fails."""
     found = await _rows(engine, select(policies))
     return found[0] if found else None
+
+
+async def read_plans(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
+    """The newest searches for plans, newest first. Raises Unavailable when the database fails."""
+    return await _rows(engine, select(plans).order_by(plans.c.submitted_s.desc()).limit(limit))
+
+
+async def read_proposals(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
+    """The newest proposals, newest first. Raises Unavailable when the database fails."""
+    return await _rows(engine, select(proposals).order_by(proposals.c.made_s.desc()).limit(limit))
 
 
 async def _rows(engine: AsyncEngine, query: Any) -> list[dict[str, Any]]:

@@ -138,6 +138,33 @@ policies = Table(
     Column("content", Text, nullable=False),  # JSON of services.cluster_monitor.policy_book.Kept
 )
 
+# Searches for plans that people asked for.
+plans = Table(
+    "plans",
+    metadata,
+    Column("plan_id", String, primary_key=True),
+    Column("state", String, nullable=False),  # services.planner.searches.SearchState
+    Column("who", String, nullable=False),
+    Column("submitted_s", Double, nullable=False),
+    Column("ended_s", Double),
+    Column("request", Text, nullable=False),  # JSON of services.planner.edge.SearchIn
+    Column("progress", Text, nullable=False),  # JSON: how far it was when the row was written
+    Column("result", Text),  # JSON, once there is a plan
+    Column("error", Text, nullable=False),
+    Index("plans_submitted", "submitted_s"),
+)
+
+# What the planner proposed for the running cluster, and what became of it.
+proposals = Table(
+    "proposals",
+    metadata,
+    Column("proposal_id", String, primary_key=True),
+    Column("state", String, nullable=False),  # services.planner.proposal.ProposalState
+    Column("made_s", Double, nullable=False),
+    Column("content", Text, nullable=False),  # JSON of services.planner.proposal.Proposal
+    Index("proposals_made", "made_s"),
+)
+
 # By which column a table's rows grow old.
 AGE: dict[str, str] = {
     "requests": "arrived_s",
@@ -145,4 +172,6 @@ AGE: dict[str, str] = {
     "slo_windows": "time_s",
     "flips": "started_s",
     "events": "time_s",
+    "plans": "submitted_s",
+    "proposals": "made_s",
 }
