@@ -129,7 +129,7 @@ def case_loss(data: Path) -> Part:
             search = Search(problem, perf_counter)
             search.estimator.of(plan.groups)  # as a planner that watches it knows it
             at = perf_counter()
-            proposal = rescheduled(search, Plan(groups))
+            proposal = rescheduled(search.estimator, Plan(groups))
             took_s = perf_counter() - at
             flipped = search.judge.goodput(proposal.plan, proposal.after.goodput)
             nothing = search.judge.goodput(Plan(groups), flipped)

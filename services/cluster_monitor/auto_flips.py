@@ -47,6 +47,10 @@ class AutoFlips:
         if decision is not None:
             self._tasks.start(f"role flip of {decision.instance_id}", self._flip(decision))
 
+    def held(self) -> Seen:
+        """What people's flips forbid every policy, and the planner, at the moment."""
+        return self._seen()
+
     def wanted(self) -> RolesWanted | None:
         """The roles that `predictive` would go for, whether it is in force or not; None while it cannot tell."""
         policy = self._policy if isinstance(self._policy, PredictiveFlip) else PredictiveFlip()

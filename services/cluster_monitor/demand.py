@@ -57,6 +57,15 @@ class DemandService:
         """The profile; None while nobody knows."""
         return self._book.demand(time.time())
 
+    def profile(self, least_requests: int) -> Demand | None:
+        """The profile as soon as it rests on so many requests; None before."""
+        return self._book.demand(time.time(), least_s=2, least_requests=least_requests)
+
+    @property
+    def last_shift(self) -> tuple[float, Shift] | None:
+        """When the last shift was noticed, and which."""
+        return self._noticed[-1] if self._noticed else None
+
     def describe(self, roles: RolesWanted | None) -> dict[str, Any]:
         """The profile, the last seconds, the shifts noticed in them and the roles that are best for it, as JSON."""
         since_s = time.time() - KEPT_S

@@ -167,14 +167,17 @@ class LeaveIn(_Edge):
 
 
 class OperationIn(_Edge):
-    """Body of any operation. The same `operation_id` again is the same operation. `deadline_s`: unix seconds."""
+    """Body of any operation. The same `operation_id` again is the same operation. `deadline_s`: unix seconds. `why`:
+    the reasons of a program that asks; people need none.
+    """
 
     operation_id: Name | None = None
     deadline_s: Finite | None = None
+    why: Annotated[str, Field(max_length=2048)] | None = None
 
     def to_asked(self, who: str) -> Asked:
         """As the operations have it."""
-        asked = Asked(who, deadline_s=self.deadline_s)
+        asked = Asked(who, deadline_s=self.deadline_s, why=self.why)
         return replace(asked, operation_id=self.operation_id) if self.operation_id else asked
 
 

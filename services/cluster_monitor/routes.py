@@ -169,6 +169,22 @@ async def demand(monitor: Monitor) -> dict[str, Any]:
     return monitor.demand.describe(monitor.flips.wanted())
 
 
+@router.get("/demand/profile")
+async def demand_profile(
+    monitor: Monitor, least_requests: Annotated[int, Query(ge=1, le=100_000)] = 20
+) -> dict[str, Any]:
+    """What clients ask for, as soon as so many requests are known since the last shift, else null; when that shift was
+    noticed; and what people's flips forbid: instances that are kept in their roles, roles that none may be given.
+    """
+    held, shift = monitor.flips.held(), monitor.demand.last_shift
+    return {
+        "demand": msgspec.to_builtins(monitor.demand.profile(least_requests)),
+        "shift": {"at_s": shift[0], **msgspec.to_builtins(shift[1])} if shift else None,
+        "kept": sorted(held.kept),
+        "barred": sorted(role.value for role in held.barred),
+    }
+
+
 @router.get("/cluster")
 async def cluster(monitor: Monitor) -> dict[str, Any]:
     """A summary for dashboards."""

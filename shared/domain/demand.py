@@ -85,7 +85,8 @@ class Demand(msgspec.Struct, frozen=True):
 
     rate: requests a second. burstiness: variance of the arrivals over their mean, 1 for Poisson arrivals. fresh_tokens,
     fresh_squares, split_least, split_most: see `DemandSecond`. output_tokens: as expected, corrected by how long
-    answers turned out. ttft_s, tpot_s: harmonic means of the targets. age_s: for how long it has been like this, also
+    answers turned out. prompt_spread, output_spread: standard deviations of the lengths' natural logarithms, 0 where
+    they are not known. ttft_s, tpot_s: harmonic means of the targets. age_s: for how long it has been like this, also
     beyond the last minute. shift: the last one, if any was noticed.
     """
 
@@ -101,4 +102,6 @@ class Demand(msgspec.Struct, frozen=True):
     split_most: float = 1.0
     requests: int = 0
     age_s: float = 0.0
+    prompt_spread: float = 0.0
+    output_spread: float = 0.0
     shift: Shift | None = None

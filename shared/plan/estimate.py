@@ -15,12 +15,12 @@ from scipy.special import ndtr
 from shared.domain.instance import Role
 from shared.domain.kv import wire_share
 from shared.errors import Incompatible
-from shared.plan.costs import Costs, EngineCost
+from shared.plan.costs import Costs, EngineCost, EngineCosts
 from shared.plan.group import Group
 from shared.plan.layouts import Layouts
 from shared.plan.places import Places
 from shared.plan.problem import Problem
-from shared.plan.routes import Flows, Joints, best_flows, decode_capacity, prefill_capacity
+from shared.plan.routes import Flows, Joints, Route, best_flows, decode_capacity, prefill_capacity
 from shared.sim.workload import Times
 
 _SPREAD = 0.7  # of a batch over a request's life, in square roots of it (instants are Poisson: 1)
@@ -50,11 +50,11 @@ _Flowing = tuple[Flows, tuple[int, ...], tuple[int, ...]]  # and the groups of i
 
 
 class Estimator:
-    """Estimates of one problem."""
+    """Estimates of one problem. costs: of its engines; the cost model's, where none are given."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, costs: EngineCosts | None = None) -> None:
         self.problem = problem
-        self.costs = Costs(problem)
+        self.costs = costs or Costs(problem)
         self.layouts = Layouts(problem, self.costs)
         sample = problem.sample
         self._wire = self.costs.kv_bytes * wire_share(problem.codec)
@@ -96,8 +96,24 @@ class Estimator:
             self._known[key] = found
         return found
 
+    def along(self, groups: Sequence[Group], routes: Sequence[Route], *, rate: float = 0.0) -> Estimate:
+        """With the requests divided as the routes say, whatever would be better."""
+        best, prefill, decode = self._flowing(groups, True)
+        sent, own = np.zeros((len(prefill), len(decode))), np.zeros(len(decode))
+        for route in routes:
+            j = decode.index(route.decode)
+            if route.prefill is None:
+                own[j] += route.share
+            else:
+                sent[prefill.index(route.prefill), j] += route.share
+        return self._told(groups, (Flows(sent, own).times(best.rate), prefill, decode), rate)
+
     def _made(self, groups: Sequence[Group], local: bool, rate: float, worth: NDArray[np.float64] | None) -> Estimate:
-        flows, prefill, decode = self._flowing(groups, local) if worth is None else self._flows(groups, local, worth)
+        flowing = self._flowing(groups, local) if worth is None else self._flows(groups, local, worth)
+        return self._told(groups, flowing, rate)
+
+    def _told(self, groups: Sequence[Group], flowing: _Flowing, rate: float) -> Estimate:
+        flows, prefill, decode = flowing
         side = _Sides(self, groups, prefill, decode)
         most = flows.rate
         goodput = most * self._factor(flows, side) if most > 0 else 0.0

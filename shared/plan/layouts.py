@@ -12,7 +12,7 @@ from shared.cost.memory import kv_capacity_tokens
 from shared.cost.network import rate_of
 from shared.cost.step import Batch
 from shared.domain.instance import Role
-from shared.plan.costs import Costs, EngineCost
+from shared.plan.costs import EngineCost, EngineCosts
 from shared.plan.group import Group, Part
 from shared.plan.problem import Problem
 
@@ -24,7 +24,7 @@ _BATCH = 16  # decodes of the step by which stages are compared
 class Layouts:
     """Every way to divide the model over a set of accelerators, and the best one for a role. Each worked out once."""
 
-    def __init__(self, problem: Problem, costs: Costs) -> None:
+    def __init__(self, problem: Problem, costs: EngineCosts) -> None:
         self._problem = problem
         self._costs = costs
         self._known: dict[tuple[Role, tuple[tuple[int, int], ...]], tuple[Group, ...]] = {}

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from shared.plan.estimate import Estimate
 from shared.plan.group import Group
-from shared.plan.plan import Plan, Route, routes_of
+from shared.plan.plan import Plan, routes_of
+from shared.plan.routes import Route
 from shared.plan.search import Found, Search
 from shared.sim.outcomes import SimResult
 

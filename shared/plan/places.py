@@ -22,6 +22,7 @@ class Places:
         self._inventory = inventory
         self.kv_bytes = kv_bytes_per_request
         self._links: dict[tuple[Place, Place], Link] = {}
+        self._ports: dict[str, float] = {}
 
     def link(self, source: Place, target: Place) -> Link:
         """The path of KV: each layer's goes from its node to its node, all at once; the slowest sets the pace."""
@@ -43,13 +44,13 @@ class Places:
                     if one != other:
                         out.setdefault(one, []).append((i, j, share))
                         into.setdefault(other, []).append((i, j, share))
-        network = self._inventory.network
-        ports = [
-            (passing, rate_of(network.port(node)) / self.kv_bytes)
-            for way in (out, into)
-            for node, passing in way.items()
-        ]
+        ports = [(passing, self._port(node) / self.kv_bytes) for way in (out, into) for node, passing in way.items()]
         return Joints(pairs / self.kv_bytes, ports)
+
+    def _port(self, node: str) -> float:
+        if node not in self._ports:
+            self._ports[node] = rate_of(self._inventory.network.port(node))
+        return self._ports[node]
 
     def _joined(self, source: Place, target: Place) -> Link:
         network = self._inventory.network
@@ -61,7 +62,7 @@ class Places:
             if one != other:
                 passing["out", one] = passing.get(("out", one), 0.0) + share
                 passing["into", other] = passing.get(("into", other), 0.0) + share
-        ports_s = (share / rate_of(network.port(node)) for (_, node), share in passing.items())
+        ports_s = (share / self._port(node) for (_, node), share in passing.items())
         slowest_s = max((share / rate_of(link) for link, share in paths.values()))
         slowest_s = max((slowest_s, *ports_s))
         return Link(1.0 / slowest_s, max(link.latency_s for link, _ in paths.values()), 1.0)

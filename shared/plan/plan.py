@@ -8,27 +8,16 @@ from functools import cached_property
 from shared.cost.network import Network
 from shared.cost.transfer import Link
 from shared.domain.instance import Role
-from shared.plan.costs import Costs
+from shared.plan.costs import EngineCosts
 from shared.plan.estimate import Estimate
 from shared.plan.group import Group
 from shared.plan.places import Places, place_name
 from shared.plan.problem import Problem
+from shared.plan.routes import Route
 from shared.sim.spec import InstanceSpec
 
 ADAPTIVE = "adaptive"
 LEAST_SHARE = 0.002  # of the requests; a route with less is rounding
-
-
-@dataclass(frozen=True)
-class Route:
-    """A share of the requests: computed by one group and decoded by another, by their positions in the plan.
-
-    prefill None: the group that decodes computes the prompts, too.
-    """
-
-    prefill: int | None
-    decode: int
-    share: float
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,9 @@ def canonical(groups: Sequence[Group], alike: Sequence[int]) -> tuple[object, ..
     return (*pools, *sorted((shape for shape, _ in joint), key=repr))
 
 
-def deployed(problem: Problem, plan: Plan, costs: Costs, places: Places) -> tuple[tuple[InstanceSpec, ...], Network]:
+def deployed(
+    problem: Problem, plan: Plan, costs: EngineCosts, places: Places
+) -> tuple[tuple[InstanceSpec, ...], Network]:
     """The plan's groups as the simulator takes them, and the network between the places where they stand."""
     shop, inventory, limits = problem.shop, problem.inventory, problem.limits
     made = []

@@ -7,7 +7,7 @@ import yaml
 
 from shared.cost.network_file import entry_of
 from shared.domain.policies import KINDS
-from shared.plan.costs import Costs
+from shared.plan.costs import EngineCosts
 from shared.plan.group import Group
 from shared.plan.places import Places, place_name
 from shared.plan.plan import Plan
@@ -30,7 +30,7 @@ class Target:
     engine: Literal["emulated", "vllm"] = "emulated"
 
 
-def plan_text(problem: Problem, plan: Plan, costs: Costs, places: Places, target: Target, head: str = "") -> str:
+def plan_text(problem: Problem, plan: Plan, costs: EngineCosts, places: Places, target: Target, head: str = "") -> str:
     """The text of the file; `head` are lines of comment before it."""
     inventory, limits = problem.inventory, problem.limits
     spots = [group.place(inventory) for group in plan.groups]
@@ -71,7 +71,7 @@ def policies_of(words: str) -> dict[str, Any]:
     return {kind: found[kind] for kind in KINDS if kind in found}
 
 
-def _instance(problem: Problem, name: str, group: Group, costs: Costs, target: Target) -> dict[str, Any]:
+def _instance(problem: Problem, name: str, group: Group, costs: EngineCosts, target: Target) -> dict[str, Any]:
     inventory, shop = problem.inventory, problem.shop
     kind = group.kind(inventory, problem.dtype)
     geometry = shop.geometry

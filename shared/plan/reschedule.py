@@ -4,17 +4,19 @@ Source: ThunderServe 3.4: of the tabu search only flips of the phase, the layout
 Ours: all deployments within a few flips of alike groups, by the estimate; so it takes milliseconds, not seconds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 
 from shared.domain.instance import Role
-from shared.plan.estimate import Estimate
+from shared.plan.estimate import Estimate, Estimator
 from shared.plan.group import Group
-from shared.plan.plan import Plan, Route, canonical, routes_of
-from shared.plan.search import Search
+from shared.plan.plan import Plan, canonical, routes_of
+from shared.plan.routes import Route
 
-MOST_FLIPS = 3  # in a row of a climb; a climb goes on while it gains
-_WORTH_IT = 1.1  # times the goodput: less is not worth a drain, and less than the estimate can tell
+LOOKED_AT = 4  # of the deployments within reach, those that can get most through: what they serve in time is estimated
+STRIDES = (1, 2, 4, 8)  # flips of alike groups in one step of a climb, which goes on while it gains
+WORTH_IT = 1.1  # times the goodput: less is not worth a drain, and less than the estimate can tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +34,29 @@ class Proposal:
         return bool(self.flips)
 
 
-def rescheduled(search: Search, running: Plan) -> Proposal:
-    """The roles that serve most of the search's workload; those there are where no others are clearly better.
+def rescheduled(estimator: Estimator, running: Plan, fixed: Collection[int] = ()) -> Proposal:
+    """The roles that serve most of the problem's workload; those there are where no others are clearly better.
 
+    fixed: groups, by position, whose roles are not to change.
     Raises Incompatible for a group whose memory does not hold that workload's longest request.
     """
-    policies = running.policies
+    policies, problem = running.policies, estimator.problem
     local = not policies.startswith("plan:") or any(route.prefill is None for route in running.routes)
-    estimator, start = search.estimator, running.groups
+    start = running.groups
     before = estimator.of(start, local=local)
     here, best = start, before
     while True:
-        near = max(_flipped(search, here), key=lambda one: estimator.of(one, local=local).goodput, default=here)
+        turned = _flipped(problem.inventory.alike, here, frozenset(fixed))
+        able = nlargest(LOOKED_AT, turned, key=lambda one: estimator.most(one, local=local))
+        near = max(able, key=lambda one: estimator.of(one, local=local).goodput, default=here)
         found = estimator.of(near, local=local)
-        if found.goodput <= best.goodput * _WORTH_IT:
+        if found.goodput <= best.goodput * WORTH_IT:
             break
         here, best = near, found
     flips = tuple(at for at, (one, other) in enumerate(zip(start, here, strict=True)) if one.role is not other.role)
     plan = Plan(here, routes_of(best), policies)
     if policies.startswith("plan:"):
-        plan = Plan(here, plan.routes, plan.routed(search.problem))
+        plan = Plan(here, plan.routes, plan.routed(problem))
     return Proposal(plan, flips, before, best)
 
 
@@ -69,22 +74,22 @@ def survivors(plan: Plan, lost: Sequence[int]) -> tuple[tuple[Group, ...], tuple
     return tuple(plan.groups[at] for at in kept), shares
 
 
-def _flipped(search: Search, groups: Sequence[Group]) -> Iterator[tuple[Group, ...]]:
-    """Within `MOST_FLIPS` flips of alike groups in one direction, alike results once; one group decodes at least."""
-    alike = search.problem.inventory.alike
+def _flipped(alike: Sequence[int], groups: Sequence[Group], fixed: frozenset[int]) -> Iterator[tuple[Group, ...]]:
+    """`STRIDES` flips of alike groups in one direction, alike results once; one group decodes at least."""
     seen = {canonical(groups, alike)}
     for role in Role:
         for at, group in enumerate(groups):
-            if group.role is not role:
+            if group.role is not role or at in fixed:
                 continue
-            turned = list(groups)
-            left = MOST_FLIPS
+            turned, made = list(groups), 0
             for other in range(at, len(groups)):
                 same = groups[other].role is role and canonical((groups[other],), alike) == canonical((group,), alike)
-                if not same or not left:
+                if not same or other in fixed:
                     continue
                 turned[other] = groups[other].flipped()
-                left -= 1
+                made += 1
+                if made not in STRIDES:
+                    continue
                 key = canonical(turned, alike)
                 if key not in seen and any(one.role is Role.DECODE for one in turned):
                     seen.add(key)

@@ -33,6 +33,18 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """A share of the requests: computed by one group and decoded by another, by their positions in the plan.
+
+    prefill None: the group that decodes computes the prompts, too.
+    """
+
+    prefill: int | None
+    decode: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Flows:
     """Requests a second. sent: from prefill group i to decode group j, shape [p, d]. local: that a decode group
     computes itself, shape [d].

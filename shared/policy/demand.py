@@ -6,7 +6,7 @@ that watches arrivals and lengths and has the deployment rescheduled when they s
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from math import floor, log
+from math import floor, log, sqrt
 
 import msgspec
 
@@ -169,12 +169,12 @@ class DemandBook:
                     shifts.append(shift)
         return shifts
 
-    def demand(self, now: float) -> Demand | None:
-        """The profile; None before there is enough of it, and while a scheduler is silent."""
+    def demand(self, now: float, least_s: int = LEAST_S, least_requests: int = LEAST_REQUESTS) -> Demand | None:
+        """The profile; None before there is so much of it, and while a scheduler is silent."""
         if any(now - source.heard_s > SILENT_S for source in self._sources.values()):
             return None
         requests = sum(one.requests for one in self._seconds)
-        if len(self._seconds) < LEAST_S or requests < LEAST_REQUESTS or now - self._next > 2 * SILENT_S:
+        if len(self._seconds) < max(2, least_s) or requests < least_requests or now - self._next > 2 * SILENT_S:
             return None
         return _profile(self._seconds, requests, now - self._since, self._shift)
 
@@ -218,8 +218,20 @@ def _profile(seconds: Iterable[DemandSecond], requests: int, age_s: float, shift
         split_most=mean["split_most"],
         requests=requests,
         age_s=age_s,
+        prompt_spread=_spread(requests, mean["prompt_logs"], mean["prompt_log_squares"]),
+        output_spread=_answers_spread(rows),
         shift=shift,
     )
+
+
+def _spread(count: float, mean_log: float, mean_square: float) -> float:
+    return sqrt(max(0.0, mean_square - mean_log * mean_log)) if count > 1 else 0.0
+
+
+def _answers_spread(rows: Sequence[DemandSecond]) -> float:
+    ended = sum(one.ended for one in rows)
+    logs, squares = sum(one.ended_logs for one in rows), sum(one.ended_log_squares for one in rows)
+    return _spread(ended, logs / ended, squares / ended) if ended else 0.0
 
 
 def _turned_out(rows: Sequence[DemandSecond]) -> float:

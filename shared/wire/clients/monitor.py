@@ -63,11 +63,12 @@ class MonitorClient(JsonClient):
         drain_timeout_s: float = 30.0,
         who: str = "",
         operation_id: str = "",
+        why: str | None = None,
     ) -> dict[str, Any]:
         """Change its role. Raises Conflict for the last ready instance of a role, unless forced; OutcomeUnknown when
         no answer came: `operation` tells later.
         """
-        body = {"force": force, "drain_timeout_s": drain_timeout_s}
+        body = {"force": force, "drain_timeout_s": drain_timeout_s, "why": why}
         return await self._operate(instance_id, "flip", body, drain_timeout_s, who, operation_id)
 
     async def operation(self, operation_id: str) -> dict[str, Any]:
@@ -93,6 +94,11 @@ class MonitorClient(JsonClient):
     async def demand(self) -> dict[str, Any]:
         """What clients ask for: the profile, its last seconds and shifts, and the roles that would serve it best."""
         answer: dict[str, Any] = await self.call("GET", "/demand")
+        return answer
+
+    async def demand_profile(self) -> dict[str, Any]:
+        """The profile alone, as early as it can be told, and what people's flips forbid."""
+        answer: dict[str, Any] = await self.call("GET", "/demand/profile")
         return answer
 
     async def policies(self) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from services.launcher.model_source import PROJECT
 from shared.domain.instance import Role
 from shared.domain.kv import Codec
 from shared.plan.group import Group, Part
-from shared.plan.plan import Plan, Route, deployed
+from shared.plan.plan import Plan, deployed
 from shared.plan.plan_file import Target, plan_text, policies_of
 from shared.plan.problem import Problem
+from shared.plan.routes import Route
 from shared.plan.search import Search
 from shared.sim.cluster import simulate
 from tests.shared.plan.problems import inventory, problem, search

@@ -9,8 +9,9 @@ from shared.errors import Incompatible
 from shared.plan.advice import nearest
 from shared.plan.cheapest import cheapest
 from shared.plan.group import Group, Part
-from shared.plan.plan import Plan, Route
+from shared.plan.plan import Plan
 from shared.plan.reschedule import rescheduled, survivors
+from shared.plan.routes import Route
 from shared.plan.search import Stopped
 from shared.sim.arrivals import synthetic
 from tests.shared.plan.problems import inventory, problem, search
@@ -33,7 +34,7 @@ def test_roles_follow_what_clients_ask_for() -> None:
     asked = problem(STOCK)
     prompts = search(replace(asked, workload=synthetic(400, 3000, 15, seed=1)))
     answers = search(replace(asked, workload=synthetic(400, 200, 600, seed=1)))
-    more, less = (rescheduled(found, Plan(groups, policies="plan:routes=[]")) for found in (prompts, answers))
+    more, less = (rescheduled(found.estimator, Plan(groups, policies="plan:routes=[]")) for found in (prompts, answers))
     assert prefills(more.plan.groups) > 4 > prefills(less.plan.groups) >= 1
     for proposal in (more, less):
         assert proposal.after.goodput > 1.1 * proposal.before.goodput
@@ -43,8 +44,8 @@ def test_roles_follow_what_clients_ask_for() -> None:
 
 def test_what_serves_well_stays_as_it_is() -> None:
     found = search(problem(STOCK))
-    first = rescheduled(found, Plan((*[one(P, 0)] * 4, *[one(D, 1)] * 4)))
-    again = rescheduled(found, first.plan)
+    first = rescheduled(found.estimator, Plan((*[one(P, 0)] * 4, *[one(D, 1)] * 4)))
+    again = rescheduled(found.estimator, first.plan)
     assert not again.changes
     assert again.plan.groups == first.plan.groups
 

@@ -1,0 +1,147 @@
+"""Reviews of a running cluster: what its instances have measured, what clients ask for, and other roles for that."""
+
+import msgspec
+import pytest
+
+from shared.cost.kinds import EngineKind, Stage, Workshop
+from shared.cost.library import Library
+from shared.domain.demand import Demand
+from shared.domain.instance import InstanceView, Role
+from shared.domain.rates import LinkRate, Rates
+from shared.errors import InvalidRequest
+from shared.plan.review import Finding, reviewed
+from shared.plan.running import Fleet, changed, workload_of
+from shared.policy.plan_routes import PlanRoute
+from tests.shared.policy.views import instance
+
+LIBRARY = Library.built_in()
+SHOP = Workshop(LIBRARY, LIBRARY.geometry("Llama-3-8B"))
+CHAT = Demand(10.0, 1.0, 500.0, 500.0, 500.0**2 * 1.5, 300.0, 1.0, 0.05, 0.0, 1.0, prompt_spread=0.6, output_spread=0.6)
+CODE = Demand(
+    10.0, 1.0, 4000.0, 4000.0, 4000.0**2 * 1.5, 20.0, 2.0, 0.05, 0.0, 1.0, prompt_spread=0.6, output_spread=0.6
+)
+
+
+def rates_of(accelerator: str) -> Rates:
+    kind = EngineKind((Stage(accelerator, SHOP.geometry.layers),))
+    rates = SHOP.rates(kind, 2048)
+    return Rates(rates.prefill, rates.chunked, rates.batch, rates.step, LinkRate(5e9, 1e-3))
+
+
+def views(roles: str, accelerator: str = "A100-SXM-80") -> tuple[InstanceView, ...]:
+    """One instance a letter: p or d."""
+    return tuple(
+        instance(
+            f"i{at}",
+            Role.PREFILL if role == "p" else Role.DECODE,
+            rates=rates_of(accelerator),
+            total_blocks=20_000,
+            chunk_size=2048,
+            max_seqs=256,
+            max_model_len=16_384,
+        )
+        for at, role in enumerate(roles)
+    )
+
+
+def roles_after(fleet: Fleet, finding: Finding) -> str:
+    turned = {flip.instance_id: flip.to_role for flip in finding.flips}
+    return "".join(turned.get(view.instance_id, view.role).value[0] for view in fleet.views)
+
+
+def asked(demand: Demand, share: float, roles: str) -> Demand:
+    """The demand at that share of what these roles serve."""
+    goodput = Fleet(views(roles), demand, LIBRARY, local=False).expected().goodput
+    return changed(demand, rate=share * goodput / demand.rate)
+
+
+def test_roles_that_serve_the_demand_stay() -> None:
+    finding = reviewed(Fleet(views("ppdd"), asked(CHAT, 0.5, "ppdd"), LIBRARY, local=False))
+    assert not finding.changes
+    assert "the roles serve this" in finding.why
+    assert finding.now.attainment > 0.9
+    assert sum(route.share for route in finding.routes) == pytest.approx(1.0)
+
+
+def test_a_shift_to_long_prompts_turns_decoders() -> None:
+    demand = asked(CODE, 0.8, "pppd")
+    fleet = Fleet(views("pddd"), demand, LIBRARY, local=False)
+    finding = reviewed(fleet)
+    assert roles_after(fleet, finding).count("p") >= 2
+    assert finding.then.goodput > 1.5 * finding.now.goodput
+    assert finding.then.attainment > finding.now.attainment
+    assert not finding.changes_routes
+
+
+def test_a_lost_side_is_made_up_for() -> None:
+    demand = asked(CHAT, 0.4, "pddd")
+    fleet = Fleet(views("ddd"), demand, LIBRARY, local=False)
+    finding = reviewed(fleet)
+    assert finding.now.goodput == 0.0
+    assert roles_after(fleet, finding) == "pdd"
+    assert finding.then.goodput > demand.rate
+
+
+def test_what_people_set_stays() -> None:
+    demand = asked(CODE, 0.8, "pppd")
+    fleet = Fleet(views("pddd"), demand, LIBRARY, local=False)
+    finding = reviewed(fleet, fixed=["i1", "i2", "i3"])
+    assert not finding.changes
+    assert "3 are kept as they are" in finding.why
+
+
+def test_routes_in_force_that_lost_an_end_are_replaced() -> None:
+    one_way = [PlanRoute("i0", "i2", 0.9), PlanRoute("i1", "i3", 0.1)]
+    demand = asked(CHAT, 0.9, "ppdd")
+    fleet = Fleet(views("ppdd"), demand, LIBRARY, local=False)
+    finding = reviewed(fleet, one_way)
+    assert finding.changes_routes
+    assert not finding.flips
+    assert finding.then.goodput > 1.1 * finding.now.goodput
+    into = {at: sum(r.share for r in finding.routes if r.decode == at) for at in ("i2", "i3")}
+    assert into["i2"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_slow_links_count() -> None:
+    demand = asked(CHAT, 0.5, "pd")
+    fast = Fleet(views("pd"), demand, LIBRARY, local=False).expected()
+    slow_views = tuple(
+        instance(
+            view.instance_id,
+            view.role,
+            rates=Rates(step=view.info.rates.step, link=LinkRate(2e6)),
+            total_blocks=20_000,
+            chunk_size=2048,
+            max_seqs=256,
+            max_model_len=16_384,
+        )
+        for view in views("pd")
+    )
+    assert Fleet(slow_views, demand, LIBRARY, local=False).expected().goodput < 0.8 * fast.goodput
+
+
+def test_the_demand_as_requests_has_its_means_and_spreads() -> None:
+    made = workload_of(CHAT, 16_384)
+    assert made.prompt_tokens.mean() == pytest.approx(500.0, rel=0.02)
+    assert made.output_tokens.mean() == pytest.approx(300.0, rel=0.02)
+    assert (made.prompt_tokens + made.output_tokens).max() <= 16_384
+    short = workload_of(CODE, 2048)
+    assert (short.prompt_tokens + short.output_tokens).max() <= 2048
+
+
+def test_nobody_there_is_said() -> None:
+    with pytest.raises(InvalidRequest, match="no instance is ready"):
+        Fleet((), CHAT, LIBRARY)
+    with pytest.raises(InvalidRequest, match="positive"):
+        changed(CHAT, rate=0.0)
+
+
+def test_many_instances_of_several_kinds_turn_in_strides() -> None:
+    mixed = [view for kind in ("A100-SXM-80", "A40", "A10", "H100-SXM") for view in views("ppdddddd", kind)]
+    several = tuple(
+        msgspec.structs.replace(v, info=msgspec.structs.replace(v.info, instance_id=f"n{at}"))
+        for at, v in enumerate(mixed)
+    )
+    finding = reviewed(Fleet(several, changed(CODE, rate=6.0), LIBRARY, local=False))
+    assert len(finding.flips) > 8
+    assert finding.then.goodput > 2.0 * finding.now.goodput
