@@ -66,14 +66,15 @@ class EmulatedEngine:
         self.link = EmulatedLink(geometry, s.emulated_link_gbps, s.dtype, paths, s.emulated_slowdown)
         copies = float(s.tensor_parallel) if geometry.latent else max(1.0, s.tensor_parallel / geometry.kv_heads)
         total = max(1, int(s.kv_cache_bytes // (geometry.kv_bytes_per_token(2.0) * copies * s.block_size)))
-        self._lanes = tuple(self._lane(max(1, total // lanes)) for _ in range(lanes))
+        each = max(1, total // lanes)  # what is left over is of no use to any
+        self._lanes = tuple(self._lane(each) for _ in range(lanes))
         for lane in self._lanes:
             self._tasks.append(asyncio.get_running_loop().create_task(lane.run(), name="emulated-engine"))
             self._tasks[-1].add_done_callback(_stop_with_engine)
         named = f"emulated:{geometry.name}"
         compatibility = Compatibility(named, "emulated", "1", WIRE_VERSION, geometry.kv_geometry())
-        longest = min(s.max_model_len, max(1, total // lanes) * s.block_size) if lanes > 1 else s.max_model_len
-        return EngineInfo(compatibility, total, longest, s.block_size, _rates(s, shop, kind))
+        longest = min(s.max_model_len, each * s.block_size) if lanes > 1 else s.max_model_len
+        return EngineInfo(compatibility, each * lanes, longest, s.block_size, _rates(s, shop, kind))
 
     def _lane(self, blocks: int) -> EmulatedLane:
         scheduler = EmulatedScheduler(self._settings, blocks, self.policies, self._rates, self.link.pull, self._cache)

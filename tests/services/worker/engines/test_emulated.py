@@ -181,6 +181,15 @@ async def test_a_pipeline_has_a_lane_for_each_stage() -> None:
         assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.total_blocks)
 
 
+async def test_an_idle_pipeline_has_all_the_blocks_that_it_told_of() -> None:
+    """Also where they do not divide by its lanes: it would never look idle."""
+    running = EmulatedEngine(settings(pipeline_parallel=2, kv_cache_bytes=7 * 32 * 131_072))  # 7 blocks of Llama-3-8B
+    told = await running.start()
+    stats = running.stats()
+    await running.close()
+    assert (told.total_blocks, stats.total_blocks, stats.free_blocks) == (6, 6, 6)
+
+
 async def test_unlike_stages_are_as_fast_as_the_simulator_has_them() -> None:
     shop = Workshop(Library.built_in(), bundled_geometry("Llama-3-8B"))
     kind = EngineKind((Stage("A10", 10), Stage("A100-SXM-80", 22)), dtype="bfloat16")
