@@ -1,4 +1,4 @@
-"""`polyphase bench plan`: the planner on its papers' cases, beside the oracle, beside every other method, and large."""
+"""`polyphase bench plan`: the papers' cases, beside the oracle and every other method, large, and plans started."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench.plan_limits import case_impossible
+from lab.bench.plan_live import case_live
 from lab.bench.plan_papers import case_huawei, case_zte
 from lab.bench.plan_random import case_beside, case_oracle, case_scale
 from lab.bench.plan_thunderserve import Part, case_32, case_bandwidth, case_loss, case_sizes
@@ -32,6 +33,7 @@ PARTS: dict[str, Callable[[PlanBenchOptions], Part]] = {
     "scale": lambda _: case_scale(),
     "beside": lambda options: case_beside(options.processes),
     "impossible": lambda _: case_impossible(),
+    "live": lambda options: case_live(options.data),
 }
 
 

@@ -46,15 +46,21 @@ def turning(phases: Sequence[Phase], longest_tokens: int, seed: int, data: Path 
 
 def _part(phase: Phase, longest_tokens: int, seed: int, data: Path | None) -> Workload:
     wanted = max(2, round(phase.rate * phase.seconds))
-    lengths = _lengths(phase.kind, round(SPARE * wanted) + 50, longest_tokens, seed, data)
+    found = lengths(phase.kind, round(SPARE * wanted) + 50, longest_tokens, seed, data)
     options = WorkloadOptions(phase.kind, seed=seed, arrivals=phase.arrivals)
-    timed = at_rate(lengths.head(wanted).at_once(), options, phase.rate)
+    timed = at_rate(found.head(wanted).at_once(), options, phase.rate)
     return timed.head(int(np.searchsorted(timed.arrival_s - timed.arrival_s[0], phase.seconds)))
 
 
-def _lengths(kind: str, count: int, longest_tokens: int, seed: int, data: Path | None) -> Workload:
+def trace_of(kind: str, data: Path | None) -> Path | None:
+    """The trace of that kind below `data`, where it is there."""
     trace = data / "traces" / "azure2023" / TRACES[kind] if data is not None else None
-    if trace is not None and trace.exists():
+    return trace if trace is not None and trace.exists() else None
+
+
+def lengths(kind: str, count: int, longest_tokens: int, seed: int, data: Path | None) -> Workload:
+    """So many requests of that kind less those that are too long, all at once: of Azure's trace, else made."""
+    if (trace := trace_of(kind, data)) is not None:
         whole = make_workload(WorkloadOptions(str(trace)))
         rows = (seed * 997 + np.arange(count)) % len(whole)  # as they follow each other there
     else:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import ceil, exp, inf, log, sqrt
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shared.plan.estimate import Estimator
 from shared.plan.plan import Plan, deployed
@@ -15,7 +16,7 @@ from shared.sim.metrics import summary
 from shared.sim.outcomes import Outcomes, SimResult
 from shared.sim.policy_words import with_words
 from shared.sim.spec import RunSpec
-from shared.sim.workload import Workload
+from shared.sim.workload import Times, Workload
 
 SPAN_S, LIVES = 30.0, 3.0  # of a run's arrivals: so long, and so many times as long as a request lasts, at least
 TOO_MUCH = 0.18  # a rate that is higher by so much than what can be served for ever must show
@@ -150,11 +151,16 @@ def repeated(workload: Workload, count: int) -> Workload:
 
 def settled(outcomes: Outcomes, problem: Problem) -> float:
     """The share of a run's later requests within the SLO."""
-    slo, came = problem.slo, outcomes.arrival_s
-    later = came >= came[0] + _LATER * (came[-1] - came[0])
+    slo = problem.slo
     steady = (outcomes.tpot_s <= slo.tpot_s) | (outcomes.output_tokens < 2)
     in_time = outcomes.completed & (outcomes.ttft_s <= slo.ttft_s) & steady
-    return float(in_time[later].mean())
+    return float(in_time[later(outcomes.arrival_s)].mean())
+
+
+def later(arrival_s: Times) -> NDArray[np.bool_]:
+    """Which requests of a run count as come to a full cluster. arrival_s: shape [n], in their order."""
+    found: NDArray[np.bool_] = arrival_s >= arrival_s[0] + _LATER * (arrival_s[-1] - arrival_s[0])
+    return found
 
 
 class Curve:
