@@ -126,5 +126,5 @@ def test_a_trace_that_is_missing_is_told_of_and_made(tmp_path: Path) -> None:
 def test_a_pair_does_live_what_it_does_in_the_simulator() -> None:
     """Short, and so only nearly; that all of a promise is kept is the bench's to show."""
     kept = kept_promise(pair(), 24)
-    assert kept.live.ttft_mean_s == pytest.approx(kept.simulated.ttft_mean_s, rel=0.2)
+    assert kept.live.ttft_mean_s == pytest.approx(kept.simulated.ttft_mean_s, abs=0.1)
     assert kept.live.tpot_mean_s == pytest.approx(kept.simulated.tpot_mean_s, rel=0.2)
