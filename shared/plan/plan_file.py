@@ -14,6 +14,7 @@ from shared.plan.plan import Plan
 from shared.plan.problem import Problem
 from shared.policy.written import from_words
 
+TOKENIZER = "models/demo"  # of emulated engines: a folder of the project
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 

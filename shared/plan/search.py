@@ -97,7 +97,10 @@ def searched(name: str, method: Method, search: Search) -> Outcome:
         within = f" within {budget:g} USD/h" if budget < inf else ""
         raise Incompatible(f"method {name} finds no deployment {what}{within}")
     plan, goodput = best
-    promise = search.judge.promise(plan, goodput)
+    try:
+        promise = search.judge.promise(plan, goodput)
+    except KeyboardInterrupt:  # there is a plan: its last run is made from the start
+        stopped, promise = True, search.judge.promise(plan, goodput)
     took_s = search.clock() - began
     return Outcome(name, plan, promise, took_s, found_s - began, search.judge.runs - before, stopped)
 
