@@ -2,6 +2,8 @@
 
 import msgspec
 
+from shared.domain.instance import Role
+
 LOST = ("lost", "dead", "unresponsive")
 
 
@@ -9,7 +11,7 @@ class FleetInstance(msgspec.Struct, frozen=True):
     """One instance as the planner counts it. load: 0..1 of what it can do."""
 
     instance_id: str
-    role: str
+    role: Role
     state: str = "ready"
     accelerator: str = ""
     tensor_parallel: int = 1
