@@ -60,12 +60,12 @@ def deviation(figure: Figure, before: float | None, after: float | None, same: s
     if figure is ATTAINMENT:
         return _points(before, after, same)
     if before <= 0.0:
-        return Deviation(same if after <= 0.0 else figure.more)
+        return Deviation(figure.more, gain=figure.better > 0) if after > 0.0 else Deviation(same)
     change = after / before - 1.0
     if abs(change) < CLOSE:
         return Deviation(same)
     word = figure.more if change > 0 else figure.less
-    said = f"{abs(change) * 100:.0f} % {word}" if change < 1.0 else f"{after / before:.2g} times as {_many(figure)}"
+    said = f"{abs(change) * 100:.0f} % {word}" if change < 1.0 else f"{after / before:.2g} times as {_much(figure)}"
     gain = change * figure.better
     return Deviation(said, trouble=gain < -FAR, gain=gain > 0)
 
@@ -141,5 +141,5 @@ def _points(before: float, after: float, same: str) -> Deviation:
     return Deviation(said, trouble=gap < -FAR_POINTS, gain=gap > 0)
 
 
-def _many(figure: Figure) -> str:
-    return "long" if figure.better < 0 else "many"
+def _much(figure: Figure) -> str:
+    return "long" if figure.better < 0 else "much"
