@@ -39,7 +39,7 @@ def auto(read: Read[Fleet], session: PlanSession) -> None:
             on_click=session.want,
             args=(Wish(act, target),),
         )
-    if fleet.trouble:
+    if fleet.trouble and not read.stale:
         st.warning(f"Nothing can be proposed: {fleet.trouble}", icon=":material/warning:")
 
 
@@ -123,14 +123,14 @@ def _ago(then_s: float, now_s: float) -> str:
 
 
 def _changes(one: Proposal) -> str:
-    routes = look.soft("new routes") if one.changes_routes else ""
+    routes = f'<span class="pp-flip">{look.soft("new routes")}</span>' if one.changes_routes else ""
     return " ".join(filter(None, (flips(one.flips), routes))) or look.soft("nothing")
 
 
 def _steps(steps: Sequence[Step], now_s: float) -> str:
     return "".join(
         f"<div>{'✓' if step.ok else '✕'} {look.text(step.what)} "
-        f"{look.soft(' · '.join(filter(None, (step.text, units.ago(step.at_s, now_s)))))}</div>"
+        f"{look.soft(' · '.join(filter(None, (step.text, _ago(step.at_s, now_s)))))}</div>"
         for step in steps
     )
 

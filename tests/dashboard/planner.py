@@ -128,13 +128,12 @@ def search(plan_id: str, state: str = "done", **more: Any) -> dict[str, Any]:
         "compared": [{"method": "tabu", "goodput": 6.6}, {"method": "coupled", "goodput": 4.1}],
         "cluster_file": CLUSTER_FILE,
     }
-    ended = state not in ("waiting", "running")
     made = {
         "plan_id": plan_id,
         "state": state,
         "who": "anna",
         "submitted_s": T0,
-        "ended_s": T0 + 42.0 if ended else None,
+        "ended_s": None if state in ("waiting", "running") else T0 + 42.0,
         "progress": {"what": "judging candidates", "best_goodput": 6.8, "elapsed_s": 12.0},
         "result": result if state in ("done", "cancelled") else None,
         "error": "no deployment fits" if state == "failed" else "",

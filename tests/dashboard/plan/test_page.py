@@ -188,12 +188,14 @@ def test_a_search_is_submitted(planner: FakePlanner, plan_page: AppTest) -> None
 
 def test_what_is_known_stays_when_the_planner_goes(planner: FakePlanner, plan_page: AppTest) -> None:
     planner.proposals, planner.plans = [proposal("pr-1")], [search("plan-1", "running")]
+    planner.fleet["trouble"] = "too few requests"
     plan_page.run()
     planner.away = True
     plan_page.run()
     assert not plan_page.exception
     assert "In grey: what it said" in plan_page.error[0].value
     assert 'class="pp pp-stale"' in html(plan_page)
+    assert not plan_page.warning  # it may be over
     for key in ("accept-pr-1", "auto", "cancel-plan-1", "suppose", "search_wanted"):
         assert button(plan_page, key).disabled, key
     planner.away = False
