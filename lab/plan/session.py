@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf, isfinite
+from os import cpu_count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -184,7 +185,8 @@ def _outcomes(options: PlanOptions, problem: Problem) -> list[Outcome]:
 
 def _searched(options: PlanOptions, problem: Problem, name: str, status: Status, begin: float) -> Outcome:
     until_s = begin + options.seconds
-    search = Search(problem, perf_counter, _run(options), until_s, options.seed, _teller(status, begin))
+    tell, helped = _teller(status, begin), (cpu_count() or 1) > 1
+    search = Search(problem, perf_counter, _run(options), until_s, options.seed, tell, helped)
     return searched(name, method(name), search)
 
 

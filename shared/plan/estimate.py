@@ -5,6 +5,7 @@ share of requests within their SLO from both, over a sample of the workload. The
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import inf, sqrt
 
@@ -62,6 +63,9 @@ class Estimator:
         self._sent = np.minimum(sample.prompts, problem.limits.batched_tokens) * self._wire
         self._flowed: dict[tuple[tuple[Group, ...], bool], _Flowing] = {}
         self._known: dict[tuple[tuple[Group, ...], bool, float], Estimate] = {}
+        contexts = sample.prompts + sample.outputs / 2.0
+        self.crowded = False  # whether decodes wait for seats, as in bursts they do
+        self.unlike = 1.0 + float(contexts.var() / contexts.mean() ** 2)  # of contexts: so many fewer seats pool waits
         self._outputs = np.maximum(1, sample.outputs - 1).astype(np.float64)
 
     def cost(self, group: Group) -> EngineCost:
@@ -74,6 +78,12 @@ class Estimator:
                 f"request of {problem.longest} tokens in each lane"
             )
         return found
+
+    def for_crowds(self) -> "Estimator":
+        """The same, with waits for seats in the batches of small groups. Too low where batches are large."""
+        other = copy(self)
+        other.crowded, other._known = True, {}
+        return other
 
     def most(self, groups: Sequence[Group], *, local: bool = True) -> float:
         """Requests a second that get through, whatever they wait."""
@@ -168,7 +178,7 @@ class _Sides:
     def met(self, flows: Flows) -> tuple[float, float, float]:
         """The share of requests within their SLO, and their mean TTFT and TPOT."""
         slo = self._estimator.problem.slo
-        step_s, spread_s = self._decode_sides(flows)
+        step_s, spread_s, seats = self._decode_sides(flows)
         from_, to = np.nonzero(flows.sent)
         alone = np.flatnonzero(flows.local)
         wait = _Wait.of(self._before, flows.sent.sum(axis=1))
@@ -184,6 +194,11 @@ class _Sides:
         at = np.concatenate([to, alone])
         token_s = step_s[at][:, None] + more_s
         steady = ndtr((slo.tpot_s - token_s) / spread_s[at])
+        if self._estimator.crowded:
+            left_s = (slo.tpot_s - token_s) * self._estimator.outputs  # of its decode, for a seat
+            steady *= np.array([seats[j].within(one) for j, one in zip(at.tolist(), left_s, strict=True)]).reshape(
+                steady.shape
+            )
         weight = np.concatenate([flows.sent[from_, to], flows.local[alone]]) / flows.rate
         weight[np.isinf(step_s[at])] = 0.0  # its queue grows without end: none of these is in time
         kept = weight > 0.0
@@ -192,18 +207,24 @@ class _Sides:
         ttft_s = weight @ (prefill_s.mean(axis=1) + waits_s)[kept]
         return float(met), float(ttft_s), float(weight @ token_s.mean(axis=1)[kept])
 
-    def _decode_sides(self, flows: Flows) -> tuple[Times, Times]:
-        """Of each group that decodes: seconds a token, shape [d], and how they spread, by request, shape [d, n].
+    def _decode_sides(self, flows: Flows) -> tuple[Times, Times, list["_Wait"]]:
+        """Of each group that decodes: seconds a token, shape [d], how they spread, by request, shape [d, n], and the
+        wait for a seat in a batch.
 
         A token without end where its queue grows for ever.
         """
         coming = (flows.sent.sum(axis=0) + flows.local).tolist()
         step_s, spread_s = np.full(len(self._after), inf), np.ones((len(self._after), len(self._estimator.outputs)))
+        seats = [_Wait(0.0, inf)] * len(self._after)
         for j, cost in enumerate(self._after):
             side = self._decode_side(cost, coming[j], float(flows.local[j]) / cost.prefills_per_s)
             if side is not None:
                 step_s[j], spread_s[j] = side
-        return step_s, spread_s
+                if not self._estimator.crowded:
+                    continue
+                life_s = self._estimator.problem.sample.output * float(step_s[j])
+                seats[j] = _Wait.for_seats(coming[j] * life_s, cost.lanes * cost.batch / self._estimator.unlike, life_s)
+        return step_s, spread_s, seats
 
     def _decode_side(self, cost: EngineCost, rate: float, share: float) -> tuple[float, Times] | None:
         """Seconds a token where `rate` requests a second decode, and how they spread, by request; None: too many."""
@@ -251,6 +272,14 @@ class _Wait:
         times = np.concatenate([cost.prefill_s for cost, _ in used])
         varies = float(times.var() / times.mean() ** 2)
         return cls(load ** (sqrt(2.0 * (servers + 1.0)) - 1.0), 2.0 * (1.0 - load) * speed / (1.0 + varies))
+
+    @classmethod
+    def for_seats(cls, taken: float, seats: float, life_s: float) -> "_Wait":
+        """Where decodes of `life_s` take so many of the seats on average."""
+        load = taken / seats
+        if load >= 1.0:
+            return cls(1.0, 0.0)
+        return cls(load ** (sqrt(2.0 * (seats + 1.0)) - 1.0), seats * (1.0 - load) / life_s)
 
     @property
     def mean_s(self) -> float:
