@@ -144,14 +144,15 @@ class Judge:
         if near <= 0.0:
             return 0.0
         self._look(plan, curve, [near / _BESIDE, near * _BESIDE])
-        stride = _STRIDE
+        stride, least = _STRIDE, _LEAST
         for _ in range(_LOOKS):
             rate, attained = curve.highest if curve.best else curve.lowest
             if curve.bracketed or rate <= 0.0:
                 break
-            step = min(stride, 1.0 + max(_LEAST, abs(attained - target)))
+            step = min(stride, 1.0 + max(least, abs(attained - target)))
             self._look(plan, curve, [rate * step if curve.best else rate / step])
             stride *= _STRIDE if attained >= _POOR else 1.5
+            least *= 2.0  # where the curve is flat the target is farther than it seems
         if not curve.bracketed:
             return curve.best
         self._look(plan, curve, [curve.crossing * share for share in _ABOUT])
