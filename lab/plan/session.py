@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
+from os import cpu_count
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -42,7 +43,8 @@ def run_plan(options: PlanOptions, console: Console) -> dict[str, Any]:
     """
     asked = read_asked(options)
     with Console(stderr=True).status("planning") as status:
-        outcomes = answered(asked, perf_counter, _teller(status, perf_counter()))
+        tell = _teller(status, perf_counter())
+        outcomes = answered(asked, perf_counter, tell, helped=(cpu_count() or 1) > 1)
     text = cluster_file(asked, outcomes[0])
     show(console, asked.problem, outcomes)
     try:

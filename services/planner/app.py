@@ -11,6 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.planner.decider import Decider
 from services.planner.fleet_routes import router as fleet_router
 from services.planner.proposals import Proposals
+from services.planner.search_routes import router as search_router
+from services.planner.searches import Searches
 from services.planner.settings import PlannerSettings
 from services.planner.state import State
 from services.planner.watch import Watch
@@ -28,6 +30,7 @@ from shared.wire.clients.monitor import MonitorClient
 from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
+AGAIN_S = 1.0
 
 
 def create_app(settings: PlannerSettings) -> FastAPI:
@@ -42,6 +45,7 @@ def create_app(settings: PlannerSettings) -> FastAPI:
 
     app = service_app("planner", lifespan, registry)
     app.include_router(fleet_router)
+    app.include_router(search_router)
     return app
 
 
@@ -55,6 +59,8 @@ async def _start(stack: AsyncExitStack, settings: PlannerSettings, registry: Col
     proposals = Proposals(store, registry, settings.hold_s)
     library = await asyncio.to_thread(Library.built_in)
     tasks = await stack.enter_async_context(background())
+    searches = Searches(settings, store, tasks)
+    stack.callback(searches.close)
     decider = Decider(settings, monitor, proposals, tasks)
     watch = Watch(settings, monitor, proposals, library, decider.proposed)
 
@@ -66,16 +72,20 @@ async def _start(stack: AsyncExitStack, settings: PlannerSettings, registry: Col
     stack.callback(subscriber.close)
     retention = Retention(engine, {"plans": settings.retention_s, "proposals": settings.retention_s}, store.ready)
     tasks.start("write-behind", store.run())
-    tasks.start("recall", _recall(engine, store, proposals))
+    tasks.start("recall", _recall(engine, store, proposals, searches))
     tasks.every("retention", settings.prune_period_s, retention.step)
     tasks.start("watch", watch.run())
-    return State(settings, monitor, watch, proposals, decider)
+    return State(settings, monitor, watch, proposals, decider, searches)
 
 
-async def _recall(engine: AsyncEngine, store: WriteBehind, proposals: Proposals) -> None:
-    """Once the database answers, what a former life proposed is known again."""
+async def _recall(engine: AsyncEngine, store: WriteBehind, proposals: Proposals, searches: Searches) -> None:
+    """Once the database answers, what a former life proposed and searched for is known again."""
     await store.ready.wait()
-    try:
-        await proposals.recall(engine)
-    except PolyphaseError as error:
-        log.warning("no proposal remembered", reason=error.message)
+    for book in (proposals, searches):
+        while True:
+            try:
+                await book.recall(engine)
+                break
+            except PolyphaseError as error:
+                log.error("what was before is not known yet; trying on", reason=error.message)
+                await asyncio.sleep(AGAIN_S)

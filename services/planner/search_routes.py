@@ -6,7 +6,7 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from services.planner.edge import SearchIn
 from services.planner.searches import Searches
-from shared.wire.clients.monitor import ACTOR_HEADER
+from services.planner.state import Who
 
 router = APIRouter()
 
@@ -16,13 +16,7 @@ async def _searches(request: Request) -> Searches:
     return searches
 
 
-async def _who(request: Request) -> str:
-    client = request.client.host if request.client else "unknown"
-    return request.headers.get(ACTOR_HEADER, client)[:128]
-
-
 Book = Annotated[Searches, Depends(_searches)]
-Who = Annotated[str, Depends(_who)]
 
 
 @router.post("/plans")

@@ -7,6 +7,7 @@ from fastapi import Depends, Request
 
 from services.planner.decider import Decider
 from services.planner.proposals import Proposals
+from services.planner.searches import Searches
 from services.planner.settings import PlannerSettings
 from services.planner.watch import Watch
 from shared.wire.clients.monitor import ACTOR_HEADER, MonitorClient
@@ -21,6 +22,7 @@ class State:
     watch: Watch
     proposals: Proposals
     decider: Decider
+    searches: Searches
 
 
 async def _state(request: Request) -> State:

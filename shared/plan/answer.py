@@ -16,8 +16,8 @@ from shared.plan.search import Outcome, Search, Stopped, Tell, searched
 from shared.sim.spec import RunSpec
 
 
-def answered(asked: Asked, clock: Clock, tell: Tell) -> list[Outcome]:
-    """The plan that was asked for, then those of the methods that it is compared with.
+def answered(asked: Asked, clock: Clock, tell: Tell, helped: bool = False) -> list[Outcome]:
+    """The plan that was asked for, then those of the methods that it is compared with. helped: see `Search`.
 
     After Ctrl-C it is the best so far, and compared with what was compared already. Raises Incompatible that says what
     is the nearest that is possible; Stopped where Ctrl-C came before there was a plan.
@@ -26,7 +26,7 @@ def answered(asked: Asked, clock: Clock, tell: Tell) -> list[Outcome]:
     if wanted.cheapest:
         return [_cheapest(asked, clock, tell)]
     try:
-        chosen = _searched(asked, wanted.method, clock, began, tell)
+        chosen = _searched(asked, wanted.method, clock, began, tell, helped)
     except Incompatible as error:
         if wanted.method != "best" or isinstance(error, Stopped):
             raise
@@ -35,17 +35,17 @@ def answered(asked: Asked, clock: Clock, tell: Tell) -> list[Outcome]:
         raise Incompatible(f"nothing serves this within the SLO\n{nearest(problem, clock)}")
     if not wanted.compare or chosen.stopped:
         return [chosen]
-    return [chosen, *_others(asked, clock, began, tell)]
+    return [chosen, *_others(asked, clock, began, tell, helped)]
 
 
-def _others(asked: Asked, clock: Clock, began: float, tell: Tell) -> list[Outcome]:
+def _others(asked: Asked, clock: Clock, began: float, tell: Tell, helped: bool) -> list[Outcome]:
     """What the quick methods find in the time that is left; none of those that find nothing."""
     found: list[Outcome] = []
     for name in QUICK:
         if name == asked.wanted.method or clock() - began >= asked.wanted.seconds:
             continue
         try:
-            found.append(_searched(asked, name, clock, began, tell))
+            found.append(_searched(asked, name, clock, began, tell, helped))
         except (Stopped, KeyboardInterrupt):
             break
         except Incompatible:
@@ -56,8 +56,8 @@ def _others(asked: Asked, clock: Clock, began: float, tell: Tell) -> list[Outcom
     return found
 
 
-def _searched(asked: Asked, name: str, clock: Clock, began: float, tell: Tell) -> Outcome:
-    return searched(name, method(name), _search(asked, clock, began, tell))
+def _searched(asked: Asked, name: str, clock: Clock, began: float, tell: Tell, helped: bool) -> Outcome:
+    return searched(name, method(name), _search(asked, clock, began, tell, helped))
 
 
 def _cheapest(asked: Asked, clock: Clock, tell: Tell) -> Outcome:
@@ -69,10 +69,10 @@ def _cheapest(asked: Asked, clock: Clock, tell: Tell) -> Outcome:
     return Outcome("cheapest", plan, promise, took_s, took_s, search.judge.runs)
 
 
-def _search(asked: Asked, clock: Clock, began: float, tell: Tell) -> Search:
+def _search(asked: Asked, clock: Clock, began: float, tell: Tell, helped: bool = False) -> Search:
     """Emulated engines send KV when the whole prompt is computed."""
     run = RunSpec(streaming=asked.wanted.engine != "emulated")
-    return Search(asked.problem, clock, run, began + asked.wanted.seconds, asked.wanted.seed, tell)
+    return Search(asked.problem, clock, run, began + asked.wanted.seconds, asked.wanted.seed, tell, helped)
 
 
 def cluster_file(asked: Asked, chosen: Outcome) -> str:
@@ -85,7 +85,21 @@ def cluster_file(asked: Asked, chosen: Outcome) -> str:
         asked.model,
         "emulated" if emulated else "vllm",
     )
-    return plan_text(problem, chosen.plan, estimator.costs, estimator.places, target, _head(asked, chosen))
+    head, promise = _head(asked, chosen), promised(chosen)
+    return plan_text(problem, chosen.plan, estimator.costs, estimator.places, target, head, promise)
+
+
+def promised(chosen: Outcome) -> dict[str, float]:
+    """What the planner service compares the running plan with."""
+    promise, told = chosen.promise, chosen.promise.figures
+    found = {
+        "goodput": promise.goodput,
+        "rate": promise.rate,
+        "attainment": promise.attainment,
+        "ttft_mean_s": told["ttft_mean_s"],
+        "tpot_mean_s": told["tpot_mean_s"],
+    }
+    return {name: float(f"{value:.4g}") for name, value in found.items() if isfinite(value)}
 
 
 def _head(asked: Asked, chosen: Outcome) -> str:
