@@ -1,12 +1,12 @@
-"""The page: `streamlit run dashboard/app.py`. All of it refreshes itself, but for an open question."""
+"""The pages: `streamlit run dashboard/app.py`. All of them refresh themselves, but for an open question."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import streamlit as st
 from pydantic import ValidationError
 
-from dashboard import look
+from dashboard import look, resources
 from dashboard.clients import classes, demand
 from dashboard.confirm import ask, results
 from dashboard.dashboard_settings import DashboardSettings
@@ -17,11 +17,11 @@ from dashboard.panels import audit, events, header, outages, slo, totals
 from dashboard.session import Session
 from shared.errors import InvalidRequest
 
-OPERATIONS = 16  # actions under way at once, over all sessions
+PLAN = Path(__file__).with_name("plan_page.py")
 
 
 def main() -> None:
-    """One run of the script: a new session, or an answered question."""
+    """One run of the script: a new session, another page, or an answered question."""
     st.set_page_config(page_title="Polyphase", page_icon=":material/lan:", layout="wide")
     st.html(look.STYLE)
     try:
@@ -29,8 +29,20 @@ def main() -> None:
     except (InvalidRequest, ValidationError) as error:
         st.error(f"**The dashboard's settings cannot work.**\n\n```text\n{error}\n```")
         return
-    api, session = _api(settings), Session()
-    ask(session, api, _pool().submit)
+
+    def cluster() -> None:
+        _cluster(settings)
+
+    pages = [
+        st.Page(cluster, title="Cluster", icon=":material/lan:", default=True),
+        st.Page(PLAN, title="Plan", icon=":material/route:", url_path="plan"),
+    ]
+    st.navigation(pages, position="top").run()
+
+
+def _cluster(settings: DashboardSettings) -> None:
+    api, session = resources.api(settings), Session()
+    ask(session, api, resources.pool().submit)
     st.fragment(_live, run_every=settings.refresh_s)(api, session)
 
 
@@ -51,17 +63,6 @@ def _live(api: Api, session: Session) -> None:
     jobs(snapshot.requests, api, session, now_s)
     events(snapshot.events, now_s)
     audit(snapshot.flips, now_s)
-
-
-@st.cache_resource(show_spinner=False, hash_funcs={DashboardSettings: DashboardSettings.model_dump_json})
-def _api(settings: DashboardSettings) -> Api:
-    return Api(settings)
-
-
-@st.cache_resource(show_spinner=False)
-def _pool() -> ThreadPoolExecutor:
-    """Threads for actions: a flip takes as long as its drain, and the page goes on meanwhile."""
-    return ThreadPoolExecutor(OPERATIONS, thread_name_prefix="operation")
 
 
 if __name__ == "__main__":

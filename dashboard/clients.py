@@ -6,9 +6,9 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import look, units
-from dashboard.data import Read
 from dashboard.gateway_classes import ClassLoad
 from dashboard.panels import NO_MONITOR
+from dashboard.reads import Read
 from dashboard.records import ClusterSummary, DemandSeen, ShiftSeen
 from shared.domain.demand import AskedSecond, RolesWanted
 from shared.domain.instance import InstanceState, Role

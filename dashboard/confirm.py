@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import streamlit as st
 
 from dashboard.data import Api
 from dashboard.operations import Action, Intent, Operation, consequences, question
 from dashboard.records import AuditEntry
-from dashboard.session import Session
+from dashboard.session import Acting, Session
 
 Submit = Callable[..., "Future[AuditEntry]"]
 
@@ -22,7 +23,7 @@ def ask(session: Session, api: Api, submit: Submit) -> None:
     st.dialog(question(intent), on_dismiss=session.drop_intent)(_body)(session, api, submit, intent)
 
 
-def results(session: Session, now_s: float) -> None:
+def results(session: Acting[Any, Any], now_s: float) -> None:
     """What became of confirmed actions."""
     for operation in session.operations:
         outcome = operation.outcome(now_s)

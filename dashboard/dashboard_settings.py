@@ -20,6 +20,7 @@ class DashboardSettings(ServiceSettings):
     scheduler_url: Url = "http://127.0.0.1:8100"
     gateway_url: OptionalUrl = "http://127.0.0.1:8000"  # empty: not shown
     predictor_url: OptionalUrl = ""  # empty: not shown
+    planner_url: OptionalUrl = ""  # empty: the page Plan says so
 
     refresh_s: float = Field(2.0, ge=0.5, le=60.0)
     read_timeout_s: float = Field(1.5, gt=0)  # of one read; all run at once
@@ -28,4 +29,6 @@ class DashboardSettings(ServiceSettings):
     requests_shown: int = Field(50, ge=1, le=500)
     flips_shown: int = Field(20, ge=1, le=1_000)
     events_shown: int = Field(20, ge=1, le=1_000)
+    proposals_shown: int = Field(20, ge=1, le=500)
+    searches_shown: int = Field(20, ge=1, le=500)
     cards_shown: int = Field(12, ge=1, le=60)  # with more instances than this, a table

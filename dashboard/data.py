@@ -1,19 +1,16 @@
-"""All that the dashboard reads and does, over HTTP. A read never raises: it brings a value, old or new, or a reason."""
+"""All that the page of the cluster reads and does, over HTTP."""
 
 import asyncio
-import ssl
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-import httpx
 import msgspec
 
 from dashboard.dashboard_settings import DashboardSettings
 from dashboard.gateway_classes import ClassLoad, class_loads
 from dashboard.operations import Action, Intent
+from dashboard.reads import Read, Reader
 from dashboard.records import (
     AuditEntry,
     ClusterSummary,
@@ -23,7 +20,7 @@ from dashboard.records import (
     LengthSource,
     PoliciesInForce,
 )
-from shared.errors import PolyphaseError, Unavailable
+from shared.errors import Unavailable
 from shared.timeline import RequestTimeline
 from shared.wire.clients.http import JsonClient
 from shared.wire.clients.monitor import MonitorClient
@@ -31,22 +28,6 @@ from shared.wire.clients.scheduler import SchedulerAdmin
 from shared.wire.messages import JobReport
 
 WHO = "dashboard"  # stands in the audit
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Read(Generic[T]):
-    """What came of one read. With an error, the value is the last one that was read, at `read_s` (unix seconds)."""
-
-    value: T | None
-    error: str = ""
-    read_s: float = 0.0
-
-    @property
-    def stale(self) -> bool:
-        """Whether there is a value, but an old one."""
-        return bool(self.error) and self.value is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +70,7 @@ class Api:
 
     def __init__(self, settings: DashboardSettings) -> None:
         self.settings = settings
-        self._tls = ssl.create_default_context()  # 10 ms each: not once a refresh and service
-        self._last: dict[str, Read[Any]] = {}
+        self._reader = Reader(settings.read_timeout_s)
 
     def snapshot(self, phase: str = "") -> Snapshot:
         """Read all there is on the page; requests of that phase only, if one is given."""
@@ -101,7 +81,7 @@ class Api:
 
         async def read() -> Read[RequestTimeline]:
             async with self._scheduler() as scheduler:
-                return await self._read("", lambda: scheduler.timeline(job_id), RequestTimeline)
+                return await self._reader.read("", lambda: scheduler.timeline(job_id), RequestTimeline)
 
         return asyncio.run(read())
 
@@ -126,17 +106,17 @@ class Api:
     async def _snapshot(self, phase: str) -> Snapshot:
         shown = self.settings
         async with self._monitor() as monitor, self._scheduler() as scheduler, asyncio.TaskGroup() as group:
-            cluster = group.create_task(self._read("cluster", monitor.cluster, ClusterSummary))
-            instances = group.create_task(self._read("instances", monitor.instances, list[InstanceRow]))
+            cluster = group.create_task(self._reader.read("cluster", monitor.cluster, ClusterSummary))
+            instances = group.create_task(self._reader.read("instances", monitor.instances, list[InstanceRow]))
             flips = group.create_task(
-                self._read("flips", lambda: monitor.flips(limit=shown.flips_shown), list[AuditEntry])
+                self._reader.read("flips", lambda: monitor.flips(limit=shown.flips_shown), list[AuditEntry])
             )
             happened = partial(monitor.events, limit=shown.events_shown)
-            events = group.create_task(self._read("events", happened, list[EventRow]))
+            events = group.create_task(self._reader.read("events", happened, list[EventRow]))
             wanted = partial(scheduler.requests, phase=phase, limit=shown.requests_shown)
-            requests = group.create_task(self._read(f"requests {phase}", wanted, list[JobReport]))
-            policies = group.create_task(self._read("policies", monitor.policies, PoliciesInForce))
-            demand = group.create_task(self._read("demand", monitor.demand, DemandSeen))
+            requests = group.create_task(self._reader.read(f"requests {phase}", wanted, list[JobReport]))
+            policies = group.create_task(self._reader.read("policies", monitor.policies, PoliciesInForce))
+            demand = group.create_task(self._reader.read("demand", monitor.demand, DemandSeen))
             classes = group.create_task(self._classes())
             predictor = group.create_task(self._optional(shown.predictor_url, "/v1/model", LengthSource))
             gateway = group.create_task(self._optional(shown.gateway_url, "/health", Any))
@@ -156,43 +136,21 @@ class Api:
     async def _optional(self, url: str, path: str, kind: Any) -> Read[Any] | None:
         if not url:
             return None
-        async with JsonClient(url, transport=self._transport()) as client:
-            return await self._read(path, lambda: client.call("GET", path), kind)
+        async with JsonClient(url, transport=self._reader.transport()) as client:
+            return await self._reader.read(path, lambda: client.call("GET", path), kind)
 
     async def _classes(self) -> Read[list[ClassLoad]] | None:
         if not self.settings.gateway_url:
             return None
-        async with JsonClient(self.settings.gateway_url, transport=self._transport()) as client:
+        async with JsonClient(self.settings.gateway_url, transport=self._reader.transport()) as client:
 
             async def counted() -> list[ClassLoad]:
                 return class_loads(await client.text("/metrics"))
 
-            return await self._read("classes", counted, list[ClassLoad])
-
-    async def _read(self, name: str, call: Callable[[], Awaitable[Any]], kind: Any) -> Read[Any]:
-        """What was asked for; when that fails, what was read last under this name. Without a name nothing is kept."""
-        try:
-            async with asyncio.timeout(self.settings.read_timeout_s):
-                read = Read(msgspec.convert(await call(), kind), read_s=time.time())
-        except TimeoutError:
-            return self._known(name, f"no answer within {self.settings.read_timeout_s:g} s")
-        except PolyphaseError as error:
-            return self._known(name, error.message)
-        except ValueError as error:  # not JSON, or not of the kind: msgspec.ValidationError is one too
-            return self._known(name, f"its answer was not understood: {error}")
-        if name:
-            self._last[name] = read
-        return read
-
-    def _known(self, name: str, error: str) -> Read[Any]:
-        return replace(self._last.get(name) or Read(None), error=error)
+            return await self._reader.read("classes", counted, list[ClassLoad])
 
     def _monitor(self) -> MonitorClient:
-        return MonitorClient(self.settings.monitor_url, transport=self._transport())
+        return MonitorClient(self.settings.monitor_url, transport=self._reader.transport())
 
     def _scheduler(self) -> SchedulerAdmin:
-        return SchedulerAdmin(self.settings.scheduler_url, transport=self._transport())
-
-    def _transport(self) -> httpx.AsyncHTTPTransport:
-        """Of our own, so that no proxy of the environment comes between us and the cluster."""
-        return httpx.AsyncHTTPTransport(verify=self._tls)
+        return SchedulerAdmin(self.settings.scheduler_url, transport=self._reader.transport())

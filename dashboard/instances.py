@@ -6,9 +6,9 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import look, units
-from dashboard.data import Read
 from dashboard.operations import Action, intend
 from dashboard.panels import NO_MONITOR
+from dashboard.reads import Read
 from dashboard.records import InstanceRow
 from dashboard.session import Session
 from shared.domain.instance import InstanceState, Role

@@ -6,7 +6,8 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import look, units
-from dashboard.data import Api, Read
+from dashboard.data import Api
+from dashboard.reads import Read
 from dashboard.session import Session
 from dashboard.waterfall import explanation, summary, waterfall
 from shared.domain.job import Phase

@@ -94,6 +94,17 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="pp-scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
+def narrow(*parts: str) -> str:
+    """Pieces over no more width than a few columns of figures need: further apart they are hard to compare."""
+    return f'<div class="pp-narrow">{"".join(parts)}</div>'
+
+
+def below(*parts: str) -> str:
+    """Pieces at some distance from what stands above them; nothing where there are none."""
+    inside = "".join(parts)
+    return f'<div class="pp-above">{inside}</div>' if inside else ""
+
+
 def empty(said: str) -> str:
     """What stands where there is nothing to show."""
     return page(f'<div class="pp-empty">{text(said)}</div>')

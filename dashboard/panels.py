@@ -7,7 +7,8 @@ import streamlit as st
 
 from dashboard import look, units
 from dashboard.dashboard_settings import DashboardSettings
-from dashboard.data import Read, Snapshot
+from dashboard.data import Snapshot
+from dashboard.reads import Read
 from dashboard.records import AuditEntry, ClusterSummary, EventRow, LengthSource, PoliciesInForce, PolicyChoice
 from shared.domain.instance import InstanceState, Role
 from shared.policy.slo import SloReport
@@ -68,12 +69,17 @@ def outages(snapshot: Snapshot, settings: DashboardSettings, now_s: float) -> No
     ]
     for name, url, error, meaning, known_s in missing:
         if error:
-            said = error.replace("`", "'")  # it ends no block of code
-            known = "" if known_s is None else f" In grey: what it said {units.ago(known_s, now_s)}."
-            st.error(
-                f"**{name} at `{url}` does not answer as it should.** {meaning}{known}\n\n```text\n{said}\n```",
-                icon=":material/cloud_off:",
-            )
+            outage(name, url, error, meaning, known_s, now_s)
+
+
+def outage(name: str, url: str, error: str, meaning: str, known_s: float | None, now_s: float) -> None:
+    """One service does not answer as it should; `known_s`: of when what is still shown of it is, if anything is."""
+    said = error.replace("`", "'")  # it ends no block of code
+    known = "" if known_s is None else f" In grey: what it said {units.ago(known_s, now_s)}."
+    st.error(
+        f"**{name} at `{url}` does not answer as it should.** {meaning}{known}\n\n```text\n{said}\n```",
+        icon=":material/cloud_off:",
+    )
 
 
 def totals(snapshot: Snapshot, slo_goal: float) -> None:

@@ -28,7 +28,7 @@ from shared.plan.methods.simple import COUPLED
 from shared.plan.plan import Plan, routes_of
 from shared.plan.problem import Problem
 from shared.plan.reschedule import rescheduled, survivors
-from shared.plan.search import Outcome, Search, searched
+from shared.plan.search import Found, Outcome, Search, searched
 from shared.sim.arrivals import synthetic
 
 Part = tuple[dict[str, float], dict[str, dict[str, Any]], list[str]]  # figures, aims, notes
@@ -176,10 +176,14 @@ def losing(problem: Problem, plan: Plan) -> tuple[int, ...]:
 
 def followed(problem: Problem) -> tuple[Outcome, list[tuple[float, float]]]:
     """The outcome of `best`, and when it had which goodput."""
-    began, curve = perf_counter(), []
-    search = Search(
-        problem, perf_counter, tell=lambda _, found: curve.append((perf_counter() - began, found[1])) if found else None
-    )
+    began = perf_counter()
+    curve: list[tuple[float, float]] = []
+
+    def tell(_: str, found: Found | None) -> None:
+        if found:
+            curve.append((perf_counter() - began, found[1]))
+
+    search = Search(problem, perf_counter, tell=tell, helped=True)
     return searched("best", method("best"), search), curve
 
 

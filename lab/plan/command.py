@@ -46,12 +46,9 @@ def plan_command(
     if context.invoked_subcommand is not None:
         return
     from lab.plan.session import PlanOptions, run_plan
+    from shared.plan.asked import Wanted
 
-    options = PlanOptions(
-        inventory=inventory,
-        model=model,
-        workload=workload,
-        slo=slo,
+    wanted = Wanted(
         rate=rate,
         target=target,
         budget=budget,
@@ -59,16 +56,14 @@ def plan_command(
         method=method,
         compare=compare,
         seconds=seconds,
-        requests=requests,
         codec=codec,
         engine=engine,
         one_node=one_node,
         max_model_len=max_model_len,
         chunk_size=chunk_size,
         seed=seed,
-        out=out,
     )
-    answer = run_plan(options, Console())
+    answer = run_plan(PlanOptions(inventory, model, workload, slo, requests, wanted, out), Console())
     if as_json:
         measuring.print_json(measuring.summary(answer))
 

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shared.domain.instance import Role
+from shared.plan.answer import why
 from shared.plan.plan import Plan
 from shared.plan.problem import Problem
 from shared.plan.search import Outcome
@@ -114,23 +115,6 @@ def _compared(problem: Problem, outcomes: Sequence[Outcome]) -> Table:
             f"{one.found_s:.1f}",
         )
     return table
-
-
-def why(outcomes: Sequence[Outcome]) -> str:
-    """Why the first is the one: how far ahead of the next it is, and what is different."""
-    chosen, others = outcomes[0], outcomes[1:]
-    second = max(others, key=lambda one: one.promise.goodput)
-    ahead = chosen.promise.goodput / second.promise.goodput - 1.0 if second.promise.goodput > 0 else float("inf")
-    if ahead < 0:
-        more = -100 * ahead / (1 + ahead)
-        return f"{second.method} serves {more:.1f} % more than {chosen.method}, which was asked for."
-    sizes = f"{len(chosen.plan.groups)} groups against {len(second.plan.groups)}"
-    roles = (
-        f"{chosen.plan.roles[Role.PREFILL]}:{chosen.plan.roles[Role.DECODE]} against "
-        f"{second.plan.roles[Role.PREFILL]}:{second.plan.roles[Role.DECODE]} prefill to decode"
-    )
-    much = f"{100 * ahead:.1f} % more goodput" if isfinite(ahead) else "goodput where none of them has any"
-    return f"{chosen.method}: {much} than the next, {second.method} ({sizes}, {roles})."
 
 
 def _short(policies: str) -> str:

@@ -1,18 +1,15 @@
 """The workload of a simulation, from what the command line says."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import InvalidRequest
-from shared.sim.arrivals import ARRIVALS, Tetri, bursts, synthetic, tetri
+from shared.sim.arrivals import ARRIVALS, Tetri, bursts
+from shared.sim.made import CHOICES, is_made, made
 from shared.sim.traces import read_trace
 from shared.sim.workload import Workload
 
 DEFAULT_REQUESTS = 1000
-# Log-normal lengths with the means and variations of the public Azure traces of 2023 (all rows; CC-BY-4.0, Patel et
-# al., Splitwise, ISCA 2024): prompt, output, and their coefficients of variation.
-_LIKE = {"azure-conv": (1155.0, 211.0, 0.96, 0.77), "azure-code": (2048.0, 28.0, 0.96, 2.15)}
-_KEYS = ("prompt", "output", "prompt_cv", "output_cv", "longest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,42 +57,8 @@ def _requests(options: WorkloadOptions) -> Workload:
     if Path(options.source).is_file():
         read = read_trace(Path(options.source), options.format, sort=options.sort, skip_empty=options.skip_empty)
         return read if options.requests is None else read.head(options.requests)
-    count = options.requests or DEFAULT_REQUESTS
-    if options.source in _LIKE:
-        prompt, output, prompt_cv, output_cv = _LIKE[options.source]
-        made = synthetic(count, prompt, output, prompt_cv=prompt_cv, output_cv=output_cv, seed=options.seed)
-        return replace(made, name=options.source)
-    if options.source in list(Tetri):
-        table = read_trace(options.lengths, skip_empty=options.skip_empty) if options.lengths else None
-        return tetri(options.source, count, options.seed, table)
-    if "=" in options.source:
-        return _made(options.source, count, options.seed)
-    raise InvalidRequest(
-        f"no trace file {options.source!r}; made workloads are {', '.join((*_LIKE, *Tetri))}, "
-        "or lengths such as prompt=1000,output=200"
-    )
-
-
-def _made(source: str, count: int, seed: int) -> Workload:
-    values: dict[str, float] = {}
-    for item in source.split(","):
-        key, _, value = item.partition("=")
-        key = key.strip()
-        if key not in _KEYS:
-            raise InvalidRequest(f"workload {source!r}: no key {key!r}; known: {', '.join(_KEYS)}")
-        try:
-            values[key] = float(value)
-        except ValueError as error:
-            raise InvalidRequest(f"workload {source!r}: {key} must be a number, not {value!r}") from error
-    missing = [key for key in ("prompt", "output") if key not in values]
-    if missing:
-        raise InvalidRequest(f"workload {source!r}: {missing[0]} is missing")
-    return synthetic(
-        count,
-        values["prompt"],
-        values["output"],
-        prompt_cv=values.get("prompt_cv", 0.0),
-        output_cv=values.get("output_cv", 0.0),
-        longest_tokens=int(values["longest"]) if "longest" in values else None,
-        seed=seed,
-    )
+    if not is_made(options.source):
+        raise InvalidRequest(f"no trace file {options.source!r}; made workloads are {CHOICES}")
+    drawn_from = options.lengths if options.source in list(Tetri) else None
+    table = read_trace(drawn_from, skip_empty=options.skip_empty) if drawn_from else None
+    return made(options.source, options.requests or DEFAULT_REQUESTS, options.seed, table)

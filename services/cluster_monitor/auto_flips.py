@@ -78,11 +78,14 @@ def seen_now(demand: Demand | None, audit: Audit, respects_s: float) -> Seen:
 
 
 def _by_people(audit: Audit, since_s: float) -> Iterator[tuple[float, str, Role]]:
-    """The flips that people have ordered since then and that were not refused and did not fail, newest first."""
+    """The flips that people have ordered since then and that were not refused and did not fail, newest first.
+
+    Programs give reasons with theirs, people do not.
+    """
     for row in audit.newest_first():
         if row["started_s"] < since_s:
             return
-        if row["kind"] == "flip" and row["result"] in _STOOD and not row["who"].startswith(POLICY):
+        if row["kind"] == "flip" and row["result"] in _STOOD and not row["why"]:
             yield row["started_s"], row["instance_id"], Role(row["to_role"])
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from services.launcher import keys, measuring, operate, policies
+from services.launcher import keys, measuring, operate, policies, proposals
 from services.launcher.cli_bench import bench_app
 from services.launcher.up import UpOptions, up
 from shared.errors import PolyphaseError
@@ -45,9 +45,10 @@ def up_command(
     dashboard: Annotated[bool, typer.Option("--dashboard/--no-dashboard")] = True,
     data_dir: DataDir = DATA_DIR,
     host_name: Annotated[str, typer.Option(help="Which of the file's hosts this machine is.")] = "",
+    auto: Annotated[bool, typer.Option("--auto", help="The planner applies its proposals without asking.")] = False,
 ) -> None:
     """Start everything and keep it running until Ctrl-C."""
-    options = UpOptions(cluster, model, port, dashboard_port, dashboard, data_dir, host_name)
+    options = UpOptions(cluster, model, port, dashboard_port, dashboard, data_dir, host_name, auto)
     asyncio.run(up(options, Console()))
 
 
@@ -123,6 +124,25 @@ def policies_command(
         measuring.print_json(answer)
     else:
         policies.show(Console(), answer)
+
+
+@app.command("proposals")
+def proposals_command(
+    accept: Annotated[str, typer.Option(help="Have that one carried out; waits for its end.")] = "",
+    refuse: Annotated[str, typer.Option(help="That one is not to be done.")] = "",
+    ask: Annotated[bool, typer.Option("--ask", help="Have the planner look now.")] = False,
+    auto: Annotated[bool | None, typer.Option("--auto/--no-auto", help="Apply proposals without asking.")] = None,
+    data_dir: DataDir = DATA_DIR,
+    planner: Annotated[str, typer.Option("--planner", help="URL of the planner; default: --data-dir's.")] = "",
+    as_json: Json = False,
+) -> None:
+    """What the planner proposes for the running cluster, and what is expected of it; accept or refuse."""
+    wanted = proposals.Wanted(accept, refuse, ask, auto)
+    answer = asyncio.run(proposals.act(proposals.planner_url(data_dir, planner), wanted, operate.actor()))
+    if as_json:
+        measuring.print_json(answer)
+    else:
+        proposals.show(Console(), answer)
 
 
 @app.command("forget")

@@ -12,6 +12,7 @@ from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.model_source import resolve_model
+from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.cost.network_file import NetworkEntry
 from shared.domain.instance import Role
@@ -97,6 +98,13 @@ class PredictorSection(Section):
     derived = frozenset({"host", "port", "rpc_address"})
 
 
+class PlannerSection(Section):
+    """The planner. `extra`: PlannerSettings."""
+
+    settings = PlannerSettings
+    derived = frozenset({"http_host", "http_port"})
+
+
 class DashboardSection(BaseModel):
     """The web page."""
 
@@ -147,6 +155,7 @@ class Cluster(BaseModel):
     scheduler: SchedulerSection = SchedulerSection()
     monitor: MonitorSection = MonitorSection()
     predictor: PredictorSection = PredictorSection()
+    planner: PlannerSection = PlannerSection()
     dashboard: DashboardSection = DashboardSection()
     instance_defaults: dict[str, Any] = {}
     instances: tuple[InstanceSection, ...] = Field(min_length=1)

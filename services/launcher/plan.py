@@ -13,10 +13,11 @@ from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import ports
 from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection, describe
+from services.launcher.dashboard_program import dashboard_command
 from services.launcher.links import links_between
-from services.launcher.model_source import PROJECT
 from services.launcher.ports import PortUse
 from services.launcher.spec import OURS, Plan, ProcessSpec
+from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
@@ -69,7 +70,8 @@ class _Planner:
             api_url=self._api_url,
             monitor_url=self._http(ports.MONITOR),
             scheduler_urls=tuple(self._http(self._scheduler_port(i)) for i in range(c.scheduler.count)),
-            predictor_url=self._http(ports.PREDICTOR) if c.predictor.enabled else "",
+            predictor_url=self._predictor_url,
+            planner_url=self._planner_url,
             dashboard_url=f"http://127.0.0.1:{c.dashboard.port}" if with_dashboard else "",
             runs_control=runs_control,
             api_keys=bool(c.gateway.extra.get("api_keys_file")),
@@ -96,6 +98,8 @@ class _Planner:
             specs.append(self._gateway())
         if c.predictor.enabled:
             specs.append(self._predictor())
+        if c.planner.enabled:
+            specs.append(self._planner())
         return specs
 
     def _monitor(self) -> ProcessSpec:
@@ -166,33 +170,31 @@ class _Planner:
             "predictor", "predictor", settings, self._control, port, (port, port + 1), self._cluster.predictor.env
         )
 
+    def _planner(self) -> ProcessSpec:
+        port, section = self._base + ports.PLANNER, self._cluster.planner
+        values = {
+            "http_host": self._control,
+            "http_port": port,
+            "monitor_url": self._http(ports.MONITOR),
+            "broadcast_address": self._zmq(2),
+            "database_url": self._database,
+            **self._curve,
+        }
+        settings = self._settings(PlannerSettings, "planner", section.extra, values)
+        return self._process("planner", "services.planner", settings, self._control, port, (port,), section.env)
+
     def _dashboard(self) -> ProcessSpec:
         c, port = self._cluster, self._cluster.dashboard.port
-        argv = (
-            sys.executable,
-            "-P",
-            "-m",
-            "streamlit",
-            "run",
-            str(PROJECT / "dashboard" / "app.py"),
-            "--server.port",
-            str(port),
-            "--server.address",
-            "127.0.0.1",
-            "--server.headless",
-            "true",
-            "--browser.gatherUsageStats",
-            "false",
-        )
         env = {
             "POLYPHASE_DASHBOARD_MONITOR_URL": self._http(ports.MONITOR),
             "POLYPHASE_DASHBOARD_SCHEDULER_URL": self._http(self._scheduler_port(0)),
             "POLYPHASE_DASHBOARD_GATEWAY_URL": self._api_url,
             "POLYPHASE_DASHBOARD_PREDICTOR_URL": self._predictor_url,
+            "POLYPHASE_DASHBOARD_PLANNER_URL": self._planner_url,
         }
         health = f"http://127.0.0.1:{port}/_stcore/health"
         uses = (PortUse("dashboard", "127.0.0.1", port),)
-        return ProcessSpec("dashboard", argv, {**self._env, **env, **c.dashboard.env}, health, uses)
+        return ProcessSpec("dashboard", dashboard_command(port), {**self._env, **env, **c.dashboard.env}, health, uses)
 
     def _instances(self) -> list[ProcessSpec]:
         """Ports follow from the whole file, so that every host comes to the same ones."""
@@ -253,6 +255,10 @@ class _Planner:
     @property
     def _predictor_url(self) -> str:
         return self._http(ports.PREDICTOR) if self._cluster.predictor.enabled else ""
+
+    @property
+    def _planner_url(self) -> str:
+        return self._http(ports.PLANNER) if self._cluster.planner.enabled else ""
 
     @staticmethod
     def _scheduler_port(index: int) -> int:

@@ -44,6 +44,7 @@ class Plan:
     predictor_url: str
     dashboard_url: str
     runs_control: bool
+    planner_url: str = ""
     api_keys: bool = False  # whether the API wants a key
 
     @property

@@ -44,6 +44,7 @@ class SuiteState:
     dashboard_url: str
     instance_ids: tuple[str, ...]
     processes: tuple[RunningProcess, ...]
+    planner_url: str = ""
 
     @property
     def alive(self) -> bool:
@@ -79,6 +80,7 @@ def describe(plan: Plan, statuses: Iterable[Status]) -> SuiteState:
         plan.dashboard_url,
         plan.instance_ids,
         processes,
+        plan.planner_url,
     )
 
 

@@ -39,6 +39,7 @@ class UpOptions:
     dashboard: bool = True
     data_dir: Path = Path(".polyphase")
     host_name: str = ""
+    auto: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ def cluster_of(options: UpOptions) -> Cluster:
         cluster = _with(cluster, "dashboard", port=options.dashboard_port)
     if not options.dashboard:
         cluster = _with(cluster, "dashboard", enabled=False)
+    if options.auto:
+        cluster = _with(cluster, "planner", auto=True)
     return cluster
 
 

@@ -20,6 +20,7 @@ class PlannerSettings(ServiceSettings):
 
     auto: bool = False  # proposals are applied without being asked about
     target: float = Field(0.9, gt=0, lt=1)  # SLO attainment at which a rate counts as served
+    promise: dict[str, float] = {}  # of the plan that the cluster was started from; `polyphase plan` writes it
     codec: Codec = Codec.RAW  # in which KV travels
     step_s: float = Field(0.25, gt=0)  # between two looks at the cluster
     review_s: float = Field(15.0, gt=0)  # between two reviews where nothing has changed

@@ -30,7 +30,9 @@ _TILES: tuple[tuple[int, int], ...] = (
     (16, 64),
     (16, 128),
 )
-_SPLITS: tuple[int, ...] = (1, 2, 4, 8)
+_SPLITS = np.array((1, 2, 4, 8))
+_ROWS, _COLUMNS = np.array(_TILES, dtype=np.float64).T
+_SIZES: tuple[float, ...] = tuple(2.0 / (1.0 / rows + 1.0 / columns) / 128.0 for rows, columns in _TILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +143,21 @@ class Gemm:
         return total
 
     def _tiles_s(self, m: Numeric, n: Numeric, k: Numeric, device: Device, count: Numeric) -> Numeric:
-        """The best of the tile shapes: whole waves over the units, each as long as one tile's walk along k."""
+        """The best of the tile shapes: whole waves over the units, each as long as one tile's walk along k.
+
+        All shapes and splits at once, shape [tiles, splits, ...].
+        """
         unit_flops = device.flops / device.units
-        best: Numeric = None
-        for rows, columns in _TILES:
-            tiles = count * np.ceil(m / count / rows) * np.ceil(n / columns)
-            size = 2.0 / (1.0 / rows + 1.0 / columns) / 128.0
-            rate = unit_flops * self.compute * min(1.0, size**self.tile_penalty)
-            for split in _SPLITS:
-                depth = k / split
-                waves = np.ceil(tiles * split / device.units)
-                time = waves * (2.0 * rows * columns) * depth / rate + self.depth_s * depth
-                time = time + (self.split_s if split > 1 else 0.0)
-                best = time if best is None else np.minimum(best, time)
-        return best
+        ranks = max(np.ndim(m), np.ndim(n), np.ndim(k), np.ndim(count))
+        beside = (1,) * ranks
+        rows, columns = _ROWS.reshape(-1, 1, *beside), _COLUMNS.reshape(-1, 1, *beside)
+        splits = _SPLITS.reshape(1, -1, *beside)
+        shares = np.array([min(1.0, size**self.tile_penalty) for size in _SIZES])
+        rate = (unit_flops * self.compute * shares).reshape(-1, 1, *beside)
+        tiles = count * np.ceil(m / count / rows) * np.ceil(n / columns)
+        depth = k / splits
+        time = np.ceil(tiles * splits / device.units) * (2.0 * rows * columns) * depth / rate + self.depth_s * depth
+        return (time + np.where(splits > 1, self.split_s, 0.0)).min(axis=(0, 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def _first_that_serves(search: Search) -> Plan | None:
                 search.tell(f"cheapest: {price:.2f} USD/h serves it", None)
                 return plan
             if search.over():
-                raise Incompatible("the time is up before an offer was found that serves the rate (--seconds)")
+                raise Incompatible("the time is up before an offer was found that serves the rate (seconds)")
     except KeyboardInterrupt as error:
         raise Stopped("stopped before an offer was found that serves the rate") from error
     return None

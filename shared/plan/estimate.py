@@ -5,6 +5,7 @@ share of requests within their SLO from both, over a sample of the workload. The
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import inf, sqrt
 
@@ -62,6 +63,9 @@ class Estimator:
         self._sent = np.minimum(sample.prompts, problem.limits.batched_tokens) * self._wire
         self._flowed: dict[tuple[tuple[Group, ...], bool], _Flowing] = {}
         self._known: dict[tuple[tuple[Group, ...], bool, float], Estimate] = {}
+        contexts = sample.prompts + sample.outputs / 2.0
+        self.crowded = False  # whether decodes wait for seats, as in bursts they do
+        self.unlike = 1.0 + float(contexts.var() / contexts.mean() ** 2)  # of contexts: so many fewer seats pool waits
         self._outputs = np.maximum(1, sample.outputs - 1).astype(np.float64)
 
     def cost(self, group: Group) -> EngineCost:
@@ -74,6 +78,12 @@ class Estimator:
                 f"request of {problem.longest} tokens in each lane"
             )
         return found
+
+    def for_crowds(self) -> "Estimator":
+        """The same, with waits for seats in the batches of small groups. Too low where batches are large."""
+        other = copy(self)
+        other.crowded, other._known = True, {}
+        return other
 
     def most(self, groups: Sequence[Group], *, local: bool = True) -> float:
         """Requests a second that get through, whatever they wait."""
@@ -176,38 +186,61 @@ class _Sides:
         self._decode = decode
         self._before = [estimator.cost(groups[at]) for at in prefill]
         self._after = [estimator.cost(groups[at]) for at in decode]
+        count = len(estimator.outputs)
+        self._prefill_s = np.array([cost.prefill_s for cost in self._before]).reshape(-1, count)
+        self._local_s = np.array([cost.prefill_s for cost in self._after]).reshape(-1, count) * _BESIDE
         self._transfers: dict[tuple[int, int], Times] = {}
 
     def met(self, flows: Flows) -> tuple[float, float, float]:
         """The share of requests within their SLO, and their mean TTFT and TPOT."""
-        total = flows.rate
         slo = self._estimator.problem.slo
+        step_s, spread_s, seats = self._decode_sides(flows)
+        from_, to = np.nonzero(flows.sent)
+        alone = np.flatnonzero(flows.local)
         wait = _Wait.of(self._before, flows.sent.sum(axis=1))
         own = _Wait.of(self._after, flows.local)
-        met = ttft = tpot = 0.0
+        prefill_s = np.concatenate([self._prefill_s[from_], self._local_s[alone]])
+        in_time = np.concatenate(
+            [wait.within(slo.ttft_s - self._prefill_s)[from_], own.within(slo.ttft_s - self._local_s)[alone]]
+        )
+        waits_s = np.repeat([wait.mean_s, own.mean_s], [len(from_), len(alone)])
+        more_s = np.zeros_like(prefill_s)  # a token, for the way of the KV
+        for row, (i, j) in enumerate(zip(from_.tolist(), to.tolist(), strict=True)):
+            more_s[row] = self._more_s(i, j)
+        at = np.concatenate([to, alone])
+        token_s = step_s[at][:, None] + more_s
+        steady = ndtr((slo.tpot_s - token_s) / spread_s[at])
+        if self._estimator.crowded:
+            left_s = (slo.tpot_s - token_s) * self._estimator.outputs  # of its decode, for a seat
+            steady *= np.array([seats[j].within(one) for j, one in zip(at.tolist(), left_s, strict=True)]).reshape(
+                steady.shape
+            )
+        weight = np.concatenate([flows.sent[from_, to], flows.local[alone]]) / flows.rate
+        weight[np.isinf(step_s[at])] = 0.0  # its queue grows without end: none of these is in time
+        kept = weight > 0.0
+        weight = weight[kept]
+        met = weight @ (in_time * steady).mean(axis=1)[kept]
+        ttft_s = weight @ (prefill_s.mean(axis=1) + waits_s)[kept]
+        return float(met), float(ttft_s), float(weight @ token_s.mean(axis=1)[kept])
+
+    def _decode_sides(self, flows: Flows) -> tuple[Times, Times, list["_Wait"]]:
+        """Of each group that decodes: seconds a token, shape [d], how they spread, by request, shape [d, n], and the
+        wait for a seat in a batch.
+
+        A token without end where its queue grows for ever.
+        """
+        coming = (flows.sent.sum(axis=0) + flows.local).tolist()
+        step_s, spread_s = np.full(len(self._after), inf), np.ones((len(self._after), len(self._estimator.outputs)))
+        seats = [_Wait(0.0, inf)] * len(self._after)
         for j, cost in enumerate(self._after):
-            coming = float(flows.sent[:, j].sum() + flows.local[j])
-            if coming <= 0.0:
-                continue
-            share = float(flows.local[j]) / cost.prefills_per_s
-            decode = self._decode_side(cost, coming, share)
-            if decode is None:
-                continue  # its queue grows without end: none of these is in time
-            step_s, spread = decode
-            ways = [(float(flows.sent[i, j]), self._before[i].prefill_s, i) for i in range(len(self._before))]
-            ways.append((float(flows.local[j]), self._after[j].prefill_s * _BESIDE, -1))
-            for rate, prefill_s, i in ways:
-                if rate <= 0.0:
+            side = self._decode_side(cost, coming[j], float(flows.local[j]) / cost.prefills_per_s)
+            if side is not None:
+                step_s[j], spread_s[j] = side
+                if not self._estimator.crowded:
                     continue
-                more = self._transfer_s(i, j) / self._estimator.outputs if i >= 0 else 0.0
-                waits = wait if i >= 0 else own
-                in_time = waits.within(slo.ttft_s - prefill_s)
-                steady = ndtr((slo.tpot_s - step_s - more) / spread)
-                weight = rate / total
-                met += weight * float((in_time * steady).mean())
-                ttft += weight * (float(prefill_s.mean()) + waits.mean_s)
-                tpot += weight * float(np.mean(step_s + more))
-        return met, ttft, tpot
+                life_s = self._estimator.problem.sample.output * float(step_s[j])
+                seats[j] = _Wait.for_seats(coming[j] * life_s, cost.lanes * cost.batch / self._estimator.unlike, life_s)
+        return step_s, spread_s, seats
 
     def _decode_side(self, cost: EngineCost, rate: float, share: float) -> tuple[float, Times] | None:
         """Seconds a token where `rate` requests a second decode, and how they spread, by request; None: too many."""
@@ -226,10 +259,11 @@ class _Sides:
         burst = share * step_s * float((prefill_s**2).mean() / prefill_s.mean()) / self._estimator.outputs
         return step_s, np.sqrt(crowd**2 + burst + (0.02 * step_s) ** 2)
 
-    def _transfer_s(self, i: int, j: int) -> Times:
+    def _more_s(self, i: int, j: int) -> Times:
+        """Of each request, by how much the way of its KV lengthens each of its tokens."""
         if (i, j) not in self._transfers:
             source, target = self._groups[self._prefill[i]], self._groups[self._decode[j]]
-            self._transfers[i, j] = self._estimator.transfer_s(source, target)
+            self._transfers[i, j] = self._estimator.transfer_s(source, target) / self._estimator.outputs
         return self._transfers[i, j]
 
 
@@ -254,6 +288,14 @@ class _Wait:
         times = np.concatenate([cost.prefill_s for cost, _ in used])
         varies = float(times.var() / times.mean() ** 2)
         return cls(load ** (sqrt(2.0 * (servers + 1.0)) - 1.0), 2.0 * (1.0 - load) * speed / (1.0 + varies))
+
+    @classmethod
+    def for_seats(cls, taken: float, seats: float, life_s: float) -> "_Wait":
+        """Where decodes of `life_s` take so many of the seats on average."""
+        load = taken / seats
+        if load >= 1.0:
+            return cls(1.0, 0.0)
+        return cls(load ** (sqrt(2.0 * (seats + 1.0)) - 1.0), seats * (1.0 - load) / life_s)
 
     @property
     def mean_s(self) -> float:

@@ -1,8 +1,8 @@
 """The inventory file: nodes, devices and links, in YAML. Strict: errors name file and key."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,6 +16,8 @@ from shared.cost.transfer import Link
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.plan.inventory import Inventory, Pool
 
+MOST_NODES = 512
+_FAULTS = 20  # that are told of one file
 Count = Annotated[int, Field(gt=0, le=100_000)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -74,6 +76,9 @@ class InventoryFile(_Part):
 
     @model_validator(mode="after")
     def _names(self) -> Self:
+        count = sum(entry.replicas for entry in self.nodes)
+        if count > MOST_NODES:
+            raise ValueError(f"nodes: {count} of them; at most {MOST_NODES} can be planned")
         seen: set[str] = set()
         for name in (name for entry in self.nodes for name in entry.names):
             if name in seen:
@@ -109,15 +114,21 @@ def read_inventory(file: Path) -> tuple[Inventory, Library, str]:
 
     Raises InvalidRequest or NotFound that name the file and the key.
     """
+    read = checked(read_yaml(file), str(file))
     try:
-        read = InventoryFile.model_validate(read_yaml(file))
         library = Library.built_in(file.parent / read.accelerators if read.accelerators else None)
         return read.inventory(library.catalogue), library, read.name or file.stem
-    except ValidationError as error:
-        raise InvalidRequest(_described(file, error)) from error
     except PolyphaseError as error:
         where = "" if str(file) in error.message else f"{file}: "
         raise type(error)(f"{where}{error.message}") from error
+
+
+def checked(content: Mapping[str, Any], where: str) -> InventoryFile:
+    """The content of an inventory file. Raises InvalidRequest that names `where` it is and the key."""
+    try:
+        return InventoryFile.model_validate(content)
+    except ValidationError as error:
+        raise InvalidRequest(_described(where, error)) from error
 
 
 def write_inventory(inventory: Inventory, name: str) -> str:
@@ -134,11 +145,11 @@ def write_inventory(inventory: Inventory, name: str) -> str:
     return yaml.safe_dump({"name": name, "nodes": nodes, "network": network}, sort_keys=False, default_flow_style=None)
 
 
-def _described(file: Path, error: ValidationError) -> str:
-    lines: Sequence[str] = [
-        f"{file}: {'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}".replace(
+def _described(where: str, error: ValidationError) -> str:
+    faults = (
+        f"{where}: {'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}".replace(
             ": : ", ": "
         )
-        for fault in error.errors()
-    ]
-    return "\n".join(lines)
+        for fault in error.errors()[:_FAULTS]
+    )
+    return "\n".join(faults)

@@ -1,8 +1,10 @@
 """The simulator as the judge of plans: what a plan promises is what it does there."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import ceil, exp, inf, log, sqrt
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +23,11 @@ from shared.sim.workload import Times, Workload
 SPAN_S, LIVES = 30.0, 3.0  # of a run's arrivals: so long, and so many times as long as a request lasts, at least
 TOO_MUCH = 0.18  # a rate that is higher by so much than what can be served for ever must show
 FEWEST, ENOUGH, MOST = 250, 2000, 20_000  # requests of a run: at least, where more say nothing new, and at most
+GLIMPSE = 0.6  # of a run's requests that fill the cluster: a short run
 _LATER = 0.5  # of a run, from where on it counts: before, the cluster fills
 _STRIDE = 1.12  # from a rate to the next, at first
+_BESIDE = 1.05  # from the rate where a search begins to its first two
+_LEAST = 0.03  # of a rate, to the next, where the target is near
 _LOOKS = 12  # rates, until one meets the target and a higher one misses it
 _POOR = 0.5  # attainment from which the next rate is much lower
 _ABOUT = (0.96, 1.04)  # of the crossing: further runs that make it more certain
@@ -45,6 +50,23 @@ class Promise:
     usd_per_million: float
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A run: a plan at a rate. short: its order among plans at one rate is right, but too high where queues grow."""
+
+    plan: Plan
+    rate: float
+    short: bool = False
+
+
+class Sharer(Protocol):
+    """Somebody who makes runs beside those of the judge itself."""
+
+    def share(self, asks: Sequence[Ask], own: Callable[[Ask], float]) -> dict[Ask, float]:
+        """What each of them shows. own: makes one here."""
+        ...
+
+
 class Judge:
     """Runs plans of one problem in the simulator. The same plan at the same rate is run once.
 
@@ -56,40 +78,57 @@ class Judge:
         self, problem: Problem, estimator: Estimator, run: RunSpec = RunSpec(), arrivals: str = "poisson", seed: int = 1
     ) -> None:
         self.problem = problem
-        self.runs = 0
+        self.runs = 0  # that were needed
         self._estimator = estimator
-        self._run = replace(run, slo=problem.slo, codec=problem.codec)
-        self._arrivals = arrivals
-        self._seed = seed
-        self._met: dict[tuple[Plan, float], float] = {}
+        self.helper: Sharer | None = None
+        self.run = replace(run, slo=problem.slo, codec=problem.codec)
+        self.arrivals = arrivals
+        self.seed = seed
+        self._shown: dict[Ask, float] = {}
+        self._early: dict[Ask, float] = {}  # shown before anybody needed it
         self._goodput: dict[Plan, float] = {}
 
-    def workload(self, plan: Plan, rate: float) -> Workload:
-        """What comes in a run of the plan at `rate`: of the problem's requests the first so many, again and again."""
-        problem, slo = self.problem, self.problem.slo
-        told = self._estimator.of(plan.groups)
+    def workload(self, ask: Ask) -> Workload:
+        """What comes in a run: of the problem's requests the first so many, again and again."""
+        problem, slo, rate = self.problem, self.problem.slo, ask.rate
+        told = self._estimator.of(ask.plan.groups)
         life_s = told.ttft_s + told.tpot_s * problem.sample.output if told.goodput > 0 else 0.0
         slack_s = max(slo.ttft_s, slo.tpot_s * problem.sample.output - life_s)
         filled = rate * max(LIVES * life_s, slack_s / TOO_MUCH)
-        count = ceil(min(MOST, max(FEWEST, filled, min(ENOUGH, rate * SPAN_S))))
-        return ARRIVALS[self._arrivals](repeated(self.problem.workload, count), rate, self._seed)
+        least = GLIMPSE * max(FEWEST, filled) if ask.short else max(FEWEST, filled, min(ENOUGH, rate * SPAN_S))
+        count = ceil(min(MOST, least))
+        return ARRIVALS[self.arrivals](repeated(problem.workload, count), rate, self.seed)
 
     def spec(self, plan: Plan) -> RunSpec:
         """How the plan is run."""
-        return with_words(self._run, plan.policies)
+        return with_words(self.run, plan.policies)
 
-    def result(self, plan: Plan, rate: float) -> SimResult:
-        """A run of the plan at `rate` requests a second."""
-        self.runs += 1
+    def result(self, ask: Ask) -> SimResult:
+        """A run."""
+        plan = ask.plan
         instances, network = deployed(self.problem, plan, self._estimator.costs, self._estimator.places)
-        return simulate(self.workload(plan, rate), instances, replace(self.spec(plan), network=network))
+        return simulate(self.workload(ask), instances, replace(self.spec(plan), network=network))
 
-    def attained(self, plan: Plan, rate: float) -> float:
+    def told(self, ask: Ask) -> float:
+        """What a run shows: the share of requests within the SLO, once the cluster is full."""
+        return settled(self.result(ask).outcomes, self.problem)
+
+    def attained(self, plan: Plan, rate: float, *, short: bool = False) -> float:
         """The share of requests within the SLO at that rate, once the cluster is full; less where its queue grows."""
-        key = (plan, rate)
-        if key not in self._met:
-            self._met[key] = settled(self.result(plan, rate).outcomes, self.problem)
-        return self._met[key]
+        ask = Ask(plan, rate, short)
+        if ask not in self._shown:
+            self.runs += 1
+            self._shown[ask] = self._early[ask] if ask in self._early else self.told(ask)
+        return self._shown[ask]
+
+    def ahead(self, asks: Iterable[Ask]) -> None:
+        """These will be needed, or most of them: where there is a helper they are shared with it. Changes no result."""
+        fresh = [ask for ask in dict.fromkeys(asks) if ask not in self._shown and ask not in self._early]
+        if self.helper is not None and len(fresh) > 1:
+            try:
+                self._early |= self.helper.share(fresh, self.told)
+            except (EOFError, OSError):
+                self.helper = None  # it is gone, and what it would have run is run here
 
     def goodput(self, plan: Plan, near: float) -> float:
         """Requests a second. near: where to look first.
@@ -102,32 +141,38 @@ class Judge:
         return self._goodput[plan]
 
     def _searched(self, plan: Plan, near: float) -> float:
-        curve = Curve(self.problem.target)
-        rate, stride = near, _STRIDE
+        target, curve = self.problem.target, Curve(self.problem.target)
+        if near <= 0.0:
+            return 0.0
+        self._look(plan, curve, [near / _BESIDE, near * _BESIDE])
+        stride, least = _STRIDE, _LEAST
         for _ in range(_LOOKS):
-            if rate <= 0.0:
-                return 0.0
-            attained = self.attained(plan, rate)
-            curve.add(rate, attained)
-            if curve.bracketed:
+            rate, attained = curve.highest if curve.best else curve.lowest
+            if curve.bracketed or rate <= 0.0:
                 break
-            rate = rate * stride if attained >= self.problem.target else rate / stride
+            step = min(stride, 1.0 + max(least, abs(attained - target)))
+            self._look(plan, curve, [rate * step if curve.best else rate / step])
             stride *= _STRIDE if attained >= _POOR else 1.5
+            least *= 2.0  # where the curve is flat the target is farther than it seems
         if not curve.bracketed:
             return curve.best
-        for share in _ABOUT:
-            rate = curve.crossing * share
-            curve.add(rate, self.attained(plan, rate))
+        self._look(plan, curve, [curve.crossing * share for share in _ABOUT])
         return curve.crossing
+
+    def _look(self, plan: Plan, curve: "Curve", rates: Sequence[float]) -> None:
+        self.ahead(Ask(plan, rate) for rate in rates)
+        for rate in rates:
+            curve.add(rate, self.attained(plan, rate))
 
     def promise(self, plan: Plan, goodput: float) -> Promise:
         """What the plan does at the rate that is asked for, or at the highest up to goodput that met the target."""
         problem = self.problem
-        met = [rate for (one, rate), share in self._met.items() if one == plan and share >= problem.target]
+        long = ((ask.rate, share) for ask, share in self._shown.items() if ask.plan == plan and not ask.short)
+        met = [rate for rate, share in long if share >= problem.target]
         rate = problem.rate or max((rate for rate in met if rate <= goodput), default=goodput)
         if rate <= 0.0:
             return Promise(0.0, 0.0, 0.0, {}, inf)
-        result = self.result(plan, rate)
+        result = self.result(Ask(plan, rate))
         workload = problem.workload
         tokens = float((workload.prompt_tokens + workload.output_tokens).mean()) * goodput * 3600.0
         price = sum(group.price_usd_hour(problem.inventory) for group in plan.groups)
@@ -180,6 +225,16 @@ class Curve:
         return max((rate for rate, attained in self._points.items() if attained >= self._target), default=0.0)
 
     @property
+    def highest(self) -> tuple[float, float]:
+        """The highest rate, and attainment there."""
+        return max(self._points.items())
+
+    @property
+    def lowest(self) -> tuple[float, float]:
+        """The lowest rate, and attainment there."""
+        return min(self._points.items())
+
+    @property
     def bracketed(self) -> bool:
         """Whether a rate met the target and a higher one missed it."""
         missed = [rate for rate, attained in self._points.items() if attained < self._target]
@@ -217,11 +272,14 @@ def race(judge: Judge, plans: Iterable[tuple[Plan, float]], stop: Callable[[], b
     nobody else is tried; the first is always finished.
     """
     best = 0.0
-    for plan, near in sorted(plans, key=lambda one: -one[1]):
+    order = sorted(plans, key=lambda one: -one[1])
+    for at, (plan, near) in enumerate(order):
         if near <= 0.0 or (best and stop()):
             continue
-        if best and judge.attained(plan, best) < judge.problem.target - _CLEARLY:
-            continue
+        if best:
+            judge.ahead(Ask(one, best) for one, likely in islice(order, at, at + 2) if likely > 0.0)
+            if judge.attained(plan, best) < judge.problem.target - _CLEARLY:
+                continue
         found = judge.goodput(plan, best or near)
         if found > best:
             best = found

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from shared.plan.estimate import Estimate
 from shared.plan.group import Group
+from shared.plan.judge import Ask
 from shared.plan.plan import Plan, routes_of
 from shared.plan.routes import Route
 from shared.plan.search import Found, Search
@@ -32,7 +33,7 @@ def orchestrated(search: Search, groups: Sequence[Group]) -> Iterator[Found]:
     for _ in range(ROUNDS - 1):
         if search.over() or goodput <= 0.0:
             return
-        worth = _worth(search, search.judge.result(plan, goodput), estimate)
+        worth = _worth(search, search.judge.result(Ask(plan, goodput)), estimate)
         better = search.estimator.of(groups, local=False, worth=worth)
         mixed = _mixed(plan.routes, routes_of(better))
         following = _along(search, groups, mixed)

@@ -1,5 +1,6 @@
 """A plan as a file: the cluster file that `polyphase up --cluster` starts and `polyphase simulate` reads."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from shared.plan.plan import Plan
 from shared.plan.problem import Problem
 from shared.policy.written import from_words
 
+TOKENIZER = "models/demo"  # of emulated engines: a folder of the project
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -30,8 +32,16 @@ class Target:
     engine: Literal["emulated", "vllm"] = "emulated"
 
 
-def plan_text(problem: Problem, plan: Plan, costs: EngineCosts, places: Places, target: Target, head: str = "") -> str:
-    """The text of the file; `head` are lines of comment before it."""
+def plan_text(
+    problem: Problem,
+    plan: Plan,
+    costs: EngineCosts,
+    places: Places,
+    target: Target,
+    head: str = "",
+    promise: Mapping[str, float] | None = None,
+) -> str:
+    """The text of the file. head: lines of comment before it. promise: what the planner service compares with."""
     inventory, limits = problem.inventory, problem.limits
     spots = [group.place(inventory) for group in plan.groups]
     content: dict[str, Any] = {
@@ -55,6 +65,8 @@ def plan_text(problem: Problem, plan: Plan, costs: EngineCosts, places: Places, 
             for name, group in zip(plan.names(problem), plan.groups, strict=True)
         ],
     }
+    planner = {**({"promise": dict(promise)} if promise else {}), "target": problem.target}
+    content["planner"] = {**planner, "codec": problem.codec.value}
     if problem.codec.lossy:
         content["gateway"]["kv_codec"] = problem.codec.value
     body = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=118)

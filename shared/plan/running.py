@@ -182,7 +182,7 @@ def workload_of(demand: Demand, longest: int) -> Workload:
     """Requests that are spread as the demand's are, all at once; those of more than `longest` tokens cut to it."""
     ranks: Times = (np.arange(REQUESTS) + 0.5) / REQUESTS
     prompts = _lengths(demand.prompt_tokens, demand.prompt_spread, ranks)
-    mixed: Times = (np.arange(REQUESTS) * _GOLDEN + 0.5 / REQUESTS) % 1.0
+    mixed: Times = np.mod(np.arange(REQUESTS) * _GOLDEN + 0.5 / REQUESTS, 1.0)
     outputs = _lengths(demand.output_tokens, demand.output_spread, mixed)
     outputs = np.minimum(outputs, max(1, longest - 1))
     prompts = np.minimum(prompts, np.maximum(1, longest - outputs))

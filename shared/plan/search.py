@@ -1,12 +1,14 @@
 """A search for a plan: what every method works with, and who keeps the best so far."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
 from shared.errors import Incompatible
 from shared.plan.estimate import Estimator
+from shared.plan.helper import helped
 from shared.plan.judge import Judge, Promise
 from shared.plan.plan import Plan
 from shared.plan.problem import Clock, Problem
@@ -22,7 +24,10 @@ def silent(what: str, best: Found | None) -> None:
 
 @dataclass(slots=True)
 class Search:
-    """clock: seconds, from anywhere. until_s: on it, after which nothing new is begun. tell: who hears of progress."""
+    """clock: seconds, from anywhere. until_s: on it, after which nothing new is begun. tell: who hears of progress.
+
+    helped: a second process makes some of the runs; the results are the same.
+    """
 
     problem: Problem
     clock: Clock
@@ -30,6 +35,7 @@ class Search:
     until_s: float = float("inf")
     seed: int = 1
     tell: Tell = silent
+    helped: bool = False
     estimator: Estimator = field(init=False)
     judge: Judge = field(init=False)
 
@@ -81,12 +87,13 @@ def searched(name: str, method: Method, search: Search) -> Outcome:
     best: Found | None = None
     found_s, stopped = began, False
     try:
-        for plan, goodput in method(search):
-            if _price(search, plan) > search.problem.budget_usd_hour * (1.0 + 1e-9):
-                continue
-            if best is None or goodput > best[1]:
-                best, found_s = (plan, goodput), search.clock()
-                search.tell(name, best)
+        with helped(search.judge) if search.helped else nullcontext():
+            for plan, goodput in method(search):
+                if _price(search, plan) > search.problem.budget_usd_hour * (1.0 + 1e-9):
+                    continue
+                if best is None or goodput > best[1]:
+                    best, found_s = (plan, goodput), search.clock()
+                    search.tell(name, best)
     except KeyboardInterrupt:
         stopped = True
     if best is None:
@@ -97,7 +104,10 @@ def searched(name: str, method: Method, search: Search) -> Outcome:
         within = f" within {budget:g} USD/h" if budget < inf else ""
         raise Incompatible(f"method {name} finds no deployment {what}{within}")
     plan, goodput = best
-    promise = search.judge.promise(plan, goodput)
+    try:
+        promise = search.judge.promise(plan, goodput)
+    except KeyboardInterrupt:  # there is a plan: its last run is made from the start
+        stopped, promise = True, search.judge.promise(plan, goodput)
     took_s = search.clock() - began
     return Outcome(name, plan, promise, took_s, found_s - began, search.judge.runs - before, stopped)
 

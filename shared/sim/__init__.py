@@ -2,8 +2,8 @@
 
 What drives a simulation needs these modules, and no others of this folder:
 
-- `workload.Workload`: what arrives; `traces.read_trace` reads one, `arrivals` makes one, `prediction.Prediction` says
-  how well output lengths are foreseen
+- `workload.Workload`: what arrives; `traces.read_trace` reads one, `arrivals` makes one, `made` by its words,
+  `prediction.Prediction` says how well output lengths are foreseen
 - `spec.InstanceSpec`, `spec.RunSpec`: which instances there are and how they are run; `pipeline.Pipeline` for one whose
   layers lie on unlike accelerators, `measured` for specs of calibrated instances that run
 - `cluster.simulate`: a run, from those two to a `SimResult`

@@ -52,6 +52,12 @@ async def read_plans(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
     return await _rows(engine, select(plans).order_by(plans.c.submitted_s.desc()).limit(limit))
 
 
+async def read_plan(engine: AsyncEngine, plan_id: str) -> dict[str, Any] | None:
+    """One search for a plan, or None. Raises Unavailable when the database fails."""
+    found = await _rows(engine, select(plans).where(plans.c.plan_id == plan_id))
+    return found[0] if found else None
+
+
 async def read_proposals(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
     """The newest proposals, newest first. Raises Unavailable when the database fails."""
     return await _rows(engine, select(proposals).order_by(proposals.c.made_s.desc()).limit(limit))

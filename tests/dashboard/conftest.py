@@ -1,17 +1,16 @@
 """The page over a small cluster of one process."""
 
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 from streamlit.testing.v1 import AppTest
 
 from shared.domain.instance import Role
 from shared.errors import Conflict
 from tests.dashboard.cluster import WAIT_S, FakeCluster, instance
+from tests.dashboard.serving import application
 
 APP = Path(__file__).parents[2] / "dashboard" / "app.py"
 
@@ -27,17 +26,9 @@ def cluster() -> Iterator[FakeCluster]:
             instance("p1", inflight=0),
         ]
     )
-    server = uvicorn.Server(uvicorn.Config(fake.app(), log_level="warning", access_log=False))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
-        fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
+    with application(fake.app()) as fake.url:
         yield fake
         fake.go.set()
-        server.should_exit = True
-        thread.join(WAIT_S)
 
 
 @pytest.fixture

@@ -1,31 +1,13 @@
 """The page in a real browser, served by Streamlit as users start it."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
-ROOT = Path(__file__).parents[2]
-CHROMIUM = Path("/usr/bin/chromium")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-START_S = 40.0
-SHOWN_MS = 30_000
+from tests.dashboard.serving import CHROMIUM, SHOWN_MS, dashboard, tab
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,44 +17,14 @@ pytestmark = [
 
 @pytest.fixture
 def served(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
-    """The URL of a dashboard process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "streamlit",
-        "run",
-        str(ROOT / "dashboard" / "app.py"),
-        "--server.port",
-        str(port),
-        "--server.address",
-        "127.0.0.1",
-        "--server.headless",
-        "true",
-    ]
-    env = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "POLYPHASE_DASHBOARD_REFRESH_S": "1"}
-    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(url, process)
+    with dashboard(environment, tmp_path) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(START_S)
 
 
 @pytest.fixture
 def browser_page() -> Iterator[Page]:
-    """A tab of headless Chromium."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1200, "height": 700})
-        page.set_default_timeout(SHOWN_MS)
+    with tab() as page:
         yield page
-        browser.close()
 
 
 def test_a_flip_is_posted_once_after_confirmation(served: str, browser_page: Page, cluster: Any) -> None:
@@ -105,15 +57,3 @@ def test_a_laptops_screen_shows_whole_rows_of_requests(served: str, browser_page
     expect(grid).to_be_visible(timeout=SHOWN_MS)
     widths = grid.evaluate("grid => [grid.scrollWidth, grid.clientWidth]")
     assert widths[0] <= widths[1]
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"streamlit ended with {process.returncode}"
-        try:
-            if httpx.get(f"{url}/_stcore/health", timeout=1.0, trust_env=False).is_success:
-                return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    raise AssertionError(f"{url} did not come up within {START_S} s")

@@ -11,6 +11,7 @@ from math import inf
 
 from shared.domain.instance import Role
 from shared.plan.compose import Composer
+from shared.plan.estimate import Estimator
 from shared.plan.group import Group
 from shared.plan.judge import race
 from shared.plan.methods.bruteforce import deployments
@@ -18,6 +19,7 @@ from shared.plan.methods.exhaustive import exhaustive_groups
 from shared.plan.methods.joint import joint_groups
 from shared.plan.methods.simple import smallest
 from shared.plan.plan import Plan, canonical, routes_of
+from shared.plan.scout import Scout
 from shared.plan.search import Found, Search
 
 FEW = 8  # accelerators of which every deployment is estimated
@@ -26,30 +28,57 @@ _RACED_OF_FEW = 24
 _CLIMBED = 2  # candidates that are improved
 _STEPS = 6  # changes of each
 _RACED = 6
-_TURNS = 2  # rounds of small changes that the simulator judges
+_CROWDED = 3  # more of them, where the first does not do what it promises
+_TURNED = 12  # changes of the best that are looked at
+_TURNS = 3  # rounds of small changes that the simulator judges
 
 
 def best(search: Search) -> Iterator[Found]:
     """Ever better plans."""
     few = _all_of_few(search) if search.problem.inventory.accelerators <= FEW else None
-    raced = _climbed(search, _composed(search))[:_RACED] if few is None else few[:_RACED_OF_FEW]
-    plans = [(Plan(one), search.estimator.of(one).goodput) for one in raced]
+    plans = [Plan(one) for one in few[:_RACED_OF_FEW]] if few is not None else _likely(search)
+    if not plans:
+        return
+    scout = Scout(search.judge, _expected(search, plans[0]) or 1.0, search.over)
+    first = [(plan, _expected(search, plan)) for plan in plans] if few is not None else _leading(search, scout, plans)
     found: Found | None = None
-    for found in race(search.judge, plans, search.over):
+    for found in race(search.judge, first, search.over):
         yield found
     if found is None:
         return
+    others = plans if few is None else []
     for _ in range(_TURNS):
         better = None
-        for better in race(search.judge, _around(search, found), search.over):
+        near = scout.beside(found[0], [*others, *_around(search, found[0])])
+        for better in race(search.judge, [found, *near], search.over):
             if better[1] <= found[1]:
                 better = None
                 continue
             yield better
         if better is None or search.over():
             break
-        found = better
+        found, others = better, []
     yield from _routed(search, found)
+
+
+def _expected(search: Search, plan: Plan) -> float:
+    return search.estimator.of(plan.groups).goodput
+
+
+def _likely(search: Search) -> list[Plan]:
+    """Composed and improved, the most promising first."""
+    return [Plan(one) for one in _climbed(search, search.estimator, _composed(search))[:_RACED]]
+
+
+def _leading(search: Search, scout: Scout, plans: Sequence[Plan]) -> list[Found]:
+    """Those that long runs decide between: the first where it does what it promises, as no other promises more.
+
+    Where it does not, also what becomes of them by small changes when crowded batches count.
+    """
+    if scout.holds(plans[0]):
+        return [(plans[0], _expected(search, plans[0]))]
+    crowded = _climbed(search, search.estimator.for_crowds(), [plan.groups for plan in plans])[:_CROWDED]
+    return scout.led([*plans, *(plan for plan in map(Plan, crowded) if plan not in plans)])
 
 
 def _all_of_few(search: Search) -> list[tuple[Group, ...]] | None:
@@ -83,28 +112,31 @@ def _composed(search: Search) -> list[tuple[Group, ...]]:
     return sorted(made.values(), key=lambda groups: -search.estimator.of(groups).goodput)
 
 
-def _climbed(search: Search, candidates: Sequence[tuple[Group, ...]]) -> list[tuple[Group, ...]]:
+def _climbed(search: Search, estimator: Estimator, candidates: Sequence[tuple[Group, ...]]) -> list[tuple[Group, ...]]:
     """Candidates, and what the most promising of them became by small changes, as long as the estimate rose."""
+    candidates = sorted(candidates, key=lambda groups: -estimator.of(groups).goodput)
     alike = search.problem.inventory.alike
     known = {canonical(groups, alike): groups for groups in candidates}
     for start in candidates[:_CLIMBED]:
-        here, worth = start, search.estimator.of(start).goodput
+        here, worth = start, estimator.of(start).goodput
         for _ in range(_STEPS):
             if search.over():
                 break
-            near, value = _highest(search, here, worth * 1.002)
+            near, value = _highest(search, estimator, here, worth * 1.002)
             if near is None:
                 break
             here, worth = near, value
         known.setdefault(canonical(here, alike), here)
-    return sorted(known.values(), key=lambda groups: -search.estimator.of(groups).goodput)
+    return sorted(known.values(), key=lambda groups: -estimator.of(groups).goodput)
 
 
-def _highest(search: Search, here: Sequence[Group], worth: float) -> tuple[tuple[Group, ...] | None, float]:
+def _highest(
+    search: Search, estimator: Estimator, here: Sequence[Group], worth: float
+) -> tuple[tuple[Group, ...] | None, float]:
     """The change with the highest estimate, and that; None where none is above `worth`."""
     found: tuple[Group, ...] | None = None
     for groups in changes(search, here):
-        if search.estimator.most(groups) > worth and (value := search.estimator.of(groups).goodput) > worth:
+        if estimator.most(groups) > worth and (value := estimator.of(groups).goodput) > worth:
             found, worth = groups, value
     return found, worth
 
@@ -150,18 +182,16 @@ def _may_join(search: Search, one: Group, other: Group) -> bool:
     return not search.problem.one_node or len(nodes) == 1
 
 
-def _around(search: Search, found: Found) -> list[tuple[Plan, float]]:
-    """The most promising changes of a plan that was judged, as likely as the estimate says beside its own."""
-    plan, goodput = found
+def _around(search: Search, plan: Plan) -> list[Plan]:
+    """The most promising changes of a plan, by the estimate."""
     base = search.estimator.of(plan.groups).goodput or 1.0
     near = [
-        (groups, search.estimator.of(groups).goodput)
+        (search.estimator.of(groups).goodput, groups)
         for groups in changes(search, plan.groups)
         if search.estimator.most(groups) >= 0.8 * base
     ]
-    near.sort(key=lambda one: -one[1])
-    likely = [(Plan(groups, policies=plan.policies), goodput * worth / base) for groups, worth in near[:_RACED]]
-    return [(plan, goodput), *likely]
+    near.sort(key=lambda one: -one[0])
+    return [Plan(groups, policies=plan.policies) for _, groups in near[:_TURNED]]
 
 
 def _routed(search: Search, found: Found) -> Iterator[Found]:

@@ -6,7 +6,7 @@ import pytest
 
 from shared.domain.instance import Role
 from shared.plan.group import Group, Part
-from shared.plan.judge import TOO_MUCH, Curve, race, repeated
+from shared.plan.judge import TOO_MUCH, Ask, Curve, race, repeated
 from shared.plan.plan import Plan
 from tests.shared.plan.problems import inventory, problem, search
 
@@ -76,6 +76,6 @@ def test_a_fast_cluster_is_judged_by_runs_that_fill_it() -> None:
     """However many requests that takes: as long as a queue at a rate too high needs to outgrow the targets."""
     fast = problem(inventory(("a", "H100-SXM", 4)), prompt=300, output=60)
     plan = Plan((Group(Role.DECODE, 1, (Part(0, 32),)),) * 4)
-    workload = search(fast).judge.workload(plan, 400.0)
+    workload = search(fast).judge.workload(Ask(plan, 400.0))
     assert len(workload) > 2000
     assert workload.arrival_s[-1] > 0.9 * fast.slo.ttft_s / TOO_MUCH

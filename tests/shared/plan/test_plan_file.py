@@ -13,6 +13,7 @@ from services.launcher.model_source import PROJECT
 from shared.domain.instance import Role
 from shared.domain.kv import Codec
 from shared.plan.group import Group, Part
+from shared.plan.judge import Ask
 from shared.plan.plan import Plan, deployed
 from shared.plan.plan_file import Target, plan_text, policies_of
 from shared.plan.problem import Problem
@@ -51,7 +52,7 @@ def test_simulating_the_file_is_simulating_the_plan(tmp_path: Path, routed: bool
     run = replace(found.judge.spec(plan), streaming=False)  # emulated engines send KV when a prompt is computed
     instances, network = deployed(asked, plan, found.estimator.costs, found.estimator.places)
     read = load_deployment(written(tmp_path, asked, plan))
-    workload = found.judge.workload(plan, 4.0)
+    workload = found.judge.workload(Ask(plan, 4.0))
     for one, other in zip(instances, read.instances, strict=True):
         assert one.instance_id == other.instance_id
         limits = replace(other.limits, prefix_cache=False)  # the workload says nothing of prefixes

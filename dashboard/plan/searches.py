@@ -1,0 +1,150 @@
+"""Searches for plans: what runs, what was found, and its file."""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from dashboard import look, units
+from dashboard.plan.figures import rate
+from dashboard.plan.in_force import NO_PLANNER
+from dashboard.plan.plan_session import PlanSession
+from dashboard.plan.planner import Planner
+from dashboard.plan.records import PlanSearch, Promise, Result
+from dashboard.plan.search_form import search_form
+from dashboard.plan.wishes import cancel
+from dashboard.reads import Read
+
+NEWEST = "newest that has a result"
+_COLOUR = {"waiting": look.IDLE, "running": look.CAUTION, "done": look.GOOD, "failed": look.BAD}
+
+
+def searches(read: Read[list[PlanSearch]], session: PlanSession, planner: Planner, now_s: float) -> None:
+    """The list, one result, and the form for another search."""
+    st.subheader("Searches", anchor=False)
+    if read.value is None:
+        st.html(look.empty(NO_PLANNER))
+        return
+    for one in read.value:
+        if not one.ended:
+            _under_way(one, session, read.stale, now_s)
+    ended = [one for one in read.value if one.ended]
+    if ended:
+        heads = ["When", "Search", "State", "Took", "Method", "Goodput", "By"]
+        st.html(look.page(look.table(heads, [_ended(one, now_s) for one in ended]), stale=read.stale))
+    elif not read.value:
+        st.html(look.empty("Nobody has searched for a plan yet."))
+    _one(ended, session, planner)
+    search_form(session, read.stale)
+
+
+def _under_way(one: PlanSearch, session: PlanSession, stale: bool, now_s: float) -> None:
+    facts = [f"{one.plan_id}", f"by {one.who}" if one.who else "", f"submitted {units.ago(one.submitted_s, now_s)}"]
+    if one.progress is not None:
+        best = one.progress.best_goodput
+        elapsed = one.progress.elapsed_s
+        facts += [one.progress.what, f"{units.duration(elapsed)} so far" if elapsed is not None else ""]
+        facts.append(f"best goodput {rate(best)}" if best is not None else "")
+    said = f"{_state(one)} {look.text(' · '.join(filter(None, facts)))}"
+    with st.container(horizontal=True, vertical_alignment="center", key=f"search-{one.plan_id}"):
+        st.html(look.page(said, stale=stale), width="content")
+        st.button(
+            "Cancel",
+            key=f"cancel-{one.plan_id}",
+            disabled=stale or session.busy(one.plan_id),
+            on_click=session.want,
+            args=(cancel(one),),
+        )
+
+
+def _ended(one: PlanSearch, now_s: float) -> list[str]:
+    took = one.ended_s - one.submitted_s if one.ended_s is not None else None
+    state = _state(one) + (f" {look.soft(one.error)}" if one.error else "")
+    found = (one.result.method, rate(one.result.promise.goodput)) if one.result else (units.NONE, units.NONE)
+    cells = (units.duration(took), *found, one.who or units.NONE)
+    told = [look.text(cell) for cell in cells]
+    return [look.soft(units.ago(one.submitted_s, now_s)), look.strong(one.plan_id), state, *told]
+
+
+def _one(ended: Sequence[PlanSearch], session: PlanSession, planner: Planner) -> None:
+    known = [one.plan_id for one in ended if one.result is not None]
+    if not known:
+        return
+    chosen = st.selectbox("Result", [NEWEST, *known], key="chosen_search", label_visibility="collapsed")
+    read = _full(known[0] if chosen == NEWEST else chosen, session, planner)
+    if read.value is None or read.value.result is None:
+        st.html(look.empty(read.error or "This search has no result."))
+        return
+    result = read.value.result
+    with st.container(border=True, key="search-result"):
+        st.html(look.page(look.tiles(*_tiles(result.promise)), look.below(_groups(result))))
+        st.html(look.page(_routes(result), look.below(_compared(result))))
+        st.download_button(
+            "Cluster file",
+            result.cluster_file,
+            file_name=f"plan-{read.value.plan_id}.yaml",
+            mime="application/yaml",
+            icon=":material/download:",
+            on_click="ignore",
+            disabled=not result.cluster_file,
+            key="cluster_file",
+        )
+
+
+def _full(plan_id: str, session: PlanSession, planner: Planner) -> Read[PlanSearch]:
+    known = session.search
+    if known is not None and known.plan_id == plan_id:
+        return Read(known)
+    read = planner.search(plan_id)
+    if read.value is not None:
+        session.search = read.value
+    return read
+
+
+def _tiles(promise: Promise) -> list[str]:
+    price = units.NONE if promise.usd_per_hour is None else f"{promise.usd_per_hour:.2f} USD/h"
+    tokens = promise.usd_per_million_tokens
+    per = "" if tokens is None else f"{tokens:.3g} USD for a million tokens"
+    at = f"at {rate(promise.rate)}"
+    return [
+        look.tile("Goodput", rate(promise.goodput), "the most that keeps the SLO"),
+        look.tile("SLO attainment", units.share(promise.attainment), at),
+        look.tile("TTFT, mean", units.duration(promise.ttft_mean_s), at),
+        look.tile("TPOT, mean", units.duration(promise.tpot_mean_s), at),
+        look.tile("Price", price, per),
+    ]
+
+
+def _groups(result: Result) -> str:
+    rows = [
+        [
+            look.strong(one.name),
+            look.badge(one.role, {"prefill": look.PREFILL, "decode": look.DECODE}.get(one.role, look.IDLE)),
+            look.text(one.accelerators),
+            look.text(one.layout),
+            look.text(units.NONE if one.price_usd_hour is None else f"{one.price_usd_hour:.2f}"),
+        ]
+        for one in result.groups
+    ]
+    return look.table(["Group", "Role", "Accelerators", "Layout", "USD/h"], rows)
+
+
+def _routes(result: Result) -> str:
+    rows = [
+        [
+            look.text(one.prefill or "the same"),
+            look.text(one.decode),
+            look.bar("", one.share, units.share(one.share), look.IDLE),
+        ]
+        for one in result.routes
+    ]
+    policies = f"<div>{look.soft('Policies')} {look.strong(result.policies)}</div>" if result.policies else ""
+    return policies + (look.table(["Prompts computed by", "Decoded by", "Share"], rows) if rows else "")
+
+
+def _compared(result: Result) -> str:
+    told = "".join(f"<span>{look.soft(one.method)} {look.strong(rate(one.goodput))}</span>" for one in result.compared)
+    return f'<div class="pp-facts">{look.text("Goodput of other methods:")}{told}</div>' if told else ""
+
+
+def _state(one: PlanSearch) -> str:
+    return look.badge(one.state, _COLOUR.get(one.state, look.IDLE))

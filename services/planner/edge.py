@@ -1,0 +1,154 @@
+"""A search as it comes in over HTTP, validated once and turned into what the planner takes. No path is ever opened."""
+
+import json
+from typing import Annotated, Any
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from shared.cost.data_file import parse_yaml
+from shared.cost.kinds import Workshop
+from shared.cost.library import Library
+from shared.cost.models import bundled_geometry, bundled_names
+from shared.domain.job import Slo
+from shared.errors import InvalidRequest, NotFound, PolyphaseError
+from shared.plan.asked import Asked, Wanted
+from shared.plan.inventory import Inventory
+from shared.plan.inventory_file import checked
+from shared.sim.made import made
+from shared.sim.workload import Workload
+
+MOST_REQUESTS = 50_000
+MOST_TOKENS = 10_000_000  # of a request
+MOST_INVENTORY = 1 << 20  # characters
+_DEEPEST = 20  # that lists and mappings of an inventory may be inside each other
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+Amount = Annotated[float, Field(ge=0, le=1e9)]
+
+
+class _Edge(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RequestIn(_Edge):
+    """A request of a workload; arrivals do not decrease."""
+
+    arrival_s: Amount
+    prompt_tokens: Tokens
+    output_tokens: Tokens
+
+
+class SloIn(_Edge):
+    """The targets of every request."""
+
+    ttft_s: Seconds = 2.0
+    tpot_s: Seconds = 0.1
+
+
+def _said_how(workload: object) -> str:
+    return "requests" if isinstance(workload, list) else "words"
+
+
+_Words = Annotated[str, Field(max_length=256), Tag("words")]
+_Requests = Annotated[list[RequestIn], Field(min_length=1, max_length=MOST_REQUESTS), Tag("requests")]
+
+
+class SearchIn(_Edge):
+    """What to plan for: `polyphase plan`'s options. seconds None: as many as a search may take, 60 at most.
+
+    inventory: the text of an inventory file, or what stands in one. model: a bundled name. workload: a made one, in the
+    words of `polyphase plan --workload`, or requests. requests: how many to make, or the first so many of those.
+    """
+
+    inventory: Annotated[str, Field(min_length=1, max_length=MOST_INVENTORY)] | dict[str, Any]
+    model: Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?$")]
+    workload: Annotated[_Words | _Requests, Discriminator(_said_how)] = "azure-conv"
+    slo: SloIn = SloIn()
+    rate: Amount = 0.0
+    target: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    budget: Seconds | None = None
+    cheapest: bool = False
+    method: str = "best"
+    compare: bool = True
+    seconds: Seconds | None = None
+    requests: Annotated[int, Field(ge=1, le=MOST_REQUESTS)] = 3000
+    codec: str = "raw"
+    engine: str = "emulated"
+    one_node: bool = False
+    max_model_len: Tokens | None = None
+    chunk_size: Annotated[int, Field(ge=1, le=1 << 20)] = 2048
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 1
+
+    def asked(self, library: Library, search_s: float) -> Asked:
+        """As the planner takes it; no search takes longer than `search_s` seconds.
+
+        Raises InvalidRequest that names the key.
+        """
+        told = self.model_dump(include=set(Wanted.__dataclass_fields__) - {"seconds"})
+        wanted = Wanted(**told, seconds=min(self.seconds or Wanted().seconds, search_s))
+        wanted.check()
+        if self.model not in bundled_names():
+            _require_bundled(self.model)
+        inventory, name = _inventory(self.inventory, library)
+        shop = Workshop(library, bundled_geometry(self.model))
+        slo = Slo(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s)
+        return Asked.of(wanted, name, inventory, self.model, shop, self._workload(), slo)
+
+    def _workload(self) -> Workload:
+        if isinstance(self.workload, str):
+            return _made(self.workload, self.requests, self.seed)
+        rows = self.workload[: self.requests]
+        return Workload(
+            f"workload of {len(rows)} requests",
+            np.array([row.arrival_s for row in rows]),
+            np.array([row.prompt_tokens for row in rows], dtype=np.int64),
+            np.array([row.output_tokens for row in rows], dtype=np.int64),
+        )
+
+
+def _require_bundled(model: str) -> None:
+    try:
+        bundled_geometry(model)
+    except NotFound as error:
+        raise InvalidRequest(f"model: {model!r} is not bundled; there are {', '.join(bundled_names())}") from error
+
+
+def _made(words: str, count: int, seed: int) -> Workload:
+    try:
+        return made(words, count, seed)
+    except InvalidRequest as error:
+        where = "" if error.message.startswith("workload") else "workload: "
+        raise InvalidRequest(f"{where}{error.message}") from error
+
+
+def _inventory(said: str | dict[str, Any], library: Library) -> tuple[Inventory, str]:
+    """The inventory and its name."""
+    content = said if isinstance(said, dict) else _content(said)
+    if len(json.dumps(content, default=str)) > MOST_INVENTORY:
+        raise InvalidRequest(f"inventory: longer than {MOST_INVENTORY} characters")
+    read = checked(content, "inventory")
+    if read.accelerators is not None:
+        raise InvalidRequest("inventory: accelerators: the planner reads no files of its own; `polyphase plan` does")
+    try:
+        return read.inventory(library.catalogue), read.name or "inventory"
+    except PolyphaseError as error:
+        raise InvalidRequest(f"inventory: {error.message}") from error
+
+
+def _content(text: str) -> dict[str, Any]:
+    """What a text says. Refused is what a short text can make boundless: aliases, and what is nested for ever."""
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=_LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent):
+                raise InvalidRequest("inventory: aliases (`*name`) are not read here")
+            if depth > _DEEPEST:
+                raise InvalidRequest(f"inventory: nested more than {_DEEPEST} deep")
+    except yaml.YAMLError as error:
+        raise InvalidRequest(f"inventory: not valid YAML: {error}") from error
+    return parse_yaml(text, "inventory")

@@ -1,0 +1,123 @@
+"""The running cluster as people see it: who does what, what goes where, what is expected and what is measured."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from services.planner.edge_fleet import WhatIf
+from services.planner.watch import Watch
+from shared.domain.instance import InstanceState, InstanceView
+from shared.errors import InvalidRequest, PolyphaseError
+from shared.plan.plan import routes_of
+from shared.plan.review import named, reviewed, surviving
+from shared.plan.running import Expected, Fleet, changed
+from shared.policy.plan_routes import PlanRoute
+from shared.policy.role_flip import load_share
+
+
+def described(watch: Watch, slo: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    """As JSON. slo: the monitor's windows; None where it did not answer."""
+    view = watch.view
+    found: dict[str, Any] = {
+        "time_s": time.time(),
+        "trouble": watch.trouble,
+        "instances": [_instance(one, one.state.value) for one in (view.instances if view is not None else ())]
+        + [_instance(one, "lost") for one in watch.lost.values()],
+        "placement": view.policies.placement.name if view is not None else "",
+        "routes_in_force": bool(watch.in_force),
+        "routes": [],
+        "demand": msgspec.to_builtins(watch.demand),
+        "expected": None,
+        "measured": _measured(slo or (), watch),
+    }
+    try:
+        fleet = watch.fleet()
+    except PolyphaseError as error:
+        found["trouble"] = found["trouble"] or error.message
+        return found
+    routes = surviving(fleet.views, watch.in_force)
+    shown = routes or routes_of(fleet.estimate())
+    found["routes"] = [route_json(one) for one in named(fleet.views, shown)]
+    found["expected"] = finite(fleet.expected(routes=routes))
+    return found
+
+
+def what_if(watch: Watch, asked: WhatIf) -> dict[str, Any]:
+    """What would be with other instances or another demand. Raises InvalidRequest, Unavailable."""
+    fleet = watch.fleet()
+    routes = surviving(fleet.views, watch.in_force)
+    demand = changed(fleet.demand, asked.rate_factor, asked.prompt_factor, asked.output_factor)
+    views = _with_changes(fleet.views, asked)
+    then = Fleet(views, demand, fleet.library, fleet.local, fleet.codec, fleet.target)
+    left = surviving(views, watch.in_force)
+    found = reviewed(then, watch.in_force, watch.fixed(then))
+    best = {"flips": [msgspec.to_builtins(one) for one in found.flips], "expected": finite(found.then)}
+    return {
+        "now": finite(fleet.expected(routes=routes)),
+        "then": finite(then.expected(routes=left)),
+        "best": best if found.flips else None,
+        "why": found.why,
+    }
+
+
+def finite(expected: Expected) -> dict[str, float | None]:
+    """As JSON, which knows no infinity: what is never over is null."""
+    return {name: value if abs(value) < 1e12 else None for name, value in asdict(expected).items()}
+
+
+def route_json(route: PlanRoute) -> dict[str, Any]:
+    """A route; without a prefill instance null."""
+    return {"prefill": route.prefill or None, "decode": route.decode, "share": route.share}
+
+
+def _with_changes(views: tuple[InstanceView, ...], asked: WhatIf) -> tuple[InstanceView, ...]:
+    known = {one.instance_id: one for one in views}
+    for name in asked.lost:
+        if name not in known:
+            raise InvalidRequest(f"lost: no instance {name!r} is ready; there are {', '.join(sorted(known))}")
+    found = [one for one in views if one.instance_id not in set(asked.lost)]
+    for position, more in enumerate(asked.added):
+        if more.like not in known:
+            raise InvalidRequest(f"added: no instance {more.like!r} is ready; there are {', '.join(sorted(known))}")
+        like = known[more.like]
+        for number in range(more.count):
+            name = f"new-{position}-{number}"
+            info = msgspec.structs.replace(like.info, instance_id=name)
+            found.append(InstanceView(info, more.role or like.role, InstanceState.READY))
+    if not found:
+        raise InvalidRequest("lost: no instance would be left")
+    return tuple(found)
+
+
+def _instance(view: InstanceView, state: str) -> dict[str, Any]:
+    info = view.info
+    return {
+        "instance_id": info.instance_id,
+        "role": view.role.value,
+        "state": state,
+        "accelerator": info.accelerator,
+        "tensor_parallel": info.tensor_parallel,
+        "pipeline_parallel": info.pipeline_parallel,
+        "load": load_share(view) if state != "lost" else 0.0,
+    }
+
+
+def _measured(slo: Sequence[Mapping[str, Any]], watch: Watch) -> dict[str, Any] | None:
+    """Over all classes, in the shortest window: attainment of all, latencies of the class with the most requests."""
+    shortest = min((one["window_s"] for one in slo), default=0.0)
+    windows = [one for one in slo if one["window_s"] == shortest and one["requests"]]
+    requests = sum(one["requests"] for one in windows)
+    if not requests:
+        return None
+    most = max(windows, key=lambda one: one["requests"])
+    return {
+        "requests": requests,
+        "window_s": shortest,
+        "attainment": sum(one["requests"] * (one["attainment"] or 0.0) for one in windows) / requests,
+        "ttft_p50_s": most["ttft_s"]["p50"],
+        "tpot_p50_s": most["tpot_s"]["p50"],
+        "rate": watch.demand.rate if watch.demand is not None else requests / shortest,
+    }

@@ -1,0 +1,86 @@
+"""The planner's HTTP API of the running cluster: what is, what is proposed, what would be."""
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query
+
+from services.planner.edge_fleet import ModeIn, WhatIf
+from services.planner.fleet import described, finite, route_json, what_if
+from services.planner.proposal import Cause, Proposal
+from services.planner.state import Planner, State, Who
+from services.planner.watch import News
+from shared.errors import Conflict, PolyphaseError
+
+router = APIRouter()
+
+
+@router.get("/fleet")
+async def fleet(planner: Planner) -> dict[str, Any]:
+    """The running cluster: instances, routes, what is expected of them and what is measured."""
+    return await _fleet(planner)
+
+
+@router.put("/mode")
+async def mode(planner: Planner, who: Who, body: ModeIn) -> dict[str, Any]:
+    """Whether proposals are applied by themselves; an open one is, too, when that is switched on."""
+    planner.decider.set_auto(body.auto, who)
+    return await _fleet(planner)
+
+
+@router.post("/what-if")
+async def ask_what_if(planner: Planner, body: WhatIf) -> dict[str, Any]:
+    """What would be with other instances, or another demand."""
+    return await asyncio.to_thread(what_if, planner.watch, body)
+
+
+@router.get("/proposals")
+async def proposals(planner: Planner, limit: Annotated[int, Query(ge=1, le=200)] = 20) -> list[dict[str, Any]]:
+    """What was proposed and what became of it, newest first."""
+    return [proposal_json(one) for one in planner.proposals.newest(limit)]
+
+
+@router.post("/proposals")
+async def propose(planner: Planner, who: Who) -> dict[str, Any]:
+    """Look now: a proposal, or none and why."""
+    if (under_way := planner.proposals.applying) is not None:
+        raise Conflict(f"proposal {under_way.proposal_id} is being carried out")
+    made, why = await planner.watch.look(News(Cause.ASKED, time.time(), f"{who} asked"))
+    return {"proposal": proposal_json(made) if made is not None else None, "why": why}
+
+
+@router.get("/proposals/{proposal_id}")
+async def proposal(planner: Planner, proposal_id: str) -> dict[str, Any]:
+    """One of them."""
+    return proposal_json(planner.proposals.get(proposal_id))
+
+
+@router.post("/proposals/{proposal_id}/accept")
+async def accept(planner: Planner, proposal_id: str, who: Who) -> dict[str, Any]:
+    """Have it carried out; answers when that has begun."""
+    return proposal_json(planner.decider.accept(proposal_id, who))
+
+
+@router.post("/proposals/{proposal_id}/refuse")
+async def refuse(planner: Planner, proposal_id: str, who: Who) -> dict[str, Any]:
+    """It is not to be done, and not proposed again for a while unless something happens."""
+    return proposal_json(planner.proposals.refuse(proposal_id, who))
+
+
+def proposal_json(one: Proposal) -> dict[str, Any]:
+    """As JSON: what is never over is null, and a route without a prefill instance has null."""
+    found: dict[str, Any] = msgspec.to_builtins(one)
+    found["routes"] = [route_json(route) for route in one.routes]
+    return {**found, "now": finite(one.now), "then": finite(one.then)}
+
+
+async def _fleet(planner: State) -> dict[str, Any]:
+    try:
+        slo = await planner.monitor.slo()
+    except PolyphaseError:
+        slo = None  # `trouble` says that the monitor is away
+    found = await asyncio.to_thread(described, planner.watch, slo)
+    decider = planner.decider
+    return {**found, "auto": decider.auto, "why_not_auto": decider.why_not_auto, "promise": planner.settings.promise}
