@@ -6,7 +6,7 @@ them arrivals, targets, links and whatever a service waits for on behalf of a re
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,6 +18,8 @@ from lab.bench.live_clusters import SERVICES, model_with_context
 from lab.bench.plan_cases import cluster, problem_of
 from lab.bench.turning import lengths
 from shared.domain.job import Slo
+from shared.plan.inventory import Inventory
+from shared.plan.judge import Ask
 from shared.plan.methods.registry import method
 from shared.plan.plan import Plan
 from shared.plan.plan_file import Target, plan_text
@@ -28,10 +30,10 @@ from shared.sim.workload import Workload
 
 MODEL, CONTEXT = "Llama-3-8B", 4096
 NODES = {"a100": ("A100-SXM-80", 1), "a40": ("A40", 2), "ti": ("RTX-3090-Ti", 2)}
-GBPS = 25.0
+GBPS = 25.0  # between any two of them
 SLO = Slo(ttft_s=1.0, tpot_s=0.06)
 KINDS = ("code", "conversation")
-REQUESTS = 3000
+REQUESTS, SEED = 3000, 1
 TOKENS_PER_S = 600.0  # that come at most: the machine streams three times as many, and has other work
 LEAST_FACTOR = 3.0  # what the services add is small beside the accelerators' times, as it is in a real cluster
 PATIENCE_S, JOB_S, DRAIN_S, PULL_S = 10.0, 600.0, 30.0, 10.0  # the services' own, in the accelerators' time
@@ -58,24 +60,29 @@ class Planned:
     @property
     def promised(self) -> Workload:
         """The requests of the run that the promise is made of."""
-        return self.search.judge.workload(self.plan, self.outcome.promise.rate)
+        return self.search.judge.workload(Ask(self.plan, self.outcome.promise.rate))
 
 
-def problem_for(kind: str, data: Path | None, seed: int = 1) -> Problem:
-    """That kind of requests on the inventory; those of the trace, where it is there."""
-    requests = replace(lengths(kind, REQUESTS, CONTEXT, seed, data), name=kind)
-    return replace(problem_of(cluster(NODES, GBPS), MODEL, requests, SLO), longest_tokens=CONTEXT)
+def problem_for(kind: str, data: Path | None, inventory: Inventory | None = None) -> Problem:
+    """That kind of requests, of the trace where it is there, on an inventory, or that of NODES."""
+    requests = replace(lengths(kind, REQUESTS, CONTEXT, SEED, data), name=kind)
+    return replace(problem_of(inventory or cluster(NODES, GBPS), MODEL, requests, SLO), longest_tokens=CONTEXT)
+
+
+def search_for(problem: Problem, seconds: float = inf) -> Search:
+    """Judged as engines are that send KV when the prompt is computed: emulated ones do."""
+    return Search(problem, perf_counter, RunSpec(streaming=False), perf_counter() + seconds)
 
 
 def planned(kind: str, problem: Problem, seconds: float = 60.0) -> Planned:
-    """Ours, judged as engines are that send KV when the prompt is computed: emulated ones do."""
-    search = Search(problem, perf_counter, RunSpec(streaming=False), perf_counter() + seconds)
+    """Ours."""
+    search = search_for(problem, seconds)
     return Planned(kind, search, searched("best", method("best"), search))
 
 
-def factor_for(tokens_per_s: float) -> float:
-    """How slow a cluster that answers so many tokens a second has to be."""
-    return float(max(LEAST_FACTOR, ceil(tokens_per_s / TOKENS_PER_S)))
+def factor_for(tokens_per_s: float, at_most: float = TOKENS_PER_S) -> float:
+    """How slow a cluster that answers so many tokens a second has to be for `at_most` to come."""
+    return float(max(LEAST_FACTOR, ceil(tokens_per_s / at_most)))
 
 
 def slower(workload: Workload, factor: float) -> Workload:
@@ -109,6 +116,7 @@ def slowed(content: Mapping[str, Any], factor: float) -> dict[str, Any]:
     engine = {"emulated_slowdown": factor, "pull_timeout_s": factor * PULL_S}
     return {
         **content,
+        "planner": {"enabled": False},
         "predictor": SERVICES["predictor"],
         "dashboard": SERVICES["dashboard"],
         "gateway": {**gateway, "slo": slo, **waits},

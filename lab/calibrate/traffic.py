@@ -3,10 +3,10 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -14,6 +14,7 @@ from lab.bench.stream_client import StreamFailed, stream_completion
 from lab.calibrate.target import Target
 from shared.errors import Unavailable
 
+Result = TypeVar("Result")
 _TEXT = "The river ran past stone houses, quiet gardens and a harbour full of copper engines; people came. "
 
 
@@ -84,16 +85,18 @@ class Traffic:
 
     async def timed(self, shots: Sequence[Shot]) -> list[Sample]:
         """Each at its time, in their order. Raises Unavailable when one fails."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        samples: dict[int, Sample] = {}
+        return await _in_time(shots, self._send)
 
-        async def later(number: int, shot: Shot) -> None:
-            await asyncio.sleep(began + shot.at_s - loop.time())
-            samples[number] = await self._send(shot)
+    async def tried(self, shots: Sequence[Shot]) -> list[Sample | str]:
+        """Each at its time, in their order; of one that fails, why."""
 
-        await _all([later(number, shot) for number, shot in enumerate(shots)])
-        return [samples[number] for number in range(len(shots))]
+        async def one(shot: Shot) -> Sample | str:
+            try:
+                return await self._send(shot)
+            except (StreamFailed, OSError) as error:
+                return str(error) or type(error).__name__
+
+        return await _in_time(shots, one)
 
     async def _send(self, shot: Shot) -> Sample:
         self._sent += 1
@@ -112,6 +115,19 @@ class Traffic:
         host, port = self._target.api_address
         seen = await stream_completion(host, port, body, self._target.api_key)
         return Sample(name, shot, sent_s, seen.ttft_s, seen.last_s, seen.gaps_s)
+
+
+async def _in_time(shots: Sequence[Shot], send: Callable[[Shot], Awaitable[Result]]) -> list[Result]:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    found: dict[int, Result] = {}
+
+    async def later(number: int, shot: Shot) -> None:
+        await asyncio.sleep(began + shot.at_s - loop.time())
+        found[number] = await send(shot)
+
+    await _all([later(number, shot) for number, shot in enumerate(shots)])
+    return [found[number] for number in range(len(shots))]
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
