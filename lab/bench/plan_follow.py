@@ -149,8 +149,9 @@ def judged(one: Followed, followed: Ran, alone: Ran) -> tuple[dict[str, float], 
             f"{name}_foreign_cores_{label}": round(run.foreign_cores, 3),
         }
     answer = answering(one, followed.proposals)
+    cause = answer["cause"] if answer else "nothing"
     aims = {
-        f"{name}_proposed": aim("for that reason", answer["cause"] if answer else "nothing", answer is not None),
+        f"{name}_proposed": aim(f"for a {one.name}", cause, cause == one.name),
         f"{name}_failed": aim("no request", f"{len(followed.failed)}", not followed.failed),
     }
     if answer is None:
@@ -175,9 +176,8 @@ def judged(one: Followed, followed: Ran, alone: Ran) -> tuple[dict[str, float], 
 
 
 def answering(one: Followed, proposals: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The first proposal that answers the change: of those applied, if any was."""
-    cause = "loss" if one.lost else "shift"
-    found = [entry for entry in proposals if entry["cause"] == cause]
+    """The first proposal for that reason, else for any; of those applied, if any was."""
+    found = [entry for entry in proposals if entry["cause"] == one.name] or list(proposals)
     return next((entry for entry in found if entry["state"] == "applied"), found[0] if found else None)
 
 

@@ -22,8 +22,10 @@ from shared.plan.search import Outcome, Search
 
 NODES = {"a100": ("A100-SXM-80", 1), "a40": ("A40", 2), "a10": ("A10", 4)}
 GBPS = 100.0
-BEFORE_S, AFTER_S = 45.0, 150.0  # on this machine's clock
+BEFORE_S, AFTER_S = 60.0, 120.0  # on this machine's clock
 SHARE = 0.85  # of the goodput that the simulator finds for roles as they should be
+AT_FIRST = 0.5  # of the goodput before a shift: what streams many tokens would slow all of it, and few requests a
+# second take long to be told from others
 TOKENS_PER_S = 800.0  # that come at most
 
 
@@ -52,7 +54,7 @@ def followed_shift(data: Path | None) -> Followed:
     before, after = _goodputs(search, one.plan, proposal)
     names = one.plan.names(one.problem)
     flips = tuple(names[at] for at in proposal.flips)
-    rates = SHARE * one.outcome.promise.goodput, SHARE * after
+    rates = AT_FIRST * one.outcome.promise.goodput, SHARE * after
     make = partial(_followed, "shift", one, search, ("conversation", "code"), rates)
     return make("", flips, before, after)
 
