@@ -49,7 +49,7 @@ class _Planner:
         self._control = cluster.hosts.get(cluster.control, "127.0.0.1")
         self._base = cluster.ports
         self._database = cluster.database_url or f"sqlite:///{(data_dir / 'polyphase.db').resolve()}"
-        self._env = _child_environment(cluster.model)
+        self._env = _child_environment(cluster)
         self._links = links_between(cluster, where)
         self._curve = {"curve_public": cluster.curve_public, "curve_secret": cluster.curve_secret}
 
@@ -296,10 +296,13 @@ def _own_host(cluster: Cluster, name: str) -> str:
     return name
 
 
-def _child_environment(model: str) -> dict[str, str]:
+def _child_environment(cluster: Cluster) -> dict[str, str]:
     """Ours without POLYPHASE_…: what is not in the cluster file does not count."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
     env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
-    if Path(model).is_dir():
+    if Path(cluster.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
+    if all(entry.extra.get("engine") == "emulated" for entry in cluster.instances):
+        # `model` is a tokenizer only: a context beyond its positions is the imitated model's, and nobody computes it.
+        env["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     return env

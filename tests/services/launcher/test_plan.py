@@ -121,6 +121,14 @@ def test_children_are_told_not_to_phone_home(tmp_path: Path) -> None:
         assert each.env["HF_HUB_OFFLINE"] == "1"
 
 
+def test_emulated_instances_may_have_a_context_beyond_the_tokenizers_model(tmp_path: Path) -> None:
+    """`polyphase plan` imitates models with 8,192 tokens on a tokenizer's folder of 4,096."""
+    key = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+    assert process(make_plan(cluster(max_model_len=8192), tmp_path), "gateway").env[key] == "1"
+    mixed = [*INSTANCES[:1], {**INSTANCES[1], "engine": "vllm"}]
+    assert key not in process(make_plan(cluster(instances=mixed), tmp_path), "gateway").env
+
+
 def test_a_rank_each_has_its_kv_port(tmp_path: Path) -> None:
     plan = make_plan(cluster(), tmp_path)
     assert len(process(plan, "p").ports) == 4  # rpc, http, two ranks
