@@ -64,6 +64,7 @@ class Watch:
         self.demand: Demand | None = None
         self.lost: dict[str, InstanceView] = {}  # as they were last seen
         self.trouble = NO_VIEW
+        self.reviews = 0  # so far
 
     def heard(self, view: ClusterView) -> None:
         """A broadcast of the monitor."""
@@ -120,6 +121,7 @@ class Watch:
         began, self._reviewed_s = time.time(), time.monotonic()
         found = await asyncio.to_thread(self._review, fleet)
         took_s = time.time() - began
+        self.reviews += 1
         if not found.changes:
             self._proposals.withdraw("the situation has changed: " + found.why)
             return None, found.why
