@@ -82,4 +82,9 @@ async def _fleet(planner: State) -> dict[str, Any]:
         slo = None  # `trouble` says that the monitor is away
     found = await asyncio.to_thread(described, planner.watch, slo)
     decider = planner.decider
-    return {**found, "auto": decider.auto, "why_not_auto": decider.why_not_auto, "promise": planner.settings.promise}
+    return {
+        **found,
+        "auto": decider.auto,
+        "why_not_auto": decider.why_not_auto,
+        "promise": planner.settings.promise or None,
+    }

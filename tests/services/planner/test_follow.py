@@ -1,9 +1,14 @@
 """The planner beside a running cluster: what it notices, proposes and has carried out, seen from outside."""
 
+import io
 from typing import Any
 
+import msgspec
 import pytest
+from rich.console import Console
 
+from dashboard.plan import records
+from services.launcher import proposals
 from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Conflict, InvalidRequest, NotFound
@@ -166,6 +171,23 @@ async def test_what_if_tells_of_losses_and_of_more(watching: Watching) -> None:
         await cluster.client.what_if({"rate_factor": 0})
     with pytest.raises(InvalidRequest, match="no instance would be left"):
         await cluster.client.what_if({"lost": ["p0", "p1", "d2", "d3"]})
+
+
+async def test_the_page_and_the_command_understand_all_of_it(watching: Watching) -> None:
+    cluster = await lost_prefill(watching, promise={"rate": 5.0, "goodput": 6.0, "attainment": 0.9})
+    one = await cluster.proposal("open")
+    fleet, proposed = await cluster.client.fleet(), await cluster.client.proposals()
+    page = msgspec.convert(fleet, records.Fleet)
+    assert {row.instance_id: row.state for row in page.instances}["p1"] == "lost"
+    assert page.promise == records.Promise(rate=5.0, goodput=6.0, attainment=0.9)
+    assert page.expected is not None
+    assert page.expected.goodput == pytest.approx(one["now"]["goodput"], rel=0.05)
+    assert msgspec.convert(proposed, list[records.Proposal])[0].flips
+    msgspec.convert(await cluster.client.what_if({"lost": ["p0"]}), records.WhatIf)
+    shown = io.StringIO()
+    proposals.show(Console(file=shown, width=160), {"said": "", "fleet": fleet, "proposals": proposed})
+    assert "p1 gone: " in shown.getvalue()
+    assert f"polyphase proposals --accept {one['proposal_id']}" in shown.getvalue()
 
 
 async def test_the_next_life_knows_what_was_proposed(watching: Watching) -> None:
