@@ -25,6 +25,7 @@ from shared.wire.clients.monitor import MonitorClient
 log = get_log(__name__)
 NO_VIEW = "the monitor has told nothing yet"
 NO_DEMAND = "too few requests for a profile of what clients ask for"
+SOLID = 50  # requests that a profile must rest on, except at a shift: what was before that is certainly wrong
 _AT_WORK = (InstanceState.READY, InstanceState.DRAINING)
 
 
@@ -183,11 +184,12 @@ class Watch:
         except (PolyphaseError, msgspec.ValidationError) as error:
             self.trouble = f"the monitor does not say what clients ask for: {error}"
             return
-        if demand is not None:
+        shift = answer["shift"]
+        shifted = shift is not None and shift["at_s"] > self._shift_s
+        if demand is not None and (shifted or demand.requests >= SOLID):
             self.demand = demand
         self.trouble = "" if self.demand is not None else NO_DEMAND
-        shift = answer["shift"]
-        if shift is not None and shift["at_s"] > self._shift_s and demand is not None:
+        if shifted and demand is not None:
             self._shift_s = shift["at_s"]
             text = f"{shift['what']} went from {shift['before']:.3g} to {shift['after']:.3g}"
             self._tell(Cause.SHIFT, text, shift["at_s"])
