@@ -11,6 +11,7 @@ from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
+from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.runtime.settings import ServiceSettings
 
@@ -21,6 +22,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "monitor": MonitorSettings,
     "scheduler": SchedulerSettings,
     "predictor": PredictorSettings,
+    "planner": PlannerSettings,
     "prefill": WorkerSettings,
     "decode": WorkerSettings,
     "gateway": GatewaySettings,

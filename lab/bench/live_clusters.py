@@ -69,6 +69,7 @@ SERVICES: dict[str, Any] = {
     "served_model_name": "demo",
     "max_model_len": 2048,
     "predictor": {"enabled": False},
+    "planner": {"enabled": False},
     "dashboard": {"enabled": False},
 }
 

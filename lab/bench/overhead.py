@@ -90,6 +90,7 @@ def _cluster() -> Cluster:
             "ports": FIRST_PORT,
             "gateway": {"port": PORT, "max_queued_jobs": 4096},
             "predictor": {"enabled": False},
+            "planner": {"enabled": False},
             "dashboard": {"enabled": False},
             "instances": [
                 {"id": "p0", "role": "prefill", **instance},

@@ -200,7 +200,7 @@ def _case(one: Followed) -> str:
     )
     what = f"{one.lost} is lost" if one.lost else f"{second.kind} at {second.rate:.2f}/s comes"
     return (
-        f"{one.name}: {groups}; along routes; {first.kind} at {first.rate:.2f}/s, then {what}; goodput then "
+        f"{one.name}: {groups}; plain disaggregation; {first.kind} at {first.rate:.2f}/s, then {what}; goodput then "
         f"{one.before:.2f}/s simulated, {one.after:.2f} with flips of {', '.join(one.flips) or 'none'}; "
         f"{one.factor:g} times as slow"
     )

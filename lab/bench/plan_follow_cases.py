@@ -1,8 +1,8 @@
-"""What is followed: a cluster along the routes of a plan, and what happens to it.
+"""What is followed: clusters that serve what their roles were chosen for, and what happens to them.
 
-Each accelerator is a group, so that flips can change much; roles and routes are those that rescheduling finds for the
-first workload, without any search. Along routes instances do what their roles say and nothing else; under `adaptive`
-those that decode compute prompts, too, and there is less for flips to mend.
+Each accelerator is a group, so that flips can change much; roles are those that rescheduling finds for the first
+workload, without any search. Under plain disaggregation instances do what their roles say and nothing else: under
+`adaptive` those that decode compute prompts, too, and there is less for flips to mend.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,10 @@ from shared.plan.search import Outcome, Search
 
 NODES = {"a100": ("A100-SXM-80", 1), "a40": ("A40", 2), "a10": ("A10", 4)}
 GBPS = 100.0
-BEFORE_S, AFTER_S = 60.0, 120.0  # on this machine's clock
-SHARE = 0.85  # of the goodput that the simulator finds for roles as they should be
-AT_FIRST = 0.5  # of the goodput before a shift: what streams many tokens would slow all of it, and few requests a
+PLAIN = "least_load+split=full+power_of_two"
+BEFORE_S, AFTER_S = 45.0, 160.0  # on this machine's clock
+SHARE = 0.8  # of the goodput that the simulator finds for roles as they should be
+AT_FIRST = 0.4  # of the goodput before a shift: what streams many tokens would slow all of it, and few requests a
 # second take long to be told from others
 TOKENS_PER_S = 800.0  # that come at most
 
@@ -50,7 +51,7 @@ class Followed:
 def followed_shift(data: Path | None) -> Followed:
     """Conversation turns into code."""
     one, search = _started("conversation", data), _search("code", data)
-    proposal = rescheduled(search.estimator, one.plan)
+    proposal = turned(search.estimator, one.plan)
     before, after = _goodputs(search, one.plan, proposal)
     names = one.plan.names(one.problem)
     flips = tuple(names[at] for at in proposal.flips)
@@ -72,10 +73,17 @@ def followed_loss(data: Path | None) -> Followed:
     return make(names[lost], flips, before, after)
 
 
-def along_routes(estimator: Estimator, groups: tuple[Group, ...]) -> Plan:
-    """These groups with the routes that are best for them."""
-    plan = Plan(groups, routes_of(estimator.of(groups, local=False)))
-    return replace(plan, policies=plan.routed(estimator.problem))
+def by_roles(groups: tuple[Group, ...]) -> Plan:
+    """These groups, doing what their roles say."""
+    return Plan(groups, policies=PLAIN)
+
+
+def turned(estimator: Estimator, running: Plan) -> Proposal:
+    """What rescheduling finds for them: it takes no groups that decode to compute prompts only along routes."""
+    groups = running.groups
+    routes = routes_of(estimator.of(groups, local=False))
+    found = rescheduled(estimator, Plan(groups, routes, "plan:"))
+    return replace(found, plan=by_roles(found.plan.groups))
 
 
 def _search(kind: str, data: Path | None) -> Search:
@@ -90,21 +98,18 @@ def _started(kind: str, data: Path | None) -> Planned:
     places = [at for at, pool in enumerate(problem.inventory.pools) for _ in range(pool.count)]
     roles = [Role.DECODE] + [Role.PREFILL] * (len(places) - 1)
     first = tuple(Group(role, 1, (Part(at, layers),)) for role, at in zip(roles, places, strict=True))
-    groups = rescheduled(search.estimator, along_routes(search.estimator, first)).plan.groups
-    plan = along_routes(search.estimator, groups)
-    goodput = search.judge.goodput(plan, search.estimator.of(groups, local=False).goodput)
-    return Planned(kind, search, Outcome("routes", plan, search.judge.promise(plan, goodput), 0.0, 0.0, 0))
+    plan = turned(search.estimator, by_roles(first)).plan
+    goodput = search.judge.goodput(plan, search.estimator.of(plan.groups, local=False).goodput)
+    return Planned(kind, search, Outcome("rescheduled", plan, search.judge.promise(plan, goodput), 0.0, 0.0, 0))
 
 
 def _losses(one: Planned) -> list[tuple[int, Plan, Proposal]]:
     """By group that may be lost: who is left, and what flips make of them."""
     found = []
     for lost in range(len(one.plan.groups)):
-        groups, routes = survivors(one.plan, [lost])
-        if routes:
-            left = Plan(groups, routes)
-            left = replace(left, policies=left.routed(one.problem))
-            found.append((lost, left, rescheduled(one.search.estimator, left)))
+        left = by_roles(survivors(one.plan, [lost])[0])
+        if len(left.roles) == len(Role):
+            found.append((lost, left, turned(one.search.estimator, left)))
     return [row for row in found if row[2].before.goodput > 0.0]
 
 

@@ -80,6 +80,7 @@ def cluster_file(
         "max_model_len": max_model_len,
         "gateway": {"dtype": "float32", "max_queued_jobs": 4096, "job_timeout_s": 900.0},
         "predictor": {"enabled": False},
+        "planner": {"enabled": False},
         "dashboard": {"enabled": False},
         "instance_defaults": {"engine": "vllm", "accelerator": "cpu", "dtype": "float32", "threads": 1, **defaults},
         "instances": list(instances),

@@ -90,6 +90,7 @@ KEYED = Testbed(
     cluster={
         "policies": _SPLIT,
         "predictor": {"enabled": False},
+        "planner": {"enabled": False},
         "instance_defaults": _EMULATED,
         "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
     },
@@ -107,6 +108,7 @@ REAL = Testbed(
         "gateway": {"dtype": "float32"},
         "policies": _SPLIT,
         "predictor": {"enabled": False},
+        "planner": {"enabled": False},
         "instance_defaults": _REAL,
         "instances": [
             {"id": "prefill-0", "role": "prefill", "block_size": 32},

@@ -16,10 +16,10 @@ HANG_S = 30.0
 
 
 async def check_control_plane(suite: Suite, api: ApiClient, prompts: Prompts) -> Section:
-    """kill -9 of scheduler, monitor and predictor, each under a stream and with new requests arriving."""
-    section = Section("kill -9 of the scheduler, the monitor and the predictor")
+    """kill -9 of scheduler, monitor, predictor and planner, each under a stream and with new requests arriving."""
+    section = Section("kill -9 of the scheduler, the monitor, the predictor and the planner")
     for process in suite.state.processes:
-        if process.name.startswith(("scheduler", "monitor", "predictor")):
+        if process.name.startswith(("scheduler", "monitor", "predictor", "planner")):
             await _lose(section, suite, api, prompts, process.name)
     await suite.wait_ready()
     return section

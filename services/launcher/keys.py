@@ -12,7 +12,7 @@ from gateway.auth import create_key, load_keys
 from services.launcher.container import read_environment
 from shared.errors import Conflict, InvalidRequest
 
-_CURVED = ("MONITOR", "SCHEDULER", "GATEWAY", "WORKER", "PREDICTOR")
+_CURVED = ("MONITOR", "SCHEDULER", "GATEWAY", "WORKER", "PREDICTOR", "PLANNER")
 _PAIR = ("curve_public", "curve_secret")
 
 

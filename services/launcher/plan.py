@@ -1,6 +1,5 @@
 """From a cluster file to the processes of one host: programs, environments, ports, health checks."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection, desc
 from services.launcher.dashboard_program import dashboard_command
 from services.launcher.links import links_between
 from services.launcher.ports import PortUse
-from services.launcher.spec import OURS, Plan, ProcessSpec
+from services.launcher.spec import Plan, ProcessSpec, child_environment
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
@@ -49,7 +48,8 @@ class _Planner:
         self._control = cluster.hosts.get(cluster.control, "127.0.0.1")
         self._base = cluster.ports
         self._database = cluster.database_url or f"sqlite:///{(data_dir / 'polyphase.db').resolve()}"
-        self._env = _child_environment(cluster)
+        imitated = all(entry.extra.get("engine") == "emulated" for entry in cluster.instances)
+        self._env = child_environment(cluster.model, imitated)
         self._links = links_between(cluster, where)
         self._curve = {"curve_public": cluster.curve_public, "curve_secret": cluster.curve_secret}
 
@@ -294,15 +294,3 @@ def _own_host(cluster: Cluster, name: str) -> str:
     if name not in known:
         raise InvalidRequest(f"--host-name must say which of the file's hosts this is: {', '.join(known)}")
     return name
-
-
-def _child_environment(cluster: Cluster) -> dict[str, str]:
-    """Ours without POLYPHASE_…: what is not in the cluster file does not count."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
-    env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
-    if Path(cluster.model).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"
-    if all(entry.extra.get("engine") == "emulated" for entry in cluster.instances):
-        # `model` is a tokenizer only: a context beyond its positions is the imitated model's, and nobody computes it.
-        env["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
-    return env

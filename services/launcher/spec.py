@@ -1,7 +1,9 @@
 """What one host runs: its processes, their ports and health checks, and what is forked rather than started."""
 
+import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from services.launcher.ports import PortUse
 from shared.runtime.settings import ServiceSettings
@@ -68,3 +70,17 @@ class Plan:
     def port_uses(self) -> tuple[PortUse, ...]:
         """Every port that is listened on here."""
         return tuple(use for process in self.processes for use in process.ports)
+
+
+def child_environment(model: str, imitated: bool = False) -> dict[str, str]:
+    """Ours without POLYPHASE_…: what is not in the cluster file does not count.
+
+    imitated: `model` is only a tokenizer, so that a context beyond its positions is another model's: nobody computes it.
+    """
+    env = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
+    env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
+    if Path(model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if imitated:
+        env["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    return env

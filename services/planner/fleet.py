@@ -13,7 +13,7 @@ from shared.domain.instance import InstanceState, InstanceView
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.plan.plan import routes_of
 from shared.plan.review import named, reviewed, surviving
-from shared.plan.running import Expected, Fleet, changed
+from shared.plan.running import Fleet, changed
 from shared.policy.plan_routes import PlanRoute
 from shared.policy.role_flip import load_share
 
@@ -41,7 +41,7 @@ def described(watch: Watch, slo: Sequence[Mapping[str, Any]] | None) -> dict[str
     routes = surviving(fleet.views, watch.in_force)
     shown = routes or routes_of(fleet.estimate())
     found["routes"] = [route_json(one) for one in named(fleet.views, shown)]
-    found["expected"] = finite(fleet.expected(routes=routes))
+    found["expected"] = asdict(fleet.expected(routes=routes))
     return found
 
 
@@ -54,18 +54,13 @@ def what_if(watch: Watch, asked: WhatIf) -> dict[str, Any]:
     then = Fleet(views, demand, fleet.library, fleet.local, fleet.codec, fleet.target)
     left = surviving(views, watch.in_force)
     found = reviewed(then, watch.in_force, watch.fixed(then))
-    best = {"flips": [msgspec.to_builtins(one) for one in found.flips], "expected": finite(found.then)}
+    best = {"flips": [msgspec.to_builtins(one) for one in found.flips], "expected": asdict(found.then)}
     return {
-        "now": finite(fleet.expected(routes=routes)),
-        "then": finite(then.expected(routes=left)),
+        "now": asdict(fleet.expected(routes=routes)),
+        "then": asdict(then.expected(routes=left)),
         "best": best if found.flips else None,
         "why": found.why,
     }
-
-
-def finite(expected: Expected) -> dict[str, float | None]:
-    """As JSON, which knows no infinity: what is never over is null."""
-    return {name: value if abs(value) < 1e12 else None for name, value in asdict(expected).items()}
 
 
 def route_json(route: PlanRoute) -> dict[str, Any]:

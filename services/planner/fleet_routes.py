@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Query
 
 from services.planner.edge_fleet import ModeIn, WhatIf
-from services.planner.fleet import described, finite, route_json, what_if
+from services.planner.fleet import described, route_json, what_if
 from services.planner.proposal import Cause, Proposal
 from services.planner.state import Planner, State, Who
 from services.planner.watch import News
@@ -70,10 +70,9 @@ async def refuse(planner: Planner, proposal_id: str, who: Who) -> dict[str, Any]
 
 
 def proposal_json(one: Proposal) -> dict[str, Any]:
-    """As JSON: what is never over is null, and a route without a prefill instance has null."""
+    """As JSON, where a route without a prefill instance has null."""
     found: dict[str, Any] = msgspec.to_builtins(one)
-    found["routes"] = [route_json(route) for route in one.routes]
-    return {**found, "now": finite(one.now), "then": finite(one.then)}
+    return {**found, "routes": [route_json(route) for route in one.routes]}
 
 
 async def _fleet(planner: State) -> dict[str, Any]:
@@ -83,4 +82,9 @@ async def _fleet(planner: State) -> dict[str, Any]:
         slo = None  # `trouble` says that the monitor is away
     found = await asyncio.to_thread(described, planner.watch, slo)
     decider = planner.decider
-    return {**found, "auto": decider.auto, "why_not_auto": decider.why_not_auto, "promise": planner.settings.promise}
+    return {
+        **found,
+        "auto": decider.auto,
+        "why_not_auto": decider.why_not_auto,
+        "promise": planner.settings.promise or None,
+    }

@@ -25,6 +25,7 @@ from shared.wire.clients.monitor import MonitorClient
 log = get_log(__name__)
 NO_VIEW = "the monitor has told nothing yet"
 NO_DEMAND = "too few requests for a profile of what clients ask for"
+SOLID = 50  # requests that a profile must rest on, except at a shift: what was before that is certainly wrong
 _AT_WORK = (InstanceState.READY, InstanceState.DRAINING)
 
 
@@ -64,6 +65,7 @@ class Watch:
         self.demand: Demand | None = None
         self.lost: dict[str, InstanceView] = {}  # as they were last seen
         self.trouble = NO_VIEW
+        self.reviews = 0  # so far
 
     def heard(self, view: ClusterView) -> None:
         """A broadcast of the monitor."""
@@ -120,6 +122,7 @@ class Watch:
         began, self._reviewed_s = time.time(), time.monotonic()
         found = await asyncio.to_thread(self._review, fleet)
         took_s = time.time() - began
+        self.reviews += 1
         if not found.changes:
             self._proposals.withdraw("the situation has changed: " + found.why)
             return None, found.why
@@ -181,11 +184,12 @@ class Watch:
         except (PolyphaseError, msgspec.ValidationError) as error:
             self.trouble = f"the monitor does not say what clients ask for: {error}"
             return
-        if demand is not None:
+        shift = answer["shift"]
+        shifted = shift is not None and shift["at_s"] > self._shift_s
+        if demand is not None and (shifted or demand.requests >= SOLID):
             self.demand = demand
         self.trouble = "" if self.demand is not None else NO_DEMAND
-        shift = answer["shift"]
-        if shift is not None and shift["at_s"] > self._shift_s and demand is not None:
+        if shifted and demand is not None:
             self._shift_s = shift["at_s"]
             text = f"{shift['what']} went from {shift['before']:.3g} to {shift['after']:.3g}"
             self._tell(Cause.SHIFT, text, shift["at_s"])

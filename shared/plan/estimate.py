@@ -22,6 +22,7 @@ from shared.plan.layouts import Layouts
 from shared.plan.places import Places
 from shared.plan.problem import Problem
 from shared.plan.routes import Flows, Joints, Route, best_flows, decode_capacity, prefill_capacity
+from shared.plan.waits import Wait
 from shared.sim.workload import Times
 
 _SPREAD = 0.7  # of a batch over a request's life, in square roots of it (instants are Poisson: 1)
@@ -197,8 +198,8 @@ class _Sides:
         step_s, spread_s, seats = self._decode_sides(flows)
         from_, to = np.nonzero(flows.sent)
         alone = np.flatnonzero(flows.local)
-        wait = _Wait.of(self._before, flows.sent.sum(axis=1))
-        own = _Wait.of(self._after, flows.local)
+        wait = Wait.of(self._before, flows.sent.sum(axis=1))
+        own = Wait.of(self._after, flows.local)
         prefill_s = np.concatenate([self._prefill_s[from_], self._local_s[alone]])
         in_time = np.concatenate(
             [wait.within(slo.ttft_s - self._prefill_s)[from_], own.within(slo.ttft_s - self._local_s)[alone]]
@@ -223,7 +224,7 @@ class _Sides:
         ttft_s = weight @ (prefill_s.mean(axis=1) + waits_s)[kept]
         return float(met), float(ttft_s), float(weight @ token_s.mean(axis=1)[kept])
 
-    def _decode_sides(self, flows: Flows) -> tuple[Times, Times, list["_Wait"]]:
+    def _decode_sides(self, flows: Flows) -> tuple[Times, Times, list[Wait]]:
         """Of each group that decodes: seconds a token, shape [d], how they spread, by request, shape [d, n], and the
         wait for a seat in a batch.
 
@@ -231,7 +232,7 @@ class _Sides:
         """
         coming = (flows.sent.sum(axis=0) + flows.local).tolist()
         step_s, spread_s = np.full(len(self._after), inf), np.ones((len(self._after), len(self._estimator.outputs)))
-        seats = [_Wait(0.0, inf)] * len(self._after)
+        seats = [Wait(0.0, inf)] * len(self._after)
         for j, cost in enumerate(self._after):
             side = self._decode_side(cost, coming[j], float(flows.local[j]) / cost.prefills_per_s)
             if side is not None:
@@ -239,7 +240,7 @@ class _Sides:
                 if not self._estimator.crowded:
                     continue
                 life_s = self._estimator.problem.sample.output * float(step_s[j])
-                seats[j] = _Wait.for_seats(coming[j] * life_s, cost.lanes * cost.batch / self._estimator.unlike, life_s)
+                seats[j] = Wait.for_seats(coming[j] * life_s, cost.lanes * cost.batch / self._estimator.unlike, life_s)
         return step_s, spread_s, seats
 
     def _decode_side(self, cost: EngineCost, rate: float, share: float) -> tuple[float, Times] | None:
@@ -265,48 +266,3 @@ class _Sides:
             source, target = self._groups[self._prefill[i]], self._groups[self._decode[j]]
             self._transfers[i, j] = self._estimator.transfer_s(source, target) / self._estimator.outputs
         return self._transfers[i, j]
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """How long a prompt waits: not at all, or an exponential time. Source: Sakasegawa's form for M/G/c."""
-
-    probability: float
-    rate: float
-
-    @classmethod
-    def of(cls, costs: Sequence[EngineCost], flows: NDArray[np.float64]) -> "_Wait":
-        """Where such flows come to such engines, each of which takes a prompt of those that wait when it is free."""
-        used = [(cost, flow) for cost, flow in zip(costs, flows.tolist(), strict=True) if flow > 0.0]
-        if not used:
-            return cls(0.0, inf)
-        speed = sum(cost.prefills_per_s for cost, _ in used)
-        load = sum(flow for _, flow in used) / speed
-        if load >= 1.0:
-            return cls(1.0, 0.0)
-        servers = sum(cost.lanes for cost, _ in used)
-        times = np.concatenate([cost.prefill_s for cost, _ in used])
-        varies = float(times.var() / times.mean() ** 2)
-        return cls(load ** (sqrt(2.0 * (servers + 1.0)) - 1.0), 2.0 * (1.0 - load) * speed / (1.0 + varies))
-
-    @classmethod
-    def for_seats(cls, taken: float, seats: float, life_s: float) -> "_Wait":
-        """Where decodes of `life_s` take so many of the seats on average."""
-        load = taken / seats
-        if load >= 1.0:
-            return cls(1.0, 0.0)
-        return cls(load ** (sqrt(2.0 * (seats + 1.0)) - 1.0), seats * (1.0 - load) / life_s)
-
-    @property
-    def mean_s(self) -> float:
-        """Of all prompts."""
-        return self.probability / self.rate if self.rate > 0.0 else inf
-
-    def within(self, left_s: Times) -> NDArray[np.float64]:
-        """The probability that a prompt waits no longer than that, by request."""
-        if self.rate == inf or self.probability == 0.0:
-            return (left_s >= 0.0).astype(np.float64)
-        waits: NDArray[np.float64] = np.where(
-            left_s >= 0.0, 1.0 - self.probability * np.exp(-self.rate * np.maximum(left_s, 0.0)), 0.0
-        )
-        return waits

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
-from math import exp, log, sqrt
+from math import exp, isfinite, log, sqrt
 
 import msgspec
 import numpy as np
@@ -45,19 +45,20 @@ _LINK_CLASS = 0.25  # of a logarithm: links that differ by less are alike
 class Expected:
     """What is expected of roles under a demand. goodput: the highest rate at which enough requests meet the SLO.
 
-    attainment, ttft_s, tpot_s: at `rate`, the demand's, requests a second; means.
+    attainment, ttft_s, tpot_s: at `rate`, the demand's, requests a second; means, None where they grow without end.
     """
 
     rate: float
     goodput: float
     attainment: float
-    ttft_s: float
-    tpot_s: float
+    ttft_s: float | None
+    tpot_s: float | None
 
     @classmethod
     def of(cls, estimate: Estimate, rate: float) -> "Expected":
         """Of an estimate at that rate."""
-        return cls(rate, estimate.goodput, estimate.attainment, estimate.ttft_s, estimate.tpot_s)
+        ttft_s, tpot_s = (one if isfinite(one) else None for one in (estimate.ttft_s, estimate.tpot_s))
+        return cls(rate, estimate.goodput, estimate.attainment, ttft_s, tpot_s)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 
 from lab.bench.plan_cases import cluster
 from lab.bench.plan_follow import Ran, answering, judged, settled_shares, story
-from lab.bench.plan_follow_cases import GBPS, NODES, Followed, along_routes
+from lab.bench.plan_follow_cases import GBPS, NODES, Followed, by_roles, turned
 from lab.bench.plan_live_cases import SLO, Planned, problem_for, search_for
 from lab.bench.plan_promise import shots
 from lab.bench.turning import Phase
@@ -30,14 +30,13 @@ def followed(lost: str = "") -> Followed:
     problem = problem_for("conversation", None, cluster(NODES, GBPS))
     search = search_for(problem)
     layers = problem.shop.geometry.layers
-    plan = along_routes(
-        search.estimator,
+    plan = by_roles(
         tuple(
             Group(Role.DECODE if at == 0 else Role.PREFILL, 1, (Part(at, layers),))
             for at in range(len(problem.inventory.pools))
-        ),
+        )
     )
-    one = Planned("conversation", search, Outcome("routes", plan, Promise(9.0, 9.0, 0.9, {}, 0.0), 0.0, 0.0, 0))
+    one = Planned("conversation", search, Outcome("rescheduled", plan, Promise(9.0, 9.0, 0.9, {}, 0.0), 0.0, 0.0, 0))
     phases = (Phase("conversation", 1.0, 5.0), Phase("code", 1.0, 10.0))
     return Followed("loss" if lost else "shift", one, phases, FACTOR, lost, ("a10-0",), 4.0, 8.0)
 
@@ -63,10 +62,13 @@ ALONE = Ran((0.98, 0.4), ("refused",), CHANGED_S, 0.1)
 MENDED = Ran((0.97, 0.91), (), CHANGED_S, 0.1, (proposal(),))
 
 
-def test_requests_go_along_the_routes_and_nowhere_else() -> None:
-    plan = followed().one.plan
-    assert plan.policies.startswith("plan:routes=[")
-    assert all(route.prefill is not None for route in plan.routes)
+def test_roles_are_turned_where_groups_do_what_their_roles_say() -> None:
+    one = followed().one
+    proposal = turned(one.search.estimator, one.plan)
+    assert proposal.plan.policies == one.plan.policies
+    assert proposal.changes == (proposal.plan.groups != one.plan.groups)
+    assert proposal.after.goodput >= proposal.before.goodput
+    assert not proposal.after.flows.local.any()
 
 
 def test_the_last_part_of_each_phase_counts_and_failures_are_misses() -> None:

@@ -31,6 +31,7 @@ def cluster() -> Cluster:
         "served_model_name": "m",
         "dashboard": {"enabled": False},
         "predictor": {"enabled": False},
+        "planner": {"enabled": False},
         "policies": {"split": "random"},
         "instance_defaults": {
             "engine": "emulated",

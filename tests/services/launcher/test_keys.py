@@ -99,7 +99,7 @@ def test_a_shell_reads_the_curve_file(tmp_path: Path) -> None:
     script = f". {tmp_path}/curve.env; printf '%s' \"$POLYPHASE_WORKER_CURVE_SECRET\""
     secret = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
     assert len(secret) == 40
-    assert (tmp_path / "curve.env").read_text().count(secret) == 5
+    assert (tmp_path / "curve.env").read_text().count(secret) == 6
 
 
 def test_a_curve_pair_works() -> None:

@@ -17,6 +17,7 @@ from services.launcher import display
 from services.launcher.cluster_file import Cluster
 from services.launcher.plan import make_plan
 from services.launcher.spec import Plan, ProcessSpec
+from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
@@ -53,6 +54,7 @@ def test_every_process_is_there_once(tmp_path: Path) -> None:
         "scheduler",
         "gateway",
         "predictor",
+        "planner",
         "p",
         "d",
         "dashboard",
@@ -83,6 +85,10 @@ def test_addresses_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for scheduler in schedulers:
         assert scheduler.predictor_url == plan.predictor_url == f"http://127.0.0.1:{predictor.port}"
     assert gateway.predictor == predictor.rpc_address == "tcp://127.0.0.1:20004"
+    planner = loaded(PlannerSettings, process(plan, "planner"), monkeypatch)
+    assert (planner.broadcast_address, planner.monitor_url) == (monitor.broadcast_address, plan.monitor_url)
+    assert plan.planner_url == f"http://127.0.0.1:{planner.http_port}"
+    assert process(plan, "dashboard").env["POLYPHASE_DASHBOARD_PLANNER_URL"] == plan.planner_url
     for worker in workers:
         assert worker.heartbeat_address == monitor.heartbeat_address
     assert plan.scheduler_urls == tuple(f"http://127.0.0.1:{each.http_port}" for each in schedulers)

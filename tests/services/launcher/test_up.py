@@ -33,6 +33,7 @@ def cluster(folder: Path) -> Path:
         "gateway": {"port": base + 240},
         "dashboard": {"enabled": False},
         "predictor": {"enabled": False},
+        "planner": {"enabled": False},
         "instance_defaults": {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30},
         "instances": [{"id": "p", "role": "prefill", "count": 2}, {"id": "d", "role": "decode", "count": 2}],
     }

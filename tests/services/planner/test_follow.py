@@ -1,0 +1,208 @@
+"""The planner beside a running cluster: what it notices, proposes and has carried out, seen from outside."""
+
+import io
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from dashboard.plan import records
+from services.launcher import proposals
+from shared.domain.instance import Role
+from shared.domain.route import PolicySpec
+from shared.errors import Conflict, InvalidRequest, NotFound
+from tests.services.control_plane import until
+from tests.services.planner.conftest import LONG, SHORT, Watched, Watching, asked
+
+ROUTES = [["p0", "d2", 0.5], ["p1", "d3", 0.5]]
+
+
+async def lost_prefill(watching: Watching, **settings: Any) -> Watched:
+    """Two prefill and two decode instances with long prompts, of which one prefill instance dies."""
+    found: Watched = await watching(**settings)
+    await found.start_all("ppdd")
+    await found.ask(20, 8, LONG)
+    assert not await found.client.proposals()
+    await found.kill("p1")
+    return found
+
+
+async def test_a_loss_is_proposed_for_and_carried_out_when_accepted(watching: Watching) -> None:
+    cluster = await lost_prefill(watching)
+    one = await cluster.proposal("open")
+    assert one["cause"] == "loss"
+    assert one["why"].startswith("p1 gone: ")
+    assert [flip["to_role"] for flip in one["flips"]] == ["prefill"]
+    assert one["then"]["goodput"] > 1.1 * one["now"]["goodput"]
+    assert one["made_s"] - one["noticed_s"] < 5.0  # a bound of sanity; the bench measures
+    flipped = one["flips"][0]["instance_id"]
+    assert cluster.workers[flipped].role is Role.DECODE, "nothing is done unasked"
+    accepted = await cluster.client.accept(one["proposal_id"], who="ann")
+    assert accepted["state"] == "applying"
+    done = await cluster.proposal("applied")
+    assert (done["who"], [step["ok"] for step in done["steps"]]) == ("ann", [True])
+    assert cluster.workers[flipped].role is Role.PREFILL
+    assert cluster.workers[flipped].calls == ["drain", "flip", "resume"]
+    (entry,) = await cluster.monitor.flips()
+    assert entry["who"] == f"planner: proposal {one['proposal_id']}, ann"
+    assert entry["why"] == one["why"]
+
+
+async def test_auto_does_it_by_itself(watching: Watching) -> None:
+    cluster = await lost_prefill(watching, auto=True)
+    done = await cluster.proposal("applied")
+    assert done["who"] == "auto"
+    assert sum(worker.role is Role.PREFILL for name, worker in cluster.workers.items() if name != "p1") == 2
+
+
+async def test_auto_leaves_it_where_a_policy_flips_roles_itself(watching: Watching) -> None:
+    cluster: Watched = await watching(auto=True)
+    await cluster.monitor.set_policies({"role_flip": PolicySpec("predictive")})
+    await cluster.start_all("ppdd")
+    await cluster.ask(20, 8, LONG)
+    await until(lambda: cluster.state.decider.why_not_auto, "the planner knows of the policy")
+    await cluster.kill("p1")
+    one = await cluster.proposal("open")
+    fleet = await cluster.client.fleet()
+    assert fleet["auto"]
+    assert "predictive" in fleet["why_not_auto"]
+    with pytest.raises(NotFound):
+        await cluster.client.accept("nothing")
+    assert (await cluster.client.accept(one["proposal_id"]))["state"] == "applying", "people still may"
+
+
+async def test_what_was_refused_is_not_proposed_again_by_a_mere_review(watching: Watching) -> None:
+    cluster = await lost_prefill(watching, review_s=0.1)
+    one = await cluster.proposal("open")
+    refused = await cluster.client.refuse(one["proposal_id"], who="ann")
+    assert (refused["state"], refused["who"]) == ("refused", "ann")
+    with pytest.raises(Conflict, match="is refused"):
+        await cluster.client.accept(one["proposal_id"])
+    before = cluster.state.watch.reviews
+    await until(lambda: cluster.state.watch.reviews >= before + 3, "three more reviews", 20.0)
+    assert len(await cluster.client.proposals()) == 1
+    again = await cluster.client.propose(who="bob")  # who asks hears it again
+    assert again["proposal"]["why"].startswith("bob asked")
+    assert again["proposal"]["flips"] == one["flips"]
+
+
+async def test_a_return_withdraws_what_the_loss_had_proposed(watching: Watching) -> None:
+    cluster = await lost_prefill(watching)
+    await cluster.proposal("open")
+    await cluster.start("p1", Role.PREFILL)
+    gone = await cluster.proposal("withdrawn")
+    assert "the roles serve this" in gone["error"]
+
+
+async def test_a_flip_that_fails_is_told_and_the_routes_stay(watching: Watching) -> None:
+    cluster: Watched = await watching()
+    await cluster.monitor.set_policies({"placement": PolicySpec("plan", {"routes": ROUTES})})
+    await cluster.start_all("ppdd")
+    await cluster.ask(20, 8, LONG)
+    for name in ("d2", "d3"):
+        cluster.workers[name].fail_flip = True
+    await cluster.kill("p1")
+    one = await cluster.proposal("open")
+    assert one["changes_routes"]
+    await cluster.client.accept(one["proposal_id"])
+    failed = await cluster.proposal("failed")
+    assert "the engine is stuck" in failed["error"]
+    placement = (await cluster.monitor.policies())["policies"]["placement"]
+    assert placement["parameters"]["routes"] == ROUTES
+
+
+async def test_under_placement_plan_routes_follow(watching: Watching) -> None:
+    cluster: Watched = await watching(auto=True)
+    await cluster.monitor.set_policies({"placement": PolicySpec("plan", {"routes": ROUTES})})
+    await cluster.start_all("ppdd")
+    await cluster.ask(20, 8, LONG)
+    await cluster.kill("p1")
+    done = await cluster.proposal("applied")
+    routes = (await cluster.monitor.policies())["policies"]["placement"]["parameters"]["routes"]
+    assert [[r["prefill"] or "", r["decode"]] for r in done["routes"]] == [row[:2] for row in routes]
+    assert sum(row[2] for row in routes) == pytest.approx(1.0, abs=0.01)
+    assert all("p1" not in row for row in routes)
+    fleet = await until(lambda: routed(cluster), "the planner knows of the new routes")
+    assert fleet["routes_in_force"]
+
+
+async def routed(cluster: Watched) -> Any:
+    fleet = await cluster.client.fleet()
+    return fleet if fleet["expected"] and all(route["prefill"] != "p1" for route in fleet["routes"]) else None
+
+
+async def test_what_a_person_set_stays(watching: Watching) -> None:
+    cluster: Watched = await watching()
+    await cluster.start_all("ppddd")
+    await cluster.monitor.flip("p1", who="ann")  # no reasons: a person's
+    await cluster.ask(20, 8, LONG)
+    answer = await cluster.client.propose()
+    assert answer["proposal"] is None
+    assert "kept as they are" in answer["why"]
+
+
+async def test_a_shift_is_noticed_and_proposed_for(watching: Watching) -> None:
+    cluster: Watched = await watching()
+    await cluster.start_all("pddd")
+    rows = [{**row, "second": row["second"] - 8} for row in asked(25, 10, SHORT)]
+    await cluster.monitor.call("POST", "/demand", body=rows)
+    await until(lambda: cluster.state.watch.demand is not None, "a profile", 20.0)
+    await cluster.ask(8, 10, LONG)
+    one = await cluster.proposal("open")
+    assert one["cause"] == "shift"
+    assert "prompts went from" in one["why"]
+    assert {flip["to_role"] for flip in one["flips"]} == {"prefill"}
+
+
+async def test_what_if_tells_of_losses_and_of_more(watching: Watching) -> None:
+    cluster: Watched = await watching()
+    await cluster.start_all("ppdd")
+    await cluster.ask(20, 8, LONG)
+    less = await cluster.client.what_if({"lost": ["p1"]})
+    assert less["then"]["goodput"] < 0.7 * less["now"]["goodput"]
+    assert less["best"]["expected"]["goodput"] > less["then"]["goodput"]
+    more = await cluster.client.what_if({"added": [{"like": "p1", "count": 2}], "rate_factor": 1.5})
+    assert more["then"]["goodput"] > more["now"]["goodput"]
+    assert more["then"]["rate"] == pytest.approx(1.5 * more["now"]["rate"])
+    with pytest.raises(InvalidRequest, match="no instance 'x' is ready; there are d2, d3, p0, p1"):
+        await cluster.client.what_if({"lost": ["x"]})
+    with pytest.raises(InvalidRequest, match="rate_factor"):
+        await cluster.client.what_if({"rate_factor": 0})
+    with pytest.raises(InvalidRequest, match="no instance would be left"):
+        await cluster.client.what_if({"lost": ["p0", "p1", "d2", "d3"]})
+
+
+async def test_the_page_and_the_command_understand_all_of_it(watching: Watching) -> None:
+    cluster = await lost_prefill(watching, promise={"rate": 5.0, "goodput": 6.0, "attainment": 0.9})
+    one = await cluster.proposal("open")
+    fleet, proposed = await cluster.client.fleet(), await cluster.client.proposals()
+    page = msgspec.convert(fleet, records.Fleet)
+    assert {row.instance_id: row.state for row in page.instances}["p1"] == "lost"
+    assert page.promise == records.Promise(rate=5.0, goodput=6.0, attainment=0.9)
+    assert page.expected is not None
+    assert page.expected.goodput == pytest.approx(one["now"]["goodput"], rel=0.05)
+    assert msgspec.convert(proposed, list[records.Proposal])[0].flips
+    msgspec.convert(await cluster.client.what_if({"lost": ["p0"]}), records.WhatIf)
+    shown = io.StringIO()
+    proposals.show(Console(file=shown, width=160), {"said": "", "fleet": fleet, "proposals": proposed})
+    assert "p1 gone: " in shown.getvalue()
+    assert f"polyphase proposals --accept {one['proposal_id']}" in shown.getvalue()
+
+
+async def test_the_next_life_knows_what_was_proposed(watching: Watching) -> None:
+    cluster = await lost_prefill(watching)
+    one = await cluster.proposal("open")
+    await cluster.kill("planner")
+    again: Watched = await watching()
+    (known,) = await until(again.client.proposals, "what was proposed is recalled")
+    assert (known["proposal_id"], known["state"]) == (one["proposal_id"], "withdrawn")
+    assert known["error"] == "the planner was started again"
+
+
+async def test_the_monitor_away_is_said_and_nothing_dies(watching: Watching) -> None:
+    cluster: Watched = await watching(monitor_url="http://127.0.0.1:9")
+    await until(lambda: "does not say" in cluster.state.watch.trouble, "the trouble is known")
+    fleet = await cluster.client.fleet()
+    assert "does not say what clients ask for" in fleet["trouble"]
+    assert fleet["measured"] is None
