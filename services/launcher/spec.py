@@ -75,7 +75,7 @@ class Plan:
 def child_environment(model: str, imitated: bool = False) -> dict[str, str]:
     """Ours without POLYPHASE_…: what is not in the cluster file does not count.
 
-    imitated: `model` is only a tokenizer, so that a context beyond its positions is another model's: nobody computes it.
+    imitated: `model` is only a tokenizer; a context beyond its positions is another model's, and nobody computes it.
     """
     env = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
     env |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
