@@ -32,7 +32,7 @@ def called(tmp_path: Path, *more: str) -> tuple[str, Path]:
 
 
 def test_it_prints_a_table_and_writes_a_cluster_file(tmp_path: Path) -> None:
-    text, out = called(tmp_path, "--model", "Llama-3-8B", "--slo", "ttft=1,tpot=0.1", "--seconds", "25", "--json")
+    text, out = called(tmp_path, "--model", "Llama-3-8B", "--slo", "ttft=1,tpot=0.1", "--seconds", "120", "--json")
     for word in ("Plan (best", "goodput", "Compared with", "coupled", "USD/h", "polyphase up --cluster"):
         assert word in text
     answer = json.loads(text.splitlines()[-1])
