@@ -24,6 +24,7 @@ class PlannerSettings(ServiceSettings):
     codec: Codec = Codec.RAW  # in which KV travels
     step_s: float = Field(0.25, gt=0)  # between two looks at the cluster
     review_s: float = Field(15.0, gt=0)  # between two reviews where nothing has changed
+    alert_s: float = Field(30.0, ge=0)  # for so long after news it reviews more often
     loss_s: float = Field(0.0, ge=0)  # an instance must be gone for so long before it counts as lost
     hold_s: float = Field(600.0, ge=0)  # for so long what a person refused is not proposed again
     drain_timeout_s: float = Field(60.0, gt=0)  # of each flip of a proposal

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from shared.wire.clients.monitor import MonitorClient
 log = get_log(__name__)
 NO_VIEW = "the monitor has told nothing yet"
 NO_DEMAND = "too few requests for a profile of what clients ask for"
+ALERT_REVIEW_S = 2.0  # between two reviews after news
 SOLID = 50  # requests that a profile must rest on, except at a shift: what was before that is certainly wrong
 _AT_WORK = (InstanceState.READY, InstanceState.DRAINING)
 
@@ -66,6 +68,7 @@ class Watch:
         self.lost: dict[str, InstanceView] = {}  # as they were last seen
         self.trouble = NO_VIEW
         self.reviews = 0  # so far
+        self._news_s = -inf  # when anything happened last, monotonic
 
     def heard(self, view: ClusterView) -> None:
         """A broadcast of the monitor."""
@@ -106,7 +109,7 @@ class Watch:
         await self._ask_for_demand()
         news = self._news
         quiet_s = time.monotonic() - max(self._reviewed_s, self._unsettled_s)
-        if news is None and quiet_s >= self._settings.review_s:
+        if news is None and quiet_s >= self._pause_s:
             news = News(Cause.REVIEW, time.time())
         if news is None or self._proposals.applying is not None:
             return
@@ -157,6 +160,12 @@ class Watch:
         kept, barred = self._held
         return [one.instance_id for one in fleet.views if one.instance_id in kept or one.role.other in barred]
 
+    @property
+    def _pause_s(self) -> float:
+        """Between two reviews: shorter after news, as those who are left show only then what they can do."""
+        lately = time.monotonic() - self._news_s < self._settings.alert_s
+        return min(ALERT_REVIEW_S, self._settings.review_s) if lately else self._settings.review_s
+
     def _review(self, fleet: Fleet) -> Finding:
         return reviewed(fleet, self.in_force, self.fixed(fleet))
 
@@ -173,7 +182,7 @@ class Watch:
         waiting = self._news
         if waiting is not None and waiting.cause in (Cause.LOSS, Cause.RETURN):
             text = f"{waiting.text}; {text}"
-        self._news = News(cause, noticed_s or time.time(), text)
+        self._news, self._news_s = News(cause, noticed_s or time.time(), text), time.monotonic()
         self._wake.set()
 
     async def _ask_for_demand(self) -> None:
