@@ -84,5 +84,5 @@ async def test_without_a_url_it_becomes_the_command() -> None:
 def test_the_keys_are_read_as_they_were_made(tmp_path: Path) -> None:
     keys.init_folder(tmp_path)
     found = container.read_environment((tmp_path / "curve.env").read_text())
-    assert len(found) == 10
+    assert len(found) == 12
     assert len(found["POLYPHASE_WORKER_CURVE_SECRET"]) == 40
