@@ -23,7 +23,7 @@ from shared.plan.search import Outcome, Search
 NODES = {"a100": ("A100-SXM-80", 1), "a40": ("A40", 2), "a10": ("A10", 4)}
 GBPS = 100.0
 PLAIN = "least_load+split=full+power_of_two"
-BEFORE_S, AFTER_S = 45.0, 160.0  # on this machine's clock
+BEFORE_S, AFTER_S = 90.0, 160.0  # on this machine's clock; answers that have ended are short ones at first
 SHARE = 0.8  # of the goodput that the simulator finds for roles as they should be
 AT_FIRST = 0.4  # of the goodput before a shift: what streams many tokens would slow all of it, and few requests a
 # second take long to be told from others

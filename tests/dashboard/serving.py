@@ -15,6 +15,8 @@ import uvicorn
 from fastapi import FastAPI
 from playwright.sync_api import Page, sync_playwright
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 CHROMIUM = Path("/usr/bin/chromium")
 FLAGS = [
@@ -48,9 +50,7 @@ def application(app: FastAPI) -> Iterator[str]:
 @contextmanager
 def dashboard(environment: Mapping[str, str], folder: Path) -> Iterator[str]:
     """The URL of a dashboard process that runs in `folder`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-P", "-m", "streamlit", "run", str(ROOT / "dashboard" / "app.py")]
     command += ["--server.port", str(port), "--server.address", "127.0.0.1", "--server.headless", "true"]
     env = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "POLYPHASE_DASHBOARD_REFRESH_S": "1"}

@@ -23,7 +23,8 @@ from shared.wire.methods import PLACE, REPORT
 from shared.wire.rpc_clients import RpcClients
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
-from tests.gateway.worker import Worker, free_address, listen
+from tests.gateway.worker import Worker, listen
+from tests.ports import free_address
 
 
 @dataclass

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from shared.wire.sockets import Sockets
-from tests.gateway.worker import Worker, free_address
+from tests.gateway.worker import Worker
+from tests.ports import free_address
 
 
 class RudeWorker(Worker):

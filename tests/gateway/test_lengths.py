@@ -19,7 +19,8 @@ from shared.wire.methods import PREDICT
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 from tests.gateway.cluster import Cluster, make_job, running_cluster
-from tests.gateway.worker import free_address, listen
+from tests.gateway.worker import listen
+from tests.ports import free_address
 
 PROMPT = list(range(1000))
 LONG_S = 20.0  # nobody waits so long in a test that passes

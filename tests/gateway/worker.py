@@ -1,7 +1,6 @@
 """An instance without an engine: it follows the protocol on a real socket, and fails when told to."""
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from shared.wire.messages import (
 from shared.wire.methods import DECODE, PREDICTED, PREFETCH, PREFILL, RELEASE
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
+from tests.ports import free_address
 
 
 def next_token(tokens: list[int]) -> int:
@@ -37,12 +37,6 @@ def answer(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 async def listen(server: RpcServer) -> RpcServer:

@@ -1,6 +1,5 @@
 """The RPC answers as the HTTP API does, over a real socket, and within each call's deadline."""
 
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,15 +19,13 @@ from shared.wire.messages import PredictRequest
 from shared.wire.methods import PREDICT
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets
+from tests.ports import free_address
 from tests.predictor.conftest import FakeClassifier
 
 
 @asynccontextmanager
 async def serving(predictor: Predictor, registry: CollectorRegistry) -> AsyncIterator[RpcClient]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    sockets = Sockets()
+    address, sockets = free_address(), Sockets()
     try:
         async with open_rpc(PredictorSettings(rpc_address=address), predictor, Metrics(registry, predictor)):
             client = RpcClient(sockets, address)

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,16 +9,6 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def tcp() -> str:
-    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def sqlite(folder: Path) -> str:

@@ -30,7 +30,8 @@ from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.rpc_clients import RpcClients
 from shared.wire.sockets import Sockets
-from tests.services.control_plane import free_port, running, sqlite, tcp, until
+from tests.ports import free_address, free_port
+from tests.services.control_plane import running, sqlite, until
 
 
 @dataclass
@@ -63,7 +64,7 @@ class LiveSuite:
     async def start_scheduler(self) -> None:
         settings = SchedulerSettings(
             scheduler_id=f"s{len(self.schedulers)}",
-            rpc_address=tcp(),
+            rpc_address=free_address(),
             broadcast_address=self.monitor_settings.broadcast_address,
             monitor_url=self.monitor_url,
             database_url=self.monitor_settings.database_url,
@@ -122,7 +123,10 @@ async def live_suite(folder: Path, schedulers: int = 2) -> AsyncIterator[LiveSui
         patch.setattr(worker_app, "WorkerMetrics", lambda *_: None)  # one a process, and here are several instances
         async with AsyncExitStack() as stack:
             settings = MonitorSettings(
-                heartbeat_address=tcp(), broadcast_address=tcp(), database_url=sqlite(folder), quiet_start_s=0.3
+                heartbeat_address=free_address(),
+                broadcast_address=free_address(),
+                database_url=sqlite(folder),
+                quiet_start_s=0.3,
             )
             suite = LiveSuite(stack, f"http://127.0.0.1:{free_port()}", settings)
             await suite.start_monitor()

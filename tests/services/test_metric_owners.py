@@ -22,7 +22,8 @@ from services.worker.metrics import WorkerMetrics
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.job import Phase
 from shared.timeline import Span
-from tests.services.control_plane import running, sqlite, tcp, text
+from tests.ports import free_address
+from tests.services.control_plane import running, sqlite, text
 from tests.services.fake_worker import make_info
 from tests.services.global_scheduler.gateways import make_job
 
@@ -51,9 +52,11 @@ async def test_no_series_has_two_owners(tmp_path: Path) -> None:
     Metrics(predictor, Predictor(PredictorSettings()))
     url = sqlite(tmp_path)
     scheduler_settings = SchedulerSettings(
-        rpc_address=tcp(), broadcast_address=tcp(), database_url=url, monitor_url="http://127.0.0.1:9"
+        rpc_address=free_address(), broadcast_address=free_address(), database_url=url, monitor_url="http://127.0.0.1:9"
     )
-    monitor_settings = MonitorSettings(heartbeat_address=tcp(), broadcast_address=tcp(), database_url=url)
+    monitor_settings = MonitorSettings(
+        heartbeat_address=free_address(), broadcast_address=free_address(), database_url=url
+    )
     async with running(scheduler(scheduler_settings)) as one, running(monitor(monitor_settings)) as other:
         owners = {
             "gateway": _families(generate_latest(gateway).decode()),

@@ -15,7 +15,8 @@ from shared.store.write_behind import WriteBehind
 from shared.wire.broadcast import Subscriber
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.sockets import Sockets
-from tests.services.control_plane import running, sqlite, tcp, until
+from tests.ports import free_address
+from tests.services.control_plane import running, sqlite, until
 from tests.services.fake_worker import FakeWorker, fake_worker, make_info
 
 
@@ -32,7 +33,7 @@ class Cluster:
     views: list[ClusterView] = field(default_factory=list)
 
     async def worker(self, instance_id: str, role: Role, **options: Any) -> FakeWorker:
-        info: InstanceInfo = options.pop("info", None) or make_info(instance_id, tcp())
+        info: InstanceInfo = options.pop("info", None) or make_info(instance_id, free_address())
         client = None if options.pop("unregistered", False) else self.client
         return await self.stack.enter_async_context(
             fake_worker(info, role, self.settings.heartbeat_address, client, **options)
@@ -75,8 +76,8 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
         async def run(**changes: Any) -> Cluster:
             wanted = {
-                "heartbeat_address": tcp(),
-                "broadcast_address": tcp(),
+                "heartbeat_address": free_address(),
+                "broadcast_address": free_address(),
                 "database_url": sqlite(tmp_path),
                 "silence_s": 0.4,
                 "quiet_start_s": 0.3,

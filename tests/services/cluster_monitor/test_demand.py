@@ -9,8 +9,9 @@ from services.cluster_monitor.demand import in_words
 from shared.domain.demand import DemandSecond, Shift
 from shared.domain.instance import InstanceInfo, Role
 from shared.domain.rates import Rates, StepForm, StepRates
+from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster, Start
-from tests.services.control_plane import request, tcp, text, until
+from tests.services.control_plane import request, text, until
 from tests.services.fake_worker import make_info
 
 FORM = StepForm(0.01, 1e-4, 0.0, 1e-4)
@@ -39,7 +40,7 @@ def seconds(count: int, prompt: float, *, ago: int = 0, source: str = "s0") -> l
 
 
 def knowing(name: str) -> InstanceInfo:
-    return msgspec.structs.replace(make_info(name, tcp()), rates=KNOWN)
+    return msgspec.structs.replace(make_info(name, free_address()), rates=KNOWN)
 
 
 async def post(cluster: Cluster, rows: list[dict[str, Any]]) -> Any:

@@ -7,8 +7,9 @@ from services.cluster_monitor.events import KEPT
 from shared.domain.instance import InstanceLoad, InstanceState, Role
 from shared.errors import Conflict, Incompatible, NotFound
 from shared.store.database import open_engine
+from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster, Start
-from tests.services.control_plane import request, tcp, until
+from tests.services.control_plane import request, until
 from tests.services.fake_worker import fake_worker, make_info
 
 
@@ -20,7 +21,9 @@ async def test_three_of_fifteen_that_die_are_missed(cluster: Cluster) -> None:
     for number in range(12):
         await cluster.worker(f"d{number}", Role.DECODE)
     victims = [
-        fake_worker(make_info(f"v{number}", tcp()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client)
+        fake_worker(
+            make_info(f"v{number}", free_address()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client
+        )
         for number in range(3)
     ]
     for victim in victims:
@@ -41,7 +44,7 @@ async def test_three_of_fifteen_that_die_are_missed(cluster: Cluster) -> None:
     (forgotten,) = await cluster.client.events(kind="forgotten")
     assert (forgotten["instance_id"], forgotten["text"]) == ("v0", "by anna")
     assert (await cluster.client.cluster())["known"]["decode"] == 14
-    await cluster.worker("v1", Role.DECODE, info=make_info("v1", tcp(), generation=2))
+    await cluster.worker("v1", Role.DECODE, info=make_info("v1", free_address(), generation=2))
     await cluster.wait_ready("v1", Role.DECODE)
     summary = await cluster.client.cluster()
     assert (summary["known"]["decode"], summary["instances"]["decode"]) == (14, {"ready": 13, "dead": 1})
@@ -50,14 +53,14 @@ async def test_three_of_fifteen_that_die_are_missed(cluster: Cluster) -> None:
 async def test_the_life_of_an_instance_in_events(start: Start) -> None:
     cluster: Cluster = await start(silence_s=2.0)
     heartbeats = cluster.settings.heartbeat_address
-    async with fake_worker(make_info("d0", tcp()), Role.DECODE, heartbeats, cluster.client) as worker:
+    async with fake_worker(make_info("d0", free_address()), Role.DECODE, heartbeats, cluster.client) as worker:
         await cluster.wait_ready("d0", Role.DECODE)
         worker.beating = False
         await cluster.wait_state("d0", InstanceState.UNRESPONSIVE)
         worker.beating = True
         await cluster.wait_state("d0", InstanceState.READY)
     await cluster.wait_state("d0", InstanceState.DEAD)
-    await cluster.worker("d0", Role.DECODE, info=make_info("d0", tcp(), generation=2))
+    await cluster.worker("d0", Role.DECODE, info=make_info("d0", free_address(), generation=2))
     await cluster.wait_state("d0", InstanceState.READY)
     found = [one for one in await cluster.client.events() if one["instance_id"] == "d0"]
     assert kinds(found) == ["registered", "unresponsive", "recovered", "death", "restarted"]
@@ -82,7 +85,7 @@ async def test_who_stops_in_good_order_is_not_missed(start: Start) -> None:
 
 async def test_refusals_are_told_once_a_while(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE)
-    other = make_info("d9", tcp())
+    other = make_info("d9", free_address())
     strange = other.__class__(**{**{f: getattr(other, f) for f in other.__struct_fields__}, "compatibility": _other()})
     for _ in range(20):
         with pytest.raises(Incompatible):
@@ -119,7 +122,7 @@ async def test_a_policy_s_flip_says_why(start: Start) -> None:
 async def test_a_restarted_monitor_knows_what_happened_and_who_is_missing(start: Start) -> None:
     first: Cluster = await start(silence_s=5.0)
     heartbeats, broadcast = first.settings.heartbeat_address, first.settings.broadcast_address
-    address = make_info("d0", tcp())
+    address = make_info("d0", free_address())
     async with fake_worker(address, Role.DECODE, heartbeats, first.client):
         await first.workers(d1=Role.DECODE, p0=Role.PREFILL, left=Role.PREFILL)
         await first.client.leave(make_info("left", "tcp://a:1"))
@@ -166,7 +169,7 @@ async def test_a_flood_of_one_kind_pushes_out_no_other_and_memory_is_bounded(
     assert len(await cluster.client.events(limit=1000)) == KEPT + 1
     assert kinds(await cluster.client.events(kind="registered")) == ["registered"]
     for number in range(8):
-        info = make_info(f"gone{number}", tcp())
+        info = make_info(f"gone{number}", free_address())
         cluster.state.registry.remember_dead(info, Role.DECODE, "long ago", news=False)
     await until(lambda: len(list(cluster.state.registry.all())) == 6, "the oldest dead are forgotten")
     assert {one["instance_id"] for one in await cluster.client.events(kind="forgotten")} == {"gone0", "gone1", "gone2"}

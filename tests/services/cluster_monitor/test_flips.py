@@ -4,8 +4,9 @@ import pytest
 
 from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, DeadlineExceeded, EngineFailed, NotFound, PolyphaseError
+from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster, Start
-from tests.services.control_plane import tcp, until
+from tests.services.control_plane import until
 from tests.services.fake_worker import fake_worker, make_info
 
 
@@ -99,7 +100,7 @@ async def test_a_flip_that_no_heartbeat_shows_fails(start: Start) -> None:
 async def test_an_instance_that_dies_while_it_drains_fails_its_flip_at_once(cluster: Cluster) -> None:
     await cluster.workers(p1=Role.PREFILL)
     async with fake_worker(
-        make_info("p0", tcp()), Role.PREFILL, cluster.settings.heartbeat_address, cluster.client
+        make_info("p0", free_address()), Role.PREFILL, cluster.settings.heartbeat_address, cluster.client
     ) as worker:
         await cluster.wait_ready("p0", Role.PREFILL)
         worker.drain_gate = asyncio.Event()
@@ -136,6 +137,6 @@ async def test_a_drain_that_times_out_goes_on_draining(cluster: Cluster) -> None
 async def test_only_known_and_living_instances(cluster: Cluster) -> None:
     with pytest.raises(NotFound):
         await cluster.client.flip("nobody")
-    await cluster.client.register(make_info("p0", tcp()), Role.PREFILL)
+    await cluster.client.register(make_info("p0", free_address()), Role.PREFILL)
     with pytest.raises(Conflict, match="p0 is starting"):
         await cluster.client.drain("p0", timeout_s=1)

@@ -21,9 +21,10 @@ from shared.errors import (
 )
 from shared.wire.clients import monitor as monitor_client
 from shared.wire.clients.monitor import MonitorClient
+from tests.ports import free_address, free_port
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.cluster_monitor.test_processes import process
-from tests.services.control_plane import free_port, request, sqlite, tcp, until
+from tests.services.control_plane import request, sqlite, until
 from tests.services.fake_worker import fake_worker, make_info
 
 
@@ -105,10 +106,13 @@ async def test_a_frozen_monitor_makes_the_outcome_unknown_and_carries_out_nothin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = MonitorSettings(
-        http_port=free_port(), heartbeat_address=tcp(), broadcast_address=tcp(), database_url=sqlite(tmp_path)
+        http_port=free_port(),
+        heartbeat_address=free_address(),
+        broadcast_address=free_address(),
+        database_url=sqlite(tmp_path),
     )
     url = f"http://127.0.0.1:{settings.http_port}"
-    info = [make_info(name, tcp()) for name in ("d0", "d1")]
+    info = [make_info(name, free_address()) for name in ("d0", "d1")]
 
     async def both_ready() -> bool:
         try:

@@ -15,7 +15,8 @@ from shared.errors import PolyphaseError
 from shared.wire.broadcast import Subscriber
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.sockets import Sockets
-from tests.services.control_plane import free_port, sqlite, tcp, until
+from tests.ports import free_address, free_port
+from tests.services.control_plane import sqlite, until
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,7 +53,10 @@ async def listening(address: str, views: list[ClusterView]) -> AsyncIterator[Non
 
 async def test_a_worker_is_stopped_continued_and_killed_under_the_real_monitor(tmp_path: Path) -> None:
     settings = MonitorSettings(
-        http_port=free_port(), heartbeat_address=tcp(), broadcast_address=tcp(), database_url=sqlite(tmp_path)
+        http_port=free_port(),
+        heartbeat_address=free_address(),
+        broadcast_address=free_address(),
+        database_url=sqlite(tmp_path),
     )
     url = f"http://127.0.0.1:{settings.http_port}"
     views: list[ClusterView] = []
@@ -75,7 +79,7 @@ async def test_a_worker_is_stopped_continued_and_killed_under_the_real_monitor(t
         process("-m", "services.cluster_monitor", **settings.to_environment()) as monitor,
     ):
         await until(healthy, "monitor up", timeout_s=30)
-        async with process(script, "d0", tcp(), settings.heartbeat_address, url) as worker:
+        async with process(script, "d0", free_address(), settings.heartbeat_address, url) as worker:
             await until(lambda: state() is InstanceState.READY, "ready", timeout_s=30)
             worker.send_signal(signal.SIGSTOP)
             await until(lambda: state() is InstanceState.UNRESPONSIVE, "unresponsive", timeout_s=1.6)

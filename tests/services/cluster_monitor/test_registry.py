@@ -14,8 +14,9 @@ from shared.domain.instance import Compatibility, InstanceInfo, InstanceState, K
 from shared.domain.rates import UNKNOWN_STEPS, ChunkedCost, HuaweiCost, LinkRate, PartialPrefillCost, Rates
 from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound
 from shared.store.reading import read_instances
+from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster, Start
-from tests.services.control_plane import request, tcp, text, until
+from tests.services.control_plane import request, text, until
 from tests.services.fake_worker import FIT, fake_worker, make_info
 
 OTHER = msgspec.structs.replace(FIT, fingerprint="fp-2")
@@ -53,12 +54,14 @@ async def test_an_instance_joins_and_is_broadcast_as_ready(cluster: Cluster) -> 
 
 
 async def test_the_first_sets_the_model_until_the_last_has_left(cluster: Cluster) -> None:
-    async with fake_worker(make_info("p0", tcp()), Role.PREFILL, cluster.settings.heartbeat_address, cluster.client):
+    async with fake_worker(
+        make_info("p0", free_address()), Role.PREFILL, cluster.settings.heartbeat_address, cluster.client
+    ):
         with pytest.raises(Incompatible, match="'fp-2', the cluster has 'fp-1'"):
-            await cluster.client.register(make_info("x", tcp(), compatibility=OTHER), Role.DECODE)
+            await cluster.client.register(make_info("x", free_address(), compatibility=OTHER), Role.DECODE)
         await cluster.wait_ready("p0", Role.PREFILL)
     await cluster.wait_state("p0", InstanceState.DEAD)
-    await cluster.client.register(make_info("x", tcp(), compatibility=OTHER), Role.DECODE)
+    await cluster.client.register(make_info("x", free_address(), compatibility=OTHER), Role.DECODE)
 
 
 async def test_registering_again_changes_nothing_but_measured_rates(cluster: Cluster) -> None:
@@ -73,13 +76,13 @@ async def test_registering_again_changes_nothing_but_measured_rates(cluster: Clu
 
 
 async def test_generations_and_addresses_tell_processes_apart(cluster: Cluster) -> None:
-    address = tcp()
+    address = free_address()
     await cluster.worker("p0", Role.PREFILL, info=make_info("p0", address, generation=5))
     await cluster.wait_ready("p0", Role.PREFILL)
     with pytest.raises(Conflict, match="older than 5"):
         await cluster.client.register(make_info("p0", address, generation=4), Role.PREFILL)
     with pytest.raises(Conflict, match=f"ready at {address}"):
-        await cluster.client.register(make_info("p0", tcp(), generation=6), Role.PREFILL)
+        await cluster.client.register(make_info("p0", free_address(), generation=6), Role.PREFILL)
     await cluster.client.register(make_info("p0", address, generation=6), Role.DECODE)
     record = cluster.state.registry.get("p0")
     assert (record.info.generation, record.role) == (6, Role.DECODE)
@@ -94,7 +97,7 @@ async def test_generations_and_addresses_tell_processes_apart(cluster: Cluster) 
 
 
 async def test_a_clock_that_went_back_keeps_nobody_out(cluster: Cluster) -> None:
-    address = tcp()
+    address = free_address()
     newer = make_info("p0", address, generation=5)
     async with fake_worker(newer, Role.PREFILL, cluster.settings.heartbeat_address, cluster.client):
         await cluster.wait_ready("p0", Role.PREFILL)
@@ -105,7 +108,9 @@ async def test_a_clock_that_went_back_keeps_nobody_out(cluster: Cluster) -> None
 
 async def test_a_lost_connection_is_death_within_a_second(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL)
-    async with fake_worker(make_info("d0", tcp()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client):
+    async with fake_worker(
+        make_info("d0", free_address()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client
+    ):
         await cluster.wait_ready("d0", Role.DECODE)
     await until(lambda: cluster.views[-1].of("d0") is None, "d0 gone from the broadcast", timeout_s=1.0)
     assert cluster.seen("p0").state is InstanceState.READY
@@ -122,12 +127,14 @@ async def test_silence_is_unresponsive_and_the_next_heartbeat_ends_it(cluster: C
 
 
 async def test_the_dead_come_back_by_registering_and_can_be_forgotten(cluster: Cluster) -> None:
-    async with fake_worker(make_info("d0", tcp()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client):
+    async with fake_worker(
+        make_info("d0", free_address()), Role.DECODE, cluster.settings.heartbeat_address, cluster.client
+    ):
         await cluster.wait_ready("d0", Role.DECODE)
         with pytest.raises(Conflict, match="only dead"):
             await cluster.client.forget("d0")
     await cluster.wait_state("d0", InstanceState.DEAD)
-    await cluster.worker("d0", Role.DECODE, info=make_info("d0", tcp(), generation=2))
+    await cluster.worker("d0", Role.DECODE, info=make_info("d0", free_address(), generation=2))
     await cluster.wait_ready("d0", Role.DECODE)
     await cluster.stack.aclose()
     await cluster.wait_state("d0", InstanceState.DEAD)
@@ -137,7 +144,7 @@ async def test_the_dead_come_back_by_registering_and_can_be_forgotten(cluster: C
 
 async def test_an_address_where_nobody_listens_ends_as_dead(start: Start) -> None:
     cluster: Cluster = await start(connect_timeout_s=0.3)
-    await cluster.client.register(make_info("p0", tcp()), Role.PREFILL)
+    await cluster.client.register(make_info("p0", free_address()), Role.PREFILL)
     await cluster.wait_state("p0", InstanceState.DEAD)
     assert "no connection" in cluster.state.registry.get("p0").death
 
@@ -157,7 +164,7 @@ async def test_an_address_where_nobody_listens_ends_as_dead(start: Start) -> Non
     ids=lambda changes: next(iter(changes)),
 )
 async def test_nonsense_is_a_400(cluster: Cluster, changes: dict[str, object]) -> None:
-    body = {**msgspec.to_builtins(make_info("p0", tcp())), "role": "prefill", **changes}
+    body = {**msgspec.to_builtins(make_info("p0", free_address())), "role": "prefill", **changes}
     answer = await request(cluster.transport, "POST", "/instances", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == InvalidRequest.code
@@ -168,8 +175,8 @@ async def test_a_restarted_monitor_recovers_its_instances_without_registrations(
     first: Cluster = await start()
     heartbeats, broadcast = first.settings.heartbeat_address, first.settings.broadcast_address
     async with (
-        fake_worker(make_info("p0", tcp()), Role.PREFILL, heartbeats, first.client),
-        fake_worker(make_info("d0", tcp()), Role.DECODE, heartbeats, first.client),
+        fake_worker(make_info("p0", free_address()), Role.PREFILL, heartbeats, first.client),
+        fake_worker(make_info("d0", free_address()), Role.DECODE, heartbeats, first.client),
     ):
         await first.wait_ready("p0", Role.PREFILL)
         await first.wait_ready("d0", Role.DECODE)

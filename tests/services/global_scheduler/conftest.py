@@ -22,7 +22,8 @@ from shared.wire.clients.scheduler import SchedulerAdmin, SchedulerClient
 from shared.wire.messages import JobReport
 from shared.wire.rpc_clients import RpcClients
 from shared.wire.sockets import Sockets
-from tests.services.control_plane import running, sqlite, tcp, until
+from tests.ports import free_address
+from tests.services.control_plane import running, sqlite, until
 from tests.services.fake_worker import make_info
 
 
@@ -100,8 +101,8 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
         async def run(**changes: Any) -> Scheduler:
             wanted = {
-                "rpc_address": tcp(),
-                "broadcast_address": tcp(),
+                "rpc_address": free_address(),
+                "broadcast_address": free_address(),
                 "database_url": sqlite(tmp_path),
                 "monitor_url": "",
                 "policy_seed": 0,

@@ -2,7 +2,8 @@
 
 from shared.domain.instance import Role
 from shared.domain.job import JobView, LengthPrediction, Phase, Slo
-from tests.services.control_plane import free_port, until
+from tests.ports import free_port
+from tests.services.control_plane import until
 from tests.services.global_scheduler.conftest import Scheduler, Start, report
 from tests.services.global_scheduler.test_reports import json_sink
 

@@ -10,7 +10,8 @@ from shared.domain.job import JobView, Phase
 from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, PeerLost, Unavailable
-from tests.services.control_plane import tcp, text, until
+from tests.ports import free_address
+from tests.services.control_plane import text, until
 from tests.services.global_scheduler.conftest import Scheduler, Start, report
 
 CLUSTER = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE}
@@ -166,11 +167,11 @@ async def test_another_scheduler_is_asked_when_one_is_away(scheduler: Scheduler)
 
     await scheduler.hear(**CLUSTER)
     with RpcClients(scheduler.sockets) as clients:
-        client = SchedulerClient(clients, [tcp(), scheduler.settings.rpc_address])
+        client = SchedulerClient(clients, [free_address(), scheduler.settings.rpc_address])
         await until(lambda: clients.to(scheduler.settings.rpc_address).connected, "connected")
         for number in range(4):
             assert await client.place(job(number), timeout_s=5)
-        gone = SchedulerClient(clients, [tcp()])
+        gone = SchedulerClient(clients, [free_address()])
         with pytest.raises(PeerLost, match="no connection"):
             await gone.place(job(), timeout_s=5)
 

@@ -21,7 +21,8 @@ from shared.wire.methods import PREFIXES
 from shared.wire.rpc_clients import RpcClients
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
-from tests.services.control_plane import tcp, until
+from tests.ports import free_address
+from tests.services.control_plane import until
 from tests.services.fake_worker import make_info
 from tests.services.global_scheduler.conftest import Start
 
@@ -129,7 +130,7 @@ def new_keys() -> Curve:
 
 
 async def test_two_schedulers_follow_over_encrypted_sockets_and_one_comes_late() -> None:
-    curve, info = new_keys(), make_info("p0", tcp())
+    curve, info = new_keys(), make_info("p0", free_address())
     async with telling(info, curve) as teller, watching(curve) as (early, one), watching(curve) as (late, other):
         teller.hold(3)
         early.update(view(info), wanted=True)
@@ -144,7 +145,7 @@ async def test_two_schedulers_follow_over_encrypted_sockets_and_one_comes_late()
 
 
 async def test_after_a_lost_message_it_knows_nothing_wrong_and_asks_anew() -> None:
-    info = make_info("p0", tcp())
+    info = make_info("p0", free_address())
     async with telling(info) as teller, watching() as (watch, index):
         teller.hold(8)
         watch.update(view(info), wanted=True)
@@ -159,7 +160,7 @@ async def test_after_a_lost_message_it_knows_nothing_wrong_and_asks_anew() -> No
 
 
 async def test_a_worker_that_dies_and_comes_back_is_another_one() -> None:
-    address = tcp()
+    address = free_address()
     old, new = make_info("p0", address), make_info("p0", address, generation=2)
     async with watching() as (watch, index):
         async with telling(old) as teller:
@@ -180,7 +181,7 @@ async def test_a_worker_that_dies_and_comes_back_is_another_one() -> None:
 
 
 async def test_nobody_is_asked_while_no_policy_wants_to_know() -> None:
-    info = make_info("p0", tcp())
+    info = make_info("p0", free_address())
     async with telling(info) as teller, watching() as (watch, index):
         teller.hold(1)
         watch.update(view(info), wanted=False)
@@ -194,7 +195,7 @@ async def test_nobody_is_asked_while_no_policy_wants_to_know() -> None:
 
 async def test_one_that_does_not_tell_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As any worker that knows no such method, or that is not there."""
-    info = make_info("p0", tcp())
+    info = make_info("p0", free_address())
     sockets = Sockets()
     try:
         async with RpcServer(sockets, info.rpc, {}) as server, watching() as (watch, index):
@@ -208,8 +209,8 @@ async def test_one_that_does_not_tell_is_asked_again_later(monkeypatch: pytest.M
 
 async def test_placement_uses_it_and_routes_say_so(start: Start) -> None:
     scheduler = await start(placement="prefix")
-    infos = {name: make_info(name, tcp()) for name in ("p0", "p1", "p2")}
-    decode = InstanceView(make_info("d0", tcp()), Role.DECODE, cast(Any, "ready"))
+    infos = {name: make_info(name, free_address()) for name in ("p0", "p1", "p2")}
+    decode = InstanceView(make_info("d0", free_address()), Role.DECODE, cast(Any, "ready"))
     job = JobView("j", 700, 50, prefix=PREFIX)
     async with telling(infos["p0"]), telling(infos["p1"]), telling(infos["p2"]) as teller:
         teller.hold(10)

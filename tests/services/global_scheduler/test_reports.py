@@ -14,7 +14,8 @@ from shared.domain.job import JobView, Phase, Slo
 from shared.errors import NotFound
 from shared.store.reading import read_request
 from shared.wire.clients.http import JsonClient
-from tests.services.control_plane import free_port, request, text, until
+from tests.ports import free_port
+from tests.services.control_plane import request, text, until
 from tests.services.global_scheduler.conftest import Scheduler, Start, report
 
 

@@ -27,7 +27,8 @@ from shared.store.tables import requests
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.scheduler import SchedulerAdmin
 from shared.wire.sockets import Sockets
-from tests.services.control_plane import free_port, sqlite, tcp, until
+from tests.ports import free_address, free_port
+from tests.services.control_plane import sqlite, until
 from tests.services.fake_worker import make_info
 from tests.services.global_scheduler.conftest import Scheduler, Start
 from tests.services.global_scheduler.gateways import Gateway, gateway
@@ -225,7 +226,7 @@ class Processes:
 
 @asynccontextmanager
 async def _processes(tmp_path: Path) -> AsyncIterator[Processes]:
-    url, broadcast = sqlite(tmp_path), tcp()
+    url, broadcast = sqlite(tmp_path), free_address()
     engine = open_engine(url)
     await migrate(engine)
     await engine.dispose()
@@ -233,7 +234,7 @@ async def _processes(tmp_path: Path) -> AsyncIterator[Processes]:
         SchedulerSettings(
             scheduler_id=f"s{number}",
             http_port=free_port(),
-            rpc_address=tcp(),
+            rpc_address=free_address(),
             broadcast_address=broadcast,
             database_url=url,
             monitor_url="",

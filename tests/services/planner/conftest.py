@@ -21,7 +21,8 @@ from shared.domain.instance import Role
 from shared.domain.rates import LinkRate, Rates, StepForm, StepRates
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.planner import PlannerClient
-from tests.services.control_plane import free_port, running, sqlite, tcp, until
+from tests.ports import free_address, free_port
+from tests.services.control_plane import running, sqlite, until
 from tests.services.fake_worker import FakeWorker, fake_worker, make_info
 from tests.services.live_suite import serving
 
@@ -62,7 +63,7 @@ class Watched:
 
     async def start(self, name: str, role: Role) -> FakeWorker:
         life = await self.stack.enter_async_context(AsyncExitStack())
-        info = msgspec.structs.replace(make_info(name, tcp()), rates=KNOWN)
+        info = msgspec.structs.replace(make_info(name, free_address()), rates=KNOWN)
         worker = await life.enter_async_context(fake_worker(info, role, self.settings.heartbeat_address, self.monitor))
         worker.rates = KNOWN
         self.workers[name], self.lives[name] = worker, life
@@ -109,7 +110,10 @@ async def watching(tmp_path: Path) -> AsyncIterator[Watching]:
 
         async def monitor() -> tuple[MonitorClient, MonitorSettings]:
             settings = MonitorSettings(
-                heartbeat_address=tcp(), broadcast_address=tcp(), database_url=sqlite(tmp_path), quiet_start_s=0.3
+                heartbeat_address=free_address(),
+                broadcast_address=free_address(),
+                database_url=sqlite(tmp_path),
+                quiet_start_s=0.3,
             )
             port = free_port()
             await stack.enter_async_context(serving(monitor_app(settings), port))

@@ -1,6 +1,5 @@
 """What an engine goes by, what an instance says of that, and what it learns of its own speed."""
 
-import socket
 from typing import Any, cast
 
 import pytest
@@ -17,6 +16,7 @@ from shared.errors import InvalidRequest
 from shared.policy.decode_admission import Greedy, ReserveDynamic
 from shared.policy.lengths import PredictedEnd
 from shared.policy.prefill_order import Fcfs, Sjf
+from tests.ports import free_port
 from tests.services.worker.engines.test_emulated import settings
 
 STEP = StepRates(StepForm(0.01), StepForm(0.02), StepForm(0.03))
@@ -81,11 +81,8 @@ def test_what_an_engine_cannot_do_is_said_once_and_the_former_policies_stay() ->
 async def test_a_worker_hands_its_engine_what_is_known_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "WorkerMetrics", lambda *_: None)
     monkeypatch.setattr("services.worker.engines.emulated._rates", lambda *_: Rates(step=STEP))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     nobody = {"heartbeat_address": "tcp://127.0.0.1:1", "broadcast_address": "tcp://127.0.0.1:1"}
-    made = settings(rpc_port=port, monitor_url="http://127.0.0.1:1", chunk_size="auto", **nobody)
+    made = settings(rpc_port=free_port(), monitor_url="http://127.0.0.1:1", chunk_size="auto", **nobody)
     async with app.running(made) as instance:
         assert isinstance(instance.engine, EmulatedEngine)
         assert instance.engine._rates() == instance.info.rates.step == STEP

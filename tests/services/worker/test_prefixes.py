@@ -20,7 +20,8 @@ from shared.wire.messages import PrefillRequest, PrefixesRequest
 from shared.wire.methods import PREFILL, PREFIXES
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets
-from tests.services.control_plane import free_port, tcp, until
+from tests.ports import free_address, free_port
+from tests.services.control_plane import until
 
 PROMPT = list(range(300))
 
@@ -38,8 +39,8 @@ async def worker(block_size: int) -> AsyncIterator[tuple[Instance, CollectorRegi
         http_port=free_port(),
         kv_port=free_port(),
         monitor_url="http://127.0.0.1:1",
-        heartbeat_address=tcp(),
-        broadcast_address=tcp(),
+        heartbeat_address=free_address(),
+        broadcast_address=free_address(),
         block_size=block_size,
         kv_cache_bytes=1 << 30,
         emulated_step_s=0.001,

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from shared.wire.messages import PrefillReply, PrefillRequest, ReleaseRequest
 from shared.wire.methods import PREFILL, RELEASE
 from shared.wire.rpc_clients import RpcClients
 from shared.wire.sockets import Sockets
+from tests.ports import free_port
 from tests.services.worker.kv.wire.hostile import NOT_UTF8, SEALED_NESTED
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -32,16 +32,6 @@ ROOT = Path(__file__).parents[3]
 CHUNK = 64
 SAMPLING = msgspec.msgpack.encode(SamplingParams(temperature=0))
 LEASE_S = 120.0
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 @dataclass
@@ -79,7 +69,7 @@ class Worker:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worker]:
     folder = tmp_path_factory.mktemp("worker")
-    rpc, http, kv, beats, broadcasts = free_ports(5)
+    rpc, http, kv, beats, broadcasts = (free_port() for _ in range(5))
     settings = {
         "instance_id": "p0",
         "model": str(ROOT / "models" / "demo"),

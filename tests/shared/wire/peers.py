@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket as plain_socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from shared.wire.methods import Method
 from shared.wire.rpc_client import RpcClient
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
+from tests.ports import free_address
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -93,12 +93,6 @@ class Peer:
             CRASH: self.crash,
         }
         return RpcServer(sockets, address, handlers, self.gone.append)
-
-
-def free_address() -> str:
-    with plain_socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 @asynccontextmanager

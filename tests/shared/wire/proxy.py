@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from tests.shared.wire.peers import free_address
+from tests.ports import free_address
 
 Change = Callable[[bytes], bytes]
 _HEARTBEAT = 12  # bytes at most

@@ -9,7 +9,8 @@ from shared.errors import PeerLost
 from shared.wire.broadcast import Publisher, Subscriber
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Curve, Sockets
-from tests.shared.wire.peers import ECHO, Ask, Peer, free_address, until
+from tests.ports import free_address
+from tests.shared.wire.peers import ECHO, Ask, Peer, until
 from tests.shared.wire.proxy import Change, Proxy
 
 TOO_LARGE = b"\x02" + b"\x7f" * 8  # a frame of more bytes than there are

@@ -15,7 +15,8 @@ from shared.wire.broadcast import Publisher, Subscriber
 from shared.wire.envelope import Envelope, Kind, encode_body, pack, unpack
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets
-from tests.shared.wire.peers import ECHO, WAIT, Answer, Ask, Peer, connected, free_address, until
+from tests.ports import free_address
+from tests.shared.wire.peers import ECHO, WAIT, Answer, Ask, Peer, connected, until
 
 DEEP = b"\x91" * 100_000
 bodies = st.one_of(

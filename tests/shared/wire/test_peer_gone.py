@@ -12,7 +12,8 @@ from shared.errors import NotConnected, PeerLost
 from shared.wire.envelope import Envelope, Kind, encode_body, pack, unpack
 from shared.wire.rpc_client import CONNECT_S, RpcClient
 from shared.wire.sockets import Curve, Sockets
-from tests.shared.wire.peers import ECHO, FLOOD, WAIT, Answer, Ask, Peer, caller, connected, free_address, until
+from tests.ports import free_address
+from tests.shared.wire.peers import ECHO, FLOOD, WAIT, Answer, Ask, Peer, caller, connected, until
 
 
 class WithoutHeartbeats(Sockets):

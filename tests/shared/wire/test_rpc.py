@@ -12,7 +12,8 @@ from shared.wire.methods import Method
 from shared.wire.rpc_client import RpcClient
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
-from tests.shared.wire.peers import COUNT, CRASH, ECHO, REFUSE, WAIT, Answer, Ask, Peer, connected, free_address, until
+from tests.ports import free_address
+from tests.shared.wire.peers import COUNT, CRASH, ECHO, REFUSE, WAIT, Answer, Ask, Peer, connected, until
 
 
 async def test_a_call_is_answered() -> None:

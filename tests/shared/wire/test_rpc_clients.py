@@ -11,7 +11,8 @@ from shared.errors import PeerLost, Unavailable
 from shared.wire import rpc_clients
 from shared.wire.rpc_clients import RpcClients
 from shared.wire.sockets import Sockets
-from tests.shared.wire.peers import ECHO, WAIT, Ask, Peer, free_address, until
+from tests.ports import free_address
+from tests.shared.wire.peers import ECHO, WAIT, Ask, Peer, until
 
 
 @pytest.fixture

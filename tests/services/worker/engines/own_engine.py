@@ -18,7 +18,8 @@ from services.worker.__main__ import _prepare_environment
 from services.worker.kv.events import KvEvents
 from services.worker.settings import WorkerSettings
 from shared.runtime.logs import configure_logs
-from tests.services.worker.kv.vllm.engine_client import PROCESSES, free_port
+from tests.ports import free_port
+from tests.services.worker.kv.vllm.engine_client import PROCESSES
 from tests.services.worker.kv.vllm.engine_process import own_process
 
 PATIENCE_S = 250  # of a test, for all that its script tries

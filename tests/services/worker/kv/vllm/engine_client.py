@@ -22,20 +22,13 @@ from services.worker.kv.control import SocketControl
 from services.worker.kv.errors import lossy_salt
 from services.worker.kv.events import KvEvent, KvEvents, PullEnded
 from shared.domain.kv import Codec, KvHandle
+from tests.ports import free_port
 from tests.tiny_models import VOCABULARY
 
 FINGERPRINT = "tiny"
 # vLLM takes longer to import than an engine to start: one process does it, the engines are its forks.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.services.worker.kv.vllm.engine_process"])
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Engine:
