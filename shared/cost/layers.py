@@ -2,12 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shared.cost.attention import Heads
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.efficiency import Efficiencies
 from shared.cost.geometry import ExpertSplit, Matmul, ModelGeometry
-from shared.cost.operators import Numeric, device_of
+from shared.cost.operators import Device, Gemm, Numeric, device_of
+
+
+def _product_s(gemm: Gemm, rows: Numeric, n: int, k: int, width: float, device: Device) -> Numeric:
+    """Seconds of a product as an engine runs it. Arrays of rows are worked out once for pipelines cut anywhere."""
+    if isinstance(rows, np.ndarray) and rows.dtype == np.float64:
+        return _products_s(gemm, rows.tobytes(), n, k, width, device)
+    return gemm.time_s(rows, n, k, width, device, cold=True)
+
+
+@lru_cache(maxsize=8192)
+def _products_s(gemm: Gemm, rows: bytes, n: int, k: int, width: float, device: Device) -> NDArray[np.float64]:
+    made: NDArray[np.float64] = gemm.time_s(np.frombuffer(rows), n, k, width, device, cold=True)
+    made.flags.writeable = False
+    return made
 
 
 class LayerCost:
@@ -85,7 +103,7 @@ class LayerCost:
         """Output projection and sampling for that many sequences."""
         head = self._geometry.lm_head()
         n, k = head.shard(self._degree)
-        product = self._head_gemm.time_s(sequences, n, k, 2.0, self._half, cold=True)
+        product = _product_s(self._head_gemm, sequences, n, k, 2.0, self._half)
         logits = sequences * n * 4.0 * 3.0
         sampling = 3.0 * self._efficiencies.elementwise.time_s(logits / 3.0, self._half)
         return product + sampling + sequences * self._efficiencies.sequence_s
@@ -127,7 +145,7 @@ class LayerCost:
 
     def _gemm_s(self, matmul: Matmul, tokens: Numeric) -> Numeric:
         n, k = matmul.shard(self._degree)
-        return self._gemm.time_s(tokens, n, k, self._width, self._device, cold=True)
+        return _product_s(self._gemm, tokens, n, k, self._width, self._device)
 
     def _own_experts_s(self, tokens: Numeric) -> Numeric:
         """What an engine computes for its own tokens alone: router and shared experts."""

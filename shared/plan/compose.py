@@ -6,6 +6,7 @@ estimate, without its tails: several programmes with some to spare here or there
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations_with_replacement
 
 from shared.domain.instance import Role
@@ -14,6 +15,7 @@ from shared.plan.group import Group
 from shared.plan.programme import MARGINS, Kind, Margin, Programme
 from shared.plan.routes import decode_capacity, prefill_capacity
 
+_AT_ONCE = 2  # programmes
 _JOINT_STAGES = 4  # of two pools in one pipeline, which give as much each
 
 
@@ -32,11 +34,11 @@ class Composer:
     def candidates(self, margins: Sequence[Margin] = MARGINS) -> Iterator[tuple[Group, ...]]:
         """Deployments, the best of each programme; none where nothing holds the model."""
         seen: set[tuple[Group, ...]] = set()
-        for margin in margins:
-            found = self.best(margin)
-            if found and found not in seen:
-                seen.add(found)
-                yield found
+        with ThreadPoolExecutor(_AT_ONCE) as solvers:  # HiGHS lets go of the interpreter
+            for found in solvers.map(self.best, margins):
+                if found and found not in seen:
+                    seen.add(found)
+                    yield found
 
     def best(self, margin: Margin = Margin()) -> tuple[Group, ...]:
         """The deployment of one programme, on concrete pools; empty where there is none."""

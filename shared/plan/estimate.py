@@ -107,6 +107,13 @@ class Estimator:
             self._known[key] = found
         return found
 
+    def reaches(self, groups: Sequence[Group], rate: float) -> bool:
+        """Whether enough requests meet their SLO at that rate: sooner known than the highest such rate."""
+        flows, prefill, decode = self._flowing(groups, True)
+        if flows.rate <= rate:
+            return False
+        return _Sides(self, groups, prefill, decode).met(flows.times(rate / flows.rate))[0] >= self.problem.target
+
     def along(self, groups: Sequence[Group], routes: Sequence[Route], *, rate: float = 0.0) -> Estimate:
         """With the requests divided as the routes say, whatever would be better."""
         best, prefill, decode = self._flowing(groups, True)

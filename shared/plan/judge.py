@@ -151,7 +151,8 @@ class Judge:
             if curve.bracketed or rate <= 0.0:
                 break
             step = min(stride, 1.0 + max(least, abs(attained - target)))
-            self._look(plan, curve, [rate * step if curve.best else rate / step])
+            step = step if curve.best else 1.0 / step
+            self._look(plan, curve, [rate * step, rate * step * step])  # two at once where there is a helper
             stride *= _STRIDE if attained >= _POOR else 1.5
             least *= 2.0  # where the curve is flat the target is farther than it seems
         if not curve.bracketed:

@@ -136,7 +136,7 @@ def _highest(
     """The change with the highest estimate, and that; None where none is above `worth`."""
     found: tuple[Group, ...] | None = None
     for groups in changes(search, here):
-        if estimator.most(groups) > worth and (value := estimator.of(groups).goodput) > worth:
+        if estimator.reaches(groups, worth) and (value := estimator.of(groups).goodput) > worth:
             found, worth = groups, value
     return found, worth
 
