@@ -189,9 +189,10 @@ class DrainIn(OperationIn):
 
 
 class FlipIn(OperationIn):
-    """Body of a flip. `force` allows the last ready instance of a role."""
+    """Body of a flip. `force` allows the last ready instance of a role. `to_role`: it is refused to one that has it."""
 
     force: bool = False
+    to_role: Role | None = None
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
 
 

@@ -9,7 +9,7 @@ from services.cluster_monitor.record import Record
 from services.cluster_monitor.registry import Registry
 from services.cluster_monitor.settings import MonitorSettings
 from services.cluster_monitor.steps import Steps
-from shared.domain.instance import InstanceState
+from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, DeadlineExceeded, NotFound, PolyphaseError, from_code
 
 OPERABLE = (InstanceState.READY, InstanceState.DRAINING)
@@ -51,12 +51,13 @@ class Operations:
         return await self._once("resume", instance_id, asked, run, spare_last=False)
 
     async def flip(
-        self, instance_id: str, asked: Asked, *, force: bool, drain_timeout_s: float | None
+        self, instance_id: str, asked: Asked, *, force: bool, drain_timeout_s: float | None, to: Role | None = None
     ) -> dict[str, Any]:
         """Drain, flip, verify, resume. When a step fails the instance gets work again in the role it has.
 
-        Raises Conflict for the last ready instance of a role unless forced, DeadlineExceeded when it does not
-        drain or does not show the new role, PeerLost when it is gone.
+        to: the role that is meant, where who asks may not know the present one.
+        Raises Conflict for the last ready instance of a role unless forced, and for one that has the role `to`;
+        DeadlineExceeded when it does not drain or does not show the new role, PeerLost when it is gone.
         """
 
         async def run(record: Record, entry: Entry) -> None:
@@ -69,7 +70,7 @@ class Operations:
                 await self._steps.undo(record)
                 raise
 
-        return await self._once("flip", instance_id, asked, run, spare_last=not force)
+        return await self._once("flip", instance_id, asked, run, spare_last=not force, to=to)
 
     def describe(self, operation_id: str) -> dict[str, Any]:
         """How an operation stands. Raises NotFound."""
@@ -78,7 +79,9 @@ class Operations:
             raise NotFound(f"no operation {operation_id!r}: it never arrived here, or is forgotten")
         return row
 
-    async def _once(self, kind: str, instance_id: str, asked: Asked, run: Run, *, spare_last: bool) -> dict[str, Any]:
+    async def _once(
+        self, kind: str, instance_id: str, asked: Asked, run: Run, *, spare_last: bool, to: Role | None = None
+    ) -> dict[str, Any]:
         known = self._audit.find(asked.operation_id)
         if known is not None:
             return await self._again(known, kind, instance_id)
@@ -86,7 +89,7 @@ class Operations:
         entry = self._audit.begin(kind, record, record.role.other if kind == "flip" else record.role, asked)
         try:
             asked.check_deadline()
-            self._check(record, spare_last)
+            self._check(record, spare_last, to)
         except PolyphaseError as refusal:
             self._audit.end(entry, Result.EXPIRED if isinstance(refusal, DeadlineExceeded) else Result.REFUSED, refusal)
             raise
@@ -103,11 +106,13 @@ class Operations:
             return row
         raise from_code(row["code"] or "", row["error"])
 
-    def _check(self, record: Record, spare_last: bool) -> None:
+    def _check(self, record: Record, spare_last: bool, to: Role | None) -> None:
         if record.operation:
             raise Conflict(f"{record.instance_id}: a {record.operation} is under way")
         if record.state not in OPERABLE:
             raise Conflict(f"{record.instance_id} is {record.state.value}")
+        if record.role is to:
+            raise Conflict(f"{record.instance_id} has the role {to.value} already")
         last = record.state is InstanceState.READY and len(self._registry.ready(record.role)) <= 1
         if spare_last and last:
             raise Conflict(

@@ -22,8 +22,8 @@ from services.cluster_monitor.registry import Registry
 from services.cluster_monitor.slo import SloService
 from shared.domain.instance import Role
 from shared.errors import PolyphaseError
+from shared.runtime.actor import actor
 from shared.store.write_behind import WriteBehind
-from shared.wire.clients.monitor import ACTOR_HEADER
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,8 @@ async def _state(request: Request) -> State:
     return state
 
 
-async def _who(request: Request) -> str:
-    client = request.client.host if request.client else "unknown"
-    return request.headers.get(ACTOR_HEADER, client)[:128]
-
-
 Monitor = Annotated[State, Depends(_state)]
-Who = Annotated[str, Depends(_who)]
+Who = Annotated[str, Depends(actor)]
 router = APIRouter()
 
 
@@ -116,7 +111,9 @@ async def flip(monitor: Monitor, instance_id: str, who: Who, body: FlipIn | None
     """Change its role; answers when it works in the new one, with drain and flip times apart."""
     wanted = body or FlipIn()
     asked = wanted.to_asked(who)
-    return await monitor.operations.flip(instance_id, asked, force=wanted.force, drain_timeout_s=wanted.drain_timeout_s)
+    return await monitor.operations.flip(
+        instance_id, asked, force=wanted.force, drain_timeout_s=wanted.drain_timeout_s, to=wanted.to_role
+    )
 
 
 @router.get("/operations/{operation_id}")

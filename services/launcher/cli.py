@@ -143,6 +143,8 @@ def proposals_command(
         measuring.print_json(answer)
     else:
         proposals.show(Console(), answer)
+    if answer["failed"]:
+        raise typer.Exit(1)
 
 
 @app.command("forget")

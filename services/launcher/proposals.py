@@ -1,6 +1,7 @@
 """`polyphase proposals`: what the planner would change in the running cluster, and yes or no to it."""
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,11 +12,12 @@ from rich.console import Console
 from rich.text import Text
 
 from services.launcher import state_file
-from shared.errors import InvalidRequest, NotFound
+from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable
 from shared.wire.clients.planner import PlannerClient
 
 SHOWN = 10
 ASK_S, CARRIED_OUT_S = 0.2, 600.0
+UNHEARD = 50  # questions in a row that the planner, which may be starting again, does not answer
 _STYLES = {"open": "yellow", "applied": "green", "failed": "red"}
 
 
@@ -38,10 +40,13 @@ def planner_url(data_dir: Path, given: str) -> str:
 
 
 async def act(url: str, wanted: Wanted, who: str) -> dict[str, Any]:
-    """Do what is wanted, then give the cluster and its proposals. Raises the planner's own error."""
+    """Do what is wanted, then give the cluster and its proposals. failed: whether what was accepted has.
+
+    Raises the planner's own error.
+    """
     if wanted.accept and wanted.refuse:
         raise InvalidRequest("either --accept or --refuse")
-    said = ""
+    said, failed = "", False
     async with PlannerClient(url) as planner:
         if wanted.auto is not None:
             await planner.set_auto(wanted.auto, who=who)
@@ -51,8 +56,13 @@ async def act(url: str, wanted: Wanted, who: str) -> dict[str, Any]:
             await planner.refuse(wanted.refuse, who=who)
         if wanted.accept:
             await planner.accept(wanted.accept, who=who)
-            await _carried_out(planner, wanted.accept)
-        return {"said": said, "fleet": await planner.fleet(), "proposals": await planner.proposals(SHOWN)}
+            failed = await _carried_out(planner, wanted.accept) == "failed"
+        return {
+            "failed": failed,
+            "said": said,
+            "fleet": await planner.fleet(),
+            "proposals": await planner.proposals(SHOWN),
+        }
 
 
 def show(console: Console, answer: Mapping[str, Any]) -> None:
@@ -100,11 +110,18 @@ def _expected(one: Mapping[str, Any]) -> str:
     return f"{served}; attainment {one['attainment']:.0%}, TTFT {ttft}, TPOT {tpot}"
 
 
-async def _carried_out(planner: PlannerClient, proposal_id: str) -> None:
-    """Wait until it is; how it went is in the proposal. Raises TimeoutError after ten minutes."""
-    async with asyncio.timeout(CARRIED_OUT_S):
-        while True:
-            found = next((one for one in await planner.proposals() if one["proposal_id"] == proposal_id), None)
-            if found is None or found["state"] != "applying":
-                return
-            await asyncio.sleep(ASK_S)
+async def _carried_out(planner: PlannerClient, proposal_id: str) -> str:
+    """Wait until it is; what it became. Raises DeadlineExceeded after ten minutes, and when the planner is gone."""
+    until_s, unheard = time.monotonic() + CARRIED_OUT_S, 0
+    while time.monotonic() < until_s:
+        await asyncio.sleep(ASK_S)
+        try:
+            state, unheard = str((await planner.proposal(proposal_id))["state"]), 0
+        except (Unavailable, DeadlineExceeded):
+            unheard += 1
+            if unheard > UNHEARD:
+                raise
+            continue
+        if state != "applying":
+            return state
+    raise DeadlineExceeded(f"proposal {proposal_id} is still being carried out after {CARRIED_OUT_S:g} s")

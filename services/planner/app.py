@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from services.planner.answers import Answers
 from services.planner.decider import Decider
 from services.planner.fleet_routes import router as fleet_router
 from services.planner.proposals import Proposals
@@ -75,7 +76,7 @@ async def _start(stack: AsyncExitStack, settings: PlannerSettings, registry: Col
     tasks.start("recall", _recall(engine, store, proposals, searches))
     tasks.every("retention", settings.prune_period_s, retention.step)
     tasks.start("watch", watch.run())
-    return State(settings, monitor, watch, proposals, decider, searches)
+    return State(settings, monitor, watch, proposals, decider, searches, Answers())
 
 
 async def _recall(engine: AsyncEngine, store: WriteBehind, proposals: Proposals, searches: Searches) -> None:

@@ -7,7 +7,7 @@ from services.planner.proposal import Proposal
 from services.planner.proposals import Proposals
 from services.planner.settings import PlannerSettings
 from shared.domain.instance import ClusterView, InstanceState
-from shared.errors import PolyphaseError
+from shared.errors import Conflict, PolyphaseError
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background
 from shared.wire.clients.monitor import MonitorClient
@@ -55,10 +55,24 @@ class Decider:
         return "" if policy == "off" else f"the policy role_flip: {policy} flips roles itself"
 
     def accept(self, proposal_id: str, who: str) -> Proposal:
-        """Begin to carry it out. Raises NotFound, Conflict."""
+        """Begin to carry it out. Raises NotFound; Conflict, also where the roles are others by now."""
+        if misfit := self._misfit(self._proposals.decidable(proposal_id)):
+            self._proposals.withdraw(misfit)
+            raise Conflict(f"proposal {proposal_id} does not fit any more: {misfit}")
         accepted = self._proposals.accept(proposal_id, who)
         self._tasks.start(f"proposal {proposal_id}", self._carry_out(accepted))
         return accepted
+
+    def _misfit(self, proposal: Proposal) -> str:
+        """Why its flips are not what they were; empty when they are."""
+        views = {one.instance_id: one for one in self.view.instances} if self.view is not None else {}
+        for flip in proposal.flips:
+            one = views.get(flip.instance_id)
+            if one is None:
+                return f"{flip.instance_id} is gone"
+            if one.state is not InstanceState.READY or one.role is not flip.from_role:
+                return f"{flip.instance_id} is {one.state.value} as a {one.role.value} instance"
+        return ""
 
     async def _carry_out(self, proposal: Proposal) -> None:
         views = self.view.instances if self.view is not None else ()

@@ -2,12 +2,13 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from shared.domain.instance import Role
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 Factor = Annotated[float, Field(gt=0, le=1_000)]
+MOST_ADDED = 256  # instances that a question may add: the links between all of them are looked at
 
 
 class _Edge(BaseModel):
@@ -18,7 +19,7 @@ class Added(_Edge):
     """So many more instances like one that is there; in its role, unless another is named."""
 
     like: Name
-    count: Annotated[int, Field(ge=1, le=256)] = 1
+    count: Annotated[int, Field(ge=1, le=MOST_ADDED)] = 1
     role: Role | None = None
 
 
@@ -30,6 +31,14 @@ class WhatIf(_Edge):
     rate_factor: Factor = 1.0
     prompt_factor: Factor = 1.0
     output_factor: Factor = 1.0
+
+    @field_validator("added")
+    @classmethod
+    def _few_enough(cls, added: tuple[Added, ...]) -> tuple[Added, ...]:
+        count = sum(one.count for one in added)
+        if count > MOST_ADDED:
+            raise ValueError(f"{count} instances in all; at most {MOST_ADDED}")
+        return added
 
 
 class ModeIn(_Edge):

@@ -25,7 +25,7 @@ def described(watch: Watch, slo: Sequence[Mapping[str, Any]] | None) -> dict[str
         "time_s": time.time(),
         "trouble": watch.trouble,
         "instances": [_instance(one, one.state.value) for one in (view.instances if view is not None else ())]
-        + [_instance(one, "lost") for one in watch.lost.values()],
+        + [_instance(one, "lost") for one in watch.lost],
         "placement": view.policies.placement.name if view is not None else "",
         "routes_in_force": bool(watch.in_force),
         "routes": [],

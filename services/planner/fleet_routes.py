@@ -8,11 +8,11 @@ import msgspec
 from fastapi import APIRouter, Query
 
 from services.planner.edge_fleet import ModeIn, WhatIf
-from services.planner.fleet import described, route_json, what_if
+from services.planner.fleet import route_json, what_if
 from services.planner.proposal import Cause, Proposal
 from services.planner.state import Planner, State, Who
 from services.planner.watch import News
-from shared.errors import Conflict, PolyphaseError
+from shared.errors import Busy, Conflict
 
 router = APIRouter()
 
@@ -32,8 +32,11 @@ async def mode(planner: Planner, who: Who, body: ModeIn) -> dict[str, Any]:
 
 @router.post("/what-if")
 async def ask_what_if(planner: Planner, body: WhatIf) -> dict[str, Any]:
-    """What would be with other instances, or another demand."""
-    return await asyncio.to_thread(what_if, planner.watch, body)
+    """What would be with other instances, or another demand. One question at a time: the watch needs its turns."""
+    if planner.answers.asked.locked():
+        raise Busy("another question is being thought about: ask again")
+    async with planner.answers.asked:
+        return await asyncio.to_thread(what_if, planner.watch, body)
 
 
 @router.get("/proposals")
@@ -76,14 +79,9 @@ def proposal_json(one: Proposal) -> dict[str, Any]:
 
 
 async def _fleet(planner: State) -> dict[str, Any]:
-    try:
-        slo = await planner.monitor.slo()
-    except PolyphaseError:
-        slo = None  # `trouble` says that the monitor is away
-    found = await asyncio.to_thread(described, planner.watch, slo)
     decider = planner.decider
     return {
-        **found,
+        **await planner.answers.fleet(planner.monitor, planner.watch),
         "auto": decider.auto,
         "why_not_auto": decider.why_not_auto,
         "promise": planner.settings.promise or None,

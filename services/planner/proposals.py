@@ -17,6 +17,7 @@ from shared.store.write_behind import WriteBehind
 
 log = get_log(__name__)
 KEPT = 200
+STANDS_S = 60.0  # for so long no mere review turns back what was turned
 _NEWS = (Cause.LOSS, Cause.RETURN, Cause.SHIFT, Cause.ASKED)
 
 
@@ -42,10 +43,11 @@ class Proposals:
                 log.warning("a proposal was not understood", proposal_id=row["proposal_id"], error=str(error))
                 continue
             if known.state is ProposalState.APPLYING:
-                known = self._became(known, ProposalState.FAILED, error="the planner ended meanwhile")
+                self._keep(self._became(known, ProposalState.FAILED, error="the planner ended meanwhile"))
             elif known.state is ProposalState.OPEN:
-                known = self._became(known, ProposalState.WITHDRAWN, error="the planner was started again")
-            self._all[known.proposal_id] = known
+                self._keep(self._became(known, ProposalState.WITHDRAWN, error="the planner was started again"))
+            else:
+                self._all[known.proposal_id] = known
             self._all.move_to_end(known.proposal_id, last=False)
 
     def newest(self, limit: int) -> list[Proposal]:
@@ -70,14 +72,15 @@ class Proposals:
         return next((one for one in reversed(self._all.values()) if one.state is ProposalState.APPLYING), None)
 
     def make(self, proposal: Proposal) -> Proposal | None:
-        """Put it in the place of the open one. None where it says the same as that, or as one refused not long ago.
+        """Put it in the place of the open one.
 
-        New facts (a loss, a return, a shift, a question) bring back what was refused; a mere review does not.
+        None where it says the same as that, or as one that was refused or has failed not long ago. New facts (a loss,
+        a return, a shift, a question) bring those back; a mere review does not.
         """
         open_one = self.open
         if open_one is not None and open_one.changes == proposal.changes and proposal.cause not in _NEWS:
             return None
-        if proposal.cause not in _NEWS and self._refused_lately(proposal):
+        if proposal.cause not in _NEWS and self._in_vain(proposal):
             return None
         self.withdraw("another took its place")
         self._keep(proposal)
@@ -92,11 +95,18 @@ class Proposals:
 
     def refuse(self, proposal_id: str, who: str) -> Proposal:
         """Raises NotFound, or Conflict where it is not open."""
-        return self._keep(self._became(self._decidable(proposal_id), ProposalState.REFUSED, who=who))
+        return self._keep(self._became(self.decidable(proposal_id), ProposalState.REFUSED, who=who))
+
+    @property
+    def turned_lately(self) -> frozenset[str]:
+        """Instances that applied proposals have given another role not long ago."""
+        since_s = time.time() - STANDS_S
+        lately = (one for one in self._all.values() if one.state is ProposalState.APPLIED)
+        return frozenset(flip.instance_id for one in lately if (one.decided_s or 0.0) >= since_s for flip in one.flips)
 
     def accept(self, proposal_id: str, who: str) -> Proposal:
         """It is carried out from now on. Raises NotFound; Conflict where it is not open or another is under way."""
-        wanted = self._decidable(proposal_id)
+        wanted = self.decidable(proposal_id)
         if (other := self.applying) is not None:
             raise Conflict(f"proposal {other.proposal_id} is being carried out")
         return self._keep(self._became(wanted, ProposalState.APPLYING, who=who))
@@ -112,7 +122,8 @@ class Proposals:
         known = self.get(proposal_id)
         self._keep(msgspec.structs.replace(self._became(known, state, error=error), who=known.who))
 
-    def _decidable(self, proposal_id: str) -> Proposal:
+    def decidable(self, proposal_id: str) -> Proposal:
+        """An open one. Raises NotFound, Conflict."""
         known = self.get(proposal_id)
         if known.state is not ProposalState.OPEN:
             raise Conflict(
@@ -120,10 +131,13 @@ class Proposals:
             )
         return known
 
-    def _refused_lately(self, proposal: Proposal) -> bool:
+    def _in_vain(self, proposal: Proposal) -> bool:
+        """Whether the same was refused, or went wrong, not long ago."""
         since_s = time.time() - self._hold_s
         return any(
-            one.state is ProposalState.REFUSED and (one.decided_s or 0.0) >= since_s and one.changes == proposal.changes
+            (one.state is ProposalState.REFUSED or (one.state is ProposalState.FAILED and one.steps))
+            and (one.decided_s or 0.0) >= since_s
+            and one.changes == proposal.changes
             for one in self._all.values()
         )
 

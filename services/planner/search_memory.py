@@ -4,7 +4,7 @@ import asyncio
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.planner.search_record import SearchRecord, SearchState, recalled
+from services.planner.search_record import OPEN, SearchRecord, SearchState, recalled
 from shared.errors import NotFound, Unavailable
 from shared.runtime.logs import get_log
 from shared.store.reading import read_plan, read_plans
@@ -35,8 +35,9 @@ class SearchMemory:
 
     async def recall(self, engine: AsyncEngine) -> list[SearchRecord]:
         """Learn those of former lives; gives back which of them had not ended, the oldest first. Raises Unavailable."""
-        rows = await read_plans(engine, KEPT)
-        former = [record for row in reversed(rows) if (record := _read(row)) and record.plan_id not in self._held]
+        rows = [*await read_plans(engine, KEPT), *await read_plans(engine, KEPT, OPEN)]
+        known = {record.plan_id: record for row in rows if (record := _read(row)) and record.plan_id not in self._held}
+        former = sorted(known.values(), key=lambda record: record.submitted_s)
         self._held = {record.plan_id: record for record in (*former, *self._held.values())}
         self._forget()
         self._engine = engine

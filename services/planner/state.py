@@ -5,12 +5,14 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from services.planner.answers import Answers
 from services.planner.decider import Decider
 from services.planner.proposals import Proposals
 from services.planner.searches import Searches
 from services.planner.settings import PlannerSettings
 from services.planner.watch import Watch
-from shared.wire.clients.monitor import ACTOR_HEADER, MonitorClient
+from shared.runtime.actor import actor
+from shared.wire.clients.monitor import MonitorClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class State:
     proposals: Proposals
     decider: Decider
     searches: Searches
+    answers: Answers
 
 
 async def _state(request: Request) -> State:
@@ -30,10 +33,5 @@ async def _state(request: Request) -> State:
     return state
 
 
-async def _who(request: Request) -> str:
-    client = request.client.host if request.client else "unknown"
-    return request.headers.get(ACTOR_HEADER, client)[:128]
-
-
 Planner = Annotated[State, Depends(_state)]
-Who = Annotated[str, Depends(_who)]
+Who = Annotated[str, Depends(actor)]

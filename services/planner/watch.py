@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 import msgspec
 
+from services.planner.presence import Presence
 from services.planner.proposal import Cause, Proposal
 from services.planner.proposals import Proposals
 from services.planner.settings import PlannerSettings
@@ -17,7 +17,7 @@ from shared.cost.library import Library
 from shared.domain.demand import Demand
 from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from shared.errors import PolyphaseError, Unavailable
-from shared.plan.review import Finding, reviewed
+from shared.plan.review import reviewed
 from shared.plan.running import Fleet
 from shared.policy.plan_routes import PlanRoute, parse_routes
 from shared.runtime.logs import get_log
@@ -28,7 +28,9 @@ NO_VIEW = "the monitor has told nothing yet"
 NO_DEMAND = "too few requests for a profile of what clients ask for"
 ALERT_REVIEW_S = 2.0  # between two reviews after news
 SOLID = 50  # requests that a profile must rest on, except at a shift: what was before that is certainly wrong
-_AT_WORK = (InstanceState.READY, InstanceState.DRAINING)
+SETTLED_S, RESTLESS_S = 0.3, 5.0  # who comes is thought about when nobody changes for so long; or after so long anyway
+MEANWHILE = "the cluster changed while its roles were reviewed"
+_NAMED, _LONGEST = 8, 400  # instances that news name, and characters of news that wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,22 @@ class News:
     cause: Cause
     noticed_s: float
     text: str = ""
+
+
+class _Shift(msgspec.Struct):
+    at_s: float
+    what: str
+    before: float
+    after: float
+
+
+class _Profile(msgspec.Struct):
+    """What the monitor tells of demand: see its `GET /demand/profile`."""
+
+    demand: Demand | None
+    shift: _Shift | None
+    kept: frozenset[str]
+    barred: frozenset[Role]
 
 
 class Watch:
@@ -58,41 +76,35 @@ class Watch:
         self._proposed = proposed
         self._wake = asyncio.Event()
         self._news: News | None = None
-        self._at_work: dict[str, Role] = {}
-        self._gone: dict[str, float] = {}  # since when, of those that are not counted as lost yet
+        self._looking = asyncio.Lock()
+        self._presence = Presence(settings.loss_s)
         self._shift_s = time.time()
-        self._reviewed_s = self._unsettled_s = time.monotonic()  # last review, last change of anybody's state
+        self._reviewed_s = time.monotonic()
         self._held: tuple[frozenset[str], frozenset[Role]] = frozenset(), frozenset()
+        self._unasked = self._unable = ""  # why the monitor did not tell of the demand; why there was no review
         self.view: ClusterView | None = None
         self.demand: Demand | None = None
-        self.lost: dict[str, InstanceView] = {}  # as they were last seen
-        self.trouble = NO_VIEW
         self.reviews = 0  # so far
         self._news_s = -inf  # when anything happened last, monotonic
 
     def heard(self, view: ClusterView) -> None:
         """A broadcast of the monitor."""
-        before, self.view = self.view, view
-        if before is None or _states(before) != _states(view):
-            self._unsettled_s = time.monotonic()
-        at_work = {one.instance_id: one.role for one in view.instances if one.state in _AT_WORK}
-        present = {one.instance_id for one in view.instances}
-        if before is None:
-            self._at_work = at_work
-            return
-        last = {one.instance_id: one for one in before.instances}
-        for name in self._at_work.keys() - present:
-            self._gone.setdefault(name, time.time())
-            self.lost[name] = last.get(name) or self.lost[name]
-        for name in [name for name in self._gone if name in present]:
-            del self._gone[name]
-        new = at_work.keys() - self._at_work.keys()
-        self._at_work = at_work | {name: self._at_work[name] for name in self._gone if name in self._at_work}
+        self.view = view
+        came = self._presence.heard(view)
         self._tell_of_losses()
-        if new:
-            for name in new:
-                self.lost.pop(name, None)
-            self._tell(Cause.RETURN, f"{', '.join(sorted(new))} can work")
+        if came:
+            self._tell(Cause.RETURN, f"{_named(came)} can work")
+
+    @property
+    def lost(self) -> tuple[InstanceView, ...]:
+        """Instances that were at work and are not there any more, as they were last seen."""
+        return self._presence.lost
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be proposed at the moment; empty when nothing stands against it."""
+        unknown = NO_VIEW if self.view is None else NO_DEMAND if self.demand is None else ""
+        return self._unasked or unknown or self._unable
 
     async def run(self) -> None:
         """Look whenever there is news, and every now and then."""
@@ -107,40 +119,50 @@ class Watch:
         """One look: what is asked for, whether anything has changed, and what would be best then."""
         self._tell_of_losses()
         await self._ask_for_demand()
-        news = self._news
-        quiet_s = time.monotonic() - max(self._reviewed_s, self._unsettled_s)
-        if news is None and quiet_s >= self._pause_s:
-            news = News(Cause.REVIEW, time.time())
-        if news is None or self._proposals.applying is not None:
-            return
-        if self.view is None or self.demand is None:
-            self.trouble = NO_VIEW if self.view is None else NO_DEMAND
+        news = self._due()
+        if news is None or self._proposals.applying is not None or self.view is None or self.demand is None:
             return  # the news wait
-        self._news = None
-        await self.look(news)
+        self._news, self._unable = None, ""
+        try:
+            await self.look(news)
+        except Unavailable as error:  # nobody is ready: whoever comes is news
+            self._unable = error.message
+            self._proposals.withdraw(error.message)
+        except PolyphaseError as error:
+            self._unable = f"the roles cannot be reviewed: {error.message}"
+            log.warning("no review", cause=news.cause.value, error=error.message)
 
     async def look(self, news: News) -> tuple[Proposal | None, str]:
-        """Review now: a new proposal, or none and why. Raises Unavailable while too little is known."""
-        fleet = self.fleet()
-        began, self._reviewed_s = time.time(), time.monotonic()
-        found = await asyncio.to_thread(self._review, fleet)
-        took_s = time.time() - began
-        self.reviews += 1
-        if not found.changes:
-            self._proposals.withdraw("the situation has changed: " + found.why)
-            return None, found.why
-        made = self._proposals.make(Proposal.of(found, news.cause, news.text, news.noticed_s, took_s, time.time()))
-        if made is None:
-            return None, "it is proposed already, or was refused not long ago"
-        self._proposed(made)
-        return made, made.why
+        """Review now: a new proposal, or none and why. One at a time.
+
+        Raises Unavailable while too little is known or nobody is ready, and what `reviewed` raises.
+        """
+        async with self._looking:
+            fleet = self.fleet()
+            began, self._reviewed_s = time.time(), time.monotonic()
+            turned = self._proposals.turned_lately if news.cause in (Cause.REVIEW, Cause.RETURN) else frozenset()
+            found = await asyncio.to_thread(reviewed, fleet, self.in_force, [*self.fixed(fleet), *turned])
+            took_s = time.time() - began
+            self.reviews += 1
+            if self._proposals.applying is not None or _who(fleet.views) != _who(self._ready()):
+                if news.cause not in (Cause.REVIEW, Cause.ASKED):
+                    self._news = self._news or news
+                return None, MEANWHILE
+            if not found.changes:
+                self._proposals.withdraw("the situation has changed: " + found.why)
+                return None, found.why
+            made = self._proposals.make(Proposal.of(found, news.cause, news.text, news.noticed_s, took_s, time.time()))
+            if made is None:
+                return None, "it is proposed already, was refused not long ago, or has failed"
+            self._proposed(made)
+            return made, made.why
 
     def fleet(self, demand: Demand | None = None) -> Fleet:
         """The instances that are ready, under what clients ask for, or another demand. Raises Unavailable."""
         view, asked = self.view, demand or self.demand
         if view is None or asked is None:
             raise Unavailable(NO_VIEW if view is None else NO_DEMAND)
-        ready = tuple(one for one in view.instances if one.state is InstanceState.READY)
+        ready = self._ready()
         if not ready:
             raise Unavailable("no instance is ready")
         routes = self.in_force
@@ -160,49 +182,59 @@ class Watch:
         kept, barred = self._held
         return [one.instance_id for one in fleet.views if one.instance_id in kept or one.role.other in barred]
 
+    def _ready(self) -> tuple[InstanceView, ...]:
+        views = self.view.instances if self.view is not None else ()
+        return tuple(one for one in views if one.state is InstanceState.READY)
+
+    def _due(self) -> News | None:
+        """What there is to think about now."""
+        changed_s = self._presence.changed_s
+        if (news := self._news) is not None:
+            restless = news.cause is Cause.RETURN and time.monotonic() - changed_s < SETTLED_S
+            return None if restless and time.time() - news.noticed_s < RESTLESS_S else news
+        if time.monotonic() - max(self._reviewed_s, changed_s) >= self._pause_s:
+            return News(Cause.REVIEW, time.time())
+        return None
+
     @property
     def _pause_s(self) -> float:
         """Between two reviews: shorter after news, as those who are left show only then what they can do."""
         lately = time.monotonic() - self._news_s < self._settings.alert_s
         return min(ALERT_REVIEW_S, self._settings.review_s) if lately else self._settings.review_s
 
-    def _review(self, fleet: Fleet) -> Finding:
-        return reviewed(fleet, self.in_force, self.fixed(fleet))
-
     def _tell_of_losses(self) -> None:
-        now_s = time.time()
-        lost = {name: since for name, since in self._gone.items() if now_s - since >= self._settings.loss_s}
-        if lost:
-            for name in lost:
-                del self._gone[name]
-                self._at_work.pop(name, None)
-            self._tell(Cause.LOSS, f"{', '.join(sorted(lost))} gone", min(lost.values()))
+        if lost := self._presence.gone():
+            self._tell(Cause.LOSS, f"{_named(lost)} gone", min(lost.values()))
 
     def _tell(self, cause: Cause, text: str, noticed_s: float | None = None) -> None:
         waiting = self._news
         if waiting is not None and waiting.cause in (Cause.LOSS, Cause.RETURN):
-            text = f"{waiting.text}; {text}"
+            text = f"{waiting.text}; {text}" if len(waiting.text) < _LONGEST else waiting.text
+            cause = Cause.LOSS if waiting.cause is Cause.LOSS else cause
         self._news, self._news_s = News(cause, noticed_s or time.time(), text), time.monotonic()
         self._wake.set()
 
     async def _ask_for_demand(self) -> None:
         try:
-            answer: dict[str, Any] = await self._monitor.demand_profile()
-            demand = msgspec.convert(answer["demand"], Demand | None)
-            self._held = frozenset(answer["kept"]), frozenset(Role(one) for one in answer["barred"])
+            told = msgspec.convert(await self._monitor.demand_profile(), _Profile)
         except (PolyphaseError, msgspec.ValidationError) as error:
-            self.trouble = f"the monitor does not say what clients ask for: {error}"
+            self._unasked = f"the monitor does not say what clients ask for: {error}"
             return
-        shift = answer["shift"]
-        shifted = shift is not None and shift["at_s"] > self._shift_s
-        if demand is not None and (shifted or demand.requests >= SOLID):
-            self.demand = demand
-        self.trouble = "" if self.demand is not None else NO_DEMAND
-        if shifted and demand is not None:
-            self._shift_s = shift["at_s"]
-            text = f"{shift['what']} went from {shift['before']:.3g} to {shift['after']:.3g}"
-            self._tell(Cause.SHIFT, text, shift["at_s"])
+        self._unasked, self._held = "", (told.kept, told.barred)
+        shift = told.shift if told.shift is not None and told.shift.at_s > self._shift_s else None
+        if told.demand is not None and (shift is not None or told.demand.requests >= SOLID):
+            self.demand = told.demand
+            if shift is not None:
+                self._shift_s = shift.at_s
+                text = f"{shift.what} went from {shift.before:.3g} to {shift.after:.3g}"
+                self._tell(Cause.SHIFT, text, shift.at_s)
 
 
-def _states(view: ClusterView) -> list[tuple[str, InstanceState, Role]]:
-    return [(one.instance_id, one.state, one.role) for one in view.instances]
+def _who(views: Sequence[InstanceView]) -> list[tuple[str, int, Role]]:
+    return [(one.instance_id, one.info.generation, one.role) for one in views]
+
+
+def _named(names: Iterable[str]) -> str:
+    known = sorted(names)
+    more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+    return ", ".join(known[:_NAMED]) + more

@@ -51,16 +51,15 @@ def reviewed(fleet: Fleet, in_force: Sequence[PlanRoute] = (), fixed: Collection
     """
     routes = surviving(fleet.views, in_force)
     now = fleet.expected(routes=routes)
-    here = named(fleet.views, routes or routes_of(fleet.estimate()))
     if now.goodput >= ENOUGH * now.rate and now.attainment >= fleet.target:
-        return Finding((), here, False, now, now, f"the roles serve this: {_served(now)}")
+        return _as_it_is(fleet, in_force, now, f"the roles serve this: {_served(now)}")
     positions = {at for at, view in enumerate(fleet.views) if view.instance_id in set(fixed)}
     plan = Plan(fleet.groups, routes, "adaptive" if fleet.local else "plan:")
     groups = rescheduled(fleet.estimator, plan, positions).plan.groups
     then = fleet.expected(groups)
     if then.goodput <= WORTH_IT * now.goodput:
         kept = f"; {len(positions)} are kept as they are" if positions else ""
-        return Finding((), here, False, now, now, f"no other roles serve clearly more: {_served(now)}{kept}")
+        return _as_it_is(fleet, in_force, now, f"no other roles serve clearly more: {_served(now)}{kept}")
     flips = tuple(
         Flip(view.instance_id, view.role, group.role)
         for view, group in zip(fleet.views, groups, strict=True)
@@ -69,6 +68,14 @@ def reviewed(fleet: Fleet, in_force: Sequence[PlanRoute] = (), fixed: Collection
     best = named(fleet.views, routes_of(fleet.estimate(groups)))
     why = f"{_served(now)}; with {_said(flips, bool(in_force))} {then.goodput:.3g}"
     return Finding(flips, best, bool(in_force), now, then, why)
+
+
+def _as_it_is(fleet: Fleet, in_force: Sequence[PlanRoute], now: Expected, why: str) -> Finding:
+    """No other roles; and other routes only where nobody is left whom those in force join."""
+    routes = surviving(fleet.views, in_force)
+    dead = bool(in_force) and not routes
+    here = named(fleet.views, routes or routes_of(fleet.estimate()))
+    return Finding((), here, dead, now, now, f"no route in force has its instances any more; {why}" if dead else why)
 
 
 def surviving(views: Sequence[InstanceView], in_force: Sequence[PlanRoute]) -> tuple[Route, ...]:

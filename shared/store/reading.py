@@ -1,6 +1,7 @@
 """Reading rows as plain dicts."""
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import select
@@ -47,9 +48,10 @@ async def read_policies(engine: AsyncEngine) -> dict[str, Any] | None:
     return found[0] if found else None
 
 
-async def read_plans(engine: AsyncEngine, limit: int) -> list[dict[str, Any]]:
-    """The newest searches for plans, newest first. Raises Unavailable when the database fails."""
-    return await _rows(engine, select(plans).order_by(plans.c.submitted_s.desc()).limit(limit))
+async def read_plans(engine: AsyncEngine, limit: int, states: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The newest searches for plans, newest first; of `states`, if any. Raises Unavailable when the database fails."""
+    wanted = select(plans).where(plans.c.state.in_(states)) if states else select(plans)
+    return await _rows(engine, wanted.order_by(plans.c.submitted_s.desc()).limit(limit))
 
 
 async def read_plan(engine: AsyncEngine, plan_id: str) -> dict[str, Any] | None:

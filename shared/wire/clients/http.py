@@ -43,7 +43,10 @@ class JsonClient:
     ) -> Any:
         """The JSON answer. Raises the peer's error, Unavailable or DeadlineExceeded."""
         response = await self._answer(method, path, body, params, headers, timeout_s)
-        return response.json() if response.content else None
+        try:
+            return response.json() if response.content else None
+        except ValueError as error:
+            raise Unavailable(f"{method} {self.base_url}{path}: the answer is not JSON: {error}") from error
 
     async def text(self, path: str, *, timeout_s: float = TIMEOUT_S) -> str:
         """What a GET brings, as text. Raises like `call`."""
@@ -58,9 +61,12 @@ class JsonClient:
         headers: dict[str, str] | None,
         timeout_s: float,
     ) -> httpx.Response:
+        written = {
+            key.encode(): value.encode() for key, value in (headers or {}).items()
+        }  # names of people need not be ASCII
         try:
             response = await self._http.request(
-                method, path, json=body, params=params, headers=headers, timeout=timeout_s
+                method, path, json=body, params=params, headers=written, timeout=timeout_s
             )
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"{method} {self.base_url}{path}: no answer in {timeout_s} s") from error

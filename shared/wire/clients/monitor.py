@@ -10,9 +10,9 @@ import msgspec
 from shared.domain.instance import InstanceInfo, Role
 from shared.domain.route import PolicySpec
 from shared.errors import DeadlineExceeded, OutcomeUnknown, Unavailable
+from shared.runtime.actor import acting_as
 from shared.wire.clients.http import JsonClient, unanswered
 
-ACTOR_HEADER = "x-polyphase-actor"
 SLACK_S = 10.0  # what a flip takes beyond its drain, at most: with it, the deadline of an operation
 LEAVE_S = 1.0
 POLICIES_S = 10.0  # a change waits for the database
@@ -64,11 +64,12 @@ class MonitorClient(JsonClient):
         who: str = "",
         operation_id: str = "",
         why: str | None = None,
+        to: Role | None = None,
     ) -> dict[str, Any]:
-        """Change its role. Raises Conflict for the last ready instance of a role, unless forced; OutcomeUnknown when
-        no answer came: `operation` tells later.
+        """Change its role. Raises Conflict for the last ready instance of a role, unless forced, and for one that has
+        the role `to`, if that is given; OutcomeUnknown when no answer came: `operation` tells later.
         """
-        body = {"force": force, "drain_timeout_s": drain_timeout_s, "why": why}
+        body = {"force": force, "drain_timeout_s": drain_timeout_s, "why": why, "to_role": to}
         return await self._operate(instance_id, "flip", body, drain_timeout_s, who, operation_id)
 
     async def operation(self, operation_id: str) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class MonitorClient(JsonClient):
 
     async def forget(self, instance_id: str, *, who: str = "") -> None:
         """Count a dead instance no longer. Raises NotFound, or Conflict while it lives."""
-        await self.call("DELETE", f"/instances/{instance_id}", headers={ACTOR_HEADER: who} if who else {})
+        await self.call("DELETE", f"/instances/{instance_id}", headers=acting_as(who))
 
     async def flips(self, limit: int = 100) -> list[dict[str, Any]]:
         """The audit of flips, drains and resumes, newest first."""
@@ -113,11 +114,7 @@ class MonitorClient(JsonClient):
         changed then.
         """
         answer: dict[str, Any] = await self.call(
-            "PUT",
-            "/policies",
-            body=msgspec.to_builtins(change),
-            headers={ACTOR_HEADER: who} if who else {},
-            timeout_s=POLICIES_S,
+            "PUT", "/policies", body=msgspec.to_builtins(change), headers=acting_as(who), timeout_s=POLICIES_S
         )
         return answer
 
@@ -146,7 +143,7 @@ class MonitorClient(JsonClient):
                 "POST",
                 f"/instances/{instance_id}/{what}",
                 body={**body, **terms},
-                headers={ACTOR_HEADER: who} if who else {},
+                headers=acting_as(who),
                 timeout_s=limit_s + ANSWER_S,
             )
         except (DeadlineExceeded, Unavailable) as error:

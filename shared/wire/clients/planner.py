@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from shared.runtime.actor import acting_as
 from shared.wire.clients.http import JsonClient
-from shared.wire.clients.monitor import ACTOR_HEADER
 
 WHAT_IF_S = 10.0
 
@@ -22,24 +22,29 @@ class PlannerClient(JsonClient):
         answer: list[dict[str, Any]] = await self.call("GET", "/proposals", params={"limit": limit})
         return answer
 
+    async def proposal(self, proposal_id: str) -> dict[str, Any]:
+        """One of them. Raises NotFound."""
+        answer: dict[str, Any] = await self.call("GET", f"/proposals/{proposal_id}")
+        return answer
+
     async def propose(self, *, who: str = "") -> dict[str, Any]:
         """Look now: {"proposal": one or null, "why": "…"}."""
-        answer: dict[str, Any] = await self.call("POST", "/proposals", headers=_actor(who), timeout_s=WHAT_IF_S)
+        answer: dict[str, Any] = await self.call("POST", "/proposals", headers=acting_as(who), timeout_s=WHAT_IF_S)
         return answer
 
     async def accept(self, proposal_id: str, *, who: str = "") -> dict[str, Any]:
         """Have it carried out; answers at once, `proposals` tells how it goes. Raises NotFound, Conflict."""
-        answer: dict[str, Any] = await self.call("POST", f"/proposals/{proposal_id}/accept", headers=_actor(who))
+        answer: dict[str, Any] = await self.call("POST", f"/proposals/{proposal_id}/accept", headers=acting_as(who))
         return answer
 
     async def refuse(self, proposal_id: str, *, who: str = "") -> dict[str, Any]:
         """It is not to be done, nor proposed again for a while. Raises NotFound, Conflict."""
-        answer: dict[str, Any] = await self.call("POST", f"/proposals/{proposal_id}/refuse", headers=_actor(who))
+        answer: dict[str, Any] = await self.call("POST", f"/proposals/{proposal_id}/refuse", headers=acting_as(who))
         return answer
 
     async def set_auto(self, auto: bool, *, who: str = "") -> dict[str, Any]:
         """Whether proposals are applied without being asked about; answers as `fleet` does."""
-        answer: dict[str, Any] = await self.call("PUT", "/mode", body={"auto": auto}, headers=_actor(who))
+        answer: dict[str, Any] = await self.call("PUT", "/mode", body={"auto": auto}, headers=acting_as(who))
         return answer
 
     async def what_if(self, change: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +54,7 @@ class PlannerClient(JsonClient):
 
     async def submit(self, request: Mapping[str, Any], *, who: str = "") -> dict[str, Any]:
         """Have a plan searched for. Raises InvalidRequest, Overloaded."""
-        answer: dict[str, Any] = await self.call("POST", "/plans", body=dict(request), headers=_actor(who))
+        answer: dict[str, Any] = await self.call("POST", "/plans", body=dict(request), headers=acting_as(who))
         return answer
 
     async def plans(self, limit: int = 20) -> list[dict[str, Any]]:
@@ -64,9 +69,5 @@ class PlannerClient(JsonClient):
 
     async def cancel(self, plan_id: str, *, who: str = "") -> dict[str, Any]:
         """End a search; the best so far is its result. Raises NotFound, Conflict when it has ended."""
-        answer: dict[str, Any] = await self.call("POST", f"/plans/{plan_id}/cancel", headers=_actor(who))
+        answer: dict[str, Any] = await self.call("POST", f"/plans/{plan_id}/cancel", headers=acting_as(who))
         return answer
-
-
-def _actor(who: str) -> dict[str, str]:
-    return {ACTOR_HEADER: who} if who else {}

@@ -45,6 +45,13 @@ async def test_the_last_of_a_role_stays_unless_forced(cluster: Cluster) -> None:
     await cluster.wait_state("p0", InstanceState.DRAINING)
 
 
+async def test_a_role_that_is_meant_is_not_taken_from_who_has_it(cluster: Cluster) -> None:
+    await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    with pytest.raises(Conflict, match="p1 has the role prefill already"):
+        await cluster.client.flip("p1", to=Role.PREFILL)
+    assert (await cluster.client.flip("p1", to=Role.DECODE))["to_role"] == "decode"
+
+
 async def test_two_at_once_on_one_instance_or_on_the_last_two_of_a_role(cluster: Cluster) -> None:
     first, second, _ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
     first.drain_gate = asyncio.Event()

@@ -206,3 +206,78 @@ async def test_the_monitor_away_is_said_and_nothing_dies(watching: Watching) -> 
     fleet = await cluster.client.fleet()
     assert "does not say what clients ask for" in fleet["trouble"]
     assert fleet["measured"] is None
+
+
+async def test_with_nobody_ready_it_waits_and_says_so(watching: Watching) -> None:
+    cluster: Watched = await watching(review_s=0.1)
+    await cluster.start_all("ppdd")
+    await cluster.ask(20, 8, LONG)
+    for name in ("p0", "p1", "d2", "d3"):
+        await cluster.kill(name)
+    await until(lambda: cluster.state.watch.trouble == "no instance is ready", "the trouble is known", 20.0)
+    fleet = await cluster.client.fleet()
+    assert {row["state"] for row in fleet["instances"]} == {"lost"}
+    assert not cluster.state.proposals.open
+    reviews = cluster.state.watch.reviews
+    for name, role in (("p0", Role.PREFILL), ("d2", Role.DECODE)):
+        await cluster.start(name, role)
+    await until(lambda: cluster.state.watch.reviews > reviews, "it thinks about those who have come", 20.0)
+    assert cluster.state.watch.trouble == ""
+
+
+async def test_a_proposal_that_does_not_fit_any_more_is_not_carried_out(watching: Watching) -> None:
+    cluster = await lost_prefill(watching)
+    one = await cluster.proposal("open")
+    flipped = one["flips"][0]["instance_id"]
+    await cluster.monitor.flip(flipped, who="bob")
+    await until(lambda: role_of(cluster, flipped) is Role.PREFILL, "the planner knows of bob's flip")
+    with pytest.raises(Conflict, match=f"(does not fit any more: {flipped} is ready as a prefill|is withdrawn)"):
+        await cluster.client.accept(one["proposal_id"])
+    assert cluster.workers[flipped].role is Role.PREFILL
+    assert (await cluster.proposal("withdrawn"))["proposal_id"] == one["proposal_id"]
+
+
+def role_of(cluster: Watched, name: str) -> Role | None:
+    view = cluster.state.watch.view
+    found = view.of(name) if view is not None else None
+    return found.role if found is not None else None
+
+
+async def test_names_of_people_need_not_be_ascii(watching: Watching) -> None:
+    cluster = await lost_prefill(watching)
+    one = await cluster.proposal("open")
+    await cluster.client.accept(one["proposal_id"], who="Jörg Müller")
+    done = await cluster.proposal("applied")
+    assert done["who"] == "Jörg Müller"
+    (entry,) = await cluster.monitor.flips()
+    assert entry["who"].endswith(", Jörg Müller")
+
+
+async def test_what_failed_is_not_tried_again_by_a_mere_review(watching: Watching) -> None:
+    cluster: Watched = await watching(review_s=0.1, auto=True)
+    await cluster.start_all("ppdd")
+    for name in ("d2", "d3"):
+        cluster.workers[name].fail_flip = True
+    await cluster.ask(20, 8, LONG)
+    await cluster.kill("p1")
+    await cluster.proposal("failed")
+    before = cluster.state.watch.reviews
+    await until(lambda: cluster.state.watch.reviews >= before + 3, "three more reviews", 20.0)
+    assert [one["state"] for one in await cluster.client.proposals()] == ["failed"]
+
+
+async def test_where_nobody_decodes_somebody_is_to(watching: Watching) -> None:
+    cluster: Watched = await watching(auto=True, review_s=0.1)
+    await cluster.start_all("pp")
+    await cluster.ask(20, 4, SHORT)
+    done = await cluster.proposal("applied", "failed")
+    assert (done["state"], done["error"]) == ("applied", "")
+    assert {worker.role for worker in cluster.workers.values()} >= {Role.DECODE}
+
+
+async def test_questions_are_bounded(watching: Watching) -> None:
+    cluster: Watched = await watching()
+    await cluster.start_all("pd")
+    await cluster.ask(20, 8, LONG)
+    with pytest.raises(InvalidRequest, match=r"added: .*512 instances in all; at most 256"):
+        await cluster.client.what_if({"added": [{"like": "p0", "count": 256}, {"like": "d1", "count": 256}]})

@@ -1,0 +1,141 @@
+"""Flips of a proposal in their order, by a monitor that has its rules and little else."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from services.planner.carry_out import MOST_WHY, carry_out
+from services.planner.proposal import Cause, Proposal, ProposalState, Step
+from shared.domain.instance import Role
+from shared.errors import Conflict, NotFound, OutcomeUnknown, PeerLost, PolyphaseError
+from shared.plan.review import Flip
+from shared.plan.running import Expected
+
+P, D = Role.PREFILL, Role.DECODE
+NOTHING = Expected(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class Monitor:
+    """Refuses the last ready instance of a role, and one that has the role already."""
+
+    def __init__(self, roles: dict[str, Role]) -> None:
+        self.roles = roles
+        self.ready = Counter(roles.values())
+        self.asked: list[str] = []
+        self.forced: list[str] = []
+        self.whys: list[str] = []
+        self.most_away = 0
+        self.fails: dict[str, PolyphaseError] = {}
+        self.told: list[dict[str, Any] | PolyphaseError] = []
+
+    async def flip(
+        self, instance_id: str, *, force: bool, drain_timeout_s: float, who: str, why: str, to: Role
+    ) -> dict[str, Any]:
+        role = self.roles[instance_id]
+        self.asked.append(instance_id)
+        self.forced += [instance_id] if force else []
+        self.whys.append(why)
+        assert role is not to
+        if self.ready[role] <= 1 and not force:
+            raise Conflict(f"{instance_id} is the last")
+        self.ready[role] -= 1
+        self.most_away = max(self.most_away, len(self.roles) - self.ready.total())
+        await asyncio.sleep(0)
+        if error := self.fails.get(instance_id):
+            self.ready[role] += 1
+            raise error
+        self.ready[to] += 1
+        self.roles[instance_id] = to
+        return {"drain_s": 0.1}
+
+    async def operation(self, operation_id: str) -> dict[str, Any]:
+        told = self.told.pop(0)
+        if isinstance(told, PolyphaseError):
+            raise told
+        return told
+
+
+def roles_of(letters: str) -> dict[str, Role]:
+    return {f"{letter}{at}": P if letter == "p" else D for at, letter in enumerate(letters)}
+
+
+async def carried_out(monitor: Monitor, *names: str, why: str = "") -> tuple[str, list[Step]]:
+    flips = tuple(Flip(name, monitor.roles[name], monitor.roles[name].other) for name in names)
+    proposal = Proposal(ProposalState.APPLYING, Cause.LOSS, why, flips, (), False, NOTHING, NOTHING, 0.0, 0.0, 0.0)
+    steps: list[Step] = []
+    async with asyncio.timeout(5.0):
+        error = await carry_out(proposal, Counter(monitor.ready), monitor, 1.0, steps.append)  # type: ignore[arg-type]
+    return error, steps
+
+
+@pytest.mark.parametrize(
+    ("letters", "names"),
+    [
+        ("pd", ["d1", "p0"]),
+        ("ppd", ["d2", "p0"]),
+        ("pddd", ["p0", "d1", "d2"]),
+        ("pd", ["p0"]),
+        ("ppp" + "d", ["p0", "p1", "p2"]),
+        ("pppppddd", ["p0", "p1", "d5", "p2", "d6", "d7"]),
+    ],
+)
+async def test_all_are_turned_whatever_their_order(letters: str, names: list[str]) -> None:
+    monitor = Monitor(roles_of(letters))
+    wanted = {name: role.other if name in names else role for name, role in monitor.roles.items()}
+    error, steps = await carried_out(monitor, *names)
+    assert error == ""
+    assert monitor.roles == wanted
+    assert [step.ok for step in steps] == [True] * len(names)
+    assert set(monitor.forced) <= {"p0", "p2"}, "only where nobody else computes prompts"
+
+
+async def test_at_most_half_of_a_role_is_away_at_once() -> None:
+    monitor = Monitor(roles_of("pdddddd"))
+    assert (await carried_out(monitor, "d1", "d2", "d3", "d4"))[0] == ""
+    assert monitor.most_away == 3
+    assert not monitor.forced
+
+
+async def test_nobody_is_left_without_one_that_decodes() -> None:
+    monitor = Monitor(roles_of("pd"))
+    error, steps = await carried_out(monitor, "d1")
+    assert error == "d1 is the last that decodes"
+    assert not steps
+    assert not monitor.asked
+
+
+async def test_a_step_that_fails_ends_it() -> None:
+    monitor = Monitor(roles_of("ppdd"))
+    monitor.fails["p0"] = PeerLost("p0 is gone")
+    error, steps = await carried_out(monitor, "p0", "p1")
+    assert error == "flip p0 to decode: p0 is gone"
+    assert monitor.asked == ["p0"], "nothing more is begun"
+    assert [step.ok for step in steps] == [False]
+
+
+async def test_an_answer_that_was_lost_is_asked_for() -> None:
+    monitor = Monitor(roles_of("ppdd"))
+    monitor.fails["p0"] = OutcomeUnknown("lost", operation_id="o1")
+    monitor.told = [PeerLost("away"), {"result": "running"}, {"result": "succeeded", "drain_s": 0.5}]
+    error, steps = await carried_out(monitor, "p0")
+    assert error == ""
+    assert steps[0].text == "drained in 0.50 s"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [({"result": "unknown", "error": "the monitor ended"}, "the monitor ended"), (NotFound("no operation"), "lost")],
+)
+async def test_an_answer_that_never_comes_is_a_failure(told: Any, said: str) -> None:
+    monitor = Monitor(roles_of("ppdd"))
+    monitor.fails["p0"] = OutcomeUnknown("lost", operation_id="o1")
+    monitor.told = [told]
+    assert (await carried_out(monitor, "p0"))[0] == f"flip p0 to decode: {said}"
+
+
+async def test_reasons_are_as_long_as_the_monitor_takes_them() -> None:
+    monitor = Monitor(roles_of("ppdd"))
+    await carried_out(monitor, "p0", why="x" * 10_000)
+    assert monitor.whys == ["x" * MOST_WHY]
