@@ -168,8 +168,8 @@ class Judge:
     def promise(self, plan: Plan, goodput: float) -> Promise:
         """What the plan does at the rate that is asked for, or at the highest up to goodput that met the target."""
         problem = self.problem
-        long = ((ask.rate, share) for ask, share in self._shown.items() if ask.plan == plan and not ask.short)
-        met = [rate for rate, share in long if share >= problem.target]
+        told = ((ask, share) for ask, share in self._shown.items() if ask.plan.runs_as(plan) and not ask.short)
+        met = [ask.rate for ask, share in told if share >= problem.target]
         rate = problem.rate or max((rate for rate in met if rate <= goodput), default=goodput)
         if rate <= 0.0:
             return Promise(0.0, 0.0, 0.0, {}, inf)

@@ -39,6 +39,10 @@ class Plan:
         """Whether every group does whole requests."""
         return not self.roles[Role.PREFILL]
 
+    def runs_as(self, other: "Plan") -> bool:
+        """Whether both do the same: under policies that decide request by request, routes only say what to expect."""
+        return self.groups == other.groups and self.policies == other.policies
+
     def names(self, problem: Problem) -> tuple[str, ...]:
         """Of the groups as instances: what they are made of, and a number."""
         pools = problem.inventory.pools

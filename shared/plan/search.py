@@ -91,8 +91,11 @@ def searched(name: str, method: Method, search: Search) -> Outcome:
             for plan, goodput in method(search):
                 if _price(search, plan) > search.problem.budget_usd_hour * (1.0 + 1e-9):
                     continue
-                if best is None or goodput > best[1]:
-                    best, found_s = (plan, goodput), search.clock()
+                better = best is None or goodput > best[1]
+                if best is None or goodput >= best[1]:  # as good: the same, and more is known of it
+                    best = plan, goodput
+                if better:
+                    found_s = search.clock()
                     search.tell(name, best)
     except KeyboardInterrupt:
         stopped = True

@@ -13,7 +13,7 @@ from shared.plan.methods.bruteforce import deployments
 from shared.plan.methods.exhaustive import machine_throughputs
 from shared.plan.methods.joint import recommended
 from shared.plan.methods.registry import METHODS, method
-from shared.plan.plan import Plan, canonical
+from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.problem import Problem
 from shared.plan.search import Found, Search, searched
 from tests.shared.plan.problems import inventory, problem, search
@@ -99,6 +99,20 @@ def test_huaweis_estimate_prefers_small_degrees_where_a_model_fits() -> None:
     found = machine_throughputs(search(problem(STOCK)), "A100-SXM-80", 4, [(800, 150)] * 50)
     assert list(found) == [1, 2, 4]
     assert found[1] > found[2] > found[4]
+
+
+def test_what_serves_as_much_and_says_more_takes_its_place() -> None:
+    asked = search(problem(STOCK))
+    plan = Plan(next(iter(deployments(asked))))
+    told = Plan(plan.groups, routes_of(asked.estimator.of(plan.groups)))
+    assert told.routes
+
+    def two(of: Search) -> Iterator[Found]:
+        yield plan, 1.0
+        yield told, 1.0
+        yield plan, 0.5
+
+    assert searched("two", two, asked).plan == told
 
 
 def test_ctrl_c_takes_the_best_so_far() -> None:
