@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from prometheus_client import Counter
 
 from gateway.settings import GatewaySettings
-from shared.domain.job import PREDICTED_FROM, LengthPrediction
+from shared.domain.job import LengthPrediction, ends_of
 from shared.errors import DeadlineExceeded, PolyphaseError
 from shared.runtime.logs import get_log
 from shared.wire.messages import PredictRequest
@@ -92,7 +92,7 @@ class LengthClient:
         if len(self._calls) >= MAX_CALLS:
             self._outcomes.labels("skipped").inc()
             return Asked()
-        request = PredictRequest(prompt_token_ids[-PREDICTED_FROM:], len(prompt_token_ids), max_tokens)
+        request = PredictRequest(ends_of(prompt_token_ids), len(prompt_token_ids), max_tokens)
         call = asyncio.get_running_loop().create_task(self._predict(request))
         self._calls.add(call)
         call.add_done_callback(self._ended)

@@ -7,13 +7,14 @@ from shutil import rmtree
 
 import msgspec
 
+from predictor.baselines import Ceiling
 from predictor.buckets import Buckets
 from predictor.scores import Scores
 from shared.errors import Unavailable
 
 META_FILE = "length_predictor.json"
 TOKENIZER_FILE = "tokenizer.json"
-FORMAT = 1
+FORMAT = 2  # 1 looked at the end of a prompt alone
 
 
 class BrokenCheckpoint(Unavailable):
@@ -23,8 +24,9 @@ class BrokenCheckpoint(Unavailable):
 class CheckpointMeta(msgspec.Struct, frozen=True):
     """Contents of `length_predictor.json`, beside the weights and the tokenizer.
 
-    `scores` are of the test split. `temperature` divides the logits (fitted on the validation split, Guo et
-    al. 2017), so that confidences mean what they say.
+    `scores` are of the test split, `baselines` the accuracy there of the commonest bucket and of the prompt's length
+    alone. `means`: mean length in tokens of each bucket's training examples. `temperature` divides the logits (fitted
+    on the validation split, Guo et al. 2017), so that confidences mean what they say.
     """
 
     bucket_tokens: int
@@ -37,6 +39,9 @@ class CheckpointMeta(msgspec.Struct, frozen=True):
     scores: Scores
     seed: int
     trained_unix_s: float
+    means: list[float]
+    baselines: dict[str, float] = {}
+    ceiling: Ceiling | None = None
     temperature: float = 1.0
     class_weights: bool = False
     format: int = FORMAT
@@ -56,7 +61,8 @@ def read_meta(folder: Path) -> CheckpointMeta:
             raise ValueError(f"format {meta.format}, this release reads {FORMAT}")
         if meta.input_tokens < 1 or not meta.temperature > 0:
             raise ValueError("input_tokens and temperature must be positive")
-        Buckets(meta.bucket_tokens, meta.bucket_count)
+        if len(meta.means) != Buckets(meta.bucket_tokens, meta.bucket_count).count:
+            raise ValueError(f"{len(meta.means)} means for {meta.bucket_count} buckets")
     except (OSError, ValueError, msgspec.DecodeError) as error:
         raise BrokenCheckpoint(f"{path}: {error}") from error
     return meta

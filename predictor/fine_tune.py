@@ -1,29 +1,41 @@
 """Fine-tuning of the classifier with the Hugging Face Trainer. Imports torch."""
 
 import math
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, OPTForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    OPTForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
 from predictor.buckets import Buckets
-from predictor.dataset import Example, labels
-from predictor.model import encode_tail
+from predictor.data.examples import Example, labels
+from predictor.model import encode_ends
 from predictor.scratch import new_network, train_tokenizer
+from shared.errors import InvalidRequest
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """How to train. `from_scratch` names a size of `scratch.SIZES` and takes the place of `base`."""
+    """How to train. `from_scratch` names a size of `scratch.SIZES` and takes the place of `base`.
+
+    patience: epochs without a lower loss on the validation split, after which it ends. device: cpu, cuda, or auto.
+    """
 
     buckets: Buckets
     base: str = "facebook/opt-125m"
@@ -35,12 +47,19 @@ class FineTuning:
     learning_rate: float = 5e-5
     class_weights: bool = False
     seed: int = 0
+    patience: int = 2
+    bf16: bool = False
+    device: str = "auto"
+    progress: bool = False
 
 
 def start(train: list[Example], plan: FineTuning) -> tuple[Any, Tokenizer]:
-    """The network to fine-tune and its tokenizer."""
+    """The network to fine-tune and its tokenizer. Raises InvalidRequest for a device that is not there."""
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest("--device cuda: torch sees no CUDA device")
     set_seed(plan.seed)
-    disable_progress_bar()  # bars would run into the last line of JSON
+    if not plan.progress:
+        disable_progress_bar()  # bars would run into the last line of JSON
     count = plan.buckets.count
     if plan.from_scratch:
         tokenizer = train_tokenizer((example.text for example in train), plan.from_scratch)
@@ -49,8 +68,13 @@ def start(train: list[Example], plan: FineTuning) -> tuple[Any, Tokenizer]:
     return network, AutoTokenizer.from_pretrained(plan.base).backend_tokenizer
 
 
-def fine_tune(network: Any, tokenizer: Tokenizer, train: list[Example], val: list[Example], plan: FineTuning) -> Any:
-    """Train; what comes back is the state after the epoch with the lowest loss on `val`."""
+def fine_tune(
+    network: Any, tokenizer: Tokenizer, train: list[Example], val: list[Example], plan: FineTuning, folder: Path
+) -> Any:
+    """Train; what comes back is the state after the epoch with the lowest loss on `val`.
+
+    folder: of the state after each epoch; what stands there is gone on with.
+    """
     pad, bos = network.config.pad_token_id, network.config.bos_token_id
     weights = class_weights(labels(train, plan.buckets), plan.buckets.count) if plan.class_weights else None
 
@@ -59,17 +83,20 @@ def fine_tune(network: Any, tokenizer: Tokenizer, train: list[Example], val: lis
         total = cross_entropy(outputs["logits"].float(), labels, weight=weight, reduction="sum")
         return total / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
 
-    with TemporaryDirectory(prefix="length-predictor-") as folder:
-        trainer = Trainer(
-            model=network,
-            args=_arguments(plan, folder),
-            train_dataset=_rows(train, tokenizer, bos, plan),
-            eval_dataset=_rows(val, tokenizer, bos, plan),
-            data_collator=lambda rows: collate(rows, pad),
-            compute_loss_func=loss,
-        )
-        trainer.train()
-        return trainer.model.eval().cpu()
+    trainer = Trainer(
+        model=network,
+        args=_arguments(plan, folder),
+        train_dataset=_rows(train, tokenizer, bos, plan),
+        eval_dataset=_rows(val, tokenizer, bos, plan),
+        data_collator=lambda rows: collate(rows, pad),
+        compute_loss_func=loss,
+        callbacks=[EarlyStoppingCallback(plan.patience)],
+    )
+    last = get_last_checkpoint(str(folder))
+    if last is not None:
+        print(f"going on from {last}", file=sys.stderr)
+    trainer.train(resume_from_checkpoint=last)
+    return trainer.model.eval().float().cpu()
 
 
 def fit_temperature(logits: list[list[float]], truth: list[int]) -> float:
@@ -107,14 +134,14 @@ def save(network: Any, tokenizer: Tokenizer, folder: Path, tokenizer_file: str) 
 def _rows(examples: list[Example], tokenizer: Tokenizer, bos: int, plan: FineTuning) -> list[Row]:
     truth = labels(examples, plan.buckets)
     return [
-        {"input_ids": encode_tail(tokenizer, example.text, plan.input_tokens, bos), "labels": label}
+        {"input_ids": encode_ends(tokenizer, example.text, plan.input_tokens, bos), "labels": label}
         for example, label in zip(examples, truth, strict=True)
     ]
 
 
-def _arguments(plan: FineTuning, folder: str) -> TrainingArguments:
+def _arguments(plan: FineTuning, folder: Path) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=folder,
+        output_dir=str(folder),
         num_train_epochs=plan.epochs,
         max_steps=plan.max_steps,
         per_device_train_batch_size=plan.batch_size,
@@ -125,13 +152,13 @@ def _arguments(plan: FineTuning, folder: str) -> TrainingArguments:
         eval_strategy="epoch",
         save_strategy="epoch",
         save_total_limit=1,
-        save_only_model=True,
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
         logging_strategy="epoch",
         report_to=[],
-        disable_tqdm=True,
+        disable_tqdm=not plan.progress,
         remove_unused_columns=False,
         seed=plan.seed,
-        use_cpu=not torch.cuda.is_available(),
+        bf16=plan.bf16,
+        use_cpu=plan.device == "cpu" or not torch.cuda.is_available(),
     )

@@ -1,4 +1,4 @@
-"""The classifier: OPT over the end of a prompt (TetriInfer section 3.3.2). Imports torch."""
+"""The classifier: OPT over the ends of a prompt (TetriInfer section 3.3.2). Imports torch."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,10 @@ from transformers import OPTConfig, OPTForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from predictor.checkpoint import TOKENIZER_FILE, BrokenCheckpoint, CheckpointMeta, read_meta
+from shared.domain.job import ends_of
 from shared.errors import Unavailable
 
-# Tokenising a whole 100,000-token prompt to keep its last 128 tokens would eat the deadline.
+# Tokenising a whole 100,000-token prompt to keep 128 of its tokens would eat the deadline.
 CHARACTERS_PER_INPUT_TOKEN = 16
 
 
@@ -34,7 +35,7 @@ class LengthClassifier:
     @torch.inference_mode()
     def logits(self, text: str) -> list[float]:
         """The network's raw output, one per bucket."""
-        ids = encode_tail(self._tokenizer, text, self.meta.input_tokens, self._network.config.bos_token_id)
+        ids = encode_ends(self._tokenizer, text, self.meta.input_tokens, self._network.config.bos_token_id)
         result: list[float] = self._network(input_ids=torch.tensor([ids])).logits[0].float().tolist()
         return result
 
@@ -62,10 +63,12 @@ def load_classifier(folder: Path, threads: int = 1, dtype: str = "float32") -> L
     return classifier
 
 
-def encode_tail(tokenizer: Tokenizer, text: str, input_tokens: int, bos_token_id: int) -> list[int]:
-    """The last `input_tokens` ids of a text, at least one. The same cut at training and in service."""
-    tail = text[-input_tokens * CHARACTERS_PER_INPUT_TOKEN :]
-    ids: list[int] = tokenizer.encode(tail).ids[-input_tokens:]
+def encode_ends(tokenizer: Tokenizer, text: str, input_tokens: int, bos_token_id: int) -> list[int]:
+    """Ids of a text's head and tail, 1 to `input_tokens` of them. The same cut at training and in service."""
+    most = input_tokens * CHARACTERS_PER_INPUT_TOKEN
+    if len(text) > 2 * most:
+        text = text[:most] + text[-most:]
+    ids: list[int] = ends_of(tokenizer.encode(text).ids, input_tokens)
     return ids or [bos_token_id]
 
 

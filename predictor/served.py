@@ -1,6 +1,6 @@
 """The served model's tokenizer: from the ids that a caller sends, or a training prompt, to the same text.
 
-A classifier must see at training what it will see in service: the end of the chat-templated prompt, as the
+A classifier must see at training what it will see in service: the ends of the chat-templated prompt, as the
 served model's tokens, decoded without special tokens.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from shared.domain.job import PREDICTED_FROM
+from shared.domain.job import ends_of
 from shared.errors import InvalidRequest
 
 # Assumed where nobody counted: OpenAI's rule of thumb for English text.
@@ -23,15 +23,15 @@ class ServedTokenizer:
         self._tokenizer = tokenizer
         self._template = template
 
-    def tail_text(self, token_ids: list[int]) -> str:
-        """The text of the last PREDICTED_FROM tokens, without special ones and ids outside the vocabulary."""
-        return str(self._tokenizer.decode(token_ids[-PREDICTED_FROM:], skip_special_tokens=True))
+    def seen_text(self, token_ids: list[int]) -> str:
+        """The text of a prompt's ends, without special tokens and ids outside the vocabulary."""
+        return str(self._tokenizer.decode(ends_of(token_ids), skip_special_tokens=True))
 
     def seen_prompt(self, prompt: str) -> tuple[str, int]:
         """What the service will see of this prompt as a chat message, and its length in tokens."""
         text = prompt if self._template is None else self._template(prompt)
         ids = self._tokenizer.encode(text, add_special_tokens=self._template is None).ids
-        return self.tail_text(ids), len(ids)
+        return self.seen_text(ids), len(ids)
 
     def output_tokens(self, response: str) -> int:
         """Tokens that the served model would produce for this answer, its end token included."""

@@ -45,7 +45,7 @@ class CheckpointState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One prediction to make. Either `text` or the last token ids of the served model's prompt."""
+    """One prediction to make. Either `text` or token ids of the served model's prompt, or of its ends."""
 
     timeout_s: float
     text: str | None = None
@@ -67,7 +67,7 @@ class Loaded:
         if query.text is not None:
             return self.classifier.probabilities(query.text)
         assert self.served is not None
-        return self.classifier.probabilities(self.served.tail_text(list(query.token_ids)))
+        return self.classifier.probabilities(self.served.seen_text(list(query.token_ids)))
 
 
 class Predictor:

@@ -2,21 +2,24 @@
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
+from shutil import rmtree
 from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from predictor.buckets import Buckets
+from predictor.card import write_card
 from predictor.checkpoint import TOKENIZER_FILE, CheckpointMeta, replacing, write_meta
-from predictor.dataset import Example, digest, labels, load_examples, split_examples
+from predictor.data.examples import Example, digest, labels, load_examples, split_examples
 from predictor.evaluate import Evaluation, evaluate
-from predictor.scores import Scores
+from predictor.scores import Scores, bucket_means
 from predictor.served import load_served
 from shared.errors import InvalidRequest
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+SETTINGS_FILE = "settings.json"
 
 
 def train_checkpoint(
@@ -24,7 +27,8 @@ def train_checkpoint(
 ) -> tuple[CheckpointMeta, Evaluation]:
     """Split, fine-tune as `plan` (a `fine_tune.FineTuning`) says, calibrate, score on test, save to `out`.
 
-    `out` is replaced as a whole at the end. Raises InvalidRequest when a split is empty.
+    `out` is replaced as a whole at the end. A training of the same examples and plan that was cut short is gone on
+    with. Raises InvalidRequest when a split is empty.
     """
     from predictor.fine_tune import fine_tune, fit_temperature, save, start
     from predictor.model import LengthClassifier
@@ -32,41 +36,48 @@ def train_checkpoint(
     splits = split_examples(examples)
     if empty := [name for name, members in splits.items() if not members]:
         raise InvalidRequest(f"{len(examples)} examples leave nothing for {', '.join(empty)}")
-    network, tokenizer = start(splits["train"], plan)
-    network = fine_tune(network, tokenizer, splits["train"], splits["val"], plan)
     meta = _untested_meta(examples, splits, served_model, plan)
+    work = out.with_name(f".{out.name}.training")
+    _agree(work, {**asdict(plan), "progress": None, "data": meta.data_digest})
+    network, tokenizer = start(splits["train"], plan)
+    network = fine_tune(network, tokenizer, splits["train"], splits["val"], plan, work)
     raw = LengthClassifier(network, tokenizer, meta)
     logits = [raw.logits(example.text) for example in splits["val"]]
     temperature = fit_temperature(logits, labels(splits["val"], plan.buckets))
     meta = msgspec.structs.replace(meta, temperature=temperature)
     found = evaluate(LengthClassifier(network, tokenizer, meta), splits["train"], splits["test"])
-    meta = msgspec.structs.replace(meta, scores=found.scores)
+    baselines = {"majority": found.majority.accuracy, "prompt_length": found.prompt_length.accuracy}
+    meta = msgspec.structs.replace(meta, scores=found.scores, baselines=baselines, ceiling=found.ceiling)
     with replacing(out) as folder:
         save(network, tokenizer, folder, TOKENIZER_FILE)
         write_meta(folder, meta)
+        write_card(folder, meta, asdict(plan), found)
+    rmtree(work, ignore_errors=True)
     return meta, found
 
 
-@app.command()
 def train(
-    data: Annotated[list[Path], typer.Option(help="JSON or JSONL files, or folders of them; may be repeated.")],
+    data: Annotated[list[Path], typer.Option(help="What `dataset` wrote, or JSON and JSONL; may be repeated.")],
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint; replaced when done.")],
     served_model: Annotated[str, typer.Option(help="Folder or name: its tokenizer counts answers.")],
     base: Annotated[str, typer.Option(help="OPT model to fine-tune: folder or name.")] = "facebook/opt-125m",
     from_scratch: Annotated[str, typer.Option(help="Instead of a base: tiny, small, medium or base.")] = "",
     bucket_tokens: Annotated[int, typer.Option(help="Granularity.", min=1)] = 200,
     bucket_count: Annotated[int, typer.Option(help="Classes; the last is open-ended.", min=2)] = 10,
-    input_tokens: Annotated[int, typer.Option(help="Of the prompt's end.", min=1)] = 128,
-    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
+    input_tokens: Annotated[int, typer.Option(help="Of the prompt, its head and tail.", min=1)] = 128,
+    epochs: Annotated[float, typer.Option(help="Passes over the data, at most.")] = 3.0,
     max_steps: Annotated[int, typer.Option(help="Instead of epochs.")] = -1,
+    patience: Annotated[int, typer.Option(help="Epochs without gain that end it.", min=1)] = 2,
     batch_size: Annotated[int, typer.Option(help="Examples a step.", min=1)] = 32,
     learning_rate: Annotated[float, typer.Option(help="From scratch, 1e-3 is better.")] = 5e-5,
     class_weights: Annotated[bool, typer.Option(help="Weigh rare buckets up.")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Mixed precision.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0,
     threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON object of the last line.")] = False,
 ) -> None:
-    """Train a length classifier and save it with its scores."""
+    """Train a classifier of answer lengths and save it with its scores; run again after a kill, it goes on."""
     import torch
 
     from predictor.fine_tune import FineTuning
@@ -83,6 +94,10 @@ def train(
         learning_rate,
         class_weights,
         seed,
+        patience,
+        bf16,
+        device,
+        progress=not as_json,
     )
     examples = load_examples(data, load_served(served_model, with_template=True))
     meta, found = train_checkpoint(examples, out, served_model, plan)
@@ -91,6 +106,15 @@ def train(
         typer.echo(msgspec.json.format(msgspec.json.encode(meta), indent=2).decode())
     typer.echo(json.dumps(report))
     raise typer.Exit(0 if report["ok"] else 1)
+
+
+def _agree(work: Path, settings: dict[str, Any]) -> None:
+    """What stands in the folder is of this very training; of another it is thrown away."""
+    known, said = work / SETTINGS_FILE, json.dumps(settings, sort_keys=True)
+    if not known.exists() or known.read_text(encoding="utf-8") != said:
+        rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        known.write_text(said, encoding="utf-8")
 
 
 def _untested_meta(
@@ -107,9 +131,6 @@ def _untested_meta(
         scores=Scores(0, 0.0, 0.0, 0.0, 0.0, [], []),
         seed=plan.seed,
         trained_unix_s=time.time(),
+        means=bucket_means([example.output_tokens for example in splits["train"]], plan.buckets),
         class_weights=plan.class_weights,
     )
-
-
-if __name__ == "__main__":
-    app()

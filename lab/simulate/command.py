@@ -37,6 +37,7 @@ def simulate_command(
     slo_ttft: Annotated[float | None, typer.Option(help="Seconds. Default: the file's.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(help="Seconds. Default: the file's.")] = None,
     accuracy: Annotated[float | None, typer.Option(help="Policies get length predictions, right so often.")] = None,
+    prediction: Annotated[Path | None, typer.Option(help="The same, as an evaluation of a predictor found.")] = None,
     goodput: Annotated[bool, typer.Option("--goodput", help="Search for the highest rate within the SLO.")] = False,
     target: Annotated[float, typer.Option(help="SLO attainment of --goodput.")] = 0.9,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and policies.")] = 0,
@@ -55,7 +56,18 @@ def simulate_command(
 
     workload = WorkloadOptions(trace, requests, rate, arrivals, cv, seed, trace_format, sort, skip_empty, lengths)
     options = SimulateOptions(
-        cluster, workload, tuple(policy or ()), slo_ttft, slo_tpot, accuracy, calibration, goodput, target, csv, plots
+        cluster,
+        workload,
+        tuple(policy or ()),
+        slo_ttft,
+        slo_tpot,
+        accuracy,
+        prediction,
+        calibration,
+        goodput,
+        target,
+        csv,
+        plots,
     )
     result = run_simulation(options, Console())
     if as_json:

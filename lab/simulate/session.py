@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lab.simulate.deployment import Deployment, load_deployment
 from lab.simulate.report import Run, show, write_csv
+from lab.simulate.sim_file import load_prediction
 from lab.simulate.workloads import WorkloadOptions, at_rate, make_workload
 from shared.domain.job import Slo
 from shared.errors import InvalidRequest
@@ -36,6 +37,7 @@ class SimulateOptions:
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     accuracy: float | None = None
+    prediction: Path | None = None
     calibration: Path | None = None
     goodput: bool = False
     target: float = 0.9
@@ -70,6 +72,8 @@ def run_specs(options: SimulateOptions, deployment: Deployment, workload: Worklo
     if not 0.0 < options.target <= 1.0:
         raise InvalidRequest(f"--target must lie in 0..1, not {options.target}")
     base = replace(deployment.run, seed=options.workload.seed, slo=_slo(options, deployment.run.slo))
+    if options.prediction is not None:
+        base = replace(base, prediction=Prediction(**load_prediction(options.prediction).model_dump()))
     if options.accuracy is not None:
         said = base.prediction or Prediction()
         base = replace(base, prediction=replace(said, accuracy=options.accuracy, confusion=None))

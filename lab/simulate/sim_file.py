@@ -48,6 +48,12 @@ class PredictionEntry(_Part):
     wait_s: Seconds = 0.005
 
 
+class PredictionFile(_Part):
+    """What `polyphase predictor evaluate --out` writes."""
+
+    prediction: PredictionEntry
+
+
 class LossEntry(_Part):
     """An instance dies, and may come back empty."""
 
@@ -212,6 +218,14 @@ def is_sim_file(file: Path) -> bool:
     rows = [data.get("instance_defaults"), *(entries if isinstance(entries, list) else ())]
     keys = {str(key) for row in rows if isinstance(row, dict) for key in row}
     return "engine" not in keys and ("accelerator" in keys or not {"name", "model"} <= set(data))
+
+
+def load_prediction(file: Path) -> PredictionEntry:
+    """Read `prediction.yaml` of an evaluation. Raises InvalidRequest."""
+    try:
+        return PredictionFile.model_validate(read_yaml(file)).prediction
+    except ValidationError as error:
+        raise InvalidRequest(describe(file, error)) from error
 
 
 def load_sim_file(file: Path) -> SimFile:

@@ -196,13 +196,9 @@ app.command("simulate")(measuring.from_lab("simulate.command", "simulate_command
 
 
 @app.command("predictor", context_settings=_PASS_ON)
-def predictor_command(context: typer.Context, what: Annotated[str, typer.Argument(help="train or evaluate")]) -> None:
-    """Train or evaluate the length predictor; further arguments go to `predictor.train` or `.evaluate`."""
-    if what not in ("train", "evaluate"):
-        print("polyphase predictor train|evaluate …", file=sys.stderr)
-        raise typer.Exit(2)
-    program = importlib.import_module(f"predictor.{what}")
-    program.app(args=context.args, prog_name=f"polyphase predictor {what}")
+def predictor_command(context: typer.Context) -> None:
+    """Length predictor: `dataset` asks a model for answers, `train` learns how long they get, `evaluate` judges."""
+    importlib.import_module("predictor.cli").app(args=context.args, prog_name="polyphase predictor")
 
 
 def _operate(

@@ -6,8 +6,17 @@ import msgspec
 
 from shared.domain.kv import Codec
 
-PREDICTED_FROM = 256  # tokens at the end of a prompt: a length predictor looks at no more
+PREDICTED_FROM = 256  # tokens of a prompt: a length predictor looks at no more, its head and its tail
+HEAD_SHARE = 4  # one in so many of them is the head's
 LOST = "lost"  # outcome of a failed job whose gateway is gone; a later word of the job itself takes its place
+
+
+def ends_of(tokens: list[int], most: int = PREDICTED_FROM) -> list[int]:
+    """Head and tail of a prompt that is longer than `most` tokens: what is asked stands at either end of it."""
+    if len(tokens) <= most:
+        return tokens
+    head = most // HEAD_SHARE
+    return tokens[:head] + tokens[len(tokens) - (most - head) :]
 
 
 class Phase(StrEnum):

@@ -50,7 +50,7 @@ class JobReports(msgspec.Struct):
 
 
 class PredictRequest(msgspec.Struct):
-    """Ask for the length of an answer. prompt_token_ids: the last of `prompt_tokens`, at most PREDICTED_FROM."""
+    """Ask for the length of an answer. prompt_token_ids: of `prompt_tokens`, see `shared.domain.job.ends_of`."""
 
     prompt_token_ids: list[int]
     prompt_tokens: int

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.job import Job
 from gateway.lengths import MAX_CALLS
-from shared.domain.job import PREDICTED_FROM, LengthPrediction
+from shared.domain.job import LengthPrediction, ends_of
 from shared.errors import Busy
 from shared.timeline import Span
 from shared.wire.messages import PredictRequest
@@ -108,7 +108,7 @@ async def test_the_first_placement_has_what_a_quick_classifier_says() -> None:
         job = await run(cluster)
         assert placed_with(cluster)[-1]
         request = predictor.asked[-1]
-        assert (request.prompt_token_ids, request.prompt_tokens) == (PROMPT[-PREDICTED_FROM:], len(PROMPT))
+        assert (request.prompt_token_ids, request.prompt_tokens) == (ends_of(PROMPT), len(PROMPT))
         assert request.max_tokens == 4
         assert cluster.prefill.prefills[-1].job.prediction == job.prediction
         (decided,) = [one for one in job.timeline.decisions if one.kind == "prediction"]

@@ -22,6 +22,7 @@ META = CheckpointMeta(
     data_digest="0",
     examples={"train": 1, "val": 1, "test": 1},
     scores=Scores(1, 1.0, 1.0, 1.0, 0.0, [[1]], []),
+    means=[50.0, 150.0, 250.0, 350.0],
     seed=0,
     trained_unix_s=0.0,
 )

@@ -77,7 +77,7 @@ async def test_a_checkpoint_is_picked_up_dropped_and_told_broken(serve: Any, fak
 
 async def test_ids_need_the_served_models_tokenizer(serve: Any, fake: Any, on_disk: Any) -> None:
     class Served:
-        def tail_text(self, token_ids: list[int]) -> str:
+        def seen_text(self, token_ids: list[int]) -> str:
             return f"text of {token_ids}"
 
     body = {"prompt_token_ids": [5, 6], "prompt_tokens": 900}

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from predictor.checkpoint import META_FILE, read_meta
-from predictor.evaluate import app as evaluate_app
+from predictor.cli import app
 from predictor.settings import PredictorSettings
-from predictor.train import app as train_app
+from shared.sim.prediction import Prediction
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 THINGS = ["cats", "dogs", "rivers", "stars", "bridges", "poems", "ships", "clocks", "maps", "songs", "trees", "storms"]
 MANNERS = {"short": 40, "plain": 150, "long": 380}  # asked manner -> output tokens
 
@@ -49,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         " --bucket-tokens 100 --bucket-count 4 --input-tokens 32 --max-steps 75 --learning-rate 0.003"
         " --seed 1 --class-weights --json"
     )
-    done = CliRunner().invoke(train_app, arguments.split())
+    done = CliRunner().invoke(app, ["train", *arguments.split()])
     assert done.exit_code == 0, done.output
     report = json.loads(done.output.strip().splitlines()[-1])
     assert report["ok"]
@@ -70,22 +72,73 @@ def test_metadata_tells_what_was_trained(folder: Path) -> None:
     assert (meta.bucket_tokens, meta.bucket_count, meta.input_tokens, meta.seed) == (100, 4, 32, 1)
     assert sum(meta.examples.values()) == 600
     assert sum(map(sum, meta.scores.confusion)) == meta.examples["test"] == meta.scores.examples
-    assert meta.scores.accuracy > 2 * 0.34 > meta.scores.majority
+    assert meta.scores.accuracy > 2 * 0.34 > max(meta.baselines.values())
+    assert meta.means == [40.0, 150.0, 250.0, 380.0]
     assert len(meta.data_digest) == 64
     assert meta.class_weights
 
 
 def test_evaluation_beats_the_baselines(folder: Path) -> None:
     arguments = ["--checkpoint", str(folder / "checkpoint"), "--data", str(folder / "data.jsonl"), "--json"]
-    done = CliRunner().invoke(evaluate_app, [*arguments, "--aim-p99-ms", "20000"])
+    done = CliRunner().invoke(app, ["evaluate", *arguments, "--aim-p99-ms", "20000"])
     report = json.loads(done.output.strip().splitlines()[-1])
     assert done.exit_code == 0
     assert report["ok"]
     assert report["figures"]["accuracy"] == read_meta(folder / "checkpoint").scores.accuracy
-    assert report["figures"]["accuracy"] > report["figures"]["accuracy_observed"] + 0.2
-    missed = CliRunner().invoke(evaluate_app, [*arguments, "--aim-accuracy", "1.1"])
+    figures = report["figures"]
+    assert figures["accuracy"] > max(figures["majority_accuracy"], figures["prompt_length_accuracy"]) + 0.2
+    assert figures["mean_error_tokens"] < 0.5 * figures["majority_mean_error_tokens"]
+    missed = CliRunner().invoke(app, ["evaluate", *arguments, "--aim-accuracy", "1.1"])
     assert missed.exit_code == 1
     assert not json.loads(missed.output.strip().splitlines()[-1])["ok"]
+
+
+def test_the_card_says_what_was_made_of_what(folder: Path) -> None:
+    card = (folder / "checkpoint" / "README.md").read_text()
+    meta = read_meta(folder / "checkpoint")
+    assert f"| this classifier | {meta.scores.accuracy:.1%} |" in card
+    assert f"| commonest bucket | {meta.baselines['majority']:.1%} |" in card
+    assert meta.data_digest in card
+    assert "- learning_rate: 0.003" in card
+
+
+def test_an_evaluation_is_what_a_simulation_reads(folder: Path, tmp_path: Path) -> None:
+    from lab.simulate.sim_file import load_prediction
+
+    arguments = (
+        f"--checkpoint {folder}/checkpoint --data {folder}/data.jsonl --out {tmp_path} --aim-p99-ms 20000 --json"
+    )
+    assert CliRunner().invoke(app, ["evaluate", *arguments.split()]).exit_code == 0
+    confusion = read_meta(folder / "checkpoint").scores.confusion
+    said = load_prediction(tmp_path / "prediction.yaml")
+    assert (said.width_tokens, said.buckets) == (100, 4)
+    assert said.confusion is not None
+    assert said.confusion[0] == pytest.approx([count / sum(confusion[0]) for count in confusion[0]])
+    assert sum(said.confusion[2]) == pytest.approx(1.0), "no answer is of that length"
+    Prediction(**said.model_dump())
+    page = (tmp_path / "evaluation.html").read_text()
+    assert "Reliability" in page
+    assert "Confusion" in page
+
+
+def test_a_training_that_was_killed_goes_on(folder: Path, tmp_path: Path) -> None:
+    arguments = f"--data {folder}/data.jsonl --out {tmp_path}/made --served-model {folder}/served --from-scratch tiny"
+    arguments += " --bucket-tokens 100 --bucket-count 4 --input-tokens 32 --epochs 8 --patience 8 --learning-rate 0.003"
+    command = [sys.executable, "-P", "-m", "predictor.cli", "train", *arguments.split(), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline_s = time.monotonic() + 120
+    while not list(tmp_path.glob(".made.training/checkpoint-*/trainer_state.json")):
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait(20)
+    assert not (tmp_path / "made").exists()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert "going on from" in done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1])["figures"]["accuracy"] > 0.8
+    assert not list(tmp_path.glob(".made*")), "nothing is left behind"
 
 
 async def test_served_over_http_from_text_and_from_ids(serve: Any, settings: PredictorSettings) -> None:

@@ -6,11 +6,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from predictor.buckets import Buckets
-from predictor.dataset import digest, labels, load_examples, split_examples, split_of
+from predictor.data.examples import digest, labels, load_examples, split_examples, split_of
 from predictor.served import ServedTokenizer, estimate_tokens, load_served
 from shared.errors import InvalidRequest
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -45,9 +45,10 @@ def test_every_form_of_record(tmp_path: Path, served: ServedTokenizer) -> None:
 @pytest.mark.parametrize(
     ("record", "complaint"),
     [
-        ("text", "expected an object"),
+        ("text", "a prompt without an answer"),
+        (7, "expected an object"),
         ({"prompt": 3, "response": "x"}, "prompt must be a string"),
-        ({"response": "x"}, "instruction must be a string"),
+        ({"response": "x"}, "no prompt, instruction, messages or conversations among response"),
         ({"prompt": "x"}, "response must be a string"),
         ({"prompt": "x", "output_tokens": -1}, "output_tokens"),
         ({"prompt": "x", "output_tokens": True}, "output_tokens"),
