@@ -1,3 +1,4 @@
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -39,7 +40,7 @@ async def test_garbage_on_the_sockets_is_dropped_and_counted(cluster: Cluster) -
     async def counted() -> bool:
         hostile.send(b"\xff not msgpack")
         hostile.send_multipart([b"one", b"two"])
-        if to_broadcast.poll(0, zmq.POLLOUT):
+        with suppress(zmq.Again):  # while the other side has hung up on it
             to_broadcast.send(b"\x00" * 100, zmq.NOBLOCK)
         return await dropped("garbage") > 0 and await dropped("frame") > 0
 
