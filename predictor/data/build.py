@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from predictor.data.endpoint import Asking, Endpoint, Refused
-from predictor.data.examples import hash_of
+from predictor.data.examples import hash_of, split_of
 from predictor.data.journal import Journal, Line
 from predictor.data.records import prompt_of, read_records
 from predictor.data.table import write_table
@@ -28,12 +28,13 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """samples: answers of each prompt. limit: prompts at most, 0 for all; the same ones every time. concurrency: asked
-    at once.
+    """samples: answers of each prompt to train on. held_out_samples: of each in the validation and the test split; 0: as
+    many. limit: prompts at most, 0 for all; the same ones every time. concurrency: asked at once.
     """
 
     asking: Asking
     samples: int = 1
+    held_out_samples: int = 0
     limit: int = 0
     concurrency: int = 16
 
@@ -83,7 +84,7 @@ async def build(prompts: Prompts, wanted: Wanted, folder: Path, tell: Tell, endp
         model = await asks.model()
         settings = _settings(wanted, model)
         with Journal(folder, settings) as journal:
-            keys = [(text, sample) for text in texts for sample in range(wanted.samples)]
+            keys = [(text, sample) for text in texts for sample in range(_samples(wanted, text))]
             left = [key for key in keys if key not in journal.lines]
             others = len(journal.lines) - (len(keys) - len(left))  # of prompts that are not asked for this time
 
@@ -93,6 +94,10 @@ async def build(prompts: Prompts, wanted: Wanted, folder: Path, tell: Tell, endp
             told()
             await _ask_all(asks, model, left, journal, wanted.concurrency, told)
             return _stored(folder, [journal.lines[key] for key in keys], len(left), settings, len(texts))
+
+
+def _samples(wanted: Wanted, prompt: str) -> int:
+    return wanted.samples if split_of(prompt) == "train" else wanted.held_out_samples or wanted.samples
 
 
 def _stored(folder: Path, lines: Sequence[Line], asked: int, settings: dict[str, Any], prompts: int) -> Built:
@@ -107,7 +112,7 @@ def _stored(folder: Path, lines: Sequence[Line], asked: int, settings: dict[str,
 def _settings(wanted: Wanted, model: str) -> dict[str, Any]:
     asking = asdict(wanted.asking)
     kept = {key: asking[key] for key in ("api", "max_tokens", "temperature")}
-    return {"model": model, **kept, "samples": wanted.samples}
+    return {"model": model, **kept, "samples": wanted.samples, "held_out_samples": wanted.held_out_samples}
 
 
 async def _ask_all(

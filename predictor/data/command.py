@@ -26,7 +26,10 @@ def dataset(
     api: Annotated[Api, typer.Option(help="How prompts are sent.")] = Api.CHAT,
     max_tokens: Annotated[int, typer.Option(help="Answers are cut there.", min=1)] = 1024,
     temperature: Annotated[float | None, typer.Option(help="Default: the model's own.", min=0)] = None,
-    samples: Annotated[int, typer.Option(help="Answers a prompt; several measure the noise ceiling.", min=1)] = 1,
+    samples: Annotated[int, typer.Option(help="Answers a prompt.", min=1)] = 1,
+    held_out_samples: Annotated[
+        int, typer.Option(help="Of those that are not trained on; several measure the noise ceiling. 0: as others.")
+    ] = 0,
     limit: Annotated[int, typer.Option(help="At most so many prompts; 0: all.", min=0)] = 0,
     concurrency: Annotated[int, typer.Option(help="Answers under way at once.", min=1, max=1024)] = 16,
     timeout: Annotated[float, typer.Option(help="Seconds for one answer.", min=1)] = 120.0,
@@ -45,7 +48,7 @@ def dataset(
             made = asyncio.run(
                 build(
                     found,
-                    Wanted(asking, samples, limit, concurrency),
+                    Wanted(asking, samples, held_out_samples, limit, concurrency),
                     out,
                     lambda done, whole: bar.update(task, completed=done, total=whole),
                 )

@@ -6,6 +6,7 @@ from vllm import __version__ as vllm_version
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from services.worker.engines.base import EngineInfo
@@ -17,6 +18,8 @@ from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvGeometry
 from shared.domain.rates import Rates
 from shared.wire.messages import WIRE_VERSION
+
+_CPU_WORKER = "services.worker.engines.vllm_cpu_worker.SeededCpuWorker"
 
 
 def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events: KVEventsConfig | None) -> VllmConfig:
@@ -34,6 +37,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
         "kv_cache_memory_bytes": s.kv_cache_bytes,
         "enforce_eager": s.accelerator == "cpu",
         "async_scheduling": False,
+        "worker_cls": _CPU_WORKER if current_platform.is_cpu() else "auto",
         "kv_events_config": kv_events,
         "kv_transfer_config": KVTransferConfig(
             kv_connector="PolyphaseConnector",

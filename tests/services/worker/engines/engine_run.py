@@ -28,7 +28,9 @@ class Run:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, asyncio.Future[TokenStep]] = {}
 
-    def submit(self, name: str, prompt: list[int], tokens: int = 8, sampling: Any = None, **more: Any) -> None:
+    def submit(
+        self, name: str, prompt: list[int], tokens: int = 8, sampling: Any = None, salt: str = "", **more: Any
+    ) -> None:
         given = sampling if isinstance(sampling, bytes) else msgspec.msgpack.encode(sampling or greedy())
         self.times[name], self.tokens[name] = [], []
         self.ends[name] = asyncio.get_running_loop().create_future()
@@ -40,7 +42,8 @@ class Run:
                 self.ends[name].set_result(step)
 
         job = JobView(name, len(prompt), tokens)
-        self.engine.submit(EngineRequest(name, job, prompt, Generation(given, time.time()), tokens, **more), sink)
+        generation = Generation(given, time.time(), salt)
+        self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, **more), sink)
 
     async def end(self, name: str) -> TokenStep:
         return await asyncio.wait_for(asyncio.shield(self.ends[name]), 120)
@@ -152,6 +155,21 @@ async def full_staging(run: Run) -> dict[str, Any]:
     return {"refused": stats.staging_failed, "held": len(held), "refusals_s": sum(spent)}
 
 
+async def seeded(run: Run) -> dict[str, Any]:
+    """One answer drawn with a seed, its prompt computed in one step, and in several beside others of its kind."""
+    prompt = [5 + at % 900 for at in range(400)]
+    drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+    run.submit("whole", prompt, 12, drawn, salt="0")
+    ends = [await run.end("whole")]
+    run.engine.set_chunk_size(96)
+    cut = [f"cut {number}" for number in range(3)]
+    for name in cut:
+        run.submit(name, prompt, 12, drawn, salt=name)  # nobody finds another's KV
+    ends += [await run.end(name) for name in cut]
+    run.engine.set_chunk_size(4096)
+    return {"ends": [end.finish_reason for end in ends], "tokens": [run.tokens[name] for name in ("whole", *cut)]}
+
+
 async def freed(run: Run) -> dict[str, int]:
     async with asyncio.timeout(60):
         while (stats := run.engine.stats()).free_blocks < stats.total_blocks or stats.waiting or stats.running:
@@ -165,6 +183,7 @@ async def found(port: int) -> dict[str, Any]:
         run = Run(here.engine)
         return {
             "refusals": await refusals(run),
+            "seeded": await seeded(run),
             "staging": await full_staging(run),
             "grammars": await grammars(run),
             "freed": await freed(run),

@@ -22,6 +22,12 @@ def test_a_request_that_cannot_be_computed_fails_alone_and_says_why(found: dict[
     assert found["refusals"]["steady"] == ["length", 300]
 
 
+def test_a_seed_draws_the_same_answer_however_its_prompt_was_cut(found: dict[str, Any]) -> None:
+    seeded = found["seeded"]
+    assert seeded["ends"] == ["length"] * 4
+    assert seeded["tokens"] == [seeded["tokens"][0]] * 4
+
+
 def test_a_dear_grammar_holds_up_nobody_and_its_abort_frees_all(found: dict[str, Any]) -> None:
     grammars = found["grammars"]
     assert grammars["fine"] in ("length", "stop")

@@ -1,0 +1,24 @@
+"""vLLM's CPU worker, which survives a seeded request whose prompt takes several steps."""
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class SeededCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped here
+    """A row of a prompt that goes on in the next step takes no random numbers of its request.
+
+    vLLM 0.32 samples such rows too, drops the token, and winds the request's generator back by an offset, which a CPU
+    generator does not have: the engine died of it.
+    """
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """As vLLM, with those rows drawn from everybody's generator."""
+        runner = self.model_runner
+        generators, batch = runner.input_batch.generators, runner.input_batch.num_reqs
+        unfinished = runner.discard_request_mask.np[:batch].nonzero()[0].tolist()
+        kept = {row: generators.pop(row) for row in unfinished if row in generators}
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            generators.update(kept)
