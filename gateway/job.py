@@ -223,4 +223,6 @@ class Job:
             tpot,
             met,
             timeline if final else None,
+            self.spec.max_tokens,
+            self.prediction if final else None,
         )

@@ -7,10 +7,7 @@ are 1, and so on (the paper's "granularity of 100" there is a slip).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.domain.job import LengthPrediction
-
-# The upper bound of the last, open-ended bucket when the caller names no `max_tokens`.
-OPEN_ENDED_TOKENS = 2**31 - 1
+from shared.domain.job import OPEN_END, LengthPrediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +31,11 @@ class Buckets:
     def bounds(self, bucket: int) -> tuple[int, int]:
         """Tokens [lower, upper) of a bucket."""
         last = bucket == self.count - 1
-        return bucket * self.width_tokens, OPEN_ENDED_TOKENS if last else (bucket + 1) * self.width_tokens
+        return bucket * self.width_tokens, OPEN_END if last else (bucket + 1) * self.width_tokens
 
 
 def predict(probabilities: Sequence[float], buckets: Buckets, max_tokens: int | None, source: str) -> LengthPrediction:
-    """The likeliest bucket (the shorter one of equals), its bounds, and its probability as the confidence.
+    """The likeliest bucket (the shorter one of equals), its bounds, its probability as the confidence, and all of them.
 
     An answer is cut at `max_tokens`, so all that is expected beyond falls into the bucket of `max_tokens`,
     whose upper bound becomes `max_tokens + 1`: exactly `max_tokens` is possible, more is not.
@@ -48,13 +45,13 @@ def predict(probabilities: Sequence[float], buckets: Buckets, max_tokens: int | 
     lower, upper = buckets.bounds(bucket)
     if max_tokens is not None:
         upper = min(upper, max_tokens + 1)
-    return LengthPrediction(bucket, lower, upper, min(1.0, folded[bucket]), source)
+    shares, width = tuple(folded), buckets.width_tokens
+    return LengthPrediction(bucket, lower, upper, min(1.0, folded[bucket]), source, width, shares, max_tokens or 0)
 
 
 def no_prediction(max_tokens: int | None, source: str) -> LengthPrediction:
     """What is said when nothing is known: any length at all, with confidence 0. Its bucket means nothing."""
-    upper = OPEN_ENDED_TOKENS if max_tokens is None else max_tokens + 1
-    return LengthPrediction(0, 0, upper, 0.0, source)
+    return LengthPrediction(0, 0, OPEN_END if max_tokens is None else max_tokens + 1, 0.0, source)
 
 
 def _fold(probabilities: Sequence[float], last: int) -> list[float]:

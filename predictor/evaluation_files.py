@@ -28,7 +28,9 @@ def prediction_of(found: Evaluation, buckets: Buckets) -> dict[str, Any]:
     said = [sum(row[at] for row in confusion) for at in range(buckets.count)]
     rows = [row if any(row) else said for row in confusion]
     shares = [[count / sum(row) for count in row] for row in rows]
-    return {"width_tokens": buckets.width_tokens, "buckets": buckets.count, "confusion": shares}
+    whole = found.scores.examples
+    prior = [sum(row) / whole for row in confusion]
+    return {"width_tokens": buckets.width_tokens, "buckets": buckets.count, "confusion": shares, "prior": prior}
 
 
 def _page(found: Evaluation, buckets: Buckets) -> Any:

@@ -44,6 +44,7 @@ class PredictionEntry(_Part):
     buckets: Count = 10
     accuracy: Share = 1.0
     confusion: tuple[tuple[float, ...], ...] | None = None
+    prior: tuple[float, ...] | None = None
     answer_s: Seconds = 0.0
     wait_s: Seconds = 0.005
 

@@ -28,8 +28,8 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """samples: answers of each prompt to train on. held_out_samples: of each in the validation and the test split; 0: as
-    many. limit: prompts at most, 0 for all; the same ones every time. concurrency: asked at once.
+    """samples: answers of each prompt to train on. held_out_samples: of each that is held out; 0: as many.
+    limit: prompts at most, 0 for all; the same ones every time. concurrency: asked at once.
     """
 
     asking: Asking

@@ -141,7 +141,7 @@ class Reports:
                 }
             )
         if report.phase is Phase.COMPLETED:
-            self._lengths.add({"prompt_tokens": report.prompt_tokens, "output_tokens": report.output_tokens})
+            self._lengths.add(_length(report))
 
     def _row(self, report: JobReport, now: float) -> dict[str, Any]:
         row = plain(report)
@@ -152,6 +152,19 @@ class Reports:
         if report.timeline is not None:
             row["timeline"] = msgspec.json.encode(report.timeline).decode()
         return row
+
+
+def _length(report: JobReport) -> dict[str, Any]:
+    """What the predictor learns from, and is judged by."""
+    said = report.prediction
+    found = {
+        "prompt_tokens": report.prompt_tokens,
+        "output_tokens": report.output_tokens,
+        "max_tokens": report.max_tokens or None,
+    }
+    if said is not None:
+        found |= {"model": said.model, "classified": said.classified, "expected_tokens": said.mean}
+    return found
 
 
 def _stage(report: JobReport) -> tuple[object, ...]:

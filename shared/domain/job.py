@@ -8,6 +8,7 @@ from shared.domain.kv import Codec
 
 PREDICTED_FROM = 256  # tokens of a prompt: a length predictor looks at no more, its head and its tail
 HEAD_SHARE = 4  # one in so many of them is the head's
+OPEN_END = 2**31 - 1  # upper end of a range that has none
 LOST = "lost"  # outcome of a failed job whose gateway is gone; a later word of the job itself takes its place
 
 
@@ -17,6 +18,11 @@ def ends_of(tokens: list[int], most: int = PREDICTED_FROM) -> list[int]:
         return tokens
     head = most // HEAD_SHARE
     return tokens[:head] + tokens[len(tokens) - (most - head) :]
+
+
+def _stretch(lower: int, upper: int) -> tuple[float, float]:
+    lower = max(1, lower)
+    return float(lower), float(max(lower + 1, min(upper, 2 * lower if upper >= OPEN_END else upper)))
 
 
 class Phase(StrEnum):
@@ -58,13 +64,50 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class LengthPrediction(msgspec.Struct, frozen=True):
-    """Predicted output length: tokens lie in [lower, upper) with that confidence."""
+    """Predicted output length: tokens lie in [lower, upper), the likeliest bucket, with that confidence.
+
+    shares: the probability of each bucket of `width_tokens`, from 0 tokens up; the last one ends at `most_tokens`, or
+    is open where that is 0. None where nobody knows more than the range. model: which classifier was asked, and
+    `classified` the bucket that it says, also where it is not believed; empty and -1 where it did not answer.
+    """
 
     bucket: int
     lower_tokens: int
     upper_tokens: int
     confidence: float
     source: str  # "classifier" or "observed"
+    width_tokens: int = 0
+    shares: tuple[float, ...] = ()
+    most_tokens: int = 0
+    model: str = ""
+    classified: int = -1
+
+    def quantile(self, share: float) -> float:
+        """Tokens that the answer stays within with this probability, in (0, 1]; evenly spread within a bucket.
+
+        Of a mere range that range is spread evenly. An open end counts as twice its lower one.
+        """
+        seen = 0.0
+        for lower, upper, part in self.spread():
+            if part > 0.0 and seen + part >= share:
+                return lower + (upper - lower) * (share - seen) / part
+            seen += part
+        return float(self.spread()[-1][1])
+
+    @property
+    def mean(self) -> float:
+        """Expected tokens, by the same reading of a bucket."""
+        return sum(part * (lower + upper) / 2.0 for lower, upper, part in self.spread())
+
+    def spread(self) -> list[tuple[float, float, float]]:
+        """Stretches of tokens [lower, upper) with their probabilities, which sum to 1."""
+        if not self.shares:
+            return [(*_stretch(self.lower_tokens, self.upper_tokens), 1.0)]
+        width, last = self.width_tokens, len(self.shares) - 1
+        total = sum(self.shares) or 1.0
+        ends = [(at + 1) * width for at in range(last)] + [self.most_tokens or OPEN_END]
+        stretches = [_stretch(at * width, end) for at, end in enumerate(ends)]
+        return [(*stretch, share / total) for stretch, share in zip(stretches, self.shares, strict=True)]
 
 
 class Generation(msgspec.Struct, frozen=True):

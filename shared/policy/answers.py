@@ -29,14 +29,34 @@ class _Seen:
         self._mean, self._inverse, self._count = first.mean, 1.0 / first.brief, count
 
     def add(self, tokens: int) -> None:
+        self.mix(Lengths(tokens, tokens))
+
+    def mix(self, lengths: Lengths) -> None:
         self._count += 1
         weight = 1.0 / min(self._count, RECENT)
-        self._mean += (tokens - self._mean) * weight
-        self._inverse += (1.0 / tokens - self._inverse) * weight
+        self._mean += (lengths.mean - self._mean) * weight
+        self._inverse += (1.0 / lengths.brief - self._inverse) * weight
 
     @property
     def lengths(self) -> Lengths:
         return Lengths(self._mean, 1.0 / self._inverse)
+
+
+class _Alike:
+    """Answers predicted to be in the same bucket: how long they turned out, and what was said of them on average."""
+
+    __slots__ = ("_said", "seen")
+
+    def __init__(self, first: Lengths) -> None:
+        self.seen, self._said = _Seen(first, DOUBT), _Seen(first, DOUBT)
+
+    def add(self, tokens: int, said: Lengths) -> None:
+        self.seen.add(tokens)
+        self._said.mix(said)
+
+    def corrected(self, said: Lengths) -> Lengths:
+        seen, usual = self.seen.lengths, self._said.lengths
+        return Lengths(said.mean * seen.mean / usual.mean, said.brief * seen.brief / usual.brief)
 
 
 class Answers:
@@ -44,22 +64,26 @@ class Answers:
 
     def __init__(self) -> None:
         self._all = _Seen(UNKNOWN_LENGTHS, 0)
-        self._of: dict[int, _Seen] = {}  # by bucket
-        self._bucket: dict[str, int | None] = {}  # of jobs under way
+        self._of: dict[int, _Alike] = {}  # by bucket
+        self._said: dict[str, tuple[int, Lengths] | None] = {}  # of jobs under way
 
     def begun(self, job: JobView) -> None:
         """A job was placed."""
-        self._bucket[job.job_id] = job.prediction.bucket if job.prediction is not None else None
-        if job.prediction is not None and job.prediction.bucket not in self._of:
-            self._of[job.prediction.bucket] = _Seen(within(job.prediction), DOUBT)
+        if job.prediction is None:
+            self._said[job.job_id] = None
+            return
+        said = within(job.prediction)
+        self._said[job.job_id] = job.prediction.bucket, said
+        if job.prediction.bucket not in self._of:
+            self._of[job.prediction.bucket] = _Alike(said)
 
     def ended(self, job_id: str, tokens: int) -> None:
         """It gave so many tokens; none when it failed or nobody knows."""
-        bucket = self._bucket.pop(job_id, None)
+        said = self._said.pop(job_id, None)
         if tokens > 0:
             self._all.add(tokens)
-            if bucket is not None:
-                self._of[bucket].add(tokens)
+            if said is not None:
+                self._of[said[0]].add(tokens, said[1])
 
     @property
     def all(self) -> Lengths:
@@ -67,15 +91,19 @@ class Answers:
         return self._all.lengths
 
     def expected(self, job: JobView) -> Lengths:
-        """Of this job's answer; never more than its max_tokens."""
-        seen = self._of.get(job.prediction.bucket) if job.prediction is not None else self._all
-        found = seen.lengths if seen is not None else within(job.prediction) if job.prediction else self._all.lengths
+        """Of this job's answer: what is predicted, corrected by how answers predicted alike turned out; never more
+        than its max_tokens.
+        """
+        found = self._all.lengths
+        if job.prediction is not None:
+            alike, found = self._of.get(job.prediction.bucket), within(job.prediction)
+            found = alike.corrected(found) if alike is not None else found
         most = float(max(1, job.max_tokens))
         return Lengths(min(most, found.mean), min(most, found.brief))
 
 
 def within(prediction: LengthPrediction) -> Lengths:
-    """Of a length that may be anywhere in a predicted range; an open end counts as twice the lower one."""
-    lower = max(1, prediction.lower_tokens)
-    upper = max(lower + 1, min(prediction.upper_tokens, 2 * lower if lower > 1 else prediction.upper_tokens))
-    return Lengths((lower + upper) / 2.0, (upper - lower) / log(upper / lower))
+    """Of a length that is spread as predicted, evenly within a bucket; an open end counts as twice the lower one."""
+    spread = prediction.spread()
+    inverse = sum(part * log(upper / lower) / (upper - lower) for lower, upper, part in spread)
+    return Lengths(prediction.mean, 1.0 / inverse)

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.domain.job import LengthPrediction
+from shared.domain.job import OPEN_END, LengthPrediction
 from shared.errors import InvalidRequest
 from shared.sim.workload import Lengths
 
-OPEN_ENDED_TOKENS = 2**31 - 1  # upper bound of the last bucket, as the live predictor says it
 _ROW_SLACK = 1e-6  # a row of a matrix that was printed with six digits still sums to 1
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -23,7 +22,8 @@ class Prediction:
     accuracy: share of requests whose own bucket is said, alike in every bucket; the rest goes to the buckets just
     below and above in equal parts (all of it to the one neighbour at either end). confusion: the whole matrix
     instead, [true bucket, said bucket], each row summing to 1; `accuracy` then counts for nothing. Without either a
-    prediction is always right. answer_s: how long the predictor takes. A placement waits for it, if it takes no longer
+    prediction is always right. prior: how common each true bucket is, for the probabilities that policies are told; by
+    default all alike. answer_s: how long the predictor takes. A placement waits for it, if it takes no longer
     than `wait_s`; else the answer is for the dispatch, if that comes later, and for the decode instance.
     Raises InvalidRequest that names what is wrong, for a matrix the row.
     """
@@ -32,6 +32,7 @@ class Prediction:
     buckets: int = 10
     accuracy: float = 1.0
     confusion: Matrix | None = None
+    prior: tuple[float, ...] | None = None
     answer_s: float = 0.0
     wait_s: float = 0.005
     _ends: NDArray[np.float64] = field(init=False, repr=False, compare=False)  # row i: i + cumulative shares
@@ -53,7 +54,7 @@ class Prediction:
         rows = np.arange(self.buckets, dtype=np.float64)[:, None]
         cumulative = np.cumsum(shares, axis=1)
         object.__setattr__(self, "_ends", (cumulative / cumulative[:, -1:] + rows).ravel())
-        object.__setattr__(self, "_said", _predictions(self.width_tokens, shares))
+        object.__setattr__(self, "_said", _predictions(self.width_tokens, shares, _weights(self.prior, self.buckets)))
 
     @classmethod
     def from_matrix(cls, confusion: Sequence[Sequence[float]], width_tokens: int = 200) -> "Prediction":
@@ -111,15 +112,27 @@ def _checked(confusion: Matrix, buckets: int) -> NDArray[np.float64]:
     return np.asarray(confusion, dtype=np.float64)
 
 
-def _predictions(width: int, shares: NDArray[np.float64]) -> tuple[LengthPrediction, ...]:
-    said, last = shares.sum(axis=0), len(shares) - 1
+def _weights(prior: tuple[float, ...] | None, buckets: int) -> NDArray[np.float64]:
+    if prior is None:
+        return np.full(buckets, 1.0 / buckets)
+    if len(prior) != buckets or min(prior) < 0.0 or sum(prior) <= 0.0:
+        raise InvalidRequest(f"prediction: prior must be {buckets} shares of at least 0, not {list(prior)}")
+    return np.asarray(prior, dtype=np.float64) / sum(prior)
+
+
+def _predictions(width: int, shares: NDArray[np.float64], prior: NDArray[np.float64]) -> tuple[LengthPrediction, ...]:
+    joint, last = shares * prior[:, None], len(shares) - 1
+    said = joint.sum(axis=0)
+    posterior = np.divide(joint, said, out=np.eye(len(shares)), where=said > 0.0).T
     return tuple(
         LengthPrediction(
             bucket=at,
             lower_tokens=at * width,
-            upper_tokens=OPEN_ENDED_TOKENS if at == last else (at + 1) * width,
-            confidence=float(shares[at, at] / said[at]) if said[at] > 0 else 0.0,
+            upper_tokens=OPEN_END if at == last else (at + 1) * width,
+            confidence=float(posterior[at, at]) if said[at] > 0 else 0.0,
             source="simulated",
+            width_tokens=width,
+            shares=tuple(posterior[at].tolist()),
         )
         for at in range(len(shares))
     )

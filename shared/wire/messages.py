@@ -9,7 +9,7 @@ from shared.domain.rates import Rates
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.timeline import RequestTimeline
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 
 class PlaceRequest(msgspec.Struct):
@@ -20,7 +20,10 @@ class PlaceRequest(msgspec.Struct):
 
 
 class JobReport(msgspec.Struct):
-    """What a gateway tells of one job, as often as its phase changes. The last one carries the timeline."""
+    """What a gateway tells of one job, as often as its phase changes.
+
+    The last one carries the timeline, and what was predicted of its answer's length.
+    """
 
     job_id: str
     gateway_id: str
@@ -37,6 +40,8 @@ class JobReport(msgspec.Struct):
     tpot_s: float | None = None
     slo_met: bool | None = None
     timeline: RequestTimeline | None = None
+    max_tokens: int = 0
+    prediction: LengthPrediction | None = None
 
 
 class JobReports(msgspec.Struct):

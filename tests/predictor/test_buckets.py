@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.buckets import OPEN_ENDED_TOKENS, Buckets, no_prediction, predict
+from predictor.buckets import Buckets, no_prediction, predict
+from shared.domain.job import OPEN_END
 
 WIDE = Buckets(200, 4)
 
@@ -16,7 +17,7 @@ def test_tetriinfers_labels(tokens: int, bucket: int) -> None:
     ("probabilities", "max_tokens", "expected"),
     [
         ([0.1, 0.6, 0.2, 0.1], None, (1, 200, 400, 0.6)),
-        ([0.1, 0.2, 0.1, 0.6], None, (3, 600, OPEN_ENDED_TOKENS, 0.6)),
+        ([0.1, 0.2, 0.1, 0.6], None, (3, 600, OPEN_END, 0.6)),
         ([0.1, 0.2, 0.1, 0.6], 1000, (3, 600, 1001, 0.6)),
         ([0.4, 0.2, 0.1, 0.3], 300, (1, 200, 301, 0.6)),  # all that would be longer ends at 300
         ([0.1, 0.6, 0.2, 0.1], 200, (1, 200, 201, 0.9)),

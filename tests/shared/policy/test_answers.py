@@ -2,6 +2,7 @@
 
 import pytest
 
+from shared.domain.job import LengthPrediction
 from shared.policy.answers import DOUBT, FIRST_TOKENS, RECENT, Answers, Lengths, within
 from tests.shared.policy.views import job, predicted
 
@@ -48,5 +49,20 @@ def test_jobs_without_an_answer_leave_nothing_behind() -> None:
         answers.ended(f"{number}", 0)
     assert answers.all.mean == FIRST_TOKENS
     assert answers.expected(job(output=900, prediction=predicted(0, 200))) == pytest.approx(within(predicted(0, 200)))
-    assert not answers._bucket
+    assert not answers._said
     assert DOUBT > 1
+
+
+def test_a_spread_counts_more_than_its_likeliest_bucket_and_is_corrected_in_proportion() -> None:
+    def spread(*shares: float) -> LengthPrediction:
+        return LengthPrediction(0, 0, 100, 0.5, "classifier", 100, shares, 400)
+
+    narrow, wide = spread(0.9, 0.1, 0.0, 0.0), spread(0.5, 0.1, 0.0, 0.4)
+    answers = Answers()
+    assert answers.expected(job(output=1000, prediction=wide)).mean == pytest.approx(180, abs=1)
+    for number in range(2000):
+        asked = job(job_id=f"{number}", output=1000, prediction=narrow)
+        answers.begun(asked)
+        answers.ended(asked.job_id, 120)  # twice of what was said
+    assert answers.expected(job(output=1000, prediction=narrow)).mean == pytest.approx(120, rel=0.05)
+    assert answers.expected(job(output=1000, prediction=wide)).mean == pytest.approx(360, rel=0.05)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.policy.decode_admission import DecodeMemory, Greedy, ReserveDynamic, ReserveStatic, RunningDecode
-from shared.policy.lengths import PredictedEnd
+from shared.policy.lengths import PredictedEnd, predicted_tokens
 from tests.shared.policy.views import job, predicted
 
 LONG = predicted(200, 400)
@@ -99,8 +99,8 @@ def test_under_reserve_dynamic_the_first_ends_before_memory_does(
 
     for prompt, bucket in jobs:
         lower = 200 * bucket
-        length = {PredictedEnd.LOWER: lower, PredictedEnd.MIDDLE: lower + 100}.get(end, lower + 200)
         asked = job(prompt, 10_000, prediction=predicted(lower, lower + 200))
+        length = predicted_tokens(asked, end, 0)
         if policy.admit(asked, DecodeMemory(100 - blocks(), 16, 100, running=tuple(running)), 0.0).admitted:
             running.append(RunningDecode(prompt, length))
             shortest = min(one.predicted_remaining_tokens for one in running)

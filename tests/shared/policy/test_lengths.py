@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shared.domain.job import LengthPrediction
 from shared.policy.lengths import PredictedEnd, is_heavy, predicted_tokens
@@ -30,3 +32,29 @@ def test_heavy_is_more_than_128_tokens(lower: int, upper: int, max_tokens: int, 
 def test_without_a_prediction_max_tokens_decides() -> None:
     assert is_heavy(job(1, 129))
     assert not is_heavy(job(1, 128))
+
+
+SPREAD = LengthPrediction(0, 0, 100, 0.6, "classifier", 100, (0.6, 0.1, 0.1, 0.2), 400)
+
+
+@pytest.mark.parametrize(("end", "tokens"), [(PredictedEnd.MEAN, 141), (PredictedEnd.P50, 84), (PredictedEnd.P90, 350)])
+def test_figures_of_the_distribution(end: PredictedEnd, tokens: int) -> None:
+    assert predicted_tokens(job(1, 1000, prediction=SPREAD), end, 7) == tokens
+    assert predicted_tokens(job(1, 50, prediction=SPREAD), end, 7) == 50
+
+
+def test_heavy_goes_by_the_median_of_a_distribution() -> None:
+    assert not is_heavy(job(1, 1000, prediction=SPREAD))
+    late = LengthPrediction(0, 0, 100, 0.4, "classifier", 100, (0.4, 0.0, 0.3, 0.3), 400)
+    assert is_heavy(job(1, 1000, prediction=late))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12).filter(any), st.integers(1, 500))
+def test_quantiles_rise_with_their_share_and_stay_within_the_buckets(shares: list[float], width: int) -> None:
+    most = width * len(shares)
+    said = LengthPrediction(0, 0, width, 0.5, "classifier", width, tuple(shares), most)
+    found = [said.quantile(share / 20) for share in range(1, 21)]
+    assert found == sorted(found)
+    assert found[0] >= 1
+    assert found[-1] <= max(2, most)
+    assert 1 <= said.mean <= max(2, most)

@@ -4,11 +4,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shared.domain.job import OPEN_END
 from shared.errors import InvalidRequest
 from shared.policy.dispatch import PowerOfTwo
 from shared.policy.placement import LeastLoad
 from shared.sim.cluster import simulate
-from shared.sim.prediction import OPEN_ENDED_TOKENS, Prediction
+from shared.sim.prediction import Prediction
 from shared.sim.spec import RunSpec
 from tests.shared.sim.cluster_runs import policies, workload
 from tests.shared.sim.clusters import pair
@@ -57,7 +58,7 @@ def test_what_policies_see() -> None:
     prediction = Prediction(width_tokens=200, buckets=3, accuracy=0.8)
     middle, last = prediction.as_prediction(1), prediction.as_prediction(2)
     assert (middle.lower_tokens, middle.upper_tokens, middle.source) == (200, 400, "simulated")
-    assert (last.lower_tokens, last.upper_tokens) == (400, OPEN_ENDED_TOKENS)
+    assert (last.lower_tokens, last.upper_tokens) == (400, OPEN_END)
     assert middle.confidence == pytest.approx(0.8 / (0.8 + 0.2 + 0.2))
     assert prediction.as_prediction(1) is middle
 
