@@ -4,21 +4,24 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, cast
 
+import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
-from predictor.bodies import MAX_OBSERVATIONS, Observation, PredictBody
+from predictor.bodies import MAX_OBSERVATIONS, Observation, PredictBody, UseBody
 from predictor.limit import BodyLimit
+from predictor.loading import Loaded
 from predictor.metrics import Metrics, timed
 from predictor.rpc import open_rpc
-from predictor.service import Loaded, Predictor
+from predictor.service import Predictor
 from predictor.settings import PredictorSettings
 from shared.errors import InvalidRequest
 from shared.runtime.http import error_response, service_app
 from shared.runtime.tasks import background
 
+QUANTILES = (0.1, 0.5, 0.9, 0.99)
 router = APIRouter()
 
 
@@ -32,11 +35,12 @@ def build_app(settings: PredictorSettings, load: Callable[[PredictorSettings], L
         app.state.predictor, app.state.settings = predictor, settings
         app.state.metrics = metrics = Metrics(registry, predictor)
         async with background() as tasks, open_rpc(settings, predictor, metrics):
+            tasks.start("length classifier", predictor.batcher.run())
             tasks.start("first load", predictor.start())
             try:
                 yield
             finally:
-                await predictor.lane.close()
+                await predictor.batcher.close()
 
     app = service_app("predictor", lifespan, registry)
     app.add_exception_handler(HTTPException, _http_error)
@@ -70,25 +74,21 @@ AnySettings = Annotated[PredictorSettings, Depends(get_settings)]
 async def predict(
     body: PredictBody, predictor: AnyPredictor, metrics: AnyMetrics, settings: AnySettings
 ) -> dict[str, Any]:
-    """Predict the output length of one prompt; 429 when too many wait, 504 past the deadline."""
+    """Predict the output length of one prompt, within its deadline; `source` says who did."""
     found, latency_s = await timed(predictor, metrics, body.to_query(settings.timeout_ms))
-    return {
-        "bucket": found.bucket,
-        "lower_tokens": found.lower_tokens,
-        "upper_tokens": found.upper_tokens,
-        "confidence": found.confidence,
-        "source": found.source,
-        "latency_ms": latency_s * 1000,
-    }
+    told: dict[str, Any] = msgspec.to_builtins(found) | {"latency_ms": latency_s * 1000}
+    if found.confidence > 0.0:
+        told |= {"mean": found.mean, "quantiles": {str(share): found.quantile(share) for share in QUANTILES}}
+    return told
 
 
 @router.post("/v1/observations")
 async def observe(body: list[Observation], predictor: AnyPredictor) -> dict[str, int]:
-    """Learn from finished answers: `prompt_tokens` in, `output_tokens` out."""
+    """Learn from finished answers, and judge the classifier by what it had said of them."""
     if len(body) > MAX_OBSERVATIONS:
         raise InvalidRequest(f"{len(body)} observations; at most {MAX_OBSERVATIONS} at once")
     for one in body:
-        predictor.observed.observe(one.prompt_tokens, one.output_tokens)
+        predictor.observe(one.to_answer())
     return {"accepted": len(body), "observations": predictor.observed.observations}
 
 
@@ -100,8 +100,15 @@ async def model(predictor: AnyPredictor) -> dict[str, Any]:
 
 @router.post("/v1/model/reload")
 async def reload(predictor: AnyPredictor) -> dict[str, Any]:
-    """Take the checkpoint that is on disk now; 503 with the reason when it is broken."""
+    """Take the checkpoint that is on disk now; 503 with the reason when it is broken, and the old one answers on."""
     await predictor.reload()
+    return predictor.describe()
+
+
+@router.post("/v1/model/use")
+async def use(body: UseBody, predictor: AnyPredictor) -> dict[str, Any]:
+    """Switch the classifier off or on until the next start."""
+    predictor.use = body.use
     return predictor.describe()
 
 

@@ -1,10 +1,11 @@
 """What callers send, checked strictly."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from predictor.service import Query
+from predictor.query import Query
+from predictor.reality import Answer
 
 MAX_OBSERVATIONS = 10_000
 MAX_TOKENS = 2**31 - 2
@@ -46,12 +47,28 @@ class PredictBody(BaseModel):
 
 
 class Observation(BaseModel):
-    """One finished answer."""
+    """One finished answer; see `predictor.reality.Answer`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     prompt_tokens: TokenCount
     output_tokens: TokenCount
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    model: Annotated[str, Field(max_length=64)] = ""
+    classified: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] = -1
+    expected_tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+    def to_answer(self) -> Answer:
+        """The same, as the service wants it."""
+        return Answer(**self.model_dump())
+
+
+class UseBody(BaseModel):
+    """Who is to answer: see `PredictorSettings.use`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    use: Literal["auto", "classifier", "observed"]
 
 
 def _require_unicode(text: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from predictor.baselines import Ceiling, by_prompt_length, ceiling, commonest
 from predictor.data.examples import Example
+from predictor.loading import TextClassifier
 from predictor.scores import Scores, bucket_means, score
-from predictor.service import TextClassifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def evaluate(classifier: TextClassifier, train: Sequence[Example], examples: Seq
     rows, latencies_ms = [], []
     for example in examples:
         started_s = perf_counter()
-        rows.append(classifier.probabilities(example.text))
+        rows += classifier.batch([classifier.encode(example.text)])
         latencies_ms.append((perf_counter() - started_s) * 1000)
     observed, shares = by_prompt_length(train, buckets), commonest(train, buckets)
     alone = [observed.probabilities(example.prompt_tokens) for example in examples]

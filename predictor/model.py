@@ -1,62 +1,99 @@
 """The classifier: OPT over the ends of a prompt (TetriInfer section 3.3.2). Imports torch."""
 
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load
 from tokenizers import Tokenizer
 from transformers import OPTConfig, OPTForSequenceClassification
-from transformers.utils.logging import disable_progress_bar
 
 from predictor.checkpoint import TOKENIZER_FILE, BrokenCheckpoint, CheckpointMeta, read_meta
 from shared.domain.job import ends_of
 from shared.errors import Unavailable
 
+WEIGHTS_FILE = "model.safetensors"
 # Tokenising a whole 100,000-token prompt to keep 128 of its tokens would eat the deadline.
 CHARACTERS_PER_INPUT_TOKEN = 16
 
 
 class LengthClassifier:
-    """Text in, probabilities per length bucket out. Not for several threads at once."""
+    """Token ids in, probabilities per length bucket out. Not for several threads at once.
+
+    input_tokens: how much of a prompt it looks at; at most what it was trained on, fewer are quicker.
+    """
 
     def __init__(self, network: Any, tokenizer: Tokenizer, meta: CheckpointMeta) -> None:
         self.meta = meta
+        self.input_tokens = meta.input_tokens
         self._network = network
         self._tokenizer = tokenizer
 
-    def probabilities(self, text: str) -> list[float]:
-        """One per bucket, summing to 1. Raises Unavailable when the network gives no numbers."""
-        logits = torch.tensor(self.logits(text))
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text's head and tail."""
+        return encode_ends(self._tokenizer, text, self.input_tokens, self._network.config.bos_token_id)
+
+    def batch(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """Probabilities of each row, summing to 1. Raises Unavailable when the network gives no numbers."""
+        logits = torch.tensor(self.logits(rows))
         if not bool(torch.isfinite(logits).all()):
             raise Unavailable("the length classifier gave no finite numbers")
-        result: list[float] = torch.softmax(logits / self.meta.temperature, dim=0).tolist()
+        result: list[list[float]] = torch.softmax(logits / self.meta.temperature, dim=-1).tolist()
         return result
+
+    def probabilities(self, text: str) -> list[float]:
+        """Of one text."""
+        return self.batch([self.encode(text)])[0]
 
     @torch.inference_mode()
-    def logits(self, text: str) -> list[float]:
-        """The network's raw output, one per bucket."""
-        ids = encode_ends(self._tokenizer, text, self.meta.input_tokens, self._network.config.bos_token_id)
-        result: list[float] = self._network(input_ids=torch.tensor([ids])).logits[0].float().tolist()
+    def logits(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """The network's raw output for each row. Rows are padded on the right, where a causal network does not look."""
+        longest, pad = max(map(len, rows)), self._network.config.pad_token_id
+        ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+        device = self._network.device
+        output = self._network(input_ids=ids.to(device), attention_mask=mask.to(device))
+        result: list[list[float]] = output.logits.float().tolist()
         return result
 
+    def quantised(self) -> "LengthClassifier":
+        """The same with int8 weights and activations, for a CPU."""
+        from torch.ao.quantization import quantize_dynamic
 
-def load_classifier(folder: Path, threads: int = 1, dtype: str = "float32") -> LengthClassifier:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it will move to another package
+            network = quantize_dynamic(self._network, {torch.nn.Linear}, dtype=torch.qint8)  # type: ignore[no-untyped-call]
+        return self._like(network, self.input_tokens)
+
+    def looking_at(self, input_tokens: int) -> "LengthClassifier":
+        """The same that looks at so many tokens of a prompt, at most as many as it was trained on."""
+        return self._like(self._network, min(self.meta.input_tokens, input_tokens))
+
+    def _like(self, network: Any, input_tokens: int) -> "LengthClassifier":
+        other = LengthClassifier(network, self._tokenizer, self.meta)
+        other.input_tokens = input_tokens
+        return other
+
+
+def load_classifier(folder: Path, threads: int = 1, dtype: str = "float32", device: str = "cpu") -> LengthClassifier:
     """Load a checkpoint and try it once. Raises BrokenCheckpoint for anything that is wrong with it.
 
     `threads` sets torch's thread count for the whole process.
     """
     meta = read_meta(folder)
     torch.set_num_threads(threads)
-    disable_progress_bar()  # our log is one JSON object a line
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        network, loading = OPTForSequenceClassification.from_pretrained(
-            folder, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
-        )
-        if loading["missing_keys"]:  # transformers would go on with random numbers
-            raise ValueError(f"weights lack {sorted(loading['missing_keys'])[:3]}")
+        config = OPTConfig.from_pretrained(folder, local_files_only=True)
+        network = OPTForSequenceClassification(config)
+        network.load_state_dict(
+            load((folder / WEIGHTS_FILE).read_bytes())
+        )  # a mapped file that is replaced kills its reader
+        network = network.to(getattr(torch, dtype))
         _check_shapes(network.config, tokenizer, meta)
-        classifier = LengthClassifier(network.eval(), tokenizer, meta)
+        classifier = LengthClassifier(network.to(device).eval(), tokenizer, meta)
         classifier.probabilities("How long will this answer be?")
     except Exception as error:  # a damaged file shows as nearly anything; it is logged where it is caught
         raise BrokenCheckpoint(f"{folder}: {type(error).__name__}: {error}") from error

@@ -26,10 +26,9 @@ class Histogram:
     weights: list[float]
     keep: float
 
-    def add(self, bucket: int) -> None:
-        """Count one observation."""
-        self.weights = [weight * self.keep for weight in self.weights]
-        self.weights[bucket] += 1.0
+    def add(self, shares: list[float]) -> None:
+        """Count one observation, which is in each bucket with that probability."""
+        self.weights = [weight * self.keep + share for weight, share in zip(self.weights, shares, strict=True)]
 
     @property
     def total(self) -> float:
@@ -65,13 +64,22 @@ class ObservedLengths:
         self._bands = [Histogram([0.0] * self.buckets.count, keep) for _ in BAND_EDGES]
         self._hits = Histogram([0.0, 0.0], keep)
 
-    def observe(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Learn from one finished answer; before that, see whether it would have been predicted."""
-        bucket = self.buckets.of(output_tokens)
+    def observe(self, prompt_tokens: int, output_tokens: int, *, cut: bool = False) -> None:
+        """Learn from one finished answer; before that, see whether it would have been predicted.
+
+        One that was cut would have been at least so long: it counts for that bucket and all after it, as they are
+        known to be shared.
+        """
+        bucket, count = self.buckets.of(output_tokens), self.buckets.count
         if self.observations:
-            self._hits.add(int(self.predict(prompt_tokens).bucket == bucket))
-        self._overall.add(bucket)
-        self._bands[band_of(prompt_tokens)].add(bucket)
+            hit = self.predict(prompt_tokens, output_tokens if cut else None).bucket == bucket
+            self._hits.add([float(not hit), float(hit)])
+        shares = [float(at == bucket) for at in range(count)]
+        if cut:
+            known = [share if at >= bucket else 0.0 for at, share in enumerate(self.probabilities(prompt_tokens))]
+            shares = [share / sum(known) for share in known]
+        self._overall.add(shares)
+        self._bands[band_of(prompt_tokens)].add(shares)
         self.observations += 1
 
     def predict(self, prompt_tokens: int, max_tokens: int | None = None) -> LengthPrediction:
@@ -82,9 +90,12 @@ class ObservedLengths:
 
     def probabilities(self, prompt_tokens: int) -> list[float]:
         """Per bucket: the band's weights, smoothed by those over all bands, themselves smoothed evenly."""
+        return self._bands[band_of(prompt_tokens)].posterior(self.overall(), OVERALL_WEIGHT)
+
+    def overall(self) -> list[float]:
+        """Per bucket, whatever the prompt's length."""
         uniform = [1.0 / self.buckets.count] * self.buckets.count
-        overall = self._overall.posterior(uniform, UNIFORM_WEIGHT)
-        return self._bands[band_of(prompt_tokens)].posterior(overall, OVERALL_WEIGHT)
+        return self._overall.posterior(uniform, UNIFORM_WEIGHT)
 
     def describe(self) -> dict[str, Any]:
         """Counts for people. `accuracy` is that of its own predictions, each made before its observation."""

@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from predictor.metrics import Metrics, timed
-from predictor.service import Predictor, Query
+from predictor.query import Query
+from predictor.service import Predictor
 from predictor.settings import PredictorSettings
 from shared.domain.job import LengthPrediction
 from shared.wire.messages import PredictRequest
@@ -17,7 +18,7 @@ _OURS = 0.9  # of a call's time: the rest is for the way back, so that its calle
 
 @asynccontextmanager
 async def open_rpc(settings: PredictorSettings, predictor: Predictor, metrics: Metrics) -> AsyncIterator[None]:
-    """Serve PREDICT, where an address is set. A call's own timeout is its deadline; Busy when too many wait."""
+    """Serve PREDICT, where an address is set. A call's own timeout is its deadline."""
 
     async def predict(request: PredictRequest, call: ServerCall) -> LengthPrediction:
         ids = tuple(request.prompt_token_ids)

@@ -22,11 +22,16 @@ class PredictorSettings(ServiceSettings):
     checkpoint: Path | None = None
     # The served model (folder or Hugging Face name): its tokenizer turns token ids back into text.
     model: str = ""
-    # A prediction that takes longer is not given; a request may ask for less or more.
+    # auto: the classifier while it is better than the commonest bucket; classifier: whatever comes of it.
+    use: Literal["auto", "classifier", "observed"] = "auto"
+    # What the classifier has not answered by then, observed lengths answer; a request may ask for less or more.
     timeout_ms: float = Field(default=250.0, gt=0, le=60_000)
-    queue_depth: int = Field(default=8, ge=0, le=10_000)
+    queue_depth: int = Field(default=512, ge=0, le=10_000)
     threads: int = Field(default=1, ge=1, le=256)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"  # auto: a GPU where there is one; or "cpu", "cuda", "cuda:1"
+    # auto, on a CPU: int8, and then fewer tokens, where a prompt would take more than half of the deadline.
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    input_tokens: int = Field(default=0, ge=0)  # of a prompt, at most; 0: as many as it was trained on
     # Granularity of the observed estimator; a classifier's is in its checkpoint.
     bucket_tokens: int = Field(default=200, ge=1)
     bucket_count: int = Field(default=10, ge=2, le=1000)

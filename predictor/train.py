@@ -42,7 +42,7 @@ def train_checkpoint(
     network, tokenizer = start(splits["train"], plan)
     network = fine_tune(network, tokenizer, splits["train"], splits["val"], plan, work)
     raw = LengthClassifier(network, tokenizer, meta)
-    logits = [raw.logits(example.text) for example in splits["val"]]
+    logits = [raw.logits([raw.encode(example.text)])[0] for example in splits["val"]]
     temperature = fit_temperature(logits, labels(splits["val"], plan.buckets))
     meta = msgspec.structs.replace(meta, temperature=temperature)
     found = evaluate(LengthClassifier(network, tokenizer, meta), splits["train"], splits["test"])

@@ -1,7 +1,7 @@
 """A predictor without torch: a fake classifier, and an app served in memory."""
 
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import httpx
@@ -9,8 +9,8 @@ import pytest
 
 from predictor.app import build_app
 from predictor.checkpoint import CheckpointMeta
+from predictor.loading import Loaded
 from predictor.scores import Scores
-from predictor.service import Loaded
 from predictor.settings import PredictorSettings
 
 META = CheckpointMeta(
@@ -37,12 +37,17 @@ class FakeClassifier:
         self.gate.set()
         self.started = threading.Event()
         self.seen: list[str] = []
+        self.texts: list[str] = []
 
-    def probabilities(self, text: str) -> list[float]:
+    def encode(self, text: str) -> list[int]:
+        self.texts.append(text)
+        return [len(self.texts) - 1] * 16
+
+    def batch(self, rows: Sequence[list[int]]) -> list[list[float]]:
         self.started.set()
         assert self.gate.wait(20)
-        self.seen.append(text)
-        return [0.05, 0.1, 0.8, 0.05]
+        self.seen += [self.texts[row[0]] for row in rows]
+        return [[0.05, 0.1, 0.8, 0.05] for _ in rows]
 
 
 Serve = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]

@@ -3,11 +3,9 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +18,11 @@ from predictor.checkpoint import META_FILE, read_meta
 from predictor.cli import app
 from predictor.settings import PredictorSettings
 from shared.sim.prediction import Prediction
+from tests.predictor.learnt import MANNERS, folder, records, settings
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-THINGS = ["cats", "dogs", "rivers", "stars", "bridges", "poems", "ships", "clocks", "maps", "songs", "trees", "storms"]
-MANNERS = {"short": 40, "plain": 150, "long": 380}  # asked manner -> output tokens
-
-
-def records() -> Iterator[dict[str, Any]]:
-    for number in range(600):
-        manner = list(MANNERS)[number % 3]
-        thing, other = THINGS[number % 12], THINGS[(number // 12) % 12]
-        prompt = f"Tell me about {thing} and {other}, number {number}. The answer should be {manner}."
-        yield {"prompt": prompt, "output_tokens": MANNERS[manner]}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, the served model's tokenizer, and a checkpoint trained on them through the command line."""
-    from predictor.scratch import train_tokenizer
-
-    base = tmp_path_factory.mktemp("length")
-    data = list(records())
-    (base / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
-    (base / "served").mkdir()
-    train_tokenizer((record["prompt"] for record in data), "tiny").save(str(base / "served" / "tokenizer.json"))
-    (base / "served" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    arguments = (
-        f"--data {base}/data.jsonl --out {base}/checkpoint --served-model {base}/served --from-scratch tiny"
-        " --bucket-tokens 100 --bucket-count 4 --input-tokens 32 --max-steps 75 --learning-rate 0.003"
-        " --seed 1 --class-weights --json"
-    )
-    done = CliRunner().invoke(app, ["train", *arguments.split()])
-    assert done.exit_code == 0, done.output
-    report = json.loads(done.output.strip().splitlines()[-1])
-    assert report["ok"]
-    assert report["figures"]["accuracy"] > 0.8  # chance and the commonest bucket: about 1/3
-    return base
-
-
-@pytest.fixture
-def settings(folder: Path, tmp_path: Path) -> PredictorSettings:
-    shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
-    return PredictorSettings(
-        checkpoint=tmp_path / "checkpoint", model=str(folder / "served"), timeout_ms=20_000, queue_depth=64
-    )
+__all__ = ["folder", "settings"]
 
 
 def test_metadata_tells_what_was_trained(folder: Path) -> None:

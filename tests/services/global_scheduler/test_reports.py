@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.global_scheduler.forward import Forwarder, ForwardMetrics
 from shared.domain.instance import Role
-from shared.domain.job import JobView, Phase, Slo
+from shared.domain.job import JobView, LengthPrediction, Phase, Slo
 from shared.errors import NotFound
 from shared.store.reading import read_request
 from shared.wire.clients.http import JsonClient
@@ -109,10 +109,11 @@ async def test_outcomes_and_lengths_are_forwarded_with_the_targets_of_their_clas
     await scheduler.hear(p0=Role.PREFILL, d0=Role.DECODE)
     slo = Slo("chat", ttft_s=1.5, tpot_s=0.15)
     await scheduler.client.place(JobView("j1", 10, 10, slo=slo), timeout_s=5)
+    said = LengthPrediction(1, 100, 200, 0.6, "observed", model="m1", classified=2)
     async with json_sink(port) as taken:
         await scheduler.client.report(
             [
-                report("j1", slo="chat"),
+                report("j1", slo="chat", max_tokens=64, prediction=said),
                 report("j2", Phase.FAILED, slo="chat", outcome="peer_lost", slo_met=False),
                 report("j3", Phase.CANCELLED, slo="chat"),
                 report("j4", Phase.DECODE),
@@ -124,7 +125,16 @@ async def test_outcomes_and_lengths_are_forwarded_with_the_targets_of_their_clas
         (1.5, 0.15, False),
         (1.5, 0.15, True),
     ]
-    assert taken["/v1/observations"] == [{"prompt_tokens": 100, "output_tokens": 20}]
+    assert taken["/v1/observations"] == [
+        {
+            "prompt_tokens": 100,
+            "output_tokens": 20,
+            "max_tokens": 64,
+            "model": "m1",
+            "classified": 2,
+            "expected_tokens": 150.0,
+        }
+    ]
 
 
 async def test_outcomes_wait_for_a_monitor_that_is_away(start: Start) -> None:

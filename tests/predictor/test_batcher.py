@@ -1,0 +1,141 @@
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from predictor.batcher import PADDED_TOKENS, Batcher
+from shared.errors import Busy, DeadlineExceeded, Unavailable
+from shared.runtime.tasks import background
+
+
+class Lengths:
+    """A query is a prompt's tokens; its answer says how long it is. While `gate` is closed it hangs."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.gate, self.started = threading.Event(), threading.Event()
+        self.gate.set()
+        self.fails = False
+
+    def encode(self, query: int) -> list[int]:
+        return [0] * query
+
+    def batch(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        self.started.set()
+        assert self.gate.wait(20)
+        if self.fails:
+            raise RuntimeError("numbers ran out")
+        self.batches.append([len(row) for row in rows])
+        return [[float(len(row))] for row in rows]
+
+
+@asynccontextmanager
+async def running(depth: int = 1000) -> AsyncIterator[Batcher[int]]:
+    batcher: Batcher[int] = Batcher(depth)
+    async with background() as tasks:
+        tasks.start("batches", batcher.run())
+        try:
+            yield batcher
+        finally:
+            await batcher.close()
+
+
+async def gathered(model: Lengths, queries: Sequence[int]) -> list[list[float]]:
+    """All of them at once, behind one that holds the thread."""
+    async with running() as batcher:
+        model.gate.clear()
+        first = asyncio.create_task(batcher.ask(model, 1, 20))
+        assert await asyncio.to_thread(model.started.wait, 20)
+        rest = [asyncio.create_task(batcher.ask(model, query, 20)) for query in queries]
+        await asyncio.sleep(0)
+        model.gate.set()
+        await first
+        return await asyncio.gather(*rest)
+
+
+async def test_short_ones_go_together_and_each_gets_its_own_answer() -> None:
+    model = Lengths()
+    assert await gathered(model, [20, 30, 10]) == [[20.0], [30.0], [10.0]]
+    assert model.batches == [[1], [20, 30, 10]]
+
+
+async def test_a_batch_has_at_most_512_tokens_with_padding_and_a_longer_one_is_alone() -> None:
+    model = Lengths()
+    queries = [600, 100, 100, 300, 100, 100, 100, 256, 256, 2]
+    assert await gathered(model, queries) == [[float(query)] for query in queries]
+    assert [600] in model.batches
+    for batch in model.batches:
+        assert len(batch) == 1 or max(batch) * len(batch) <= PADDED_TOKENS
+    assert len(model.batches) < len(queries)
+
+
+async def test_the_oldest_is_in_the_next_batch_whatever_comes_after_it() -> None:
+    model = Lengths()
+    await gathered(model, [500, *[10] * 200])
+    assert model.batches[1] == [500]
+
+
+async def test_one_that_gave_up_is_not_computed() -> None:
+    model = Lengths()
+    async with running() as batcher:
+        model.gate.clear()
+        first = asyncio.create_task(batcher.ask(model, 1, 20))
+        assert await asyncio.to_thread(model.started.wait, 20)
+        with pytest.raises(DeadlineExceeded):
+            await batcher.ask(model, 77, 0.02)
+        gone = asyncio.create_task(batcher.ask(model, 78, 20))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait([gone])
+        model.gate.set()
+        await first
+        assert await batcher.ask(model, 5, 20) == [5.0]
+        assert batcher.pending == 0
+    assert model.batches == [[1], [5]]
+
+
+async def test_a_full_queue_is_busy_and_so_is_what_would_surely_be_late() -> None:
+    model = Lengths()
+    async with running(depth=1) as batcher:
+        model.gate.clear()
+        slow = asyncio.create_task(batcher.ask(model, 600, 20))
+        assert await asyncio.to_thread(model.started.wait, 20)
+        waiting = asyncio.create_task(batcher.ask(model, 600, 20))
+        await asyncio.sleep(0)
+        with pytest.raises(Busy):
+            await batcher.ask(model, 1, 20)
+        batcher._mean_s = 30.0  # as if batches took so long
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        with pytest.raises(Busy) as refused:
+            await batcher.ask(model, 1, 20)
+        assert refused.value.retry_after_s == 60.0
+        model.gate.set()
+        await slow
+        assert await batcher.ask(model, 3, 20) == [3.0]  # idle, so it tries
+
+
+async def test_an_error_is_the_answer_of_its_batch_and_the_next_goes_on() -> None:
+    model = Lengths()
+    async with running() as batcher:
+        model.fails = True
+        with pytest.raises(Unavailable, match="numbers ran out"):
+            await batcher.ask(model, 1, 20)
+        model.fails = False
+        assert await batcher.ask(model, 1, 20) == [1.0]
+
+
+async def test_queries_stay_with_the_model_that_they_were_asked_of() -> None:
+    old, new = Lengths(), Lengths()
+    async with running() as batcher:
+        old.gate.clear()
+        first = asyncio.create_task(batcher.ask(old, 1, 20))
+        assert await asyncio.to_thread(old.started.wait, 20)
+        rest = [asyncio.create_task(batcher.ask(model, at, 20)) for at, model in enumerate((old, new, old, new), 2)]
+        await asyncio.sleep(0)
+        old.gate.set()
+        assert await asyncio.gather(first, *rest) == [[1.0], [2.0], [3.0], [4.0], [5.0]]
+    assert old.batches == [[1], [2, 4]]
+    assert new.batches == [[3, 5]]
