@@ -157,7 +157,7 @@ class Reports:
 def _length(report: JobReport) -> dict[str, Any]:
     """What the predictor learns from, and is judged by."""
     said = report.prediction
-    found = {
+    found: dict[str, Any] = {
         "prompt_tokens": report.prompt_tokens,
         "output_tokens": report.output_tokens,
         "max_tokens": report.max_tokens or None,
