@@ -180,7 +180,12 @@ class Job:
         self.asked.then(self._predicted)
 
     def _predicted(self, found: LengthPrediction) -> None:
-        figures: dict[str, float | str] = {"confidence": found.confidence, "upper_tokens": found.upper_tokens}
+        figures: dict[str, float | str] = {
+            "confidence": found.confidence,
+            "lower_tokens": found.lower_tokens,
+            "upper_tokens": found.upper_tokens,
+            "expected_tokens": found.mean,
+        }
         self.decided("prediction", f"{found.lower_tokens} tokens or more", (Reason(found.source, figures),))
 
     def delayed(self, error: Delayed) -> None:

@@ -18,6 +18,7 @@ from lab.demo.failover import check_decode_loss, check_prefill_loss
 from lab.demo.findings import Section
 from lab.demo.flips import check_flips
 from lab.demo.identity import check_identity, check_splits, check_zeroed_kv
+from lab.demo.lengths import check_lengths
 from lab.demo.overlap import check_first_token
 from lab.demo.prompts import Prompts
 from lab.demo.report import as_result, show_section, show_summary
@@ -105,6 +106,7 @@ def steps(running: RunningSuite, api: ApiClient, prompts: Prompts) -> tuple[Step
     return (
         lambda: _check_start(running),
         lambda: check_samples(api),
+        lambda: check_lengths(suite, api),
         lambda: check_identity(suite, api, prompts),
         lambda: check_splits(suite, api, prompts),
         lambda: check_zeroed_kv(suite, api, prompts, running.supervisor.restart),

@@ -11,7 +11,7 @@ from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher.model_source import resolve_model
+from services.launcher.model_source import resolve_model, resolve_path
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.cost.network_file import NetworkEntry
@@ -208,7 +208,11 @@ def load_cluster(file: Path) -> Cluster:
         cluster = Cluster.model_validate(data)
     except ValidationError as error:
         raise InvalidRequest(describe(file, error)) from error
-    return cluster.model_copy(update={"model": resolve_model(cluster.model, file.parent)})
+    changes: dict[str, Any] = {"model": resolve_model(cluster.model, file.parent)}
+    if checkpoint := cluster.predictor.extra.get("checkpoint"):
+        found = resolve_path(Path(checkpoint), file.parent)
+        changes["predictor"] = cluster.predictor.model_copy(update={"checkpoint": str(found)})
+    return cluster.model_copy(update=changes)
 
 
 def describe(where: object, error: ValidationError, at: str = "") -> str:

@@ -26,6 +26,12 @@ def resolve_model(model: str, beside: Path | None = None) -> str:
     return str(nested[0].absolute()) if nested else model
 
 
+def resolve_path(path: Path, beside: Path) -> Path:
+    """Where it is: here, beside the file or in the project; nowhere yet, it is to come here."""
+    path = path.expanduser()
+    return next((base / path for base in (Path.cwd(), beside, PROJECT) if (base / path).exists()), path.absolute())
+
+
 def fault_of(model: str, *, weights: bool) -> str:
     """Why a resolved `model` cannot be served, as far as this machine knows; empty if nothing speaks against it."""
     if Path(model).is_absolute():

@@ -58,6 +58,7 @@ def cluster_of(options: UpOptions) -> Cluster:
     if options.model:
         model = resolve_model(options.model)
         cluster = cluster.model_copy(update={"model": model, "served_model_name": Path(options.model).name})
+        cluster = _with(cluster, "predictor", checkpoint=None)  # it was trained for the model of the file
     if options.port is not None:
         cluster = _with(cluster, "gateway", port=options.port)
     if options.dashboard_port is not None:
