@@ -38,10 +38,13 @@ class Answer:
 
 
 class _Right(NamedTuple):
-    classifier: bool
-    commonest: bool
-    prompt_length: bool
+    classifier: float
+    commonest: float
+    prompt_length: float
     error_tokens: float
+
+    def plus(self, other: "_Right", sign: int = 1) -> "_Right":
+        return _Right(*(mine + sign * more for mine, more in zip(self, other, strict=True)))
 
 
 class Reality:
@@ -52,7 +55,8 @@ class Reality:
         self.believed, self.why = True, ""
         self._buckets = buckets
         self._lengths = ObservedLengths(buckets, half_life)
-        self._right: deque[_Right] = deque(maxlen=WINDOW)
+        self._right: deque[_Right] = deque()
+        self._sums = _Right(0.0, 0.0, 0.0, 0.0)  # over them
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)
 
     def doubt(self, why: str) -> None:
@@ -64,16 +68,15 @@ class Reality:
         if answer.expected_tokens is not None:
             self._recent.append((answer.expected_tokens, answer.output_tokens))
         if answer.model == self.model and answer.classified >= 0 and self._lengths.observations:
-            self._right.append(self._judged(answer))
+            self._count(self._judged(answer))
         self._lengths.observe(answer.prompt_tokens, answer.output_tokens, cut=answer.cut)
         return self._decide()
 
     @property
     def accuracy(self) -> dict[str, float | None]:
         """Shares that were right, of the classifier and of either baseline; None before the first answer."""
-        names = ("classifier", "commonest", "prompt_length")
-        count = len(self._right)
-        return {name: sum(getattr(one, name) for one in self._right) / count if count else None for name in names}
+        names, count = ("classifier", "commonest", "prompt_length"), len(self._right)
+        return {name: getattr(self._sums, name) / count if count else None for name in names}
 
     def describe(self) -> dict[str, Any]:
         """For people."""
@@ -82,10 +85,16 @@ class Reality:
             "model": self.model,
             "answers": count,
             "accuracy": self.accuracy,
-            "mean_error_tokens": sum(one.error_tokens for one in self._right) / count if count else None,
+            "mean_error_tokens": self._sums.error_tokens / count if count else None,
             "believed": self.believed,
             "recent": [list(pair) for pair in self._recent],
         }
+
+    def _count(self, one: _Right) -> None:
+        self._right.append(one)
+        self._sums = self._sums.plus(one)
+        if len(self._right) > WINDOW:
+            self._sums = self._sums.plus(self._right.popleft(), -1)
 
     def _judged(self, answer: Answer) -> _Right:
         true = self._buckets.of(answer.output_tokens)
