@@ -80,7 +80,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
         sockets = Sockets(curve)
         stack.callback(sockets.close)
-        keep = (*settings.schedulers, settings.predictor)
+        keep = (*settings.schedulers, *settings.predictors)
         clients = stack.enter_context(RpcClients(sockets, keep=keep))
         schedulers = SchedulerClient(clients, settings.schedulers)
         metrics = GatewayMetrics(settings.served_model_name or settings.model)

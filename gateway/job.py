@@ -93,6 +93,11 @@ class Job:
         return self.deadline_s - time.monotonic()
 
     @property
+    def ttft_left_s(self) -> float:
+        """Until its first token should be there."""
+        return self.spec.arrived_s + self.spec.slo.ttft_s - time.time()
+
+    @property
     def prompt(self) -> list[int]:
         """What to compute from: the prompt and, where the job can be carried, the tokens so far."""
         return self.spec.prompt_token_ids + self.tokens if self.spec.carry else self.spec.prompt_token_ids

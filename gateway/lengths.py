@@ -1,4 +1,4 @@
-"""Asks the predictor for the length of an answer, beside placement and prefill, and hardly ever waits for it."""
+"""Asks a predictor for the length of an answer, beside placement and prefill or before them."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from prometheus_client import Counter
 
+from gateway.replicas import Replica, Replicas
 from gateway.settings import GatewaySettings
 from shared.domain.job import LengthPrediction, ends_of
 from shared.errors import DeadlineExceeded, PolyphaseError
@@ -15,7 +16,7 @@ from shared.wire.methods import PREDICT
 from shared.wire.rpc_clients import RpcClients
 
 log = get_log(__name__)
-MAX_CALLS = 64  # under way at once: the predictor takes one after the other
+MAX_CALLS = 256  # under way at once; a predictor takes those together that wait
 _KNOWN_ANYWAY = "observed"  # its answers rest on finished requests, from which schedulers learn lengths themselves
 Call = asyncio.Task[LengthPrediction | None]
 Take = Callable[[LengthPrediction], None]
@@ -70,15 +71,21 @@ class Asked:
 
 
 class LengthClient:
-    """Each call ends within `predict_timeout_s`; without a predictor's address nobody is asked.
+    """Each question ends within `predict_timeout_s`, whoever is asked; without an address, or `off`, nobody is.
 
-    Placement waits for an answer at most `predict_wait_s`, and only where it pays: while a classifier answers, and the
-    last answer was so quick.
+    `parallel`: placement waits for an answer at most `predict_wait_s`, and only where it pays: while a classifier
+    answers, and the last answer was so quick. `sequential`: it waits until the question has ended, but never for more
+    than half of what is left to the job's TTFT target (the two modes of TetriInfer, section 3.3.2).
     """
 
     def __init__(self, clients: RpcClients, settings: GatewaySettings, outcomes: Counter) -> None:
         self._clients = clients
-        self._address = settings.predictor
+        self._clock = asyncio.get_running_loop().time
+        addresses = () if settings.predict == "off" else settings.predictors
+        self._replicas = Replicas(addresses, lambda address: clients.to(address).connected, self._clock)
+        for address in addresses:
+            clients.to(address)  # connect now, not at the first question
+        self._sequential = settings.predict == "sequential"
         self._wait_s = settings.predict_wait_s
         self._timeout_s = settings.predict_timeout_s
         self._pays = False
@@ -87,7 +94,7 @@ class LengthClient:
 
     def ask(self, prompt_token_ids: list[int], max_tokens: int) -> Asked:
         """Begin to ask; nobody answers without a predictor, with enough calls under way, or where one token is all."""
-        if not self._address or max_tokens <= 1:
+        if not self._replicas or max_tokens <= 1:
             return Asked()
         if len(self._calls) >= MAX_CALLS:
             self._outcomes.labels("skipped").inc()
@@ -98,9 +105,11 @@ class LengthClient:
         call.add_done_callback(self._ended)
         return Asked(call)
 
-    async def soon(self, asked: Asked) -> None:
-        """Wait a moment for the answer, if it is likely to come."""
-        if self._pays and not await asked.within(self._wait_s):
+    async def soon(self, asked: Asked, ttft_left_s: float) -> None:
+        """Wait for the answer: as long as it may take, or only a moment and if it is likely to come."""
+        if self._sequential:
+            await asked.within(min(self._timeout_s, max(0.0, ttft_left_s / 2)))
+        elif self._pays and not await asked.within(self._wait_s):
             self._pays = False
 
     async def close(self) -> None:
@@ -115,19 +124,33 @@ class LengthClient:
             log.error("asking for a length failed", exc_info=error)
 
     async def _predict(self, request: PredictRequest) -> LengthPrediction | None:
-        clock = asyncio.get_running_loop().time
-        started_s, found = clock(), None
+        started_s, found = self._clock(), None
         try:
-            found = await self._clients.to(self._address).call(PREDICT, request, timeout_s=self._timeout_s)
+            found = await self._by_one_or_another(request, started_s + self._timeout_s)
             outcome = "ok"
         except DeadlineExceeded:
             outcome = "late"
         except PolyphaseError as error:
             outcome = error.code
-        quick = clock() - started_s <= self._wait_s
+        quick = self._clock() - started_s <= self._wait_s
         self._pays = found is not None and found.source != _KNOWN_ANYWAY and quick
         self._outcomes.labels(outcome).inc()
         return found
+
+    async def _by_one_or_another(self, request: PredictRequest, until_s: float) -> LengthPrediction:
+        """One replica's answer; where that cannot answer, another's. Raises what the last one said."""
+        first = self._replicas.first()
+        try:
+            return await self._by(first, request, until_s)
+        except PolyphaseError as error:
+            if not error.retriable or (other := self._replicas.other(first)) is None:
+                raise
+        return await self._by(other, request, until_s)
+
+    async def _by(self, replica: Replica, request: PredictRequest, until_s: float) -> LengthPrediction:
+        with self._replicas.calling(replica):
+            client = self._clients.to(replica.address)
+            return await client.call(PREDICT, request, timeout_s=until_s - self._clock())
 
 
 def _taken(asked: Asked, take: Take) -> None:

@@ -85,7 +85,7 @@ class Pipeline:
         outcome = PolyphaseError.code  # of a bug of ours: the status table must not show the job as under way for ever
         try:
             async with asyncio.timeout(job.left_s):
-                await self._lengths.soon(job.asked)
+                await self._lengths.soon(job.asked, job.ttft_left_s)
                 await self._attempts(job)
         except TimeoutError:
             outcome = DeadlineExceeded.code

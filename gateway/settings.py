@@ -1,7 +1,7 @@
 """Settings of one gateway."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -71,8 +71,9 @@ class GatewaySettings(ServiceSettings):
     service_tiers: dict[str, str] = BUILT_IN_TIERS  # OpenAI's tier → one of `slo`
     kv_codec: Codec = Codec.RAW  # of all transfers, if it is lossy; see `slo` for one by class and link
 
-    predictor: str = ""  # its RPC address; empty: nobody predicts lengths
-    predict_wait_s: float = Field(0.005, ge=0)  # at most so long a placement waits for a classifier that is so quick
+    predictors: tuple[str, ...] = ()  # RPC addresses of replicas; none: nobody predicts lengths
+    predict: Literal["parallel", "sequential", "off"] = "parallel"  # beside placement, before it, not at all
+    predict_wait_s: float = Field(0.005, ge=0)  # parallel: so long a placement waits at most, for one that is so quick
     predict_timeout_s: float = Field(0.25, gt=0)  # what comes later is given up; before that dispatch may still use it
 
     @field_validator("slo")
@@ -84,6 +85,11 @@ class GatewaySettings(ServiceSettings):
     @classmethod
     def _with_built_in_tiers(cls, tiers: dict[str, str]) -> dict[str, str]:
         return {**BUILT_IN_TIERS, **tiers}
+
+    @field_validator("predict", mode="before")
+    @classmethod
+    def _off_in_yaml(cls, predict: object) -> object:
+        return "off" if predict is False else predict  # what a plain `off` is in YAML
 
     @model_validator(mode="after")
     def _known_tiers(self) -> Self:

@@ -1,5 +1,6 @@
 """compose.yaml: each service's environment is one that its process accepts, and who speaks ZeroMQ has the keys."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -44,4 +45,6 @@ def test_the_process_accepts_its_environment(name: str, monkeypatch: pytest.Monk
 
 def test_who_asks_the_predictor_finds_it() -> None:
     port = environment("predictor")["POLYPHASE_PREDICTOR_RPC_ADDRESS"].rpartition(":")[2]
-    assert environment("gateway")["POLYPHASE_GATEWAY_PREDICTOR"] == f"tcp://predictor:{port}"
+    assert json.loads(environment("gateway")["POLYPHASE_GATEWAY_PREDICTORS"]) == [f"tcp://predictor:{port}"]
+    port = environment("predictor")["POLYPHASE_PREDICTOR_PORT"]
+    assert json.loads(environment("scheduler")["POLYPHASE_SCHEDULER_PREDICTOR_URLS"]) == [f"http://predictor:{port}"]

@@ -57,8 +57,7 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url)) if settings.monitor_url else None
     outcomes = Forwarder("monitor", monitor, "/slo/outcomes", forwarded)
     seconds = Forwarder("demand", monitor, "/demand", forwarded, capacity=KEPT)
-    predictor = await stack.enter_async_context(JsonClient(settings.predictor_url)) if settings.predictor_url else None
-    lengths = Forwarder("predictor", predictor, "/v1/observations", forwarded)
+    lengths = await _to_predictors(stack, settings, forwarded)
     placer = Placer(metrics, settings.policy_seed, _open_journal(stack, settings))
     demand = DemandTeller(settings.scheduler_id, placer, seconds)
     open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
@@ -75,7 +74,8 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     tasks.start("write-behind", store.run())
     tasks.every("forward-outcomes", FORWARD_S, outcomes.step)
     tasks.every("tell-demand", FORWARD_S, demand.step)
-    tasks.every("forward-lengths", FORWARD_S, lengths.step)
+    for index, replica in enumerate(lengths):
+        tasks.every(f"forward-lengths-{index}", FORWARD_S, replica.step)
     tasks.every("sweep", SWEEP_S, reports.sweep)
     if monitor is not None:
         tasks.start("policies", PolicyReport(name, placer, monitor).run())
@@ -89,6 +89,18 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     server = await open_rpc(stack, sockets, settings, placer, reports, demand)
     watch(registry, placer, server, subscriber)
     return State(placer, reports, engine, store)
+
+
+async def _to_predictors(
+    stack: AsyncExitStack, settings: SchedulerSettings, forwarded: ForwardMetrics
+) -> list[Forwarder]:
+    """One for each replica: what one of them has not taken waits for that one alone."""
+    lengths = []
+    for index, url in enumerate(settings.predictor_urls):
+        client = await stack.enter_async_context(JsonClient(url))
+        name = "predictor" if len(settings.predictor_urls) == 1 else f"predictor-{index}"
+        lengths.append(Forwarder(name, client, "/v1/observations", forwarded))
+    return lengths
 
 
 def _open_journal(stack: AsyncExitStack, settings: SchedulerSettings) -> Journal | None:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -37,7 +37,7 @@ class Reports:
         store: WriteBehind,
         metrics: SchedulerMetrics,
         outcomes: Forwarder,
-        lengths: Forwarder,
+        lengths: Sequence[Forwarder],
         open_jobs: OpenJobs,
         on_decode: Callable[[str], None],
         on_end: Callable[[str, int, bool | None], None],
@@ -141,7 +141,8 @@ class Reports:
                 }
             )
         if report.phase is Phase.COMPLETED:
-            self._lengths.add(_length(report))
+            for replica in self._lengths:
+                replica.add(_length(report))
 
     def _row(self, report: JobReport, now: float) -> dict[str, Any]:
         row = plain(report)

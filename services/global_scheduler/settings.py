@@ -19,7 +19,7 @@ class SchedulerSettings(ServiceSettings):
     rpc_address: str = "tcp://127.0.0.1:8101"
     broadcast_address: str = "tcp://127.0.0.1:8203"  # where the monitor publishes
     monitor_url: str = "http://127.0.0.1:8200"  # empty: outcomes are not forwarded
-    predictor_url: str = ""  # empty: lengths are not forwarded
+    predictor_urls: tuple[str, ...] = ()  # each replica is told of all lengths
 
     database_url: str = "sqlite:///polyphase.db"
     queue_rows: int = Field(20_000, ge=1)  # rows that may wait for the database

@@ -69,7 +69,7 @@ class GatewaySection(Section):
     """The API. `extra`: GatewaySettings."""
 
     settings = GatewaySettings
-    derived = frozenset({"schedulers", "served_model_name", "max_model_len", "gateway_id", "predictor"})
+    derived = frozenset({"schedulers", "served_model_name", "max_model_len", "gateway_id", "predictors"})
 
     host: str = ""  # default: the address of the control host
     port: int = Field(8000, gt=0, lt=65536)
@@ -79,9 +79,14 @@ class SchedulerSection(Section):
     """The global schedulers, all alike. `extra`: SchedulerSettings."""
 
     settings = SchedulerSettings
-    derived = frozenset({"scheduler_id", "http_host", "http_port", "rpc_address", "predictor_url"})
+    derived = frozenset({"scheduler_id", "http_host", "http_port", "rpc_address", "predictor_urls"})
 
     count: int = Field(1, gt=0, le=16)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes that this section stands for."""
+        return _numbered("scheduler", self.count)
 
 
 class MonitorSection(Section):
@@ -92,10 +97,17 @@ class MonitorSection(Section):
 
 
 class PredictorSection(Section):
-    """The length predictor. `extra`: PredictorSettings."""
+    """The length predictors, all alike. `extra`: PredictorSettings."""
 
     settings = PredictorSettings
     derived = frozenset({"host", "port", "rpc_address"})
+
+    count: int = Field(1, gt=0, le=16)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes that this section stands for."""
+        return _numbered("predictor", self.count) if self.enabled else ()
 
 
 class PlannerSection(Section):
@@ -129,7 +141,7 @@ class InstanceSection(Section):
     @property
     def ids(self) -> tuple[str, ...]:
         """The instances that this entry stands for."""
-        return (self.id,) if self.count == 1 else tuple(f"{self.id}-{index}" for index in range(self.count))
+        return _numbered(self.id, self.count)
 
 
 class Cluster(BaseModel):
@@ -213,6 +225,10 @@ def load_cluster(file: Path) -> Cluster:
         found = resolve_path(Path(checkpoint), file.parent)
         changes["predictor"] = cluster.predictor.model_copy(update={"checkpoint": str(found)})
     return cluster.model_copy(update=changes)
+
+
+def _numbered(name: str, count: int) -> tuple[str, ...]:
+    return (name,) if count == 1 else tuple(f"{name}-{index}" for index in range(count))
 
 
 def describe(where: object, error: ValidationError, at: str = "") -> str:

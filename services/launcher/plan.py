@@ -93,11 +93,10 @@ class _Planner:
 
     def _control_plane(self) -> list[ProcessSpec]:
         c = self._cluster
-        specs = [self._monitor(), *(self._scheduler(index) for index in range(c.scheduler.count))]
+        specs = [self._monitor(), *(self._scheduler(*each) for each in enumerate(c.scheduler.names))]
         if c.gateway.enabled:
             specs.append(self._gateway())
-        if c.predictor.enabled:
-            specs.append(self._predictor())
+        specs += [self._predictor(*each) for each in enumerate(c.predictor.names)]
         if c.planner.enabled:
             specs.append(self._planner())
         return specs
@@ -119,7 +118,7 @@ class _Planner:
             "monitor", "services.cluster_monitor", settings, self._control, port, uses, self._cluster.monitor.env
         )
 
-    def _scheduler(self, index: int) -> ProcessSpec:
+    def _scheduler(self, index: int, name: str) -> ProcessSpec:
         c, offset = self._cluster, self._scheduler_port(index)
         port = self._base + offset
         values = {
@@ -129,12 +128,11 @@ class _Planner:
             "rpc_address": self._zmq(offset + 1),
             "broadcast_address": self._zmq(2),
             "monitor_url": self._http(ports.MONITOR),
-            "predictor_url": self._predictor_url,
+            "predictor_urls": tuple(self._http(offset) for offset in self._predictor_ports),
             "database_url": self._database,
             **self._curve,
         }
         settings = self._settings(SchedulerSettings, "scheduler", c.scheduler.extra, values)
-        name = "scheduler" if c.scheduler.count == 1 else f"scheduler-{index}"
         uses = (port, port + 1)
         return self._process(name, "services.global_scheduler", settings, self._control, port, uses, c.scheduler.env)
 
@@ -148,7 +146,7 @@ class _Planner:
             "model": c.model,
             "served_model_name": c.served_model_name,
             "max_model_len": c.max_model_len,
-            "predictor": self._zmq(ports.PREDICTOR + 1) if c.predictor.enabled else "",
+            "predictors": tuple(self._zmq(offset + 1) for offset in self._predictor_ports),
             **self._curve,
         }
         settings = self._settings(GatewaySettings, "gateway", c.gateway.extra, values)
@@ -156,19 +154,18 @@ class _Planner:
             "gateway", "gateway", settings, self._gateway_host, c.gateway.port, (c.gateway.port,), c.gateway.env
         )
 
-    def _predictor(self) -> ProcessSpec:
-        port = self._base + ports.PREDICTOR
+    def _predictor(self, index: int, name: str) -> ProcessSpec:
+        section, offset = self._cluster.predictor, self._predictor_ports[index]
+        port = self._base + offset
         values = {
             "host": self._control,
             "port": port,
-            "rpc_address": self._zmq(ports.PREDICTOR + 1),
+            "rpc_address": self._zmq(offset + 1),
             "model": self._cluster.model,
             **self._curve,
         }
-        settings = self._settings(PredictorSettings, "predictor", self._cluster.predictor.extra, values)
-        return self._process(
-            "predictor", "predictor", settings, self._control, port, (port, port + 1), self._cluster.predictor.env
-        )
+        settings = self._settings(PredictorSettings, "predictor", section.extra, values)
+        return self._process(name, "predictor", settings, self._control, port, (port, port + 1), section.env)
 
     def _planner(self) -> ProcessSpec:
         port, section = self._base + ports.PLANNER, self._cluster.planner
@@ -253,8 +250,13 @@ class _Planner:
         )
 
     @property
+    def _predictor_ports(self) -> tuple[int, ...]:
+        return tuple(ports.PREDICTORS + 2 * index for index in range(len(self._cluster.predictor.names)))
+
+    @property
     def _predictor_url(self) -> str:
-        return self._http(ports.PREDICTOR) if self._cluster.predictor.enabled else ""
+        """The first one's, for those who look at one."""
+        return self._http(ports.PREDICTORS) if self._cluster.predictor.enabled else ""
 
     @property
     def _planner_url(self) -> str:

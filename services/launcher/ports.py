@@ -18,7 +18,7 @@ import psutil
 
 from shared.errors import Conflict, InvalidRequest
 
-MONITOR, PREDICTOR, PLANNER, SCHEDULERS, INSTANCES = 0, 3, 5, 10, 50  # offsets from the first port
+MONITOR, PLANNER, SCHEDULERS, PREDICTORS, INSTANCES = 0, 5, 10, 42, 80  # offsets from the first port
 _SPAN = 250
 RESERVED_S = 60.0
 LOCK_S = 10.0

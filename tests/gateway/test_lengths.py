@@ -1,76 +1,26 @@
-"""What the predictor says reaches the first placement when it is quick, the dispatch when it is not, and never
-holds a job up for longer than a moment, whatever the predictor does.
+"""What a predictor says reaches the first placement when it is quick, the dispatch when it is not, and never holds a
+job up for longer than a moment, or where it is asked before placement than its deadline, whatever it does.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import pytest
 
-from gateway.job import Job
 from gateway.lengths import MAX_CALLS
-from shared.domain.job import LengthPrediction, ends_of
+from shared.domain.job import ends_of
 from shared.errors import Busy
-from shared.timeline import Span
-from shared.wire.messages import PredictRequest
-from shared.wire.methods import PREDICT
-from shared.wire.rpc_server import RpcServer, ServerCall
-from shared.wire.sockets import Sockets
 from tests.gateway.cluster import Cluster, make_job, running_cluster
-from tests.gateway.worker import listen
+from tests.gateway.predictors import LONG_S, PROMPT, Predictor, placement_s, run, served, until_asked
 from tests.ports import free_address
-
-PROMPT = list(range(1000))
-LONG_S = 20.0  # nobody waits so long in a test that passes
-
-
-@dataclass
-class Predictor:
-    """Answers with `source` after `takes_s`, while `go` is set; `refuse` is raised instead."""
-
-    source: str = "classifier"
-    refuse: Exception | None = None
-    takes_s: float = 0.0
-    asked: list[PredictRequest] = field(default_factory=list)
-    ended: int = 0
-    go: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.go.set()
-
-    async def predict(self, request: PredictRequest, _: ServerCall) -> LengthPrediction:
-        self.asked.append(request)
-        try:
-            await self.go.wait()
-            await asyncio.sleep(self.takes_s)
-        finally:
-            self.ended += 1
-        if self.refuse is not None:
-            raise self.refuse
-        return LengthPrediction(2, 400, 600, 0.8, self.source)
 
 
 @asynccontextmanager
 async def cluster_and_predictor(**changes: object) -> AsyncIterator[tuple[Cluster, Predictor]]:
-    address, predictor, sockets = free_address(), Predictor(), Sockets()
-    server = await listen(RpcServer(sockets, address, {PREDICT: predictor.predict}))
-    try:
-        async with running_cluster(predictor=address, **changes) as cluster:
-            yield cluster, predictor
-    finally:
-        predictor.go.set()
-        await server.__aexit__(None, None, None)
-        sockets.close()
-
-
-async def run(cluster: Cluster, max_tokens: int = 4) -> Job:
-    job, _ = make_job(PROMPT, max_tokens)
-    async with asyncio.timeout(LONG_S):
-        await cluster.pipeline.run(job)
-    assert job.finished
-    return job
+    address, predictor = free_address(), Predictor()
+    async with served(predictor, address), running_cluster(predictors=(address,), **changes) as cluster:
+        yield cluster, predictor
 
 
 async def run_until_answered(cluster: Cluster) -> None:
@@ -89,17 +39,6 @@ async def run_until_answered(cluster: Cluster) -> None:
 
 def placed_with(cluster: Cluster) -> list[bool]:
     return [place.job.prediction is not None for place in cluster.places]
-
-
-def placement_s(job: Job) -> float:
-    (placement,) = [one for one in job.timeline.spans if one.span is Span.PLACEMENT]
-    return placement.ended_s - placement.started_s
-
-
-async def until_asked(predictor: Predictor, count: int) -> None:
-    async with asyncio.timeout(LONG_S):
-        while len(predictor.asked) < count:
-            await asyncio.sleep(0.005)
 
 
 async def test_the_first_placement_has_what_a_quick_classifier_says() -> None:
@@ -213,7 +152,7 @@ async def test_a_refusal_or_a_crash_is_no_fault_of_the_job(refuse: Exception) ->
 
 
 async def test_one_that_is_not_there_is_no_fault_of_the_job() -> None:
-    async with running_cluster(predictor=free_address()) as cluster:
+    async with running_cluster(predictors=(free_address(),)) as cluster:
         assert (await run(cluster)).prediction is None
 
 
@@ -222,3 +161,58 @@ async def test_one_token_needs_no_prediction() -> None:
         await run(cluster, max_tokens=1)
         await run_until_answered(cluster)
         assert [one.max_tokens for one in predictor.asked] == [4]
+
+
+async def test_before_placement_it_is_waited_for_however_slow_it_has_been() -> None:
+    async with cluster_and_predictor(predict="sequential", predict_timeout_s=LONG_S) as (cluster, predictor):
+        predictor.takes_s = 0.05
+        for source in ("classifier", "observed"):
+            predictor.source = source
+            job = await run(cluster)
+            assert placed_with(cluster)[-1]
+            assert cluster.prefill.prefills[-1].job.prediction == job.prediction
+
+
+async def test_before_placement_one_that_hangs_costs_its_deadline_and_no_more() -> None:
+    async with cluster_and_predictor(predict="sequential", predict_timeout_s=0.3) as (cluster, predictor):
+        predictor.go.clear()
+        for _ in range(2):
+            assert 0.25 < placement_s(await run(cluster)) < 2.0
+        assert placed_with(cluster) == [False, False]
+
+
+async def test_before_placement_one_that_hangs_leaves_half_of_what_is_left_of_the_target() -> None:
+    async with cluster_and_predictor(predict="sequential", predict_timeout_s=LONG_S) as (cluster, predictor):
+        predictor.go.clear()
+        assert placement_s(await run(cluster, ttft_s=0.4)) < 2.0
+        predictor.go.set()
+        await run(cluster)  # the answer that comes later ends with its job
+        assert predictor.ended == len(predictor.asked) == 2
+
+
+async def test_before_placement_a_refusal_or_nobody_holds_no_job_up() -> None:
+    async with cluster_and_predictor(predict="sequential", predict_timeout_s=LONG_S) as (cluster, predictor):
+        predictor.refuse = Busy("too many")
+        assert placement_s(await run(cluster)) < 2.0
+    nobody = (free_address(),)
+    async with running_cluster(predictors=nobody, predict="sequential", predict_timeout_s=0.3) as cluster:
+        assert placement_s(await run(cluster)) < 2.0
+
+
+async def test_before_placement_who_finds_all_calls_taken_does_not_wait() -> None:
+    async with cluster_and_predictor(predict="sequential", predict_timeout_s=LONG_S) as (cluster, predictor):
+        predictor.go.clear()
+        tasks = [asyncio.create_task(run(cluster)) for _ in range(MAX_CALLS)]
+        await until_asked(predictor, MAX_CALLS)
+        assert placement_s(await run(cluster)) < 2.0
+        assert len(predictor.asked) == MAX_CALLS
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_one_that_runs_where_nobody_shall_be_asked_gets_no_calls() -> None:
+    async with cluster_and_predictor(predict="off", predict_wait_s=LONG_S) as (cluster, predictor):
+        jobs = [await run(cluster) for _ in range(3)]
+        assert [job.prediction for job in jobs] == [None] * 3
+        assert not predictor.asked

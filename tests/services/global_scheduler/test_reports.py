@@ -105,7 +105,7 @@ async def test_a_dead_database_hinders_nothing(start: Start, tmp_path: Path) -> 
 async def test_outcomes_and_lengths_are_forwarded_with_the_targets_of_their_class(start: Start) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    scheduler: Scheduler = await start(monitor_url=url, predictor_url=url)
+    scheduler: Scheduler = await start(monitor_url=url, predictor_urls=(url,))
     await scheduler.hear(p0=Role.PREFILL, d0=Role.DECODE)
     slo = Slo("chat", ttft_s=1.5, tpot_s=0.15)
     await scheduler.client.place(JobView("j1", 10, 10, slo=slo), timeout_s=5)
@@ -135,6 +135,20 @@ async def test_outcomes_and_lengths_are_forwarded_with_the_targets_of_their_clas
             "expected_tokens": 150.0,
         }
     ]
+
+
+async def test_lengths_go_to_every_replica_and_wait_for_the_one_that_is_away(start: Start) -> None:
+    ports = [free_port(), free_port()]
+    urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
+    scheduler: Scheduler = await start(monitor_url="", predictor_urls=urls)
+    async with json_sink(ports[1]) as there:
+        await scheduler.client.report([report("j1")], timeout_s=5)
+        await until(lambda: "/v1/observations" in there, "one has it")
+        async with json_sink(ports[0]) as back:
+            await until(lambda: "/v1/observations" in back, "the other has it, too")
+    (seen,) = there["/v1/observations"]
+    assert (seen["prompt_tokens"], seen["output_tokens"]) == (100, 20)
+    assert back == there
 
 
 async def test_outcomes_wait_for_a_monitor_that_is_away(start: Start) -> None:

@@ -83,8 +83,8 @@ def test_addresses_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert each.broadcast_address == monitor.broadcast_address
         assert each.monitor_url == plan.monitor_url == f"http://127.0.0.1:{monitor.http_port}"
     for scheduler in schedulers:
-        assert scheduler.predictor_url == plan.predictor_url == f"http://127.0.0.1:{predictor.port}"
-    assert gateway.predictor == predictor.rpc_address == "tcp://127.0.0.1:20004"
+        assert scheduler.predictor_urls == (plan.predictor_url,) == (f"http://127.0.0.1:{predictor.port}",)
+    assert gateway.predictors == (predictor.rpc_address,)
     planner = loaded(PlannerSettings, process(plan, "planner"), monkeypatch)
     assert (planner.broadcast_address, planner.monitor_url) == (monitor.broadcast_address, plan.monitor_url)
     assert plan.planner_url == f"http://127.0.0.1:{planner.http_port}"
@@ -93,6 +93,40 @@ def test_addresses_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert worker.heartbeat_address == monitor.heartbeat_address
     assert plan.scheduler_urls == tuple(f"http://127.0.0.1:{each.http_port}" for each in schedulers)
     assert monitor.database_url == schedulers[0].database_url == f"sqlite:///{tmp_path}/polyphase.db"
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_gateway_and_schedulers_know_every_replica_of_the_predictor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    plan = make_plan(cluster(predictor={"count": count}, scheduler={"count": 16}), tmp_path)
+    specs = [process(plan, f"predictor-{index}") for index in range(count)]
+    replicas = [loaded(PredictorSettings, spec, monkeypatch) for spec in specs]
+    gateway = loaded(GatewaySettings, process(plan, "gateway"), monkeypatch)
+    scheduler = loaded(SchedulerSettings, process(plan, "scheduler-15"), monkeypatch)
+    assert gateway.predictors == tuple(each.rpc_address for each in replicas)
+    assert scheduler.predictor_urls == tuple(f"http://127.0.0.1:{each.port}" for each in replicas)
+    assert [spec.health_url for spec in specs] == [f"{url}/health" for url in scheduler.predictor_urls]
+    assert process(plan, "dashboard").env["POLYPHASE_DASHBOARD_PREDICTOR_URL"] == plan.predictor_url
+    assert plan.predictor_url == scheduler.predictor_urls[0]
+
+
+def test_without_a_predictor_nobody_knows_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(cluster(predictor={"enabled": False, "count": 3}), tmp_path)
+    assert not [each.name for each in plan.processes if "predictor" in each.name]
+    assert loaded(GatewaySettings, process(plan, "gateway"), monkeypatch).predictors == ()
+    assert loaded(SchedulerSettings, process(plan, "scheduler"), monkeypatch).predictor_urls == ()
+    assert plan.predictor_url == ""
+
+
+@pytest.mark.parametrize(("said", "meant"), [("sequential",) * 2, ("parallel",) * 2, ("off",) * 2, (False, "off")])
+def test_how_lengths_are_asked_for_reaches_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: object, meant: str
+) -> None:
+    """A plain `off` is a boolean in YAML."""
+    plan = make_plan(cluster(gateway={"predict": said}), tmp_path)
+    assert loaded(GatewaySettings, process(plan, "gateway"), monkeypatch).predict == meant
+    assert "predictor" in [each.name for each in plan.processes]
 
 
 def test_settings_of_the_file_reach_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +182,7 @@ def test_a_rank_each_has_its_kv_port(tmp_path: Path) -> None:
         ({"gateway": {"max_body_bytes": -1}}, ("file.yaml", "gateway.max_body_bytes")),
         ({"instances": [{**INSTANCES[0], "block_size": "x"}]}, ("file.yaml", "instances.p.block_size")),
         ({"scheduler": {"queue_rows": 0}}, ("file.yaml", "scheduler.queue_rows")),
+        ({"gateway": {"predict": "on"}}, ("file.yaml", "gateway.predict", "sequential")),
         ({"gateway": {"port": 18100}}, ("18100", "monitor", "gateway")),
         ({"ports": 65530}, ("65535",)),
     ],
@@ -189,11 +224,16 @@ def test_where_nothing_can_be_forked_there_is_no_fork_server(tmp_path: Path, mon
 
 def hosts() -> Cluster:
     instances = [{**INSTANCES[0], "host": "a"}, {**INSTANCES[1], "host": "b"}]
-    return cluster(hosts={"a": "10.0.0.1", "b": "10.0.0.2"}, control="a", instances=instances, **CURVE)
+    addresses = {"a": "10.0.0.1", "b": "10.0.0.2"}
+    return cluster(hosts=addresses, control="a", instances=instances, predictor={"count": 2}, **CURVE)
 
 
 def test_a_host_runs_what_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head, other = make_plan(hosts(), tmp_path, "a"), make_plan(hosts(), tmp_path, "b")
+    assert {"predictor-0", "predictor-1"} <= {each.name for each in head.processes}
+    assert loaded(PredictorSettings, process(head, "predictor-1"), monkeypatch).rpc_address.startswith(
+        "tcp://10.0.0.1:"
+    )
     assert head.runs_control
     assert "d" not in [each.name for each in head.processes]
     assert [each.name for each in other.processes] == ["d"]
