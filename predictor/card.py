@@ -26,7 +26,8 @@ def _card(meta: CheckpointMeta, settings: Mapping[str, Any], found: Evaluation) 
         noise = (
             f"lies between {found.ceiling.lower:.1%} and {found.ceiling.upper:.1%} ({found.ceiling.prompts} prompts)"
         )
-    lines = "\n".join(f"- {key}: {value}" for key, value in settings.items() if value is not None and key != "progress")
+    silent = {"progress", "base" if settings.get("from_scratch") else "from_scratch"}
+    lines = "\n".join(f"- {key}: {value}" for key, value in settings.items() if value is not None and key not in silent)
     return f"""---
 library_name: transformers
 pipeline_tag: text-classification
@@ -35,9 +36,9 @@ pipeline_tag: text-classification
 # Output lengths of {Path(meta.served_model).name}
 
 How many tokens the model will answer a prompt with, in buckets of {meta.bucket_tokens} tokens; the last is {last}
-and more. Made by `polyphase predictor train` (TetriInfer, arXiv 2401.11181, section 3.3.2), from {meta.base}.
+and more. Made by `polyphase predictor train` (TetriInfer, arXiv 2401.11181, section 3.3.2); base: {meta.base}.
 
-| on {found.scores.examples} held-out prompts | right | within one bucket | mean error, tokens | calibration error |
+| on {found.scores.examples} answers to held-out prompts | right | within one bucket | mean error, tokens | calibration error |
 |---|---|---|---|---|
 {table}
 
