@@ -38,7 +38,7 @@ pipeline_tag: text-classification
 How many tokens the model will answer a prompt with, in buckets of {meta.bucket_tokens} tokens; the last is {last}
 and more. Made by `polyphase predictor train` (TetriInfer, arXiv 2401.11181, section 3.3.2); base: {meta.base}.
 
-| on {found.scores.examples} answers to held-out prompts | right | within one bucket | mean error, tokens | calibration error |
+| on {found.scores.examples} held-out answers | right | within one bucket | mean error, tokens | calibration error |
 |---|---|---|---|---|
 {table}
 
