@@ -9,6 +9,8 @@ from services.launcher.suite import Suite
 
 SOURCE = "classifier"
 MAX_TOKENS = 512
+AT_ONCE = 4
+READABLE = 44  # characters of a question
 QUESTIONS = (
     "Hello!",
     "What is the capital of Italy?",
@@ -41,9 +43,12 @@ async def check_lengths(suite: Suite, api: ApiClient) -> Section:
     """Each question once, as its model draws the answer; the timelines say what was predicted of it."""
     section = Section("How long answers get is predicted, by a classifier trained on this model's own answers")
 
+    few = asyncio.Semaphore(AT_ONCE)
+
     async def ask(number: int, question: str) -> int:
         more = {"request_id": f"length-{number}", "seed": number}
-        answer = await api.chat(question, max_tokens=MAX_TOKENS, **more)
+        async with few:
+            answer = await api.chat(question, max_tokens=MAX_TOKENS, **more)
         return int(answer["usage"]["completion_tokens"])
 
     true = await asyncio.gather(*(ask(*one) for one in enumerate(QUESTIONS)))
@@ -53,7 +58,7 @@ async def check_lengths(suite: Suite, api: ApiClient) -> Section:
     for question, tokens, record in zip(QUESTIONS, true, found, strict=True):
         said = [one for one in record.timeline["decisions"] if one["kind"] == "prediction"]
         if not said or said[0]["reasons"][0]["what"] != SOURCE:
-            rows.append((question, "–", "–", str(tokens), ""))
+            rows.append((question[:READABLE], "–", "–", str(tokens), ""))
             continue
         figures = said[0]["reasons"][0]["figures"]
         lower, upper = int(figures["lower_tokens"]), int(figures["upper_tokens"])

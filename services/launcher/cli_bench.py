@@ -53,6 +53,15 @@ _add_bench("engine", "Prefill orders and decode admissions, changed on a real en
 _add_bench("live", "The simulator beside a live cluster, calibrated on it: means, and which policy is better.")
 
 
+@bench_app.command("predictor")
+def bench_predictor(
+    part: Annotated[list[str] | None, typer.Option(help="bayes, latency, worth or modes; may be repeated.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The length predictor: beside the best possible, how quick, what asking costs, what it is worth."""
+    _measure("predictor", as_json, part or [])
+
+
 @bench_app.command("policies")
 def bench_policies(
     scenario: Annotated[list[str] | None, typer.Option(help="The name of one of the twelve; may be repeated.")] = None,

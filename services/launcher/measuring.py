@@ -27,6 +27,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "live": ("bench.live", "run_live_bench"),
     "sim": ("bench.sim", "run_sim_bench"),
     "plan": ("bench.plan", "run_plan_bench"),
+    "predictor": ("bench.predictor", "run_predictor_bench"),
     "papers": ("papers", "run_papers_bench"),
     "chaos": ("chaos.run", "run_chaos_bench"),
 }
