@@ -71,6 +71,9 @@ class GatewaySettings(ServiceSettings):
     service_tiers: dict[str, str] = BUILT_IN_TIERS  # OpenAI's tier → one of `slo`
     kv_codec: Codec = Codec.RAW  # of all transfers, if it is lossy; see `slo` for one by class and link
 
+    record_lengths: Path | None = None  # a file of what a length classifier learns from; it holds parts of prompts
+    record_bytes: int = Field(64 << 20, ge=1 << 16)  # of that file and its predecessor together
+
     predictor: str = ""  # its RPC address; empty: nobody predicts lengths
     predict_wait_s: float = Field(0.005, ge=0)  # at most so long a placement waits for a classifier that is so quick
     predict_timeout_s: float = Field(0.25, gt=0)  # what comes later is given up; before that dispatch may still use it
