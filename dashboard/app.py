@@ -13,6 +13,7 @@ from dashboard.dashboard_settings import DashboardSettings
 from dashboard.data import Api
 from dashboard.instances import instances
 from dashboard.jobs import chosen_phase, jobs
+from dashboard.output_lengths import output_lengths
 from dashboard.panels import audit, events, header, outages, slo, totals
 from dashboard.session import Session
 from shared.errors import InvalidRequest
@@ -60,6 +61,7 @@ def _live(api: Api, session: Session) -> None:
     slo(snapshot.cluster, api.settings.slo_goal)
     classes(snapshot.classes)
     demand(snapshot.demand, snapshot.cluster, now_s)
+    output_lengths(snapshot.predictor)
     jobs(snapshot.requests, api, session, now_s)
     events(snapshot.events, now_s)
     audit(snapshot.flips, now_s)

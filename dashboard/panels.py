@@ -206,8 +206,11 @@ def _length_facts(lengths: Read[LengthSource] | None) -> list[tuple[str, str]]:
         return []
     source, seen = lengths.value.source, lengths.value.observed.observations
     said = "classifier" if source == "classifier" else f"observed lengths ({units.count(seen)} answers seen)"
-    broken = " – its checkpoint is broken" if lengths.value.checkpoint.state == "broken" else ""
-    return [("Output lengths from", said + broken)]
+    if lengths.value.checkpoint.state == "broken":
+        said += " – its checkpoint is broken"
+    elif lengths.value.fallen_back:
+        said += " – the classifier is not believed"
+    return [("Output lengths from", said)]
 
 
 def _slo_row(report: SloReport, goal: float) -> list[str]:

@@ -9,6 +9,7 @@ from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, Ro
 from shared.policy.slo import SloReport
 
 EMULATED = "emulated"
+CLASSIFIER = "classifier"  # source of predicted lengths
 
 
 class InstanceRow(msgspec.Struct, frozen=True):
@@ -132,6 +133,7 @@ class CheckpointStatus(msgspec.Struct, frozen=True):
 
     state: str
     error: str | None = None
+    path: str | None = None
 
 
 class ObservedStatus(msgspec.Struct, frozen=True):
@@ -141,9 +143,36 @@ class ObservedStatus(msgspec.Struct, frozen=True):
     accuracy: float | None = None
 
 
+class RollingAccuracy(msgspec.Struct, frozen=True):
+    """Shares of the last answers whose bucket was named rightly; None where nobody knows."""
+
+    classifier: float | None = None
+    commonest: float | None = None
+    prompt_length: float | None = None
+
+
+class Reality(msgspec.Struct, frozen=True):
+    """What became of the classifier's predictions. recent: expected and true tokens of an answer, the newest last."""
+
+    model: str = ""
+    answers: int = 0
+    accuracy: RollingAccuracy = RollingAccuracy()
+    mean_error_tokens: float | None = None
+    believed: bool = True
+    recent: list[tuple[float, float]] = []
+
+
 class LengthSource(msgspec.Struct, frozen=True):
-    """The predictor's `GET /v1/model`."""
+    """The predictor's `GET /v1/model`. why: the classifier is not believed; fallbacks: answers without it, by cause."""
 
     source: str  # "classifier" or "observed"
     checkpoint: CheckpointStatus
     observed: ObservedStatus = ObservedStatus()
+    why: str = ""
+    reality: Reality = Reality()
+    fallbacks: dict[str, int] = {}
+
+    @property
+    def fallen_back(self) -> bool:
+        """Whether there is a classifier that is not to answer, or a checkpoint that should have brought one."""
+        return self.source != CLASSIFIER and (bool(self.why) or self.checkpoint.state in ("loaded", "broken"))

@@ -28,6 +28,7 @@ from gateway.lines import Lines
 from gateway.llm import ClusterLLM
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
+from gateway.recording import recording
 from gateway.reports import PERIOD_S, Reporter
 from gateway.settings import GatewaySettings
 from shared.domain.job import WhenFull
@@ -84,8 +85,9 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         clients = stack.enter_context(RpcClients(sockets, keep=keep))
         schedulers = SchedulerClient(clients, settings.schedulers)
         metrics = GatewayMetrics(settings.served_model_name or settings.model)
-        reporter = Reporter(schedulers, metrics)
         tasks = await stack.enter_async_context(background())
+        recorder = await stack.enter_async_context(recording(settings, metrics, tasks))
+        reporter = Reporter(schedulers, metrics, recorder)
         tasks.every("reports", PERIOD_S, reporter.flush)
         tasks.start("grammars", grammars.watch())
         tasks.every("rpc clients", SWEEP_S, clients.sweep)

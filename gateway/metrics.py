@@ -51,6 +51,7 @@ class GatewayMetrics:
         self._model = model
         self._open_latencies(registry)
         self._open_refusals(registry)
+        self._open_records(registry)
 
     def _open_latencies(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -80,6 +81,14 @@ class GatewayMetrics:
         )
         self.waiting = Gauge(
             "polyphase_gateway_delayed_jobs", "Jobs that wait for their turn or for room.", ["slo"], registry=registry
+        )
+
+    def _open_records(self, registry: CollectorRegistry) -> None:
+        self.records = Counter(
+            "polyphase_gateway_records", "Lengths of answers for training, by outcome.", ["outcome"], registry=registry
+        )
+        self.record_failures = Counter(
+            "polyphase_gateway_record_failures", "Attempts to write such records that failed.", registry=registry
         )
 
     def ended(self, job: Job, report: JobReport) -> None:

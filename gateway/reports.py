@@ -5,6 +5,7 @@ from collections import deque
 
 from gateway.job import Job
 from gateway.metrics import GatewayMetrics
+from gateway.recording import Recorder
 from shared.runtime.logs import get_log
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import JobReport
@@ -20,9 +21,10 @@ _REPORT_S = 2.0
 class Reporter:
     """Keeps the newest report of each job until the next `flush`."""
 
-    def __init__(self, schedulers: SchedulerClient, metrics: GatewayMetrics) -> None:
+    def __init__(self, schedulers: SchedulerClient, metrics: GatewayMetrics, recorder: Recorder | None = None) -> None:
         self._schedulers = schedulers
         self._metrics = metrics
+        self._recorder = recorder
         self._open: dict[str, Job] = {}
         self._changed: dict[str, Job] = {}
         self._final: deque[JobReport] = deque()
@@ -37,6 +39,8 @@ class Reporter:
             final = job.report(outcome)
             self._keep(final)
             self._metrics.ended(job, final)
+            if self._recorder is not None:
+                self._recorder.note(job)
         else:
             self._open[job_id] = self._changed[job_id] = job
 

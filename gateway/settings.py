@@ -71,6 +71,9 @@ class GatewaySettings(ServiceSettings):
     service_tiers: dict[str, str] = BUILT_IN_TIERS  # OpenAI's tier → one of `slo`
     kv_codec: Codec = Codec.RAW  # of all transfers, if it is lossy; see `slo` for one by class and link
 
+    record_lengths: Path | None = None  # a file of what a length classifier learns from; it holds parts of prompts
+    record_bytes: int = Field(64 << 20, ge=1 << 16)  # of that file and its predecessor together
+
     predictors: tuple[str, ...] = ()  # RPC addresses of replicas; none: nobody predicts lengths
     predict: Literal["parallel", "sequential", "off"] = "parallel"  # beside placement, before it, not at all
     predict_wait_s: float = Field(0.005, ge=0)  # parallel: so long a placement waits at most, for one that is so quick

@@ -35,6 +35,7 @@ VLLM = {
     "services/worker/engines/vllm.py",
     "services/worker/engines/vllm_requests.py",
     "services/worker/engines/vllm_seam.py",
+    "services/worker/engines/vllm_cpu_worker.py",
     "services/worker/engines/vllm_start.py",
 }
 TORCH = {"gateway/core.py"}

@@ -73,6 +73,8 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "vllm_args": "of the front end: templates and parsers, which a trace of lengths does not meet",
         "api_keys_file": "requests of a trace have no keys",
         "caller_share": "requests of a trace have no keys",
+        "record_lengths": "it costs no request anything",
+        "record_bytes": "it costs no request anything",
         "grammar_cpu_s": "requests of a trace have no grammars",
         "service_tiers": "all requests are of the class default",
         "max_delayed_jobs": _LINES,

@@ -2,18 +2,19 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from predictor.buckets import Buckets
-from predictor.data.records import prompt_of, read_records, string_of
+from predictor.data.records import Record, prompt_of, read_records, string_of
 from predictor.served import ServedTokenizer
 from shared.errors import InvalidRequest
 
 # Of a hundred hash values, how many go to each split.
 SPLITS = {"train": 80, "val": 10, "test": 10}
+ASIDE = ".jsonl.1"  # how a gateway's full file ends (`record_lengths`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,12 @@ class Example:
 def load_examples(paths: Sequence[Path], served: ServedTokenizer) -> list[Example]:
     """Read files and folders of them; duplicates go, the order is by the prompts' hashes.
 
-    A record has a prompt (see `prompt_of`), and `response` or a counted `output_tokens`. Raises InvalidRequest that
-    names the file and the record.
+    A record has a prompt (see `prompt_of`), and `response` or a counted `output_tokens`; or, as a gateway records them,
+    what the service saw (`seen`), `prompt_tokens` and `output_tokens`. Raises InvalidRequest that names the file and
+    the record.
     """
     found: dict[Example, None] = {}
-    for record in read_records(paths):
+    for record in _read(paths):
         try:
             found[_example(record.content, served)] = None
         except (KeyError, TypeError, ValueError) as error:
@@ -78,17 +80,49 @@ def digest(examples: Iterable[Example]) -> str:
     return total.hexdigest()
 
 
+def _read(paths: Sequence[Path]) -> Iterator[Record]:
+    """As `read_records`, and the full files that a gateway has put aside, named or in a named folder."""
+    for path in paths:
+        aside = path.name.endswith(ASIDE) and not path.is_dir()
+        if not aside:
+            yield from read_records([path])
+        for file in [path] if aside else sorted(path.glob(f"*{ASIDE}")):
+            yield from _lines(file)
+
+
+def _lines(file: Path) -> Iterator[Record]:
+    try:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            yield Record(f"{file}, record {number}", json.loads(line))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{file}: {error}") from error
+
+
 def _example(record: Any, served: ServedTokenizer) -> Example:
+    if isinstance(record, dict) and "seen" in record:
+        return _recorded(record)
     prompt = prompt_of(record)
     if not isinstance(record, dict):
         raise TypeError("a prompt without an answer: `polyphase predictor dataset` asks a model for answers")
-    counted = record.get("output_tokens")
-    if counted is None:
-        counted = served.output_tokens(string_of(record, "response"))
-    elif not isinstance(counted, int) or isinstance(counted, bool) or counted < 0:
-        raise ValueError(f"output_tokens must be a whole number of at least 0, got {counted!r}")
+    if record.get("output_tokens") is None:
+        output_tokens = served.output_tokens(string_of(record, "response"))
+    else:
+        output_tokens = _count(record, "output_tokens")
     text, prompt_tokens = served.seen_prompt(prompt)
-    return Example(text, prompt_tokens, counted, split_of(prompt), int(record.get("sample", 0)))
+    return Example(text, prompt_tokens, output_tokens, split_of(prompt), int(record.get("sample", 0)))
+
+
+def _recorded(record: dict[str, Any]) -> Example:
+    """A line of a gateway's, which has the text as the service saw it; who was cut counts as long as he got."""
+    seen = string_of(record, "seen")
+    return Example(seen, _count(record, "prompt_tokens"), _count(record, "output_tokens"), split_of(seen))
+
+
+def _count(record: dict[str, Any], key: str) -> int:
+    counted = record.get(key)
+    if not isinstance(counted, int) or isinstance(counted, bool) or counted < 0:
+        raise ValueError(f"{key} must be a whole number of at least 0, got {counted!r}")
+    return counted
 
 
 def hash_of(text: str) -> int:

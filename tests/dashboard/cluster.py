@@ -122,6 +122,12 @@ def slo_reports() -> list[dict[str, Any]]:
     ]
 
 
+def lengths() -> dict[str, Any]:
+    """What a predictor says that has no checkpoint, in as few words as an older one."""
+    checkpoint = {"path": None, "state": "missing", "error": None, "metadata": None}
+    return {"source": "observed", "checkpoint": checkpoint, "observed": {"observations": 12}}
+
+
 @dataclass
 class FakeCluster:
     """What it answers, and what it was asked to do."""
@@ -132,6 +138,7 @@ class FakeCluster:
     flips: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     demand: dict[str, Any] = field(default_factory=lambda: {"demand": None})
+    lengths: dict[str, Any] = field(default_factory=lengths)
     metrics: str = ""
     refusal: PolyphaseError | None = None
     monitor_broken: bool = False
@@ -261,8 +268,7 @@ class FakeCluster:
 
         @app.get("/v1/model")
         def model() -> dict[str, Any]:
-            checkpoint = {"path": None, "state": "missing", "error": None, "metadata": None}
-            return {"source": "observed", "checkpoint": checkpoint, "observed": {"observations": 12}}
+            return self.lengths
 
         @app.get("/metrics")
         def metrics() -> Response:

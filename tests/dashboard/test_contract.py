@@ -114,7 +114,11 @@ def test_requests() -> None:
 
 def test_predictor() -> None:
     described = Predictor(PredictorSettings()).describe()
-    assert msgspec.convert(described, LengthSource, str_keys=True).source == "observed"
+    known = msgspec.convert(described, LengthSource, str_keys=True)
+    assert (known.source, known.checkpoint.state, known.checkpoint.path) == ("observed", "missing", None)
+    assert (known.why, known.fallen_back) == (described.get("why", ""), False)
+    assert known.reality.answers == described.get("reality", {}).get("answers", 0)
+    assert known.fallbacks == described.get("fallbacks", {})
 
 
 def test_paths_and_bodies() -> None:

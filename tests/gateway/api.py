@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from gateway.edge import Edge
+from gateway.settings import GatewaySettings
 from shared.wire.messages import JobReport
 from tests.gateway.cluster import Cluster
 from tests.gateway.worker import Worker
@@ -21,8 +22,9 @@ PROMPT = [400, 401, 402, 403]
 class Api:
     """The application and the cluster behind it."""
 
-    def __init__(self, client: httpx.AsyncClient, cluster: Cluster, edge: Edge) -> None:
+    def __init__(self, client: httpx.AsyncClient, cluster: Cluster, edge: Edge, settings: GatewaySettings) -> None:
         self.client = client
+        self.settings = settings
         self.cluster = cluster
         self.admission = edge.admission
         self.app: Any = edge.app

@@ -11,7 +11,7 @@ from tests.gateway.cluster import running_cluster
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
-async def running_api() -> AsyncIterator[Api]:
+async def running_api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
     from gateway.app import prepare_environment, running
     from gateway.auth import KeyRing
     from gateway.settings import GatewaySettings
@@ -30,13 +30,14 @@ async def running_api() -> AsyncIterator[Api]:
             max_jobs_a_body=24,
             jobs_at_once=4,
             grammar_cpu_s=0.7,
+            record_lengths=tmp_path_factory.mktemp("records") / "lengths.jsonl",
         )
         async with (
             running(settings, KeyRing(())) as edge,
             listening(edge) as url,
             httpx.AsyncClient(base_url=url, timeout=20) as client,
         ):
-            yield Api(client, cluster, edge)
+            yield Api(client, cluster, edge, settings)
 
 
 @pytest.fixture

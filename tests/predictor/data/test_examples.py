@@ -42,6 +42,32 @@ def test_every_form_of_record(tmp_path: Path, served: ServedTokenizer) -> None:
     ]
 
 
+def test_lines_of_a_gateway_are_taken_as_they_stand(tmp_path: Path, served: ServedTokenizer) -> None:
+    figures = {"cut": False, "max_tokens": 900}
+    lines = [
+        {"seen": "say yes\n", "prompt_tokens": 700, "output_tokens": 5, **figures},
+        {"seen": "say yes\n", "prompt_tokens": 700, "output_tokens": 9, **figures},
+        {"seen": "", "prompt_tokens": 1, "output_tokens": 900, **figures, "cut": True},
+    ]
+    write(tmp_path / "lengths.jsonl", [*lines[:1], {"prompt": "it", "output_tokens": 3}])
+    aside = write(tmp_path / "lengths.jsonl.1", list(lines[1:]))
+    found = load_examples([tmp_path], served)
+    assert sorted((one.text, one.prompt_tokens, one.output_tokens) for one in found) == [
+        ("", 1, 900),
+        ("it", 2, 3),
+        ("say yes\n", 700, 5),
+        ("say yes\n", 700, 9),
+    ]
+    assert all(one.split == split_of(one.text) for one in found)
+    assert found == load_examples([tmp_path / "lengths.jsonl", aside], served)
+    write(aside, [*lines, {"seen": "x", "prompt_tokens": 1}])
+    with pytest.raises(InvalidRequest, match=r"lengths\.jsonl\.1, record 4: output_tokens"):
+        load_examples([tmp_path], served)
+    aside.write_text('{"seen": "sa')
+    with pytest.raises(InvalidRequest, match=r"lengths\.jsonl\.1: "):
+        load_examples([aside], served)
+
+
 @pytest.mark.parametrize(
     ("record", "complaint"),
     [
@@ -52,6 +78,8 @@ def test_every_form_of_record(tmp_path: Path, served: ServedTokenizer) -> None:
         ({"prompt": "x"}, "response must be a string"),
         ({"prompt": "x", "output_tokens": -1}, "output_tokens"),
         ({"prompt": "x", "output_tokens": True}, "output_tokens"),
+        ({"seen": 3, "prompt_tokens": 1, "output_tokens": 1}, "seen must be a string"),
+        ({"seen": "x", "output_tokens": 1}, "prompt_tokens"),
     ],
 )
 def test_a_bad_record_is_named(tmp_path: Path, served: ServedTokenizer, record: object, complaint: str) -> None:
