@@ -77,19 +77,24 @@ def load_from_disk(settings: PredictorSettings) -> Loaded:
         return Loaded(classifier, None, error.message, runs)
 
 
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA device here."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _load_classifier(settings: PredictorSettings) -> tuple[TextClassifier, dict[str, Any]]:
     folder = settings.checkpoint
     assert folder is not None
     try:
-        import torch  # only where there is a checkpoint
-
-        from predictor.model import load_classifier
+        from predictor.model import load_classifier  # torch: only where there is a checkpoint
     except ImportError as error:
         raise BrokenCheckpoint(f"{folder}: torch and transformers are needed: {error}") from error
     device = settings.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device.startswith("cuda") and not torch.cuda.is_available():
+        device = "cuda" if has_cuda() else "cpu"
+    elif device.startswith("cuda") and not has_cuda():
         raise BrokenCheckpoint(f"device {device!r}: torch sees no such device here")
     dtype = settings.dtype if settings.dtype == "bfloat16" else "float32"
     whole = load_classifier(folder, settings.threads, dtype, device)

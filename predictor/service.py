@@ -139,7 +139,7 @@ class Predictor:
             "pending": self.batcher.pending,
             "largest_batch": self.batcher.largest,
             "fallbacks": dict(self.fallbacks),
-            "reality": self.reality.describe() if self.reality else None,
+            "reality": self.reality.describe() if self.reality else {},
             "observed": self.observed.describe(),
         }
 

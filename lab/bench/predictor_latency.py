@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from predictor.loading import has_cuda
 from predictor.settings import PredictorSettings
 from services.launcher import ports
 from services.launcher.model_source import PROJECT
@@ -188,6 +189,4 @@ def make_opt_125m(folder: Path) -> Path:
 
 
 def _devices() -> tuple[str, ...]:
-    import torch
-
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return ("cpu", "cuda") if has_cuda() else ("cpu",)
