@@ -5,9 +5,10 @@ from typing import Any
 
 from lab.bench.predictor_bayes import run_bayes
 from lab.bench.predictor_latency import run_latency
+from lab.bench.predictor_modes import run_modes
 from shared.errors import InvalidRequest
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"bayes": run_bayes, "latency": run_latency}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {"bayes": run_bayes, "latency": run_latency, "modes": run_modes}
 
 
 def run_predictor_bench(parts: Sequence[str] = ()) -> dict[str, Any]:
