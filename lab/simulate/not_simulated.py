@@ -65,6 +65,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
     },
     GatewaySettings: {
         "log_level": _LOG,
+        "predict": _PREDICTOR,
         "predict_wait_s": _PREDICTOR,
         "predict_timeout_s": _PREDICTOR,
         "host": _ADDRESS,

@@ -21,8 +21,11 @@ def ends_of(tokens: list[int], most: int = PREDICTED_FROM) -> list[int]:
 
 
 def _stretch(lower: int, upper: int) -> tuple[float, float]:
-    lower = max(1, lower)
-    return float(lower), float(max(lower + 1, min(upper, 2 * lower if upper >= OPEN_END else upper)))
+    """Of a range, with a lower end above 0: no answer has no token."""
+    if upper >= OPEN_END:
+        upper = 2 * max(1, lower)
+    upper = max(upper, lower + 1)
+    return max(float(lower), min(1.0, upper / 2)), float(upper)
 
 
 class Phase(StrEnum):

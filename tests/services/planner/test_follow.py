@@ -32,7 +32,7 @@ async def test_a_loss_is_proposed_for_and_carried_out_when_accepted(watching: Wa
     cluster = await lost_prefill(watching)
     one = await cluster.proposal("open")
     assert one["cause"] == "loss"
-    assert one["why"].startswith("p1 gone: ")
+    assert "p1 gone: " in one["why"]  # beside those who came just before
     assert [flip["to_role"] for flip in one["flips"]] == ["prefill"]
     assert one["then"]["goodput"] > 1.1 * one["now"]["goodput"]
     assert one["made_s"] - one["noticed_s"] < 5.0  # a bound of sanity; the bench measures

@@ -55,6 +55,6 @@ def test_quantiles_rise_with_their_share_and_stay_within_the_buckets(shares: lis
     said = LengthPrediction(0, 0, width, 0.5, "classifier", width, tuple(shares), most)
     found = [said.quantile(share / 20) for share in range(1, 21)]
     assert found == sorted(found)
-    assert found[0] >= 1
+    assert found[0] > 0
     assert found[-1] <= max(2, most)
-    assert 1 <= said.mean <= max(2, most)
+    assert 0 < said.mean <= max(2, most)
