@@ -6,9 +6,15 @@ from typing import Any
 from lab.bench.predictor_bayes import run_bayes
 from lab.bench.predictor_latency import run_latency
 from lab.bench.predictor_modes import run_modes
+from lab.bench.predictor_worth import run_worth
 from shared.errors import InvalidRequest
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"bayes": run_bayes, "latency": run_latency, "modes": run_modes}
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "bayes": run_bayes,
+    "latency": run_latency,
+    "modes": run_modes,
+    "worth": run_worth,
+}
 
 
 def run_predictor_bench(parts: Sequence[str] = ()) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class EmulatedLane:
             entry.left -= 1
             if not entry.left:
                 self.scheduler.remove(entry.request.request_id)
-            deliver(entry.sink, TokenStep([token], "" if entry.left else "length"))
+            deliver(entry.sink, TokenStep([token], "" if entry.left else entry.ends))
 
 
 def _batch_of(chunks: list[tuple[Entry, int]], decodes: list[Entry]) -> Batch:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
+import msgspec
+
 from services.worker.engines.base import EngineRequest, Sink
 from services.worker.engines.emulated_cache import CacheUse, EmulatedCache
 from services.worker.engines.entrance import Entrance
@@ -29,6 +31,35 @@ def token_at(position: int) -> int:
     return _FIRST + position * 7919 % _TOKENS
 
 
+class _Sampling(msgspec.Struct):
+    """Of the sampling parameters what decides when an answer ends, beside max_tokens; the client's own names."""
+
+    stop_token_ids: list[int] = []
+
+
+_SAMPLING = msgspec.msgpack.Decoder(_Sampling)
+
+
+def answer_tokens(request: EngineRequest) -> tuple[int, str]:
+    """How many tokens are to come, and why it ends then: our tokens are known by position, so this is known before.
+
+    A stop token ends an answer, as with a real engine, so that clients can ask for more than they get.
+    """
+    first, most, stops = len(request.prompt_token_ids), request.max_tokens, _stops(request)
+    for at in range(most if stops else 0):
+        if token_at(first + at) in stops:
+            return at + 1, "stop"
+    return most, "length"
+
+
+def _stops(request: EngineRequest) -> frozenset[int]:
+    """What is no sampling parameters says nothing of them: nothing else of these matters here."""
+    try:
+        return frozenset(_SAMPLING.decode(request.generation.sampling).stop_token_ids)
+    except msgspec.MsgspecError:
+        return frozenset()
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """A request here."""
@@ -37,6 +68,7 @@ class Entry:
     sink: Sink
     tokens: int  # prompt, and what was generated
     left: int  # tokens to generate
+    ends: str = "length"  # why it ends then
     computed: int = 0  # of `tokens`, what is in the KV cache
     blocks: int = 0
     imports: bool = False  # takes its KV from elsewhere, when it enters; once
@@ -93,7 +125,7 @@ class EmulatedScheduler:
     def add(self, request: EngineRequest, sink: Sink) -> None:
         """One has come."""
         imports = request.import_from is not None
-        entry = Entry(request, sink, len(request.prompt_token_ids), request.max_tokens, imports=imports)
+        entry = Entry(request, sink, len(request.prompt_token_ids), *answer_tokens(request), imports=imports)
         self.known[request.request_id] = entry
         self.waiting.add(entry)
 

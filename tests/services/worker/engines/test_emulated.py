@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 from statistics import fmean
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
+from services.worker.engines.emulated_scheduler import answer_tokens, token_at
 from services.worker.settings import WorkerSettings
 from shared.cost.kinds import EngineKind, Stage, Workshop
 from shared.cost.library import Library
@@ -216,3 +218,23 @@ async def test_paths_between_nodes_take_the_ports_place() -> None:
 
 def _from(name: str) -> KvHandle:
     return KvHandle("t", name, 1, "f", (), 1000, "bfloat16")
+
+
+async def test_a_stop_token_ends_an_answer_before_it_is_as_long_as_was_asked() -> None:
+    asked = request("a", 20, 50)
+    stops = Generation(msgspec.msgpack.encode({"max_tokens": 50, "stop_token_ids": [7, token_at(24)]}), 1.0)
+    async with engine() as running:
+        tokens = await finish(running, msgspec.structs.replace(asked, generation=stops))
+    assert tokens["a"] == [token_at(at) for at in range(20, 25)]
+
+
+@pytest.mark.parametrize("sampling", [b"", b"no sampling parameters", msgspec.msgpack.encode({})])
+def test_without_stop_tokens_an_answer_is_as_long_as_was_asked(sampling: bytes) -> None:
+    asked = msgspec.structs.replace(request("a", 20, 50), generation=Generation(sampling, 1.0))
+    assert answer_tokens(asked) == (50, "length")
+
+
+def test_why_an_answer_ends_is_said() -> None:
+    stops = Generation(msgspec.msgpack.encode({"stop_token_ids": [token_at(22)]}), 1.0)
+    assert answer_tokens(msgspec.structs.replace(request("a", 20, 50), generation=stops)) == (3, "stop")
+    assert answer_tokens(msgspec.structs.replace(request("a", 20, 2), generation=stops)) == (2, "length")

@@ -1,0 +1,197 @@
+"""What a prediction is worth on live services: gateway, scheduler and workers as they ship, on emulated accelerators.
+
+One suite serves all runs, in turn: every arm once under each policy, then again. The rate is the goodput that the
+simulator finds without predictions, under the default policies, for the same cluster file.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import numpy as np
+from rich.console import Console
+
+from lab.bench.policies_search import goodput
+from lab.bench.predictor_worth_arms import ARMS, NONE, Arms, Trained, arms
+from lab.bench.predictor_worth_fleet import (
+    LIVE_SLO,
+    MAX_TOKENS,
+    SHORTER,
+    SLOWER,
+    Answer,
+    StandIn,
+    cluster_into,
+    pointing_to,
+    preemptions,
+    send,
+    short_requests,
+)
+from lab.bench.predictor_worth_sim import DEFAULT, POLICIES
+from lab.bench.scenarios import TARGET, learned
+from lab.calibrate.host_watch import HostWatch
+from lab.calibrate.target import Target
+from lab.demo.run import on_free_ports
+from lab.simulate.deployment import load_deployment
+from lab.simulate.workloads import WorkloadOptions, at_rate
+from services.launcher import ports
+from services.launcher.cluster_file import Cluster, load_cluster
+from services.launcher.up import RunningSuite, running_suite
+from shared.domain.policies import KINDS
+from shared.domain.route import PolicySpec
+from shared.policy.written import from_words
+from shared.sim.cluster import simulate
+from shared.sim.metrics import attainment, summary
+from shared.sim.outcomes import SimResult
+from shared.sim.policy_words import with_words
+from shared.sim.prediction import Prediction
+from shared.sim.workload import Workload
+
+UNDER = (DEFAULT, "tetri_mean")
+LASTS_S, WARM_S = 60.0, 10.0  # of arrivals; before the first run, so that rates are learned
+FROM_PER_S, STEP, DRAWN = 12.0, 1.03, 2000
+DRAINS_S = 120.0
+SEED = 11
+WHO = "polyphase bench predictor"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One arm under one policy. preemptions: per thousand requests; simulated_jct_s: the mean of the same in virtual
+
+    time; foreign_cores: what processes that are not ours used meanwhile.
+    """
+
+    attainment: float
+    within_slo_per_s: float
+    jct_mean_s: float
+    jct_p99_s: float
+    preemptions: float
+    failed: int
+    simulated_jct_s: float
+    foreign_cores: float
+
+
+Runs = dict[tuple[str, str], list[Run]]  # policy, arm → rounds
+
+
+def measured(
+    known: Trained, data: Path | None, rounds: int, lasts_s: float, under: Sequence[str] = UNDER
+) -> tuple[dict[str, float], list[str]]:
+    """Figures and notes."""
+    drawn = short_requests(DRAWN, SEED, data)
+    known_short = replace(known.prediction, width_tokens=max(1, known.prediction.width_tokens // SHORTER))
+    of_arm = arms(known_short, drawn.output_tokens)
+    with tempfile.TemporaryDirectory(prefix="polyphase-worth-") as name:
+        file = cluster_into(Path(name))
+        rate = goodput(lambda rate: _attained(file, drawn, rate), FROM_PER_S, STEP)
+        workload = timed(drawn, rate, lasts_s)
+        plan = _Plan(file, workload, of_arm, rounds, tuple(under))
+        found = asyncio.run(_served(plan, Path(name) / "state"))
+    told = (
+        f"worth, live: {len(workload)} requests a run, {rounds} rounds, medians over them; lengths a {SHORTER}th of "
+        f"ShareGPT's, instances {SLOWER:g} times as slow; one suite, arms in turn"
+    )
+    return {"live_rate_per_s": round(rate, 3), **figures_of(found)}, [told]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    file: Path
+    workload: Workload
+    of_arm: Arms
+    rounds: int
+    under: tuple[str, ...]
+
+
+def _attained(file: Path, drawn: Workload, rate: float) -> bool:
+    result = simulated(file, timed(drawn, rate, LASTS_S), None, DEFAULT)
+    return attainment(result.outcomes, LIVE_SLO).both >= TARGET
+
+
+def timed(drawn: Workload, rate: float, lasts_s: float) -> Workload:
+    """As many of them as come in so long."""
+    options = WorkloadOptions(drawn.name, seed=SEED, arrivals="poisson")
+    return at_rate(drawn.head(min(len(drawn), max(10, round(rate * lasts_s)))), options, rate)
+
+
+def simulated(file: Path, workload: Workload, prediction: Prediction | None, policy: str) -> SimResult:
+    """The same in virtual time; each instance tells what it would have learned of itself."""
+    deployment, rng = load_deployment(file), Random(SEED)
+    known = [learned(spec, rng, noise=0.0, start_off=1.0) for spec in deployment.instances]
+    run = replace(deployment.run, slo=LIVE_SLO, prediction=prediction, max_tokens=MAX_TOKENS, seed=SEED)
+    return simulate(workload, known, with_words(run, POLICIES[policy]))
+
+
+async def _served(plan: _Plan, folder: Path) -> Runs:
+    cluster = on_free_ports(load_cluster(plan.file))
+    address = f"tcp://127.0.0.1:{cluster.ports + ports.PREDICTORS + 1}"
+    stand_in = StandIn(plan.of_arm, plan.workload.output_tokens, SEED)
+    console = Console(stderr=True)
+    async with stand_in.serving(address), running_suite(_asking(cluster, address), folder, console) as running:
+        return await running.supervisor.during(_all(plan, running, stand_in, console))
+
+
+def _asking(cluster: Cluster, address: str) -> Cluster:
+    gateway = cluster.gateway.model_copy(update={"env": {**cluster.gateway.env, **pointing_to(address)}})
+    return cluster.model_copy(update={"gateway": gateway})
+
+
+async def _all(plan: _Plan, running: RunningSuite, stand_in: StandIn, console: Console) -> Runs:
+    """Every arm under each policy, a round after the other; which arm begins changes."""
+    target = Target.local(running.suite.state)
+    found: Runs = {(policy, arm): [] for policy in plan.under for arm in ARMS}
+    await send(target, timed(plan.workload, plan.workload.rate, WARM_S))
+    for number in range(plan.rounds):
+        first = number % len(ARMS)
+        for policy in plan.under:
+            await running.suite.set_policies(policies_of(policy), WHO)
+            for arm in ARMS[first:] + ARMS[:first]:
+                await running.suite.wait_idle(DRAINS_S)
+                stand_in.arm = arm
+                found[policy, arm].append(await _one(plan, target, policy, arm))
+                console.print(f"{policy}, {arm}: {found[policy, arm][-1]}", soft_wrap=True, highlight=False)
+    return found
+
+
+async def _one(plan: _Plan, target: Target, policy: str, arm: str) -> Run:
+    before = await preemptions(target)
+    async with HostWatch(target.launcher_pid) as watch:
+        answers = await send(target, plan.workload)
+    lost = await preemptions(target) - before
+    said = await asyncio.to_thread(simulated, plan.file, plan.workload, plan.of_arm[arm], policy)
+    return run_of(answers, plan.workload, lost, summary(said, LIVE_SLO)["jct_mean_s"], watch.mean_cores)
+
+
+def run_of(answers: Sequence[Answer], workload: Workload, lost: float, simulated_s: float, foreign: float) -> Run:
+    """What a run came to."""
+    share = sum(one.met for one in answers) / len(answers)
+    took = [one.seen.last_s for one in answers if one.seen is not None]
+    mean, p99 = (float(np.mean(took)), float(np.percentile(took, 99))) if took else (float("nan"),) * 2
+    each = 1000.0 * lost / len(answers)
+    return Run(share, share * workload.rate, mean, p99, each, len(answers) - len(took), simulated_s, foreign)
+
+
+def policies_of(policy: str) -> dict[str, PolicySpec | None]:
+    """A change of policies to those in words; what they leave out is as the cluster file has it."""
+    said = {kind: spec for part in POLICIES[policy].split("+") for kind, spec in from_words(part).items()}
+    return {kind: said.get(kind) for kind in KINDS}
+
+
+def figures_of(found: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, float]:
+    """Medians over the rounds, and of each arm's JCT over that without predictions in the same round."""
+    figures: dict[str, float] = {}
+    for (policy, arm), runs in found.items():
+        name = f"live_{policy}_{arm}"
+        for field in Run.__dataclass_fields__:
+            figures[f"{name}_{_UNITS.get(field, field)}"] = round(median(getattr(one, field) for one in runs), 4)
+        if arm != NONE:
+            pairs = zip(runs, found[policy, NONE], strict=True)
+            figures[f"{name}_jct_mean_over_none"] = round(median(a.jct_mean_s / b.jct_mean_s for a, b in pairs), 4)
+    return figures
+
+
+_UNITS = {"preemptions": "preemptions_per_1000", "simulated_jct_s": "simulated_jct_mean_s"}

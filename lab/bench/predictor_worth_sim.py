@@ -1,0 +1,192 @@
+"""What a prediction is worth in the simulator: decode instances that are short of memory, four arms, several policies.
+
+Goodput is searched in each arm by itself. JCT and preemptions are of one rate for all arms of a case, the goodput
+without predictions: what is compared is then the same work.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from lab.bench.policies_search import goodput
+from lab.bench.predictor_worth_arms import ARMS, NONE, Arms, Trained, accuracy, arms
+from lab.bench.scenarios import TARGET, learned
+from lab.bench.turning import lengths, trace_of
+from lab.papers.lengths import SHAREGPT, sharegpt
+from lab.simulate.deployment import load_deployment
+from lab.simulate.workloads import WorkloadOptions, at_rate, make_workload
+from shared.domain.job import Slo
+from shared.sim.cluster import simulate
+from shared.sim.metrics import attainment, summary
+from shared.sim.outcomes import SimResult
+from shared.sim.policy_words import with_words
+from shared.sim.prediction import Prediction
+from shared.sim.spec import InstanceSpec, RunSpec
+from shared.sim.workload import Workload
+
+DEFAULT = "default"
+POLICIES = {
+    DEFAULT: "adaptive",
+    "tetri": "least_load+full+power_of_two+reserve_dynamic",
+    "tetri_mean": "least_load+full+power_of_two:end=mean+reserve_dynamic:end=mean",
+    "tetri_p90": "least_load+full+power_of_two:end=p90+reserve_dynamic:end=p90",
+}
+SLO = Slo(ttft_s=2.0, tpot_s=0.03)
+MAX_TOKENS = 2048  # what clients ask for at most, whatever they get
+REQUESTS, STEP = 800, 1.03
+FROM_PER_S = {"sharegpt": 26.0, "azure": 12.0}  # where searches set out
+KINDS = tuple(FROM_PER_S)
+SEEDS = (1, 2, 3)
+_LIKE_SHAREGPT = f"prompt=160,prompt_cv=0.9,output=410,output_cv=0.9,longest={MAX_TOKENS}"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests of a kind under some policies; `seed` draws the requests, and what is predicted of them."""
+
+    kind: str
+    policy: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """In figures."""
+        return f"sim_{self.kind}_{self.policy}"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One arm. goodput: requests a second; the rest at the rate `at`. preemptions: per thousand requests."""
+
+    goodput: float
+    at: float
+    jct_mean_s: float
+    jct_p99_s: float
+    preemptions: float
+    attainment: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    case: Case
+    known: Trained
+    data: Path | None
+    requests: int
+
+
+def measured(
+    known: Trained, data: Path | None, seeds: Iterable[int], processes: int, requests: int = REQUESTS
+) -> dict[Case, dict[str, Seen]]:
+    """Every case of every seed, by arm."""
+    work = [
+        _Work(Case(kind, name, seed), known, data, requests) for kind in KINDS for name in POLICIES for seed in seeds
+    ]
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        return {one.case: seen for one, seen in zip(work, pool.map(_case, work, chunksize=1), strict=True)}
+
+
+def _case(work: _Work) -> dict[str, Seen]:
+    drawn = requests_of(work.case.kind, work.requests, work.case.seed, work.data)
+    of_arm = arms(work.known.prediction, drawn.output_tokens)
+    return compared(work.case, drawn, of_arm)
+
+
+def compared(case: Case, drawn: Workload, of_arm: Arms) -> dict[str, Seen]:
+    """All arms with the same requests, the same draws and the same policies."""
+
+    def run(arm: str, rate: float) -> SimResult:
+        spec = with_words(_run(of_arm[arm], case.seed), POLICIES[case.policy])
+        return simulate(_timed(drawn, rate, case.seed), _instances(), spec)
+
+    def found(arm: str, near: float) -> float:
+        return goodput(lambda rate: attainment(run(arm, rate).outcomes, SLO).both >= TARGET, near, STEP)
+
+    base = found(NONE, FROM_PER_S[case.kind])
+    at = base or FROM_PER_S[case.kind]
+    best = {arm: base if arm == NONE else found(arm, at) for arm in ARMS}
+    return {arm: _seen(best[arm], at, run(arm, at)) for arm in ARMS}
+
+
+def _seen(best: float, at: float, result: SimResult) -> Seen:
+    figures = summary(result, SLO)
+    each = 1000.0 * figures["preemptions"] / figures["requests"]
+    return Seen(best, at, figures["jct_mean_s"], figures["jct_p99_s"], each, figures["attainment"])
+
+
+def _run(prediction: Prediction | None, seed: int) -> RunSpec:
+    return replace(load_deployment(_FILE).run, slo=SLO, prediction=prediction, max_tokens=MAX_TOKENS, seed=seed)
+
+
+_FILE = Path(__file__).with_name("clusters") / "lengths.yaml"
+
+
+@cache
+def _instances() -> tuple[InstanceSpec, ...]:
+    rng = Random(1)
+    return tuple(learned(one, rng) for one in load_deployment(_FILE).instances)
+
+
+def _timed(drawn: Workload, rate: float, seed: int) -> Workload:
+    return at_rate(drawn, WorkloadOptions(drawn.name, seed=seed, arrivals="poisson"), rate)
+
+
+def requests_of(kind: str, count: int, seed: int, data: Path | None) -> Workload:
+    """So many of that kind, all at once: of the public tables in `data` where they are there, else made like them."""
+    if kind == "azure":
+        spare = count + count // 5 + 50  # some are too long
+        return lengths("conversation", spare, 2 * MAX_TOKENS, seed, data).head(count)
+    if data is not None and (data / SHAREGPT).is_file():
+        return sharegpt(data, count, seed)
+    return make_workload(WorkloadOptions(_LIKE_SHAREGPT, requests=count, seed=seed))
+
+
+def figures_of(found: Mapping[Case, Mapping[str, Seen]]) -> dict[str, float]:
+    """Medians over the seeds of each arm, and what it gains over none: medians of the ratios of each seed."""
+    figures: dict[str, float] = {}
+    for name, runs in _by_name(found):
+        for arm in ARMS:
+            for field, unit in _FIELDS.items():
+                figures[f"{name}_{arm}_{unit}"] = round(median(getattr(one[arm], field) for one in runs), 4)
+        figures[f"{name}_rate_per_s"] = round(median(one[NONE].at for one in runs), 3)
+        for arm in ARMS[1:]:
+            figures[f"{name}_{arm}_goodput_over_none"] = round(gain(runs, arm, "goodput"), 4)
+            figures[f"{name}_{arm}_jct_mean_over_none"] = round(gain(runs, arm, "jct_mean_s"), 4)
+    return figures
+
+
+_FIELDS = {
+    "goodput": "goodput_per_s",
+    "jct_mean_s": "jct_mean_s",
+    "jct_p99_s": "jct_p99_s",
+    "preemptions": "preemptions_per_1000",
+    "attainment": "attainment",
+}
+
+
+def gain(runs: Iterable[Mapping[str, Seen]], arm: str, field: str) -> float:
+    """The median over the seeds of that figure over the same one without predictions; NaN where there is none."""
+    pairs = [(getattr(one[arm], field), getattr(one[NONE], field)) for one in runs]
+    return median(mine / plain if plain else float("nan") for mine, plain in pairs)
+
+
+def _by_name(found: Mapping[Case, Mapping[str, Seen]]) -> Iterator[tuple[str, list[Mapping[str, Seen]]]]:
+    for name in dict.fromkeys(case.name for case in found):
+        yield name, [seen for case, seen in found.items() if case.name == name]
+
+
+def notes_of(known: Trained, data: Path | None, requests: int = REQUESTS) -> list[str]:
+    """Where lengths come from, and how good each arm is at them."""
+    told = []
+    for kind in KINDS:
+        of_arm = arms(known.prediction, requests_of(kind, requests, SEEDS[0], data).output_tokens)
+        said = [f"{arm} {accuracy(one):.3f}" for arm, one in of_arm.items() if one is not None]
+        some = next(one for one in of_arm.values() if one is not None)
+        told.append(f"sim {kind}: right in {', '.join(said)}; {some.buckets} buckets of {some.width_tokens} tokens")
+    there = {"sharegpt": data is not None and (data / SHAREGPT).is_file(), "azure": trace_of("conversation", data)}
+    told += [f"sim {kind}: no table in {data}; lengths are made like its" for kind, found in there.items() if not found]
+    return told
