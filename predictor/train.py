@@ -65,11 +65,11 @@ def train(
     bucket_tokens: Annotated[int, typer.Option(help="Granularity.", min=1)] = 200,
     bucket_count: Annotated[int, typer.Option(help="Classes; the last is open-ended.", min=2)] = 10,
     input_tokens: Annotated[int, typer.Option(help="Of the prompt, its head and tail.", min=1)] = 128,
-    epochs: Annotated[float, typer.Option(help="Passes over the data, at most.")] = 3.0,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data, at most; else 3, from scratch 8.")] = None,
     max_steps: Annotated[int, typer.Option(help="Instead of epochs.")] = -1,
     patience: Annotated[int, typer.Option(help="Epochs without gain that end it.", min=1)] = 2,
     batch_size: Annotated[int, typer.Option(help="Examples a step.", min=1)] = 32,
-    learning_rate: Annotated[float, typer.Option(help="From scratch, 1e-3 is better.")] = 5e-5,
+    learning_rate: Annotated[float | None, typer.Option(help="Else 5e-5; from scratch 1e-3, base 3e-4.")] = None,
     class_weights: Annotated[bool, typer.Option(help="Weigh rare buckets up.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Mixed precision.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
@@ -88,10 +88,10 @@ def train(
         base,
         from_scratch,
         input_tokens,
-        epochs,
+        default_epochs(from_scratch) if epochs is None else epochs,
         max_steps,
         batch_size,
-        learning_rate,
+        default_learning_rate(from_scratch) if learning_rate is None else learning_rate,
         class_weights,
         seed,
         patience,
@@ -106,6 +106,18 @@ def train(
         typer.echo(msgspec.json.format(msgspec.json.encode(meta), indent=2).decode())
     typer.echo(json.dumps(report))
     raise typer.Exit(0 if report["ok"] else 1)
+
+
+def default_epochs(from_scratch: str) -> float:
+    """Passes over the data. The learning rate falls to nothing over them: many more end before it has, by patience."""
+    return 8.0 if from_scratch else 3.0
+
+
+def default_learning_rate(from_scratch: str) -> float:
+    """The highest of the schedule: what a trained model only has to be changed by teaches an untrained one nothing."""
+    if not from_scratch:
+        return 5e-5
+    return 3e-4 if from_scratch == "base" else 1e-3
 
 
 def _agree(work: Path, settings: dict[str, Any]) -> None:

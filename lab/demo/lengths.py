@@ -69,9 +69,9 @@ async def check_lengths(suite: Suite, api: ApiClient) -> Section:
             (question, reach, f"{figures['expected_tokens']:.0f}", str(tokens), "✔" if lower <= tokens < upper else "")
         )
     section.table = (("asked", "predicted", "expected", "true", "in range"), rows)
-    section.check(
-        "answered by the classifier", classified >= 0.9 * len(rows), "nine of ten", f"{classified}/{len(rows)}"
-    )
+    of_all = f"{classified}/{len(rows)}"
+    section.check("the classifier answers", classified > 0, "some questions at least", of_all)
+    section.check("answered by the classifier in time", classified >= 0.9 * len(rows), "nine of ten", of_all)
     section.lines.append(
         f"{inside} of {classified} in the predicted range; docs/predictor.md has the accuracy on held-out prompts."
     )
