@@ -1,7 +1,7 @@
 """Micro-batches of prompts for the classifier: an answer by the deadline or an error, never a late answer.
 
 TetriInfer 3.3.2: prompts are computed together as long as they take at most 512 tokens, padding included; a longer one
-is computed alone.
+is computed alone. Fewer go together where the oldest would come too late otherwise.
 """
 
 import asyncio
@@ -39,6 +39,7 @@ class Batchable(Protocol[Q_in]):
 class _Item(Generic[Q]):
     model: Batchable[Q]
     query: Q
+    deadline_s: float
     answer: "asyncio.Future[list[float]]"
     ids: list[int] | None = None
 
@@ -47,6 +48,7 @@ class _Item(Generic[Q]):
 class _Computed(Generic[Q]):
     items: tuple[_Item[Q], ...]
     answers: tuple[list[float] | Exception, ...]
+    padded_tokens: int
     took_s: float
 
 
@@ -63,6 +65,7 @@ class Batcher(Generic[Q]):
         self._computing = False
         self._some = asyncio.Event()
         self._mean_s, self._mean_items = 0.0, 1.0  # of a batch; 0 s before the first
+        self._token_s = 0.0  # a padded token takes in a batch; 0 before the first
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="length-classifier")
 
     async def ask(self, model: Batchable[Q], query: Q, timeout_s: float) -> list[float]:
@@ -75,7 +78,7 @@ class Batcher(Generic[Q]):
         if self.pending > self._depth or (self._computing and needed_s > timeout_s):
             raise Busy(f"{self.pending} predictions are before this one", retry_after_s=needed_s)
         deadline_s = monotonic() + timeout_s
-        item = _Item(model, query, asyncio.get_running_loop().create_future())
+        item = _Item(model, query, deadline_s, asyncio.get_running_loop().create_future())
         self._waiting.append(item)
         self._some.set()
         try:
@@ -98,7 +101,7 @@ class Batcher(Generic[Q]):
                 continue
             self._computing = True
             try:
-                done = await loop.run_in_executor(self._pool, _compute, batch)
+                done = await loop.run_in_executor(self._pool, _compute, batch, self._most_tokens(batch[0]))
             finally:
                 self._computing = False
             self._deliver(done)
@@ -117,10 +120,18 @@ class Batcher(Generic[Q]):
         self._waiting = deque(item for item in self._waiting if not item.answer.done())
         return [item for item in self._waiting if item.model is self._waiting[0].model]
 
+    def _most_tokens(self, oldest: _Item[Q]) -> int:
+        """Padded tokens of a batch that is ready by the oldest query's deadline, so far as earlier ones tell."""
+        if not self._token_s:
+            return PADDED_TOKENS
+        return min(PADDED_TOKENS, max(1, int((oldest.deadline_s - monotonic()) / self._token_s)))
+
     def _deliver(self, done: _Computed[Q]) -> None:
         count = len(done.items)
         weight = NEWEST if self._mean_s else 1.0
         self._mean_s += weight * (done.took_s - self._mean_s)
+        if done.padded_tokens:
+            self._token_s += weight * (done.took_s / done.padded_tokens - self._token_s)
         self._mean_items += weight * (count - self._mean_items)
         self.largest = max(self.largest, count)
         computed = set(map(id, done.items))
@@ -134,29 +145,30 @@ class Batcher(Generic[Q]):
                 item.answer.set_result(answer)
 
 
-def _compute(items: list[_Item[Q]]) -> _Computed[Q]:
+def _compute(items: list[_Item[Q]], most_tokens: int) -> _Computed[Q]:
     """In the thread: the oldest, with those after it that fit beside it; an error is the error of all of them."""
     began_s = monotonic()
     chosen = [items[0]]
     answers: Sequence[list[float] | Exception]
     try:
-        chosen = _fitting(items)
+        chosen = _fitting(items, most_tokens)
         answers = items[0].model.batch([item.ids or [] for item in chosen])
     except Exception as error:  # whatever a network makes of it: its callers do without
         log.exception("a batch failed", queries=len(chosen))
         answers = [Unavailable(f"the length classifier failed: {error}")] * len(chosen)
-    return _Computed(tuple(chosen), tuple(answers), monotonic() - began_s)
+    padded = len(chosen) * max(len(item.ids or []) for item in chosen)
+    return _Computed(tuple(chosen), tuple(answers), padded, monotonic() - began_s)
 
 
-def _fitting(items: list[_Item[Q]]) -> list[_Item[Q]]:
+def _fitting(items: list[_Item[Q]], most_tokens: int) -> list[_Item[Q]]:
     chosen: list[_Item[Q]] = []
     longest = 0
     for item in items:
-        if chosen and longest * (len(chosen) + 1) > PADDED_TOKENS:
+        if chosen and longest * (len(chosen) + 1) > most_tokens:
             break
         item.ids = item.ids or item.model.encode(item.query)
         padded = max(longest, len(item.ids))
-        if chosen and padded * (len(chosen) + 1) > PADDED_TOKENS:
+        if chosen and padded * (len(chosen) + 1) > most_tokens:
             continue
         chosen.append(item)
         longest = padded

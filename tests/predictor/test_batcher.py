@@ -77,6 +77,23 @@ async def test_the_oldest_is_in_the_next_batch_whatever_comes_after_it() -> None
     assert model.batches[1] == [500]
 
 
+async def test_no_more_go_together_than_are_ready_by_the_deadline_of_the_oldest() -> None:
+    model = Lengths()
+    async with running() as batcher:
+        await batcher.ask(model, 1, 20)
+        model.gate.clear()
+        model.started.clear()
+        first = asyncio.create_task(batcher.ask(model, 1, 20))
+        assert await asyncio.to_thread(model.started.wait, 20)
+        rest = [asyncio.create_task(batcher.ask(model, 50, 20)) for _ in range(8)]
+        await asyncio.sleep(0)
+        batcher._token_s = 0.1  # as if a token took so long: 20 s would be enough for 200 of them
+        model.gate.set()
+        await asyncio.gather(first, *rest)
+    assert 1 <= len(model.batches[2]) <= 5  # 400 tokens are less than PADDED_TOKENS
+    assert sum(map(len, model.batches)) == 10
+
+
 async def test_one_that_gave_up_is_not_computed() -> None:
     model = Lengths()
     async with running() as batcher:
