@@ -19,7 +19,7 @@ from predictor.evaluate import Evaluation
 from predictor.loading import has_cuda
 from predictor.served import ServedTokenizer, load_served
 
-PROMPTS, FRESH, SEED = 12_000, 3_000, 1
+PROMPTS, FRESH, SEED = 20_000, 10_000, 1
 SIZE, INPUT_TOKENS, THREADS = "small", 64, 2
 WANT = 0.95  # of the optimum
 

@@ -118,7 +118,7 @@ class Endpoint:
 
     async def _sent(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
         """A success. What may pass is tried again, with growing pauses."""
-        wrong = ""
+        wrong = hint = ""
         for attempt in range(TRIES):
             if attempt:
                 await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)))
@@ -126,6 +126,7 @@ class Endpoint:
                 response = await self._http.request(method, path, json=body)
             except httpx.TimeoutException:
                 wrong = f"no answer in {self._asking.timeout_s:g} s"
+                hint = " (a longer --timeout or a lower --concurrency may help)"
                 continue
             except httpx.HTTPError as error:
                 wrong = f"{type(error).__name__}: {error}"
@@ -137,7 +138,7 @@ class Endpoint:
                 raise InvalidRequest(f"{response.request.url}: {wrong}")
             if response.status_code < 500 and response.status_code not in _AGAIN:
                 raise Refused(wrong)
-        raise Unavailable(f"{self._http.base_url}{path.removeprefix('/')}: {wrong}, {TRIES} times")
+        raise Unavailable(f"{self._http.base_url}{path.removeprefix('/')}: {wrong}, {TRIES} times{hint}")
 
 
 def _error_of(response: httpx.Response) -> str:

@@ -90,12 +90,15 @@ class LengthPrediction(msgspec.Struct, frozen=True):
 
         Of a mere range that range is spread evenly. An open end counts as twice its lower one.
         """
-        seen = 0.0
+        seen, most = 0.0, 0.0
         for lower, upper, part in self.spread():
-            if part > 0.0 and seen + part >= share:
-                return lower + (upper - lower) * (share - seen) / part
+            if part <= 0.0:
+                continue
+            most = float(upper)
+            if seen + part >= share:
+                return min(most, lower + (upper - lower) * (share - seen) / part)
             seen += part
-        return float(self.spread()[-1][1])
+        return most  # the parts add up to a little less than the share asked for
 
     @property
     def mean(self) -> float:
