@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from shared.domain.instance import Role
@@ -52,7 +53,8 @@ def environment(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 @pytest.fixture
 def page(environment: dict[str, str]) -> AppTest:
-    """The page, not yet run."""
+    """The page, not yet run, in a process that remembers nothing of a cluster which had the same port before."""
+    st.cache_resource.clear()
     return AppTest.from_file(str(APP), default_timeout=WAIT_S)
 
 
