@@ -1,5 +1,6 @@
 """What vLLM is started with, and what it turned out to be."""
 
+from importlib import import_module
 from typing import Any
 
 from vllm import __version__ as vllm_version
@@ -19,11 +20,13 @@ from shared.domain.instance import Compatibility, KvGeometry
 from shared.domain.rates import Rates
 from shared.wire.messages import WIRE_VERSION
 
-_CPU_WORKER = "services.worker.engines.vllm_cpu_worker.SeededCpuWorker"
+CPU_WORKER = "services.worker.engines.vllm_cpu_worker.SeededCpuWorker"
 
 
 def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events: KVEventsConfig | None) -> VllmConfig:
     """vLLM's configuration; `kv_config` is for our KV connector in every rank. `engine_args` of the settings count."""
+    if current_platform.is_cpu():
+        import_module(CPU_WORKER.rpartition(".")[0])  # in the ranks' processes vLLM does, and here something waits too
     s = settings
     arguments: dict[str, Any] = {
         "model": s.model,
@@ -37,7 +40,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
         "kv_cache_memory_bytes": s.kv_cache_bytes,
         "enforce_eager": s.accelerator == "cpu",
         "async_scheduling": False,
-        "worker_cls": _CPU_WORKER if current_platform.is_cpu() else "auto",
+        "worker_cls": CPU_WORKER if current_platform.is_cpu() else "auto",
         "kv_events_config": kv_events,
         "kv_transfer_config": KVTransferConfig(
             kv_connector="PolyphaseConnector",

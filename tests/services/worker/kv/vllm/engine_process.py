@@ -32,9 +32,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
-from vllm.v1.worker import cpu_worker  # noqa: F401  # what an engine would import at its start
 
-from services.worker.engines.vllm_start import make_stage_buffers
+from services.worker.engines import vllm_cpu_worker  # noqa: F401  # what an engine would import at its start
+from services.worker.engines.vllm_start import CPU_WORKER, make_stage_buffers
 from services.worker.kv.vllm.layers import stages_of
 from services.worker.settings import PP_LAYERS
 
@@ -58,7 +58,7 @@ class Driver:
                 kv_connector_extra_config=extra,
             )
         config = EngineArgs(
-            skip_tokenizer_init=True, enforce_eager=True, kv_transfer_config=transfer, **options
+            skip_tokenizer_init=True, enforce_eager=True, worker_cls=CPU_WORKER, kv_transfer_config=transfer, **options
         ).create_engine_config()
         self.client = InprocClient(config, Executor.get_class(config), log_stats=False)
         make_stage_buffers(self.client.engine_core)
