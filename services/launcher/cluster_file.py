@@ -16,6 +16,7 @@ from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.cost.network_file import NetworkEntry
 from shared.domain.instance import Role
+from shared.domain.kv import Codec
 from shared.domain.policies import KINDS
 from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
@@ -73,6 +74,13 @@ class GatewaySection(Section):
 
     host: str = ""  # default: the address of the control host
     port: int = Field(8000, gt=0, lt=65536)
+
+    @property
+    def lossy_kv(self) -> bool:
+        """Whether KV of any request may be sent with a lossy codec."""
+        classes = self.extra.get("slo") or {}
+        named = [each.get("lossy_kv") for each in classes.values() if isinstance(each, dict)]
+        return any(codec.lossy and codec in (self.extra.get("kv_codec"), *named) for codec in Codec)
 
 
 class SchedulerSection(Section):

@@ -219,6 +219,7 @@ class _Planner:
             "monitor_url": self._http(ports.MONITOR),
             "heartbeat_address": self._zmq(1),
             "broadcast_address": self._zmq(2),
+            "lossy_kv": self._cluster.gateway.lossy_kv,
             "emulated_links": self._links.get(name, {}),
             **self._curve,
         }

@@ -200,6 +200,7 @@ def _connector_config(settings: WorkerSettings, generation: int, events: str, co
         "inbox_bytes": settings.inbox_bytes,
         "lease_s": settings.lease_s,
         "pull_timeout_s": settings.pull_timeout_s,
+        "lossy": settings.lossy_kv,
         "curve_public": settings.curve_public,
         "curve_secret": settings.curve_secret,
         "fault": settings.kv_fault,

@@ -66,6 +66,7 @@ class WorkerSettings(ServiceSettings):
     inbox_bytes: int = Field(256 << 20, gt=0)
     lease_s: float = Field(30.0, gt=0)
     pull_timeout_s: float = Field(10.0, gt=0)
+    lossy_kv: bool = False  # some class of requests allows it: codecs are loaded and measured at the start, not later
     kv_fault: str = ""  # fault injection for tests: see services.worker.kv
 
     rates_file: str = ""  # what `polyphase calibrate live` wrote: a better start than the catalogue for what it learns

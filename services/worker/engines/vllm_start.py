@@ -68,8 +68,10 @@ def engine_info(settings: WorkerSettings, config: VllmConfig, blocks: int) -> En
         wire_version=WIRE_VERSION,
         geometry=geometry,
     )
-    rates = Rates(codecs=codec_speeds(geometry, DTYPES[settings.dtype]))
-    return EngineInfo(compatibility, blocks, model.max_model_len, settings.block_size, rates, stages_of(config))
+    codecs = codec_speeds(geometry, DTYPES[settings.dtype]) if settings.lossy_kv else {}
+    return EngineInfo(
+        compatibility, blocks, model.max_model_len, settings.block_size, Rates(codecs=codecs), stages_of(config)
+    )
 
 
 def make_stage_buffers(core: Any) -> None:

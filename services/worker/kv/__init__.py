@@ -24,6 +24,7 @@ How a worker uses it
             "pull_timeout_s": 10.0,                     # an import without progress for so long fails
             "connect_timeout_s": 2.0,                   # an exporter that cannot be reached fails this fast
             "inbox_bytes": 64 << 20,                    # bound of one rank's prefetched KV
+            "lossy": False,                             # load the codecs at the start, not with the first coded KV
             "curve_public": "", "curve_secret": "",     # CurveZMQ pair of the cluster (Z85)
             "fault": "",                                # fault injection for tests: "zero" or "corrupt"
         },

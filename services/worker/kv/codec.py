@@ -7,8 +7,18 @@ int8 and int4 are asymmetric min/max quantisation, K per channel over groups of 
 groups of at most 64 channels (KIVI, arXiv 2402.02750, section 3: outliers of K lie in channels, those of V do
 not). Scales and zeros are float16. A float32 power of two per layer and per K or V brings all values into
 float16's range first; zeros are rounded down and scales up, so that nothing is clamped and the error stays
-within half a step whatever the offset.
+within half a step whatever the offset. A payload is
+
+- the units, float32 [layers, 2];
+- of K's whole groups: scales [layers, groups, heads, head_dim], zeros alike, coded values [layers, tokens, heads,
+  head_dim], one a byte, or for int4 two: the first half of all in the lower bits, the rest in the upper ones;
+- the same of K's last group, where its tokens are fewer than 32;
+- of V: scales [layers, tokens, heads, groups], zeros, and coded values in the same manner.
+
+fp8 is e4m3fn: scales, float32 [layers, 2, heads], then the values.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +26,18 @@ import torch
 from services.worker.kv.errors import KvError, KvFault
 from shared.domain.kv import TOKEN_GROUP, Codec, channel_group
 
-_TOP_EXPONENT = 14  # magnitudes up to 2^14 after normalisation: max - min then fits into float16
-_ULP = 2.0**-10  # spacing of float16 numbers, relative
-_TINY = 2.0**-24  # smallest positive float16
-_FP8_MAX = 448.0  # torch.float8_e4m3fn
-
 Shape = tuple[int, int, int, int, int]
+_BITS = {Codec.INT8: 8, Codec.INT4: 4}
+_WORDS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}  # what the kernels take, by the bits of these
+
+
+def prepare(dtype: torch.dtype) -> None:
+    """Load and compile what coding KV of that dtype takes, so that no transfer waits for it: under a second, and some
+    65 MB; the first time on a machine some 20 s.
+    """
+    kv = torch.zeros(1, 2, 1, 1, 2, dtype=dtype)
+    for codec in Codec:
+        decode(encode(kv, codec), (1, 2, 1, 1, 2), dtype, codec, dtype)
 
 
 def encode(kv: torch.Tensor, codec: Codec) -> torch.Tensor:
@@ -31,13 +47,14 @@ def encode(kv: torch.Tensor, codec: Codec) -> torch.Tensor:
     meets values that are not finite, or an odd head_dim with INT4.
     """
     if codec is Codec.RAW:
-        return _bytes(kv)
-    if codec is Codec.FP8:
-        return _encode_fp8(kv.float())
-    bits = 8 if codec is Codec.INT8 else 4
-    if bits == 4 and kv.shape[-1] % 2:
+        return kv.contiguous().view(torch.uint8).reshape(-1)
+    if codec is Codec.INT4 and kv.shape[-1] % 2:
         raise KvError(KvFault.CODEC, "int4 needs an even head_dim")
-    return _encode_int(kv.float(), bits)
+    payload = torch.empty(payload_bytes(_shape(kv), kv.dtype, codec), dtype=torch.uint8)
+    direct = kv.dtype in _WORDS and _has_rows(kv)
+    if not _encode(kv if direct else kv.to(_counted(kv.dtype)).contiguous(), codec, payload):
+        raise KvError(KvFault.CODEC, "values that are not finite")
+    return payload
 
 
 def decode(payload: torch.Tensor, shape: Shape, wire: torch.dtype, codec: Codec, out: torch.dtype) -> torch.Tensor:
@@ -46,13 +63,27 @@ def decode(payload: torch.Tensor, shape: Shape, wire: torch.dtype, codec: Codec,
     RAW with `out` = `wire` is a view of the payload. Raises KvError(PROTOCOL) when the size does not fit the
     shape.
     """
-    if payload.numel() != payload_bytes(shape, wire, codec):
-        raise KvError(KvFault.PROTOCOL, "payload size does not fit its header")
+    if codec is not Codec.RAW:
+        kv = torch.empty(shape, dtype=out)
+        decode_into(payload, wire, codec, kv)
+        return kv
+    _check_size(payload, shape, wire, codec)
+    return _typed(payload, wire, shape).to(out)
+
+
+def decode_into(payload: torch.Tensor, wire: torch.dtype, codec: Codec, kv: torch.Tensor) -> None:
+    """As `decode`, into `kv` [layers, 2, tokens, heads, head_dim]: whatever its strides, best where what a token has of
+    all heads lies together.
+    """
+    _check_size(payload, _shape(kv), wire, codec)
     if codec is Codec.RAW:
-        return _typed(payload, wire, shape).to(out)
-    if codec is Codec.FP8:
-        return _decode_fp8(payload, shape, out)
-    return _decode_int(payload, shape, 8 if codec is Codec.INT8 else 4, out)
+        kv.copy_(_typed(payload, wire, _shape(kv)))
+        return
+    direct = kv.dtype in _WORDS and _has_rows(kv)
+    target = kv if direct else torch.empty(kv.shape, dtype=_counted(kv.dtype))
+    _decode(payload, codec, target)
+    if not direct:
+        kv.copy_(target)
 
 
 def payload_bytes(shape: Shape, wire: torch.dtype, codec: Codec) -> int:
@@ -68,134 +99,67 @@ def payload_bytes(shape: Shape, wire: torch.dtype, codec: Codec) -> int:
     return layers * (2 * packed + 4 * groups + 2 * 4)
 
 
-def _encode_fp8(kv: torch.Tensor) -> torch.Tensor:
-    top = torch.maximum(kv.amax(dim=(2, 4), keepdim=True), -kv.amin(dim=(2, 4), keepdim=True))
-    _check_finite(top)
-    scale = (top / _FP8_MAX).clamp_(min=torch.finfo(torch.float32).tiny)  # [layers, 2, 1, heads, 1]
-    coded = (kv / scale).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
-    return torch.cat([_bytes(scale), _bytes(coded)])
+# Kernels are loaded where lossy KV is met: numba costs time and memory, and most clusters never meet any.
 
 
-def _decode_fp8(payload: torch.Tensor, shape: Shape, out: torch.dtype) -> torch.Tensor:
-    layers, _, _, heads, _ = shape
-    head = layers * 2 * heads * 4
-    scale = _typed(payload[:head], torch.float32, (layers, 2, 1, heads, 1))
-    # A table of the 256 values: torch converts from float8 a third as fast (seen).
-    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    values = np.take(table.numpy(), payload[head:].numpy(), mode="clip")
-    return torch.from_numpy(values).view(shape).mul_(scale).to(out)
+def _encode(kv: torch.Tensor, codec: Codec, payload: torch.Tensor) -> bool:
+    """Fill `payload`; False when a value is not finite."""
+    values, steps, shape = _flat(kv)
+    dim = kv.shape[-1]
+    if codec is Codec.FP8:
+        from services.worker.kv.codec_fp8 import encode_fp8
+
+        return encode_fp8(values, steps, shape, dim, payload.numpy())
+    from services.worker.kv.codec_quantise import encode_ints
+
+    return encode_ints(values, steps, shape, channel_group(dim), _BITS[codec], payload.numpy())
 
 
-def _encode_int(kv: torch.Tensor, bits: int) -> torch.Tensor:
-    keys, values = _by_tokens(kv[:, 0]), [(_by_channels(kv[:, 1]), 4)]
-    units = []
-    parts = []
-    for side in (keys, values):
-        # amin and amax: torch.aminmax takes ten times as long (seen)
-        ranges = [(x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)) for x, axis in side]
-        unit = _unit(ranges)
-        units.append(unit)
-        for (x, _), (low, high) in zip(side, ranges, strict=True):
-            zero, scale = _grid(low / unit, high / unit, bits)
-            coded = x.sub(zero.float() * unit).div_(scale.float() * unit).round_().to(torch.uint8)
-            parts += [_bytes(scale), _bytes(zero), _pack(coded, bits)]
-    return torch.cat([_bytes(torch.stack(units, dim=1)), *parts])
+def _decode(payload: torch.Tensor, codec: Codec, kv: torch.Tensor) -> None:
+    values, steps, shape = _flat(kv)
+    dim = kv.shape[-1]
+    if codec is Codec.FP8:
+        from services.worker.kv.codec_fp8 import decode_fp8
+
+        decode_fp8(payload.numpy(), steps, shape, dim, values)
+    else:
+        from services.worker.kv.codec_restore import decode_ints
+
+        decode_ints(payload.numpy(), steps, shape, channel_group(dim), _BITS[codec], values)
 
 
-def _unit(ranges: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """By what a layer's values are divided: a power of two, [layers, 1, 1, 1, 1]."""
-    top = torch.stack([torch.maximum(-low, high).amax(dim=(1, 2, 3, 4)) for low, high in ranges]).amax(dim=0)
-    _check_finite(top)
-    exponent = torch.ceil(torch.log2(top.clamp_(min=2.0**-80))) - _TOP_EXPONENT
-    return torch.exp2(exponent).view(-1, 1, 1, 1, 1)
+def _check_size(payload: torch.Tensor, shape: Shape, wire: torch.dtype, codec: Codec) -> None:
+    if payload.numel() != payload_bytes(shape, wire, codec):
+        raise KvError(KvFault.PROTOCOL, "payload size does not fit its header")
 
 
-def _check_finite(top: torch.Tensor) -> None:
-    if not torch.isfinite(top).all():
-        raise KvError(KvFault.CODEC, "values that are not finite")
+def _shape(kv: torch.Tensor) -> Shape:
+    layers, sides, tokens, heads, dim = kv.shape
+    return layers, sides, tokens, heads, dim
 
 
-def _decode_int(payload: torch.Tensor, shape: Shape, bits: int, out: torch.dtype) -> torch.Tensor:
-    layers = shape[0]
-    kv = torch.empty(shape, dtype=out)
-    reader = _Reader(payload)
-    units = reader.take(torch.float32, (layers, 2, 1, 1, 1, 1)).unbind(1)
-    targets = [(view, 2, 0) for view, _ in _by_tokens(kv[:, 0])] + [(_by_channels(kv[:, 1]), 4, 1)]
-    for target, axis, side in targets:
-        stats = (*target.shape[:axis], 1, *target.shape[axis + 1 :])
-        scale = reader.take(torch.float16, stats).float() * units[side]
-        zero = reader.take(torch.float16, stats).float() * units[side]
-        coded = _unpack(reader.take(torch.uint8, (target.numel() * bits // 8,)), bits, tuple(target.shape))
-        target.copy_(coded.float().mul_(scale).add_(zero))
-    return kv
+def _counted(dtype: torch.dtype) -> torch.dtype:
+    """In what KV of that dtype is counted with: float16 becomes float32."""
+    return dtype if dtype in _WORDS else torch.float32
 
 
-def _by_tokens(k: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """K [layers, tokens, heads, dim] as [layers, groups, group, heads, dim], axis 2: whole groups, then the
-    rest.
+def _has_rows(kv: torch.Tensor) -> bool:
+    """Whether what a token has of all heads lies together."""
+    return kv.stride(4) == 1 and (kv.shape[3] == 1 or kv.stride(3) == kv.shape[4])
+
+
+def _flat(kv: torch.Tensor) -> tuple["np.ndarray[Any, Any]", tuple[int, int, int], tuple[int, int, int]]:
+    """All values from the first to the last one as whole numbers of their bits; the steps of layers, of K and V, and of
+    tokens; layers, tokens, and values of a token.
     """
-    layers, tokens, *rest = k.shape
-    whole = tokens // TOKEN_GROUP * TOKEN_GROUP
-    views = []
-    if whole:
-        views.append((k[:, :whole].view(layers, whole // TOKEN_GROUP, TOKEN_GROUP, *rest), 2))
-    if tokens > whole:
-        views.append((k[:, whole:].unsqueeze(1), 2))
-    return views
-
-
-def _by_channels(v: torch.Tensor) -> torch.Tensor:
-    """V [layers, tokens, heads, dim] as [layers, tokens, heads, groups, group]."""
-    group = channel_group(v.shape[-1])
-    return v.view(*v.shape[:-1], v.shape[-1] // group, group)
-
-
-def _grid(low: torch.Tensor, high: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros, rounded down, and scales, rounded up, in float16: (x - zero) / scale rounds to 0 … 2^bits - 1."""
-    zero = low.half()
-    zero = torch.where(zero.float() > low, (low - low.abs() * _ULP - _TINY).half(), zero)
-    exact = (high - zero.float()) / ((1 << bits) - 1)
-    scale = exact.half()
-    scale = torch.where(scale.float() < exact, (exact * (1 + _ULP) + _TINY).half(), scale).clamp_(min=_TINY)
-    return zero, scale
-
-
-def _pack(coded: torch.Tensor, bits: int) -> torch.Tensor:
-    flat = coded.reshape(-1)
-    if bits == 8:
-        return flat
-    low, high = flat.chunk(2)
-    return low | (high << 4)
-
-
-def _unpack(packed: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Tensor:
-    if bits == 8:
-        return packed.view(shape)
-    return torch.cat([packed & 15, packed >> 4]).view(shape)
-
-
-class _Reader:
-    """Takes typed sections off a payload, in order."""
-
-    def __init__(self, payload: torch.Tensor) -> None:
-        self._payload = payload
-        self._at = 0
-
-    def take(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        part = self._payload[self._at : self._at + size]
-        self._at += size
-        return _typed(part, dtype, shape)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8).reshape(-1)
+    layers, _, tokens, heads, dim = kv.shape
+    steps = (kv.stride(0), kv.stride(1), kv.stride(2))
+    size = (layers - 1) * steps[0] + steps[1] + (tokens - 1) * steps[2] + heads * dim
+    values = kv.view(_WORDS[kv.dtype]).as_strided((size,), (1,))
+    return values.numpy(), steps, (layers, tokens, heads * dim)
 
 
 def _typed(payload: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if payload.data_ptr() % dtype.itemsize or payload.storage_offset() % dtype.itemsize:
-        # libzmq gives small messages any address, and packed sections have odd lengths.
-        payload = payload.clone()
+        payload = payload.clone()  # libzmq gives small messages any address
     return payload.view(dtype).view(shape)

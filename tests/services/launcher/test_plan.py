@@ -139,6 +139,22 @@ def test_settings_of_the_file_reach_the_processes(tmp_path: Path, monkeypatch: p
     assert process(plan, "d").env["OMP_NUM_THREADS"] == "3"
 
 
+@pytest.mark.parametrize(
+    ("gateway", "lossy"),
+    [
+        ({}, False),
+        ({"kv_codec": "raw", "slo": {"fast": {}}}, False),
+        ({"kv_codec": "int8"}, True),
+        ({"slo": {"fast": {"ttft_s": 1.0}, "cheap": {"lossy_kv": "int4"}}}, True),
+    ],
+)
+def test_instances_load_codecs_where_a_class_allows_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gateway: dict[str, Any], lossy: bool
+) -> None:
+    plan = make_plan(cluster(gateway=gateway), tmp_path)
+    assert loaded(WorkerSettings, process(plan, "d"), monkeypatch).lossy_kv == lossy
+
+
 def test_the_users_environment_does_not_leak_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYPHASE_WORKER_BLOCK_SIZE", "999")
     monkeypatch.setenv("POLYPHASE_GATEWAY_PORT", "1")

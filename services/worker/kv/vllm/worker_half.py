@@ -105,6 +105,7 @@ class WorkerHalf:
             staging_bytes=s.staging_bytes,
             lease_s=s.lease_s,
             limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes),
+            lossy=s.lossy,
             curve=(s.curve_public, s.curve_secret) if s.curve_public else None,
         )
 

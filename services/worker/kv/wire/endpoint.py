@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.worker.kv.codec import prepare
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.events import EventSender, PullEnded, StagedChunk, StagingFailed, ThreadEnded, TransferEnded
 from services.worker.kv.staging import Segment, StagingPool
@@ -32,6 +33,7 @@ class EndpointSettings:
     lease_s: float = 60.0
     limits: PullLimits = field(default_factory=PullLimits)
     curve: tuple[str, str] | None = None
+    lossy: bool = False  # load the codecs before the first transfer needs one
 
 
 @dataclass(slots=True)
@@ -53,6 +55,8 @@ class KvEndpoint:
         faults: Faults | None = None,
     ) -> None:
         """Binds and starts at once. Raises OSError when an address cannot be had."""
+        if settings.lossy:
+            prepare(export.dtype)
         faults = faults or Faults()
         self._settings = settings
         self._export = export
