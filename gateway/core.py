@@ -174,7 +174,7 @@ class ClusterCore:
             params = copy.copy(params)
             params.seed = hash((request.request_id, _PIN_SEED)) & 0x7FFFFFFF
         who = caller.get()
-        prompt = list(request.prompt_token_ids or ())
+        prompt = request.prompt_token_ids or []
         return JobSpec(
             job_id=request.request_id,
             prompt_token_ids=prompt,

@@ -12,6 +12,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from gateway.core import ClusterCore
+from gateway.detokenising import read_only_ends
 from gateway.grammars import Grammars
 
 # How KV moves is ours to say; the rest of vllm_xargs is for an operator's logits processors.
@@ -27,6 +28,7 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     """The front end. Its engine core is the cluster."""
 
     def __init__(self, config: VllmConfig, core: ClusterCore, grammars: Grammars) -> None:
+        read_only_ends()
         # vLLM offers no argument for the client of the engine core; this is its one seam.
         make = EngineCoreClient.make_async_mp_client
         EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
