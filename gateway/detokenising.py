@@ -20,4 +20,4 @@ def read_only_ends() -> None:
     def of_end(ids: Sequence[int] | None = None, skip_special_tokens: bool = False) -> tokenizers.decoders.DecodeStream:
         return whole(ids=None if ids is None else list(ids[-END_TOKENS:]), skip_special_tokens=skip_special_tokens)
 
-    tokenizers.decoders.DecodeStream = of_end
+    tokenizers.decoders.DecodeStream = of_end  # type: ignore[assignment,misc]

@@ -14,6 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
+from lab.bench.long_prompts import AIM_MS as AIM_TURN_MS
+from lab.bench.long_prompts import run_long_prompts
 from lab.bench.overhead_targets import Target, api_layer_alone, cluster, of_suite
 from lab.bench.stream_client import StreamResult, run_load, stream_completion
 from services.launcher.up import running_suite
@@ -34,7 +36,12 @@ Cell = dict[str, float]
 
 def run_overhead_bench(rounds: int = ROUNDS, streams: tuple[int, ...] = STREAMS) -> dict[str, Any]:
     """Start an emulated suite, load it, and give figures and aims."""
-    return asyncio.run(_bench(rounds, streams))
+    long_prompts = run_long_prompts()
+    result = asyncio.run(_bench(rounds, streams))
+    result["figures"]["long_prompt_longest_turn_ms"] = long_prompts
+    worst = max(turn for of_kind in long_prompts.values() for turn in of_kind.values())
+    result["aims"]["long_prompt_longest_turn_ms"] = _aim(worst, AIM_TURN_MS)
+    return result
 
 
 async def _bench(rounds: int, streams: tuple[int, ...]) -> dict[str, Any]:
