@@ -83,7 +83,7 @@ class _Importer:
         self._plain = socket.create_connection(("127.0.0.1", plain_port), timeout=60)
         self._ended = threading.Event()
         self._result: PullResult | None = None
-        settings = EndpointSettings("tcp://127.0.0.1:*", f"ipc://{folder}/importer", _IDENTITY)
+        settings = EndpointSettings("kv://127.0.0.1:*", f"ipc://{folder}/importer", _IDENTITY)
         self._endpoint = KvEndpoint(settings, _EXPORT, ImportShape(_SHARDS, DIM), self._on_end)
         self._count = 0
 
@@ -147,6 +147,13 @@ class _Destination:
         """See services.worker.kv.wire.importing.Destination."""
         self._layers[layer][:, token_start : token_start + kv.shape[1]] = kv
 
+    def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
+        """K's and V's part of the layer's tensor."""
+        if heads != (0, HEADS):
+            return []
+        kv = self._layers[layer][:, tokens[0] : tokens[1]].view(torch.uint8)
+        return [half.numpy().data.cast("B") for half in kv]
+
     def finish(self) -> None:
         """All of it is there: no device is at it."""
 
@@ -172,7 +179,7 @@ def _export(pipe: Connection, folder: str) -> None:
     server = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_serve_plain, args=(server,), daemon=True).start()
     settings = EndpointSettings(
-        "tcp://127.0.0.1:*", f"ipc://{Path(folder)}/exporter", _IDENTITY, staging_bytes=512 << 20
+        "kv://127.0.0.1:*", f"ipc://{Path(folder)}/exporter", _IDENTITY, staging_bytes=512 << 20
     )
     endpoint = KvEndpoint(settings, _EXPORT, ImportShape(_SHARDS, DIM), lambda _: None)
     pipe.send((endpoint.address, server.getsockname()[1]))

@@ -9,7 +9,7 @@ from shared.domain.rates import Rates
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.timeline import RequestTimeline
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 
 class PlaceRequest(msgspec.Struct):

@@ -1,7 +1,7 @@
 """Messages of the KV protocol, msgpack-coded msgspec structs.
 
 Importer to exporter: `Pull`, `Credit`, `Cancel`, `Confirm`. Exporter to importer: `Frame` (followed by its
-payload as a second ZeroMQ part), `Sent`, `Failed`. Worker process to its own ranks: `Control`, answered by `Answer`.
+payload as a second part), `Sent`, `Failed`. Worker process to its own ranks: `Control`, answered by `Answer`.
 
 A pull names the tokens and heads it wants and grants an amount of payload bytes; the exporter sends frames as
 they become staged while the grant lasts; the importer grants more as it consumes. Every frame describes
@@ -254,7 +254,7 @@ def checksum(payload: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-def verify(frame: Frame, payload: Buffer) -> None:
-    """Raise KvError(CHECKSUM) unless the payload is what was sent."""
-    if checksum(payload) != frame.checksum:
+def verify(frame: Frame, digest: int) -> None:
+    """Raise KvError(CHECKSUM) unless the payload, of that checksum, is what was sent."""
+    if digest != frame.checksum:
         raise KvError(KvFault.CHECKSUM, f"layers {frame.layer_start}.. tokens {frame.token_start}..")

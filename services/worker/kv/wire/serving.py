@@ -58,9 +58,8 @@ class ExportShape:
 class Serving:
     """State of one pull: a cursor over segments and layers, and what the importer still grants."""
 
-    def __init__(self, peer: bytes, pull: Pull, shape: ExportShape, now_s: float) -> None:
+    def __init__(self, pull: Pull, shape: ExportShape, now_s: float) -> None:
         """`now_s` is monotonic."""
-        self.peer = peer
         self.pull = pull
         self.frames = 0
         self.sent_bytes = 0
