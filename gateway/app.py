@@ -20,6 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from gateway import surface
 from gateway.admission import Admissions
 from gateway.auth import LOOPBACK, KeyRing, load_keys
+from gateway.connection import StreamProtocol
 from gateway.core import ClusterCore, JobRunner
 from gateway.edge import Edge
 from gateway.grammars import Grammars
@@ -28,12 +29,12 @@ from gateway.lines import Lines
 from gateway.llm import ClusterLLM
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
+from gateway.plain import serve_plain_streams
 from gateway.recording import recording
 from gateway.reports import PERIOD_S, Reporter
 from gateway.settings import GatewaySettings
 from shared.domain.job import WhenFull
 from shared.errors import InvalidRequest
-from shared.runtime.header_limit import HeaderLimitProtocol
 from shared.runtime.http import SHUTDOWN_S
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
@@ -63,7 +64,7 @@ def http_server(app: Edge, host: str, port: int) -> uvicorn.Server:
         port=port,
         log_config=None,
         access_log=False,
-        http=HeaderLimitProtocol,
+        http=StreamProtocol,
         ws="none",
         timeout_graceful_shutdown=SHUTDOWN_S,
         timeout_keep_alive=30,
@@ -104,6 +105,8 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         llm = ClusterLLM(config, core, grammars)
         stack.callback(llm.shutdown)
         app = await _vllm_app(args, llm)
+        if settings.lean_streams:
+            serve_plain_streams(app.state, direct=surface.bodies_pass(app))
         yield Edge(app, settings, keys, metrics, admission)
         await reporter.flush()
 

@@ -4,6 +4,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from gateway.admission import Ticket
+from gateway.connection import BodyWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,13 +12,14 @@ class Caller:
     """Whose request it is.
 
     arrived_s: unix seconds at which all of its body was there. tier: OpenAI's `service_tier` that it is served as;
-    empty where its body names none, or a header names its class.
+    empty where its body names none, or a header names its class. body: the short way to its connection, if any.
     """
 
     ticket: Ticket
     slo: str
     arrived_s: float
     tier: str = ""
+    body: BodyWriter | None = None
 
 
 # vLLM's handlers carry no headers down to the engine; a context variable follows the request's task.

@@ -25,6 +25,7 @@ from gateway.admission import Seat, Ticket
 from gateway.context import caller
 from gateway.job import Job, JobSpec
 from gateway.settings import GatewaySettings
+from gateway.stream import PlainStream, StreamPass, submitted
 from shared.domain.job import Generation, Phase, WhenFull
 from shared.errors import Overloaded, PolyphaseError
 from shared.runtime.logs import get_log
@@ -48,6 +49,7 @@ class JobRunner(Protocol):
 class _Running:
     job: Job
     seat: Seat
+    stream: PlainStream | None = None
     task: asyncio.Task[None] | None = None
 
 
@@ -61,6 +63,7 @@ class ClusterCore:
         self._settings = settings
         self._pipeline = pipeline
         self._jobs: dict[str, _Running] = {}
+        self._streams = StreamPass()
         self._outputs: list[EngineCoreOutput] = []
         self._ready = asyncio.Event()
         self._requests: Any = None
@@ -87,16 +90,14 @@ class ClusterCore:
         if spec.slo.when_full is WhenFull.DELAY:
             deadline_s += self._settings.slo[spec.slo.name].queue_s
         job = Job(spec, lambda step: self._emit(spec.job_id, step), self._settings.gateway_id, deadline_s)
-        running = self._jobs[spec.job_id] = _Running(job, seat)
+        running = self._jobs[spec.job_id] = _Running(job, seat, self._stream_of(spec.job_id))
         running.task = asyncio.get_running_loop().create_task(self._run(running), name=f"job {spec.job_id}")
         running.task.add_done_callback(lambda ended: self._ended(spec.job_id, ended))
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
         """End jobs whose client has its answer: the output processor has found a stop string in it."""
         for request_id in request_ids:
-            if running := self._jobs.get(request_id):
-                running.job.stop()
-        self.cancel(request_ids)
+            self._stopped(request_id)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Give up jobs whose client is gone."""
@@ -111,6 +112,11 @@ class ClusterCore:
         self._ready.clear()
         outputs, self._outputs = self._outputs, []
         return EngineCoreOutputs(outputs=outputs)
+
+    def _stopped(self, request_id: str) -> None:
+        if running := self._jobs.get(request_id):
+            running.job.stop()
+            self.cancel((request_id,))
 
     def dp_engines_running(self) -> bool:
         """No data-parallel engines here."""
@@ -145,6 +151,8 @@ class ClusterCore:
         """
         if error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
             ticket.refusal = error  # the edge answers: the front end knows no Retry-After
+        if (running := self._jobs.get(request_id)) is not None and running.stream is not None:
+            running.stream.advance()  # what it has is its client's
         state = self._requests.request_states.get(request_id)
         if state is None or state.queue is None:
             return
@@ -178,10 +186,23 @@ class ClusterCore:
             caller=who.ticket.caller,
         )
 
+    def _stream_of(self, request_id: str) -> PlainStream | None:
+        """The stream that submits this request, if it is a plain one."""
+        stream = submitted.get()
+        if stream is not None:
+            submitted.set(None)
+            stream.bind(request_id, self._requests, self._stopped)
+        return stream
+
     def _emit(self, job_id: str, step: TokenStep) -> None:
         running = self._jobs[job_id]
         if running.job.phase is Phase.DECODE or step.finish_reason:
             running.seat.leave()
+        if running.stream is not None:
+            reason = _REASONS[step.finish_reason] if step.finish_reason else None
+            running.stream.take(step.tokens, reason, step.stop_reason)
+            self._streams.add(running.stream)
+            return
         self._outputs.append(
             EngineCoreOutput(
                 request_id=job_id,

@@ -15,6 +15,7 @@ from typing import Any
 from gateway.admission import Admissions, Ticket
 from gateway.asked import asked_of
 from gateway.auth import ApiKey, KeyRing
+from gateway.connection import EXTENSION
 from gateway.context import Caller, caller
 from gateway.metrics import GatewayMetrics
 from gateway.settings import USUAL_TIERS, GatewaySettings
@@ -112,7 +113,7 @@ class Edge:
                         slo, tier = self._of_tier(asked.tier, key, slo)
                     ticket.move(self.admission.of(slo))
                     ticket.claim(asked.jobs)
-                    caller.set(Caller(ticket, slo, time.time(), tier))
+                    caller.set(Caller(ticket, slo, time.time(), tier, scope.get("extensions", {}).get(EXTENSION)))
                     receive = _replay(body, receive)
             except PolyphaseError as error:
                 self._metrics.refused.labels(cause=error.code, slo=slo).inc()

@@ -148,8 +148,8 @@ class Job:
             self.tokens += tokens
             self._replayed = len(self.tokens)
             self.waited_s, self.losses = 0.0, 0
+        self.finish_reason = step.finish_reason  # first: what takes the step may find that a stop string ended it
         self.emit(step)
-        self.finish_reason = step.finish_reason
 
     def stop(self) -> None:
         """The front end found a stop string: the client has its answer, whatever its engine produced after it."""

@@ -41,6 +41,18 @@ SERVED = frozenset(
 )
 
 
+# Middleware that leaves the parts of a body as they are.
+_PASSING = frozenset(
+    {
+        "AuthenticationMiddleware",
+        "CORSMiddleware",
+        "PrometheusInstrumentatorMiddleware",
+        "ScalingMiddleware",
+        "XRequestIdMiddleware",
+    }
+)
+
+
 class MethodNotAllowed(InvalidRequest):
     """The path is served, by other methods."""
 
@@ -55,6 +67,11 @@ def trim(app: FastAPI) -> None:
     for kind in (EngineGenerateError, Exception):
         app.add_exception_handler(kind, _unforeseen)
     app.middleware_stack = None  # vLLM has built it already; the next build takes the handlers in
+
+
+def bodies_pass(app: FastAPI) -> bool:
+    """Whether nobody between us and the connection wants to see the parts of a body, as other middleware may."""
+    return all(getattr(each.cls, "__name__", "") in _PASSING for each in app.user_middleware)
 
 
 def name_errors(messages: Any) -> None:

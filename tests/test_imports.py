@@ -31,6 +31,8 @@ VLLM = {
     "gateway/grammar_process.py",
     "gateway/grammars.py",
     "gateway/llm.py",
+    "gateway/plain.py",
+    "gateway/stream.py",
     "gateway/surface.py",
     "services/worker/engines/vllm.py",
     "services/worker/engines/vllm_requests.py",

@@ -13,6 +13,7 @@ from rich.table import Table
 BENCHES: dict[str, tuple[str, str]] = {
     "overhead": ("bench.overhead", "run_overhead_bench"),
     "kv": ("bench.kv", "run_kv_bench"),
+    "streams": ("bench.streams", "run_streams_bench"),
     "policy": ("bench.policy", "run_policy_bench"),
     "policies": ("bench.policies", "run_policies_bench"),
     "policies_live": ("bench.policies_live", "run_policies_live"),

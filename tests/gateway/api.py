@@ -2,10 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
@@ -14,6 +14,9 @@ from gateway.settings import GatewaySettings
 from shared.wire.messages import JobReport
 from tests.gateway.cluster import Cluster
 from tests.gateway.worker import Worker
+
+if TYPE_CHECKING:
+    from gateway.core import JobRunner
 
 MODEL = Path(__file__).parents[2] / "models" / "demo"
 PROMPT = [400, 401, 402, 403]
@@ -27,6 +30,7 @@ class Api:
         self.settings = settings
         self.cluster = cluster
         self.admission = edge.admission
+        self.edge = edge
         self.app: Any = edge.app
 
     async def complete(self, **body: Any) -> httpx.Response:
@@ -47,6 +51,16 @@ class Api:
 
         await until(lambda: len(final()) >= count)
         return final()
+
+    @contextmanager
+    def running_jobs(self, runner: "JobRunner") -> Iterator[None]:
+        """That runs the jobs, not the pipeline."""
+        core = self.app.state.engine_client._core
+        pipeline, core._pipeline = core._pipeline, runner
+        try:
+            yield
+        finally:
+            core._pipeline = pipeline
 
     @property
     def workers(self) -> list[Worker]:

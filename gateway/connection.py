@@ -1,0 +1,82 @@
+"""HTTP connections as plain streams need them: an event goes to the socket in one call, and only where it takes it."""
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+from shared.runtime.header_limit import HeaderLimitProtocol
+
+EXTENSION = "polyphase.body"  # of a request's ASGI scope: its Body
+
+
+class BodyWriter(Protocol):
+    """Writes parts of a body past the application's wrappers around `send`."""
+
+    @property
+    def open(self) -> bool:
+        """Whether the answer has begun and has not ended."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """Whether the reader is so slow that what is written would wait in memory."""
+        ...
+
+    def write(self, part: bytes) -> None:
+        """Send that much of the body. Only while `open`."""
+        ...
+
+    def on_room(self, told: Callable[[], None]) -> None:
+        """Call back whenever it is `full` no longer."""
+        ...
+
+
+class Body:
+    """Of one answer, a BodyWriter over uvicorn's connection."""
+
+    __slots__ = ("_cycle", "_flow", "_transport", "room")
+
+    def __init__(self, cycle: Any, flow: Any) -> None:
+        self._cycle = cycle
+        self._flow = flow
+        self._transport = cycle.transport
+        self.room: Callable[[], None] | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether the answer has begun, in chunks, and has neither ended nor lost its reader."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding and not cycle.response_complete and not cycle.disconnected)
+
+    @property
+    def full(self) -> bool:
+        """Whether the transport's buffer is over its mark."""
+        return bool(self._flow.write_paused)
+
+    def write(self, part: bytes) -> None:
+        """One chunk (RFC 9112, section 7.1). Nothing where nobody reads any more."""
+        if self.open:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+    def on_room(self, told: Callable[[], None]) -> None:
+        """Call back when the buffer has drained."""
+        self.room = told
+
+
+class StreamProtocol(HeaderLimitProtocol):
+    """uvicorn's protocol that gives each request a Body as the extension EXTENSION of its scope."""
+
+    _body: Body | None = None
+
+    def on_headers_complete(self) -> None:
+        """The application's task is made, and has not begun."""
+        super().on_headers_complete()
+        if self.cycle is not None:
+            self._body = Body(self.cycle, self.flow)
+            extensions = cast(dict[str, Any], self.cycle.scope).setdefault("extensions", {})
+            extensions[EXTENSION] = self._body
+
+    def resume_writing(self) -> None:
+        """The transport's buffer has drained."""
+        super().resume_writing()
+        if self._body is not None and self._body.room is not None:
+            self._body.room()

@@ -1,0 +1,184 @@
+"""A plain stream: one answer's tokens become text and events here, in one pass for all jobs of an engine's step.
+
+vLLM's own detokeniser and stop strings; none of its outputs, collectors and generators a token.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from vllm.outputs import STREAM_FINISHED, CompletionOutput, RequestOutput
+from vllm.v1.engine import FinishReason
+
+from gateway.chunks import Chunks
+from gateway.connection import BodyWriter
+from shared.runtime.logs import get_log
+
+log = get_log(__name__)
+AT_ONCE = 128  # streams that a pass serves before other work has its turn
+Stopped = Callable[[str], None]  # ends the job of a request whose answer has hit a stop string
+
+
+class PlainStream:
+    """One answer between the engine's steps and its HTTP response.
+
+    The response's own task sends the first and the last events, and all of them where there is no `body` to write to.
+    What a slow reader does not take waits as text in the detokeniser, which keeps it anyhow, and goes out as one event.
+    """
+
+    def __init__(self, make: Callable[[], Chunks], role: str, body: BodyWriter | None) -> None:
+        self._make = make
+        self._chunks: Chunks  # from here on only of a request that was accepted
+        self._role = role
+        self._body = body
+        self._direct = False  # the response has begun, and events go straight to its connection
+        self._greeted = False
+        self._state: Any  # vLLM's RequestState
+        self._outputs: Any  # its OutputProcessor
+        self._stopped: Stopped
+        self._tokens: list[int] = []
+        self._finish: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        self._ends_with_stop_token = False  # which is in no text
+        self._end: tuple[str, int | str | None] | None = None  # why the answer ends, once it has
+        self._told_tokens = 0
+        self.queued = False  # in the next pass
+
+    def bind(self, request_id: str, outputs: Any, stopped: Stopped) -> None:
+        """Take the place of vLLM's output processor for this request. It is registered there."""
+        self._state = outputs.request_states[request_id]
+        self._chunks = self._make()
+        self._outputs = outputs
+        self._stopped = stopped
+
+    def take(self, tokens: list[int], finish: FinishReason | None, stop_reason: int | str | None) -> None:
+        """A step of its engine."""
+        self._tokens += tokens
+        self._finish, self._stop_reason = finish, stop_reason
+        self._ends_with_stop_token = bool(tokens) and finish is FinishReason.STOP
+
+    def advance(self) -> None:
+        """Turn the tokens taken into text, look for stop strings, and send what is new."""
+        state, outputs = self._state, self._outputs
+        if self._end is not None or outputs.request_states.get(state.request_id) is not state:
+            return  # its client is gone, or has it all
+        tokens, self._tokens = self._tokens, []
+        state.is_prefilling = False
+        found = state.detokenizer.update(tokens, self._ends_with_stop_token)
+        if found is None and self._finish is None:
+            self.send()
+            return
+        self._end = (str(FinishReason.STOP), found) if found else (str(self._finish), self._stop_reason)
+        outputs._finish_request(state)
+        if found:
+            self._stopped(state.request_id)
+        state.queue.put(STREAM_FINISHED)
+
+    def send(self) -> None:
+        """Send what is new, unless the reader has to catch up first."""
+        if not self._direct:
+            self._state.queue.put(_news())
+        elif self._body is not None and not self._body.full and (news := self.news()):
+            self._body.write(news)
+
+    def news(self) -> bytes:
+        """Events of all that is new. Empty where nothing is."""
+        return self._events(self._state.detokenizer.get_next_output_text(False, True))
+
+    def begun(self) -> None:
+        """The response is under way: from here on events may go straight to its connection."""
+        if self._body is not None and self._body.open:
+            self._direct = True
+            self._body.on_room(self._catch_up)
+            self._catch_up()
+
+    @property
+    def direct(self) -> bool:
+        """Whether events go straight to the connection."""
+        return self._direct
+
+    @property
+    def ended(self) -> bool:
+        """Whether the rest of the answer is known."""
+        return self._end is not None
+
+    def last(self, cut: CompletionOutput | None = None) -> bytes:
+        """The rest of the answer and its end. `cut`: the end that vLLM gave it, if it did."""
+        detokenizer = self._state.detokenizer
+        if cut is not None:
+            text, reason, stop_reason = cut.text, str(cut.finish_reason), cut.stop_reason
+        elif self._end is not None:
+            text, (reason, stop_reason) = detokenizer.get_next_output_text(True, True), self._end
+        else:
+            return b""
+        return self._events(text, (reason, stop_reason))
+
+    def totals(self) -> bytes:
+        """The event that closes a stream whose client asked for its usage."""
+        return self._chunks.totals(*self.counted)
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """Tokens of the prompt and of the answer."""
+        return self._state.prompt_len, self._state.detokenizer.num_output_tokens()
+
+    def fail(self, error: Exception) -> None:
+        """Have the response end with that error."""
+        self._state.queue.put(error)
+
+    def _catch_up(self) -> None:
+        if self._end is None and self.counted[1] > self._told_tokens:
+            self.send()
+
+    def _events(self, text: str, end: tuple[str, int | str | None] | None = None) -> bytes:
+        prompt_tokens, tokens = self.counted
+        greeting = b""
+        if not self._greeted:
+            self._greeted = True
+            greeting = self._chunks.greeting(self._role, prompt_tokens)
+        if not text and not tokens:
+            return greeting  # vLLM tells no end of an answer that never began
+        self._told_tokens, fresh = tokens, tokens - self._told_tokens
+        if end is not None:
+            return greeting + self._chunks.last(text, prompt_tokens, tokens, *end)
+        if not fresh:
+            return greeting
+        return greeting + self._chunks.text(text, prompt_tokens, tokens)
+
+
+class StreamPass:
+    """Serves all streams that have new tokens in one go, once a turn of the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: list[PlainStream] = []
+
+    def add(self, stream: PlainStream) -> None:
+        """It has taken a step. Several of a turn go out as one event."""
+        if stream.queued:
+            return
+        stream.queued = True
+        self._waiting.append(stream)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        serve, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+        for stream in serve:
+            stream.queued = False
+            try:
+                stream.advance()
+            except Exception as error:  # the boundary: what is wrong with one answer must not hold up the others
+                log.error("a stream crashed", exc_info=error)
+                stream.fail(error)
+
+
+# The stream of the request that is being submitted: vLLM passes nothing of ours down to its engine core.
+submitted: ContextVar[PlainStream | None] = ContextVar("submitted", default=None)
+
+
+def _news() -> RequestOutput:
+    """Wakes the response's task. A new one each time: a collector merges outputs into the one that waits."""
+    return RequestOutput("", None, None, None, [], finished=False)

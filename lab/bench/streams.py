@@ -1,0 +1,169 @@
+"""`polyphase bench streams`: thousands of chat streams open at once through one gateway process, for a minute.
+
+Every service is real, the instances are emulated: a decode step lasts STEP_S, so each stream gets a token a second.
+Lost is a stream that does not come to its end with all its tokens, late a token that comes a step or more behind its
+time. Memory is what the gateway's process has more than before the first stream. The second part has as many tokens a
+second as the gateway can write.
+"""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+from rich.console import Console
+
+from lab.bench.stream_crowd import Crowd, Watched
+from lab.demo.run import on_free_ports
+from services.launcher.cluster_file import Cluster
+from services.launcher.model_source import PROJECT
+from services.launcher.up import RunningSuite, running_suite
+
+STREAMS, HELD_S, PER_S = 2000, 60.0, 80.0
+STEP_S, SETTLE_S = 1.0, 3.0  # a job that is handed over waits for a step under way: its second token is no measure
+QUICK_STEP_S, QUICK_STREAMS, QUICK_TOKENS = 0.01, 64, 400  # more than one process can write
+CHAT = "/v1/chat/completions"
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
+_ENDS_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The many streams, and what the gateway's process had in memory before and while they were open."""
+
+    streams: list[Watched]
+    from_s: float  # when all were open
+    before_bytes: int
+    open_bytes: int
+    cpu_share: float  # cores that the gateway used while all were open
+
+
+def run_streams_bench(streams: int = STREAMS, held_s: float = HELD_S) -> dict[str, Any]:
+    """Figures, aims and notes."""
+    return asyncio.run(_bench(streams, held_s))
+
+
+async def _bench(streams: int, held_s: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="polyphase-streams-") as folder:
+        async with _suite(Path(folder) / "held", STEP_S) as running:
+            held = await _hold(running, streams, held_s)
+        async with _suite(Path(folder) / "rate", QUICK_STEP_S) as running:
+            rate = await _rate(running)
+    return _result(held, held_s, rate)
+
+
+def _suite(folder: Path, step_s: float) -> AbstractAsyncContextManager[RunningSuite]:
+    instance = {
+        "engine": "emulated",
+        "accelerator": "A100-SXM-80",
+        "emulated_step_s": 0.0,
+        "max_seqs": 8192,
+        "kv_cache_bytes": 1 << 40,
+    }
+    cluster = Cluster.model_validate(
+        {
+            "name": "streams bench (emulated instances)",
+            "model": str(PROJECT / "models" / "demo"),
+            "served_model_name": "demo",
+            "gateway": {"max_queued_jobs": 8192},
+            "predictor": {"enabled": False},
+            "planner": {"enabled": False},
+            "dashboard": {"enabled": False},
+            "instances": [
+                {"id": "p0", "role": "prefill", **instance},
+                {"id": "d0", "role": "decode", **instance, "emulated_step_s": step_s},
+            ],
+        }
+    )
+    return running_suite(on_free_ports(cluster), folder, Console(stderr=True))
+
+
+def _body(number: int, tokens: int) -> dict[str, object]:
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": f"{number} {PROMPT}"}],
+        "max_tokens": tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+async def _hold(running: RunningSuite, count: int, held_s: float) -> _Held:
+    gateways = _gateways(running)
+    port = _port(running)
+    warm = Crowd("127.0.0.1", port, slow_s=STEP_S * 2)
+    await warm.open([_body(number, 2) for number in range(64)], CHAT, PER_S)
+    await warm.ended(_ENDS_S)
+    before = _memory(gateways)
+    crowd = Crowd("127.0.0.1", port, slow_s=STEP_S * 2)
+    opening = count / PER_S
+    # The first ones are open while the others are being opened, and all together for the time that counts.
+    bodies = [_body(n, int((opening - n / PER_S + SETTLE_S + held_s) / STEP_S) + 10) for n in range(count)]
+    await crowd.open(bodies, CHAT, PER_S)
+    await asyncio.sleep(SETTLE_S)
+    from_s, cpu_s = time.perf_counter(), _cpu_s(gateways)
+    await asyncio.sleep(held_s)
+    memory, cpu_share = _memory(gateways), (_cpu_s(gateways) - cpu_s) / (time.perf_counter() - from_s)
+    seen = await crowd.ended(_ENDS_S)
+    for each, body in zip(seen, bodies, strict=True):
+        if not each.fault and each.tokens != body["max_tokens"]:
+            each.fault = f"{each.tokens} of {body['max_tokens']} tokens"
+    return _Held(seen, from_s, before, memory, cpu_share)
+
+
+def _port(running: RunningSuite) -> int:
+    return urlsplit(running.plan.api_url).port or 80
+
+
+async def _rate(running: RunningSuite) -> float:
+    """Tokens a second that come when there are always more than can be written: the median of three loads."""
+    rates = []
+    for _ in range(4):
+        crowd = Crowd("127.0.0.1", _port(running), slow_s=60.0)
+        await crowd.open([_body(n, QUICK_TOKENS) for n in range(QUICK_STREAMS)], CHAT, 1e6)
+        seen = await crowd.ended(_ENDS_S)
+        began, ended = min(one.first_s for one in seen), max(one.last_s for one in seen)
+        rates.append(QUICK_STREAMS * QUICK_TOKENS / (ended - began))
+    return statistics.median(rates[1:])  # the first one warms up
+
+
+def _gateways(running: RunningSuite) -> list[psutil.Process]:
+    return [psutil.Process(one.pid) for one in running.suite.state.processes if one.name.startswith("gateway")]
+
+
+def _memory(processes: list[psutil.Process]) -> int:
+    """Bytes that are theirs alone: what the fork server shares with them is no stream's."""
+    return sum(process.memory_full_info().uss for process in processes)
+
+
+def _cpu_s(processes: list[psutil.Process]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+
+def _result(held: _Held, held_s: float, rate: float) -> dict[str, Any]:
+    lost = [one.fault for one in held.streams if one.fault]
+    late = sum(one.late(held.from_s, held.from_s + held_s) for one in held.streams)
+    count = len(held.streams)
+    figures = {
+        "streams": count,
+        "lost_streams": len(lost),
+        "late_tokens": late,
+        "tokens_per_s": count / STEP_S,
+        "gateway_cores": round(held.cpu_share, 3),
+        "memory_kb_per_stream": round((held.open_bytes - held.before_bytes) / count / 1024, 1),
+        "tokens_per_s_at_most": round(rate),
+    }
+    aims = {
+        "lost_streams": {"want": "0", "got": len(lost), "met": not lost},
+        "late_tokens": {"want": "0", "got": late, "met": not late},
+    }
+    notes = [f"{psutil.cpu_count()} cores, which gateways share with the client and all other services", *lost[:3]]
+    return {"figures": figures, "aims": aims, "notes": notes}

@@ -1,0 +1,165 @@
+"""Plain streams on real connections: slow readers, readers that leave, errors that come late."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from gateway.job import Job
+from shared.errors import EngineFailed, Overloaded
+from shared.wire.messages import TokenStep
+from tests.gateway.api import Api, until
+from tests.gateway.scripted import parsed, text_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+SMALL = 4096  # bytes, of the kernel's buffers at either end
+
+
+class Ticking:
+    """An engine with a step each turn of the event loop, unless its hook has it wait or fail."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.ended: list[Job] = []
+        self.before: Any = None
+
+    async def run(self, job: Job) -> None:
+        self.jobs.append(job)
+        try:
+            while not job.finished:
+                if self.before is not None:
+                    await self.before(job)
+                await asyncio.sleep(0)
+                last = len(job.tokens) + 1 == job.spec.max_tokens
+                job.accept(TokenStep([300 + len(job.tokens) % 90], "length" if last else ""))
+        finally:
+            self.ended.append(job)
+
+
+class Served:
+    """A front end over it, on a port whose connections buffer little."""
+
+    def __init__(self, engine: Ticking, port: int) -> None:
+        self.engine = engine
+        self.port = port
+
+    async def ask(self, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The connection of a request that was sent; nothing of its answer is read."""
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.port))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=SMALL)
+        said = {"model": "demo", "stream": True, "prompt": [400, 401], **more}
+        body = json.dumps(said).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
+        writer.write(head + b"content-type: application/json\r\n\r\n" + body)
+        return reader, writer
+
+    async def answer(self, reader: asyncio.StreamReader) -> list[Any]:
+        """The events of an answer, read to its end."""
+        head, _, rest = (await asyncio.wait_for(reader.read(-1), 20)).partition(b"\r\n\r\n")
+        assert b" 200 " in head
+        parts = []
+        while rest:
+            size, _, rest = rest.partition(b"\r\n")
+            parts.append(rest[: int(size, 16)])
+            rest = rest[int(size, 16) + 2 :]
+        assert parts.pop() == b""  # the end of a chunked body
+        return parsed(parts)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def served(api: Api) -> AsyncIterator[Served]:
+    from gateway.app import http_server
+
+    server = http_server(api.edge, "127.0.0.1", 0)
+    server.config.lifespan = "off"  # the application's has begun
+    task = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    listening = server.servers[0].sockets[0]
+    with socket.fromfd(listening.fileno(), listening.family, listening.type) as real:
+        real.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
+    engine = Ticking()
+    with api.running_jobs(engine):
+        yield Served(engine, listening.getsockname()[1])
+        server.should_exit = True
+        await task
+
+
+async def test_a_slow_reader_holds_up_nobody_and_gets_all_of_it(served: Served) -> None:
+    reader, writer = await served.ask(max_tokens=1900)
+    await until(lambda: len(served.engine.ended) == 1, 20)  # the engine waits for no reader
+    other, other_writer = await served.ask(max_tokens=1900)
+    quick = await served.answer(other)
+    slow = await served.answer(reader)
+    assert text_of(slow) == text_of(quick)
+    assert len(quick) == 1900 + 1
+    assert len(slow) < 800  # what did not fit into the buffers is one event
+    for each in (writer, other_writer):
+        each.close()
+
+
+async def test_a_client_that_leaves_ends_its_job(served: Served) -> None:
+    reached = asyncio.Event()
+
+    async def hang(job: Job) -> None:
+        if len(job.tokens) == 5:
+            reached.set()
+            await asyncio.Event().wait()
+
+    served.engine.before = hang
+    reader, writer = await served.ask(max_tokens=50)
+    await asyncio.wait_for(reached.wait(), 5)
+    await until(lambda: bool(reader._buffer))  # type: ignore[attr-defined]
+    writer.close()
+    await until(lambda: len(served.engine.ended) == 1)
+    assert not served.engine.ended[0].finished
+
+
+async def test_a_failure_in_a_stream_is_its_last_event(served: Served) -> None:
+    async def fail(job: Job) -> None:
+        if len(job.tokens) == 3:
+            raise EngineFailed("the instance is gone")
+
+    served.engine.before = fail
+    reader, writer = await served.ask(max_tokens=50)
+    events = await served.answer(reader)
+    assert len(events) == 3 + 1 + 1
+    assert events[-2]["error"]["message"] == "the instance is gone"
+    assert events[-1] == "[DONE]"
+    writer.close()
+
+
+async def test_a_refusal_before_the_first_token_is_a_plain_429(served: Served) -> None:
+    async def refuse(job: Job) -> None:
+        raise Overloaded("full", retry_after_s=3.0)
+
+    served.engine.before = refuse
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=10) as client:
+        body = {"model": "demo", "stream": True, "prompt": [400], "max_tokens": 5}
+        response = await client.post("/v1/completions", json=body)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+    assert response.json()["error"]["message"] == "full"
+
+
+async def test_answers_follow_each_other_on_one_connection(served: Served) -> None:
+    """Plain or not: nothing of one answer gets into the next."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=10) as client:
+        texts = []
+        for stream in (True, False, True):
+            body = {"model": "demo", "stream": stream, "prompt": [400], "max_tokens": 7}
+            response = await client.post("/v1/completions", json=body)
+            if stream:
+                lines = [line.removeprefix("data: ") for line in response.text.split("\n\n")[:-1]]
+                assert lines.pop() == "[DONE]"
+                texts.append(text_of([json.loads(line) for line in lines]))
+            else:
+                texts.append(response.json()["choices"][0]["text"])
+    assert texts[0]
+    assert len(set(texts)) == 1
