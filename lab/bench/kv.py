@@ -142,6 +142,7 @@ class _Destination:
 
     def __init__(self, tokens: int) -> None:
         self._layers = [torch.zeros(2, tokens, HEADS, DIM, dtype=self.dtype) for _ in range(LAYERS)]
+        self._bytes = [[half.view(torch.uint8).reshape(-1).numpy().data for half in each] for each in self._layers]
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         """See services.worker.kv.wire.importing.Destination."""
@@ -149,10 +150,8 @@ class _Destination:
 
     def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
         """K's and V's part of the layer's tensor."""
-        if heads != (0, HEADS):
-            return []
-        kv = self._layers[layer][:, tokens[0] : tokens[1]].view(torch.uint8)
-        return [half.numpy().data.cast("B") for half in kv]
+        start, end = (each * HEADS * DIM * self.dtype.itemsize for each in tokens)
+        return [half[start:end] for half in self._bytes[layer]] if heads == (0, HEADS) else []
 
     def finish(self) -> None:
         """All of it is there: no device is at it."""

@@ -19,6 +19,7 @@ PREFIX = struct.Struct("<4sIII")
 _SIZES = struct.Struct("<4sII")
 _MARK = b"PKV1"
 _AHEAD_BYTES = 4096  # read along with a prefix: of a payload so much at most is copied once more
+_PIECE = 512 << 10  # read at once: what was read is still in the cache when its checksum is taken
 _VIEWS = 64  # of one call: more gain nothing
 
 
@@ -158,8 +159,13 @@ class Inbound:
 
     def _read_payload(self, stream: Stream) -> int:
         """Read what is missing, and in the same call what may follow it."""
-        views = self._views[:_VIEWS]
-        if len(self._views) <= _VIEWS:
+        views, room = [], _PIECE
+        for view in self._views[:_VIEWS]:
+            views.append(view[:room])
+            room -= len(views[-1])
+            if not room:
+                break
+        if room and len(self._views) <= _VIEWS:
             views.append(self._head[:_AHEAD_BYTES])
         got = stream.read(views)
         ours = min(got, self._missing)
