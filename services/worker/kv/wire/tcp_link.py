@@ -245,6 +245,8 @@ class TcpLink:
             self.stranger = str(error)
         elif isinstance(error, WireError) and self._inbound.first == _TLS_ALERT:
             self.stranger = "the peer wants keys, and we have none"
+        elif isinstance(error, ConnectionError) and self._state is _State.SHAKING:
+            self.stranger = "the peer ends the connection before it greets: has it other keys?"
         self._disconnect()
         self._enter(_State.DOWN)
         self._retry_s = self._now_s + self._pause_s

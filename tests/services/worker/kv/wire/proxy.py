@@ -1,29 +1,33 @@
 """A TCP proxy between an importer and an exporter that reads their messages, changes, delays, slows or cuts them."""
 
 import queue
+import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from services.worker.kv.wire.tcp_framing import PREFIX, prefix
 
 Parts = list[bytes]  # header and payload; a heartbeat has neither
 Edit = Callable[[bool, Parts], Parts | None]  # whether the importer says it, and what; None drops it
+Sent = queue.Queue[tuple[float, bytes] | None]  # when it is due; None: the end
 _GIVE_UP_S = 30.0
+_TURN_S = 0.02
 
 
 class Cut(Exception):
     """Reset the connection, both sides of it."""
 
 
-def read_message(stream: socket.socket) -> Parts:
-    """Raises OSError at the stream's end."""
-    _, header_bytes, payload_bytes, _ = PREFIX.unpack(_exactly(stream, PREFIX.size))
-    header = _exactly(stream, header_bytes)
-    return [header, _exactly(stream, payload_bytes)] if payload_bytes else [header] if header_bytes else []
+def read_message(stream: socket.socket, over: threading.Event | None = None) -> Parts:
+    """Raises OSError at the stream's end, or when it is over."""
+    _, header_bytes, payload_bytes, _ = PREFIX.unpack(_exactly(stream, PREFIX.size, over))
+    header = _exactly(stream, header_bytes, over)
+    return [header, _exactly(stream, payload_bytes, over)] if payload_bytes else [header] if header_bytes else []
 
 
 def framed(parts: Parts) -> bytes:
@@ -57,7 +61,7 @@ class Proxy:
         self._bytes_per_s = bytes_per_s
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"kv://127.0.0.1:{self._server.getsockname()[1]}"
-        self._streams: list[socket.socket] = []
+        self._over: list[threading.Event] = []  # of each connection
         self._threads: list[threading.Thread] = []
         self.connections = 0
         self._start(self._accept)
@@ -68,6 +72,7 @@ class Proxy:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
+        self._threads[0].join(_GIVE_UP_S)  # nobody else is let in
         self.cut()
         for each in self._threads:
             each.join(_GIVE_UP_S)
@@ -75,13 +80,14 @@ class Proxy:
 
     def cut(self) -> None:
         """Reset all connections."""
-        for each in self._streams:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # wakes its reader
+        for over in self._over:
+            over.set()
 
-    def _start(self, run: Callable[[], None]) -> None:
-        self._threads.append(threading.Thread(target=run))
-        self._threads[-1].start()
+    def _start(self, run: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=run)
+        thread.start()
+        self._threads.append(thread)
+        return thread
 
     def _accept(self) -> None:
         while True:
@@ -94,51 +100,72 @@ class Proxy:
             except OSError:
                 reset(near)
                 continue
-            far.settimeout(None)
             number, self.connections = self.connections, self.connections + 1
-            self._streams += [near, far]
-            for source, sink, importers in ((near, far, True), (far, near, False)):
-                sent: queue.Queue[tuple[float, bytes] | None] = queue.Queue(maxsize=8)
-                self._start(lambda a=source, s=sent, i=importers, n=number: self._read(a, s, i, n))  # type: ignore[misc]
-                self._start(lambda a=source, b=sink, s=sent: self._write(a, b, s))  # type: ignore[misc]
+            self._over.append(threading.Event())
+            self._start(partial(self._relay, near, far, number, self._over[-1]))
 
-    def _read(
-        self, source: socket.socket, sent: "queue.Queue[tuple[float, bytes] | None]", importers: bool, number: int
-    ) -> None:
+    def _relay(self, near: socket.socket, far: socket.socket, number: int, over: threading.Event) -> None:
+        threads = []
+        for source, sink, importers in ((near, far, True), (far, near, False)):
+            source.setblocking(False)
+            sent: Sent = queue.Queue()
+            threads.append(self._start(partial(self._read, source, sent, importers, number, over)))
+            threads.append(self._start(partial(self._write, sink, sent, over)))
+        for each in threads:
+            each.join()
+        reset(near)
+        reset(far)
+
+    def _read(self, source: socket.socket, sent: Sent, importers: bool, number: int, over: threading.Event) -> None:
         try:
             while True:
-                parts = self._edit(importers, read_message(source))
+                parts = self._edit(importers, read_message(source, over))
                 if parts is not None:
-                    sent.put((time.monotonic() + self._delay_s(number), framed(parts)), timeout=_GIVE_UP_S)
-        except (OSError, Cut, struct.error):
-            sent.put(None, timeout=_GIVE_UP_S)
+                    sent.put((time.monotonic() + self._delay_s(number), framed(parts)))
+        except (OSError, Cut):
+            sent.put(None)
 
-    def _write(
-        self, source: socket.socket, sink: socket.socket, sent: "queue.Queue[tuple[float, bytes] | None]"
-    ) -> None:
-        pause, free_s, broken = threading.Event(), 0.0, False
-        while (item := sent.get(timeout=None)) is not None:
+    def _write(self, sink: socket.socket, sent: Sent, over: threading.Event) -> None:
+        """What came before an end still arrives; then both sides are over."""
+        free_s = 0.0
+        while (item := _next(sent, over)) is not None:
             due_s, data = item
-            if broken:
-                continue
             now_s = time.monotonic()
             if self._bytes_per_s:
                 free_s = max(free_s, now_s) + len(data) / self._bytes_per_s
                 due_s = max(due_s, free_s)
-            pause.wait(max(0.0, due_s - now_s))
+            over.wait(max(0.0, due_s - now_s))
             try:
-                sink.sendall(data)
+                _send(sink, data, over)
             except OSError:
-                broken = True
-        for each in (source, sink):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RD)
-                reset(each)
+                break
+        over.set()
 
 
-def _exactly(stream: socket.socket, size: int) -> bytes:
+def _next(sent: Sent, over: threading.Event) -> tuple[float, bytes] | None:
+    while not over.is_set():
+        with suppress(queue.Empty):
+            return sent.get(timeout=_TURN_S)
+    return None
+
+
+def _send(sink: socket.socket, data: bytes, over: threading.Event) -> None:
+    rest = memoryview(data)
+    while rest:
+        if over.is_set():
+            raise ConnectionResetError
+        if select.select([], [sink], [], _TURN_S)[1]:
+            with suppress(BlockingIOError):
+                rest = rest[sink.send(rest) :]
+
+
+def _exactly(stream: socket.socket, size: int, over: threading.Event | None) -> bytes:
     data = bytearray()
     while len(data) < size:
+        if over is not None and over.is_set():
+            raise ConnectionResetError
+        if over is not None and not select.select([stream], [], [], _TURN_S)[0]:
+            continue
         some = stream.recv(min(size - len(data), 1 << 20))
         if not some:
             raise ConnectionResetError("the stream has ended")
