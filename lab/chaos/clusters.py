@@ -28,6 +28,7 @@ _REAL = {
     "accelerator": "cpu",
     "dtype": "float32",
     "kv_cache_bytes": 192 * _MIB,
+    "kv_transport": "zeromq",  # what faults are put into is ZMTP: see lab.chaos.zmtp
     "staging_bytes": 128 * _MIB,
     "inbox_bytes": 128 * _MIB,
     "threads": 1,

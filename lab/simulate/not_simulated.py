@@ -30,6 +30,8 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "policy_seed": _SEED,
         "hang_s": _NO_FAULTS,
         "inbox_bytes": _MEMORY,
+        "kv_transport": "what a link carries is the file's `network`, whatever moves it",
+        "kv_connections": "what a link carries is the file's `network`, over however many connections",
         "lease_s": _LATE_KV,
         "pull_timeout_s": _LATE_KV,
         "kv_fault": _NO_FAULTS,

@@ -23,6 +23,7 @@ def _port(address: str) -> str:
 
 
 Tcp = Annotated[str, Field(pattern=r"^tcp://[^\s]{1,255}:\d{1,5}$"), AfterValidator(_port)]
+Kv = Annotated[str, Field(pattern=r"^(kv|tcp)://[^\s]{1,255}:\d{1,5}$"), AfterValidator(_port)]
 Http = Annotated[str, Field(pattern=r"^https?://[^\s]{1,255}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -150,7 +151,7 @@ class Registration(_Edge):
     chunk_size: Positive
     rpc: Tcp
     http: Http
-    kv_endpoints: Annotated[list[Tcp], Field(max_length=1024)]
+    kv_endpoints: Annotated[list[Kv], Field(max_length=1024)]
     max_seqs: Count = 0
     rates: RatesIn = RatesIn()
     pipeline_parallel: Positive = 1

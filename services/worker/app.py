@@ -170,7 +170,10 @@ async def _start_engine(
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="polyphase-"))
     events_address, control_key = f"ipc://{Path(folder) / 'events'}", secrets.token_hex(16)
     events = await stack.enter_async_context(KvEvents(events_address))
-    config = _connector_config(settings, generation, events_address, control_key)
+    controls = [
+        f"ipc://{Path(folder) / f'control-{rank}'}" for rank in range(settings.ranks if settings.ranks > 1 else 0)
+    ]
+    config = _connector_config(settings, generation, events_address, control_key) | {"controls": controls}
     engine = VllmEngine(settings, config, rates, on_cache)
     stack.push_async_callback(engine.close)
     info = await engine.start()
@@ -179,7 +182,7 @@ async def _start_engine(
         control = DirectControl(rank)
     else:
         curve = (settings.curve_public, settings.curve_secret) if settings.curve_public else None
-        control = await stack.enter_async_context(SocketControl(settings.kv_endpoints, control_key, curve))
+        control = await stack.enter_async_context(SocketControl(controls, control_key, curve))
     ledger = ExportLedger(settings.staging_bytes, settings.ranks)
     template = _handle_template(settings, info, generation)
     return engine, info, ConnectorPort(control, events, template, ledger, _token_bytes(settings, info))
@@ -199,6 +202,7 @@ def _connector_config(settings: WorkerSettings, generation: int, events: str, co
         "staging_bytes": settings.staging_bytes,
         "inbox_bytes": settings.inbox_bytes,
         "lease_s": settings.lease_s,
+        "connections": settings.kv_connections,
         "pull_timeout_s": settings.pull_timeout_s,
         "lossy": settings.lossy_kv,
         "curve_public": settings.curve_public,

@@ -64,6 +64,8 @@ class WorkerSettings(ServiceSettings):
 
     staging_bytes: int = Field(256 << 20, gt=0)
     inbox_bytes: int = Field(256 << 20, gt=0)
+    kv_transport: Literal["tcp", "zeromq"] = "tcp"  # of what it exports; every instance imports by each
+    kv_connections: int = Field(1, ge=1, le=16)  # to each exporter's rank, for imports of 8 MB and more
     lease_s: float = Field(30.0, gt=0)
     pull_timeout_s: float = Field(10.0, gt=0)
     lossy_kv: bool = False  # some class of requests allows it: codecs are loaded and measured at the start, not later
@@ -118,5 +120,7 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def kv_endpoints(self) -> tuple[str, ...]:
-        """One address a rank: those of the first pipeline stage, then of the next."""
-        return tuple(self.address(self.kv_port + rank) for rank in range(self.ranks))
+        """One address a rank: those of the first pipeline stage, then of the next. Its scheme is the transport."""
+        addresses = (self.address(self.kv_port + rank) for rank in range(self.ranks))
+        scheme = "kv" if self.kv_transport == "tcp" else "tcp"
+        return tuple(f"{scheme}://{each.partition('://')[2]}" for each in addresses)

@@ -12,7 +12,8 @@ How a worker uses it
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
             # Required.
-            "endpoints": ["tcp://10.0.0.3:7100", ...],  # one a rank, stage by stage, as in KvHandle.endpoints
+            "endpoints": ["kv://10.0.0.3:7100", ...],   # one a rank, stage by stage, as in KvHandle.endpoints; the
+                                                        # scheme is the transport: kv (plain TCP) or tcp (ZeroMQ)
             "events": "ipc:///run/.../events",          # where KvEvents listens; bind it first
             "control_key": "random text",               # the worker makes it, KvControl presents it
             "instance_id": "p0",
@@ -24,6 +25,8 @@ How a worker uses it
             "pull_timeout_s": 10.0,                     # an import without progress for so long fails
             "connect_timeout_s": 2.0,                   # an exporter that cannot be reached fails this fast
             "inbox_bytes": 64 << 20,                    # bound of one rank's prefetched KV
+            "connections": 1,                           # to each exporter rank, for imports of 8 MB and more
+            "controls": [],                             # one a rank, ipc:// or tcp://: where SocketControl connects
             "lossy": False,                             # load the codecs at the start, not with the first coded KV
             "curve_public": "", "curve_secret": "",     # CurveZMQ pair of the cluster (Z85)
             "fault": "",                                # fault injection for tests: "zero" or "corrupt"
@@ -67,7 +70,7 @@ How a worker uses it
 4. Control goes to the instance's own ranks (`services.worker.kv.control`): `DirectControl(endpoint)` for a single rank
    in the worker's own process, else over their sockets::
 
-    async with SocketControl(endpoints, control_key) as control:
+    async with SocketControl(controls, control_key) as control:
         # Drop what is staged or prefetched, on all ranks; idempotent.
         await control.release(transfer_id)
         # Start pulling before the engine has blocks for it; kept for so long, if no import comes.

@@ -256,7 +256,7 @@ def test_a_host_runs_what_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     worker = loaded(WorkerSettings, process(other, "d"), monkeypatch)
     assert worker.host == "10.0.0.2"
     assert worker.monitor_url == head.monitor_url == "http://10.0.0.1:18100"
-    assert worker.kv_endpoints[0].startswith("tcp://10.0.0.2:")
+    assert worker.kv_endpoints[0].startswith("kv://10.0.0.2:")
 
 
 def test_with_several_hosts_one_must_say_which(tmp_path: Path) -> None:

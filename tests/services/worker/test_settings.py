@@ -27,7 +27,11 @@ def settings(**changes: Any) -> WorkerSettings:
 def test_each_rank_of_each_stage_has_a_port() -> None:
     made = settings(tensor_parallel=2, pipeline_parallel=3)
     assert made.ranks == 6
-    assert made.kv_endpoints == tuple(f"tcp://127.0.0.1:{7002 + rank}" for rank in range(6))
+    assert made.kv_endpoints == tuple(f"kv://127.0.0.1:{7002 + rank}" for rank in range(6))
+
+
+def test_the_transport_is_the_scheme_of_the_kv_addresses() -> None:
+    assert settings(kv_transport="zeromq").kv_endpoints == ("tcp://127.0.0.1:7002",)
 
 
 @pytest.mark.parametrize("degree", ["tensor_parallel", "pipeline_parallel", "threads"])

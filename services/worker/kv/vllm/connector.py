@@ -44,6 +44,8 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
         ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
         if len(settings.endpoints) != ranks:
             raise ValueError(f"endpoints: one a rank, which are {ranks}")
+        if settings.controls and len(settings.controls) != ranks:
+            raise ValueError(f"controls: one a rank, which are {ranks}, or none")
         if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
             raise ValueError("KV transfer does not support context parallelism: a rank has to hold all tokens")
         if len(kv_cache_config.kv_cache_groups) > 1:

@@ -85,6 +85,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     pull_timeout_s: float = 10.0
     connect_timeout_s: float = 2.0
     inbox_bytes: int = 64 << 20
+    controls: tuple[str, ...] = ()
+    connections: int = 1
     lossy: bool = False
     curve_public: str = ""
     curve_secret: str = ""

@@ -104,9 +104,10 @@ class WorkerHalf:
             identity=ExportIdentity(s.generation, s.fingerprint, s.control_key),
             staging_bytes=s.staging_bytes,
             lease_s=s.lease_s,
-            limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes),
+            limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes, connections=s.connections),
             lossy=s.lossy,
             curve=(s.curve_public, s.curve_secret) if s.curve_public else None,
+            control=s.controls[rank] if s.controls else "",
         )
 
     def begin(self, step: StepMetadata) -> None:
@@ -218,6 +219,10 @@ class _Blocks:
         with self.order.writing(self.freed):
             cache = self.caches[layer - self.layer_start]
             self.layout.scatter(cache, slots, head_start - self.head_start, kv * 0 if self.zero else kv)
+
+    def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
+        """None: blocks hold KV in an order of their own."""
+        return []
 
     def finish(self) -> None:
         """See Destination."""

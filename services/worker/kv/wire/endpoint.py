@@ -18,13 +18,15 @@ from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, Pul
 from services.worker.kv.wire.puller import Puller
 from services.worker.kv.wire.server import ExportIdentity, KvServer, ServerCounters
 from services.worker.kv.wire.serving import ExportShape
-from services.worker.kv.wire.transport import ZmqTransport
+from services.worker.kv.wire.transports import Transports
 from shared.domain.kv import KvHandle
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointSettings:
-    """Where one rank listens, who it is, and its bounds."""
+    """Where one rank listens, who it is, and its bounds. The scheme of its address is the transport of what it exports;
+    it imports by each. `control` is an address for the worker's control alone, where that comes over a socket.
+    """
 
     address: str
     events: str
@@ -33,6 +35,7 @@ class EndpointSettings:
     lease_s: float = 60.0
     limits: PullLimits = field(default_factory=PullLimits)
     curve: tuple[str, str] | None = None
+    control: str = ""
     lossy: bool = False  # load the codecs before the first transfer needs one
 
 
@@ -68,16 +71,17 @@ class KvEndpoint:
         )
         self._server = KvServer(
             settings.address,
-            ZmqTransport(settings.curve),
+            Transports(settings.curve),
             self._pool,
             export,
             settings.identity,
             self,
             corrupt=lambda: faults.corrupt,
             on_death=self._thread_ended,
+            control_address=settings.control,
         )
         self._puller = Puller(
-            ZmqTransport(settings.curve), import_, self._ended, settings.limits, on_death=self._thread_ended
+            Transports(settings.curve), import_, self._ended, settings.limits, on_death=self._thread_ended
         )
         self._server.start()
         self._puller.start()

@@ -2,21 +2,18 @@
 no threads.
 """
 
-import logging
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from services.worker.kv.codec import decode
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.shards import Shards, Source
-from services.worker.kv.wire.frames import WINDOW_BYTES, Buffer, Frame, Sent, verify
+from services.worker.kv.wire.frames import WINDOW_BYTES, Buffer, Frame, Sent
 from services.worker.kv.wire.transport import Link
 from shared.domain.kv import KvHandle
 
-_log = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -28,7 +25,14 @@ class Destination(Protocol):
         """What it wants KV in."""
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
-        """KV [2, tokens, heads, head_dim] of one layer; all is numbered over prompt and model."""
+        """KV [2, tokens, heads, head_dim] of one layer; all is numbered over prompt and model. Done with `kv` when it
+        returns: that memory is used again.
+        """
+
+    def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
+        """Memory for KV [2, tokens, heads, head_dim] of one layer in this order, which is received straight into it and
+        not written; what comes may then turn out to be wrong, which fails the import. Empty where there is none.
+        """
 
     def finish(self) -> None:
         """Return once all that was written has reached the cache; a device may still be at it."""
@@ -81,6 +85,7 @@ class PullLimits:
     stall_s: float = 10.0  # an import that owes its peers nothing and hears nothing for so long has failed
     inbox_bytes: int = 64 << 20
     window_bytes: int = WINDOW_BYTES
+    connections: int = 1  # to each exporter rank, for what is large
 
 
 @dataclass(slots=True)
@@ -147,7 +152,15 @@ class Part:
             raise KvError(KvFault.PROTOCOL, f"{sent.frames - self._sequence} frames were lost on the way")
 
     def admit(self, frame: Frame, size_bytes: int, handle: KvHandle, shape: ImportShape) -> None:
-        """Note a frame. Raises KvError(PROTOCOL) unless it is the next one and fits what was asked."""
+        """Note a frame that is here. Raises KvError(PROTOCOL) unless it is the next one and fits what was asked."""
+        seen = self.expected(frame, handle, shape)
+        seen[:] = True
+        self._missing -= seen.size
+        self._sequence += 1
+        self._received_bytes += size_bytes
+
+    def expected(self, frame: Frame, handle: KvHandle, shape: ImportShape) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+        """What it adds to, none of which is here. Raises KvError(PROTOCOL) as `admit` does."""
         expected = (
             handle.transfer_id,
             handle.generation,
@@ -184,10 +197,7 @@ class Part:
         seen = self._seen[frame.layer_start - first_layer : frame.layer_end - first_layer, tokens]
         if seen.any():
             raise KvError(KvFault.PROTOCOL, "frame overlaps an earlier one")
-        seen[:] = True
-        self._missing -= seen.size
-        self._sequence += 1
-        self._received_bytes += size_bytes
+        return seen
 
 
 @dataclass(slots=True)
@@ -216,16 +226,17 @@ class Import:
         """Whether every part has come in full."""
         return all(part.done for part in self.parts.values())
 
-    def lateness(self, now_s: float, stall_s: float) -> KvFault | None:
+    def lateness(self, now_s: float, stall_s: float) -> KvError | None:
         """Why this import must end at that time, if it must."""
         waiting = [part for part in self.parts.values() if not part.done]
         stalled = now_s >= self.progress_s + stall_s and any(part.expects for part in waiting)
         if stalled or now_s >= self.deadline_s:
-            return KvFault.TIMEOUT
+            return KvError(KvFault.TIMEOUT)
         if any(part.lost for part in waiting):
-            return KvFault.PEER_LOST
-        if now_s >= self.reachable_by_s and any(not part.link.connected for part in waiting):
-            return KvFault.UNREACHABLE
+            return KvError(KvFault.PEER_LOST)
+        away = [part.link for part in waiting if not part.link.connected]
+        if now_s >= self.reachable_by_s and away:
+            return KvError(KvFault.UNREACHABLE, next((link.stranger for link in away if link.stranger), ""))
         return None
 
     def result(self, load: Load, error: str, now_s: float) -> PullResult:
@@ -241,39 +252,3 @@ class Import:
             ended_s=now_s,
             prefetched=self.prefetched,
         )
-
-
-def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
-    """Decode a verified frame and write what the load wants of it. Raises KvError when it cannot be decoded."""
-    start, end = max(frame.token_start, load.token_start), min(frame.token_end, load.token_end)
-    if start >= end:
-        return
-    raw = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8))
-    kv = decode(raw, frame.shape, DTYPES[frame.dtype], frame.codec, load.destination.dtype)
-    kv = kv[:, :, start - frame.token_start : end - frame.token_start]
-    for layer in range(frame.layer_start, frame.layer_end):
-        load.destination.write(layer, start, frame.head_start, kv[layer - frame.layer_start])
-
-
-def check(frame: Frame, payload: Buffer) -> None:
-    """Raise KvError unless the frame is one that we understand, and its payload what was sent."""
-    if frame.dtype not in DTYPES:
-        raise KvError(KvFault.PROTOCOL, f"unknown dtype {frame.dtype}")
-    verify(frame, payload)
-
-
-def finished(load: Load, error: KvError | None) -> KvError | None:
-    """How a load ends, once nothing is written for it any more, a failed one included: its blocks are the engine's."""
-    try:
-        load.destination.finish()
-    except Exception as failure:
-        return error or as_kv_error(failure)
-    return error
-
-
-def as_kv_error(error: Exception) -> KvError:
-    """What a failed import is told; anything unforeseen is logged here, since it goes no further."""
-    if isinstance(error, KvError):
-        return error
-    _log.error("an import failed", exc_info=error)
-    return KvError(KvFault.INTERNAL, repr(error))

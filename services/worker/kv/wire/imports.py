@@ -15,21 +15,10 @@ from services.worker.kv.wire.frames import (
     Sent,
     decode_reply,
 )
-from services.worker.kv.wire.importing import (
-    Import,
-    ImportShape,
-    Load,
-    Part,
-    PullCounters,
-    PullLimits,
-    PullResult,
-    as_kv_error,
-    check,
-    finished,
-    write_frame,
-)
+from services.worker.kv.wire.importing import Import, ImportShape, Load, Part, PullCounters, PullLimits, PullResult
+from services.worker.kv.wire.landing import as_kv_error, check, finished, room_of, write_frame
 from services.worker.kv.wire.peers import Peers
-from services.worker.kv.wire.transport import Link, Transport
+from services.worker.kv.wire.transport import Link, Placement, Received, Transport
 from shared.domain.kv import KvHandle
 
 TURN_S = 0.1  # deadlines are looked at this often
@@ -49,7 +38,7 @@ class Imports:
         self._limits = limits
         self._shape = shape
         self._on_end = on_end
-        self._peers = Peers(transport, shape, limits.window_bytes)
+        self._peers = Peers(transport, shape, limits, self._place)
         self._imports: dict[str, Import] = {}
         self._parts: dict[int, tuple[Import, Part]] = {}
         self._check_s = self._sweep_s = 0.0
@@ -141,6 +130,7 @@ class Imports:
         self.counters.pulling = len(self._imports)
         for part in known.parts.values():
             self._parts.pop(part.pull_id, None)
+            part.link.divert(known)
             if not part.done:
                 self._peers.send(part.link, Cancel(part.pull_id))
         self._empty_inbox(known)
@@ -155,9 +145,9 @@ class Imports:
     def receive(self, link: Link) -> None:
         """Take what has come, so much at most that the other links get their turn."""
         for _ in range(_BURST):
-            if (parts := link.receive()) is None:
+            if (received := link.receive()) is None:
                 return
-            message = decode_reply(parts[0]) if len(parts[0]) <= MAX_MESSAGE_BYTES else None
+            message = decode_reply(received.header) if len(received.header) <= MAX_MESSAGE_BYTES else None
             if message is None:  # nobody knows what it held: perhaps a frame that nobody sends again
                 self.counters.dropped += 1
                 self._give_up(link)
@@ -166,9 +156,24 @@ class Imports:
             if known is None or part is None or part.link is not link or part.done:
                 continue  # the rest of a pull that has ended here
             try:
-                self._take(known, part, message, parts[1:])
+                self._take(known, part, message, received)
             except Exception as error:
                 self._end(known, as_kv_error(error))
+
+    def _place(self, link: Link, header: Buffer, size_bytes: int) -> Placement | None:
+        """Where the payload goes that follows this header: see transport.Place."""
+        frame = decode_reply(header)
+        if not isinstance(frame, Frame):
+            return None
+        known, part = self._parts.get(frame.pull_id, (None, None))
+        if known is None or part is None or known.load is None or part.link is not link or part.done:
+            return None
+        try:
+            part.expected(frame, known.handle, self._shape)
+        except KvError:  # told once the payload is here
+            return None
+        views = room_of(frame, size_bytes, known.load)
+        return Placement(known, views) if views else None
 
     def _give_up(self, link: Link) -> None:
         error = KvError(KvFault.PROTOCOL, f"{link.address} sent a malformed message")
@@ -176,7 +181,7 @@ class Imports:
             if not known.complete:
                 self._end(known, error)
 
-    def _take(self, known: Import, part: Part, message: Reply, payloads: list[Buffer]) -> None:
+    def _take(self, known: Import, part: Part, message: Reply, received: Received) -> None:
         match message:
             case Failed():
                 fault = message.fault if message.fault in set(KvFault) else KvFault.PROTOCOL
@@ -184,20 +189,22 @@ class Imports:
             case Sent():
                 part.compare(message)
             case Frame():
-                if len(payloads) != 1:
-                    raise KvError(KvFault.PROTOCOL, "a frame has one payload")
-                self._take_frame(known, part, message, payloads[0])
+                self._take_frame(known, part, message, received)
 
-    def _take_frame(self, known: Import, part: Part, frame: Frame, payload: Buffer) -> None:
-        size = len(payload)
+    def _take_frame(self, known: Import, part: Part, frame: Frame, received: Received) -> None:
+        size, payload = received.payload_bytes, received.payload
         part.admit(frame, size, known.handle, self._shape)
-        check(frame, payload)
+        check(frame, received)
         known.progress_s = time.monotonic()
         known.wire_bytes += size
         self.counters.received_bytes += size
-        if known.load is not None:
+        if payload is None:  # it lies where `_place` said, or there is none
+            if not size:
+                raise KvError(KvFault.PROTOCOL, "a frame without a payload")
+        elif known.load is not None:
             write_frame(frame, payload, known.load)
         else:
+            part.link.keep()
             known.inbox.append((frame, payload))
             known.inbox_bytes += size
             self.counters.inbox_bytes += size
@@ -246,9 +253,9 @@ class Imports:
             return
         self._check_s = now + TURN_S
         for known in list(self._imports.values()):
-            fault = known.lateness(now, self._limits.stall_s)
-            if fault is not None:
-                self._end(known, KvError(fault))
+            error = known.lateness(now, self._limits.stall_s)
+            if error is not None:
+                self._end(known, error)
             else:
                 self._keep_up(known, now)
         if now >= self._sweep_s:

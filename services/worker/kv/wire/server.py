@@ -1,6 +1,4 @@
-"""The exporter's endpoint of one rank: a thread that serves pulls from the staging pool, and the worker's
-control.
-"""
+"""The exporter's endpoint of one rank: a thread that serves pulls from the staging pool, and the worker's control."""
 
 import hmac
 import logging
@@ -40,6 +38,8 @@ _MAX_CONSUMERS = 1024
 _TURN_S = 0.5  # leases and deadlines are looked at this often
 _BURST = 256  # messages taken before pulls go on: who floods holds up nobody else
 
+Caller = tuple[Listener, bytes]  # where somebody has connected, and as whom
+
 
 @dataclass(frozen=True, slots=True)
 class ExportIdentity:
@@ -73,21 +73,23 @@ class KvServer:
         controls: Rank,
         corrupt: Callable[[], bool] = lambda: False,
         on_death: Callable[[str, BaseException], None] = lambda *_: None,
+        control_address: str = "",
     ) -> None:
-        """Binds at once. Raises OSError when the address is taken. `corrupt` is fault injection for tests.
+        """Binds at once. Raises OSError when an address is taken. `corrupt` is fault injection for tests.
 
-        `on_death(thread, error)` is called on the server's thread when a bug ends it.
+        With a `control_address` the worker's control may come there as well. `on_death(thread, error)` is called on the
+        server's thread when a bug ends it.
         """
         self.counters = ServerCounters()
         self._transport = transport
-        self._listener: Listener = transport.listen(address)
+        self._listeners: list[Listener] = [transport.listen(each) for each in (address, control_address) if each]
         self._pool = pool
         self._shape = shape
         self._identity = identity
         self._controls = controls
         self._corrupt = corrupt
         self._on_death = on_death
-        self._servings: dict[tuple[bytes, int], Serving] = {}
+        self._servings: dict[tuple[Caller, int], Serving] = {}
         self._stopping = False
         self._expire_s = 0.0
         self._thread = threading.Thread(target=self._run, name="kv-server", daemon=True)
@@ -95,7 +97,7 @@ class KvServer:
     @property
     def address(self) -> str:
         """Where it listens, the port resolved."""
-        return self._listener.address
+        return self._listeners[0].address
 
     @property
     def serving(self) -> int:
@@ -122,6 +124,7 @@ class KvServer:
                 self._transport.wait(_TURN_S)
                 self._receive()
                 while self._pump() and not self._stopping:
+                    self._transport.wait(0.0)
                     self._receive()
                 self._expire()
         except Exception as error:
@@ -131,17 +134,22 @@ class KvServer:
             self._transport.close()
 
     def _receive(self) -> None:
+        for listener in self._listeners:
+            self._receive_at(listener)
+
+    def _receive_at(self, listener: Listener) -> None:
         for _ in range(_BURST):
-            if (message := self._listener.receive()) is None:
+            if (message := listener.receive()) is None:
                 return
-            peer, parts = message
+            name, parts = message
+            peer = listener, name
             request = decode_request(parts[0]) if len(parts) == 1 else None
             if request is None:
                 self.counters.dropped += 1
             else:
                 self._handle(peer, request)
 
-    def _handle(self, peer: bytes, request: Pull | Credit | Cancel | Confirm | Control) -> None:
+    def _handle(self, peer: Caller, request: Pull | Credit | Cancel | Confirm | Control) -> None:
         match request:
             case Pull():
                 self._begin(peer, request)
@@ -159,13 +167,13 @@ class KvServer:
             case Control():
                 self._control(peer, request)
 
-    def _begin(self, peer: bytes, pull: Pull) -> None:
+    def _begin(self, peer: Caller, pull: Pull) -> None:
         fault = self._objection(pull)
         if fault is not None:
             self.counters.refused += 1
             self._send(peer, Failed(pull.pull_id, fault.value, ""))
             return
-        self._servings[peer, pull.pull_id] = Serving(peer, pull, self._shape, time.monotonic())
+        self._servings[peer, pull.pull_id] = Serving(pull, self._shape, time.monotonic())
 
     def _objection(self, pull: Pull) -> KvFault | None:
         if pull.generation != self._identity.generation:
@@ -195,21 +203,24 @@ class KvServer:
                 self._fail(key, KvError(KvFault.INTERNAL))
         return sent
 
-    def _pump_one(self, key: tuple[bytes, int], serving: Serving) -> bool:
+    def _pump_one(self, key: tuple[Caller, int], serving: Serving) -> bool:
+        (listener, name), _ = key
         transfer = self._pool.open(serving.pull.transfer_id)
-        if transfer is None:
+        if transfer is None or not listener.takes(name):
             return False
         made = serving.next_frame(transfer, self._identity.generation)
         if made is None:
             return False
         frame, payload = made
-        if not self._send(serving.peer, frame, self._faulty(payload)):
+        if not self._send(key[0], frame, self._faulty(payload)):
             self._servings.pop(key, None)
             return False
         self.counters.sent_bytes += len(payload)
         if serving.finished:
             self._servings.pop(key, None)
             self.counters.served += 1
+        else:
+            self._servings[key] = self._servings.pop(key)  # those on the same connection come first the next time
         return True
 
     def _faulty(self, payload: Buffer) -> Buffer:
@@ -219,10 +230,10 @@ class KvServer:
         copy[len(copy) // 2] ^= 0x40
         return copy
 
-    def _fail(self, key: tuple[bytes, int], error: KvError) -> None:
+    def _fail(self, key: tuple[Caller, int], error: KvError) -> None:
         serving = self._servings.pop(key)
         self.counters.refused += 1
-        self._send(serving.peer, Failed(serving.pull.pull_id, error.fault.value, error.message))
+        self._send(key[0], Failed(serving.pull.pull_id, error.fault.value, error.message))
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -234,7 +245,7 @@ class KvServer:
             if serving.deadline_s <= now:
                 self._fail(key, KvError(KvFault.TIMEOUT, "the importer fell silent"))
 
-    def _control(self, peer: bytes, control: Control) -> None:
+    def _control(self, peer: Caller, control: Control) -> None:
         if not hmac.compare_digest(control.key.encode(), self._identity.control_key.encode()):
             self.counters.dropped += 1
             return
@@ -253,5 +264,6 @@ class KvServer:
             error = str(raised)
         self._send(peer, Answer(control.call, error, stats))
 
-    def _send(self, peer: bytes, message: Message, payload: Buffer | None = None) -> bool:
-        return self._listener.send(peer, encode_message(message), payload)
+    def _send(self, peer: Caller, message: Message, payload: Buffer | None = None) -> bool:
+        listener, name = peer
+        return listener.send(name, encode_message(message), payload)

@@ -42,6 +42,9 @@ class Capture:
         first = token_start - self.start
         self.kv[layer, :, first : first + kv.shape[1], head_start : head_start + kv.shape[2]] = kv
 
+    def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
+        return []
+
     def finish(self) -> None:
         self.finished = True
 
@@ -51,6 +54,7 @@ class Rig:
     """Endpoints of one test; `close` ends them all."""
 
     folder: Path
+    scheme: str = "kv"  # transport of what endpoints export
     generation: int = 7
     fingerprint: str = "model"
     endpoints: list[KvEndpoint] = field(default_factory=list)
@@ -61,7 +65,7 @@ class Rig:
         rank: int = 0,
         ranks: int = 1,
         *,
-        address: str = "tcp://127.0.0.1:*",
+        address: str = "",
         generation: int = 0,
         dtype: torch.dtype = torch.float32,
         limits: PullLimits | None = None,
@@ -75,13 +79,14 @@ class Rig:
         shards = Shards(stages, KV_HEADS, ranks)
         made = KvEndpoint(
             EndpointSettings(
-                address,
+                address or f"{self.scheme}://127.0.0.1:*",
                 f"ipc://{self.folder}/events",
                 ExportIdentity(generation or self.generation, self.fingerprint, KEY),
                 staging_bytes=staging_bytes,
                 lease_s=lease_s,
                 limits=limits or PullLimits(),
                 curve=curve,
+                control=f"ipc://{self.folder}/control-{len(self.endpoints)}",
             ),
             ExportShape(shards, DIM, dtype, rank),
             ImportShape(shards, DIM, rank),
@@ -124,6 +129,11 @@ class Rig:
     def close(self) -> None:
         for endpoint in self.endpoints:
             endpoint.stop()
+
+
+def control_of(endpoint: KvEndpoint) -> str:
+    """Where the worker's control reaches it over a socket."""
+    return endpoint._settings.control
 
 
 def stage(

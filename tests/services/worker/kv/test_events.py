@@ -13,7 +13,7 @@ from services.worker.kv.events import (
     StagingFailed,
     TransferEnded,
 )
-from tests.services.worker.kv.rig import KEY, Rig, model_kv, stage
+from tests.services.worker.kv.rig import KEY, Rig, control_of, model_kv, stage
 
 
 async def next_event(events: KvEvents) -> KvEvent:
@@ -81,7 +81,7 @@ async def test_what_needs_no_pull_is_told_and_released(rig: Rig) -> None:
         ended = await next_event(events)
         assert isinstance(ended, PullEnded)
         assert (ended.ok, ended.tokens, ended.wire_bytes) == (True, 0, 0)
-        async with SocketControl((exporter.address,), KEY) as control, asyncio.timeout(10):
+        async with SocketControl((control_of(exporter),), KEY) as control, asyncio.timeout(10):
             while (await control.stats())[0].staged_bytes:
                 await asyncio.sleep(0.01)
 

@@ -43,15 +43,18 @@ class Engine:
         pp: int = 1,
         layers: tuple[int, ...] = (),
         connector: bool = True,
+        scheme: str = "kv",
         **options: Any,
     ) -> None:
         self.name = name
         self.folder = Path(tempfile.mkdtemp(prefix=f"pp-{name}-"))
-        self.endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(tp * pp)]
+        self.endpoints = [f"{scheme}://127.0.0.1:{free_port()}" for _ in range(tp * pp)]
+        self.controls = [f"ipc://{self.folder}/control-{rank}" for rank in range(tp * pp)]
         self.generation = time.time_ns()
         self.dtype = options.setdefault("dtype", "bfloat16")
         self.extra = {
             "endpoints": self.endpoints,
+            "controls": self.controls,
             "events": f"ipc://{self.folder}/events",
             "control_key": "secret",
             "instance_id": name,
@@ -89,7 +92,7 @@ class Engine:
     async def __aenter__(self) -> "Engine":
         self._kv_events = KvEvents(self.extra["events"])
         await self._kv_events.__aenter__()
-        self.control = await SocketControl(self.endpoints, "secret").__aenter__()
+        self.control = await SocketControl(self.controls, "secret").__aenter__()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
         while not self._ready.is_set():
             if self.process.exitcode is not None:

@@ -1,15 +1,23 @@
 """What a stranger sends to KV sockets, and what one that serves still does."""
 
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
 import msgspec
 import torch
 import zmq
-import zmq.asyncio
 
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.frames import Confirm, Failed, Frame, Message, Pull, decode_request, encode_message, sealed
-from services.worker.kv.wire.transport import ZmqListener, ZmqTransport
+from services.worker.kv.wire.tcp_framing import HEARTBEAT
+from services.worker.kv.wire.tcp_resolving import host_and_port
+from services.worker.kv.wire.transport import Listener, Transport
+from services.worker.kv.wire.zmq_transport import ZmqListener
 from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import Rig, model_kv, stage
+from tests.services.worker.kv.wire.proxy import framed, read_message
 
 
 # Well-framed messages on which msgspec raises what is no error of its own.
@@ -32,11 +40,56 @@ def assert_serves(rig: Rig, exporter: KvEndpoint) -> None:
     assert torch.equal(got.kv, kv)
 
 
-def dealer(context: zmq.Context, endpoint: KvEndpoint) -> zmq.Socket:  # type: ignore[type-arg]
-    made = context.socket(zmq.DEALER)
-    made.setsockopt(zmq.LINGER, 1000)
-    made.connect(endpoint.address)
-    return made
+class Stranger(Protocol):
+    """Says what it likes to an endpoint."""
+
+    def send(self, message: bytes) -> object: ...
+
+    def send_multipart(self, parts: Sequence[bytes]) -> object: ...
+
+    def recv_multipart(self) -> list[bytes]: ...
+
+
+@contextmanager
+def stranger_to(endpoint: KvEndpoint) -> Iterator[Stranger]:
+    if endpoint.address.startswith("kv://"):
+        with TcpStranger(endpoint.address) as peer:
+            yield peer
+        return
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 1000)
+        dealer.RCVTIMEO = 10_000
+        dealer.connect(endpoint.address)
+        yield dealer
+
+
+class TcpStranger:
+    """A plain socket with our framing."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = socket.create_connection(host_and_port(address), timeout=10)
+        self.socket.sendall(HEARTBEAT)
+
+    def __enter__(self) -> "TcpStranger":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, message: bytes) -> None:
+        self.send_multipart([message])
+
+    def send_multipart(self, parts: Sequence[bytes]) -> None:
+        self.socket.sendall(framed(list(parts)))
+
+    def recv_multipart(self) -> list[bytes]:
+        while not (parts := read_message(self.socket)):
+            pass
+        return parts
+
+
+def is_tcp(rig: Rig) -> bool:
+    return rig.scheme == "kv"
 
 
 def pull(**changes: object) -> Pull:
@@ -67,12 +120,20 @@ def renumbered(header: Frame, pull_id: int) -> bytes:
 
 def true_frame(rig: Rig, exporter: KvEndpoint) -> list[bytes]:
     stage(exporter, model_kv(40))
-    with zmq.Context() as context, dealer(context, exporter) as peer:
+    with stranger_to(exporter) as peer:
         peer.send(encode_message(pull(credit_bytes=1 << 20)))
         return peer.recv_multipart()
 
 
-def next_pull(transport: ZmqTransport, listener: ZmqListener) -> tuple[bytes, Pull]:
+def say(listener: Listener, peer: bytes, parts: list[bytes]) -> None:
+    """To an importer that has connected to this listener."""
+    if isinstance(listener, ZmqListener):
+        listener._router.send_multipart([peer, *parts])
+    else:
+        listener.send(peer, parts[0], parts[1] if len(parts) > 1 else None)
+
+
+def next_pull(transport: Transport, listener: Listener) -> tuple[bytes, Pull]:
     for _ in range(200):
         transport.wait(0.1)
         while (message := listener.receive()) is not None:

@@ -10,8 +10,10 @@ from shared.domain.kv import KvHandle
 from tests.services.worker.kv.rig import Capture, Rig, model_kv, stage
 
 
-def main(folder: str, address: str) -> None:
-    endpoint = Rig(Path(folder)).endpoint(limits=PullLimits(stall_s=1.0))
+def main(folder: str, scheme: str, address: str) -> None:
+    own = Path(folder, "peer")
+    own.mkdir()
+    endpoint = Rig(own, scheme).endpoint(limits=PullLimits(stall_s=1.0))
     if address:
         capture = Capture(0, 64)
         capture.before = lambda: print("writing", flush=True)
@@ -24,4 +26,4 @@ def main(folder: str, address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

@@ -4,23 +4,26 @@ import socket
 
 import msgspec
 import torch
-import zmq
-import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.kv.wire.frames import Cancel, Confirm, Credit, Failed, Frame, decode_reply, encode_message, sealed
 from services.worker.kv.wire.importing import PullLimits
-from services.worker.kv.wire.transport import ZmqTransport
+from services.worker.kv.wire.tcp_framing import HEARTBEAT
+from services.worker.kv.wire.tcp_resolving import host_and_port
+from services.worker.kv.wire.transports import Transports
 from tests.services.worker.kv.rig import Rig, model_kv, stage
 from tests.services.worker.kv.wire.hostile import (
     NESTED,
     NOT_UTF8,
     NOT_UTF8_REPLY,
+    Stranger,
     assert_serves,
-    dealer,
+    is_tcp,
     next_pull,
     pull,
+    say,
+    stranger_to,
     true_frame,
 )
 
@@ -59,35 +62,34 @@ PARTS = st.lists(NOISE | NOISE.map(sealed) | NOISE.map(sealed), min_size=1, max_
 
 def test_no_message_ends_the_server(rig: Rig) -> None:
     exporter = rig.endpoint()
-    with zmq.Context() as context, dealer(context, exporter) as peer:
+    with stranger_to(exporter) as peer:
 
         @settings(max_examples=100, deadline=None, database=None)
         @given(PARTS)
         def send(parts: list[bytes]) -> None:
-            peer.send_multipart(parts)
+            peer.send_multipart(parts[:1] if is_tcp(rig) else parts)
 
         send()
         answers_to_itself(peer)
     assert_serves(rig, exporter)
 
 
-def answers_to_itself(peer: zmq.Socket) -> None:  # type: ignore[type-arg]
+def answers_to_itself(peer: Stranger) -> None:
     """All that was sent before has been read: it answers a pull that comes after it."""
     peer.send(encode_message(pull(pull_id=2**40, generation=1)))
-    peer.RCVTIMEO = 10_000
     while getattr(decode_reply(peer.recv_multipart()[0]), "pull_id", 0) != 2**40:
         pass
 
 
 def test_no_bytes_on_the_port_end_the_server(rig: Rig) -> None:
     exporter = rig.endpoint()
-    host, _, port = exporter.address.removeprefix("tcp://").rpartition(":")
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+    host, port = host_and_port(exporter.address)
+    greeting = HEARTBEAT if is_tcp(rig) else b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 
     @settings(max_examples=50, deadline=None, database=None)
     @given(st.booleans(), st.lists(st.binary(max_size=300), max_size=5))
     def send(greets: bool, parts: list[bytes]) -> None:
-        with socket.create_connection((host, int(port))) as plain:
+        with socket.create_connection((host, port)) as plain:
             plain.sendall(b"".join([greeting if greets else b"", *parts]))
 
     send()
@@ -96,8 +98,8 @@ def test_no_bytes_on_the_port_end_the_server(rig: Rig) -> None:
 
 def test_no_answer_ends_the_puller(rig: Rig) -> None:
     """An exporter that answers pulls with anything at all: the imports fail, later ones succeed."""
-    transport = ZmqTransport()
-    listener = transport.listen("tcp://127.0.0.1:*")
+    transport = Transports()
+    listener = transport.listen(f"{rig.scheme}://127.0.0.1:*")
     exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(stall_s=5.0))
     header = decode_reply(true_frame(rig, exporter)[0])
     assert isinstance(header, Frame)
@@ -111,7 +113,7 @@ def test_no_answer_ends_the_puller(rig: Rig) -> None:
         true = msgspec.structs.replace(header, pull_id=request.pull_id)
         lie = msgspec.structs.replace(true, **{field: value})
         for parts in (*noise, [_encoded(lie), payload], [encode_message(true), b"short"]):
-            listener._router.send_multipart([peer, *parts])
+            say(listener, peer, parts)
         assert not rig.result().ok
 
     answer()

@@ -41,7 +41,7 @@ def test_more_dead_exporters_than_libzmq_has_sockets_fail_their_own_imports_only
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]
         for number in range(400):
-            address = f"tcp://127.0.{number // 250 + 1}.{number % 250 + 1}:{port}"
+            address = f"{rig.scheme}://127.0.{number // 250 + 1}.{number % 250 + 1}:{port}"
             rig.load(importer, rig.handle([], TOKENS, f"dead-{number}", endpoints=(address,)))
         results = [rig.result() for _ in range(400)]
     assert not any(result.ok for result in results)

@@ -12,6 +12,7 @@ import zmq
 from services.worker.kv.wire.frames import Credit, Frame, Pull, decode_reply, decode_request
 from services.worker.kv.wire.importing import PullLimits
 from tests.services.worker.kv.rig import Rig, model_kv, stage
+from tests.services.worker.kv.wire.proxy import Proxy
 
 Lose = Callable[[object], bool]
 Garble = Callable[[bytes], bytes] | None
@@ -25,6 +26,25 @@ NAME = "transfer"
 @contextmanager
 def relay(target: str, lose: Lose, garble: Garble = None) -> Iterator[str]:
     """An address before `target` that loses, or garbles, the first message that `lose` picks."""
+    if not target.startswith("kv://"):
+        with zmq_relay(target, lose, garble) as address:
+            yield address
+        return
+    lost = threading.Event()
+
+    def edit(importers: bool, parts: list[bytes]) -> list[bytes] | None:
+        if not parts or lost.is_set() or not lose((decode_request if importers else decode_reply)(parts[0])):
+            return parts
+        lost.set()
+        return [garble(parts[0]), *parts[1:]] if garble else None
+
+    with Proxy(target, edit) as proxy:
+        yield proxy.address
+        assert lost.is_set(), "nothing was lost: the test shows nothing"
+
+
+@contextmanager
+def zmq_relay(target: str, lose: Lose, garble: Garble = None) -> Iterator[str]:
     stop, lost = threading.Event(), threading.Event()
     context = zmq.Context()
     front, back = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-import zmq
 
 from services.worker.kv.control import DirectControl, KvControl, SocketControl
 from services.worker.kv.wire.endpoint import KvEndpoint
@@ -15,6 +14,8 @@ from services.worker.kv.wire.importing import PullLimits
 from shared.domain.kv import Codec
 from shared.errors import DeadlineExceeded, PolyphaseError
 from tests.services.worker.kv.rig import KEY, KV_HEADS, LAYERS, Rig, model_kv, stage
+from tests.services.worker.kv.rig import control_of as address_of_control
+from tests.services.worker.kv.wire.hostile import stranger_to
 
 
 async def level(control: KvControl, name: str, wanted: object) -> RankStats:
@@ -27,8 +28,8 @@ async def level(control: KvControl, name: str, wanted: object) -> RankStats:
             await asyncio.sleep(0.01)
 
 
-def control_of(endpoint: KvEndpoint) -> SocketControl:
-    return SocketControl((endpoint.address,), KEY)
+def control_of(endpoint: KvEndpoint, key: str = KEY) -> SocketControl:
+    return SocketControl((address_of_control(endpoint),), key)
 
 
 async def test_a_load_takes_over_what_was_prefetched(rig: Rig) -> None:
@@ -138,8 +139,7 @@ async def test_an_exporter_forgets_a_pull_of_which_it_hears_no_more(rig: Rig) ->
     stage(exporter, model_kv(64), end=32)
     pull = Pull(1, "t", 7, "model", Codec.RAW, 0, LAYERS, 0, 64, 0, KV_HEADS, 0, 1, 1, 1 << 20, timeout_s=1.0)
     async with control_of(exporter) as control:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
-            peer.connect(exporter.address)
+        with stranger_to(exporter) as peer:
             peer.send(encode_message(pull))
             await level(control, "serving", 1)
             for _ in range(8):
@@ -264,7 +264,7 @@ async def test_release_is_idempotent(rig: Rig) -> None:
 async def test_control_needs_the_key(rig: Rig) -> None:
     exporter = rig.endpoint()
     stage(exporter, model_kv(64))
-    async with SocketControl((exporter.address,), "guess") as control:
+    async with control_of(exporter, "guess") as control:
         with pytest.raises(DeadlineExceeded):
             await control.release("t", timeout_s=0.3)
     assert exporter.staged_bytes > 0

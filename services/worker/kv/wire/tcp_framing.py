@@ -1,0 +1,239 @@
+"""Messages on a byte stream: a prefix, a header, perhaps a payload. No sockets.
+
+A prefix is 16 bytes, little-endian: a mark, the sizes of header and payload, and a checksum over these. A prefix
+without either is a heartbeat, which a listener sends back. Bits that flip in a prefix are noticed before anybody waits
+for bytes that nobody sends.
+"""
+
+import struct
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from services.worker.kv.wire.frames import MAX_MESSAGE_BYTES, Buffer
+from services.worker.kv.wire.transport import Placement, Received
+
+PREFIX = struct.Struct("<4sIII")
+_SIZES = struct.Struct("<4sII")
+_MARK = b"PKV1"
+_AHEAD_BYTES = 4096  # read along with a prefix: of a payload so much at most is copied once more
+_PIECE = 512 << 10  # read at once: what was read is still in the cache when its checksum is taken
+_VIEWS = 64  # of one call: more gain nothing
+
+
+class WireError(Exception):
+    """What came is no message of ours; nothing behind it can be read either."""
+
+
+class Stream(Protocol):
+    """A connected socket that never blocks."""
+
+    def read(self, views: list[memoryview]) -> int:
+        """Bytes that went into the views, in order; 0 while there are none. Raises OSError at the stream's end too."""
+
+    def write(self, views: list[memoryview]) -> int:
+        """Bytes that were taken of the views, in order; 0 while there is no room. Raises OSError."""
+
+
+class Asked(Protocol):
+    """Says where a payload goes; see transport.Place."""
+
+    def __call__(self, header: Buffer, size_bytes: int) -> Placement | None:
+        """Called once a payload's header is here."""
+
+
+def prefix(header_bytes: int, payload_bytes: int) -> bytes:
+    """Of a message."""
+    sizes = _SIZES.pack(_MARK, header_bytes, payload_bytes)
+    return sizes + xxhash.xxh32_intdigest(sizes).to_bytes(4, "little")
+
+
+HEARTBEAT = prefix(0, 0)
+
+
+class Inbound:
+    """Takes messages off a stream, a payload straight into where it belongs."""
+
+    def __init__(self, max_payload_bytes: int, place: Asked = lambda *_: None) -> None:
+        self.heartbeats = 0
+        self._max_payload_bytes = max_payload_bytes
+        self._place = place
+        self._head = memoryview(bytearray(2 * _AHEAD_BYTES))  # grows with a header that needs more
+        self._filled = 0  # bytes in it
+        self._spare = memoryview(b"")  # where payloads go that have no other place
+        self._views: list[memoryview] = []  # of the present payload, what is to come
+        self._header = b""
+        self._size = self._missing = 0  # bytes of the present payload, and those that are to come
+        self._placement: Placement | None = None
+        self._unwanted = False  # the present payload: nobody hears of it
+        self._hash = xxhash.xxh3_64()
+
+    def receive(self, stream: Stream) -> Received | None:
+        """The next message; None when the stream has no more at the moment. Raises WireError or OSError."""
+        while True:
+            message = self._finished() if self._header else self._begun()
+            if message is not None:
+                return message
+            if not (self._read_payload(stream) if self._missing else self._read_head(stream)):
+                return None
+
+    def keep(self) -> None:
+        """The payload that was received last is not overwritten."""
+        self._spare = memoryview(b"")
+
+    @property
+    def first(self) -> int:
+        """The first byte of what could not be read."""
+        return self._head[0]
+
+    def divert(self, owner: object) -> None:
+        """Nothing more of the present payload goes to where that owner wanted it."""
+        if self._placement is not None and self._placement.owner is owner:
+            self._placement, self._unwanted = None, True
+            self._views = [self._room(self._missing)]
+
+    def _begun(self) -> Received | None:
+        """A message without a payload, if one is here; a payload is prepared for."""
+        if self._filled < PREFIX.size:
+            return None
+        mark, header_bytes, payload_bytes, _ = PREFIX.unpack_from(self._head)
+        if mark != _MARK or self._head[: PREFIX.size] != prefix(header_bytes, payload_bytes):
+            raise WireError("not a message")
+        if header_bytes > MAX_MESSAGE_BYTES or payload_bytes > self._max_payload_bytes:
+            raise WireError(f"a message of {header_bytes} and {payload_bytes} bytes")
+        end = PREFIX.size + header_bytes
+        if self._filled < end:
+            return None
+        header = bytes(self._head[PREFIX.size : end])
+        if not header_bytes:
+            if payload_bytes:
+                raise WireError("a payload without a header")
+            self.heartbeats += 1
+            self._drop(end)
+            return self._begun()
+        if not payload_bytes:
+            self._drop(end)
+            return Received(header)
+        self._prepare(header, payload_bytes, end)
+        return self._finished()
+
+    def _prepare(self, header: bytes, payload_bytes: int, end: int) -> None:
+        """Begin a payload with what of it was read with its header."""
+        self._header, self._size, self._missing = header, payload_bytes, payload_bytes
+        self._placement = self._place(header, payload_bytes)
+        if self._placement is None:
+            self._views = [self._room(payload_bytes)]
+        else:
+            self._views = list(self._placement.views)
+        self._hash.reset()
+        ahead = self._head[end : min(self._filled, end + payload_bytes)]
+        taken = 0
+        while taken < len(ahead):
+            view = self._views[0]
+            part = ahead[taken : taken + len(view)]
+            view[: len(part)] = part
+            taken += len(part)
+            self._advance(len(part))
+        self._drop(end + taken)
+
+    def _finished(self) -> Received | None:
+        if self._missing:
+            return None
+        payload = None if self._placement is not None else self._spare[: self._size]
+        message = Received(self._header, payload, self._size, self._hash.intdigest())
+        unwanted, self._unwanted = self._unwanted, False
+        self._header, self._placement = b"", None
+        return self._begun() if unwanted else message
+
+    def _read_head(self, stream: Stream) -> int:
+        wanted = PREFIX.size + (PREFIX.unpack_from(self._head)[1] if self._filled >= PREFIX.size else 0)
+        if wanted > len(self._head):
+            grown = memoryview(bytearray(wanted + _AHEAD_BYTES))
+            grown[: self._filled] = self._head[: self._filled]
+            self._head = grown
+        got = stream.read([self._head[self._filled :]])
+        self._filled += got
+        return got
+
+    def _read_payload(self, stream: Stream) -> int:
+        """Read what is missing, and in the same call what may follow it."""
+        views, room = [], _PIECE
+        for view in self._views[:_VIEWS]:
+            views.append(view[:room])
+            room -= len(views[-1])
+            if not room:
+                break
+        if room and len(self._views) <= _VIEWS:
+            views.append(self._head[:_AHEAD_BYTES])
+        got = stream.read(views)
+        ours = min(got, self._missing)
+        self._advance(ours)
+        self._filled = got - ours
+        return got
+
+    def _advance(self, count: int) -> None:
+        """So much of the payload has come."""
+        self._missing -= count
+        while count:
+            view = self._views[0]
+            part = view[:count]
+            self._hash.update(part)
+            count -= len(part)
+            if len(part) == len(view):
+                self._views.pop(0)
+            else:
+                self._views[0] = view[len(part) :]
+
+    def _drop(self, end: int) -> None:
+        """Forget the first bytes of what was read ahead."""
+        rest = bytes(self._head[end : self._filled])
+        self._head[: len(rest)] = rest
+        self._filled = len(rest)
+
+    def _room(self, size: int) -> memoryview:
+        if len(self._spare) < size:
+            self._spare = memoryview(np.empty(size, np.uint8))
+        return self._spare[:size]
+
+
+class Outbound:
+    """What waits to be sent, in order; nothing is copied."""
+
+    def __init__(self) -> None:
+        self._views: deque[memoryview] = deque()
+
+    def __len__(self) -> int:
+        """Pieces that wait."""
+        return len(self._views)
+
+    def put(self, header: bytes, payload: Buffer | None = None) -> None:
+        """Queue a message."""
+        size = len(payload) if payload is not None else 0
+        self._views.append(memoryview(prefix(len(header), size) + header))
+        if payload is not None and size:
+            self._views.append(memoryview(payload).cast("B"))
+
+    def heartbeat(self) -> None:
+        """Queue a heartbeat."""
+        self._views.append(memoryview(HEARTBEAT))
+
+    def flush(self, stream: Stream) -> bool:
+        """Send what goes; whether all of it went. Raises OSError."""
+        while self._views:
+            sent = stream.write([view for view, _ in zip(self._views, range(_VIEWS), strict=False)])
+            if not sent:
+                return False
+            while sent:
+                view = self._views[0]
+                if sent < len(view):
+                    self._views[0] = view[sent:]
+                    break
+                sent -= len(view)
+                self._views.popleft()
+        return True
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._views.clear()

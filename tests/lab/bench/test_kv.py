@@ -1,0 +1,16 @@
+"""The bench of KV transports: real processes, little KV."""
+
+from lab.bench.kv import SCHEMES, run_kv_bench
+
+
+def test_every_transport_is_measured_beside_the_socket() -> None:
+    result = run_kv_bench((1,), rounds=3)
+    figures, aims = result["figures"], result["aims"]
+    assert all(value > 0 for value in figures.values())
+    for name in SCHEMES:
+        assert {f"{name}_1mb_to_socket_ratio", f"{name}_1mb_import_cpu_ratio"} <= set(figures)
+    for codec in ("int8", "int4", "fp8"):
+        assert {f"{codec}_encode_gb_per_s", f"{codec}_decode_gb_per_s"} <= set(figures)
+    assert aims["tcp_1mb_to_socket_ratio"]["got"] == figures["tcp_1mb_to_socket_ratio"]
+    assert all(aim["met"] == (aim["got"] >= aim["want"]) for name, aim in aims.items() if "cpu" not in name)
+    assert all(aim["met"] == (aim["got"] <= aim["want"]) for name, aim in aims.items() if "cpu" in name)

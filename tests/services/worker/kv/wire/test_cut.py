@@ -1,0 +1,157 @@
+"""Connections cut at each message in turn, slow ones, some slower than others: KV is exact, or the import fails."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from services.worker.kv.wire import peers
+from services.worker.kv.wire.endpoint import KvEndpoint
+from services.worker.kv.wire.frames import Confirm, Credit, Frame, Message, Pull, decode_reply, decode_request
+from services.worker.kv.wire.importing import PullLimits
+from tests.services.worker.kv.rig import LAYERS, Rig, model_kv, stage
+from tests.services.worker.kv.wire.proxy import Cut, Parts, Proxy
+from tests.services.worker.kv.wire.test_rude_peers import line_of, peer
+
+pytestmark = pytest.mark.parametrize("rig", ["kv"], indirect=True)
+TOKENS = 600
+SOON_S = 8.0  # of a machine that has little time
+LIMITS = PullLimits(window_bytes=40_000, stall_s=5.0)
+
+
+@pytest.fixture(autouse=True)
+def _lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections are shared out for small imports, too."""
+    monkeypatch.setattr(peers, "LANE_BYTES", 1000)
+
+
+class Script:
+    """Cuts when the message of this number passes."""
+
+    def __init__(self, cut_at: int) -> None:
+        self.seen: list[type[Message]] = []
+        self.was_cut = threading.Event()
+        self._cut_at = cut_at
+        self._lock = threading.Lock()
+
+    def __call__(self, importers: bool, parts: Parts) -> Parts | None:
+        if not parts:
+            return parts  # a heartbeat: they come when they come
+        message = (decode_request if importers else decode_reply)(parts[0])
+        assert message is not None
+        with self._lock:
+            self.seen.append(type(message))
+            cut = len(self.seen) == self._cut_at
+        if cut:
+            self.was_cut.set()
+            raise Cut
+        return parts
+
+
+def staged(rig: Rig, name: str = "t") -> tuple[KvEndpoint, torch.Tensor]:
+    exporter, kv = rig.endpoint(), model_kv(TOKENS)
+    for first in range(0, TOKENS, 60):  # a frame each
+        stage(exporter, kv, name, start=first, end=first + 60)
+    return exporter, kv
+
+
+@pytest.mark.parametrize(("connections", "step"), [(1, 1), (3, 5)])
+def test_a_connection_cut_at_any_message_ends_the_import_soon_or_does_no_harm(
+    rig: Rig, connections: int, step: int
+) -> None:
+    limits = PullLimits(window_bytes=40_000, stall_s=5.0, connections=connections)
+    kinds, number, whole = set(), 1 - step, False
+    while not whole:
+        number += step
+        exporter, kv = staged(rig, f"t{number}")
+        importer, script = rig.endpoint(limits=limits), Script(number)
+        with Proxy(exporter.address, script) as proxy:
+            began = time.monotonic()
+            handle = rig.handle([exporter], TOKENS, f"t{number}", endpoints=(proxy.address,))
+            got = rig.load(importer, handle, timeout_s=30.0)
+            result = rig.result()
+            assert time.monotonic() - began < SOON_S
+            if result.ok:
+                assert torch.equal(got.kv, kv)
+                whole = not script.was_cut.wait(0.3)  # the last message confirms, after the end
+            else:
+                assert result.error.startswith("peer_lost"), (number, script.seen)
+            kinds |= set(script.seen[number - 1 :])
+        # The same endpoints do it over a new connection.
+        stage(exporter, kv, f"again{number}")
+        again = rig.load(importer, rig.handle([exporter], TOKENS, f"again{number}"))
+        assert rig.result().ok
+        assert torch.equal(again.kv, kv)
+        importer.stop()
+        exporter.stop()
+        rig.endpoints.clear()
+    assert number > 10
+    assert {Pull, Frame, Credit, Confirm} <= kinds
+
+
+@pytest.mark.parametrize("connections", [1, 2])
+def test_a_slow_link_is_slow_and_no_more(rig: Rig, connections: int) -> None:
+    """50 Mb/s and 100 ms: no deadline of progress is in its way."""
+    tokens = 2000
+    exporter, kv = rig.endpoint(), model_kv(tokens)
+    importer = rig.endpoint(limits=PullLimits(stall_s=2.0, connections=connections))
+    for first in range(0, tokens, 200):
+        stage(exporter, kv, start=first, end=first + 200)
+    size = kv.numel() * 4
+    with Proxy(exporter.address, delay_s=lambda _: 0.1, bytes_per_s=50e6 / 8 / connections) as proxy:
+        began = time.monotonic()
+        got = rig.load(importer, rig.handle([exporter], tokens, endpoints=(proxy.address,)))
+        result = rig.result()
+        took_s = time.monotonic() - began
+    assert result.ok, result.error
+    assert torch.equal(got.kv, kv)
+    assert took_s > 0.2 + size / (50e6 / 8) / 2  # it was slow: the proxy had a part in it
+
+
+def test_parts_may_come_in_any_order_over_unlike_connections(rig: Rig) -> None:
+    exporter, kv = staged(rig)
+    importer = rig.endpoint(limits=PullLimits(connections=LAYERS))
+    delays = [0.4, 0.0, 0.2]
+    with Proxy(exporter.address, delay_s=lambda number: delays[number]) as proxy:
+        got = rig.load(importer, rig.handle([exporter], TOKENS, endpoints=(proxy.address,)))
+        assert rig.result().ok
+        assert proxy.connections == LAYERS
+    assert torch.equal(got.kv, kv)
+    assert [layer for layer, _ in got.writes] != sorted(layer for layer, _ in got.writes) or got.writes[0][0] != 0
+
+
+def test_several_connections_carry_what_is_large_and_one_what_is_small(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, kv = staged(rig)
+    monkeypatch.setattr(peers, "LANE_BYTES", kv.numel() * 4 // 2)
+    importer = rig.endpoint(limits=PullLimits(connections=4))
+    with Proxy(exporter.address) as proxy:
+        got = rig.load(importer, rig.handle([exporter], TOKENS, endpoints=(proxy.address,)), end=TOKENS // 2)
+        assert rig.result().ok
+        assert proxy.connections == 1
+        assert torch.equal(got.kv, kv[:, :, : TOKENS // 2])
+        stage(exporter, kv, "large")
+        got = rig.load(importer, rig.handle([exporter], TOKENS, "large", endpoints=(proxy.address,)))
+        assert rig.result().ok
+        assert proxy.connections == 2
+        assert torch.equal(got.kv, kv)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_an_exporter_that_dies_in_mid_transfer_over_several_connections(rig: Rig, how: signal.Signals) -> None:
+    importer = rig.endpoint(limits=PullLimits(stall_s=60.0, connections=3))
+    with peer(rig) as exporter:
+        address = line_of(exporter).strip('"')
+        got = rig.load(importer, rig.handle([], 64, endpoints=(address,)), timeout_s=600.0)
+        end = time.monotonic() + 10
+        while not got.writes:
+            assert time.monotonic() < end
+            threading.Event().wait(0.01)
+        began = time.monotonic()
+        os.kill(exporter.pid, how)
+        assert rig.result().error.startswith("peer_lost")
+        assert time.monotonic() - began < 3.0

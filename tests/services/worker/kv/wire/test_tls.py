@@ -1,0 +1,131 @@
+"""With keys, KV over TCP is TLS, and nobody gets or gives anything without the cluster's pair."""
+
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import zmq
+
+from services.worker.kv.wire.importing import PullLimits
+from services.worker.kv.wire.tcp_resolving import host_and_port
+from services.worker.kv.wire.tcp_transport import TcpTransport
+from services.worker.kv.wire.tls import TlsContexts, identity
+from tests.services.worker.kv.rig import Rig, model_kv, stage
+from tests.services.worker.kv.wire.hostile import TcpStranger, assert_serves
+from tests.services.worker.kv.wire.proxy import Proxy
+
+pytestmark = pytest.mark.parametrize("rig", ["kv"], indirect=True)
+LIMITS = PullLimits(connect_timeout_s=1.0)
+SOON_S = 6.0
+
+
+def pair() -> tuple[str, str]:
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    return public, secret
+
+
+OURS, OTHERS = pair(), pair()
+
+
+def ended(read: Callable[[], bytes]) -> bool:
+    """Whether a connection ends, by an end or an error."""
+    try:
+        return not read()
+    except OSError:
+        return True
+
+
+def test_the_same_keys_give_the_same_identity_and_others_another(rig: Rig) -> None:
+    assert identity(OURS) == identity(OURS)
+    assert identity(OURS) != identity(OTHERS)
+    assert identity((OURS[0], OTHERS[1]))[1] != identity(OURS)[1]
+
+
+def test_keys_that_are_none_are_an_error(rig: Rig) -> None:
+    with pytest.raises(ValueError, match="keys"):
+        TlsContexts(("abcde", "abcde"))
+
+
+def test_what_goes_over_the_wire_is_not_readable_and_arrives(rig: Rig) -> None:
+    exporter, importer, kv = rig.endpoint(curve=OURS), rig.endpoint(curve=OURS), model_kv(4000)
+    stage(exporter, kv)
+    got = rig.load(importer, rig.handle([exporter], 4000))
+    assert rig.result().ok
+    assert torch.equal(got.kv, kv)
+
+
+@pytest.mark.parametrize(
+    ("exporters", "importers", "why"),
+    [
+        pytest.param(OURS, OTHERS, "CERTIFICATE", id="other keys"),
+        pytest.param(OURS, (OURS[0], OTHERS[1]), "CERTIFICATE", id="the public key alone"),
+        pytest.param(OURS, None, "keys", id="an importer without keys"),
+        pytest.param(None, OURS, "", id="an exporter without keys"),
+    ],
+)
+def test_wrong_keys_are_refused(
+    rig: Rig, exporters: tuple[str, str] | None, importers: tuple[str, str] | None, why: str
+) -> None:
+    exporter, importer = rig.endpoint(curve=exporters), rig.endpoint(curve=importers, limits=LIMITS)
+    stage(exporter, model_kv(40))
+    began = time.monotonic()
+    got = rig.load(importer, rig.handle([exporter], 40))
+    result = rig.result()
+    assert time.monotonic() - began < SOON_S
+    assert result.error.startswith("unreachable")
+    assert why in result.error
+    assert not got.writes
+    assert exporter.server_counters.sent_bytes == 0
+    assert exporter.stats().serving == 0
+
+
+def test_wrong_keys_disturb_nobody(rig: Rig) -> None:
+    exporter, stranger, friend = rig.endpoint(curve=OURS), rig.endpoint(curve=OTHERS), rig.endpoint(curve=OURS)
+    kv = model_kv(40)
+    stage(exporter, kv)
+    rig.load(stranger, rig.handle([exporter], 40, "never"), timeout_s=1.0)
+    got = rig.load(friend, rig.handle([exporter], 40))
+    results = {result.transfer_id: result.ok for result in (rig.result(), rig.result())}
+    assert results == {"never": False, "t": True}
+    assert torch.equal(got.kv, kv)
+
+
+def test_a_certificate_of_the_same_name_that_is_not_ours_is_refused(rig: Rig) -> None:
+    """Who has made a certificate with all of our names, but not our key."""
+    exporter = rig.endpoint(curve=OURS)
+    context = TlsContexts(OTHERS).client
+    context.verify_mode = ssl.CERT_NONE
+    with socket.create_connection(host_and_port(exporter.address), timeout=10) as plain:
+        plain.settimeout(10)
+        assert ended(lambda: context.wrap_socket(plain).recv(1))
+    stage(exporter, model_kv(40))
+    rig.load(rig.endpoint(curve=OURS), rig.handle([exporter], 40))
+    assert rig.result().ok
+
+
+def test_a_peer_that_begins_no_handshake_is_dropped_and_holds_up_nobody(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.kv.wire.tcp_peer._GREETING_S", 0.3)
+    exporter = rig.endpoint()
+    with socket.create_connection(host_and_port(exporter.address), timeout=10) as silent:
+        silent.settimeout(10)
+        assert_serves(rig, exporter)
+        greeting = silent.recv(100)  # its hello, and then the end
+        assert greeting
+        assert ended(lambda: silent.recv(100))
+
+
+def test_a_client_of_ours_meets_one_without_a_word_of_tls(rig: Rig) -> None:
+    """It gives up soon, and says that it is not connected."""
+    with Proxy(rig.endpoint().address) as proxy, TcpStranger(proxy.address):
+        transport = TcpTransport(OURS)
+        link = transport.connect(proxy.address)
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            transport.wait(0.1)
+            assert not link.connected
+        transport.close()
