@@ -19,6 +19,7 @@ class DashboardSettings(ServiceSettings):
     monitor_url: Url = "http://127.0.0.1:8200"
     scheduler_url: Url = "http://127.0.0.1:8100"
     gateway_url: OptionalUrl = "http://127.0.0.1:8000"  # empty: not shown
+    gateway_urls: tuple[Url, ...] = ()  # each of its processes, where several share that port
     predictor_url: OptionalUrl = ""  # empty: not shown
     planner_url: OptionalUrl = ""  # empty: the page Plan says so
 

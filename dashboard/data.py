@@ -142,12 +142,16 @@ class Api:
     async def _classes(self) -> Read[list[ClassLoad]] | None:
         if not self.settings.gateway_url:
             return None
-        async with JsonClient(self.settings.gateway_url, transport=self._reader.transport()) as client:
+        urls = self.settings.gateway_urls or (self.settings.gateway_url,)
 
-            async def counted() -> list[ClassLoad]:
-                return class_loads(await client.text("/metrics"))
+        async def counted() -> list[ClassLoad]:
+            return class_loads(*await asyncio.gather(*map(self._metrics, urls)))
 
-            return await self._reader.read("classes", counted, list[ClassLoad])
+        return await self._reader.read("classes", counted, list[ClassLoad])
+
+    async def _metrics(self, url: str) -> str:
+        async with JsonClient(url, transport=self._reader.transport()) as client:
+            return await client.text("/metrics")
 
     def _monitor(self) -> MonitorClient:
         return MonitorClient(self.settings.monitor_url, transport=self._reader.transport())

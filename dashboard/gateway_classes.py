@@ -12,8 +12,8 @@ _FOR_LOAD = (Busy.code, Overloaded.code)
 
 
 class ClassLoad(msgspec.Struct, frozen=True):
-    """One SLO class at one gateway: jobs that wait there now for heavier classes, and since it started those that had
-    to and those that were refused for load.
+    """One SLO class at the gateway: jobs that wait there now for heavier classes, and since its processes started those
+    that had to and those that were refused for load.
     """
 
     slo: str
@@ -22,9 +22,10 @@ class ClassLoad(msgspec.Struct, frozen=True):
     refused: int = 0
 
 
-def class_loads(metrics: str) -> list[ClassLoad]:
-    """Of the text of `GET /metrics`, by name; only classes of which something was counted."""
-    lines = (line for line in metrics.splitlines() if line.startswith((_WAITING, _DELAYED, _REFUSED)))
+def class_loads(*metrics: str) -> list[ClassLoad]:
+    """Of the texts of `GET /metrics` of every process, by name; only classes of which something was counted."""
+    told = (line for text in metrics for line in text.splitlines())
+    lines = (line for line in told if line.startswith((_WAITING, _DELAYED, _REFUSED)))
     counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys((_WAITING, _DELAYED, _REFUSED), 0))
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:

@@ -5,58 +5,36 @@ A body is admitted before it is read and settles with each job that it becomes: 
 """
 
 import asyncio
-import time
-from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
-from math import exp
 from types import TracebackType
 from typing import Self
 
+from gateway.counts import Counts, OwnCounts, TableCounts
 from gateway.settings import GatewaySettings
+from gateway.table import Kind, SharedTable
 from shared.domain.job import WhenFull
 from shared.errors import Busy, InvalidRequest, PolyphaseError
 
-FADE_S = 10.0  # over which the drain is measured
 RETRY_LEAST_S, RETRY_MOST_S = 1.0, 60.0
 
 
-class Drain:
-    """How many jobs a second began to decode, or ended, of late. Times are of the monotonic clock."""
-
-    def __init__(self, now: float) -> None:
-        self._began_s = self._left_s = now
-        self._count = 0.0
-
-    def left(self, now: float) -> None:
-        """One job waits no longer."""
-        self._count = self._count * exp((self._left_s - now) / FADE_S) + 1.0
-        self._left_s = now
-
-    def seconds(self, jobs: float, now: float) -> float:
-        """Until so many have left at the present rate, from a second to a minute."""
-        seen_s = FADE_S * (1.0 - exp(-max(0.1, now - self._began_s) / FADE_S))
-        rate = self._count * exp((self._left_s - now) / FADE_S) / seen_s
-        return min(RETRY_MOST_S, max(RETRY_LEAST_S, jobs / rate if rate > 0.0 else RETRY_MOST_S))
-
-
 class Admission:
-    """Counts what was admitted and does not decode yet.
+    """Bounds what was admitted and does not decode yet, by `counts`: of all gateway processes of the port.
 
+    It counts first and looks then, so that of two processes that count at once neither overlooks the other.
     With several callers none of them may hold more than its share of the jobs, so that there is room for the others.
     Of one body only some jobs are in the cluster at once without decoding, so that others find short queues there.
     """
 
-    def __init__(self, settings: GatewaySettings, callers: int, *, delayed: bool = False) -> None:
+    def __init__(self, settings: GatewaySettings, counts: Counts, callers: int, *, delayed: bool = False) -> None:
         share = settings.caller_share if callers > 1 else 1.0
         self._max_jobs = settings.max_delayed_jobs if delayed else settings.max_queued_jobs
         self._max_tokens = settings.max_delayed_tokens if delayed else settings.max_queued_tokens
-        self._drain = Drain(time.monotonic())
         self._jobs_a_caller = max(1, int(self._max_jobs * share))
-        self._by_caller: Counter[str] = Counter()
+        self.counts = counts
         self.jobs_a_body = min(settings.max_jobs_a_body, self._jobs_a_caller)
         self.jobs_at_once = settings.jobs_at_once
-        self.jobs = 0
-        self.tokens = 0
 
     def admit(self, caller: str) -> "Ticket":
         """Let a request in, for one job as yet. Raises Busy."""
@@ -66,58 +44,77 @@ class Admission:
 
     def take_jobs(self, caller: str, jobs: int) -> None:
         """Raises Busy."""
-        held = self._by_caller[caller]
-        if (over := self.jobs + jobs - self._max_jobs) > 0:
-            said = f"{self.jobs} jobs wait to be computed or to decode; {jobs} more are too many"
-            raise Busy(said, retry_after_s=self._drain.seconds(over, time.monotonic()))
+        counts = self.counts
+        counts.add_jobs(caller, jobs)
+        waiting, held = counts.jobs - jobs, counts.of(caller) - jobs
+        if (over := waiting + jobs - self._max_jobs) > 0:
+            counts.add_jobs(caller, -jobs)
+            said = f"{waiting} jobs wait to be computed or to decode; {jobs} more are too many"
+            raise Busy(said, retry_after_s=self._retry_after_s(over))
         if (over := held + jobs - self._jobs_a_caller) > 0:
+            counts.add_jobs(caller, -jobs)
             said = f"{held} jobs of {caller!r} wait to be computed or to decode; {jobs} more are over its share"
-            raise Busy(said, retry_after_s=self._drain.seconds(over * self.jobs / max(1, held), time.monotonic()))
-        self.jobs += jobs
-        self._by_caller[caller] = held + jobs
+            raise Busy(said, retry_after_s=self._retry_after_s(over * waiting / max(1, held)))
 
     def take_tokens(self, tokens: int) -> None:
         """Raises Busy. A job that nobody is before always passes."""
-        if self.tokens and self.tokens + tokens > self._max_tokens:
-            said = f"{self.tokens} prompt tokens wait; {tokens} more are over {self._max_tokens}"
-            over = (self.tokens + tokens - self._max_tokens) * self.jobs / self.tokens
-            raise Busy(said, retry_after_s=self._drain.seconds(over, time.monotonic()))
-        self.tokens += tokens
+        counts = self.counts
+        counts.add_tokens(tokens)
+        waiting = counts.tokens - tokens
+        if waiting and waiting + tokens > self._max_tokens:
+            counts.add_tokens(-tokens)
+            said = f"{waiting} prompt tokens wait; {tokens} more are over {self._max_tokens}"
+            over = (waiting + tokens - self._max_tokens) * counts.jobs / waiting
+            raise Busy(said, retry_after_s=self._retry_after_s(over))
 
     def give_back(self, caller: str, jobs: int, tokens: int = 0) -> None:
         """These wait no longer."""
-        self.jobs -= jobs
-        self.tokens -= tokens
-        self._by_caller[caller] -= jobs
-        if not self._by_caller[caller]:
-            del self._by_caller[caller]
+        if jobs:
+            self.counts.add_jobs(caller, -jobs)
+        if tokens:
+            self.counts.add_tokens(-tokens)
 
-    def drained(self) -> None:
-        """A job that had started waits no longer."""
-        self._drain.left(time.monotonic())
+    def _retry_after_s(self, jobs: float) -> float:
+        """Until so many have left at the present rate, from a second to a minute."""
+        return retry_after_s(jobs, self.counts.left_per_s())
 
 
 class Admissions:
     """One count for the classes that yield, and one for all others: whoever waits long leaves the others their room."""
 
-    def __init__(self, settings: GatewaySettings, callers: int) -> None:
+    def __init__(self, settings: GatewaySettings, callers: Collection[str], table: SharedTable | None = None) -> None:
+        """callers: all that there may be; none where everybody is let in. table: of the processes of the port."""
+
+        def counted(kind: Kind) -> Counts:
+            return OwnCounts() if table is None else TableCounts(table, kind, callers or ("",))
+
         self._yields = {name for name, one in settings.slo.items() if one.when_full is WhenFull.DELAY}
-        self._delayed = Admission(settings, callers, delayed=True)
-        self._others = Admission(settings, callers)
+        self._delayed = Admission(settings, counted(Kind.DELAYED), len(callers), delayed=True)
+        self._others = Admission(settings, counted(Kind.OTHERS), len(callers))
 
     def of(self, slo: str) -> Admission:
         """The one that counts jobs of that class."""
         return self._delayed if slo in self._yields else self._others
 
     @property
+    def own_jobs(self) -> int:
+        """That wait in this process, of all classes."""
+        return self._delayed.counts.own_jobs + self._others.counts.own_jobs
+
+    @property
     def jobs(self) -> int:
-        """That wait, of all classes."""
-        return self._delayed.jobs + self._others.jobs
+        """That wait in all processes, of all classes."""
+        return self._delayed.counts.jobs + self._others.counts.jobs
 
     @property
     def tokens(self) -> int:
         """Of their prompts."""
-        return self._delayed.tokens + self._others.tokens
+        return self._delayed.counts.tokens + self._others.counts.tokens
+
+
+def retry_after_s(jobs: float, left_per_s: float) -> float:
+    """Until so many have left at that rate, from a second to a minute."""
+    return min(RETRY_MOST_S, max(RETRY_LEAST_S, jobs / left_per_s if left_per_s > 0.0 else RETRY_MOST_S))
 
 
 class Ticket:
@@ -192,7 +189,7 @@ class Seat:
         if self._waits:
             self._waits = False
             self.ticket.admission.give_back(self.ticket.caller, 1, self._tokens)
-            self.ticket.admission.drained()
+            self.ticket.admission.counts.left()
         if self._has_turn:
             self._has_turn = False
             self.ticket.turns.release()

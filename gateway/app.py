@@ -26,13 +26,16 @@ from gateway.edge import Edge
 from gateway.grammars import Grammars
 from gateway.lengths import LengthClient
 from gateway.lines import Lines
+from gateway.listening import sockets_of
 from gateway.llm import ClusterLLM
 from gateway.metrics import GatewayMetrics
 from gateway.pipeline import Pipeline
 from gateway.plain import serve_plain_streams
+from gateway.rates import OwnRates, TableRates
 from gateway.recording import recording
 from gateway.reports import PERIOD_S, Reporter
 from gateway.settings import GatewaySettings
+from gateway.table import shared_table
 from shared.domain.job import WhenFull
 from shared.errors import InvalidRequest
 from shared.runtime.http import SHUTDOWN_S
@@ -53,7 +56,7 @@ async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> N
     if keys.open and settings.host not in LOOPBACK:
         raise InvalidRequest(f"listening on {settings.host} needs API keys (api_keys_file); without, only loopback")
     async with running(settings, keys, runner) as app:
-        await http_server(app, settings.host, settings.port).serve()
+        await http_server(app, settings.host, settings.port).serve(sockets_of(settings))
 
 
 def http_server(app: Edge, host: str, port: int) -> uvicorn.Server:
@@ -76,6 +79,7 @@ def http_server(app: Edge, host: str, port: int) -> uvicorn.Server:
 async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | None = None) -> AsyncIterator[Edge]:
     """The whole application with everything behind it started; stopped in reverse at the end of the block."""
     async with AsyncExitStack() as stack:
+        table = stack.enter_context(shared_table(settings))
         args = _arguments(settings)
         config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
         grammars = stack.enter_context(Grammars(config, settings))
@@ -100,14 +104,15 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
                 metrics.waiting.labels(slo=name).set_function(partial(lines.waiting, name))
         core = ClusterCore(settings, runner or Pipeline(settings, clients, schedulers, reporter, lengths, lines))
         stack.push_async_callback(core.close)
-        admission = Admissions(settings, keys.count)
-        metrics.queued.set_function(lambda: admission.jobs)
+        admission = Admissions(settings, keys.names, table)
+        metrics.queued.set_function(lambda: admission.own_jobs)
+        rates = OwnRates() if table is None else TableRates(table, keys.keys)
         llm = ClusterLLM(config, core, grammars)
         stack.callback(llm.shutdown)
         app = await _vllm_app(args, llm)
         if settings.lean_streams:
             serve_plain_streams(app.state, direct=surface.bodies_pass(app))
-        yield Edge(app, settings, keys, metrics, admission)
+        yield Edge(app, settings, keys, metrics, admission, rates)
         await reporter.flush()
 
 

@@ -73,9 +73,14 @@ class KeyRing:
         return not self._by_digest
 
     @property
-    def count(self) -> int:
-        """How many callers there may be."""
-        return len(self._by_digest)
+    def keys(self) -> tuple[ApiKey, ...]:
+        """All of them."""
+        return tuple(self._by_digest.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Who may call, one a key."""
+        return tuple(key.name for key in self.keys)
 
     @property
     def weights(self) -> dict[str, float]:

@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -18,6 +17,7 @@ from gateway.auth import ApiKey, KeyRing
 from gateway.connection import EXTENSION
 from gateway.context import Caller, caller
 from gateway.metrics import GatewayMetrics
+from gateway.rates import Rates
 from gateway.settings import USUAL_TIERS, GatewaySettings
 from gateway.turns import after_body
 from shared.errors import Busy, EngineFailed, InvalidRequest, PolyphaseError, Unavailable
@@ -64,37 +64,24 @@ class ClientGone(Exception):
     """Nobody waits for an answer."""
 
 
-@dataclass(slots=True)
-class TokenBucket:
-    """`rate` a second, `burst` at once."""
-
-    rate: float
-    burst: float
-    level: float
-    updated_s: float
-
-    def take(self, now_s: float) -> float:
-        """Take one; 0 if granted, else the seconds until there is one."""
-        self.level = min(self.burst, self.level + (now_s - self.updated_s) * self.rate)
-        self.updated_s = now_s
-        if self.level >= 1.0:
-            self.level -= 1.0
-            return 0.0
-        return (1.0 - self.level) / self.rate
-
-
 class Edge:
     """The middleware. A cluster that is away is no reason to refuse: jobs wait for it, within their patience."""
 
     def __init__(
-        self, app: App, settings: GatewaySettings, keys: KeyRing, metrics: GatewayMetrics, admission: Admissions
+        self,
+        app: App,
+        settings: GatewaySettings,
+        keys: KeyRing,
+        metrics: GatewayMetrics,
+        admission: Admissions,
+        rates: Rates,
     ) -> None:
         self.app = app
         self._settings = settings
         self._keys = keys
         self._metrics = metrics
         self.admission = admission
-        self._buckets: dict[str, TokenBucket] = {}
+        self._rates = rates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through or answer it here."""
@@ -136,7 +123,7 @@ class Edge:
             raise InvalidRequest(f"unknown SLO class {slo!r}; known: {', '.join(sorted(self._settings.slo))}")
         _require(key, slo)
         if key is not None:
-            self._take(key)
+            self._rates.take(key)
         return key, slo
 
     def _of_tier(self, tier: object, key: ApiKey | None, usual: str) -> tuple[str, str]:
@@ -149,18 +136,6 @@ class Edge:
             raise InvalidRequest(f"unknown service_tier {tier!r:.80}; known: {choices}")
         _require(key, known[tier])
         return known[tier], tier
-
-    def _take(self, key: ApiKey) -> None:
-        if not key.requests_per_s:
-            return
-        now = time.monotonic()
-        burst = float(key.burst or max(1.0, key.requests_per_s))
-        bucket = self._buckets.get(key.name)
-        if bucket is None:
-            bucket = self._buckets[key.name] = TokenBucket(key.requests_per_s, burst, burst, now)
-        wait = bucket.take(now)
-        if wait:
-            raise Busy(f"key {key.name!r} is over its {key.requests_per_s:g} requests/s", retry_after_s=wait)
 
     async def _read(self, receive: Receive, headers: Headers) -> bytes:
         """All of the body. Raises BodyTooLarge, where its length is declared before any of it; BodyTooSlow."""

@@ -46,6 +46,10 @@ class GatewaySettings(ServiceSettings):
     gateway_id: str = "gateway-0"
     host: str = "127.0.0.1"
     port: int = 8000
+    processes: int = Field(1, gt=0, le=16)  # gateways that listen on the port; bounds and keys' rates hold for all
+    process: int = Field(0, ge=0)  # which of them this is
+    own_port: int = 0  # where this one alone is reached, if there are several
+    shared_table: Path | None = None  # what they count together: see `gateway.table`
     schedulers: tuple[str, ...]  # RPC addresses
     model: str
     served_model_name: str = ""
@@ -94,6 +98,14 @@ class GatewaySettings(ServiceSettings):
     @classmethod
     def _off_in_yaml(cls, predict: object) -> object:
         return "off" if predict is False else predict  # what a plain `off` is in YAML
+
+    @model_validator(mode="after")
+    def _several(self) -> Self:
+        if self.process >= self.processes:
+            raise ValueError(f"process: {self.process} is none of {self.processes}, which count from 0")
+        if self.processes > 1 and not (self.shared_table and self.own_port):
+            raise ValueError("processes: several on one port need `shared_table` and an `own_port` each")
+        return self
 
     @model_validator(mode="after")
     def _known_tiers(self) -> Self:

@@ -42,7 +42,7 @@ VLLM = {
 }
 TORCH = {"gateway/core.py"}
 LAUNCHER = "services/launcher/"  # composes the suite: it may know every process's settings, and nothing else of them
-LAUNCHER_MAY = {"gateway.auth"}
+LAUNCHER_MAY = {"gateway.auth", "gateway.table"}  # and makes what the processes share
 
 
 def imports(file: Path) -> list[str]:

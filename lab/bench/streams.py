@@ -2,16 +2,17 @@
 
 Every service is real, the instances are emulated: a decode step lasts STEP_S, so each stream gets a token a second.
 Lost is a stream that does not come to its end with all its tokens, late a token that comes a step or more behind its
-time. Memory is what the gateway's process has more than before the first stream. The second part has as many tokens a
-second as the gateway can write.
+time. Memory is what the gateway's process has more than before the first stream. The second part has more tokens a
+second than can be written, and more short requests than can be taken, by one process and by two that share its port.
 """
 
 import asyncio
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 from rich.console import Console
 
+from lab.bench.stream_client import StreamFailed
 from lab.bench.stream_crowd import Crowd, Watched
 from lab.demo.run import on_free_ports
 from services.launcher.cluster_file import Cluster
@@ -27,7 +29,8 @@ from services.launcher.up import RunningSuite, running_suite
 
 STREAMS, HELD_S, PER_S = 2000, 60.0, 80.0
 STEP_S, SETTLE_S = 1.0, 3.0  # a job that is handed over waits for a step under way: its second token is no measure
-QUICK_STEP_S, QUICK_STREAMS, QUICK_TOKENS = 0.01, 64, 400  # more than one process can write
+QUICK_STEP_S, QUICK_STREAMS, QUICK_TOKENS = 0.001, 64, 1500  # more than can be written
+SHORT_REQUESTS, SHORT_TOKENS, LOADS = 300, 2, 4
 CHAT = "/v1/chat/completions"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 _ENDS_S = 180.0
@@ -44,6 +47,15 @@ class _Held:
     cpu_share: float  # cores that the gateway used while all were open
 
 
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    """Of all gateway processes together."""
+
+    tokens_per_s: float
+    cpu_us_per_token: float
+    requests_per_s: float
+
+
 def run_streams_bench(streams: int = STREAMS, held_s: float = HELD_S) -> dict[str, Any]:
     """Figures, aims and notes."""
     return asyncio.run(_bench(streams, held_s))
@@ -51,14 +63,13 @@ def run_streams_bench(streams: int = STREAMS, held_s: float = HELD_S) -> dict[st
 
 async def _bench(streams: int, held_s: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="polyphase-streams-") as folder:
-        async with _suite(Path(folder) / "held", STEP_S) as running:
+        async with _suite(Path(folder) / "held", STEP_S, processes=1) as running:
             held = await _hold(running, streams, held_s)
-        async with _suite(Path(folder) / "rate", QUICK_STEP_S) as running:
-            rate = await _rate(running)
-    return _result(held, held_s, rate)
+        rates = await _rates(Path(folder))
+    return _result(held, held_s, rates)
 
 
-def _suite(folder: Path, step_s: float) -> AbstractAsyncContextManager[RunningSuite]:
+def _suite(folder: Path, step_s: float, processes: int) -> AbstractAsyncContextManager[RunningSuite]:
     instance = {
         "engine": "emulated",
         "accelerator": "A100-SXM-80",
@@ -71,7 +82,7 @@ def _suite(folder: Path, step_s: float) -> AbstractAsyncContextManager[RunningSu
             "name": "streams bench (emulated instances)",
             "model": str(PROJECT / "models" / "demo"),
             "served_model_name": "demo",
-            "gateway": {"max_queued_jobs": 8192},
+            "gateway": {"max_queued_jobs": 8192, "processes": processes},
             "predictor": {"enabled": False},
             "planner": {"enabled": False},
             "dashboard": {"enabled": False},
@@ -123,16 +134,37 @@ def _port(running: RunningSuite) -> int:
     return urlsplit(running.plan.api_url).port or 80
 
 
-async def _rate(running: RunningSuite) -> float:
-    """Tokens a second that come when there are always more than can be written: the median of three loads."""
-    rates = []
-    for _ in range(4):
-        crowd = Crowd("127.0.0.1", _port(running), slow_s=60.0)
-        await crowd.open([_body(n, QUICK_TOKENS) for n in range(QUICK_STREAMS)], CHAT, 1e6)
-        seen = await crowd.ended(_ENDS_S)
-        began, ended = min(one.first_s for one in seen), max(one.last_s for one in seen)
-        rates.append(QUICK_STREAMS * QUICK_TOKENS / (ended - began))
-    return statistics.median(rates[1:])  # the first one warms up
+async def _rates(folder: Path) -> dict[int, _Rate]:
+    """Of one process and of two, in turn on two suites: the medians of the loads after the first, which warms up."""
+    async with _suite(folder / "one", QUICK_STEP_S, 1) as one, _suite(folder / "two", QUICK_STEP_S, 2) as two:
+        loads = [{n: await _load(running) for n, running in ((1, one), (2, two))} for _ in range(LOADS)]
+    return {n: _median([load[n] for load in loads[1:]]) for n in (1, 2)}
+
+
+def _median(rates: Sequence[_Rate]) -> _Rate:
+    return _Rate(*(statistics.median(column) for column in zip(*map(astuple, rates), strict=True)))
+
+
+async def _load(running: RunningSuite) -> _Rate:
+    tokens, gateways = QUICK_STREAMS * QUICK_TOKENS, _gateways(running)
+    before_s = _cpu_s(gateways)
+    seen = await _all(running, QUICK_STREAMS, QUICK_TOKENS)
+    cpu_s = _cpu_s(gateways) - before_s
+    took_s = max(one.last_s for one in seen) - min(one.first_s for one in seen)
+    short = await _all(running, SHORT_REQUESTS, SHORT_TOKENS)
+    short_s = max(one.last_s for one in short) - min(one.sent_s for one in short)
+    return _Rate(tokens / took_s, cpu_s / tokens * 1e6, SHORT_REQUESTS / short_s)
+
+
+async def _all(running: RunningSuite, count: int, tokens: int) -> list[Watched]:
+    """So many streams at once. Raises StreamFailed when one of them did not end as it should."""
+    crowd = Crowd("127.0.0.1", _port(running), slow_s=_ENDS_S)
+    await crowd.open([_body(number, tokens) for number in range(count)], CHAT, 1e6)
+    seen = await crowd.ended(_ENDS_S)
+    for one in seen:
+        if one.fault or one.tokens != tokens:
+            raise StreamFailed(one.fault or f"{one.tokens} of {tokens} tokens")
+    return seen
 
 
 def _gateways(running: RunningSuite) -> list[psutil.Process]:
@@ -148,7 +180,7 @@ def _cpu_s(processes: list[psutil.Process]) -> float:
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
-def _result(held: _Held, held_s: float, rate: float) -> dict[str, Any]:
+def _result(held: _Held, held_s: float, rates: dict[int, _Rate]) -> dict[str, Any]:
     lost = [one.fault for one in held.streams if one.fault]
     late = sum(one.late(held.from_s, held.from_s + held_s) for one in held.streams)
     count = len(held.streams)
@@ -159,7 +191,11 @@ def _result(held: _Held, held_s: float, rate: float) -> dict[str, Any]:
         "tokens_per_s": count / STEP_S,
         "gateway_cores": round(held.cpu_share, 3),
         "memory_kb_per_stream": round((held.open_bytes - held.before_bytes) / count / 1024, 1),
-        "tokens_per_s_at_most": round(rate),
+        **{f"tokens_per_s_at_most_{n}_process": round(rate.tokens_per_s) for n, rate in rates.items()},
+        **{f"gateway_cpu_us_per_token_{n}_process": round(rate.cpu_us_per_token, 1) for n, rate in rates.items()},
+        **{f"requests_per_s_at_most_{n}_process": round(rate.requests_per_s) for n, rate in rates.items()},
+        "two_processes_tokens_x": round(rates[2].tokens_per_s / rates[1].tokens_per_s, 3),
+        "two_processes_requests_x": round(rates[2].requests_per_s / rates[1].requests_per_s, 3),
     }
     aims = {
         "lost_streams": {"want": "0", "got": len(lost), "met": not lost},

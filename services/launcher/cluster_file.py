@@ -70,10 +70,19 @@ class GatewaySection(Section):
     """The API. `extra`: GatewaySettings."""
 
     settings = GatewaySettings
-    derived = frozenset({"schedulers", "served_model_name", "max_model_len", "gateway_id", "predictors"})
+    derived = frozenset(
+        {"schedulers", "served_model_name", "max_model_len", "gateway_id", "predictors"}
+        | {"process", "own_port", "shared_table"}
+    )
 
     host: str = ""  # default: the address of the control host
     port: int = Field(8000, gt=0, lt=65536)
+    processes: int = Field(1, gt=0, le=16)  # that listen on it together
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes that this section stands for."""
+        return _numbered("gateway", self.processes) if self.enabled else ()
 
     @property
     def lossy_kv(self) -> bool:
@@ -139,7 +148,9 @@ class InstanceSection(Section):
     """One instance, or `count` alike ones, named id-0, id-1, … `extra`: WorkerSettings."""
 
     settings = WorkerSettings
-    derived = frozenset({"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "emulated_links"})
+    derived = frozenset(
+        {"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "emulated_links"} | {"lossy_kv"}
+    )
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     role: Role

@@ -1,5 +1,6 @@
 """From a cluster file to the processes of one host: programs, environments, ports, health checks."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +14,10 @@ from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import ports
 from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection, describe
 from services.launcher.dashboard_program import dashboard_command
+from services.launcher.gateways import own_ports, settings_of_process
 from services.launcher.links import links_between
 from services.launcher.ports import PortUse
-from services.launcher.spec import Plan, ProcessSpec, child_environment
+from services.launcher.spec import Plan, ProcessSpec, child_environment, forkable
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
@@ -44,6 +46,7 @@ class _Planner:
     def __init__(self, cluster: Cluster, data_dir: Path, host_name: str, where: str) -> None:
         self._cluster = cluster
         self._where = where
+        self._data_dir = data_dir
         self._here = _own_host(cluster, host_name)
         self._control = cluster.hosts.get(cluster.control, "127.0.0.1")
         self._base = cluster.ports
@@ -68,6 +71,7 @@ class _Planner:
             processes=tuple(processes),
             instance_ids=tuple(spec.name for spec in instances),
             api_url=self._api_url,
+            gateway_urls=self._gateway_urls,
             monitor_url=self._http(ports.MONITOR),
             scheduler_urls=tuple(self._http(self._scheduler_port(i)) for i in range(c.scheduler.count)),
             predictor_url=self._predictor_url,
@@ -87,6 +91,11 @@ class _Planner:
     def _api_url(self) -> str:
         return f"http://{self._reached(self._gateway_host)}:{self._cluster.gateway.port}"
 
+    @property
+    def _gateway_urls(self) -> tuple[str, ...]:
+        host = self._reached(self._gateway_host)
+        return tuple(f"http://{host}:{port}" for port in own_ports(self._cluster.gateway, self._base))
+
     def _reached(self, host: str) -> str:
         """Where to find one that listens on `host`."""
         return self._control if host in ("0.0.0.0", "::") else host
@@ -94,8 +103,7 @@ class _Planner:
     def _control_plane(self) -> list[ProcessSpec]:
         c = self._cluster
         specs = [self._monitor(), *(self._scheduler(*each) for each in enumerate(c.scheduler.names))]
-        if c.gateway.enabled:
-            specs.append(self._gateway())
+        specs += [self._gateway(*each) for each in enumerate(c.gateway.names)]
         specs += [self._predictor(*each) for each in enumerate(c.predictor.names)]
         if c.planner.enabled:
             specs.append(self._planner())
@@ -136,7 +144,7 @@ class _Planner:
         uses = (port, port + 1)
         return self._process(name, "services.global_scheduler", settings, self._control, port, uses, c.scheduler.env)
 
-    def _gateway(self) -> ProcessSpec:
+    def _gateway(self, index: int, name: str) -> ProcessSpec:
         c = self._cluster
         addresses = tuple(self._zmq(self._scheduler_port(i) + 1) for i in range(c.scheduler.count))
         values = {
@@ -149,10 +157,11 @@ class _Planner:
             "predictors": tuple(self._zmq(offset + 1) for offset in self._predictor_ports),
             **self._curve,
         }
-        settings = self._settings(GatewaySettings, "gateway", c.gateway.extra, values)
-        return self._process(
-            "gateway", "gateway", settings, self._gateway_host, c.gateway.port, (c.gateway.port,), c.gateway.env
-        )
+        extra = settings_of_process(c.gateway, index, self._base, self._data_dir)
+        settings = self._settings(GatewaySettings, "gateway", extra, values)
+        own = own_ports(c.gateway, self._base)[index]
+        uses = tuple(dict.fromkeys((c.gateway.port, own) if index == 0 else (own,)))  # the first speaks for all
+        return self._process(name, "gateway", settings, self._gateway_host, own, uses, c.gateway.env)
 
     def _predictor(self, index: int, name: str) -> ProcessSpec:
         section, offset = self._cluster.predictor, self._predictor_ports[index]
@@ -186,6 +195,7 @@ class _Planner:
             "POLYPHASE_DASHBOARD_MONITOR_URL": self._http(ports.MONITOR),
             "POLYPHASE_DASHBOARD_SCHEDULER_URL": self._http(self._scheduler_port(0)),
             "POLYPHASE_DASHBOARD_GATEWAY_URL": self._api_url,
+            "POLYPHASE_DASHBOARD_GATEWAY_URLS": json.dumps(self._gateway_urls),
             "POLYPHASE_DASHBOARD_PREDICTOR_URL": self._predictor_url,
             "POLYPHASE_DASHBOARD_PLANNER_URL": self._planner_url,
         }
@@ -246,7 +256,7 @@ class _Planner:
             {**self._env, **settings.to_environment(), **env},
             f"http://{self._reached(host)}:{http}/health",
             tuple(PortUse(name, host, port) for port in uses),
-            module if not env and _forkable(settings) else "",
+            module if not env and forkable(settings) else "",
             settings,
         )
 
@@ -277,17 +287,6 @@ class _Planner:
 def _ranks(entry: InstanceSection) -> int:
     """As the worker's settings have it, of which only those of this host are made."""
     return int(entry.extra.get("tensor_parallel", 1)) * int(entry.extra.get("pipeline_parallel", 1))
-
-
-def _forkable(settings: ServiceSettings) -> bool:
-    """Whether it imports the engine, and nothing of it but the engine's own CPU code at one thread, before a fork.
-
-    CUDA cannot be used across a fork, and how many threads a library has is settled when it is loaded.
-    """
-    if isinstance(settings, WorkerSettings):
-        plain = settings.ranks == settings.threads == 1
-        return settings.engine == "vllm" and settings.accelerator == "cpu" and plain
-    return isinstance(settings, GatewaySettings)
 
 
 def _own_host(cluster: Cluster, name: str) -> str:

@@ -18,7 +18,7 @@ import psutil
 
 from shared.errors import Conflict, InvalidRequest
 
-MONITOR, PLANNER, SCHEDULERS, PREDICTORS, INSTANCES = 0, 5, 10, 42, 80  # offsets from the first port
+MONITOR, PLANNER, SCHEDULERS, PREDICTORS, GATEWAYS, INSTANCES = 0, 5, 10, 42, 80, 96  # offsets from the first port
 _SPAN = 250
 RESERVED_S = 60.0
 LOCK_S = 10.0

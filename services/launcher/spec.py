@@ -5,7 +5,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from gateway.settings import GatewaySettings
 from services.launcher.ports import PortUse
+from services.worker.settings import WorkerSettings
 from shared.runtime.settings import ServiceSettings
 
 OURS = "POLYPHASE_"  # begins the name of each of our variables
@@ -47,6 +49,7 @@ class Plan:
     dashboard_url: str
     runs_control: bool
     planner_url: str = ""
+    gateway_urls: tuple[str, ...] = ()  # each process of the gateway alone; of one: `api_url`
     api_keys: bool = False  # whether the API wants a key
 
     @property
@@ -70,6 +73,17 @@ class Plan:
     def port_uses(self) -> tuple[PortUse, ...]:
         """Every port that is listened on here."""
         return tuple(use for process in self.processes for use in process.ports)
+
+
+def forkable(settings: ServiceSettings) -> bool:
+    """Whether it imports the engine, and nothing of it but the engine's own CPU code at one thread, before a fork.
+
+    CUDA cannot be used across a fork, and how many threads a library has is settled when it is loaded.
+    """
+    if isinstance(settings, WorkerSettings):
+        plain = settings.ranks == settings.threads == 1
+        return settings.engine == "vllm" and settings.accelerator == "cpu" and plain
+    return isinstance(settings, GatewaySettings)
 
 
 def child_environment(model: str, imitated: bool = False) -> dict[str, str]:

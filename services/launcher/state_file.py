@@ -45,6 +45,7 @@ class SuiteState:
     instance_ids: tuple[str, ...]
     processes: tuple[RunningProcess, ...]
     planner_url: str = ""
+    gateway_urls: tuple[str, ...] = ()  # of each process
 
     @property
     def alive(self) -> bool:
@@ -81,6 +82,7 @@ def describe(plan: Plan, statuses: Iterable[Status]) -> SuiteState:
         plan.instance_ids,
         processes,
         plan.planner_url,
+        plan.gateway_urls,
     )
 
 

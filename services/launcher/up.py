@@ -14,6 +14,7 @@ from rich.console import Console
 
 from services.launcher import display, state_file
 from services.launcher.cluster_file import Cluster, load_cluster
+from services.launcher.gateways import make_shared_table
 from services.launcher.keeper import Status
 from services.launcher.model_source import resolve_model
 from services.launcher.plan import make_plan
@@ -83,6 +84,7 @@ async def running_suite(
     preflight(cluster, plan, where)
     with state_file.owning(data_dir):
         check_free(plan.port_uses)
+        make_shared_table(plan)
         async with _running(cluster, plan, data_dir, console) as suite:
             yield suite
 

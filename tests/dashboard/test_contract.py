@@ -92,6 +92,12 @@ def test_what_the_gateway_counts_of_each_class() -> None:
         ClassLoad("batch", waiting=7, delayed=9),
         ClassLoad("chat", refused=3),
     ]
+    other = GatewayMetrics("demo", elsewhere := CollectorRegistry())
+    other.refused.labels(cause="busy", slo="chat").inc()
+    assert class_loads(*(generate_latest(each).decode() for each in (registry, elsewhere))) == [
+        ClassLoad("batch", waiting=7, delayed=9),
+        ClassLoad("chat", refused=4),
+    ]
 
 
 def test_policies() -> None:

@@ -84,7 +84,7 @@ class Front:
         self.script = script
         self.tokenizer = self.state.openai_serving_chat.renderer.tokenizer
         self.plain = False  # whether ours wrote the last stream
-        self._admissions = Admissions(api.settings, 1)
+        self._admissions = Admissions(api.settings, ())
 
     @contextmanager
     def vllms(self) -> Iterator[None]:

@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 from gateway.admission import Admissions
 from gateway.auth import ApiKey, KeyRing, create_key
 from gateway.context import caller
-from gateway.edge import Edge, TokenBucket
+from gateway.edge import Edge
 from gateway.metrics import GatewayMetrics
+from gateway.rates import OwnRates
 from gateway.settings import GatewaySettings, SloClass
 from shared.errors import Overloaded
 from tests.gateway.api import until
@@ -45,8 +46,8 @@ def edge(app: App, *, keys: tuple[ApiKey, ...] = (), **changes: Any) -> httpx.As
         **{"max_body_bytes": 1000, "max_queued_jobs": 10, **changes},
     )
     metrics = GatewayMetrics("demo", CollectorRegistry())
-    admission = Admissions(settings, len(keys))
-    guarded = Edge(app, settings, KeyRing(keys), metrics, admission)
+    ring = KeyRing(keys)
+    guarded = Edge(app, settings, ring, metrics, Admissions(settings, ring.names), OwnRates())
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://gateway")  # type: ignore[arg-type]
 
 
@@ -250,12 +251,3 @@ async def test_a_chunked_body_within_the_limit_passes() -> None:
 
     async with edge(App()) as client:
         assert (await client.post("/v1/completions", content=chunks())).text == "/default/1000"
-
-
-def test_a_token_bucket_refills_with_time() -> None:
-    bucket = TokenBucket(rate=2.0, burst=2.0, level=2.0, updated_s=0.0)
-    assert [bucket.take(0.0), bucket.take(0.0)] == [0.0, 0.0]
-    assert bucket.take(0.0) == pytest.approx(0.5)
-    assert bucket.take(0.5) == 0.0
-    assert bucket.take(100.0) == 0.0
-    assert bucket.level == 1.0

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.admission import RETRY_LEAST_S, RETRY_MOST_S, Admissions, Drain
+from gateway.admission import RETRY_LEAST_S, RETRY_MOST_S, Admissions, retry_after_s
+from gateway.counts import Drain
 from gateway.job import Job
 from gateway.lines import Lines
 from gateway.settings import BUILT_IN, GatewaySettings, SloClass
@@ -116,17 +117,17 @@ async def test_the_caller_who_has_had_least_is_next() -> None:
 
 def test_when_to_come_again_follows_the_measured_drain() -> None:
     drain = Drain(0.0)
-    assert drain.seconds(1, 1.0) == RETRY_MOST_S
+    assert retry_after_s(1, drain.rate(1.0)) == RETRY_MOST_S
     for number in range(200):
         drain.left(number / 10)
-    assert drain.seconds(50, 20.0) == pytest.approx(5.0, rel=0.2)
-    assert drain.seconds(1, 20.0) == RETRY_LEAST_S
-    assert drain.seconds(50, 60.0) > 20.0, "it has stood still since"
+    assert retry_after_s(50, drain.rate(20.0)) == pytest.approx(5.0, rel=0.2)
+    assert retry_after_s(1, drain.rate(20.0)) == RETRY_LEAST_S
+    assert retry_after_s(50, drain.rate(60.0)) > 20.0, "it has stood still since"
 
 
 def test_those_who_yield_leave_the_others_their_room() -> None:
     settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="m", max_queued_jobs=2, max_delayed_jobs=3)
-    admissions = Admissions(settings, 1)
+    admissions = Admissions(settings, ("a",))
     tickets = [admissions.of("batch").admit("a") for _ in range(3)]
     with pytest.raises(Busy):
         admissions.of("batch").admit("a")

@@ -72,9 +72,9 @@ async def test_what_a_tier_lets_wait_takes_no_room_of_others() -> None:
     async with edge(waits, max_queued_jobs=1, max_delayed_jobs=2) as client:  # type: ignore[arg-type]
         flexible = [asyncio.create_task(client.post("/v1/completions", json={"service_tier": "flex"})) for _ in "ab"]
         guarded = client._transport.app  # type: ignore[attr-defined]
-        await until(lambda: guarded.admission.of("batch").jobs == 2)
+        await until(lambda: guarded.admission.of("batch").counts.jobs == 2)
         usual = asyncio.create_task(client.post("/v1/completions", json={}))
-        await until(lambda: guarded.admission.of("default").jobs == 1)
+        await until(lambda: guarded.admission.of("default").counts.jobs == 1)
         assert guarded.admission.of("batch") is not guarded.admission.of("default")
         room.set()
         assert [(await task).status_code for task in (*flexible, usual)] == [200, 200, 200]

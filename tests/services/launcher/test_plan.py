@@ -1,20 +1,24 @@
 """From the cluster file to processes: environments that the processes read back, addresses, hosts."""
 
 import io
+import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from gateway.settings import GatewaySettings
+from gateway.table import shared_table
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import display
 from services.launcher.cluster_file import Cluster
+from services.launcher.gateways import make_shared_table
 from services.launcher.plan import make_plan
 from services.launcher.spec import Plan, ProcessSpec
 from services.planner.settings import PlannerSettings
@@ -263,3 +267,42 @@ def test_with_several_hosts_one_must_say_which(tmp_path: Path) -> None:
     for name in ("", "c"):
         with pytest.raises(InvalidRequest, match="a, b"):
             make_plan(hosts(), tmp_path, name)
+
+
+def test_processes_of_the_gateway_share_its_port_and_each_has_one_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = {"record_lengths": str(tmp_path / "lengths.jsonl"), "record_bytes": 1 << 20}
+    plan = make_plan(cluster(gateway={"processes": 3, "port": 8123, **records}, ports=20000), tmp_path)
+    specs = [process(plan, f"gateway-{index}") for index in range(3)]
+    settings = [loaded(GatewaySettings, spec, monkeypatch) for spec in specs]
+    assert plan.api_url == "http://127.0.0.1:8123"
+    assert [(each.port, each.process, each.processes) for each in settings] == [(8123, n, 3) for n in range(3)]
+    assert len({each.gateway_id for each in settings}) == 3
+    assert plan.gateway_urls == tuple(f"http://127.0.0.1:{each.own_port}" for each in settings)
+    assert [spec.health_url for spec in specs] == [f"{url}/health" for url in plan.gateway_urls]
+    assert json.loads(process(plan, "dashboard").env["POLYPHASE_DASHBOARD_GATEWAY_URLS"]) == [*plan.gateway_urls]
+    assert {each.shared_table for each in settings} == {tmp_path / "gateways.table"}
+    assert [each.record_lengths.name for each in settings] == [f"lengths-{n}.jsonl" for n in range(3)]
+    assert {each.record_bytes for each in settings} == {(1 << 20) // 3}
+    make_shared_table(plan)
+    with shared_table(settings[2]) as table:
+        assert table is not None
+        assert table.processes == 3
+
+
+def test_one_process_of_the_gateway_is_as_if_there_were_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(cluster(gateway={"processes": 1}), tmp_path)
+    settings = loaded(GatewaySettings, process(plan, "gateway"), monkeypatch)
+    assert (settings.processes, settings.own_port, settings.shared_table) == (1, 0, None)
+    assert plan.gateway_urls == (plan.api_url,)
+    make_shared_table(plan)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("key", ["process", "own_port", "shared_table", "gateway_id"])
+def test_what_follows_from_the_number_of_processes_cannot_be_said(key: str) -> None:
+    with pytest.raises(ValidationError, match=f"unknown key '{key}'"):
+        cluster(gateway={"processes": 2, key: 1})
