@@ -139,7 +139,9 @@ class InstanceSection(Section):
     """One instance, or `count` alike ones, named id-0, id-1, … `extra`: WorkerSettings."""
 
     settings = WorkerSettings
-    derived = frozenset({"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "emulated_links"})
+    derived = frozenset(
+        {"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "emulated_links", "lossy_kv"}
+    )
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     role: Role

@@ -18,6 +18,7 @@ from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoin
 from services.worker.kv.wire.importing import DTYPES, ImportShape, Load, PullLimits, PullResult
 from services.worker.kv.wire.server import ExportIdentity
 from services.worker.kv.wire.serving import ExportShape
+from shared.domain.kv import default_staging
 
 _log = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.001
@@ -60,9 +61,10 @@ class WorkerHalf:
         rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
         shards = shards_of(self._config, rank, caches)
         self._check_share(rank, shards, self._layout.kv_heads)
+        export = ExportShape(shards, head_dim, first.dtype, rank)
         self.endpoint = KvEndpoint(
-            self._endpoint_settings(rank),
-            ExportShape(shards, head_dim, first.dtype, rank),
+            self._endpoint_settings(rank, self._staging_bytes(export)),
+            export,
             ImportShape(shards, head_dim, rank),
             self._ended,
             self.faults,
@@ -96,13 +98,18 @@ class WorkerHalf:
         _log.info("KV layout (%s): %s", isa, layout.describe())
         return layout
 
-    def _endpoint_settings(self, rank: int) -> EndpointSettings:
+    def _staging_bytes(self, export: ExportShape) -> int:
+        cached = sum(cache.nbytes for cache in self._caches)
+        longest = export.chunk_bytes(self._config.model_config.max_model_len)
+        return self._settings.staging_bytes or default_staging(cached, longest)
+
+    def _endpoint_settings(self, rank: int, staging_bytes: int) -> EndpointSettings:
         s = self._settings
         return EndpointSettings(
             address=s.endpoints[rank],
             events=s.events,
             identity=ExportIdentity(s.generation, s.fingerprint, s.control_key),
-            staging_bytes=s.staging_bytes,
+            staging_bytes=staging_bytes,
             lease_s=s.lease_s,
             limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes),
             lossy=s.lossy,
