@@ -31,7 +31,7 @@ class Destination(Protocol):
         """KV [2, tokens, heads, head_dim] of one layer; all is numbered over prompt and model."""
 
     def finish(self) -> None:
-        """Return once all that was written has reached the cache; a device may still be at it."""
+        """Nothing more is written. A device may still be at it: the engine orders its next step after that."""
 
 
 @dataclass(frozen=True, slots=True)
