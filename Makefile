@@ -10,10 +10,13 @@ PYTEST_ARGS ?=
 # Two processes, a file of tests in one of them; PYTEST_JOBS= for one process, whose output comes as it is made.
 PYTEST_JOBS ?= -n 2 --dist loadfile
 
+# What runs `gpu-check`: `make setup` makes an environment for CPUs.
+GPU_PYTHON ?= python3
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup up demo test test-fast test-random lint ruff clean
+.PHONY: setup up demo test test-fast test-random gpu-check lint ruff clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -51,6 +54,11 @@ test-fast: setup ## Tests without real engines.
 
 test-random: setup ## Property tests alone, each with 2,000 examples drawn anew: a search for rare ones; not part of `make test`.
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'hypothesis and not slow' $(PYTEST_ARGS)
+
+# Needs one CUDA device and vLLM's CUDA build (pip install -e '.[gpu,dev]'), in an environment of its own.
+gpu-check: ## The checks that need a GPU, about ten minutes on one; docs/gpu.md. GPU_PYTHON=python3
+	$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "no CUDA device that torch can use" >&2; exit 1; }
+	$(GPU_PYTHON) -m pytest tests/gpu -s $(PYTEST_ARGS)
 
 lint: setup ruff ## ruff (rules and format) and mypy.
 	$(BIN)/mypy

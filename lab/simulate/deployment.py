@@ -20,6 +20,7 @@ from shared.cost.step import Batch, StepTimes
 from shared.cost.step_rates import step_rates_of
 from shared.cost.transfer import Link
 from shared.domain.job import Slo
+from shared.domain.kv import default_staging
 from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest, PolyphaseError
 from shared.policy.chunk_size import ChunkBounds, chunk_tokens
@@ -126,14 +127,14 @@ class _Maker:
         geometry = self._shop.geometry
         longest = entry.max_model_len or self._read.max_model_len or geometry.max_position
         kv_bytes = geometry.kv_bytes_per_token(bytes_of(self._shop.kv_dtype(kind)))
-        staging = entry.staging_bytes
+        kv_tokens = _kv_tokens(entry, kind, self._shop, kv_bytes, longest)
         times = self._times(entry, kind)
         chunk = _chunk_size(entry, times)
         return InstanceSpec(
             instance_id=entry.name,
             model=times,
             role=entry.role,
-            kv_tokens=_kv_tokens(entry, kind, self._shop, kv_bytes, longest),
+            kv_tokens=kv_tokens,
             kv_bytes_per_token=kv_bytes,
             limits=EngineLimits(
                 batched_tokens=chunk,
@@ -150,7 +151,7 @@ class _Maker:
             accelerators=ranks,
             price_per_hour=price,
             lanes=kind.lanes,
-            staging_tokens=staging and _tokens_in(staging, entry, geometry, kv_bytes),
+            staging_tokens=_staging_tokens(entry, geometry, kv_bytes, kv_tokens, longest),
             max_prefills=entry.max_prefills,
             rates=self._reported(entry, kind, price, chunk),
         )
@@ -212,6 +213,15 @@ def _kv_tokens(entry: InstanceEntry, kind: EngineKind, shop: Workshop, kv_bytes_
     if tokens < longest:
         raise Incompatible(f"kv_cache_bytes hold {tokens} tokens, and one request may need {longest} (max_model_len)")
     return tokens
+
+
+def _staging_tokens(
+    entry: InstanceEntry, geometry: ModelGeometry, kv_bytes: float, kv_tokens: int, longest: int
+) -> int | None:
+    said = entry.staging_bytes
+    if said is None or said == "auto":
+        return None if said is None else default_staging(kv_tokens, longest)
+    return _tokens_in(said, entry, geometry, kv_bytes)
 
 
 def _tokens_in(size: int, entry: InstanceEntry, geometry: ModelGeometry, kv_bytes_per_token: float) -> int:

@@ -133,7 +133,7 @@ class _Entry:
             "max_seqs": s.max_seqs,
             "block_size": s.block_size,
             "max_model_len": s.max_model_len,
-            "staging_bytes": None if self.emulated else int(s.staging_bytes * self._fullest),  # the worker's: a rank's
+            "staging_bytes": None if self.emulated else self._staging,
             "kv_cache_bytes": s.kv_cache_bytes
             if self.emulated
             else int(s.kv_cache_bytes * self._fullest),  # vLLM's, too
@@ -143,6 +143,12 @@ class _Entry:
             "step_s": s.emulated_step_s if self.emulated else None,
             "prefill_s_per_token": (s.emulated_prefill_s_per_token or 0.0) if self.emulated else 0.0,
         }
+
+    @property
+    def _staging(self) -> int | str:
+        """The worker's is a rank's."""
+        said = self.settings.staging_bytes
+        return "auto" if said is None else int(said * self._fullest)
 
     @property
     def _fullest(self) -> float:

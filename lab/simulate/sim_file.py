@@ -1,7 +1,7 @@
 """A simulation file: accelerators that need not exist, and how they are run. Strict: errors name file and key."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -96,7 +96,8 @@ class InstanceEntry(_Part):
     """One instance, or `count` alike ones, named id-0, id-1, …
 
     kv_cache_bytes: KV over all of its accelerators; by default what the memory leaves beside the weights.
-    staging_bytes: host memory for KV of prompts that is not sent yet, over all of its accelerators; by default any.
+    staging_bytes: host memory for KV of prompts that is not sent yet, over all of its accelerators; by default any;
+    `auto`: what workers make of their KV.
     price_usd_hour: of one accelerator. link: a name of `links`, or one in place; by default `links.default`, else the
     catalogue's network for each of its accelerators. node: where it stands in the file's `network`, whose paths count
     then. pipeline_layers: of each stage, by default as vLLM divides them; stage_accelerators: of each stage, where they
@@ -128,7 +129,7 @@ class InstanceEntry(_Part):
     prefill_first: bool = False
     reserves_output: bool = False
     prefix_cache: bool = False
-    staging_bytes: Count | None = None
+    staging_bytes: Count | Literal["auto"] | None = None
     max_prefills: Count | None = None
     price_usd_hour: Seconds | None = None
     weight: Positive = 1.0

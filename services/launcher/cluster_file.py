@@ -149,7 +149,7 @@ class InstanceSection(Section):
 
     settings = WorkerSettings
     derived = frozenset(
-        {"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "emulated_links"} | {"lossy_kv"}
+        {"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "emulated_links", "lossy_kv"}
     )
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")

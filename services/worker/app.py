@@ -33,7 +33,7 @@ from services.worker.prefixes.feed import PrefixFeed
 from services.worker.settings import WorkerSettings
 from services.worker.telemetry import HEARTBEAT_S, Telemetry
 from shared.domain.instance import ClusterView, InstanceInfo
-from shared.domain.kv import KvHandle
+from shared.domain.kv import KvHandle, default_staging
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
@@ -183,9 +183,10 @@ async def _start_engine(
     else:
         curve = (settings.curve_public, settings.curve_secret) if settings.curve_public else None
         control = await stack.enter_async_context(SocketControl(controls, control_key, curve))
-    ledger = ExportLedger(settings.staging_bytes, settings.ranks)
+    token_bytes = _token_bytes(settings, info)
+    ledger = ExportLedger(settings.staging_bytes or _staging_bytes(info, token_bytes), settings.ranks)
     template = _handle_template(settings, info, generation)
-    return engine, info, ConnectorPort(control, events, template, ledger, _token_bytes(settings, info))
+    return engine, info, ConnectorPort(control, events, template, ledger, token_bytes)
 
 
 def _connector_config(settings: WorkerSettings, generation: int, events: str, control_key: str) -> dict[str, Any]:
@@ -217,6 +218,12 @@ def _token_bytes(settings: WorkerSettings, engine: EngineInfo) -> int:
     heads = max(1, kv.kv_heads // settings.tensor_parallel)
     layers = max(engine.stages or (kv.layers,))
     return int(2 * layers * heads * kv.head_dim * (4 if settings.dtype == "float32" else 2))
+
+
+def _staging_bytes(engine: EngineInfo, token_bytes: int) -> int:
+    """Of the rank that holds the most: no more than each rank makes of its caches."""
+    cached = engine.total_blocks * engine.block_size * token_bytes
+    return default_staging(cached, engine.max_model_len * token_bytes)
 
 
 def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int) -> KvHandle:

@@ -62,7 +62,7 @@ class WorkerSettings(ServiceSettings):
     engine_args: dict[str, Any] = {}  # passed on to vLLM's EngineArgs
     hang_s: float = Field(60.0, gt=0)  # an engine whose step lasts longer hangs: the instance is not healthy
 
-    staging_bytes: int = Field(256 << 20, gt=0)
+    staging_bytes: int | None = Field(None, gt=0)  # of each rank; None: by its KV, see `default_staging`
     inbox_bytes: int = Field(256 << 20, gt=0)
     kv_transport: Literal["tcp", "zeromq"] = "tcp"  # of what it exports; every instance imports by each
     kv_connections: int = Field(1, ge=1, le=16)  # to each exporter's rank, for imports of 8 MB and more

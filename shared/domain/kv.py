@@ -44,6 +44,16 @@ def channel_group(head_dim: int) -> int:
     return next(group for group in range(min(CHANNEL_GROUP, head_dim), 0, -1) if head_dim % group == 0)
 
 
+STAGING_SHARE = 0.25
+
+
+def default_staging(kv: int, longest: int) -> int:
+    """How much of a rank's KV waits in host memory at once, unless settings say: a quarter of what its cache holds, and
+    at least the longest prompt. All in bytes, or all in tokens.
+    """
+    return max(int(kv * STAGING_SHARE), longest)
+
+
 class KvHandle(msgspec.Struct, frozen=True):
     """Opaque reference to KV that a prefill instance stages for one transfer.
 

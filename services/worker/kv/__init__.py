@@ -20,7 +20,7 @@ How a worker uses it
             "generation": 1732100000000000000,          # InstanceInfo.generation
             "fingerprint": "…",                         # Compatibility.fingerprint
             # Optional, with their defaults.
-            "staging_bytes": 256 << 20,                 # bound of one rank's export pool
+            "staging_bytes": None,                      # bound of one rank's export pool; None: by its KV
             "lease_s": 60.0,                            # staged KV that nobody pulls lives this long
             "pull_timeout_s": 10.0,                     # an import without progress for so long fails
             "connect_timeout_s": 2.0,                   # an exporter that cannot be reached fails this fast

@@ -1,12 +1,13 @@
 """The export side's host pool: KV that was copied out of the engine's blocks and waits to be pulled.
 
-Bounded by bytes, leased by time. The engine's thread appends, the server's thread reads, anyone may release.
+Bounded by bytes, leased by time. The engine's thread has room admitted, what copies commits, the server's thread reads,
+anyone may release.
 """
 
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,7 +43,7 @@ class StagingPool:
     """Staged transfers of one rank. Thread-safe, and nobody waits in it.
 
     `on_change` is called after what a waiting pull could care for; `on_end(transfer_id, staged_bytes)` once a
-    transfer, when it has ended for whatever reason.
+    transfer, when it has ended for whatever reason and nothing is copied for it any more.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class StagingPool:
         self._on_end = on_end
         self._transfers: dict[str, Transfer] = {}
         self._ended: OrderedDict[str, KvFault] = OrderedDict()
+        self._copying: dict[str, int] = {}  # chunks that are admitted and neither committed nor abandoned
+        self._ending: set[str] = set()  # of these, transfers that have ended and of which `on_end` has not been told
         self._used_bytes = 0
         self._lock = threading.Lock()
 
@@ -73,16 +76,8 @@ class StagingPool:
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def append(
-        self,
-        transfer_id: str,
-        segments: Callable[[], Iterator[Segment]],
-        size_bytes: int,
-        last: bool,
-        whole_bytes: int = 0,
-    ) -> int:
-        """Stage a chunk of a transfer of `whole_bytes`; returns the pool's staged bytes. `segments` runs once there
-        is room for `size_bytes`.
+    def admit(self, transfer_id: str, size_bytes: int, whole_bytes: int = 0) -> None:
+        """Take room for a chunk of a transfer of `whole_bytes`, whose copy may begin; `commit` or `abandon` follows.
 
         Raises KvError: REFUSED when there is none, or can never be, and the transfer has then failed for good; else
         the reason why the transfer ended before.
@@ -90,35 +85,39 @@ class StagingPool:
         with self._lock:
             self._check_open(transfer_id)
             room = max(whole_bytes, self._used_bytes + size_bytes) <= self.limit_bytes
-            self._used_bytes += size_bytes if room else 0
+            if room:
+                self._used_bytes += size_bytes
+                self._copying[transfer_id] = self._copying.get(transfer_id, 0) + 1
         if not room:
             self.staging_failed += 1
             self.release(transfer_id, KvFault.REFUSED)
             size = f"{size_bytes} of {max(whole_bytes, size_bytes)} bytes"
             raise KvError(KvFault.REFUSED, f"no room for {size} in a staging pool of {self.limit_bytes}")
-        try:
-            staged = list(segments())
-        except BaseException:
-            self._give_back(size_bytes)
-            self.release(transfer_id, KvFault.INTERNAL)
-            raise
-        return self._commit(transfer_id, staged, size_bytes, last)
 
-    def _commit(self, transfer_id: str, staged: list[Segment], size_bytes: int, last: bool) -> int:
+    def commit(self, transfer_id: str, segments: Sequence[Segment], size_bytes: int, last: bool) -> int:
+        """An admitted chunk has been copied, after those admitted before it; returns the pool's staged bytes. Raises
+        KvError with the reason when the transfer ended meanwhile.
+        """
         with self._lock:
             reason = self._ended.get(transfer_id)
             if reason is None:
+                self._copied(transfer_id)
                 transfer = self._transfer(transfer_id)
-                transfer.segments.extend(staged)
+                transfer.segments.extend(segments)
                 transfer.size_bytes += size_bytes
-                transfer.token_end = staged[-1].token_end if staged else transfer.token_end
+                transfer.token_end = segments[-1].token_end if segments else transfer.token_end
                 transfer.complete = last
                 total = self._used_bytes
-        if reason is not None:  # released while the copy ran
-            self._give_back(size_bytes)
+        if reason is not None:
+            self._give_back(transfer_id, size_bytes)
             raise KvError(reason)
         self._on_change()
         return total
+
+    def abandon(self, transfer_id: str, size_bytes: int, reason: KvFault = KvFault.INTERNAL) -> None:
+        """An admitted chunk could not be copied: the transfer has failed."""
+        self.release(transfer_id, reason)
+        self._give_back(transfer_id, size_bytes)
 
     def open(self, transfer_id: str) -> Transfer | None:
         """The transfer for reading, its lease renewed; None while nothing is staged. Raises KvError when it
@@ -151,7 +150,10 @@ class StagingPool:
             transfer = self._transfers.pop(transfer_id, None)
             self._used_bytes -= transfer.size_bytes if transfer is not None else 0
             left = self._used_bytes
-        if not ended_before:
+            ends = not ended_before and transfer_id not in self._copying
+            if not ended_before and not ends:
+                self._ending.add(transfer_id)  # what is being copied still takes room
+        if ends:
             self._on_end(transfer_id, left)
         self._on_change()
         return transfer is not None
@@ -176,6 +178,19 @@ class StagingPool:
         if reason is not None:
             raise KvError(reason)
 
-    def _give_back(self, size_bytes: int) -> None:
+    def _give_back(self, transfer_id: str, size_bytes: int) -> None:
         with self._lock:
             self._used_bytes -= size_bytes
+            left, ends = self._used_bytes, self._copied(transfer_id) and transfer_id in self._ending
+            if ends:
+                self._ending.remove(transfer_id)
+        if ends:
+            self._on_end(transfer_id, left)
+
+    def _copied(self, transfer_id: str) -> bool:
+        """A chunk's copy is over; whether it was the transfer's last one under way."""
+        self._copying[transfer_id] -= 1
+        if self._copying[transfer_id]:
+            return False
+        del self._copying[transfer_id]
+        return True

@@ -194,6 +194,17 @@ def test_fixed_steps(tmp_path: Path) -> None:
     assert spec.rates.price_per_hour == spec.price_per_hour
 
 
+def test_staging_is_any_a_size_or_what_workers_take(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"any": None, "said": 1 << 30, "auto": "auto", "least": "auto"}
+    entries = [{**A10, "id": name, "staging_bytes": size} for name, size in sizes.items()]
+    entries[-1] |= {"kv_cache_bytes": 8192 * 131072}
+    made = {spec.instance_id: spec for spec in load_deployment(write(tmp_path, instances=entries)).instances}
+    assert made["any"].staging_tokens is None
+    assert made["said"].staging_tokens == (1 << 30) // 131072
+    assert made["auto"].staging_tokens == max(made["auto"].kv_tokens // 4, 8192)
+    assert made["least"].staging_tokens == 8192  # a prompt of the greatest length fits
+
+
 def test_a_chunk_size_of_its_own(tmp_path: Path) -> None:
     entries = [{**one, "chunk_size": "auto", "max_seqs": 64} for one in (A100, A10, {**A100, "id": "f", **FIXED})]
     made = {spec.instance_id: spec for spec in load_deployment(write(tmp_path, instances=entries)).instances}

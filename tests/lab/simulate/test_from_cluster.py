@@ -65,6 +65,8 @@ def test_a_pipeline_holds_what_its_fullest_stage_has_room_for(tmp_path: Path) ->
     assert (even.pipeline_parallel, uneven.pipeline_parallel) == (2, 2)
     assert even.kv_cache_bytes == 4 << 30
     assert uneven.kv_cache_bytes == int((2 << 30) * 32 / 24)
+    assert even.staging_bytes == "auto"
+    assert first(pipeline_parallel=2, staging_bytes=1 << 20).staging_bytes == 4 << 20
 
 
 def test_policies_slo_and_codec(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     instance_id: str
     generation: int
     fingerprint: str
-    staging_bytes: int = 256 << 20
+    staging_bytes: int | None = None
     lease_s: float = 60.0
     pull_timeout_s: float = 10.0
     connect_timeout_s: float = 2.0

@@ -9,18 +9,23 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+from services.worker.kv.device import Copies, DeviceCopies, HostCopies
+from services.worker.kv.host_memory import HeapMemory, PinnedMemory
 from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, slots_of, strided_layout
-from services.worker.kv.ordering import DeviceOrder
 from services.worker.kv.shards import Shards
+from services.worker.kv.torch_device import TorchDevice
 from services.worker.kv.vllm.layers import in_order, shards_of
 from services.worker.kv.vllm.metadata import ConnectorSettings, ExportChunk, ImportStart, StepMetadata
 from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
 from services.worker.kv.wire.importing import DTYPES, ImportShape, Load, PullLimits, PullResult
 from services.worker.kv.wire.server import ExportIdentity
 from services.worker.kv.wire.serving import ExportShape
+from shared.domain.kv import default_staging
 
 _log = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.001
+_SCRATCH_BYTES = 256 << 20  # of a device's memory, for what is on its way to the host
+_UNDER_WAY_BYTES = 64 << 20  # of staging that was released and that sockets still send
 
 
 class WorkerHalf:
@@ -36,7 +41,7 @@ class WorkerHalf:
         self._settings = settings
         self._caches: list[torch.Tensor] = []
         self._layout: KvLayout | None = None
-        self._order: DeviceOrder | None = None
+        self._made_copies: Copies | None = None
         self._layer_start = self._head_start = 0
         self._waiting = 0
         self._lock = threading.Lock()
@@ -56,16 +61,19 @@ class WorkerHalf:
             raise LayoutError(f"a KV cache of {first.dtype} cannot be moved; use kv_cache_dtype auto")
         head_dim, block_size = self._config.model_config.get_head_size(), self._config.cache_config.block_size
         self._layout = self._find_layout(first, head_dim, block_size)
-        self._order = DeviceOrder(torch.get_device_module(first.device))
         rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
         shards = shards_of(self._config, rank, caches)
         self._check_share(rank, shards, self._layout.kv_heads)
+        export = ExportShape(shards, head_dim, first.dtype, rank)
+        staging_bytes = self._staging_bytes(export)
+        self._made_copies = self._make_copies(export, staging_bytes)
         self.endpoint = KvEndpoint(
-            self._endpoint_settings(rank),
-            ExportShape(shards, head_dim, first.dtype, rank),
+            self._endpoint_settings(rank, staging_bytes),
+            export,
             ImportShape(shards, head_dim, rank),
             self._ended,
             self.faults,
+            self._copies,
         )
 
     def _check_share(self, rank: int, shards: Shards, kv_heads: int) -> None:
@@ -96,13 +104,28 @@ class WorkerHalf:
         _log.info("KV layout (%s): %s", isa, layout.describe())
         return layout
 
-    def _endpoint_settings(self, rank: int) -> EndpointSettings:
+    def _make_copies(self, export: ExportShape, staging_bytes: int) -> Copies:
+        cache, segment = self._caches[0], export.segment_tokens()
+        if cache.device.type == "cpu":
+            return HostCopies(HeapMemory(export.chunk_shape, export.dtype, segment))
+        memory = PinnedMemory(export.chunk_shape, export.dtype, segment, staging_bytes + _UNDER_WAY_BYTES)
+        step = self._config.scheduler_config.max_num_batched_tokens
+        scratch = max(2, min(-(-step // segment), _SCRATCH_BYTES // export.chunk_bytes(segment)))
+        values = export.chunk_bytes(segment) // export.dtype.itemsize
+        return DeviceCopies(TorchDevice(cache), memory, values, scratch)
+
+    def _staging_bytes(self, export: ExportShape) -> int:
+        cached = sum(cache.nbytes for cache in self._caches)
+        longest = export.chunk_bytes(self._config.model_config.max_model_len)
+        return self._settings.staging_bytes or default_staging(cached, longest)
+
+    def _endpoint_settings(self, rank: int, staging_bytes: int) -> EndpointSettings:
         s = self._settings
         return EndpointSettings(
             address=s.endpoints[rank],
             events=s.events,
             identity=ExportIdentity(s.generation, s.fingerprint, s.control_key),
-            staging_bytes=s.staging_bytes,
+            staging_bytes=staging_bytes,
             lease_s=s.lease_s,
             limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes, connections=s.connections),
             lossy=s.lossy,
@@ -128,9 +151,8 @@ class WorkerHalf:
             self._progress.wait(_IDLE_WAIT_S)
 
     def _load(self, start: ImportStart) -> Load:
-        layout, order = self._layout, self._order
+        layout, copies = self._layout, self._copies
         assert layout is not None
-        assert order is not None
         slots = slots_of(torch.tensor(start.blocks), layout.block_size, start.start, start.end)
         destination = _Blocks(
             self._caches,
@@ -139,36 +161,40 @@ class WorkerHalf:
             start.start,
             self._layer_start,
             self._head_start,
-            order,
-            order.freed(),
+            copies,
+            copies.freed(),
             self.zero_imports,
         )
         return Load(start.request_id, start.handle, start.start, start.end, destination, start.timeout_s)
 
     def save(self, step: StepMetadata) -> None:
-        """Copy what this step has computed into staging; afterwards the blocks may be freed."""
+        """Begin to copy what this step has computed into staging; the blocks may be freed at once: what the model is
+        given next comes after their gather.
+        """
         for chunk in step.exports:
             self._stage(chunk)
 
     def _stage(self, chunk: ExportChunk) -> None:
-        layout, order = self._layout, self._order
+        layout, copies = self._layout, self._copies
         assert layout is not None
-        assert order is not None
         blocks = torch.tensor(chunk.blocks)
 
         def fill(start: int, end: int, kv: torch.Tensor) -> None:
+            here = copies.upload(blocks)
             for layer, cache in enumerate(self._caches):
-                layout.gather(cache, blocks, start, end, kv[layer])
-            order.copied()
+                layout.gather(cache, here, start, end, kv[layer])
 
         self._endpoint.stage(chunk.transfer_id, chunk.start, chunk.end, chunk.total, fill)
 
     def results(self) -> tuple[set[str], set[str]]:
-        """Requests whose import has ended since the last call, and those of them for which it failed."""
+        """Requests whose import has ended since the last call, and those of them for which it failed. Their blocks
+        are the model's from the next step on.
+        """
         with self._lock:
             received, failed = self._received, self._failed
             self._received, self._failed = set(), set()
             self._progress.clear()
+        self._copies.join()
         self._waiting -= len(received)
         return received, failed
 
@@ -177,6 +203,11 @@ class WorkerHalf:
         if self.endpoint is not None:
             self.endpoint.stop()
             self.endpoint = None
+
+    @property
+    def _copies(self) -> Copies:
+        assert self._made_copies is not None, "the engine registers its KV caches first"
+        return self._made_copies
 
     @property
     def _endpoint(self) -> KvEndpoint:
@@ -203,7 +234,7 @@ class _Blocks:
     token_start: int
     layer_start: int  # of this rank's, in the model
     head_start: int
-    order: DeviceOrder
+    copies: Copies
     freed: Any  # what the blocks were used for before is done after this
     zero: bool  # fault injection: proves that tests would notice wrong KV
 
@@ -215,10 +246,11 @@ class _Blocks:
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         """See Destination."""
         first = token_start - self.token_start
-        slots = self.slots[first : first + kv.shape[1]]
-        with self.order.writing(self.freed):
+        with self.copies.writing(self.freed):
+            slots = self.copies.upload(self.slots[first : first + kv.shape[1]])
+            kv = self.copies.upload(kv * 0 if self.zero else kv)
             cache = self.caches[layer - self.layer_start]
-            self.layout.scatter(cache, slots, head_start - self.head_start, kv * 0 if self.zero else kv)
+            self.layout.scatter(cache, slots, head_start - self.head_start, kv)
 
     def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
         """None: blocks hold KV in an order of their own."""
@@ -226,4 +258,4 @@ class _Blocks:
 
     def finish(self) -> None:
         """See Destination."""
-        self.order.written()
+        self.copies.written()

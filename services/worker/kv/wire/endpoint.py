@@ -4,14 +4,14 @@ This is all that a connector needs, whatever the engine. Emulated instances move
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from services.worker.kv.codec import prepare
+from services.worker.kv.device import Copies, Fill, HostCopies
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.events import EventSender, PullEnded, StagedChunk, StagingFailed, ThreadEnded, TransferEnded
+from services.worker.kv.host_memory import HeapMemory
 from services.worker.kv.staging import Segment, StagingPool
 from services.worker.kv.wire.frames import MAX_LIFE_S, RankStats
 from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
@@ -56,8 +56,11 @@ class KvEndpoint:
         import_: ImportShape,
         on_end: Callable[[PullResult], None],
         faults: Faults | None = None,
+        copies: Copies | None = None,
     ) -> None:
-        """Binds and starts at once. Raises OSError when an address cannot be had."""
+        """Binds and starts at once. `copies`: how KV leaves the cache, by default one in host memory; closed with this.
+        Raises OSError when an address cannot be had.
+        """
         if settings.lossy:
             prepare(export.dtype)
         faults = faults or Faults()
@@ -65,6 +68,7 @@ class KvEndpoint:
         self._export = export
         self._on_end = on_end
         self._rank = export.rank
+        self._copies = copies or HostCopies(HeapMemory(export.chunk_shape, export.dtype, export.segment_tokens()))
         self._events = EventSender(settings.events)
         self._pool = StagingPool(
             settings.staging_bytes, settings.lease_s, on_change=self._staged, on_end=self._transfer_ended
@@ -83,6 +87,7 @@ class KvEndpoint:
         self._puller = Puller(
             Transports(settings.curve), import_, self._ended, settings.limits, on_death=self._thread_ended
         )
+        self._copies.start(self._thread_ended)
         self._server.start()
         self._puller.start()
 
@@ -101,31 +106,45 @@ class KvEndpoint:
         """What the export side has done."""
         return self._server.counters
 
-    def stage(
-        self, transfer_id: str, start: int, end: int, total: int, fill: Callable[[int, int, torch.Tensor], None]
-    ) -> None:
+    def stage(self, transfer_id: str, start: int, end: int, total: int, fill: Fill) -> None:
         """Stage tokens [start, end) of a transfer of `total` tokens: `fill(start, end, kv)` copies KV into `kv`
         [layers, 2, tokens, heads, dim], of this rank's layers and heads.
 
-        Neither waits nor raises for want of room: the transfer then fails, and an event says so.
+        Neither waits nor raises for want of room: the transfer then fails, and an event says so. `fill` may only issue
+        the copies, and KV can be pulled once they are done: see `device.Copies`.
         """
-
-        def segments() -> Iterator[Segment]:
-            step = self._export.segment_tokens()
-            for first in range(start, end, step):
-                until = min(end, first + step)
-                kv = torch.empty(self._export.chunk_shape(until - first), dtype=self._export.dtype)
-                fill(first, until, kv)
-                yield Segment(first, until, kv)
-
         size, whole, last = self._export.chunk_bytes(end - start), self._export.chunk_bytes(total), end == total
         try:
-            staged_bytes = self._pool.append(transfer_id, segments, size, last, whole)
+            self._pool.admit(transfer_id, size, whole)
         except KvError as error:
             if error.fault is KvFault.REFUSED and error.message:  # the first refusal, not an echo of it
                 self._events.send(StagingFailed(transfer_id, self._rank, str(error)))
             return
+
+        def done(result: list[Segment] | Exception) -> None:
+            if isinstance(result, Exception):
+                self._not_staged(transfer_id, size, result)
+            else:
+                self._commit(transfer_id, result, size, end, last)
+
+        try:
+            self._copies.stage(start, end, fill, done)
+        except KvError as error:
+            self._not_staged(transfer_id, size, error)
+        except BaseException:
+            self._pool.abandon(transfer_id, size)
+            raise
+
+    def _commit(self, transfer_id: str, segments: list[Segment], size: int, end: int, last: bool) -> None:
+        try:
+            staged_bytes = self._pool.commit(transfer_id, segments, size, last)
+        except KvError:  # it ended meanwhile, and whoever ended it said so
+            return
         self._events.send(StagedChunk(transfer_id, self._rank, end, last, staged_bytes))
+
+    def _not_staged(self, transfer_id: str, size: int, error: Exception) -> None:
+        self._pool.abandon(transfer_id, size, error.fault if isinstance(error, KvError) else KvFault.INTERNAL)
+        self._events.send(StagingFailed(transfer_id, self._rank, str(error)))
 
     def release(self, transfer_id: str) -> None:
         """Drop what is staged or prefetched for the transfer."""
@@ -187,6 +206,7 @@ class KvEndpoint:
 
     def stop(self) -> None:
         """End all that is under way and close."""
+        self._copies.close()
         self._server.stop()
         self._puller.stop()
         self._events.close()

@@ -35,7 +35,7 @@ class Destination(Protocol):
         """
 
     def finish(self) -> None:
-        """Return once all that was written has reached the cache; a device may still be at it."""
+        """Nothing more is written. A device may still be at it: the engine orders its next step after that."""
 
 
 @dataclass(frozen=True, slots=True)

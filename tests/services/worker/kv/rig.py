@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from services.worker.kv.device import Copies
 from services.worker.kv.shards import Shards
 from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
 from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
@@ -74,6 +75,7 @@ class Rig:
         lease_s: float = 60.0,
         curve: tuple[str, str] | None = None,
         stages: tuple[int, ...] = (LAYERS,),
+        copies: Copies | None = None,
     ) -> KvEndpoint:
         """Rank `rank` of an instance with `ranks` tensor-parallel ranks in each of the stages."""
         shards = Shards(stages, KV_HEADS, ranks)
@@ -92,6 +94,7 @@ class Rig:
             ImportShape(shards, DIM, rank),
             self.results.put,
             faults,
+            copies,
         )
         self.endpoints.append(made)
         return made

@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -18,10 +16,8 @@ class Clock:
 def stage(
     pool: StagingPool, name: str, start: int, end: int, size: int = 100, last: bool = True, whole: int = 0
 ) -> int:
-    def segments() -> Iterator[Segment]:
-        yield Segment(start, end, torch.zeros(1))
-
-    return pool.append(name, segments, size, last, whole)
+    pool.admit(name, size, whole)
+    return pool.commit(name, [Segment(start, end, torch.zeros(1))], size, last)
 
 
 def fault_of(pool: StagingPool, name: str) -> KvFault:
@@ -127,26 +123,36 @@ def test_a_confirmation_may_come_before_the_first_chunk() -> None:
         stage(pool, "a", 0, 5)
 
 
-def test_a_release_while_the_copy_runs_wins() -> None:
-    pool = StagingPool(1000, 10)
+def test_a_release_while_the_copy_runs_wins_and_ends_the_transfer_when_it_is_over() -> None:
+    ends: list[tuple[str, int]] = []
+    pool = StagingPool(1000, 10, on_end=lambda *end: ends.append(end))
+    pool.admit("a", 100)
+    pool.admit("a", 50)
+    pool.release("a")
+    assert (pool.staged_bytes, ends) == (150, [])
+    for size in (100, 50):
+        with pytest.raises(KvError):
+            pool.commit("a", [Segment(0, 5, torch.zeros(1))], size, last=True)
+    assert (pool.staged_bytes, ends) == (0, [("a", 0)])
+    assert not pool.release("a")
+    assert len(ends) == 1
 
-    def segments() -> Iterator[Segment]:
-        pool.release("a")
-        yield Segment(0, 5, torch.zeros(1))
 
-    with pytest.raises(KvError):
-        pool.append("a", segments, 100, True)
-    assert pool.staged_bytes == 0
+def test_what_was_staged_is_free_at_once_when_the_transfer_ends_during_a_later_copy() -> None:
+    ends: list[tuple[str, int]] = []
+    pool = StagingPool(1000, 10, on_end=lambda *end: ends.append(end))
+    stage(pool, "a", 0, 5, last=False)
+    pool.admit("a", 50)
+    assert pool.release("a")
+    assert (pool.staged_bytes, ends) == (50, [])
+    pool.abandon("a", 50)
+    assert ends == [("a", 0)]
 
 
 def test_a_copy_that_fails_gives_its_room_back() -> None:
-    pool = StagingPool(1000, 10)
-
-    def segments() -> Iterator[Segment]:
-        raise RuntimeError("no device")
-        yield
-
-    with pytest.raises(RuntimeError):
-        pool.append("a", segments, 100, True)
-    assert pool.staged_bytes == 0
+    ends: list[tuple[str, int]] = []
+    pool = StagingPool(1000, 10, on_end=lambda *end: ends.append(end))
+    pool.admit("a", 100)
+    pool.abandon("a", 100)
+    assert (pool.staged_bytes, ends) == (0, [("a", 0)])
     assert fault_of(pool, "a") is KvFault.INTERNAL

@@ -1,0 +1,270 @@
+"""Copies between a model's KV cache and host memory, and in which order they run beside the model.
+
+Three threads meet here. The engine's gives the device the model's work and the gathers of what is exported; the
+puller's gives it imports; and one of ours waits for exports to reach the host. A device runs its streams as it likes,
+so events order them, and the engine's thread waits for none:
+
+- a gather comes after all that the model was given before, and the model goes on after it: blocks may be freed and
+  used again while their KV is still on its way to the host, because it goes from scratch memory of the device;
+- a copy to the host comes after its gather, and the next gather into the same scratch after the copy;
+- what an import writes comes after all that the model was given before the import began, and the model goes on after
+  it, in the step that first may read it.
+
+Every rank has streams of its own on its own device. On a CPU an operation is done when its call returns.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from services.worker.kv.staging import Segment
+
+_log = logging.getLogger(__name__)
+
+Fill = Callable[[int, int, torch.Tensor], None]
+Done = Callable[[list[Segment] | Exception], None]
+Death = Callable[[str, BaseException], None]
+
+
+class HostMemory(Protocol):
+    """Where staged KV lies."""
+
+    def take(self, tokens: int) -> list[torch.Tensor]:
+        """Memory for so many tokens in parts, each [layers, 2, tokens, heads, head_dim] and contiguous; it is free
+        again once nothing refers to it. Raises KvError(REFUSED) when there is none.
+        """
+
+
+class Copies(Protocol):
+    """Of one rank. `writing` and `written` are the puller's, all else the engine's thread's; `upload` is either's."""
+
+    def start(self, on_death: Death) -> None:
+        """Before the first `stage`. `on_death(thread, error)` is called when a bug ends a thread."""
+
+    def stage(self, start: int, end: int, fill: Fill, done: Done) -> None:
+        """Copy tokens [start, end) to the host: `fill(first, until, kv)` issues the copy of some of them into `kv`
+        [layers, 2, tokens, heads, head_dim]. `done` gets the segments once they are there, in the order of these calls
+        and on any thread, or why they are not. Raises what `fill` or the host's memory raises, without calling `done`.
+        """
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor where the cache is, for what is issued next on the same stream."""
+
+    def freed(self) -> Any:
+        """Mark all that the model has been given: blocks that are free now may be in use until then."""
+
+    def writing(self, freed: Any) -> AbstractContextManager[None]:
+        """What is issued inside is an import's, after `freed`."""
+
+    def written(self) -> None:
+        """All that was issued for an import: the model may read it after the next `join`."""
+
+    def join(self) -> None:
+        """What the model is given from now on comes after everything `written`."""
+
+    def close(self) -> None:
+        """Return once nothing is copied any more."""
+
+
+class HostCopies:
+    """The cache lies in host memory."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+
+    def start(self, on_death: Death) -> None:
+        """See Copies."""
+
+    def stage(self, start: int, end: int, fill: Fill, done: Done) -> None:
+        """See Copies."""
+        segments = segments_of(start, self._memory.take(end - start))
+        for segment in segments:
+            fill(segment.token_start, segment.token_end, segment.kv)
+        done(segments)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Copies."""
+        return tensor
+
+    def freed(self) -> Any:
+        """See Copies."""
+
+    def writing(self, freed: Any) -> AbstractContextManager[None]:
+        """See Copies."""
+        return nullcontext()
+
+    def written(self) -> None:
+        """See Copies."""
+
+    def join(self) -> None:
+        """See Copies."""
+
+    def close(self) -> None:
+        """See Copies."""
+
+
+class Device(Protocol):
+    """What is used of a device: streams and events as `torch.cuda` has them, memory, and copies."""
+
+    def stream(self) -> Any:
+        """A new stream."""
+
+    def event(self) -> Any:
+        """A new event, not recorded yet."""
+
+    def current(self) -> Any:
+        """The calling thread's stream."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """The calling thread's stream is that one inside."""
+
+    def scratch(self, values: int) -> torch.Tensor:
+        """Memory of the device for so many values of the cache's dtype."""
+
+    def download(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Issue a copy to host memory on the current stream."""
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Issue a copy to the device on the current stream; the source may change at once."""
+
+
+@dataclass(slots=True)
+class _Scratch:
+    kv: torch.Tensor
+    copied: Any = None  # the event after which it may be filled again
+
+
+@dataclass(frozen=True, slots=True)
+class _Staging:
+    """Segments that are on the host after `copied`. They are kept until then, whoever else lets them go."""
+
+    segments: list[Segment]
+    copied: Any
+    done: Done
+
+
+class DeviceCopies:
+    """The cache lies on a device. Make it on the engine's thread, whose device it keeps to.
+
+    Where more is exported than the scratch memory holds, the model's stream, but not the engine's thread, waits for the
+    link to the host.
+    """
+
+    def __init__(self, device: Device, memory: HostMemory, segment_values: int, scratch: int) -> None:
+        """`segment_values`: values of the largest segment, of which so many have `scratch` memory."""
+        self._device = device
+        self._memory = memory
+        self._gathers, self._exports, self._imports = device.stream(), device.stream(), device.stream()
+        self._scratch = [_Scratch(device.scratch(segment_values)) for _ in range(scratch)]
+        self._next = 0
+        self._written: list[Any] = []
+        self._lock = threading.Lock()
+        self._stagings: queue.SimpleQueue[_Staging | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, on_death: Death) -> None:
+        """See Copies."""
+        self._thread = threading.Thread(target=self._run, args=(on_death,), name="kv-copies", daemon=True)
+        self._thread.start()
+
+    def stage(self, start: int, end: int, fill: Fill, done: Done) -> None:
+        """See Copies."""
+        segments = segments_of(start, self._memory.take(end - start))
+        self._gathers.wait_event(self._mark(self._device.current()))
+        try:
+            for segment in segments:
+                self._issue(segment, fill)
+        except BaseException:  # what was issued before still reads the cache, and writes host memory
+            self._finish(segments, lambda _: None)
+            raise
+        self._finish(segments, done)
+
+    def _issue(self, segment: Segment, fill: Fill) -> None:
+        slot = self._scratch[self._next]
+        self._next = (self._next + 1) % len(self._scratch)
+        kv = slot.kv[: segment.kv.numel()].view(segment.kv.shape)
+        with self._device.on(self._gathers):
+            if slot.copied is not None:
+                self._gathers.wait_event(slot.copied)
+            fill(segment.token_start, segment.token_end, kv)
+        gathered = self._mark(self._gathers)
+        with self._device.on(self._exports):
+            self._exports.wait_event(gathered)
+            self._device.download(segment.kv, kv)
+        slot.copied = self._mark(self._exports)
+
+    def _finish(self, segments: list[Segment], done: Done) -> None:
+        self._device.current().wait_event(self._mark(self._gathers))
+        self._stagings.put(_Staging(segments, self._mark(self._exports), done))
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Copies."""
+        return self._device.upload(tensor)
+
+    def freed(self) -> Any:
+        """See Copies."""
+        return self._mark(self._device.current())
+
+    @contextmanager
+    def writing(self, freed: Any) -> Iterator[None]:
+        """See Copies."""
+        with self._device.on(self._imports):
+            self._imports.wait_event(freed)
+            yield
+
+    def written(self) -> None:
+        """See Copies."""
+        event = self._mark(self._imports)
+        with self._lock:
+            self._written.append(event)
+
+    def join(self) -> None:
+        """See Copies."""
+        with self._lock:
+            written, self._written = self._written, []
+        for event in written:
+            self._device.current().wait_event(event)
+
+    def close(self) -> None:
+        """See Copies."""
+        self._stagings.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _mark(self, stream: Any) -> Any:
+        event = self._device.event()
+        event.record(stream)
+        return event
+
+    def _run(self, on_death: Death) -> None:
+        try:
+            self._deliver()
+        except Exception as error:
+            _log.exception("the thread that waits for copies of KV ended")
+            on_death("copies", error)
+
+    def _deliver(self) -> None:
+        while (staging := self._stagings.get()) is not None:
+            result: list[Segment] | Exception = staging.segments
+            try:
+                staging.copied.synchronize()
+            except Exception as error:  # the device's: who waits for this chunk is told, the engine meets it itself
+                _log.exception("KV could not be copied to the host")
+                result = error
+            staging.done(result)
+            del staging, result  # host memory is free once nothing refers to it
+
+
+def segments_of(start: int, parts: list[torch.Tensor]) -> list[Segment]:
+    """Parts as segments one behind the other, from token `start` on."""
+    segments = []
+    for part in parts:
+        segments.append(Segment(start, start + part.shape[2], part))
+        start += part.shape[2]
+    return segments
