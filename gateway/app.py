@@ -22,6 +22,7 @@ from gateway.admission import Admissions
 from gateway.auth import LOOPBACK, KeyRing, load_keys
 from gateway.connection import StreamProtocol
 from gateway.core import ClusterCore, JobRunner
+from gateway.counts import TableLedger
 from gateway.edge import Edge
 from gateway.grammars import Grammars
 from gateway.lengths import LengthClient
@@ -100,7 +101,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         tasks.every("rpc clients", SWEEP_S, clients.sweep)
         lengths = LengthClient(clients, settings, metrics.predictions)
         stack.push_async_callback(lengths.close)
-        lines = Lines(keys.weights)
+        lines = Lines(keys.weights, TableLedger(table, keys.names) if table is not None else None)
         for name, slo in settings.slo.items():
             if slo.when_full is WhenFull.DELAY:
                 metrics.waiting.labels(slo=name).set_function(partial(lines.waiting, name))

@@ -154,6 +154,26 @@ class TableCounts:
         return sum([words[at] for at in places])
 
 
+class TableLedger:
+    """What callers were served by all processes of a table. `callers`: all that there may be."""
+
+    def __init__(self, table: SharedTable, callers: Iterable[str]) -> None:
+        self._floats = table.floats
+        rows = {caller: table.row(caller) for caller in callers or ("",)}
+        others = [each for each in range(table.processes) if each != table.process]
+        self._own = {caller: table.served(row, table.process) for caller, row in rows.items()}
+        self._others = {caller: tuple(table.served(row, each) for each in others) for caller, row in rows.items()}
+
+    def note(self, caller: str, tokens: float) -> None:
+        """It was served so much more here."""
+        self._floats[self._own[caller]] += tokens
+
+    def elsewhere(self, caller: str) -> float:
+        """What the others have served it."""
+        floats = self._floats
+        return sum([floats[at] for at in self._others[caller]])
+
+
 class Drain:
     """How many jobs a second began to decode, or ended, of late. Times are of the monotonic clock, which all share."""
 

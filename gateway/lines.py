@@ -4,14 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from shared.policy.fair_share import FairLine, Shares
+from shared.policy.fair_share import FairLine, Ledger, Shares
 
 
 class Lines:
     """A job that waits costs one entry and nothing a second. `shares`: what each caller has had, of any class."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self.shares = Shares(weights)
+    def __init__(self, weights: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> None:
+        """ledger: of the processes that share this one's port."""
+        self.shares = Shares(weights, ledger)
         self._lines: dict[str, FairLine[asyncio.Event]] = {}
 
     def waiting(self, slo: str) -> int:

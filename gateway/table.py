@@ -2,7 +2,8 @@
 
 Layout, in words of eight bytes, native order: a head; SLOT_WORDS for each process, in which it alone writes; then for
 each caller of an API key a row of its digest (two words), the level of its rate's bucket and when that was (float
-seconds of the monotonic clock), and for each process the jobs of it that wait, by Kind.
+seconds of the monotonic clock), and for each process the jobs of it that wait, by Kind, and the tokens that it
+was served (a float).
 
 An aligned word is read and written at once, so counters need no lock: a process adds to its own before it looks at the
 sum of all, so of two that ask for the last place at once none or one gets it, never both. A bucket is changed under the
@@ -29,6 +30,7 @@ MAGIC, VERSION = b"PPgwtab\n", 1
 MOST_PROCESSES = 16
 HEAD_WORDS, ROW_WORDS = 8, 4  # of a row: before the counters
 KINDS, KIND_WORDS = 2, 8
+PART_WORDS = KINDS + 1  # of a row: for each process
 SLOT_WORDS = KINDS * KIND_WORDS
 LOCK_S = 0.05  # it is held for microseconds, and longer only by one that is not running just then
 _WORD = 8
@@ -103,7 +105,7 @@ class SharedTable:
         except BaseException:
             os.close(self._file)
             raise
-        self._row_words = ROW_WORDS + KINDS * self.processes
+        self._row_words = ROW_WORDS + PART_WORDS * self.processes
         self._first_row = HEAD_WORDS + SLOT_WORDS * self.processes
         self.integers = memoryview(self._map).cast("q")
         self.floats = memoryview(self._map).cast("d")
@@ -142,7 +144,11 @@ class SharedTable:
 
     def waiting(self, row: int, process: int, kind: Kind) -> int:
         """Where a row counts the jobs of a process."""
-        return row + ROW_WORDS + KINDS * process + kind
+        return row + ROW_WORDS + PART_WORDS * process + kind
+
+    def served(self, row: int, process: int) -> int:
+        """Where a row has the tokens that a process has served, a float."""
+        return row + ROW_WORDS + PART_WORDS * process + KINDS
 
     def settle(self) -> None:
         """What this process has written is seen by the others before it reads on."""
@@ -202,11 +208,12 @@ class SharedTable:
         for row in range(self._rows):
             at = self._first_row + row * self._row_words
             if self.integers[at]:
-                yield from (self.waiting(at, self.process, kind) for kind in Kind)
+                own = self.waiting(at, self.process, Kind.OTHERS)
+                yield from range(own, own + PART_WORDS)
 
     def _wrong(self, why: str) -> InvalidRequest:
         return InvalidRequest(f"shared_table: {self.path}: {why}")
 
 
 def _size(processes: int, rows: int) -> int:
-    return _WORD * (HEAD_WORDS + SLOT_WORDS * processes + rows * (ROW_WORDS + KINDS * processes))
+    return _WORD * (HEAD_WORDS + SLOT_WORDS * processes + rows * (ROW_WORDS + PART_WORDS * processes))

@@ -7,13 +7,26 @@ prompt token counts 1, an output token 2, over the caller's weight; who was idle
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 Item = TypeVar("Item")
 PROMPT_COST, OUTPUT_COST = 1.0, 2.0
 SLACK_TOKENS = 4096.0  # by which a caller may be ahead: a few requests
 CREDIT_TOKENS = 4.0 * SLACK_TOKENS  # the most by which one who asks, but for little, may be behind
 ACTIVE_S = 10.0  # after its last request a caller still counts as one who asks
+HEARD_S = 0.1  # so often it is looked at what callers have had elsewhere
+
+
+class Ledger(Protocol):
+    """What callers have had of all who serve them side by side, in tokens as they count, before any weight."""
+
+    def note(self, caller: str, tokens: float) -> None:
+        """It was served so much more here."""
+        ...
+
+    def elsewhere(self, caller: str) -> float:
+        """What the others have served it; it falls when one of them begins anew."""
+        ...
 
 
 @dataclass(slots=True)
@@ -22,20 +35,28 @@ class _Caller:
     tokens: float = 0.0  # the virtual counter
     open: int = 0
     asked_s: float = float("-inf")
+    elsewhere: float = 0.0  # of the ledger, as far as it is in the counter
 
 
 class Shares:
-    """Virtual token counters of those who ask at one gateway. Times are seconds of any one clock."""
+    """Virtual token counters of those who ask at one gateway. Times are seconds of any one clock.
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+    With a `ledger` a caller is charged for what others have served it, too, from its first request here.
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> None:
         self._weights = dict(weights or {})
         self._callers: dict[str, _Caller] = {}
+        self._ledger = ledger
+        self._heard_s = float("-inf")
 
     def came(self, caller: str, now: float) -> None:
         """One more job of the caller."""
         one = self._callers.get(caller)
         if one is None:
             one = self._callers[caller] = _Caller(self._weights.get(caller, 1.0))
+            one.elsewhere = self._ledger.elsewhere(caller) if self._ledger is not None else 0.0
+        self._hear(now)
         if not one.open:
             idle = now - one.asked_s > ACTIVE_S
             others = (name for name in self._active(now) if name != caller)
@@ -46,7 +67,10 @@ class Shares:
     def charge(self, caller: str, prompt_tokens: int, output_tokens: int) -> None:
         """It has been served so much."""
         one = self._callers[caller]
-        one.tokens += (PROMPT_COST * prompt_tokens + OUTPUT_COST * output_tokens) / one.weight
+        cost = PROMPT_COST * prompt_tokens + OUTPUT_COST * output_tokens
+        one.tokens += cost / one.weight
+        if self._ledger is not None:
+            self._ledger.note(caller, cost)
 
     def left(self, caller: str, now: float) -> None:
         """A job of it is over, however it ended."""
@@ -68,8 +92,19 @@ class Shares:
         """Whether it has had more than another one who asks, by more than a few requests."""
         if len(self._callers) < 2:
             return False
+        self._hear(now)
         others = (self._callers[name].tokens for name in self._active(now) if name != caller)
         return self._callers[caller].tokens > min(others, default=float("inf")) + SLACK_TOKENS
+
+    def _hear(self, now: float) -> None:
+        """Charge those known here for what they were served elsewhere meanwhile."""
+        if self._ledger is None or now - self._heard_s < HEARD_S:
+            return
+        self._heard_s = now
+        for name, one in self._callers.items():
+            elsewhere = self._ledger.elsewhere(name)
+            one.tokens += max(0.0, elsewhere - one.elsewhere) / one.weight
+            one.elsewhere = elsewhere
 
     def _active(self, now: float) -> list[str]:
         return [name for name, one in self._callers.items() if one.open or now - one.asked_s <= ACTIVE_S]

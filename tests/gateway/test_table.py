@@ -14,7 +14,7 @@ import pytest
 
 from gateway.admission import Admissions
 from gateway.auth import ApiKey
-from gateway.counts import TableCounts
+from gateway.counts import TableCounts, TableLedger
 from gateway.rates import TableRates
 from gateway.settings import GatewaySettings
 from gateway.table import Kind, SharedTable, make_table, shared_table
@@ -132,6 +132,19 @@ def test_jobs_of_either_kind_are_counted_apart_and_what_leaves_everywhere_is_one
     table.close()
     assert (counts[1].jobs, counts[1].of("a")) == (3, 3)
     other.close()
+
+
+def test_what_each_process_has_served_a_caller_the_others_know_until_it_ends(path: Path) -> None:
+    tables = [SharedTable(path, number) for number in (0, 1)]
+    first, second = (TableLedger(table, ("a", "b")) for table in tables)
+    first.note("a", 3.0)
+    first.note("a", 4.5)
+    second.note("b", 1.0)
+    assert [second.elsewhere(name) for name in "ab"] == [7.5, 0.0]
+    assert [first.elsewhere(name) for name in "ab"] == [0.0, 1.0]
+    tables[0].close()
+    assert second.elsewhere("a") == 0.0
+    tables[1].close()
 
 
 def test_what_one_process_took_of_a_keys_rate_the_other_has_not(path: Path) -> None:

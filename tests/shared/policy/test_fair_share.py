@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.policy.fair_share import ACTIVE_S, CREDIT_TOKENS, OUTPUT_COST, SLACK_TOKENS, FairLine, Shares
+from shared.policy.fair_share import ACTIVE_S, CREDIT_TOKENS, HEARD_S, OUTPUT_COST, SLACK_TOKENS, FairLine, Shares
 
 
 def shares(*callers: str, **weights: float) -> Shares:
@@ -28,6 +28,40 @@ def test_who_is_far_ahead_of_another_who_asks_is_over_its_share() -> None:
     made.charge("a", 1, 0)
     assert made.over("a", 0.0)
     assert not made.over("b", 0.0)
+
+
+class Ledger:
+    """Of one who serves beside others."""
+
+    def __init__(self) -> None:
+        self.noted: dict[str, float] = {}
+        self.others: dict[str, float] = {}
+
+    def note(self, caller: str, tokens: float) -> None:
+        self.noted[caller] = self.noted.get(caller, 0.0) + tokens
+
+    def elsewhere(self, caller: str) -> float:
+        return self.others.get(caller, 0.0)
+
+
+def test_what_a_caller_has_had_elsewhere_counts_from_its_first_request_on() -> None:
+    ledger = Ledger()
+    ledger.others = {"a": 5000.0}
+    made = Shares({"b": 2.0}, ledger)
+    made.came("a", 0.0)
+    made.came("b", 0.0)
+    assert made.tokens("a") == 0.0
+    ledger.others = {"a": 5000.0 + SLACK_TOKENS + 10, "b": 10.0}
+    assert not made.over("a", HEARD_S / 2), "it is looked at only so often"
+    assert made.over("a", HEARD_S)
+    assert (made.tokens("a"), made.tokens("b")) == (SLACK_TOKENS + 10, 5.0)
+    ledger.others = {"a": 0.0, "b": 10.0}  # one of the others was started again
+    made.came("a", 2 * HEARD_S)
+    ledger.others = {"a": 7.0, "b": 10.0}
+    made.came("a", 3 * HEARD_S)
+    assert made.tokens("a") == SLACK_TOKENS + 17
+    made.charge("a", 3, 2)
+    assert ledger.noted == {"a": 3 + 2 * OUTPUT_COST}
 
 
 def test_alone_nobody_is_over_its_share_nor_beside_those_who_ask_no_more() -> None:
