@@ -26,6 +26,7 @@ from gateway.context import caller
 from gateway.job import Job, JobSpec
 from gateway.settings import GatewaySettings
 from gateway.stream import PlainStream, StreamPass, submitted
+from gateway.turns import after_prompt
 from shared.domain.job import Generation, Phase, WhenFull
 from shared.errors import Overloaded, PolyphaseError
 from shared.runtime.logs import get_log
@@ -78,6 +79,7 @@ class ClusterCore:
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Start a job. Never waits; a job that there is no room for fails like one that ran."""
+        await after_prompt(request.prompt_token_ids)
         if not self._requests.has_request(request.request_id):
             return  # one of n, of which another has failed meanwhile
         spec = self._spec(request)
@@ -174,7 +176,7 @@ class ClusterCore:
             params = copy.copy(params)
             params.seed = hash((request.request_id, _PIN_SEED)) & 0x7FFFFFFF
         who = caller.get()
-        prompt = list(request.prompt_token_ids or ())
+        prompt = request.prompt_token_ids or []
         return JobSpec(
             job_id=request.request_id,
             prompt_token_ids=prompt,
