@@ -43,6 +43,7 @@ def _measure(name: str, as_json: bool, *arguments: object) -> None:
 _add_bench("overhead", "What the control plane costs: CPU a request and a token, added TTFT.")
 _add_bench("streams", "2,000 chat streams open for a minute: lost, late, memory; rates of one gateway process and two.")
 _add_bench("kv", "KV transfer between two processes, beside a plain socket.")
+_add_bench("kv_engines", "KV between two real engines, by transport.")
 _add_bench("policy", "What a decision of each policy costs with 10, 100 and 1,000 instances.")
 _add_bench("overload", "Interactive and batch work at twice the capacity, with and without overload control.")
 _add_bench_on_data("cost", "The cost model beside published measurements.")

@@ -14,6 +14,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "overhead": ("bench.overhead", "run_overhead_bench"),
     "kv": ("bench.kv", "run_kv_bench"),
     "streams": ("bench.streams", "run_streams_bench"),
+    "kv_engines": ("bench.kv_engines", "run_kv_engines_bench"),
     "policy": ("bench.policy", "run_policy_bench"),
     "policies": ("bench.policies", "run_policies_bench"),
     "policies_live": ("bench.policies_live", "run_policies_live"),

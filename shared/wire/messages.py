@@ -10,7 +10,7 @@ from shared.domain.rates import Rates
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.timeline import RequestTimeline
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 
 class PlaceRequest(msgspec.Struct):

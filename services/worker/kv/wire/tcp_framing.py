@@ -194,7 +194,7 @@ class Inbound:
 
     def _room(self, size: int) -> memoryview:
         if len(self._spare) < size:
-            self._spare = memoryview(np.empty(size, np.uint8))
+            self._spare = np.empty(size, np.uint8).data
         return self._spare[:size]
 
 

@@ -75,7 +75,7 @@ class TcpTransport:
 
     def fileno(self) -> int:
         """Can be read when a socket has something, or somebody wakes."""
-        return self._selector.fileno()  # type: ignore[attr-defined]
+        return self._selector.fileno()
 
     def wake(self) -> None:
         """See transport.Transport."""

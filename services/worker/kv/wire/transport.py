@@ -56,9 +56,12 @@ class Link(Protocol):
     """Import side: one connection to a peer. Reconnects by itself; `losses` rises with each lost connection."""
 
     address: str
-    connected: bool
     losses: int
     stranger: str  # why the peer and we do not trust each other; empty as long as nothing says so
+
+    @property
+    def connected(self) -> bool:
+        """Whether the peer has greeted us over the present connection."""
 
     def receive(self) -> Received | None:
         """The next message, or None when there is none at the moment."""

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scop
 class Cluster:
     plain: Engine
     p: Engine  # block size 32
-    d: Engine  # block size 128
+    d: Engine  # block size 128; exports over ZeroMQ, p over plain TCP
     prompts: list[list[int]]
     references: list[list[int]]
 
@@ -51,7 +51,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     model = make_llama(tmp_path_factory.mktemp("llama"))
     plain = Engine("plain", model, dtype="float32", connector=False)
     p = Engine("p", model, dtype="float32", block_size=32)
-    d = Engine("d", model, dtype="float32", block_size=128)
+    d = Engine("d", model, dtype="float32", block_size=128, scheme="tcp")
     async with AsyncExitStack() as stack:
         for engine in (plain, p, d):
             stack.callback(engine.kill)  # also where another one does not start

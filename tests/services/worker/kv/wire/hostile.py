@@ -68,6 +68,7 @@ class TcpStranger:
 
     def __init__(self, address: str) -> None:
         self.socket = socket.create_connection(host_and_port(address), timeout=10)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.sendall(HEARTBEAT)
 
     def __enter__(self) -> "TcpStranger":

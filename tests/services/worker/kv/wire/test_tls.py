@@ -1,7 +1,9 @@
 """With keys, KV over TCP is TLS, and nobody gets or gives anything without the cluster's pair."""
 
+import select
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,12 +15,13 @@ from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.tcp_resolving import host_and_port
 from services.worker.kv.wire.tcp_transport import TcpTransport
 from services.worker.kv.wire.tls import TlsContexts, identity
-from tests.services.worker.kv.rig import Rig, model_kv, stage
+from tests.services.worker.kv.rig import Capture, Rig, model_kv, stage
 from tests.services.worker.kv.wire.hostile import TcpStranger, assert_serves
 from tests.services.worker.kv.wire.proxy import Proxy
 
 pytestmark = pytest.mark.parametrize("rig", ["kv"], indirect=True)
 LIMITS = PullLimits(connect_timeout_s=1.0)
+TOKENS = 600
 SOON_S = 6.0
 
 
@@ -49,12 +52,48 @@ def test_keys_that_are_none_are_an_error(rig: Rig) -> None:
         TlsContexts(("abcde", "abcde"))
 
 
-def test_what_goes_over_the_wire_is_not_readable_and_arrives(rig: Rig) -> None:
-    exporter, importer, kv = rig.endpoint(curve=OURS), rig.endpoint(curve=OURS), model_kv(4000)
-    stage(exporter, kv)
-    got = rig.load(importer, rig.handle([exporter], 4000))
+def test_a_reader_that_pauses_gets_everything_over_tls(rig: Rig) -> None:
+    """More than the sockets' buffers hold waits meanwhile: writes go on where they stopped, within a record."""
+    tokens = 20_000
+    limits = PullLimits(window_bytes=16 << 20)
+    exporter, importer, kv = rig.endpoint(curve=OURS), rig.endpoint(curve=OURS, limits=limits), model_kv(tokens)
+    for first in range(0, tokens, 2000):
+        stage(exporter, kv, start=first, end=first + 2000)
+    paused = Capture(0, tokens)
+    paused.before = lambda: threading.Event().wait(0.01)
+    rig.load(importer, rig.handle([exporter], tokens), capture=paused)
     assert rig.result().ok
+    assert torch.equal(paused.kv, kv)
+
+
+def test_nothing_of_the_kv_can_be_read_on_the_way(rig: Rig) -> None:
+    exporter, kv = rig.endpoint(curve=OURS), model_kv(TOKENS)
+    stage(exporter, kv)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as far:
+        importer = rig.endpoint(curve=OURS)
+        address = f"kv://127.0.0.1:{server.getsockname()[1]}"
+        got = rig.load(importer, rig.handle([], TOKENS, endpoints=(address,)))
+        near, _ = server.accept()
+        far.connect(host_and_port(exporter.address))
+        heard = overheard(near, far, rig)
     assert torch.equal(got.kv, kv)
+    assert len(heard) > kv.numel() * 4
+    assert kv[0, 0, :4].numpy().tobytes() not in heard
+    assert b"Frame" not in heard
+
+
+def overheard(near: socket.socket, far: socket.socket, rig: Rig) -> bytes:
+    """What two connections say to each other until the import ends."""
+    heard = bytearray()
+    other = {near: far, far: near}
+    while rig.results.empty():
+        for each in select.select([near, far], [], [], 0.1)[0]:
+            data = each.recv(1 << 16)
+            heard += data
+            other[each].sendall(data)
+    assert rig.result().ok
+    near.close()
+    return bytes(heard)
 
 
 @pytest.mark.parametrize(
