@@ -80,7 +80,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "record_lengths": "it costs no request anything",
         "record_bytes": "it costs no request anything",
         "lean_streams": "who writes the events of a stream; the gateway's time is the simulation's `gateway_s`",
-        "stream_interval_share": "how long a busy gateway has tokens wait for others; the gateway's time is the simulation's `gateway_s`",
+        "stream_interval_share": "a busy gateway's; its time is the simulation's `gateway_s`",
         "grammar_cpu_s": "requests of a trace have no grammars",
         "service_tiers": "all requests are of the class default",
         "max_delayed_jobs": _LINES,
