@@ -24,8 +24,10 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from gateway.admission import Seat, Ticket
 from gateway.context import caller
 from gateway.job import Job, JobSpec
+from gateway.pace import Pace
 from gateway.settings import GatewaySettings
-from gateway.stream import PlainStream, StreamPass, submitted
+from gateway.stream import PlainStream, submitted
+from gateway.stream_pass import StreamPass
 from gateway.turns import after_prompt
 from shared.domain.job import Generation, Phase, WhenFull
 from shared.errors import Overloaded, PolyphaseError
@@ -60,11 +62,11 @@ class ClusterCore:
     engine_ranks_managed = (0,)
     resources = SimpleNamespace(engine_dead=False)
 
-    def __init__(self, settings: GatewaySettings, pipeline: JobRunner) -> None:
+    def __init__(self, settings: GatewaySettings, pipeline: JobRunner, pace: Pace) -> None:
         self._settings = settings
         self._pipeline = pipeline
         self._jobs: dict[str, _Running] = {}
-        self._streams = StreamPass()
+        self._streams = StreamPass(pace)
         self._outputs: list[EngineCoreOutput] = []
         self._ready = asyncio.Event()
         self._requests: Any = None
@@ -92,7 +94,7 @@ class ClusterCore:
         if spec.slo.when_full is WhenFull.DELAY:
             deadline_s += self._settings.slo[spec.slo.name].queue_s
         job = Job(spec, lambda step: self._emit(spec.job_id, step), self._settings.gateway_id, deadline_s)
-        running = self._jobs[spec.job_id] = _Running(job, seat, self._stream_of(spec.job_id))
+        running = self._jobs[spec.job_id] = _Running(job, seat, self._stream_of(spec))
         running.task = asyncio.get_running_loop().create_task(self._run(running), name=f"job {spec.job_id}")
         running.task.add_done_callback(lambda ended: self._ended(spec.job_id, ended))
 
@@ -188,12 +190,13 @@ class ClusterCore:
             caller=who.ticket.caller,
         )
 
-    def _stream_of(self, request_id: str) -> PlainStream | None:
+    def _stream_of(self, spec: JobSpec) -> PlainStream | None:
         """The stream that submits this request, if it is a plain one."""
         stream = submitted.get()
         if stream is not None:
             submitted.set(None)
-            stream.bind(request_id, self._requests, self._stopped)
+            most_s = spec.slo.tpot_s * self._settings.stream_interval_share
+            stream.bind(spec.job_id, self._requests, self._stopped, most_s)
         return stream
 
     def _emit(self, job_id: str, step: TokenStep) -> None:
