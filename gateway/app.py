@@ -28,6 +28,8 @@ from gateway.lengths import LengthClient
 from gateway.lines import Lines
 from gateway.llm import ClusterLLM
 from gateway.metrics import GatewayMetrics
+from gateway.pace import PERIOD_S as PACE_S
+from gateway.pace import Pace
 from gateway.pipeline import Pipeline
 from gateway.plain import serve_plain_streams
 from gateway.recording import recording
@@ -98,7 +100,10 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         for name, slo in settings.slo.items():
             if slo.when_full is WhenFull.DELAY:
                 metrics.waiting.labels(slo=name).set_function(partial(lines.waiting, name))
-        core = ClusterCore(settings, runner or Pipeline(settings, clients, schedulers, reporter, lengths, lines))
+        pace = Pace()
+        tasks.every("pace", PACE_S, pace.look)
+        jobs = runner or Pipeline(settings, clients, schedulers, reporter, lengths, lines)
+        core = ClusterCore(settings, jobs, pace)
         stack.push_async_callback(core.close)
         admission = Admissions(settings, keys.count)
         metrics.queued.set_function(lambda: admission.jobs)

@@ -24,8 +24,11 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from gateway.admission import Seat, Ticket
 from gateway.context import caller
 from gateway.job import Job, JobSpec
+from gateway.pace import Pace
 from gateway.settings import GatewaySettings
-from gateway.stream import PlainStream, StreamPass, submitted
+from gateway.stream import PlainStream, submitted
+from gateway.stream_pass import StreamPass
+from gateway.turns import after_prompt
 from shared.domain.job import Generation, Phase, WhenFull
 from shared.errors import Overloaded, PolyphaseError
 from shared.runtime.logs import get_log
@@ -59,11 +62,11 @@ class ClusterCore:
     engine_ranks_managed = (0,)
     resources = SimpleNamespace(engine_dead=False)
 
-    def __init__(self, settings: GatewaySettings, pipeline: JobRunner) -> None:
+    def __init__(self, settings: GatewaySettings, pipeline: JobRunner, pace: Pace) -> None:
         self._settings = settings
         self._pipeline = pipeline
         self._jobs: dict[str, _Running] = {}
-        self._streams = StreamPass()
+        self._streams = StreamPass(pace)
         self._outputs: list[EngineCoreOutput] = []
         self._ready = asyncio.Event()
         self._requests: Any = None
@@ -78,6 +81,7 @@ class ClusterCore:
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Start a job. Never waits; a job that there is no room for fails like one that ran."""
+        await after_prompt(request.prompt_token_ids)
         if not self._requests.has_request(request.request_id):
             return  # one of n, of which another has failed meanwhile
         spec = self._spec(request)
@@ -90,7 +94,7 @@ class ClusterCore:
         if spec.slo.when_full is WhenFull.DELAY:
             deadline_s += self._settings.slo[spec.slo.name].queue_s
         job = Job(spec, lambda step: self._emit(spec.job_id, step), self._settings.gateway_id, deadline_s)
-        running = self._jobs[spec.job_id] = _Running(job, seat, self._stream_of(spec.job_id))
+        running = self._jobs[spec.job_id] = _Running(job, seat, self._stream_of(spec))
         running.task = asyncio.get_running_loop().create_task(self._run(running), name=f"job {spec.job_id}")
         running.task.add_done_callback(lambda ended: self._ended(spec.job_id, ended))
 
@@ -174,7 +178,7 @@ class ClusterCore:
             params = copy.copy(params)
             params.seed = hash((request.request_id, _PIN_SEED)) & 0x7FFFFFFF
         who = caller.get()
-        prompt = list(request.prompt_token_ids or ())
+        prompt = request.prompt_token_ids or []
         return JobSpec(
             job_id=request.request_id,
             prompt_token_ids=prompt,
@@ -186,12 +190,13 @@ class ClusterCore:
             caller=who.ticket.caller,
         )
 
-    def _stream_of(self, request_id: str) -> PlainStream | None:
+    def _stream_of(self, spec: JobSpec) -> PlainStream | None:
         """The stream that submits this request, if it is a plain one."""
         stream = submitted.get()
         if stream is not None:
             submitted.set(None)
-            stream.bind(request_id, self._requests, self._stopped)
+            most_s = spec.slo.tpot_s * self._settings.stream_interval_share
+            stream.bind(spec.job_id, self._requests, self._stopped, most_s)
         return stream
 
     def _emit(self, job_id: str, step: TokenStep) -> None:

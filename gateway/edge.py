@@ -19,6 +19,7 @@ from gateway.connection import EXTENSION
 from gateway.context import Caller, caller
 from gateway.metrics import GatewayMetrics
 from gateway.settings import USUAL_TIERS, GatewaySettings
+from gateway.turns import after_body
 from shared.errors import Busy, EngineFailed, InvalidRequest, PolyphaseError, Unavailable
 from shared.runtime.http import error_body
 from shared.runtime.logs import get_log
@@ -109,6 +110,7 @@ class Edge:
                     ticket = stack.enter_context(self.admission.of(slo).admit(key.name if key else ""))
                     body = await self._read(receive, headers)
                     asked, tier = asked_of(body), ""
+                    await after_body(body)
                     if asked.tier is not None and scope["path"] in TIERED and SLO_HEADER not in headers:
                         slo, tier = self._of_tier(asked.tier, key, slo)
                     ticket.move(self.admission.of(slo))

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from gateway.lengths import Asked, LengthClient
 from shared.domain.job import Generation, JobView, LengthPrediction, Phase, Slo
-from shared.domain.prefix import block_hashes
+from shared.domain.prefix import hashes_of
+from shared.domain.prompt import packed
 from shared.domain.route import Reason, Route
 from shared.errors import Delayed, EngineFailed
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
@@ -33,6 +34,10 @@ class JobSpec:
     local_only: bool
     slo: Slo
     caller: str = ""
+    prompt: bytes = field(init=False)  # its tokens, packed
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", packed(self.prompt_token_ids))
 
     @property
     def arrived_s(self) -> float:
@@ -98,9 +103,14 @@ class Job:
         return self.spec.arrived_s + self.spec.slo.ttft_s - time.time()
 
     @property
-    def prompt(self) -> list[int]:
-        """What to compute from: the prompt and, where the job can be carried, the tokens so far."""
-        return self.spec.prompt_token_ids + self.tokens if self.spec.carry else self.spec.prompt_token_ids
+    def prompt(self) -> bytes:
+        """What to compute from, packed: the prompt and, where the job can be carried, the tokens so far."""
+        return self.spec.prompt + packed(self.tokens) if self.spec.carry and self.tokens else self.spec.prompt
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Its length."""
+        return len(self.spec.prompt_token_ids) + (len(self.tokens) if self.spec.carry else 0)
 
     @property
     def remaining(self) -> int:
@@ -118,7 +128,7 @@ class Job:
     def view(self, *, decode_only: bool = False) -> JobView:
         """What policies may know. `decode_only`: its prefill is done."""
         whole = decode_only or self.spec.local_only
-        spec, prompt = self.spec, len(self.prompt)
+        spec, prompt = self.spec, self.prompt_tokens
         return JobView(spec.job_id, prompt, self.remaining, spec.slo, self.prediction, whole, begun=self.begun)
 
     @property
@@ -126,7 +136,7 @@ class Job:
         """Hashes of its prompt's blocks, for placement; none where an engine would not look for them. Computed once."""
         if self._prefix is None:
             spec = self.spec
-            self._prefix = () if spec.local_only else block_hashes(spec.prompt_token_ids, spec.generation.cache_salt)
+            self._prefix = () if spec.local_only else hashes_of(spec.prompt, spec.generation.cache_salt)
         return self._prefix
 
     def accept(self, step: TokenStep) -> None:
@@ -181,7 +191,7 @@ class Job:
 
     def ask(self, lengths: LengthClient) -> None:
         """Have its length predicted."""
-        self.asked = lengths.ask(self.prompt, self.remaining)
+        self.asked = lengths.ask(self.spec.prompt_token_ids, self.remaining)
         self.asked.then(self._predicted)
 
     def _predicted(self, found: LengthPrediction) -> None:

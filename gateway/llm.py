@@ -12,7 +12,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from gateway.core import ClusterCore
+from gateway.detokenising import read_only_ends
 from gateway.grammars import Grammars
+from gateway.turns import after_prompt
 
 # How KV moves is ours to say; the rest of vllm_xargs is for an operator's logits processors.
 _OURS = ("kv_", "ec_")
@@ -27,6 +29,7 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     """The front end. Its engine core is the cluster."""
 
     def __init__(self, config: VllmConfig, core: ClusterCore, grammars: Grammars) -> None:
+        read_only_ends()
         # vLLM offers no argument for the client of the engine core; this is its one seam.
         make = EngineCoreClient.make_async_mp_client
         EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
@@ -51,6 +54,8 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         } or None
         if params.structured_outputs is not None:
             params.structured_outputs = await self._grammars.check(params)
+        if isinstance(prompt, dict):
+            await after_prompt(prompt.get("prompt_token_ids"))
         passed = {name: value for name, value in how.items() if name in _PASSED}
         return await super().add_request(request_id, prompt, params, **passed)
 

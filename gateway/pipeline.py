@@ -19,6 +19,7 @@ from gateway.settings import GatewaySettings
 from gateway.staged import StagedKv
 from shared.domain.job import LengthPrediction, Phase, WhenFull
 from shared.domain.kv import KvHandle, TransferOutcome
+from shared.domain.prompt import beginning
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import (
     Busy,
@@ -164,7 +165,7 @@ class Pipeline:
             except TimeoutError:
                 said = f"no room beside heavier classes for {queue_s:g} s (SLO class {slo.name!r})"
                 raise Overloaded(said, cause="queue", retry_after_s=queue_s) from None
-        self._lines.shares.charge(caller, len(job.prompt), 0)
+        self._lines.shares.charge(caller, job.prompt_tokens, 0)
         return route
 
     async def _place_when_told(self, job: Job) -> Route:
@@ -208,11 +209,11 @@ class Pipeline:
 
     async def _prefill(self, job: Job, route: Route, instance: InstanceRef, staged: StagedKv) -> PrefillReply:
         job.phase = Phase.PREFILL
-        prompt, full = job.prompt, route.split >= len(job.prompt)
+        full = route.split >= job.prompt_tokens
         request = PrefillRequest(
             job=job.view(),
             transfer_id=job.transfer_id,
-            prompt_token_ids=prompt if full else prompt[: route.split],
+            prompt=beginning(job.prompt, route.split),
             generation=job.spec.generation,
             want_token=full and job.spec.carry,
             export=not (full and job.spec.carry and job.remaining <= 1),

@@ -65,6 +65,7 @@ class GatewaySettings(ServiceSettings):
     jobs_at_once: int = Field(16, gt=0)  # of one body, in the cluster or its lines, and not decoding yet
     grammar_cpu_s: float = Field(2.0, gt=0)  # what it may cost to compile a grammar; beyond it the answer is 400
     lean_streams: bool = True  # plain ones written by us; off: all by vLLM's generators
+    stream_interval_share: float = Field(0.5, ge=0, le=1)  # of its class's TPOT, that a token may wait under load
     job_timeout_s: float = Field(600.0, gt=0)
     patience_s: float = Field(10.0, gt=0)  # how long a job waits for a scheduler or an instance to come back
     attempts: int = Field(4, gt=0)

@@ -3,7 +3,6 @@
 vLLM's own detokeniser and stop strings; none of its outputs, collectors and generators a token.
 """
 
-import asyncio
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -13,10 +12,7 @@ from vllm.v1.engine import FinishReason
 
 from gateway.chunks import Chunks
 from gateway.connection import BodyWriter
-from shared.runtime.logs import get_log
 
-log = get_log(__name__)
-AT_ONCE = 128  # streams that a pass serves before other work has its turn
 Stopped = Callable[[str], None]  # ends the job of a request whose answer has hit a stop string
 
 
@@ -43,10 +39,13 @@ class PlainStream:
         self._ends_with_stop_token = False  # which is in no text
         self._end: tuple[str, int | str | None] | None = None  # why the answer ends, once it has
         self._told_tokens = 0
-        self.queued = False  # in the next pass
+        self.queued = self.held = False  # in the next pass, or a later one; see StreamPass
+        self.served_s = 0.0  # when it last was, by the event loop's clock
+        self.most_s = 0.0  # that tokens may wait for others
 
-    def bind(self, request_id: str, outputs: Any, stopped: Stopped) -> None:
+    def bind(self, request_id: str, outputs: Any, stopped: Stopped, most_s: float) -> None:
         """Take the place of vLLM's output processor for this request. It is registered there."""
+        self.most_s = most_s
         self._state = outputs.request_states[request_id]
         self._chunks = self._make()
         self._outputs = outputs
@@ -92,6 +91,11 @@ class PlainStream:
             self._direct = True
             self._body.on_room(self._catch_up)
             self._catch_up()
+
+    @property
+    def pressing(self) -> bool:
+        """Whether what it has taken is not to wait for more: the first tokens, or the last."""
+        return not self._told_tokens or self._finish is not None
 
     @property
     def direct(self) -> bool:
@@ -145,34 +149,6 @@ class PlainStream:
         if not fresh:
             return greeting
         return greeting + self._chunks.text(text, prompt_tokens, tokens)
-
-
-class StreamPass:
-    """Serves all streams that have new tokens in one go, once a turn of the event loop."""
-
-    def __init__(self) -> None:
-        self._waiting: list[PlainStream] = []
-
-    def add(self, stream: PlainStream) -> None:
-        """It has taken a step. Several of a turn go out as one event."""
-        if stream.queued:
-            return
-        stream.queued = True
-        self._waiting.append(stream)
-        if len(self._waiting) == 1:
-            asyncio.get_running_loop().call_soon(self._run)
-
-    def _run(self) -> None:
-        serve, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._run)
-        for stream in serve:
-            stream.queued = False
-            try:
-                stream.advance()
-            except Exception as error:  # the boundary: what is wrong with one answer must not hold up the others
-                log.error("a stream crashed", exc_info=error)
-                stream.fail(error)
 
 
 # The stream of the request that is being submitted: vLLM passes nothing of ours down to its engine core.

@@ -69,7 +69,9 @@ def _headers(api_key: str, slo: str) -> bytes:
     return key + (b"X-Polyphase-SLO: %s\r\n" % slo.encode() if slo else b"")
 
 
-async def run_load(host: str, port: int, bodies: Sequence[dict[str, object]], concurrency: int) -> list[StreamResult]:
+async def run_load(
+    host: str, port: int, bodies: Sequence[dict[str, object]], concurrency: int, path: str = "/v1/completions"
+) -> list[StreamResult]:
     """All requests, `concurrency` at a time, in order of their sending."""
     pending = list(enumerate(bodies))[::-1]
     results: dict[int, StreamResult] = {}
@@ -77,7 +79,7 @@ async def run_load(host: str, port: int, bodies: Sequence[dict[str, object]], co
     async def worker() -> None:
         while pending:
             index, body = pending.pop()
-            results[index] = await stream_completion(host, port, body)
+            results[index] = await stream_completion(host, port, body, path=path)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):

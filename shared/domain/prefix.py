@@ -3,16 +3,15 @@
 Blocks are of a size of ours, whatever the engines': so that one prompt's hashes can be looked up at all of them.
 """
 
-import sys
-from array import array
 from collections.abc import Iterable
 from hashlib import blake2b
 
 import msgspec
 
+from shared.domain.prompt import TOKEN_BYTES, packed
+
 BLOCK_TOKENS = 64
 MAX_BLOCKS = 512  # of one prompt; what is longer is known by its first 32,768 tokens
-TOKEN_BYTES = 4
 _HASH_BYTES = 8
 
 
@@ -39,23 +38,22 @@ def block_hashes(
     vocabulary has (beyond 32 bits).
     """
     try:
-        data = packed(token_ids)
+        prompt = packed(token_ids)
     except OverflowError:
         return ()
+    return hashes_of(prompt, salt, block_tokens=block_tokens, most=most)
+
+
+def hashes_of(
+    prompt: bytes, salt: str = "", *, block_tokens: int = BLOCK_TOKENS, most: int = MAX_BLOCKS
+) -> tuple[int, ...]:
+    """The same of a packed prompt."""
     width = block_tokens * TOKEN_BYTES
     found, last = [], root_hash(salt)
-    for start in range(0, min(len(data) // width, most) * width, width):
-        last = next_hash(last, data[start : start + width])
+    for start in range(0, min(len(prompt) // width, most) * width, width):
+        last = next_hash(last, prompt[start : start + width])
         found.append(last)
     return tuple(found)
-
-
-def packed(token_ids: Iterable[int]) -> bytes:
-    """Token ids as bytes, four of them each. Raises OverflowError for what does not fit."""
-    values = array("i", token_ids)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
 
 
 def root_hash(salt: str) -> int:

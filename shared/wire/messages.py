@@ -5,11 +5,12 @@ import msgspec
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.job import Generation, JobView, LengthPrediction, Phase
 from shared.domain.kv import Codec, KvHandle, TransferReport
+from shared.domain.prompt import length, whole
 from shared.domain.rates import Rates
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.timeline import RequestTimeline
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 
 class PlaceRequest(msgspec.Struct):
@@ -63,7 +64,7 @@ class PredictRequest(msgspec.Struct):
 
 
 class PrefillRequest(msgspec.Struct):
-    """Compute KV of `prompt_token_ids` and, if `want_token`, the first token.
+    """Compute KV of the `prompt`, packed, and, if `want_token`, the first token.
 
     `export` says whether anybody will pull the KV. `decode` is set when placement chose it already; else the
     dispatcher of the prefill instance does, by the policy `dispatch` of the route. `codec`: of the KV, if it is lossy;
@@ -72,7 +73,7 @@ class PrefillRequest(msgspec.Struct):
 
     job: JobView
     transfer_id: str
-    prompt_token_ids: list[int]
+    prompt: bytes
     generation: Generation
     want_token: bool = True
     export: bool = True
@@ -81,6 +82,14 @@ class PrefillRequest(msgspec.Struct):
     exclude: tuple[str, ...] = ()
     dispatch: PolicySpec | None = None
     saved: int = 0
+
+    def __post_init__(self) -> None:
+        whole(self.prompt)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Its length."""
+        return length(self.prompt)
 
 
 class PrefillStarted(msgspec.Struct):
@@ -140,16 +149,24 @@ class PrefetchRequest(msgspec.Struct):
 
 
 class DecodeRequest(msgspec.Struct):
-    """Produce tokens after `prompt_token_ids`, of which the KV of the first `handle.tokens` can be pulled.
+    """Produce tokens after the `prompt`, packed, of which the KV of the first `handle.tokens` can be pulled.
 
     `saved`: prompt tokens whose KV the instance is known to hold.
     """
 
     job: JobView
-    prompt_token_ids: list[int]
+    prompt: bytes
     generation: Generation
     handle: KvHandle | None = None
     saved: int = 0
+
+    def __post_init__(self) -> None:
+        whole(self.prompt)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Its length."""
+        return length(self.prompt)
 
 
 class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

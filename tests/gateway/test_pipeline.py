@@ -7,6 +7,7 @@ import pytest
 
 from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
+from shared.domain.prompt import unpacked
 from shared.errors import Busy, DeadlineExceeded, EngineFailed, PolyphaseError, Unavailable, WrongRole
 from shared.timeline import Span
 from tests.gateway.api import until
@@ -23,7 +24,7 @@ async def test_the_first_token_comes_from_prefill_and_decode_carries_on() -> Non
         assert tokens_of(steps) == answer(PROMPT, 8)
         assert steps[-1].finish_reason == "length"
         (decode,) = cluster.decodes[0].decodes
-        assert decode.prompt_token_ids == PROMPT + answer(PROMPT, 1)
+        assert unpacked(decode.prompt) == PROMPT + answer(PROMPT, 1)
         assert decode.job.max_tokens == 7
         assert decode.handle is not None
         assert decode.handle.tokens == len(PROMPT)
@@ -40,10 +41,10 @@ async def test_a_partial_split_computes_a_prefix_and_drops_its_token(split: int)
         await cluster.pipeline.run(job)
         assert tokens_of(steps) == answer(PROMPT, 6)
         (prefill,) = cluster.prefill.prefills
-        assert prefill.prompt_token_ids == PROMPT[:split]
+        assert unpacked(prefill.prompt) == PROMPT[:split]
         assert not prefill.want_token
         (decode,) = cluster.decodes[0].decodes
-        assert decode.prompt_token_ids == PROMPT
+        assert unpacked(decode.prompt) == PROMPT
         assert decode.job.max_tokens == 6
 
 
@@ -63,7 +64,7 @@ async def test_a_job_that_cannot_be_carried_gets_all_tokens_from_decode() -> Non
         await cluster.pipeline.run(job)
         assert tokens_of(steps) == answer(PROMPT, 6)
         assert not cluster.prefill.prefills[0].want_token
-        assert cluster.decodes[0].decodes[0].prompt_token_ids == PROMPT
+        assert unpacked(cluster.decodes[0].decodes[0].prompt) == PROMPT
 
 
 async def test_one_token_needs_no_decode_and_no_staging() -> None:
@@ -121,9 +122,9 @@ async def test_a_lost_decode_instance_costs_no_token_and_doubles_none(carry: boo
         assert job.attempt == 2
         assert "d0" in cluster.places[-1].exclude
         second = cluster.prefill.prefills[1]
-        got = len(second.prompt_token_ids) - len(PROMPT)  # of the lost instance's last tokens some may not have arrived
+        got = second.prompt_tokens - len(PROMPT)  # of the lost instance's last tokens some may not have arrived
         assert 1 <= got <= 5 if carry else got == 0
-        assert second.prompt_token_ids == PROMPT + answer(PROMPT, got)
+        assert unpacked(second.prompt) == PROMPT + answer(PROMPT, got)
 
 
 async def test_a_second_run_on_another_course_is_an_error_not_a_mixture() -> None:

@@ -50,7 +50,7 @@ async def test_it_is_computed_once_a_job(monkeypatch: pytest.MonkeyPatch) -> Non
     async with running_cluster() as cluster:
         cluster.wants_prefix = True
         await run(cluster)
-        monkeypatch.setattr(job_module, "block_hashes", count)
+        monkeypatch.setattr(job_module, "hashes_of", count)
         lost = []
 
         def lose_once(_: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
+from shared.domain.prompt import unpacked
 from shared.domain.route import InstanceRef
 from shared.wire.messages import (
     DecodeReply,
@@ -114,7 +115,7 @@ class Worker:
         self.timeouts.append(call.timeout_s)
         dispatched = self.decode_at.ref if self.dispatches and self.decode_at else None
         target = request.decode or dispatched
-        handle = KvHandle(request.transfer_id, self.name, 1, "f", (), len(request.prompt_token_ids), "bfloat16")
+        handle = KvHandle(request.transfer_id, self.name, 1, "f", (), request.prompt_tokens, "bfloat16")
         started_s = time.time()
         try:
             if self.chunked and target is not None:
@@ -124,7 +125,7 @@ class Worker:
             self.cancelled.set()
             if not self.stubborn:
                 raise
-        token = next_token(request.prompt_token_ids)
+        token = next_token(unpacked(request.prompt))
         finish = "stop" if request.want_token and token == self.stop_token else ""
         return PrefillReply(
             [token] if request.want_token else [],
@@ -142,7 +143,7 @@ class Worker:
             raise self.refuse
         self.decodes.append(request)
         self.timeouts.append(call.timeout_s)
-        tokens = list(request.prompt_token_ids)
+        tokens = unpacked(request.prompt)
         try:
             for count in range(request.job.max_tokens):
                 await self._wait(count)
@@ -154,9 +155,7 @@ class Worker:
             self.cancelled.set()
             raise
         outcome = TransferOutcome.PULLED if request.handle else TransferOutcome.LOCAL
-        return DecodeReply(
-            TransferReport(outcome, tokens=len(request.prompt_token_ids)), queued_s, started_s, time.time()
-        )
+        return DecodeReply(TransferReport(outcome, tokens=request.prompt_tokens), queued_s, started_s, time.time())
 
     async def _wait(self, count: int) -> None:
         if self.before_token is not None:

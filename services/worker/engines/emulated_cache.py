@@ -4,7 +4,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from services.worker.engines.cache_events import BlocksRemoved, BlocksStored, CacheSink
-from shared.domain.prefix import block_hashes, next_hash, packed, root_hash
+from shared.domain.prefix import block_hashes, next_hash, root_hash
+from shared.domain.prompt import packed
 
 _MOST = 1 << 30
 

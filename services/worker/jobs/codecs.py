@@ -26,4 +26,4 @@ class Codecs:
         receiver = self._dispatcher.known(decode_id)
         if receiver is None:
             return CodecChoice(Codec.RAW, 0.0)
-        return choose_codec(request.job, len(request.prompt_token_ids), left_tokens, self._own(), receiver)
+        return choose_codec(request.job, request.prompt_tokens, left_tokens, self._own(), receiver)

@@ -13,6 +13,7 @@ from services.worker.kv import lossy_salt
 from services.worker.kv.port import KvPort
 from shared.domain.instance import Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
+from shared.domain.prompt import unpacked
 from shared.policy.lengths import is_heavy
 from shared.wire.messages import DecodeReply, DecodeRequest, Predicted, PrefetchRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
@@ -120,7 +121,7 @@ class DecodeService:
     async def _admitted(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
         self._sequence += 1
         request_id = f"{request.job.job_id}#d{self._sequence}"
-        job = self._active[request_id] = _Decode(request, len(request.prompt_token_ids), _to_prefill(request))
+        job = self._active[request_id] = _Decode(request, request.prompt_tokens, _to_prefill(request))
         try:
             return await self._run(request_id, job, call)
         finally:
@@ -166,7 +167,7 @@ class DecodeService:
 def _to_prefill(request: DecodeRequest) -> int:
     """Prompt tokens without KV, but for the last one: its step is the first decode."""
     imported = request.handle.tokens if request.handle is not None else 0
-    return max(0, len(request.prompt_token_ids) - 1 - max(imported, request.saved))
+    return max(0, request.prompt_tokens - 1 - max(imported, request.saved))
 
 
 def _engine_request(request_id: str, request: DecodeRequest) -> EngineRequest:
@@ -177,7 +178,7 @@ def _engine_request(request_id: str, request: DecodeRequest) -> EngineRequest:
     return EngineRequest(
         request_id=request_id,
         job=request.job,
-        prompt_token_ids=request.prompt_token_ids,
+        prompt_token_ids=unpacked(request.prompt),
         generation=generation,
         max_tokens=request.job.max_tokens,
         import_from=handle,

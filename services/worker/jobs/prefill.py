@@ -15,6 +15,7 @@ from services.worker.kv.port import KvPort
 from shared.domain.instance import Role
 from shared.domain.job import JobView
 from shared.domain.kv import KvHandle
+from shared.domain.prompt import unpacked
 from shared.domain.route import InstanceRef, Reason
 from shared.errors import Unavailable
 from shared.policy.codec import CodecChoice
@@ -72,7 +73,7 @@ class PrefillService:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of those, without what its prefix cache is known to hold."""
-        return sum(len(job.request.prompt_token_ids) - job.request.saved for job in self._active.values())
+        return sum(job.request.prompt_tokens - job.request.saved for job in self._active.values())
 
     async def prefill(self, request: PrefillRequest, call: ServerCall) -> PrefillReply:
         """Compute the prompt's KV and stage it; the first token is in the reply if it was wanted.
@@ -132,7 +133,7 @@ class PrefillService:
         request = job.request
         ended: asyncio.Future[TokenStep] = asyncio.get_running_loop().create_future()
 
-        prompt, chunk = len(request.prompt_token_ids), self._chunk_size()
+        prompt, chunk = request.prompt_tokens, self._chunk_size()
 
         def step(output: TokenStep) -> None:
             job.tokens.extend(output.tokens)
@@ -162,7 +163,7 @@ class PrefillService:
         return EngineRequest(
             request_id=job.request_id,
             job=request.job,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=unpacked(request.prompt),
             generation=request.generation,
             max_tokens=1,
             first_token_only=True,
@@ -188,7 +189,7 @@ class PrefillService:
         if job.codec is None:
             decode = job.decode.instance_id if job.decode is not None else ""
             job.codec = self._codecs.choose(request, decode, left_tokens)
-        return self._kv.handle(request.transfer_id, len(request.prompt_token_ids), job.codec.codec)
+        return self._kv.handle(request.transfer_id, request.prompt_tokens, job.codec.codec)
 
 
 def _is_over(last: TokenStep, request: PrefillRequest) -> bool:

@@ -5,6 +5,7 @@ import sys
 import time
 
 from shared.domain.job import Generation, JobView
+from shared.domain.prompt import packed
 from shared.domain.route import PolicySpec
 from shared.wire.messages import PrefillRequest
 from shared.wire.methods import PREFILL
@@ -17,7 +18,7 @@ async def main(address: str, sampling: bytes) -> None:
     request = PrefillRequest(
         JobView("killed", len(prompt), 8),
         "t-killed",
-        prompt,
+        packed(prompt),
         Generation(sampling, time.time()),
         dispatch=PolicySpec("power_of_two"),
     )

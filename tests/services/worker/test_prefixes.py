@@ -15,6 +15,7 @@ from services.worker.settings import WorkerSettings
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import Generation, JobView
 from shared.domain.prefix import PrefixDelta, block_hashes
+from shared.domain.prompt import packed
 from shared.policy.prefix_index import PrefixIndex, saved_tokens
 from shared.wire.messages import PrefillRequest, PrefixesRequest
 from shared.wire.methods import PREFILL, PREFIXES
@@ -70,7 +71,7 @@ async def test_what_schedulers_are_told_is_what_the_next_request_finds(block_siz
             job = JobView(f"j{number}", len(prompt), 1, prefix=prefix)
             saved = saved_tokens(index, InstanceView(instance.info, Role.PREFILL, "ready"), job)  # type: ignore[arg-type]
             before = instance.engine.stats()
-            request = PrefillRequest(job, f"t{number}", prompt, Generation(b"", 1.0, salt), export=False)
+            request = PrefillRequest(job, f"t{number}", packed(prompt), Generation(b"", 1.0, salt), export=False)
             await client.call(PREFILL, request, timeout_s=10)
             hit = instance.engine.stats().hit_tokens - before.hit_tokens
             assert saved <= hit < saved + 64 + block_size

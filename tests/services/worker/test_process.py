@@ -18,6 +18,7 @@ import zmq
 from vllm import SamplingParams
 
 from shared.domain.job import Generation, JobView
+from shared.domain.prompt import packed
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.wire.messages import PrefillReply, PrefillRequest, ReleaseRequest
@@ -47,7 +48,7 @@ class Worker:
         request = PrefillRequest(
             JobView(name, len(prompt), 8),
             f"t-{name}",
-            prompt,
+            packed(prompt),
             Generation(SAMPLING, time.time()),
             dispatch=PolicySpec("power_of_two"),
         )

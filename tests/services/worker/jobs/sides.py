@@ -16,6 +16,7 @@ from services.worker.kv.port import KvPort
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import Generation, JobView, LengthPrediction
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
+from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, PolicySpec
 from shared.errors import PolyphaseError
 from shared.runtime.tasks import Background
@@ -201,8 +202,8 @@ class Side:
 
 def prefill_request(tokens: int = 3, **changes: Any) -> PrefillRequest:
     view = JobView("job", tokens, changes.pop("max_tokens", 8))
-    return PrefillRequest(view, "t1", list(range(tokens)), Generation(b"", 1.0), **changes)
+    return PrefillRequest(view, "t1", packed(range(tokens)), Generation(b"", 1.0), **changes)
 
 
 def decode_request(handle: KvHandle | None = None) -> DecodeRequest:
-    return DecodeRequest(JobView("job", 3, 8), [1, 2, 3], Generation(b"", 1.0), handle)
+    return DecodeRequest(JobView("job", 3, 8), packed([1, 2, 3]), Generation(b"", 1.0), handle)

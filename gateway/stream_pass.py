@@ -1,0 +1,68 @@
+"""Serves plain streams that have new tokens in one go: each turn of the event loop, or at the pace of a busy one."""
+
+import asyncio
+
+from gateway.pace import Pace
+from gateway.stream import PlainStream
+from shared.runtime.logs import get_log
+
+log = get_log(__name__)
+AT_ONCE = 128  # streams that a pass serves before other work has its turn
+SLOT_S = 0.005  # streams that are due within one wait for one timer
+
+
+class StreamPass:
+    """The streams of a front end."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._waiting: list[PlainStream] = []
+        self._held: dict[int, list[PlainStream]] = {}  # by the slot of their time
+
+    def add(self, stream: PlainStream) -> None:
+        """It has taken a step. Several of a turn, or of its interval, go out as one event."""
+        if stream.queued:
+            return
+        if stream.pressing:
+            self._queue(stream)
+            return
+        if stream.held:
+            return
+        due_s = stream.served_s + min(self._pace.interval_s, stream.most_s)
+        if due_s > asyncio.get_running_loop().time():
+            self._hold(stream, int(due_s / SLOT_S) + 1)
+        else:
+            self._queue(stream)
+
+    def _queue(self, stream: PlainStream) -> None:
+        stream.queued, stream.held = True, False
+        self._waiting.append(stream)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _hold(self, stream: PlainStream, slot: int) -> None:
+        stream.held = True
+        held = self._held.get(slot)
+        if held is None:
+            held = self._held[slot] = []
+            asyncio.get_running_loop().call_at(slot * SLOT_S, self._release, slot)
+        held.append(stream)
+
+    def _release(self, slot: int) -> None:
+        for stream in self._held.pop(slot):
+            if stream.held:  # its end has not come meanwhile
+                self._queue(stream)
+
+    def _run(self) -> None:
+        serve, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
+        loop = asyncio.get_running_loop()
+        if self._waiting:
+            loop.call_soon(self._run)
+        now_s = loop.time()
+        for stream in serve:
+            stream.queued, stream.served_s = False, now_s
+            try:
+                stream.advance()
+            except Exception as error:  # the boundary: what is wrong with one answer must not hold up the others
+                log.error("a stream crashed", exc_info=error)
+                stream.fail(error)

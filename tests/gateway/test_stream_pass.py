@@ -1,0 +1,105 @@
+"""Which streams are served at once, and which wait for more tokens."""
+
+import asyncio
+import time
+from typing import Any
+
+from gateway.pace import Pace
+from gateway.stream_pass import StreamPass
+
+
+class Stream:
+    """Counts how often it is served."""
+
+    def __init__(self, most_s: float, *, pressing: bool = False) -> None:
+        self.queued = self.held = False
+        self.served_s = asyncio.get_running_loop().time()
+        self.most_s = most_s
+        self.pressing = pressing
+        self.served: list[float] = []
+        self.once = asyncio.Event()
+        self.failed: Exception | None = None
+        self.error: Exception | None = None
+
+    def advance(self) -> None:
+        self.served.append(time.monotonic())
+        self.once.set()
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: Exception) -> None:
+        self.failed = error
+
+
+def passes(interval_s: float) -> Any:
+    pace = Pace()
+    pace.interval_s = interval_s
+    return StreamPass(pace)
+
+
+async def turns() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_tokens_of_a_turn_go_out_together_and_at_once_where_there_is_time() -> None:
+    serving, stream = passes(0.0), Stream(1.0)
+    for _ in range(5):
+        serving.add(stream)
+    await turns()
+    serving.add(stream)
+    await turns()
+    assert len(stream.served) == 2
+
+
+async def test_under_load_tokens_wait_for_others_up_to_what_their_class_allows() -> None:
+    serving = passes(interval_s=60.0)
+    began = time.monotonic()
+    quick, slow = Stream(most_s=0.05), Stream(most_s=0.2)
+    for _ in range(4):
+        serving.add(quick)
+        serving.add(slow)
+        await turns()
+    assert not quick.served
+    assert not slow.served
+    await asyncio.wait_for(slow.once.wait(), 10)
+    assert len(quick.served) == len(slow.served) == 1
+    assert quick.served[0] - began >= 0.05
+    assert slow.served[0] - began >= 0.2
+
+
+async def test_the_first_and_the_last_tokens_do_not_wait() -> None:
+    serving = passes(interval_s=60.0)
+    first, last = Stream(30.0, pressing=True), Stream(30.0)
+    serving.add(first)
+    serving.add(last)
+    await turns()
+    assert len(first.served) == 1
+    assert not last.served
+    last.pressing = True
+    serving.add(last)
+    await turns()
+    assert len(last.served) == 1
+    assert not last.held
+
+
+async def test_a_stream_that_was_served_for_its_end_is_not_served_again_when_its_time_comes() -> None:
+    serving = passes(interval_s=60.0)
+    ended, other = Stream(0.05), Stream(0.05)
+    serving.add(ended)
+    serving.add(other)
+    ended.pressing = True
+    serving.add(ended)
+    await asyncio.wait_for(other.once.wait(), 10)
+    await turns()
+    assert (len(ended.served), len(other.served)) == (1, 1)
+
+
+async def test_one_that_crashes_fails_alone() -> None:
+    serving, bad, good = passes(0.0), Stream(0.0), Stream(0.0)
+    bad.error = RuntimeError("a bug")
+    serving.add(bad)
+    serving.add(good)
+    await turns()
+    assert bad.failed is bad.error
+    assert len(good.served) == 1
