@@ -58,6 +58,11 @@ class StridedLayout:
         self.head_dim = head_dim
         self._sides = (keys, values)
 
+    def views(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a cache as [block, offset, head, dim]."""
+        keys, values = self._sides
+        return keys(cache), values(cache)
+
     def gather(self, cache: torch.Tensor, blocks: torch.Tensor, start: int, end: int, out: torch.Tensor) -> None:
         """See KvLayout."""
         first = start // self.block_size
