@@ -122,7 +122,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         rates = LiveRates(settings, info, engine.steps, engine.set_chunk_size)
         known.rates = rates
         dispatcher = Dispatcher(_seed(settings, generation))
-        codecs = Codecs(lambda: rates.of(info), dispatcher)
+        codecs = Codecs(lambda: rates.of(info), dispatcher, settings.lossy_kv)
         prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens)
         decode = DecodeService(engine, kv, roles, rates.transferred)
 

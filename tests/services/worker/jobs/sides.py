@@ -174,12 +174,12 @@ class FixedDispatcher:
 class Side:
     """Both sides of an instance, wired as the app does."""
 
-    def __init__(self, role: Role, chunk_size: int = 4) -> None:
+    def __init__(self, role: Role, chunk_size: int = 4, *, lossy: bool = True) -> None:
         self.engine, self.port, self.call = ScriptedEngine(), ScriptedPort(), Call()
         self.roles = RoleState(role)
         self.dispatcher = FixedDispatcher()
         dispatcher = cast(Dispatcher, self.dispatcher)
-        codecs = Codecs(lambda: make_info("p0", "tcp://a:1"), dispatcher)
+        codecs = Codecs(lambda: make_info("p0", "tcp://a:1"), dispatcher, lossy)
         self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, codecs, lambda: chunk_size)
         self._decode = DecodeService(self.engine, self.port, self.roles, lambda *_: None)
 

@@ -79,3 +79,16 @@ async def test_exact_unless_somebody_said_otherwise(slo: Slo, codec: Codec, know
     assert reply.handle is not None
     assert reply.handle.codec is want
     assert (reply.codec is not None) == (known and slo.lossy_kv.lossy and not codec.lossy)
+
+
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.FP8])
+async def test_what_was_not_loaded_is_not_used(codec: Codec) -> None:
+    side = Side(Role.PREFILL, lossy=False)
+    side.dispatcher.views["d0"] = far(1.0)
+    request = prefill_request(codec=codec)
+    request.job = msgspec.structs.replace(request.job, slo=Slo(lossy_kv=Codec.INT8))
+    task = await side.prefill(request)
+    side.engine.step(TokenStep([42], "length"))
+    reply = await task
+    assert reply.handle is not None
+    assert reply.handle.codec is Codec.RAW

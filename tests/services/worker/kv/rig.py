@@ -76,6 +76,7 @@ class Rig:
         curve: tuple[str, str] | None = None,
         stages: tuple[int, ...] = (LAYERS,),
         copies: Copies | None = None,
+        lossy: bool = False,
     ) -> KvEndpoint:
         """Rank `rank` of an instance with `ranks` tensor-parallel ranks in each of the stages."""
         shards = Shards(stages, KV_HEADS, ranks)
@@ -89,6 +90,7 @@ class Rig:
                 limits=limits or PullLimits(),
                 curve=curve,
                 control=f"ipc://{self.folder}/control-{len(self.endpoints)}",
+                lossy=lossy,
             ),
             ExportShape(shards, DIM, dtype, rank),
             ImportShape(shards, DIM, rank),

@@ -50,8 +50,8 @@ class Cluster:
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     model = make_llama(tmp_path_factory.mktemp("llama"))
     plain = Engine("plain", model, dtype="float32", connector=False)
-    p = Engine("p", model, dtype="float32", block_size=32)
-    d = Engine("d", model, dtype="float32", block_size=128, scheme="tcp")
+    p = Engine("p", model, dtype="float32", block_size=32, extra={"lossy": True})
+    d = Engine("d", model, dtype="float32", block_size=128, scheme="tcp", extra={"lossy": True})
     async with AsyncExitStack() as stack:
         for engine in (plain, p, d):
             stack.callback(engine.kill)  # also where another one does not start

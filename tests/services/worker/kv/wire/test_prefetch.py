@@ -96,13 +96,13 @@ async def test_a_paused_prefetch_goes_on_when_another_leaves_room(rig: Rig) -> N
     window = kv.numel() * 4 // 8
     exporter = rig.endpoint()
     importer = rig.endpoint(limits=PullLimits(window_bytes=window, inbox_bytes=5 * window))
-    for name in "ab":
-        for start in range(0, 4096, 64):
-            stage(exporter, kv, name, start, start + 64)
     async with control_of(importer) as control:
         for name in "ab":
             await control.prefetch(rig.handle([exporter], 4096, name), keep_s=60)
-        await level(control, "prefetches", 2)
+        await level(control, "prefetches", 2)  # while there is room for both
+        for name in "ab":
+            for start in range(0, 4096, 64):
+                stage(exporter, kv, name, start, start + 64)
         before = await settled(control, "inbox_bytes")
         (stats,) = await control.stats()
         received = stats.received_bytes

@@ -84,7 +84,7 @@ def test_unlike_tensor_parallel_degrees(rig: Rig, ranks: tuple[int, int]) -> Non
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.FP8])
 def test_lossy_codecs_arrive_approximately_and_smaller(rig: Rig, codec: Codec) -> None:
-    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(100)
+    exporter, importer, kv = rig.endpoint(lossy=True), rig.endpoint(lossy=True), model_kv(100)
     stage(exporter, kv)
     got = rig.load(importer, rig.handle([exporter], 100, codec=codec))
     result = rig.result()
@@ -148,7 +148,7 @@ def test_corruption_on_the_wire_is_found(rig: Rig) -> None:
 
 
 def test_values_that_cannot_be_coded_fail_the_pull(rig: Rig) -> None:
-    exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
+    exporter, importer, kv = rig.endpoint(lossy=True), rig.endpoint(), model_kv(64)
     kv[1, 0, 3] = float("nan")
     stage(exporter, kv)
     rig.load(importer, rig.handle([exporter], 64, codec=Codec.INT8))
