@@ -40,6 +40,27 @@ class Unauthorized(PolyphaseError):
     http_status = 401
 
 
+class TokenMissing(PolyphaseError):
+    """What changes something needs the cluster's secret, and none was shown."""
+
+    code = "cluster_token_missing"
+    http_status = 401
+
+
+class TokenWrong(PolyphaseError):
+    """The secret that was shown is not the cluster's."""
+
+    code = "cluster_token_wrong"
+    http_status = 403
+
+
+class TokenUnset(PolyphaseError):
+    """The service itself was given no secret of a cluster: nobody can show it the right one."""
+
+    code = "cluster_token_unset"
+    http_status = 403
+
+
 class Busy(PolyphaseError):
     """A limit is reached; the same request can succeed later."""
 
@@ -71,6 +92,12 @@ class Unavailable(PolyphaseError):
     code = "unavailable"
     http_status = 503
     retriable = True
+
+
+class Standby(Unavailable):
+    """This one only stands by: another one acts at present, or soon will. Nothing was done."""
+
+    code = "standby"
 
 
 class Conflict(PolyphaseError):
@@ -140,10 +167,14 @@ _ALL: tuple[type[PolyphaseError], ...] = (
     InvalidRequest,
     NotFound,
     Unauthorized,
+    TokenMissing,
+    TokenWrong,
+    TokenUnset,
     Busy,
     Overloaded,
     Delayed,
     Unavailable,
+    Standby,
     Conflict,
     Incompatible,
     DeadlineExceeded,

@@ -34,6 +34,11 @@ class DemandSecond(msgspec.Struct, frozen=True):
     ended_logs: float = 0.0
     ended_log_squares: float = 0.0
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody asked for anything in it, and no answer ended."""
+        return not self.requests and not self.ended
+
 
 SUMS = tuple(name for name in DemandSecond.__struct_fields__ if name not in ("source", "second"))
 

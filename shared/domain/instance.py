@@ -90,8 +90,8 @@ class InstanceInfo(msgspec.Struct, frozen=True):
         return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}.get(self.dtype, 1.0)
 
 
-class InstanceLoad(msgspec.Struct, frozen=True):
-    """What an instance reports every 100 ms."""
+class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What an instance reports of itself, up to every 100 ms. On the wire a list: there are many of them."""
 
     time_s: float = 0.0  # unix time at the instance
     queued_prefill: int = 0  # jobs whose prefill is not done, in our queue and in the engine
@@ -126,9 +126,9 @@ class InstanceView(msgspec.Struct, frozen=True):
 
 
 class ClusterView(msgspec.Struct, frozen=True):
-    """All instances at one moment, and the policies in force; what the monitor broadcasts.
+    """All instances at one moment, and the policies in force: what the monitor's broadcasts come to.
 
-    `sequence` rises by one with each broadcast.
+    `sequence` rises by one with each of them (see `shared.domain.cluster`).
     """
 
     sequence: int

@@ -90,3 +90,4 @@ class TransferReport(msgspec.Struct, frozen=True):
     started_s: float = 0.0
     ended_s: float = 0.0
     error: str = ""
+    transport: str = ""  # what carried it: tcp, zeromq, nixl, or several joined by "+"

@@ -11,6 +11,14 @@ class Reason(msgspec.Struct, frozen=True):
     what: str
     figures: dict[str, float | str] = {}
 
+    @property
+    def line(self) -> str:
+        """As one line of text."""
+        figures = (
+            f"{name}={one:.4g}" if isinstance(one, float) else f"{name}={one}" for name, one in self.figures.items()
+        )
+        return f"{self.what}: {', '.join(figures)}" if self.figures else self.what
+
 
 class InstanceRef(msgspec.Struct, frozen=True):
     """Enough to reach an instance and to tell it from its predecessor."""

@@ -81,7 +81,7 @@ class Adaptive:
             ways = options(job, own, prefills, decodes)
         else:
             ways = kept_to(split, job, own, prefills, decodes, now, rng)
-        return _choice(min(ways, key=total_of), len(prefills), len(decodes))
+        return _choice(min(ways, key=total_of), prefills, decodes, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +226,42 @@ def _some(views: Sequence[InstanceView], most: int, rng: Random) -> Sequence[Ins
     return views if len(views) <= most else rng.sample(views, most)
 
 
-def _choice(best: Option, prefills: int, decodes: int) -> Choice:
-    looked: dict[str, float | str] = {"prefill_candidates": prefills, "decode_candidates": decodes}
-    reasons = (Reason("placement:adaptive", {"split": best.split, **figures_of(best), **looked}),)
+def _choice(
+    best: Option, prefills: Sequence[PrefillSide], decodes: Sequence[DecodeSide], index: ClusterIndex
+) -> Choice:
+    looked: dict[str, float | str] = {"prefill_candidates": len(prefills), "decode_candidates": len(decodes)}
+    figures = {"split": best.split, **figures_of(best), **looked, **_compared(best, index)}
+    reasons = (Reason("placement:adaptive", figures),)
     decode = best.decode.view
     if best.prefill is None:
         return Choice(decode, reasons)
     return Choice(best.prefill.view, reasons, decode=decode, split=best.split)
+
+
+def _compared(best: Option, index: ClusterIndex) -> dict[str, float | str]:
+    """For people: what waits where the prompt begins, what is held of it there, and who else has least before it."""
+    decode, prefill = best.decode, best.prefill
+    side: PrefillSide | DecodeSide = prefill or decode
+    figures: dict[str, float | str] = {
+        "chosen": side.view.info.instance_id,
+        "decode": decode.view.info.instance_id,
+        "wait_s": round(side.wait_s, 4),
+        "saved_tokens": side.saved,
+    }
+    if prefill is not None and (other := _next_best(prefill.instance_id, index)) is not None:
+        figures["runner_up"], figures["runner_up_wait_s"] = other.instance_id, round(other.wait_s, 4)
+    return figures
+
+
+def _next_best(chosen: str, index: ClusterIndex) -> PrefillSide | None:
+    """The prefill instance with least before it, but for the chosen one; of each class of speed two are looked at."""
+    least: tuple[float, str] | None = None
+    for keys in index.backlog.classes():
+        for waits_s, _, instance_id in keys[:2]:
+            if instance_id != chosen and (least is None or waits_s < least[0]):
+                least = waits_s, instance_id
+    view = index.prefill.get(least[1]) if least is not None else None
+    return PrefillSide.of(view) if view is not None else None
 
 
 def _check(name: str, candidates: int) -> None:

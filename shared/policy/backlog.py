@@ -61,6 +61,7 @@ class Backlog:
         speeds = [(view, *speed(view)) for view in views]
         known = [per_token_s for _, per_token_s, _ in speeds if per_token_s > 0]
         self._unknown_s = median(known) if known else 1.0
+        self._unmeasured = {view.info.instance_id for view, per_token_s, _ in speeds if not per_token_s > 0}
         self._rates: dict[str, tuple[float, float]] = {}
         self._keys: dict[str, Key] = {}
         self._class_of: dict[str, int] = {}
@@ -94,21 +95,28 @@ class Backlog:
         per_token_s, per_job_s = self._rates[instance_id]
         return per_token_s * tokens + per_job_s
 
-    def refresh(self, view: InstanceView) -> None:
-        """Take in a changed load; unknown instances are ignored."""
+    def refresh(self, view: InstanceView, tie: float | None = None) -> bool:
+        """Take in a changed load, and perhaps rates; unknown instances are ignored. `tie`: another tie-break.
+
+        False when its speed was not measured before and is now, or the other way round: what stands for those that are
+        not is another then, and this is to be made anew.
+        """
         instance_id, load = view.info.instance_id, view.load
         key = self._keys.get(instance_id)
         if key is None:
-            return
+            return True
+        per_token_s, per_job_s = self._speed(view)
+        if (per_token_s > 0) is (instance_id in self._unmeasured):
+            return False
         keys = self._order[self._class_of[instance_id]]
         del keys[bisect_left(keys, key)]
-        per_token_s, per_job_s = self._speed(view)
         per_token_s = per_token_s or self._unknown_s
         waits_s = per_token_s * load.queued_prefill_tokens + per_job_s * load.queued_prefill
         self._rates[instance_id] = per_token_s, per_job_s
         self._class_of[instance_id] = found = speed_class(per_token_s)
-        self._keys[instance_id] = key = waits_s, key[1], instance_id
+        self._keys[instance_id] = key = waits_s, key[1] if tie is None else tie, instance_id
         insort(self._order.setdefault(found, []), key)
+        return True
 
 
 def speed_class(per_token_s: float) -> int:

@@ -9,6 +9,7 @@ from random import Random
 
 import msgspec
 
+from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import ClusterView
 from shared.domain.job import JobView
 from shared.domain.policies import ROUTING, PolicySet
@@ -33,10 +34,13 @@ class Decider:
         self._live = LoadTracker()
         self._following = Following(ROUTING, _routing)
 
-    def hear(self, view: ClusterView, now: float) -> None:
-        """A broadcast: other loads, and perhaps other policies from now on."""
-        self._live.update(view, now, self._rng)
-        self._following.hear(view.policies)
+    def hear(self, delta: ClusterDelta, now: float) -> bool:
+        """A broadcast: other loads, and perhaps other policies from now on. False where one before it is missing."""
+        if not self._live.hear(delta, now, self._rng):
+            return False
+        if delta.policies is not None:
+            self._following.hear(delta.policies)
+        return True
 
     def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
         """What an instance tells of its prefix cache; False when something before it was lost."""
@@ -104,9 +108,14 @@ class Decider:
         return self._live.known
 
     @property
-    def view(self) -> ClusterView | None:
-        """The newest broadcast."""
-        return self._live.current.view if self._live.known else None
+    def view(self) -> ClusterView:
+        """What broadcasts have come to; nobody, before the first. O(instances)."""
+        return self._live.view
+
+    @property
+    def moves(self) -> int:
+        """Rises when somebody comes, goes, or has another role or state."""
+        return self._live.moves
 
     @property
     def prefixes(self) -> PrefixIndex:

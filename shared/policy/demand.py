@@ -179,6 +179,8 @@ class DemandBook:
         return _profile(self._seconds, requests, now - self._since, self._shift)
 
     def _look(self) -> Shift | None:
+        if self._seconds[-1].quiet:
+            return None  # it says nothing that was not known before it
         found = find_shift(self._seconds)
         if found is None:
             return None

@@ -1,7 +1,7 @@
-"""The ready instances of one broadcast, kept in the order in which policies ask for them.
+"""The ready instances of the cluster, kept in the order in which policies ask for them.
 
-Built once a broadcast, O(n log n); a decision then looks at a few entries, and booking it costs O(log n)
-comparisons. Pure: no clock, no I/O; the driver says when to build and what to book.
+Built when somebody comes, goes or changes, O(n log n). A decision then looks at a few entries; booking it, and taking
+in another load, cost O(log n) comparisons each. Pure: no clock, no I/O; the driver says when to build and what to book.
 """
 
 from collections import Counter
@@ -11,6 +11,7 @@ from operator import attrgetter
 from random import Random
 from typing import Any, TypeVar, cast
 
+from shared.domain.cluster import ClusterState
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.policy.assignment import Assignment
 from shared.policy.backlog import Backlog, chunked_rate, prefill_rate
@@ -51,24 +52,29 @@ class ReadySet:
         twin._at, twin._views = self._at, self._views.copy()
         return twin
 
+    def put(self, view: InstanceView) -> bool:
+        """The instance as it is now; False, and nothing is done, where it is none of these."""
+        at = self._at.get(view.info.instance_id)
+        if at is not None:
+            self._views[at] = view
+        return at is not None
+
     def book(self, assignment: Assignment) -> InstanceView | None:
         """Count work on its instance and give back the instance as it is now; None for unknown ids."""
         at = self._at.get(assignment.instance_id)
         if at is None:
             return None
-        view = self._views[at]
-        load = _with(view, assignment)
-        raised = self._views[at] = InstanceView(view.info, view.role, view.state, load)
+        raised = self._views[at] = _booked(self._views[at], assignment)
         return raised
 
 
 class ClusterIndex:
-    """One broadcast, indexed, plus the assignments that it cannot know yet.
+    """The cluster as broadcasts tell of it, indexed, plus the assignments that they cannot know yet.
 
     coupled: no instance has the prefill role, so each computes whole jobs, and placement chooses among those with the
     decode role. turn: decisions booked so far, over all broadcasts: what round-robin counts by. ledger: what the
     driver remembers of its placements. prefixes: what instances have told of the prompts whose KV they hold.
-    limited: steps keep to the TPOT targets of those that decode.
+    limited: steps keep to the TPOT targets of those that decode. `live`: where `view` comes from and goes on.
     """
 
     def __init__(
@@ -80,8 +86,9 @@ class ClusterIndex:
         turn: int = 0,
         ledger: WorkloadLedger | None = None,
         prefixes: PrefixIndex | None = None,
+        live: ClusterState | None = None,
     ) -> None:
-        self.view = view
+        self._view, self._live = view, live
         self.turn = turn
         self.limited = view.policies.step_budget.name == TpotBudget.name
         self.ledger = WorkloadLedger() if ledger is None else ledger
@@ -105,6 +112,21 @@ class ClusterIndex:
         self._made: dict[Hashable, Any] = {}
         for assignment in pending:
             self._apply(assignment)
+
+    @property
+    def view(self) -> ClusterView:
+        """The cluster without what was booked; O(instances)."""
+        return self._view if self._live is None else self._live.view()
+
+    @property
+    def sequence(self) -> int:
+        """Of the newest broadcast."""
+        return self._view.sequence if self._live is None else self._live.sequence
+
+    @property
+    def size(self) -> int:
+        """Instances, ready or not."""
+        return len(self._view.instances) if self._live is None else len(self._live)
 
     @property
     def placing(self) -> Role:
@@ -137,7 +159,7 @@ class ClusterIndex:
         return Counter((v.role, v.state) for v in self.view.instances)
 
     def cached(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """`make()`, once a broadcast and key. It may only rest on what bookings do not change."""
+        """`make()`, once a key and broadcast, or a tenth of a second of them. It may not rest on bookings."""
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = make()
@@ -148,6 +170,23 @@ class ClusterIndex:
         self.turn += 1
         self._apply(assignment)
 
+    def forget_cached(self) -> None:
+        """What was made for `cached` is old by now."""
+        self._made = {}
+
+    def renew(self, view: InstanceView, pending: Iterable[Assignment]) -> None:
+        """An instance has another load or other rates, in the same role and state; `pending`: what is to be counted on
+        top of that.
+        """
+        for assignment in pending:
+            view = _booked(view, assignment)
+        if not (self.prefill.put(view) or self.decode.put(view)):
+            return
+        if self._backlog is not None and not self._backlog.refresh(view, self._rng.random()):
+            self._backlog = None
+        if self._pressures is not None:
+            self._pressures.refresh(view, self._rng.random())
+
     def for_dispatch(self) -> "ClusterIndex":
         """The same broadcast for one more dispatcher: decode jobs booked on either do not show on the other.
 
@@ -155,7 +194,7 @@ class ClusterIndex:
         """
         twin = copy(self)
         twin.decode = self.decode.copy()
-        twin._backlog = twin._pressures = None
+        twin._backlog = twin._pressures = None  # the same broadcast: it is not renewed
         return twin
 
     def _apply(self, assignment: Assignment) -> None:
@@ -170,6 +209,10 @@ class ClusterIndex:
 
 def _prefill_rate(view: InstanceView) -> tuple[float, float]:
     return prefill_rate(view.info.rates)
+
+
+def _booked(view: InstanceView, more: Assignment) -> InstanceView:
+    return InstanceView(view.info, view.role, view.state, _with(view, more))
 
 
 def _with(view: InstanceView, more: Assignment) -> InstanceLoad:

@@ -20,6 +20,7 @@ from shared.policy.class_needs import ClassNeeds
 
 SETTLE_S = 1.0  # a job placed so long ago shows in the load of its instance
 FORGET_S = 3600.0  # no job takes longer: its completion was lost
+_NOBODY: dict[str, Assignment] = {}
 
 
 class _Entry(NamedTuple):
@@ -69,6 +70,7 @@ class WorkloadLedger:
         self.tokens: NDArray[np.float64] = np.zeros(16)  # by slot: prompt and predicted tokens of unfinished jobs
         self._rotations: dict[str, Rotation] = {}
         self._coming: dict[str, Assignment] = {}
+        self._coming_to: dict[str, dict[str, Assignment]] = {}  # the same by instance and job
         self.answers = Answers()
         self.needs = ClassNeeds()
 
@@ -90,6 +92,7 @@ class WorkloadLedger:
         for assignment in assignments(job, route, now):
             if assignment.coming:
                 self._coming[job_id] = assignment
+                self._coming_to.setdefault(assignment.instance_id, {})[job_id] = assignment
         if route.work is None:
             return
         slot = self.slot(prefill or decode)
@@ -108,7 +111,7 @@ class WorkloadLedger:
         self._take_off(job_id)
 
     def _take_off(self, job_id: str) -> None:
-        self._coming.pop(job_id, None)
+        self.arrived(job_id)
         entry = self._entries.pop(job_id, None)
         if entry is None:
             return
@@ -126,7 +129,17 @@ class WorkloadLedger:
 
     def arrived(self, job_id: str) -> Assignment | None:
         """Its decode has come to an instance, whose loads show it from now on."""
-        return self._coming.pop(job_id, None)
+        assignment = self._coming.pop(job_id, None)
+        if assignment is not None:
+            there = self._coming_to[assignment.instance_id]
+            del there[job_id]
+            if not there:
+                del self._coming_to[assignment.instance_id]
+        return assignment
+
+    def coming_to(self, instance_id: str) -> Collection[Assignment]:
+        """Those of `coming` that were bound to that instance."""
+        return self._coming_to.get(instance_id, _NOBODY).values()
 
     def settle(self, view: ClusterView, now: float) -> None:
         """Forget work whose completion was missed: on instances that are gone or idle, or older than an hour.

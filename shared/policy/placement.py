@@ -165,8 +165,8 @@ class _Case:
     def _filters(self) -> Reason:
         index = self.index
         figures: dict[str, float | str] = {
-            "broadcast": index.view.sequence,
-            "instances": len(index.view.instances),
+            "broadcast": index.sequence,
+            "instances": index.size,
             "ready_prefill": len(index.prefill),
             "ready_decode": len(index.decode),
             "context_tokens": self.job.prompt_tokens + self.job.max_tokens,

@@ -37,7 +37,7 @@ class Pressures:
         for view in views:
             instance_id = view.info.instance_id
             key = self._keys[instance_id] = pressure_s(view), rng.random(), instance_id
-            found = self._class_of[instance_id] = speed_class((view.info.rates.step or UNKNOWN_STEPS).decode_s(1, 0))
+            found = self._class_of[instance_id] = _class_of(view)
             self._order.setdefault(found, []).append(key)
         for keys in self._order.values():
             keys.sort()
@@ -46,13 +46,20 @@ class Pressures:
         """For each class of speed (pressure in seconds, tie-break, instance id), least first."""
         return self._order.values()
 
-    def refresh(self, view: InstanceView) -> None:
-        """Take in a changed load; unknown instances are ignored."""
+    def refresh(self, view: InstanceView, tie: float | None = None) -> None:
+        """Take in a changed load, and perhaps rates; unknown instances are ignored. `tie`: another tie-break."""
         instance_id = view.info.instance_id
         key = self._keys.get(instance_id)
         if key is None:
             return
         keys = self._order[self._class_of[instance_id]]
         del keys[bisect_left(keys, key)]
-        key = self._keys[instance_id] = pressure_s(view), key[1], instance_id
+        key = self._keys[instance_id] = pressure_s(view), key[1] if tie is None else tie, instance_id
+        if tie is not None:  # its rates may be others
+            found = self._class_of[instance_id] = _class_of(view)
+            keys = self._order.setdefault(found, [])
         insort(keys, key)
+
+
+def _class_of(view: InstanceView) -> int:
+    return speed_class((view.info.rates.step or UNKNOWN_STEPS).decode_s(1, 0))

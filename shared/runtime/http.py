@@ -1,50 +1,147 @@
 """The HTTP shell of every service but the gateway: health, metrics, and our errors as JSON."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import msgspec
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shared.errors import InvalidRequest, PolyphaseError
+from shared.errors import InvalidRequest, PolyphaseError, TokenMissing
+from shared.runtime.cluster_token import OPEN, READING, fault_of
+from shared.runtime.collecting import settle
 from shared.runtime.header_limit import HeaderLimitProtocol
+from shared.runtime.logs import get_log
+from shared.runtime.process_metrics import describe_process
+from shared.runtime.server import Server
+from shared.runtime.stray import nothing_stray
 
+log = get_log(__name__)
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 SHUTDOWN_S = 5
+READY = "/ready"
+_ASKED = ("/health", READY)
 
 
 def service_app(
-    service: str, lifespan: Lifespan, registry: CollectorRegistry = REGISTRY, trouble: Callable[[], str] | None = None
+    service: str,
+    lifespan: Lifespan,
+    registry: CollectorRegistry | None = None,
+    trouble: Callable[[], str] | None = None,
+    unready: Callable[[], str] | None = None,
+    *,
+    token: str,
+    standing: Callable[[], Mapping[str, str]] = dict,
 ) -> FastAPI:
-    """A FastAPI app with `/health`, `/metrics` and the error table; the service adds its routers.
+    """A FastAPI app with `/health`, `/ready`, `/metrics` and the error table; the service adds its routers.
 
-    `trouble` says what stands still in this process; empty: nothing.
+    registry: of the process's metrics; None: it has none but those of every process. trouble: what stands still in
+    this process, unready: why it is to get no work; empty: nothing. standing: what else `/health` and `/ready` tell.
+    token: the cluster's secret, as `ServiceSettings.token` has it: whatever is not a GET wants it shown, so that no
+    route can forget it.
     """
-    app = FastAPI(title=f"Polyphase {service}", lifespan=lifespan)
+    app = FastAPI(title=f"Polyphase {service}", lifespan=lifespan, dependencies=[Depends(nothing_stray)])
     app.add_exception_handler(PolyphaseError, error_response)
     app.add_exception_handler(RequestValidationError, _validation_response)
 
+    app.add_middleware(Guard, token=token)
+    app.add_middleware(Health, service=service, trouble=trouble, unready=unready, standing=standing)
+    series = CollectorRegistry() if registry is None else registry
+    describe_process(series)
+
     # Like every route of ours on the event loop: in FastAPI's thread pool they would read what the loop changes.
-    @app.get("/health")
-    async def health(response: Response) -> dict[str, str]:
-        """Answers once the lifespan has started everything, and while the event loop turns: it is answered there.
-
-        503 while something else that the process lives for stands still. Who is not well for long is started again.
-        """
-        cause = trouble() if trouble is not None else ""
-        response.status_code = 503 if cause else 200
-        return {"status": cause or "ok", "service": service}
-
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(series), media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+class Guard:
+    """Refuses every call that may change something and does not show the cluster's secret; without one all of them."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+        if token == OPEN:
+            log.warning("the cluster token is `open`: whoever reaches this service may change what he likes")
+        elif not token:
+            log.warning("no cluster token is set: what would change something over HTTP is refused")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What the application answers, or a refusal."""
+        if scope["type"] == "lifespan" or scope.get("method") in READING:
+            await self._app(scope, receive, send)
+            return
+        what = f"{scope.get('method', scope['type'])} {scope['path']}"
+        fault = fault_of(what, self._token, Headers(scope=scope).getlist("authorization"))
+        if fault is None:
+            await self._app(scope, receive, send)
+            return
+        response = error_response(Request(scope), fault)
+        if isinstance(fault, TokenMissing):
+            response.headers["WWW-Authenticate"] = "Bearer"
+        await response(scope, receive, send)
+
+
+def exposing(registry: CollectorRegistry, app: ASGIApp) -> ASGIApp:
+    """What answers GET of a registry, on the event loop: its series read what that changes. Else `app` answers."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "GET":
+            await Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer
+
+
+class Health:
+    """Answers GET `/health`, which every process is asked once a second, and `/ready`: past routers and models.
+
+    Answers once the lifespan has started everything, and while the event loop turns: it is answered there. 503 while
+    something else that the process lives for stands still. Who is not well for long is started again; who is well and
+    not ready gets no work and is left alone.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: str,
+        trouble: Callable[[], str] | None,
+        unready: Callable[[], str] | None = None,
+        standing: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self._app = app
+        self._service = service
+        self._trouble = trouble
+        self._unready = unready
+        self._standing = standing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The answer, or what the application makes of it."""
+        if scope["type"] != "http" or scope["path"] not in _ASKED or scope["method"] != "GET":
+            await self._app(scope, receive, send)
+            return
+        cause = self._trouble() if self._trouble is not None else ""
+        if not cause and scope["path"] == READY and self._unready is not None:
+            cause = self._unready()
+        await say_state(send, self._service, cause, self._standing())
+
+
+async def say_state(send: Send, service: str, cause: str, standing: Mapping[str, str] | None = None) -> None:
+    """The answer to `/health` and `/ready`: 200, or 503 and why."""
+    body = msgspec.json.encode({"status": cause or "ok", "service": service, **(standing or {})})
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 503 if cause else 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def error_body(error: PolyphaseError) -> dict[str, Any]:
@@ -84,4 +181,6 @@ def serve(app: FastAPI, host: str, port: int) -> None:
         ws="none",
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
-    uvicorn.Server(config).run()
+    server = Server(config)
+    server.on_started = settle
+    server.run()

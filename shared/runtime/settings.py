@@ -2,11 +2,31 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Any, Self
 
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import InvalidRequest
+from shared.runtime.cluster_token import checked, read_token
+
+OTLP = r"^(https?|grpcs?)://[^\s/]+"  # the scheme says which of OTLP's two protocols
+
+
+class Tracing(BaseModel):
+    """Where spans go, and of how many requests.
+
+    endpoint: of an OTLP collector: `http://host:4318` (`/v1/traces` unless it has a path; also https) or
+    `grpc://host:4317` (grpcs: over TLS). sample: the share of traces that begin here; where a client sends a
+    `traceparent`, that says whether its trace is kept. queue_spans: so many wait at most, more are dropped and counted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    endpoint: str = Field(pattern=OTLP)
+    sample: float = Field(1.0, ge=0, le=1)
+    queue_spans: int = Field(8192, ge=512)
 
 
 class ServiceSettings(BaseSettings):
@@ -18,6 +38,10 @@ class ServiceSettings(BaseSettings):
     # Keys of the cluster for CurveZMQ, both or none; needed for anything that leaves a host.
     curve_public: str = ""
     curve_secret: str = ""
+    # The cluster's secret, or the file that has it: for what changes something over HTTP, asked for and answered.
+    # Without one such calls are refused here; "open": anybody may.
+    cluster_token: SecretStr = SecretStr("")
+    cluster_token_file: Path | None = None
 
     @classmethod
     def load(cls) -> Self:
@@ -29,11 +53,26 @@ class ServiceSettings(BaseSettings):
             raise InvalidRequest(f"unknown settings: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         return cls()
 
+    def token(self) -> str:
+        """The cluster's secret, "open", or nothing. Raises InvalidRequest that names the setting or the file."""
+        given = self.cluster_token.get_secret_value()
+        if given:
+            return checked(given, "cluster_token")
+        return read_token(self.cluster_token_file) if self.cluster_token_file is not None else ""
+
     def to_environment(self) -> dict[str, str]:
         """The environment from which `load` gives this object back; only what differs from the defaults."""
         prefix = str(type(self).model_config.get("env_prefix", "")).upper()
         dumped: dict[str, Any] = self.model_dump(mode="json", exclude_defaults=True)
+        if "cluster_token" in dumped:  # dumped as asterisks
+            dumped["cluster_token"] = self.cluster_token.get_secret_value()
         return {f"{prefix}{name.upper()}": _text(value) for name, value in dumped.items()}
+
+
+class TracedSettings(ServiceSettings):
+    """Of a process that a request passes."""
+
+    tracing: Tracing | None = None  # None: off, and nothing of OpenTelemetry is loaded by us
 
 
 def _text(value: Any) -> str:

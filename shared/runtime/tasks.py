@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -10,6 +11,8 @@ from typing import Any
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)
+_PHASE = random.random()
+_EARLY = 0.1  # of a period: timers may fire a moment before their time
 
 
 class Background:
@@ -25,7 +28,7 @@ class Background:
         task.add_done_callback(self._ended)
 
     def every(self, name: str, period_s: float, step: Callable[[], Awaitable[None] | None]) -> None:
-        """Call `step` every `period_s` seconds."""
+        """Call `step` every `period_s` seconds. Those of one period have their turn together: a wake-up costs, too."""
         self.start(name, _repeat(period_s, step))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -53,10 +56,9 @@ async def background() -> AsyncIterator[Background]:
 
 async def _repeat(period_s: float, step: Callable[[], Awaitable[None] | None]) -> None:
     loop = asyncio.get_running_loop()
-    due = loop.time()
     while True:
         result = step()
         if result is not None:
             await result
-        due = max(due + period_s, loop.time())
-        await asyncio.sleep(due - loop.time())
+        left_s = period_s - (loop.time() - _PHASE * period_s) % period_s  # no two processes at the same time
+        await asyncio.sleep(left_s if left_s > _EARLY * period_s else left_s + period_s)

@@ -29,19 +29,23 @@ def parse_url(url: str) -> URL:
     return parsed.set(drivername=driver)
 
 
-def open_engine(url: str) -> AsyncEngine:
+def open_engine(url: str, *, patience_s: float | None = None, idle_s: float | None = None) -> AsyncEngine:
     """An engine for `sqlite:///path` or `postgresql://…`. Connects on first use.
 
     Raises InvalidRequest for another kind of URL. A SQLite file is made by `migrate` and by nothing else: SQLite itself
     would make an empty one wherever it is missing, beside the log of one that was removed.
+    patience_s: for each statement, and for others' locks. idle_s: PostgreSQL ends a transaction that stands still for
+    so long: its process is frozen.
     """
     parsed = parse_url(url)
     if parsed.drivername.startswith("postgresql"):
-        timeouts = {"timeout": CONNECT_S, "command_timeout": STATEMENT_S}
+        timeouts: dict[str, Any] = {"timeout": CONNECT_S, "command_timeout": patience_s or STATEMENT_S}
+        if idle_s is not None:
+            timeouts["server_settings"] = {"idle_in_transaction_session_timeout": str(round(1000 * idle_s))}
         return create_async_engine(parsed, pool_size=2, max_overflow=3, pool_timeout=5, connect_args=timeouts)
     if not parsed.database or parsed.database == ":memory:":
         return create_async_engine(parsed, poolclass=StaticPool)
-    engine = create_async_engine(parsed, connect_args={"timeout": CONNECT_S})
+    engine = create_async_engine(parsed, connect_args={"timeout": patience_s or CONNECT_S})
     event.listen(engine.sync_engine, "do_connect", _only_what_exists(Path(parsed.database)))
     event.listen(engine.sync_engine, "connect", _tune_sqlite)
     return engine

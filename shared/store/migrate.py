@@ -11,12 +11,17 @@ from pathlib import Path
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.errors import Unavailable
+from shared.runtime.logs import get_log
+from shared.store.database import open_engine
 from shared.store.file import make, path_of
 
+log = get_log(__name__)
 LOCK_S = 30.0
+AGAIN_S = 1.0
 _POLL_S = 0.05
 _ADVISORY_KEY = zlib.crc32(b"polyphase.migrations")
 
@@ -28,11 +33,29 @@ async def migrate(engine: AsyncEngine) -> None:
 
     Raises Unavailable when the lock is not to be had within 30 s; errors of the database pass through.
     """
-    async with _lock(engine):
+    async with locked(engine):
         make(engine)
         async with engine.connect() as connection:
             await connection.run_sync(_upgrade)
             await connection.commit()
+
+
+async def migrated(url: str) -> None:
+    """Try until it is done, for whoever has nothing to do before."""
+    engine = open_engine(url)
+    try:
+        while True:
+            try:
+                await migrate(engine)
+            except (SQLAlchemyError, OSError, TimeoutError, Unavailable) as error:
+                log.error(
+                    "the database could not be made ready; trying on", error=f"{type(error).__name__}: {error}"[:300]
+                )
+                await asyncio.sleep(AGAIN_S)
+            else:
+                return
+    finally:
+        await engine.dispose()
 
 
 def _upgrade(connection: Connection) -> None:
@@ -44,7 +67,8 @@ def _upgrade(connection: Connection) -> None:
 
 
 @asynccontextmanager
-async def _lock(engine: AsyncEngine) -> AsyncIterator[None]:
+async def locked(engine: AsyncEngine) -> AsyncIterator[None]:
+    """Be the only process that makes the database or changes its schema. Raises Unavailable after 30 s."""
     if engine.dialect.name == "postgresql":
         async with engine.connect() as connection:
             async with asyncio.timeout(LOCK_S):

@@ -9,9 +9,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.domain.job import LOST, Phase
 from shared.runtime.logs import get_log
-from shared.store.tables import AGE, metadata, requests
+from shared.store.tables import AGE, load_steps, metadata, requests, served
 
 log = get_log(__name__)
+FINE_S = 60
 
 
 async def prune(engine: AsyncEngine, keep_s: Mapping[str, float], now: float) -> dict[str, int]:
@@ -25,12 +26,28 @@ async def prune(engine: AsyncEngine, keep_s: Mapping[str, float], now: float) ->
     return deleted
 
 
-class Retention:
-    """Prunes by fixed ages; one `step` is one pass, and a database that fails only costs a log line."""
+async def prune_fine(engine: AsyncEngine, keep_s: float, now: float) -> int:
+    """Delete steps shorter than a minute that are older than that; gives back how many. `now` is unix seconds."""
+    deleted = 0
+    async with engine.begin() as connection:
+        for table in (load_steps, served):
+            old = (table.c.step_s < FINE_S, table.c.time_s < now - keep_s)
+            deleted += (await connection.execute(delete(table).where(*old))).rowcount
+    return deleted
 
-    def __init__(self, engine: AsyncEngine, keep_s: Mapping[str, float], ready: asyncio.Event) -> None:
+
+class Retention:
+    """Prunes by fixed ages; one `step` is one pass, and a database that fails only costs a log line.
+
+    fine_s: the age of steps shorter than a minute, where the process keeps any.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, keep_s: Mapping[str, float], ready: asyncio.Event, fine_s: float | None = None
+    ) -> None:
         self._engine = engine
         self._ready = ready
+        self._fine_s = fine_s
         self._keep_s = dict(keep_s)
 
     async def step(self) -> None:
@@ -39,6 +56,8 @@ class Retention:
             return
         try:
             deleted = await prune(self._engine, self._keep_s, time.time())
+            if self._fine_s is not None:
+                deleted["fine steps"] = await prune_fine(self._engine, self._fine_s, time.time())
         except Exception as error:  # a boundary: housekeeping may fail, serving goes on
             log.warning("retention failed", error=f"{type(error).__name__}: {error}"[:300])
             return

@@ -7,6 +7,7 @@ from sqlalchemy import (
     Double,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     String,
@@ -22,6 +23,7 @@ requests = Table(
     Column("job_id", String, primary_key=True),
     Column("scheduler_id", String, nullable=False),
     Column("gateway_id", String, nullable=False),
+    Column("caller", String, nullable=False, server_default=""),  # the name of its API key
     Column("phase", String, nullable=False),
     Column("final", Boolean, nullable=False),
     Column("arrived_s", Double, nullable=False),
@@ -39,6 +41,13 @@ requests = Table(
     Column("timeline", Text),  # JSON of shared.timeline.RequestTimeline
     Index("requests_arrived", "arrived_s"),
     Index("requests_phase", "phase", "arrived_s"),
+    Index("requests_caller", "caller", "arrived_s"),
+    Index("requests_slo", "slo", "arrived_s"),
+    Index("requests_outcome", "outcome", "arrived_s"),
+    Index("requests_prefill", "prefill_instance", "arrived_s"),
+    Index("requests_decode", "decode_instance", "arrived_s"),
+    Index("requests_ttft", "ttft_s"),
+    Index("requests_tpot", "tpot_s"),
 )
 
 instances = Table(
@@ -72,6 +81,45 @@ loads = Table(
     Column("inflight", Integer, nullable=False),
     PrimaryKeyConstraint("instance_id", "time_s"),
     Index("loads_time", "time_s"),
+)
+
+# What all instances did in each step of 10 s, a minute and ten minutes, by the monitor's life that saw it.
+load_steps = Table(
+    "load_steps",
+    metadata,
+    Column("step_s", Integer, nullable=False),
+    Column("time_s", BigInteger, nullable=False),  # where the step begins
+    Column("life", String, nullable=False),
+    Column("samples", Integer, nullable=False),
+    Column("totals", Text, nullable=False),  # JSON of shared.policy.load_history.Totals
+    Column("instances", Text, nullable=False),  # JSON: [[id, role, state], …]
+    Column("figures", LargeBinary, nullable=False),  # float32 of their means: see shared.policy.load_history.FIGURES
+    PrimaryKeyConstraint("step_s", "time_s", "life"),
+    Index("load_steps_time", "time_s"),
+)
+
+# What requests that ended in each step of 10 s and a minute came to, by class and by the monitor's life that saw it.
+served = Table(
+    "served",
+    metadata,
+    Column("step_s", Integer, nullable=False),
+    Column("time_s", BigInteger, nullable=False),  # where the step begins
+    Column("slo", String, nullable=False),
+    Column("life", String, nullable=False),
+    Column("completed", Integer, nullable=False),
+    Column("failed", Integer, nullable=False),
+    Column("cancelled", Integer, nullable=False),
+    Column("refused", Integer, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("output_tokens", BigInteger, nullable=False),
+    Column("ttft_met", Integer, nullable=False),  # of completed and failed ones
+    Column("tpot_met", Integer, nullable=False),
+    Column("met", Integer, nullable=False),  # both
+    Column("ttft_target_s", Double, nullable=False),  # of the last one
+    Column("tpot_target_s", Double, nullable=False),
+    Column("content", Text, nullable=False),  # JSON of shared.policy.served.Served: latencies, seconds by stage, codes
+    PrimaryKeyConstraint("step_s", "time_s", "slo", "life"),
+    Index("served_time", "time_s"),
 )
 
 slo_windows = Table(
@@ -124,7 +172,11 @@ events = Table(
     Column("instance_id", String, nullable=False),
     Column("role", String, nullable=False),
     Column("text", Text, nullable=False),
+    Column("operation_id", String, nullable=False, server_default=""),
+    Column("job_id", String, nullable=False, server_default=""),
+    Column("subject", String, nullable=False, server_default=""),  # what else it concerns: a plan, a gateway
     Index("events_time", "time_s"),
+    Index("events_instance", "instance_id", "time_s"),
 )
 
 # The policies in force; one row for the cluster. What changed when is among the events.
@@ -165,10 +217,24 @@ proposals = Table(
     Index("proposals_made", "made_s"),
 )
 
+# Who acts, where several processes could and one is to: see shared.store.lease.
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("holder", String, nullable=False),
+    Column("url", String, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("renewals", BigInteger, nullable=False),
+    Column("length_s", Double, nullable=False),
+)
+
 # By which column a table's rows grow old.
 AGE: dict[str, str] = {
     "requests": "arrived_s",
     "loads": "time_s",
+    "load_steps": "time_s",
+    "served": "time_s",
     "slo_windows": "time_s",
     "flips": "started_s",
     "events": "time_s",

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -14,6 +15,7 @@ from sqlalchemy.sql import ClauseElement
 
 from shared.domain.job import LOST
 from shared.errors import Unavailable
+from shared.runtime.alarm import Alarm
 from shared.runtime.logs import get_log
 from shared.store.file import Identity, identity
 from shared.store.migrate import migrate
@@ -22,33 +24,48 @@ from shared.store.tables import requests
 log = get_log(__name__)
 Row = dict[str, Any]
 Key = tuple[str, ...]
+Fence = Callable[[AsyncConnection], Awaitable[bool]]
 BATCH = 500
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 LAST_S = 2.0  # at shutdown
 BATCH_S = 15.0  # a batch that takes longer counts as failed
+SOON_S = 0.2  # a transaction costs more than its rows
 
 
 class _Removed(Exception):
     """What was written went to a file without a name."""
 
 
+class Fenced(Exception):
+    """Another process acts by now: what this one has to write is not to be written."""
+
+
 class WriteBehind:
     """Rows to upsert, the newest of a key only. When the queue is full the oldest row is dropped and counted.
 
     `run` is the one writer, for a background task: it migrates first, then writes, and retries for ever. A SQLite file
-    that somebody removes is made again; connections to the old one would go on writing to no file at all.
+    that somebody removes is made again; connections to the old one would go on writing to no file at all. `fence`:
+    asked in each transaction whether this process may write; where it says no, rows wait until it says yes.
     """
 
     def __init__(
-        self, engine: AsyncEngine, registry: CollectorRegistry, *, capacity: int = 20_000, pause_s: float = 0.2
+        self,
+        engine: AsyncEngine,
+        registry: CollectorRegistry,
+        *,
+        capacity: int = 20_000,
+        soon_s: float = SOON_S,
+        fence: Fence | None = None,
     ) -> None:
+        self._fence = fence
         self._engine = engine
         self._capacity = capacity
-        self._pause_s = pause_s
+        self._soon_s = soon_s
         self._rows: dict[Key, tuple[Table, Row]] = {}
         self._writing = 0
         self._awaited: dict[int, asyncio.Future[None]] = {}  # by the row's id
         self._wake = asyncio.Event()
+        self._alarm = Alarm(self._wake.set)
         self._file: Identity | None = None
         self._statements: dict[str, Any] = {}
         self.ready = asyncio.Event()  # the schema is there
@@ -63,8 +80,8 @@ class WriteBehind:
         self._queued = Gauge("polyphase_store_queued", "Rows that wait to be written", registry=registry)
         self._queued.set_function(lambda: self.queued)
 
-    def put(self, table: Table, row: Row) -> None:
-        """Queue a full row of `table`. Never waits, never fails."""
+    def put(self, table: Table, row: Row, within_s: float | None = None) -> None:
+        """Queue a full row of `table`, to be written within so long, or soon. Never waits, never fails."""
         key = (table.name, *(str(row[column.name]) for column in table.primary_key))
         if key in self._rows:
             del self._rows[key]  # it goes to the end: order of last change
@@ -72,7 +89,10 @@ class WriteBehind:
             del self._rows[next(iter(self._rows))]
             self._drop("queue_full", 1)
         self._rows[key] = (table, row)
-        self._wake.set()
+        wait_s = self._soon_s if within_s is None else within_s
+        if 2 * len(self._rows) >= self._capacity:
+            wait_s = 0.0
+        self._alarm.by(asyncio.get_running_loop().time() + wait_s)
 
     async def written(self, table: Table, row: Row, within_s: float) -> None:
         """Queue a full row and wait until the database has it. Raises Unavailable when that takes too long, and the
@@ -81,7 +101,7 @@ class WriteBehind:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._awaited[id(row)] = done
         try:
-            self.put(table, row)
+            self.put(table, row, within_s=0.0)
             async with asyncio.timeout(within_s):
                 await done
         except TimeoutError as error:
@@ -94,15 +114,17 @@ class WriteBehind:
         """Rows not yet written, those of the transaction under way included."""
         return len(self._rows) + self._writing
 
-    async def run(self) -> None:
-        """Write until cancelled; then make one last, short attempt."""
+    async def run(self, *, migrated: bool = False) -> None:
+        """Write until cancelled; then make one last, short attempt. migrated: the schema is there already."""
         try:
-            await self._until_done("migration", self._migrate)
+            if migrated:
+                self._begin()
+            else:
+                await self._until_done("migration", self._migrate)
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 await self._until_done("write", self._flush_whole)
-                await asyncio.sleep(self._pause_s)  # gather what comes next into one transaction
         finally:
             await self._last_attempt()
 
@@ -138,6 +160,9 @@ class WriteBehind:
 
     async def _migrate(self) -> None:
         await migrate(self._engine)
+        self._begin()
+
+    def _begin(self) -> None:
         self._file = identity(self._engine)
         self.ready.set()
 
@@ -171,6 +196,8 @@ class WriteBehind:
 
     async def _write_rows(self, connection: AsyncConnection, table: Table, rows: list[Row]) -> None:
         try:
+            if self._fence is not None and not await self._fence(connection):
+                raise Fenced("another process acts")
             await connection.execute(self._statement(table), rows)
             await connection.commit()
         except DBAPIError as error:

@@ -2,40 +2,50 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
 import zmq
 
+from shared.wire.addresses import several
 from shared.wire.connections import Connection
 from shared.wire.envelope import MALFORMED
-from shared.wire.sockets import LoopSocket, Sockets, whole_messages
+from shared.wire.sealed import opened, sealed
+from shared.wire.sockets import LoopSocket, Sockets
 
 Value = TypeVar("Value")
 MAX_STATE_BYTES = 8 << 20
 
 
 class Publisher:
-    """A PUB socket: never blocks, drops for whoever does not read. Binds, or connects to a bound subscriber."""
+    """PUB sockets: never block, drop for whoever does not read. Connect to bound subscribers, one for each address."""
 
-    def __init__(self, sockets: Sockets, address: str, *, bind: bool = True) -> None:
-        self._socket = sockets.bind(zmq.PUB, address) if bind else sockets.unconnected(zmq.PUB)
-        self._connection = None if bind else Connection(self._socket, address)
+    def __init__(self, sockets: Sockets, address: str) -> None:
+        """`address`: one, or several as `several` reads them."""
+        self._sockets = [sockets.unconnected(zmq.PUB) for _ in several(address)]
+        pairs = zip(self._sockets, several(address), strict=True)
+        self._connections = [Connection(socket, each) for socket, each in pairs]
         self._encoder = msgspec.msgpack.Encoder()
 
     def publish(self, value: object) -> None:
         """Send to whoever listens."""
-        self._socket.send(self._encoder.encode(value), zmq.NOBLOCK)
+        message = sealed(self._encoder.encode(value))
+        for socket in self._sockets:
+            socket.send(message, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close the socket."""
-        if self._connection is not None:
-            self._connection.close()
-        self._socket.close()
+        """Close the sockets."""
+        for connection, socket in zip(self._connections, self._sockets, strict=True):
+            connection.close()
+            socket.close()
 
 
 class Subscriber(Generic[Value]):
-    """A SUB socket that decodes each message and hands it over; garbage is dropped and counted."""
+    """A bound SUB socket that decodes each message and hands it over; garbage is dropped and counted.
+
+    gather_s: see LoopSocket.
+    """
 
     def __init__(
         self,
@@ -43,23 +53,23 @@ class Subscriber(Generic[Value]):
         address: str,
         kind: type[Value],
         on_value: Callable[[Value], None],
-        *,
-        bind: bool = False,
+        gather_s: float = 0.0,
     ) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._on_value = on_value
         self.dropped: Counter[str] = Counter()
-        socket = sockets.bind(zmq.SUB, address) if bind else sockets.unconnected(zmq.SUB)
+        socket = sockets.bind(zmq.SUB, address)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._connection = None if bind else Connection(socket, address)
-        self._socket = LoopSocket(socket, self._receive, whole_messages(socket))
+        self._socket = LoopSocket(socket, self._receive, partial(socket.recv, zmq.NOBLOCK), gather_s)
 
-    def _receive(self, frames: list[bytes]) -> None:
-        if len(frames) != 1 or len(frames[0]) > MAX_STATE_BYTES:
-            self.dropped["frame"] += 1
+    def _receive(self, frame: bytes) -> None:
+        """A frame at a time: in a message of several each is judged by itself, which costs the usual ones nothing."""
+        body = opened(frame) if len(frame) <= MAX_STATE_BYTES else None
+        if body is None:
+            self.dropped["garbage"] += 1
             return
         try:
-            value = self._decoder.decode(frames[0])
+            value = self._decoder.decode(body)
         except MALFORMED:
             self.dropped["garbage"] += 1
             return
@@ -67,6 +77,4 @@ class Subscriber(Generic[Value]):
 
     def close(self) -> None:
         """Close the socket."""
-        if self._connection is not None:
-            self._connection.close()
         self._socket.close()

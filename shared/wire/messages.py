@@ -1,4 +1,7 @@
-"""Every message of the RPC and the broadcasts. Times are unix seconds, durations seconds, unless a suffix says else."""
+"""Every message of the RPC and the broadcasts. Times are unix seconds, durations seconds, unless a suffix says else.
+
+`trace` names the span that the work is done for, see `shared.runtime.otlp`; empty: it is not traced.
+"""
 
 import msgspec
 
@@ -10,7 +13,7 @@ from shared.domain.rates import Rates
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.timeline import RequestTimeline
 
-WIRE_VERSION = 9
+WIRE_VERSION = 11
 
 
 class PlaceRequest(msgspec.Struct):
@@ -18,12 +21,14 @@ class PlaceRequest(msgspec.Struct):
 
     job: JobView
     exclude: tuple[str, ...] = ()
+    trace: str = ""
 
 
 class JobReport(msgspec.Struct):
     """What a gateway tells of one job, as often as its phase changes.
 
-    The last one carries the timeline, and what was predicted of its answer's length.
+    Each carries the timeline so far, the last one all of it and what was predicted of its answer's length. caller: the
+    name of its API key. asked: somebody was asked for that length.
     """
 
     job_id: str
@@ -43,16 +48,30 @@ class JobReport(msgspec.Struct):
     timeline: RequestTimeline | None = None
     max_tokens: int = 0
     prediction: LengthPrediction | None = None
+    caller: str = ""
+    asked: bool = False
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """Requests that a gateway turned away before they were jobs. It may come twice: `key` tells one from another."""
+
+    key: str
+    slo: str
+    code: str  # of the error
+    count: int
 
 
 class JobReports(msgspec.Struct):
     """Reports of one gateway, gathered over a short while; none at all says that it lives.
 
-    `origin` names its process: a gateway that was started again is another one.
+    `origin` names its process: a gateway that was started again is another one. leaving: it stops in good order.
     """
 
     reports: list[JobReport]
     origin: str = ""
+    gateway_id: str = ""
+    refused: list[Refused] = []
+    leaving: bool = False
 
 
 class PredictRequest(msgspec.Struct):
@@ -82,6 +101,7 @@ class PrefillRequest(msgspec.Struct):
     exclude: tuple[str, ...] = ()
     dispatch: PolicySpec | None = None
     saved: int = 0
+    trace: str = ""
 
     def __post_init__(self) -> None:
         whole(self.prompt)
@@ -159,6 +179,7 @@ class DecodeRequest(msgspec.Struct):
     generation: Generation
     handle: KvHandle | None = None
     saved: int = 0
+    trace: str = ""
 
     def __post_init__(self) -> None:
         whole(self.prompt)
@@ -197,9 +218,13 @@ class PrefixesRequest(msgspec.Struct):
 
 
 class DrainRequest(msgspec.Struct):
-    """Take no new work and answer when all that was accepted has ended, or after `timeout_s`."""
+    """Take no new work and answer when all that was accepted has ended, or after `timeout_s`.
+
+    epoch, here and below: of the monitor that asks; one that is not the last any more is refused.
+    """
 
     timeout_s: float
+    epoch: int = 0
 
 
 class DrainReply(msgspec.Struct):
@@ -213,11 +238,14 @@ class DrainReply(msgspec.Struct):
 class ResumeRequest(msgspec.Struct):
     """Take work again in the present role."""
 
+    epoch: int = 0
+
 
 class FlipRequest(msgspec.Struct):
     """Change to `role`; the instance must be drained."""
 
     role: Role
+    epoch: int = 0
 
 
 class FlipReply(msgspec.Struct):
@@ -227,8 +255,9 @@ class FlipReply(msgspec.Struct):
     duration_s: float
 
 
-class Heartbeat(msgspec.Struct):
-    """What each worker publishes every 100 ms; its rates only when they have changed, and every few seconds.
+class Heartbeat(msgspec.Struct, array_like=True):
+    """What each worker publishes: every 100 ms while anything of it changes, else three times a second. Its rates come
+    only when they have changed, and every few seconds.
 
     policies_revision: of the policies that its engine goes by; policies_trouble: why not by newer ones. chunk_size: the
     tokens of its steps at the moment; 0 says nothing.

@@ -8,7 +8,8 @@ choosing, and the caller frees it whenever a call ends without its reply.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from inspect import iscoroutinefunction
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -63,13 +64,14 @@ class ServerCall:
         self._router.queue(self._peer, Envelope(ITEM, self._number, "", 0.0, body))
 
 
-Handler = Callable[[Any, ServerCall], Awaitable[Any]]
+Handler = Callable[[Any, ServerCall], Any]  # a coroutine function, or a plain one that gives the reply
 Handlers = Mapping[Method[Any, Any, Any], Handler]
 
 
 class RpcServer:
     """One ROUTER socket and the methods behind it. Use as an async context manager.
 
+    A handler that never waits is a plain function, and answers where its call is read, without a task.
     Bad input never reaches a handler: it is dropped and counted in `dropped` by cause. `on_peer_gone(peer)` is called
     when a peer's connection is lost (at once where the kernel knows, else by heartbeat), or when it is given up because
     it does not read what is due to it. Its calls have been cancelled by then; their clean-up may still run.
@@ -81,6 +83,7 @@ class RpcServer:
         self._sockets = sockets
         self._address = address
         self._handlers = {method.name: handler for method, handler in handlers.items()}
+        self._in_tasks = {name for name, handler in self._handlers.items() if iscoroutinefunction(handler)}
         self._decoders = {method.name: msgspec.msgpack.Decoder(method.request) for method in handlers}
         self._on_peer_gone = on_peer_gone
         self._tasks: set[asyncio.Task[None]] = set()
@@ -165,6 +168,11 @@ class RpcServer:
     def _start(self, peer: Peer, envelope: Envelope, request: Any) -> None:
         number, is_call = envelope.call, envelope.kind == Kind.CALL
         call = ServerCall(self._router, peer, number, envelope.timeout_s)
+        if envelope.method not in self._in_tasks:
+            answer = self._answer(request, call, envelope)
+            if is_call:
+                self._router.queue(peer, answer)
+            return
         task = self._loop.create_task(self._run(request, call, envelope, peer if is_call else None))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -175,15 +183,22 @@ class RpcServer:
             peer.notices.add(task)
             task.add_done_callback(peer.notices.discard)
 
+    def _answer(self, request: Any, call: ServerCall, envelope: Envelope) -> Envelope:
+        """What a plain function says."""
+        number, method = envelope.call, envelope.method
+        try:
+            return _reply(number, self._handlers[method](request, call))
+        except PolyphaseError as known:
+            return _error(number, known)
+        except (Exception, asyncio.CancelledError) as unknown:  # the boundary of the process
+            return _failure(number, method, unknown)
+
     async def _run(self, request: Any, call: ServerCall, envelope: Envelope, caller: Peer | None) -> None:
         number, method = envelope.call, envelope.method
         try:
             async with asyncio.timeout(envelope.timeout_s) as deadline:
                 reply = await self._handlers[method](request, call)
-            body = NO_BODY if reply is None else encode_body(reply)
-            if len(body) > _MAX_ANSWER_BYTES:
-                raise _too_large(body)
-            answer = Envelope(Kind.REPLY, number, "", 0.0, body)
+            answer = _reply(number, reply)
         except PolyphaseError as known:
             answer = _error(number, known)
         except asyncio.CancelledError as cancelled:
@@ -203,6 +218,13 @@ class RpcServer:
             task.cancel()
         if self._on_peer_gone is not None:
             self._loop.call_soon(self._on_peer_gone, peer.identity)
+
+
+def _reply(number: int, reply: Any) -> Envelope:
+    body = NO_BODY if reply is None else encode_body(reply)
+    if len(body) > _MAX_ANSWER_BYTES:
+        raise _too_large(body)
+    return Envelope(Kind.REPLY, number, "", 0.0, body)
 
 
 def _too_large(body: msgspec.Raw) -> PolyphaseError:

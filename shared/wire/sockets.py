@@ -19,7 +19,12 @@ log = get_log(__name__)
 Message = TypeVar("Message")
 MAX_FRAME_BYTES = 64 << 20  # libzmq cuts a connection that announces more
 _DRAIN = 128  # messages handled before other callbacks of the loop get their turn
+_BATCH = 32  # messages that are worth a wake-up
 _MAX_SOCKETS = 16_384  # of a context; libzmq's 1,023 are 341 clients, each a socket and two ends of a monitor
+_HEARTBEAT_MS = 1_000, 1_500  # between two, and for an answer
+_STATE = (zmq.PUB, zmq.SUB, zmq.XPUB)  # what is said over these is said again
+_STATE_HEARTBEAT_MS = 3_000, 2_000
+_BACKLOG = 4_096  # connections that nobody has accepted yet: after a restart all of a cluster comes within a second
 _MAX_FILES = 65_536  # a client takes four descriptors; the usual limit of 1,024 is reached at 250
 
 
@@ -54,6 +59,11 @@ class Sockets:
     def unbound(self, kind: int) -> zmq.Socket[bytes]:
         """A socket to listen with, for whoever must do something before it is bound."""
         socket = self._new(kind)
+        socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        if kind in _STATE:  # a monitor has two thousand of these; the other side asks, and the kernel does
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
+            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
         if self._curve:
             socket.curve_secretkey = self._curve.secret.encode()
             socket.curve_publickey = self._curve.public.encode()
@@ -74,8 +84,9 @@ class Sockets:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         # libzmq answers heartbeats in its own thread: a busy interpreter is not taken for a dead one.
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 500)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2_000)
+        asks_ms, patience_ms = _STATE_HEARTBEAT_MS if kind in _STATE else _HEARTBEAT_MS
+        socket.setsockopt(zmq.HEARTBEAT_IVL, asks_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, patience_ms)
         # Connections that come to nothing are given up: the other host is frozen, cut off, or does not speak ZMTP.
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 2_000)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
@@ -99,11 +110,16 @@ class LoopSocket(Generic[Message]):
     """A socket whose messages arrive as calls of `on_message` on the running loop.
 
     `read` takes one message off the socket or raises zmq.Again. What `on_message` raises is logged, and the next
-    message is handled: one that nobody foresaw must not leave those behind it unread.
+    message is handled: one that nobody foresaw must not leave those behind it unread. `gather_s`: how long messages may
+    wait for others where many come, so that the process wakes once for all of them; 0: each is handled as it comes.
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes], on_message: Callable[[Message], None], read: Callable[[], Message]
+        self,
+        socket: zmq.Socket[bytes],
+        on_message: Callable[[Message], None],
+        read: Callable[[], Message],
+        gather_s: float = 0.0,
     ) -> None:
         self._socket = socket
         self._on_message = on_message
@@ -111,12 +127,16 @@ class LoopSocket(Generic[Message]):
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._scheduled = False
-        self._loop.add_reader(self._fd, self._drain)
-        self._poke()
+        self._gather_s = gather_s
+        self._timer: asyncio.TimerHandle | None = None  # in the place of watching the descriptor
+        self._looked_mono = 0.0
+        self._taken = 0
+        self._loop.add_reader(self._fd, self._readable)
+        self.look_again()
 
     def send(self, frames: list[bytes]) -> None:
         """Send now or raise: zmq.Again when nobody can take it, EHOSTUNREACH when the peer is gone."""
-        self._poke()
+        self.look_again()
         self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def drain(self) -> None:
@@ -127,19 +147,48 @@ class LoopSocket(Generic[Message]):
     def close(self) -> None:
         """Stop watching and close the socket."""
         if not self._socket.closed:
+            if self._timer is not None:
+                self._timer.cancel()
             self._loop.remove_reader(self._fd)
             self._socket.close()
 
-    def _poke(self) -> None:
-        # The descriptor is edge-triggered, and a send may swallow the edge: look once more afterwards.
+    def look_again(self) -> None:
+        """After anything else was done with the socket: the descriptor is edge-triggered, and that may swallow the
+        edge.
+        """
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._drain)
 
+    def _readable(self) -> None:
+        if self._gather_s:
+            now, before = self._loop.time(), self._looked_mono
+            self._looked_mono = now
+            if now - before < self._gather_s:
+                self._loop.remove_reader(self._fd)
+                self._timer = self._loop.call_later(self._gather_s, self._look)
+        self._drain()
+
+    def _look(self) -> None:
+        """Handle what has gathered; whether to wait for the descriptor or for a time again follows from how much."""
+        now, before, taken = self._loop.time(), self._looked_mono, self._taken
+        self._looked_mono = now
+        self._drain()
+        taken = self._taken - taken
+        if self._socket.closed:
+            return
+        if taken > 1:
+            for_a_batch_s = _BATCH * (now - before) / taken  # more of them at once would hold up all else
+            self._timer = self._loop.call_later(min(self._gather_s, for_a_batch_s), self._look)
+        else:
+            self._timer = None
+            self._loop.add_reader(self._fd, self._readable)
+            self.look_again()
+
     def _drain(self) -> None:
         self._scheduled = False
         if self._take(_DRAIN):
-            self._poke()
+            self.look_again()
 
     def _take(self, most: int) -> bool:
         """Handle so many messages; whether there may be more."""
@@ -150,6 +199,7 @@ class LoopSocket(Generic[Message]):
                 message = self._read()
             except zmq.Again:
                 return False
+            self._taken += 1
             try:
                 self._on_message(message)
             except Exception as error:  # the boundary of the event loop

@@ -6,18 +6,28 @@ from typing import Any, Self
 
 import httpx
 
-from shared.errors import DeadlineExceeded, PolyphaseError, Unavailable, from_code
+from shared.errors import DeadlineExceeded, PolyphaseError, Standby, Unavailable, from_code
+from shared.runtime.cluster_token import READING, bearer
+from shared.wire.addresses import several
 
 TIMEOUT_S = 2.0
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 
 
 class JsonClient:
-    """One service's HTTP API. Use as an async context manager, or call `close`."""
+    """One service's HTTP API. Use as an async context manager, or call `close`.
 
-    def __init__(self, base_url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    `token`: the cluster's secret, sent with calls that change something. `base_url`: one, or several as `several` reads
+    them, of processes of which one acts at a time: the next one is asked where one only stands by or is not there.
+    What may have been carried out already is not asked for again.
+    """
+
+    def __init__(self, base_url: str, *, token: str = "", transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.base_url = base_url
-        self._http = httpx.AsyncClient(base_url=base_url, transport=transport, timeout=TIMEOUT_S)
+        self._secret = bearer(token)
+        self._urls = several(base_url) or ("",)
+        self._turn = 0  # which of them is asked first: the one that answered last
+        self._http = httpx.AsyncClient(transport=transport, timeout=TIMEOUT_S)
 
     async def __aenter__(self) -> Self:
         return self
@@ -46,7 +56,7 @@ class JsonClient:
         try:
             return response.json() if response.content else None
         except ValueError as error:
-            raise Unavailable(f"{method} {self.base_url}{path}: the answer is not JSON: {error}") from error
+            raise Unavailable(f"{method} {response.request.url}: the answer is not JSON: {error}") from error
 
     async def text(self, path: str, *, timeout_s: float = TIMEOUT_S) -> str:
         """What a GET brings, as text. Raises like `call`."""
@@ -61,21 +71,45 @@ class JsonClient:
         headers: dict[str, str] | None,
         timeout_s: float,
     ) -> httpx.Response:
-        written = {
-            key.encode(): value.encode() for key, value in (headers or {}).items()
-        }  # names of people need not be ASCII
+        shown = self._secret if method not in READING else {}
+        said = {**(headers or {}), **shown}
+        written = {key.encode(): value.encode() for key, value in said.items()}  # names of people need not be ASCII
+        failures: list[PolyphaseError] = []
+        first, count = self._turn, len(self._urls)
+        for turn in range(first, first + count):
+            self._turn = turn % count
+            url = f"{self._urls[self._turn].rstrip('/')}{path}"
+            try:
+                return await self._ask(method, url, body, params, written, timeout_s)
+            except (Unavailable, DeadlineExceeded) as error:
+                if not (isinstance(error, Standby) or unreached(error)):
+                    raise
+                failures.append(error)
+                if method not in READING and unanswered(error):
+                    self._turn = (turn + 1) % count
+                    raise
+        raise next((error for error in failures if isinstance(error, Standby)), failures[0])
+
+    async def _ask(
+        self, method: str, url: str, body: Any, params: Any, headers: dict[bytes, bytes], timeout_s: float
+    ) -> httpx.Response:
         try:
             response = await self._http.request(
-                method, path, json=body, params=params, headers=written, timeout=timeout_s
+                method, url, json=body, params=params, headers=headers, timeout=timeout_s
             )
         except httpx.TimeoutException as error:
-            raise DeadlineExceeded(f"{method} {self.base_url}{path}: no answer in {timeout_s} s") from error
+            raise DeadlineExceeded(f"{method} {url}: no answer in {timeout_s} s") from error
         except (httpx.HTTPError, AttributeError) as error:
             # AttributeError: anyio's, on uvloop, when a connection is reset in the moment it is made.
-            raise Unavailable(f"{method} {self.base_url}{path}: {type(error).__name__}: {error}") from error
+            raise Unavailable(f"{method} {url}: {type(error).__name__}: {error}") from error
         if response.is_success:
             return response
         raise _error_of(response)
+
+
+def unreached(error: PolyphaseError) -> bool:
+    """Whether no answer at all came."""
+    return isinstance(error.__cause__, httpx.HTTPError | AttributeError)
 
 
 def unanswered(error: PolyphaseError) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -92,6 +92,10 @@ class MonitorClient(JsonClient):
         answer: list[dict[str, Any]] = await self.call("GET", "/events", params=params)
         return answer
 
+    async def happened(self, event: Mapping[str, str]) -> None:
+        """Tell of an event; repeating is safe. Raises InvalidRequest."""
+        await self.call("POST", "/events", body=dict(event))
+
     async def demand(self) -> dict[str, Any]:
         """What clients ask for: the profile, its last seconds and shifts, and the roles that would serve it best."""
         answer: dict[str, Any] = await self.call("GET", "/demand")
@@ -118,10 +122,34 @@ class MonitorClient(JsonClient):
         )
         return answer
 
-    async def follows(self, scheduler_id: str, revision: int, trouble: str) -> None:
-        """Say which policies a scheduler goes by."""
-        body = {"scheduler_id": scheduler_id, "revision": revision, "trouble": trouble}
-        await self.call("POST", "/policies/followers", body=body)
+    async def scheduler_news(
+        self,
+        scheduler_id: str,
+        revision: int,
+        trouble: str,
+        *,
+        demand: Sequence[dict[str, Any]] = (),
+        outcomes: Sequence[dict[str, Any]] = (),
+        gateways: Mapping[str, float] | None = None,
+        left: Sequence[str] = (),
+        leaving: bool = False,
+    ) -> dict[str, int]:
+        """Say which policies a scheduler goes by, what its clients asked for, how their requests ended, and for how
+        many seconds each gateway was silent; left: those that stopped in good order; leaving: it does so itself.
+
+        Answers how many seconds and outcomes were of use. Raises InvalidRequest; nothing of it was taken then.
+        """
+        body = {
+            "revision": revision,
+            "trouble": trouble,
+            "demand": list(demand),
+            "outcomes": list(outcomes),
+            "gateways": dict(gateways or {}),
+            "left": list(left),
+            "leaving": leaving,
+        }
+        answer: dict[str, int] = await self.call("POST", f"/schedulers/{scheduler_id}/news", body=body)
+        return answer
 
     async def slo(self) -> list[dict[str, Any]]:
         """Attainment by class and window."""

@@ -11,7 +11,7 @@ from shared.domain.route import Route
 from shared.errors import DeadlineExceeded, PeerLost, PolyphaseError, Unavailable
 from shared.runtime.logs import get_log
 from shared.wire.clients.http import JsonClient
-from shared.wire.messages import JobReport, JobReports, PlaceRequest
+from shared.wire.messages import JobReport, JobReports, PlaceRequest, Refused
 from shared.wire.methods import PLACE, REPORT
 from shared.wire.rpc_client import RpcClient
 from shared.wire.rpc_clients import RpcClients
@@ -27,12 +27,13 @@ class SchedulerClient:
     job's work until it hears of the end. Only when that one is gone does another take over.
     """
 
-    def __init__(self, clients: RpcClients, addresses: Sequence[str]) -> None:
+    def __init__(self, clients: RpcClients, addresses: Sequence[str], gateway_id: str = "") -> None:
         if not addresses:
             raise Unavailable("no scheduler address is configured")
         self._clients = clients
         self._addresses = tuple(addresses)
         self._turn = 0
+        self._gateway_id = gateway_id
         self._origin = uuid.uuid4().hex
         self._home: OrderedDict[str, str] = OrderedDict()  # job id -> address
         for address in addresses:
@@ -43,12 +44,12 @@ class SchedulerClient:
         """Whether any scheduler is there."""
         return any(self._clients.to(address).connected for address in self._addresses)
 
-    async def place(self, job: JobView, *, exclude: tuple[str, ...] = (), timeout_s: float) -> Route:
+    async def place(self, job: JobView, *, exclude: tuple[str, ...] = (), timeout_s: float, trace: str = "") -> Route:
         """A route for `job`. Raises Unavailable, InvalidRequest, PeerLost, DeadlineExceeded."""
         lost: PeerLost | None = None
         for client in self._in_order(self._home.get(job.job_id) or self._next()):
             try:
-                route = await client.call(PLACE, PlaceRequest(job, exclude), timeout_s=timeout_s)
+                route = await client.call(PLACE, PlaceRequest(job, exclude, trace), timeout_s=timeout_s)
             except PeerLost as error:
                 lost = error
             except DeadlineExceeded:
@@ -72,6 +73,26 @@ class SchedulerClient:
                 by_home.setdefault(address, [])
         await self._hand_over(by_home, timeout_s)
 
+    async def refused(self, counts: list[Refused], *, timeout_s: float) -> bool:
+        """Tell one of them of requests that were turned away; whether it took that. Repeating is safe."""
+        message = JobReports([], self._origin, self._gateway_id, counts)
+        for client in self._in_order(self._next()):
+            try:
+                await client.call(REPORT, message, timeout_s=timeout_s)
+            except PolyphaseError:
+                continue
+            return True
+        return False
+
+    async def leave(self, *, timeout_s: float) -> None:
+        """Tell all that are there that this gateway stops in good order; whoever does not hear it finds out."""
+        there = [client for client in map(self._clients.to, self._addresses) if client.connected]
+        message = JobReports([], self._origin, self._gateway_id, leaving=True)
+        calls = (client.call(REPORT, message, timeout_s=timeout_s) for client in there)
+        for client, error in zip(there, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(error, BaseException):
+                log.info("a leave was not heard", scheduler=client.address, reason=str(error))
+
     def _by_home(self, reports: list[JobReport]) -> dict[str, list[JobReport]]:
         gathered: dict[str, list[JobReport]] = {}
         turn = self._next()
@@ -87,7 +108,7 @@ class SchedulerClient:
     async def _tell(self, home: str, reports: list[JobReport], timeout_s: float) -> list[JobReport]:
         for client in self._in_order(home):
             try:
-                await client.call(REPORT, JobReports(reports, self._origin), timeout_s=timeout_s)
+                await client.call(REPORT, JobReports(reports, self._origin, self._gateway_id), timeout_s=timeout_s)
             except PeerLost:
                 continue
             except PolyphaseError as error:  # it hangs and may have taken them; once its connection ends it is gone
@@ -135,7 +156,7 @@ class SchedulerAdmin(JsonClient):
         return answer
 
     async def timeline(self, job_id: str) -> dict[str, Any]:
-        """The RequestTimeline of a finished job. Raises NotFound."""
+        """The RequestTimeline of a job, as far as it is known of one under way. Raises NotFound."""
         answer: dict[str, Any] = await self.call("GET", f"/requests/{job_id}/timeline")
         return answer
 

@@ -1,0 +1,85 @@
+"""The cluster as it changes: what the monitor tells of it step by step, and what follows for whoever listens."""
+
+import msgspec
+
+from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
+from shared.domain.policies import PolicySet
+
+
+class ClusterDelta(msgspec.Struct, frozen=True, array_like=True):
+    """What is different since the delta before it, whose `sequence` is one less; `time_s` is unix seconds.
+
+    whole: all there is, after whatever was before; nobody else is there. changed: those who came, or have other rates,
+    another role or state. loads: of others, by id. policies: None where they are the same.
+    """
+
+    sequence: int
+    time_s: float
+    whole: bool = False
+    changed: tuple[InstanceView, ...] = ()
+    loads: dict[str, InstanceLoad] = {}
+    gone: tuple[str, ...] = ()
+    policies: PolicySet | None = None
+
+    @classmethod
+    def of(cls, view: ClusterView) -> "ClusterDelta":
+        """All of a view."""
+        return cls(view.sequence, view.time_s, True, view.instances, policies=view.policies)
+
+
+class ClusterState:
+    """What deltas come to. Before the first whole one nothing is known."""
+
+    def __init__(self) -> None:
+        self.known = False
+        self.sequence = 0
+        self.policies = PolicySet()
+        self._time_s = 0.0
+        self._views: dict[str, InstanceView] = {}
+        self._view: ClusterView | None = None
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def get(self, instance_id: str) -> InstanceView | None:
+        """The instance of that id, if it is there."""
+        return self._views.get(instance_id)
+
+    def apply(self, delta: ClusterDelta) -> bool:
+        """Take one in. False, and nothing is changed, where something before it is missing."""
+        if not delta.whole and (not self.known or delta.sequence != self.sequence + 1):
+            return False
+        if delta.whole:
+            self.known = True
+            self._views = {}
+        self.sequence, self._time_s, self._view = delta.sequence, delta.time_s, None
+        if delta.policies is not None:
+            self.policies = delta.policies
+        views = self._views
+        for instance_id in delta.gone:
+            views.pop(instance_id, None)
+        for view in delta.changed:
+            views[view.info.instance_id] = view
+        for instance_id, load in delta.loads.items():
+            known = views.get(instance_id)
+            if known is not None:
+                views[instance_id] = InstanceView(known.info, known.role, known.state, load)
+        return True
+
+    def moved(self, delta: ClusterDelta) -> bool:
+        """Whether a delta that is not applied yet brings or takes somebody, or changes a role or a state."""
+        return bool(delta.whole or delta.gone) or any(self._moved(view) for view in delta.changed)
+
+    def view(self) -> ClusterView:
+        """All of it as it is now; made when it is asked for, O(instances)."""
+        if self._view is None:
+            self._view = ClusterView(self.sequence, self._time_s, tuple(self._views.values()), self.policies)
+        return self._view
+
+    def _moved(self, view: InstanceView) -> bool:
+        known = self._views.get(view.info.instance_id)
+        return known is None or _standing(known) != _standing(view)
+
+
+def _standing(view: InstanceView) -> tuple[int, Role, InstanceState]:
+    return view.info.generation, view.role, view.state

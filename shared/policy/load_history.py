@@ -1,0 +1,133 @@
+"""What all instances did, in steps of time: means of samples, as arrays."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.domain.instance import InstanceState, InstanceView, Role
+
+STEPS_S = (10, 60, 600)
+FIGURES = ("kv_used", "running", "waiting", "queued_prefill_tokens", "inflight", "staged_bytes")
+Floats = NDArray[np.float32]
+
+
+class Totals(msgspec.Struct):
+    """Sums over the samples of a step, of all instances that live. kv_used_…: of the means over a role's instances, of
+    those samples in which it had some.
+    """
+
+    running: float = 0.0
+    waiting: float = 0.0
+    queued_prefill_tokens: float = 0.0
+    kv_used_prefill: float = 0.0
+    kv_used_decode: float = 0.0
+    kv_samples_prefill: int = 0
+    kv_samples_decode: int = 0
+    ready_prefill: float = 0.0
+    ready_decode: float = 0.0
+
+
+class Seen(NamedTuple):
+    """A step: how many samples it rests on, and for each instance its id, role, state and means (NaN: not known)."""
+
+    step_s: int
+    start_s: int
+    samples: int
+    totals: Totals
+    who: list[tuple[str, str, str]]
+    means: Floats  # [instances, FIGURES]
+
+
+class _Step:
+    def __init__(self, step_s: int, start_s: int) -> None:
+        self.step_s = step_s
+        self.start_s = start_s
+        self.samples = 0
+        self.totals = Totals()
+        self._rows: dict[str, int] = {}
+        self._who: list[tuple[str, str, str]] = []
+        self._sums = np.zeros((0, len(FIGURES)))
+        self._counts = np.zeros((0, 1))
+
+    def add(self, who: Sequence[tuple[str, str, str]], values: NDArray[np.float64], alive: NDArray[np.bool_]) -> None:
+        rows = np.fromiter((self._row(one) for one in who), np.intp, len(who))
+        if (more := len(self._rows) - len(self._counts)) > 0:
+            self._sums = np.concatenate((self._sums, np.zeros((more, len(FIGURES)))))
+            self._counts = np.concatenate((self._counts, np.zeros((more, 1))))
+        self._sums[rows[alive]] += values[alive]
+        self._counts[rows[alive]] += 1
+        self.samples += 1
+
+    def seen(self) -> Seen:
+        with np.errstate(invalid="ignore"):
+            means = (self._sums / self._counts).astype(np.float32)  # 0 / 0 is NaN: nothing is known
+        return Seen(self.step_s, self.start_s, self.samples, self.totals, list(self._who), means)
+
+    def _row(self, one: tuple[str, str, str]) -> int:
+        row = self._rows.setdefault(one[0], len(self._rows))
+        if row == len(self._who):
+            self._who.append(one)
+        else:
+            self._who[row] = one
+        return row
+
+
+class LoadBook:
+    """Samples of all loads, into steps of each length."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, _Step] = {}
+
+    def sample(self, views: Iterable[InstanceView], now: float) -> list[Seen]:
+        """Take a sample in at `now` (unix seconds); gives back the steps that are over with it."""
+        over = []
+        some = list(views)
+        who = [(view.info.instance_id, view.role.value, view.state.value) for view in some]
+        values = np.array([_values(view) for view in some], np.float64).reshape(len(some), len(FIGURES))
+        alive = np.fromiter((view.state is not InstanceState.DEAD for view in some), np.bool_, len(some))
+        for step_s in STEPS_S:
+            start_s = int(now // step_s) * step_s
+            step = self._steps.get(step_s)
+            if step is None or step.start_s != start_s:
+                over += [step.seen()] if step is not None else []
+                step = self._steps[step_s] = _Step(step_s, start_s)
+            step.add(who, values, alive)
+            _add_up(step.totals, some, values)
+        return over
+
+    def open(self) -> list[Seen]:
+        """The steps that are under way."""
+        return [step.seen() for step in self._steps.values()]
+
+
+def _values(view: InstanceView) -> tuple[float, ...]:
+    load = view.load
+    return (kv_used(view), load.running, load.waiting, load.queued_prefill_tokens, load.inflight, load.staged_bytes)
+
+
+def kv_used(view: InstanceView) -> float:
+    """Share of its KV blocks in use; NaN before its first heartbeat."""
+    if not view.load.time_s:
+        return float("nan")
+    return 1.0 - view.load.free_blocks / max(1, view.info.total_blocks)
+
+
+def _add_up(totals: Totals, views: Sequence[InstanceView], values: NDArray[np.float64]) -> None:
+    for role in Role:
+        there = [at for at, view in enumerate(views) if view.role is role and view.state is not InstanceState.DEAD]
+        ready = sum(views[at].state is InstanceState.READY for at in there)
+        name = role.value
+        setattr(totals, f"ready_{name}", getattr(totals, f"ready_{name}") + ready)
+        if not there:
+            continue
+        its = values[there]
+        totals.running += float(its[:, 1].sum())
+        totals.waiting += float(its[:, 2].sum())
+        totals.queued_prefill_tokens += float(its[:, 3].sum())
+        known = its[~np.isnan(its[:, 0]), 0]
+        if len(known):
+            setattr(totals, f"kv_used_{name}", getattr(totals, f"kv_used_{name}") + float(known.mean()))
+            setattr(totals, f"kv_samples_{name}", getattr(totals, f"kv_samples_{name}") + 1)

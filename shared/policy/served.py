@@ -1,0 +1,206 @@
+"""What was served: requests that ended, by class, in steps of time that add up."""
+
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+import msgspec
+
+from shared.policy.log_histogram import Histogram, merged, observe
+
+STEPS_S = (10, 60)
+KEPT_S = 3_600.0  # what is told later than that is counted as of then
+CLASSES = 64  # names come from clients' keys; what comes beyond is counted as one class
+OTHER = "other"
+
+
+class How(StrEnum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """One request that ended, or `count` that were refused alike. Unix seconds, seconds, tokens.
+
+    code: a finish reason, or an error's code. seconds: by kind of stretch (`shared.timeline.Span`). whole_s: arrival to
+    end. predicted: who said how long its answer would be, see `shared.domain.situation.Situation.predictions`.
+    """
+
+    slo: str
+    how: How
+    ended_s: float
+    code: str = ""
+    count: int = 1
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    ttft_target_s: float = 0.0
+    tpot_target_s: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    predicted: str = ""
+    seconds: dict[str, float] = {}
+    whole_s: float = 0.0
+    transfers: int = 0
+    transfers_failed: int = 0
+
+
+class Served(msgspec.Struct, omit_defaults=True):
+    """Sums over requests that ended. ttft_met, tpot_met, met: of completed and failed ones. codes: of failures and
+    refusals. `stages`: how long each kind of stretch took.
+    """
+
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft_met: int = 0
+    tpot_met: int = 0
+    met: int = 0
+    ttft_target_s: float = 0.0
+    tpot_target_s: float = 0.0
+    ttft: Histogram = {}
+    tpot: Histogram = {}
+    seconds: dict[str, float] = {}
+    whole_s: float = 0.0
+    timed: int = 0  # requests that have `seconds`
+    stages: dict[str, Histogram] = {}
+    failures: dict[str, int] = {}
+    refusals: dict[str, int] = {}
+    predicted: dict[str, int] = {}
+    transfers: int = 0
+    transfers_failed: int = 0
+
+    @property
+    def judged(self) -> int:
+        """Requests that can meet a target or miss it: neither cancelled nor refused before they were jobs."""
+        return self.completed + self.failed
+
+    def add(self, ended: Ended) -> None:
+        """Count a request."""
+        match ended.how:
+            case How.COMPLETED:
+                self.completed += ended.count
+                self._judge(ended)
+            case How.FAILED:
+                self.failed += ended.count
+                _count(self.failures, ended.code, ended.count)
+            case How.CANCELLED:
+                self.cancelled += ended.count
+            case How.REFUSED:
+                self.refused += ended.count
+                _count(self.refusals, ended.code, ended.count)
+        self.prompt_tokens += ended.prompt_tokens
+        self.output_tokens += ended.output_tokens
+        if ended.ttft_target_s:
+            self.ttft_target_s, self.tpot_target_s = ended.ttft_target_s, ended.tpot_target_s
+        self._time(ended)
+        if ended.predicted:
+            _count(self.predicted, ended.predicted, 1)
+        self.transfers += ended.transfers
+        self.transfers_failed += ended.transfers_failed
+
+    def _judge(self, ended: Ended) -> None:
+        in_time = ended.ttft_s is not None and ended.ttft_s <= ended.ttft_target_s
+        steady = ended.tpot_s is None or ended.tpot_s <= ended.tpot_target_s
+        self.ttft_met += in_time
+        self.tpot_met += steady
+        self.met += in_time and steady
+
+    def _time(self, ended: Ended) -> None:
+        if ended.ttft_s is not None:
+            observe(self.ttft, ended.ttft_s)
+        if ended.tpot_s is not None:
+            observe(self.tpot, ended.tpot_s)
+        if not ended.seconds:
+            return
+        self.timed += 1
+        self.whole_s += ended.whole_s
+        for stage, seconds in ended.seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+            observe(self.stages.setdefault(stage, {}), seconds)
+
+
+_SUMS = (
+    "completed",
+    "failed",
+    "cancelled",
+    "refused",
+    "prompt_tokens",
+    "output_tokens",
+    "ttft_met",
+    "tpot_met",
+    "met",
+    "whole_s",
+    "timed",
+    "transfers",
+    "transfers_failed",
+)
+_BY_NAME = ("seconds", "failures", "refusals", "predicted")
+
+
+def total(parts: Iterable[Served]) -> Served:
+    """All of them together; targets are the last one's."""
+    some = list(parts)
+    found = Served(**{name: sum(getattr(one, name) for one in some) for name in _SUMS})
+    for one in some:
+        if one.ttft_target_s:
+            found.ttft_target_s, found.tpot_target_s = one.ttft_target_s, one.tpot_target_s
+        for name in _BY_NAME:
+            sums = getattr(found, name)
+            for key, value in getattr(one, name).items():
+                sums[key] = sums.get(key, 0) + value
+    found.ttft, found.tpot = merged(one.ttft for one in some), merged(one.tpot for one in some)
+    for stage in {stage for one in some for stage in one.stages}:
+        found.stages[stage] = merged(one.stages.get(stage, {}) for one in some)
+    return found
+
+
+Slot = tuple[int, int, str]  # a step's length and beginning, in unix seconds, and the class
+
+
+class ServedBook:
+    """Requests in steps of each length. `now` is unix seconds."""
+
+    def __init__(self) -> None:
+        self._slots: dict[Slot, Served] = {}
+        self._changed: set[Slot] = set()
+        self._classes: set[str] = set()
+
+    def add(self, ended: Ended, now: float) -> None:
+        """Count a request in the steps in which it ended."""
+        if ended.slo not in self._classes and len(self._classes) < CLASSES:
+            self._classes.add(ended.slo)
+        slo = ended.slo if ended.slo in self._classes else OTHER
+        at_s = min(max(ended.ended_s, now - KEPT_S), now)
+        for step_s in STEPS_S:
+            slot = step_s, int(at_s // step_s) * step_s, slo
+            self._slots.setdefault(slot, Served()).add(ended)
+            self._changed.add(slot)
+
+    def changed(self, now: float) -> list[tuple[Slot, Served]]:
+        """The steps in which something was counted since the last time; what is old is forgotten then."""
+        found = [(slot, self._slots[slot]) for slot in sorted(self._changed)]
+        self._changed.clear()
+        old = [slot for slot in self._slots if slot[1] + 2 * slot[0] < now - KEPT_S]
+        for slot in old:
+            del self._slots[slot]
+        return found
+
+    def window(self, window_s: float, now: float) -> Mapping[str, Served]:
+        """What ended in about the last `window_s`, by class: in whole steps, the present one beside them."""
+        step_s = STEPS_S[0]
+        since = (now - window_s) // step_s * step_s
+        found: dict[str, list[Served]] = {}
+        for (length, start, slo), served in self._slots.items():
+            if length == step_s and start >= since:
+                found.setdefault(slo, []).append(served)
+        return {slo: total(parts) for slo, parts in found.items()}
+
+
+def _count(counts: dict[str, int], name: str, number: int) -> None:
+    counts[name] = counts.get(name, 0) + number

@@ -1,0 +1,66 @@
+"""API keys as they are kept: hashed, in one YAML file that the gateway and the dashboard read."""
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from shared.errors import InvalidRequest
+
+PREFIX = "pp-"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that may be listened on without keys
+LOOK, OPERATE = "look", "operate"
+ROLES = ("", LOOK, OPERATE)  # of people at the dashboard; without one a key opens the API only
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key as it is kept: `digest` is SHA-256 of the secret. `requests_per_s` 0 means no limit.
+
+    slo: the class of requests that name none. classes: those that it may name; empty for all. weight: of its share of a
+    full cluster. role: what its holder may do at the dashboard, one of `ROLES`.
+    """
+
+    name: str
+    digest: str
+    requests_per_s: float = 0.0
+    burst: int = 0
+    slo: str = "default"
+    classes: tuple[str, ...] = ()
+    weight: float = 1.0
+    role: str = ""
+
+    def may_use(self, slo: str) -> bool:
+        """Whether its requests may be of that class."""
+        return not self.classes or slo == self.slo or slo in self.classes
+
+
+def digest_of(secret: str) -> str:
+    """The form in which a key is kept. Keys are random and long, so one plain hash is enough."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def create_key(name: str, requests_per_s: float = 0.0, burst: int = 0, role: str = "") -> tuple[str, ApiKey]:
+    """A new secret, shown once, and what is kept of it."""
+    secret = PREFIX + secrets.token_urlsafe(32)
+    return secret, ApiKey(name, digest_of(secret), requests_per_s, burst, role=role)
+
+
+def load_keys(file: Path) -> tuple[ApiKey, ...]:
+    """Keys of a YAML file: a list of mappings with ApiKey's fields. Raises InvalidRequest naming what is wrong."""
+    try:
+        entries = yaml.safe_load(file.read_text()) or []
+        keys = tuple(ApiKey(**{**entry, "classes": tuple(entry.get("classes", ()))}) for entry in entries)
+    except (OSError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise InvalidRequest(f"keys file {file}: {error}") from error
+    for key in keys:
+        if len(key.digest) != 64 or key.requests_per_s < 0:
+            raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a SHA-256 digest and a rate of 0 or more")
+        if not key.weight > 0:
+            raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a weight above 0, not {key.weight}")
+        if key.role not in ROLES:
+            known = f"{LOOK}, {OPERATE}, or none"
+            raise InvalidRequest(f"keys file {file}: key {key.name!r} has the role {key.role!r}; known: {known}")
+    return keys

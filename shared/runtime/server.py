@@ -1,0 +1,42 @@
+"""uvicorn's server, woken once a second: by itself it looks ten times a second whether it is to end."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+import uvicorn
+
+TICK_S = 1.0  # the header `date` tells seconds
+
+
+class Server(uvicorn.Server):
+    """Use like uvicorn's. Ends as soon as `should_exit` is set, by whomever: a signal does so, too.
+
+    on_started: called once it serves.
+    """
+
+    on_started: Callable[[], None] | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+    _exits = False
+
+    @property
+    def should_exit(self) -> bool:
+        """Whether it is to end."""
+        return self._exits
+
+    @should_exit.setter
+    def should_exit(self, exits: bool) -> None:
+        self._exits = exits
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._told.set)  # signals come in the middle of anything
+
+    async def main_loop(self) -> None:
+        """Until it is to end."""
+        self._told = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if self.on_started is not None:
+            self.on_started()
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._told.wait()
