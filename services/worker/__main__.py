@@ -3,22 +3,24 @@
 import os
 
 from services.worker.settings import PP_LAYERS, WorkerSettings
-from shared.runtime.logs import configure_logs
+from shared.runtime.logs import LogTail, configure_logs
 
 
 def main() -> None:
     """Read the settings and serve until SIGTERM."""
     settings = WorkerSettings.load()
-    configure_logs("worker", settings.log_level)
+    tail = LogTail()
+    configure_logs("worker", settings.log_level, tail)
     _prepare_environment(settings)
     from services.worker.app import create_app
     from shared.runtime.http import serve
 
-    serve(create_app(settings), settings.host, settings.http_port)
+    serve(create_app(settings, tail), settings.host, settings.http_port)
 
 
 def _prepare_environment(settings: WorkerSettings) -> None:
     """Before torch or vLLM are imported. Unbound threads: vLLM would put every instance on the first cores."""
+    os.environ.pop("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", None)  # has vLLM's ranks make traces of their own
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would count before `kv_cache_bytes`
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))

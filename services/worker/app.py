@@ -11,11 +11,14 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Query, Response
+from prometheus_client import CollectorRegistry
 
 from services.worker.chunk_size import ChunkSize
+from services.worker.details import Details, routes
 from services.worker.engines.base import Engine, EngineInfo
 from services.worker.engines.cache_events import CacheSink
 from services.worker.engines.policies import CurrentRates
+from services.worker.finishing import finish
 from services.worker.handlers import handlers
 from services.worker.jobs.codecs import Codecs
 from services.worker.jobs.decode import DecodeService
@@ -26,18 +29,21 @@ from services.worker.kv.control import DirectControl, KvControl, SocketControl
 from services.worker.kv.events import KvEvents
 from services.worker.kv.ledger import ExportLedger
 from services.worker.kv.port import ConnectorPort, KvPort
+from services.worker.listening import listen
 from services.worker.live_rates import LEARN_S, KnownRates, LiveRates
 from services.worker.metrics import WorkerMetrics
 from services.worker.policies import FollowedPolicies
 from services.worker.prefixes.feed import PrefixFeed
 from services.worker.settings import WorkerSettings
 from services.worker.telemetry import HEARTBEAT_S, Telemetry
-from shared.domain.instance import ClusterView, InstanceInfo
+from services.worker.transfer_metrics import TransferMetrics
+from shared.domain.instance import InstanceInfo
 from shared.domain.kv import KvHandle, default_staging
 from shared.runtime.http import service_app
-from shared.runtime.logs import get_log
+from shared.runtime.logs import LogTail, get_log
 from shared.runtime.tasks import Background, background
-from shared.wire.broadcast import Publisher, Subscriber
+from shared.runtime.tracing import tracing
+from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.methods import PREFIXES
 from shared.wire.rpc_server import RpcServer
@@ -56,6 +62,8 @@ class Instance:
     engine: Engine
     policies: FollowedPolicies
     chunk_size: ChunkSize
+    transfers: TransferMetrics
+    details: Details
 
     def describe(self) -> dict[str, Any]:
         """As JSON, as it is right now."""
@@ -63,7 +71,7 @@ class Instance:
             "info": msgspec.to_builtins(self.telemetry.info),
             "role": self.roles.role.value,
             "draining": self.roles.draining,
-            "load": msgspec.to_builtins(self.telemetry.load()),
+            "load": msgspec.structs.asdict(self.telemetry.load()),
             "flips": self.roles.flips,
             "refused": self.telemetry.refused,
             "chunk_size": self.chunk_size.describe(),
@@ -71,12 +79,13 @@ class Instance:
         }
 
 
-def create_app(settings: WorkerSettings) -> FastAPI:
-    """The HTTP side; its lifespan is the instance."""
+def create_app(settings: WorkerSettings, tail: LogTail | None = None) -> FastAPI:
+    """The HTTP side; its lifespan is the instance. `tail` keeps the newest lines of its log."""
+    registry = CollectorRegistry()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with running(settings) as instance:
+        async with running(settings, registry) as instance:
             app.state.instance = instance
             yield
 
@@ -85,7 +94,10 @@ def create_app(settings: WorkerSettings) -> FastAPI:
         step_s = running.engine.step_s
         return f"the engine's step has lasted {step_s:.0f} s" if step_s > settings.hang_s else ""
 
-    app = service_app("worker", lifespan, trouble=trouble)
+    app = service_app(
+        "worker", lifespan, registry, trouble, lambda: app.state.instance.telemetry.unready, token=settings.token()
+    )
+    app.include_router(routes(lambda request: request.app.state.instance.details, tail or LogTail()))
 
     @app.get("/instance")
     async def instance() -> dict[str, Any]:
@@ -106,15 +118,14 @@ def create_app(settings: WorkerSettings) -> FastAPI:
 
 
 @asynccontextmanager
-async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
-    """Start in the order of need; stop in reverse."""
+async def running(settings: WorkerSettings, registry: CollectorRegistry) -> AsyncIterator[Instance]:
+    """Start in the order of need; stop in reverse. `registry`: of its metrics."""
     generation = time.time_ns()
     async with AsyncExitStack() as stack:
         curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
         sockets = Sockets(curve)
         stack.callback(sockets.close)
-        roles = RoleState(settings.role)
-        known, prefixes = KnownRates(), PrefixFeed(generation)
+        roles, known, prefixes = RoleState(settings.role), KnownRates(), PrefixFeed(generation)
         engine, engine_info, kv = await _start_engine(settings, generation, known.step, prefixes.take, stack)
         tasks = await stack.enter_async_context(background())
         kv.start(tasks)
@@ -124,16 +135,23 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
         dispatcher = Dispatcher(_seed(settings, generation))
         codecs = Codecs(lambda: rates.of(info), dispatcher, settings.lossy_kv)
         prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens)
-        decode = DecodeService(engine, kv, roles, rates.transferred)
+        transfers = TransferMetrics(registry, rates.transferred)
+        decode = DecodeService(engine, kv, roles, transfers.ended)
 
         async def release_of(peer: bytes) -> None:
             await kv.release_of(peer)
             await decode.drop_of(peer)
 
+        answers = handlers(prefill, decode, roles, kv)
+        tracer = await stack.enter_async_context(tracing(settings.tracing, "worker", settings.instance_id, registry))
+        if tracer is not None:
+            from services.worker.tracing import traced
+
+            answers = traced(answers, tracer, settings.instance_id, lambda: rates.chunk.tokens)
         server = RpcServer(
             sockets,
             settings.address(settings.rpc_port),
-            {**handlers(prefill, decode, roles, kv), PREFIXES: prefixes.prefixes},
+            {**answers, PREFIXES: prefixes.prefixes},
             on_peer_gone=lambda peer: tasks.start("release what a gone peer held", release_of(peer)),
         )
         await stack.enter_async_context(server)
@@ -142,9 +160,11 @@ async def running(settings: WorkerSettings) -> AsyncIterator[Instance]:
             settings, info, roles, engine, kv, prefill, decode, rates, policies, dispatcher, sockets, stack, tasks
         )
         stack.push_async_callback(telemetry.leave)
-        WorkerMetrics(info, telemetry, roles, engine, server, dispatcher)
+        stack.push_async_callback(finish, roles, kv, settings.drain_s)
+        WorkerMetrics(info, settings.served_name, telemetry, roles, engine, kv, server, dispatcher, registry)
         log.info("instance is ready", instance_id=info.instance_id, role=roles.role.value, engine=settings.engine)
-        yield Instance(info, telemetry, roles, engine, policies, rates.chunk)
+        details = Details(telemetry, rates, engine, prefixes)
+        yield Instance(info, telemetry, roles, engine, policies, rates.chunk, transfers, details)
 
 
 def _seed(settings: WorkerSettings, generation: int) -> int | str:
@@ -204,6 +224,7 @@ def _connector_config(settings: WorkerSettings, generation: int, events: str, co
         "inbox_bytes": settings.inbox_bytes,
         "lease_s": settings.lease_s,
         "connections": settings.kv_connections,
+        "nixl_trusted": settings.kv_nixl_trusted,
         "pull_timeout_s": settings.pull_timeout_s,
         "lossy": settings.lossy_kv,
         "curve_public": settings.curve_public,
@@ -240,7 +261,6 @@ def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int
 
 
 def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int) -> InstanceInfo:
-    host = settings.advertise_host or settings.host
     info = InstanceInfo(
         instance_id=settings.instance_id,
         generation=generation,
@@ -254,7 +274,7 @@ def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int
         max_model_len=engine.max_model_len,
         chunk_size=settings.step_tokens,
         rpc=settings.address(settings.rpc_port),
-        http=f"http://{host}:{settings.http_port}",
+        http=f"http://{settings.advertise_host or settings.host}:{settings.http_port}",
         kv_endpoints=settings.kv_endpoints,
         max_seqs=settings.max_seqs,
         rates=engine.rates,
@@ -283,18 +303,12 @@ async def _telemetry(
     stack: AsyncExitStack,
     tasks: Background,
 ) -> Telemetry:
-    publisher = Publisher(sockets, settings.heartbeat_address, bind=False)
+    publisher = Publisher(sockets, settings.heartbeat_address)
     stack.callback(publisher.close)
-    monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url))
+    monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
     telemetry = Telemetry(info, roles, engine, kv, prefill, decode, rates, policies, publisher, monitor)
 
-    def broadcast(view: ClusterView) -> None:
-        dispatcher.update(view)
-        policies.hear(view.policies)
-        telemetry.seen(view)
-
-    subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, broadcast)
-    stack.callback(subscriber.close)
+    listen(sockets, settings, telemetry, policies, dispatcher, roles, stack, tasks)
     tasks.every("rates", LEARN_S, rates.learn)
     tasks.every("heartbeat", HEARTBEAT_S, telemetry.beat)
     tasks.every("registration", HEARTBEAT_S, telemetry.keep_registered)

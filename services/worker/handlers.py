@@ -21,9 +21,11 @@ def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, k
     """Those of jobs and of operations."""
 
     async def drain(request: DrainRequest, _: ServerCall) -> DrainReply:
+        roles.obey(request.epoch)
         return await roles.drain(request.timeout_s)
 
     async def flip(request: FlipRequest, _: ServerCall) -> FlipReply:
+        roles.obey(request.epoch)
         return roles.flip(request.role)
 
     async def predicted(said: Predicted, _: ServerCall) -> None:
@@ -34,7 +36,8 @@ def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, k
         decode.forget(request.transfer_ids)
         await kv.release(request.transfer_ids)
 
-    async def resume(_: ResumeRequest, __: ServerCall) -> None:
+    async def resume(request: ResumeRequest, _: ServerCall) -> None:
+        roles.obey(request.epoch)
         roles.resume()
 
     return {

@@ -39,7 +39,7 @@ class LiveRates:
         steps: StepLog,
         use_chunk: Callable[[int], None] = lambda _: None,
     ) -> None:
-        start = info.rates.step or catalogue_steps(settings)
+        self.start = start = info.rates.step or catalogue_steps(settings)
         self.current = msgspec.structs.replace(info.rates, step=start)
         self._steps = steps
         self._stages = settings.pipeline_parallel  # as many batches are in flight: a step has that share of the decodes

@@ -1,72 +1,121 @@
-"""The worker's metrics, read when somebody asks; names are vLLM's where it has one."""
+"""The worker's metrics, read when somebody asks; names are vLLM's where it has one, with its labels and meaning.
+
+No series says which instance it is of: that is the target's label, as service discovery gives it.
+"""
 
 from collections.abc import Iterator
 
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.worker.engines.base import Engine
+from services.worker.engines.base import Engine, EngineStats
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.roles import RoleState
+from services.worker.kv.port import KvPort
 from services.worker.telemetry import Telemetry
-from shared.domain.instance import InstanceInfo
+from shared.domain.instance import InstanceInfo, InstanceLoad, Role
 from shared.wire.rpc_server import RpcServer
+
+_VLLM = ("model_name", "engine")  # the only engine of its process is 0
 
 
 class WorkerMetrics(Collector):
-    """Collects from the live objects; registers itself."""
+    """Collects from the live objects; registers itself. `model`: the name by which clients ask for it."""
 
     def __init__(
         self,
         info: InstanceInfo,
+        model: str,
         telemetry: Telemetry,
         roles: RoleState,
         engine: Engine,
+        kv: KvPort,
         server: RpcServer,
         dispatcher: Dispatcher,
-        registry: CollectorRegistry = REGISTRY,
+        registry: CollectorRegistry,
     ) -> None:
         self._info = info
+        self._model = model
         self._telemetry = telemetry
         self._roles = roles
         self._engine = engine
+        self._kv = kv
         self._server = server
         self._dispatcher = dispatcher
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """One scrape."""
-        load, total = self._telemetry.load(), max(1, self._info.total_blocks)
+        load = self._telemetry.load()
+        yield from self._of_engine(load, self._engine.stats())
+        yield from self._of_instance(load)
+        yield from self._counted()
+        info = {
+            "model_name": self._model,
+            "accelerator": self._info.accelerator,
+            "emulated": str(self._info.compatibility.engine == "emulated").lower(),
+            "engine": self._info.compatibility.engine,
+            "engine_version": self._info.compatibility.engine_version,
+            "dtype": self._info.dtype,
+            "tensor_parallel": str(self._info.tensor_parallel),
+            "pipeline_parallel": str(self._info.pipeline_parallel),
+        }
+        told = GaugeMetricFamily("polyphase_instance_info", "What the instance is; always 1.", labels=list(info))
+        told.add_metric(list(info.values()), 1.0)
+        yield told
+
+    def _of_engine(self, load: InstanceLoad, stats: EngineStats) -> Iterator[Metric]:
+        labels = (self._model, "0")
+        used = 1 - load.free_blocks / max(1, self._info.total_blocks)
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests that the engine steps.", load.running),
+            ("vllm:num_requests_waiting", "Requests in the engine's queue, KV waiters included.", load.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=_VLLM)
+            gauge.add_metric(labels, float(value))
+            yield gauge
+        for name, text, value in (
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.hit_tokens),
+            ("vllm:num_preemptions", "How often a request lost its KV blocks, and began again.", stats.preemptions),
+        ):
+            counter = CounterMetricFamily(name, text, labels=_VLLM)
+            counter.add_metric(labels, float(value))
+            yield counter
+
+    def _of_instance(self, load: InstanceLoad) -> Iterator[Metric]:
         gauges = {
-            "vllm:num_requests_running": ("Requests the engine steps.", load.running),
-            "vllm:num_requests_waiting": ("Requests in the engine's queue, KV waiters included.", load.waiting),
-            "vllm:kv_cache_usage_perc": ("Share of KV blocks in use, 0 to 1.", 1 - load.free_blocks / total),
-            "polyphase_queued_prefill_tokens": ("Prompt tokens not yet computed.", load.queued_prefill_tokens),
-            "polyphase_decoding": ("Decode jobs accepted and not finished.", load.decoding),
-            "polyphase_staged_bytes": ("KV that waits for an importer.", load.staged_bytes),
-            "polyphase_chunk_size": ("Tokens of a step, prefill and decode together.", self._telemetry.info.chunk_size),
-            "polyphase_inflight": ("Jobs accepted and not finished.", load.inflight),
-            "polyphase_draining": ("1 while draining.", float(self._roles.draining)),
+            "queued_prefill_jobs": ("Jobs whose prompt is not computed yet.", load.queued_prefill),
+            "queued_prefill_tokens": ("Prompt tokens not yet computed.", load.queued_prefill_tokens),
+            "decode_jobs": ("Decode jobs accepted and not finished.", load.decoding),
+            "heavy_decode_jobs": ("Of those, predicted long.", load.heavy_decodes),
+            "decode_context_tokens": ("Context of the decode jobs.", load.context_tokens),
+            "inflight_jobs": ("Jobs accepted and not finished.", load.inflight),
+            "kv_blocks": ("KV blocks of the engine's cache.", self._info.total_blocks),
+            "staged_bytes": ("KV that waits for an importer.", load.staged_bytes),
+            "inbound_bytes": ("KV on its way here.", load.inbound_bytes),
+            "chunk_tokens": ("Tokens that a step may hold.", self._telemetry.info.chunk_size),
+            "draining": ("1 while it takes no new jobs.", float(self._roles.draining)),
         }
         for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(name, text, value=float(value))
-        role = GaugeMetricFamily("polyphase_role", "The present role.", labels=["role"])
-        role.add_metric([self._roles.role.value], 1.0)
+            yield GaugeMetricFamily(f"polyphase_instance_{name}", text, value=float(value))
+        role = GaugeMetricFamily("polyphase_instance_role", "1 for the present role, 0 for the other.", labels=["role"])
+        for each in Role:
+            role.add_metric([each.value], float(self._roles.role is each))
         yield role
-        stats = self._engine.stats()
-        queried, hit = "Prompt tokens looked up in the prefix cache.", "Prompt tokens found in the prefix cache."
-        yield CounterMetricFamily("vllm:prefix_cache_queries", queried, value=float(stats.prompt_tokens))
-        yield CounterMetricFamily("vllm:prefix_cache_hits", hit, value=float(stats.hit_tokens))
-        preempted = "How often a request lost its KV blocks to others, and began again."
-        yield CounterMetricFamily("vllm:num_preemptions", preempted, value=float(stats.preemptions))
-        yield CounterMetricFamily("polyphase_flips", "Role flips.", value=float(self._roles.flips))
-        yield _counter("polyphase_rpc_dropped", "RPC input dropped, by cause.", "cause", self._server.dropped)
-        yield _counter("polyphase_dispatched", "Jobs dispatched, by instance.", "instance", self._dispatcher.choices)
 
-
-def _counter(name: str, text: str, label: str, counts: dict[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for key, value in counts.items():
-        family.add_metric([key], float(value))
-    return family
+    def _counted(self) -> Iterator[Metric]:
+        for name, text, value in (
+            ("instance_flips", "Role flips.", self._roles.flips),
+            ("instance_dispatched_jobs", "Jobs sent on to instances of its choice.", self._dispatcher.dispatched),
+            ("kv_nixl_failures", "Pairs that both have NIXL and had to go on over TCP.", self._kv.nixl_failures),
+        ):
+            yield CounterMetricFamily(f"polyphase_{name}", text, value=float(value))
+        dropped = CounterMetricFamily(
+            "polyphase_wire_dropped", "Messages dropped, by socket and cause.", labels=["socket", "cause"]
+        )
+        for cause, count in self._server.dropped.items():
+            dropped.add_metric(["rpc", cause], float(count))
+        yield dropped

@@ -7,7 +7,7 @@ from pydantic_settings import SettingsConfigDict
 
 from shared.cost.network_file import LinkEntry
 from shared.domain.instance import Role
-from shared.runtime.settings import ServiceSettings
+from shared.runtime.settings import TracedSettings
 
 PP_LAYERS = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable
 
@@ -23,7 +23,7 @@ def _chunk_size(said: object) -> object:
 ChunkSetting = Annotated[int | Literal["auto"], PlainValidator(_chunk_size)]
 
 
-class WorkerSettings(ServiceSettings):
+class WorkerSettings(TracedSettings):
     """One instance: what it runs, where it listens, whom it reports to. Prefix `POLYPHASE_WORKER_`."""
 
     model_config = SettingsConfigDict(
@@ -41,6 +41,7 @@ class WorkerSettings(ServiceSettings):
     http_port: int
     kv_port: int  # the first of one port a rank
     advertise_host: str = ""  # what peers connect to, when it is not `host`
+    served_model_name: str = ""  # the gateway's, for metrics; empty: `model`
 
     monitor_url: str
     heartbeat_address: str
@@ -59,12 +60,18 @@ class WorkerSettings(ServiceSettings):
     stage_accelerators: tuple[str, ...] = ()  # of each stage, in order, where they differ from `accelerator`
     node: str = ""  # where it stands in the cluster file's `network`
     threads: int = Field(1, gt=0)
+    async_scheduling: bool | None = None  # the next step is scheduled while one computes; None: on GPUs, as vLLM can
     engine_args: dict[str, Any] = {}  # passed on to vLLM's EngineArgs
+    # Told to end it takes no new jobs, and ends when those it has are done and their KV was fetched, or after so long.
+    drain_s: float = Field(0.0, ge=0)
     hang_s: float = Field(60.0, gt=0)  # an engine whose step lasts longer hangs: the instance is not healthy
 
     staging_bytes: int | None = Field(None, gt=0)  # of each rank; None: by its KV, see `default_staging`
     inbox_bytes: int = Field(256 << 20, gt=0)
-    kv_transport: Literal["tcp", "zeromq"] = "tcp"  # of what it exports; every instance imports by each
+    # tcp, zeromq: of what it exports; every instance imports by each. nixl: what it exports to and imports from others
+    # that say so, too, is read from memory; with everybody else it is as tcp.
+    kv_transport: Literal["tcp", "zeromq", "nixl"] = "tcp"
+    kv_nixl_trusted: bool = False  # the networks that UCX uses reach nobody but this cluster: NIXL between hosts
     kv_connections: int = Field(1, ge=1, le=16)  # to each exporter's rank, for imports of 8 MB and more
     lease_s: float = Field(30.0, gt=0)
     pull_timeout_s: float = Field(10.0, gt=0)
@@ -89,6 +96,10 @@ class WorkerSettings(ServiceSettings):
     def _servable(self) -> Self:
         if "pipeline_parallel_size" in self.engine_args:
             raise ValueError("engine_args: pipeline_parallel_size: it is a setting of its own, `pipeline_parallel`")
+        if "async_scheduling" in self.engine_args:
+            raise ValueError("engine_args: async_scheduling: it is a setting of its own, `async_scheduling`")
+        if "otlp_traces_endpoint" in self.engine_args:
+            raise ValueError("engine_args: otlp_traces_endpoint: vLLM's traces would be beside ours: use `tracing`")
         if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel:
             stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
             raise ValueError(f"pipeline_layers: {len(self.pipeline_layers)} stages, not the {stages}")
@@ -98,6 +109,11 @@ class WorkerSettings(ServiceSettings):
         if self.chunk_size == "auto" and not self.engine_args.get("enable_chunked_prefill", True):
             raise ValueError("chunk_size: auto: `engine_args` turn chunked prefill off, so a prompt has to fit a step")
         return self
+
+    @property
+    def served_name(self) -> str:
+        """Of the model, as clients ask for it."""
+        return self.served_model_name or self.model
 
     @property
     def step_tokens(self) -> int:
@@ -122,5 +138,5 @@ class WorkerSettings(ServiceSettings):
     def kv_endpoints(self) -> tuple[str, ...]:
         """One address a rank: those of the first pipeline stage, then of the next. Its scheme is the transport."""
         addresses = (self.address(self.kv_port + rank) for rank in range(self.ranks))
-        scheme = "kv" if self.kv_transport == "tcp" else "tcp"
+        scheme = {"tcp": "kv", "zeromq": "tcp", "nixl": "nixl"}[self.kv_transport]
         return tuple(f"{scheme}://{each.partition('://')[2]}" for each in addresses)

@@ -1,6 +1,8 @@
-"""What an instance tells the monitor: who it is, once and whenever the monitor forgot; how busy it is, every 100 ms."""
+"""What an instance tells the monitor: who it is, once and whenever the monitor forgot; how busy it is."""
 
 import time
+
+import msgspec
 
 from services.worker.engines.base import Engine
 from services.worker.jobs.decode import DecodeService
@@ -9,7 +11,8 @@ from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
 from services.worker.live_rates import LiveRates
 from services.worker.policies import FollowedPolicies
-from shared.domain.instance import ClusterView, InstanceInfo, InstanceLoad
+from shared.domain.instance import InstanceInfo, InstanceLoad
+from shared.domain.policies import PolicySet
 from shared.errors import Incompatible, PolyphaseError
 from shared.runtime.logs import get_log
 from shared.wire.broadcast import Publisher
@@ -18,7 +21,8 @@ from shared.wire.messages import Heartbeat
 
 log = get_log(__name__)
 HEARTBEAT_S = 0.1
-_FORGOTTEN_S = 0.5  # so long without seeing ourselves in a broadcast, and we register again
+SAME_S = 0.25  # so often the same is told again: the monitor takes who says nothing for 0.8 s for unresponsive
+UNHEARD_S = 5.0  # so long without a word of the monitor, and it is asked: it says something every two seconds
 
 
 class Telemetry:
@@ -48,7 +52,10 @@ class Telemetry:
         self._publisher = publisher
         self._monitor = monitor
         self._leaving = False
-        self._seen_s = 0.0
+        self._known = False  # to the monitor, as far as it has said
+        self._heard_mono = 0.0  # when it said anything last
+        self._told: Heartbeat | None = None
+        self._told_mono = 0.0
         self.refused = ""
         self._trouble = ""
 
@@ -56,6 +63,13 @@ class Telemetry:
     def info(self) -> InstanceInfo:
         """Who this instance is, with the rates and the chunk size that it has by now."""
         return self._rates.of(self._info)
+
+    @property
+    def unready(self) -> str:
+        """Why nobody gives this instance work; empty: it may get some. A monitor that is away later is no reason."""
+        if not self._known:
+            return f"the monitor does not know it: {self.refused or self._trouble or 'not registered yet'}"
+        return "it is draining" if self._roles.draining or self._leaving else ""
 
     def load(self) -> InstanceLoad:
         """The present load."""
@@ -86,37 +100,44 @@ class Telemetry:
             log.info("could not take leave", reason=error.message)
 
     def beat(self) -> None:
-        """Publish one heartbeat."""
+        """Publish a heartbeat, if there is news or the last one is a while ago."""
         if self._leaving:
             return
-        now, who = time.time(), self._info
-        rates = self._rates.news(now)
-        self._publisher.publish(
-            Heartbeat(
-                who.instance_id,
-                who.generation,
-                self._roles.role,
-                self._roles.draining,
-                self.load(),
-                rates,
-                self._policies.revision,
-                self._policies.trouble,
-                self._rates.chunk.tokens,
-            )
+        who, now_mono = self._info, time.monotonic()
+        beat = Heartbeat(
+            who.instance_id,
+            who.generation,
+            self._roles.role,
+            self._roles.draining,
+            self.load(),
+            self._rates.news(time.time()),
+            self._policies.revision,
+            self._policies.trouble,
+            self._rates.chunk.tokens,
         )
+        if now_mono - self._told_mono < SAME_S and _alike(beat, self._told):
+            return
+        self._told, self._told_mono = beat, now_mono
+        self._publisher.publish(beat)
 
-    def seen(self, view: ClusterView) -> None:
-        """Note whether a broadcast knows this very process."""
-        known = view.of(self._info.instance_id)
-        if known is not None and known.info.generation == self._info.generation:
-            self._seen_s = time.monotonic()
+    def heard(self, _: PolicySet) -> None:
+        """The monitor has said something."""
+        self._heard_mono = time.monotonic()
+
+    def stranger(self, generation: int) -> None:
+        """The monitor does not know the process of this instance that has that generation."""
+        self._heard_mono = time.monotonic()
+        if generation == self._info.generation:
+            self._known = False
 
     async def keep_registered(self) -> None:
-        """Register unless the monitor's broadcasts show that it knows us. A refusal is kept and tried again."""
-        if self._leaving or time.monotonic() - self._seen_s < _FORGOTTEN_S:
+        """Register unless the monitor knows us, or if it has been silent. A refusal is kept and tried again."""
+        now_mono = time.monotonic()
+        if self._leaving or (self._known and now_mono - self._heard_mono < UNHEARD_S):
             return
         try:
             await self._monitor.register(self.info, self._roles.role)
+            self._known, self._heard_mono = True, now_mono
             self.refused = self._trouble = ""
         except Incompatible as error:
             if self.refused != error.message:
@@ -126,3 +147,11 @@ class Telemetry:
             if self._trouble != error.message:  # ten tries a second, one line
                 log.warning("registration failed; trying on", reason=error.message)
             self._trouble = error.message
+
+
+def _alike(beat: Heartbeat, told: Heartbeat | None) -> bool:
+    """Whether it says nothing that was not told: loads carry the time at which they were taken."""
+    if told is None or beat.rates is not None:
+        return False
+    load = msgspec.structs.replace(beat.load, time_s=told.load.time_s)
+    return msgspec.structs.replace(beat, load=load, rates=told.rates) == told

@@ -9,7 +9,7 @@ from services.worker.engines.policies import EnginePolicies
 from services.worker.engines.step_log import StepLog
 from shared.domain.instance import Compatibility
 from shared.domain.job import Generation, JobView, LengthPrediction
-from shared.domain.kv import KvHandle
+from shared.domain.kv import Codec, KvHandle
 from shared.domain.rates import Rates
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError
 from shared.policy.prefill_order import WaitingJob
@@ -31,8 +31,9 @@ class EngineRequest(msgspec.Struct, frozen=True):
     """Tokens in.
 
     `job` is what the engine's policies know of it. With `export_to` set, KV of the prompt is staged under that transfer
-    id while it is computed; with `import_from` set, KV of the first `import_from.tokens` prompt tokens is pulled
-    instead of computed. `first_token_only` makes the engine stop after one token, whatever the sampling parameters say:
+    id while it is computed, coded by `export_codec` already where that is lossy and a device has the KV; with
+    `import_from` set, KV of the first `import_from.tokens` prompt tokens is pulled instead of computed.
+    `first_token_only` makes the engine stop after one token, whatever the sampling parameters say:
     it does not decode here. The engine calls on its own thread: `has_room` when it is the next, whether it may enter
     now, which from then on it may; `entered` whenever it leaves the line of those that wait.
     """
@@ -44,6 +45,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     max_tokens: int
     first_token_only: bool = False
     export_to: str = ""
+    export_codec: Codec = Codec.RAW
     import_from: KvHandle | None = None
     has_room: Callable[[], bool] = _always
     entered: Callable[[], None] = _nothing

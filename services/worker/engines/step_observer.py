@@ -21,45 +21,61 @@ class StepObserver:
     """`began` and `ended` around each turn of the engine's loop, on the engine's thread; costs some microseconds.
 
     What a step computes is known to the scheduler alone, so its `schedule` is wrapped to see what it returns, and its
-    `update_from_output` to see when that is done: with pipeline stages some turns later, as others are under way. A
-    step lasts from the beginning of the turn that scheduled it to the end of the one that has its tokens.
+    `update_from_output` to see when that is done: with pipeline stages or asynchronous scheduling some turns later, as
+    others are under way. A step lasts until the end of the turn that has its tokens: from the beginning of the turn
+    that scheduled it, or, where that was while all stages had work, from the end of the step that made room for it.
+    Where the engine's thread computes by itself, a step is done in the turn that schedules it, whenever its tokens are
+    fetched.
     """
 
-    def __init__(self, scheduler: Any, log: StepLog, *, own_cpu: bool) -> None:
+    def __init__(self, scheduler: Any, log: StepLog, *, own_cpu: bool, stages: int = 1) -> None:
+        """own_cpu: the calling thread computes, rather than processes or a device elsewhere. stages: so many steps are
+        computed at once, others wait.
+        """
         self._log = log
-        self._own_cpu = own_cpu  # whether the calling thread computes, rather than processes or a device elsewhere
+        self._own_cpu = own_cpu
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         self._under_way: deque[_Batch] = deque()  # without those that compute nothing
         self._done: list[_Batch] = []
+        self._ends_s: deque[float] = deque([0.0] * stages, maxlen=stages)  # of the last steps
+        self._fetched = False
         self._began_s = self._cpu_s = 0.0
         scheduler.schedule, scheduler.update_from_output = self._scheduled, self._updated
 
     def _scheduled(self, *args: Any, **kwargs: Any) -> Any:
         plan = self._schedule(*args, **kwargs)
         if plan.total_num_scheduled_tokens:
-            self._under_way.append(_Batch(plan, self._began_s, self._cpu_s))
+            self._under_way.append(batch := _Batch(plan, self._began_s, self._cpu_s))
+            if self._own_cpu:
+                self._done.append(batch)
         return plan
 
     def _updated(self, plan: Any, *args: Any, **kwargs: Any) -> Any:
         if self._under_way and self._under_way[0].plan is plan:  # they end in the order in which they began
-            self._done.append(self._under_way.popleft())
+            self._fetched = True
+            batch = self._under_way.popleft()
+            if not self._own_cpu:
+                self._done.append(batch)
         return self._update(plan, *args, **kwargs)
 
     @property
     def idle(self) -> bool:
         """Whether nothing was computed in the last turn."""
-        return not self._under_way and not self._done
+        return not self._under_way and not self._fetched
 
     def began(self) -> None:
         """A turn of the loop begins."""
         self._done.clear()
+        self._fetched = False
         self._cpu_s = time.thread_time() if self._own_cpu else 0.0
         self._began_s = time.perf_counter()
 
     def ended(self) -> None:
         """The turn's tokens are on their way; a turn in which nothing was computed leaves no record."""
         for batch in self._done:
-            seconds = time.perf_counter() - batch.began_s
+            now = time.perf_counter()
+            seconds = now - max(batch.began_s, self._ends_s[0])
+            self._ends_s.append(now)
             cpu_s = time.thread_time() - batch.cpu_s if self._own_cpu else 0.0
             self._log.add(seconds, cpu_s, *batch_of(batch.plan))
 

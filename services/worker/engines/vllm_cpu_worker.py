@@ -1,5 +1,6 @@
 """vLLM's CPU worker, which survives a seeded request whose prompt takes several steps, and soon sleeps when idle."""
 
+from contextlib import nullcontext
 from typing import Any
 
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
@@ -17,6 +18,13 @@ class SeededCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped here
     vLLM 0.32 samples such rows too, drops the token, and winds the request's generator back by an offset, which a CPU
     generator does not have: the engine died of it.
     """
+
+    def init_device(self) -> None:
+        """As vLLM, also with asynchronous scheduling."""
+        from services.worker.engines.vllm_cpu_async import stand_ins
+
+        with stand_ins() if self.scheduler_config.async_scheduling else nullcontext():
+            super().init_device()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As vLLM, with those rows drawn from everybody's generator."""

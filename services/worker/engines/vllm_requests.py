@@ -29,7 +29,9 @@ class CoreRequests:
         extra = dict(params.extra_args or {})
         extra.pop("kv_transfer_params", None)  # only we may set them
         if request.export_to:
-            extra["kv_transfer_params"] = {"export": {"transfer_id": request.export_to}}
+            extra["kv_transfer_params"] = {
+                "export": {"transfer_id": request.export_to, "codec": request.export_codec.value}
+            }
         elif request.import_from is not None:
             extra["kv_transfer_params"] = {"import": msgspec.to_builtins(request.import_from)}
         params.extra_args = extra or None

@@ -150,12 +150,13 @@ class SchedulerSeam:
         tpot_s = inf
         for request in self._scheduler.running:
             computed, asked = request.num_computed_tokens, self._request_of(request)
-            if request.num_tokens_with_spec <= computed:
-                continue  # in a batch that some pipeline stage has: it has no part in the coming step
-            if computed < request.num_tokens - 1 or not asked.decodes:
+            left = self._left(request)
+            if left <= 0:
+                continue  # all of it is under way: it has no part in the coming step
+            if left > 1 + len(request.spec_token_ids) or not asked.decodes:
                 before = max(before, computed)
                 continue
-            needed += request.num_tokens_with_spec - computed
+            needed += left
             decodes += 1
             context += computed
             tpot_s = min(tpot_s, asked.job.slo.tpot_s)
@@ -163,6 +164,17 @@ class SchedulerSeam:
             if request.num_computed_tokens < request.num_tokens - 1:
                 before = max(before, request.num_computed_tokens)
         return needed, StepLoad(decodes, context, tpot_s, before)
+
+    def _left(self, request: Request) -> int:
+        """Tokens that the coming step may compute of one that runs, as vLLM's scheduler counts them: with those that
+        steps under way will give, of which nobody knows yet what they are.
+        """
+        computed, unknown = request.num_computed_tokens, request.num_output_placeholders
+        if unknown and computed + 2 - unknown >= request.num_prompt_tokens + request.max_tokens:
+            return 0  # a step under way gives its last token
+        if self._scheduler.current_step + 1 < request.next_decode_eligible_step:
+            return 0  # another pipeline stage has it
+        return int(min(request.num_tokens_with_spec + unknown, self._scheduler.max_model_len - 1) - computed)
 
     def _request_of(self, request: Request) -> EngineRequest:
         return self._requests[request.request_id]
@@ -174,7 +186,8 @@ class SchedulerSeam:
             asked = self._request_of(request)
             holds = request.status in _HOLDING or request.num_computed_tokens > 0  # else it waits for its grammar
             if asked.decodes and holds:
-                found.append(Decoding(asked.job, len(asked.prompt_token_ids), request.num_tokens))
+                tokens = request.num_tokens + request.num_output_placeholders
+                found.append(Decoding(asked.job, len(asked.prompt_token_ids), tokens))
         return found
 
     def _blocks(self) -> Blocks:

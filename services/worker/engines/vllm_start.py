@@ -39,7 +39,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
         "max_num_seqs": s.max_seqs,
         "kv_cache_memory_bytes": s.kv_cache_bytes,
         "enforce_eager": s.accelerator == "cpu",
-        "async_scheduling": False,
+        "async_scheduling": s.async_scheduling,  # None: as vLLM has it, which is on unless something speaks against it
         "worker_cls": CPU_WORKER if current_platform.is_cpu() else "auto",
         "kv_events_config": kv_events,
         "kv_transfer_config": KVTransferConfig(
@@ -50,7 +50,20 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
             kv_connector_extra_config=kv_config,
         ),
     }
-    return EngineArgs(**{**arguments, **s.engine_args}).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    arguments |= s.engine_args
+    config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if arguments["async_scheduling"] and current_platform.is_cpu():
+        overlap_on_cpu(config)
+    return config
+
+
+def overlap_on_cpu(config: VllmConfig) -> None:
+    """Have the next step scheduled while the last one's tokens are still to be fetched, which vLLM turns off on CPUs:
+    see `vllm_cpu_async`. Raises ValueError where its CPU backend cannot.
+    """
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError("async_scheduling: vLLM's CPU backend cannot with pipeline stages")
+    config.scheduler_config.async_scheduling = True
 
 
 def engine_info(settings: WorkerSettings, config: VllmConfig, blocks: int) -> EngineInfo:

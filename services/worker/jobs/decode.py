@@ -27,6 +27,7 @@ class _Decode:
     context_tokens: int
     uncomputed: int
     started: bool = False
+    told: bool = False  # how its KV came here
 
 
 class DecodeService:
@@ -128,6 +129,8 @@ class DecodeService:
             del self._active[request_id]
             self._engine.abort(request_id)
             if request.handle is not None:
+                if job.started and not job.told and (report := self._kv.known_report(request.handle.transfer_id)):
+                    self._on_transfer(request.handle, report)  # its client has enough, or is gone
                 self._kv.forget(request.handle.transfer_id)
 
     async def _run(self, request_id: str, job: _Decode, call: ServerCall) -> DecodeReply:
@@ -154,12 +157,14 @@ class DecodeService:
         ended_s = time.time()
         if (error := failure(request.job.job_id, last)) is not None:
             raise error
-        return DecodeReply(await self._transfer(request.handle), queued_s, started_s, ended_s)
+        return DecodeReply(await self._transfer(job), queued_s, started_s, ended_s)
 
-    async def _transfer(self, handle: KvHandle | None) -> TransferReport:
+    async def _transfer(self, job: _Decode) -> TransferReport:
+        handle = job.request.handle
         if handle is None:
             return TransferReport(TransferOutcome.LOCAL)
         report = await self._kv.import_report(handle.transfer_id)
+        job.told = True
         self._on_transfer(handle, report)
         return report
 

@@ -14,7 +14,7 @@ from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
 from shared.domain.instance import Role
 from shared.domain.job import JobView
-from shared.domain.kv import KvHandle
+from shared.domain.kv import Codec, KvHandle
 from shared.domain.prompt import unpacked
 from shared.domain.route import InstanceRef, Reason
 from shared.errors import Unavailable
@@ -107,12 +107,16 @@ class PrefillService:
     async def _run(self, job: _Prefill) -> PrefillReply:
         request = job.request
         self._active[job.request_id] = job
+        if request.export and (request.decode is None or request.job.slo.lossy_kv.lossy):
+            self._dispatcher.expect()
         try:
             last = await self._compute(job)
         finally:
             del self._active[job.request_id]
         handle = None
         if request.export and not _is_over(last, request):
+            if job.decode is None:
+                await self._dispatcher.heard()
             self._choose(job)
             handle = self._handle(job, 0)
         return PrefillReply(
@@ -160,6 +164,8 @@ class PrefillService:
 
     def _engine_request(self, job: _Prefill) -> EngineRequest:
         request = job.request
+        if request.export and (job.decode is not None or request.codec.lossy):  # then it can leave a device coded
+            self._choose_codec(job, max(0, request.prompt_tokens - self._chunk_size()))
         return EngineRequest(
             request_id=job.request_id,
             job=request.job,
@@ -168,6 +174,7 @@ class PrefillService:
             max_tokens=1,
             first_token_only=True,
             export_to=request.transfer_id if request.export else "",
+            export_codec=job.codec.codec if job.codec is not None else Codec.RAW,
             has_room=lambda: self._kv.reserve(request.transfer_id),
             entered=job.entered,
         )
@@ -184,12 +191,15 @@ class PrefillService:
             job.reasons = (Reason(error.message, {"code": error.code}),)
 
     def _handle(self, job: _Prefill, left_tokens: int) -> KvHandle:
-        """Its codec stays what it was first: a fetch may have begun."""
-        request = job.request
+        request, chosen = job.request, self._choose_codec(job, left_tokens)
+        return self._kv.handle(request.transfer_id, request.prompt_tokens, chosen.codec)
+
+    def _choose_codec(self, job: _Prefill, left_tokens: int) -> CodecChoice:
+        """It stays what it was first: a fetch may have begun, and what is staged is coded."""
         if job.codec is None:
             decode = job.decode.instance_id if job.decode is not None else ""
-            job.codec = self._codecs.choose(request, decode, left_tokens)
-        return self._kv.handle(request.transfer_id, request.prompt_tokens, job.codec.codec)
+            job.codec = self._codecs.choose(job.request, decode, left_tokens)
+        return job.codec
 
 
 def _is_over(last: TokenStep, request: PrefillRequest) -> bool:

@@ -22,6 +22,7 @@ class RoleState:
         self._inflight = 0
         self._settled = asyncio.Event()  # nothing is left, or the drain was called off
         self.flips = 0
+        self._epoch = 0  # of the monitor that is obeyed
 
     @property
     def inflight(self) -> int:
@@ -42,6 +43,12 @@ class RoleState:
             self._inflight -= 1
             if not self._inflight:
                 self._settled.set()
+
+    def obey(self, epoch: int) -> None:
+        """A monitor of that epoch speaks. Raises Conflict when a later one has spoken; 0: one that is alone."""
+        if 0 < epoch < self._epoch:
+            raise Conflict("another monitor has taken over from the one that asks; this instance does as that one says")
+        self._epoch = epoch
 
     async def drain(self, timeout_s: float) -> DrainReply:
         """Take no new jobs and wait for the accepted ones, `timeout_s` at most, or until somebody resumes.

@@ -13,7 +13,8 @@ How a worker uses it
         kv_connector_extra_config={
             # Required.
             "endpoints": ["kv://10.0.0.3:7100", ...],   # one a rank, stage by stage, as in KvHandle.endpoints; the
-                                                        # scheme is the transport: kv (plain TCP) or tcp (ZeroMQ)
+                                                        # scheme is the transport: kv (plain TCP), tcp (ZeroMQ),
+                                                        # nixl (TCP, and NIXL with those that have it, too)
             "events": "ipc:///run/.../events",          # where KvEvents listens; bind it first
             "control_key": "random text",               # the worker makes it, KvControl presents it
             "instance_id": "p0",
@@ -27,6 +28,7 @@ How a worker uses it
             "inbox_bytes": 64 << 20,                    # bound of one rank's prefetched KV
             "connections": 1,                           # to each exporter rank, for imports of 8 MB and more
             "controls": [],                             # one a rank, ipc:// or tcp://: where SocketControl connects
+            "nixl_trusted": False,                      # NIXL with other hosts: see NixlUse
             "lossy": False,                             # load the codecs at the start, not with the first coded KV
             "curve_public": "", "curve_secret": "",     # CurveZMQ pair of the cluster (Z85)
             "fault": "",                                # fault injection for tests: "zero" or "corrupt"
@@ -35,12 +37,12 @@ How a worker uses it
 
 2. Each request says what it wants in `SamplingParams(extra_args={"kv_transfer_params": …})`:
 
-   - export: `{"export": {"transfer_id": str}}`. The prompt's KV is staged as it is, chunk by chunk while it is
-     computed, from token 0, local prefix-cache hits included. The worker makes the `KvHandle` itself (`tokens` =
-     prompt length of that request, `codec`: how it is coded on the way, `stages`: layers of each of its pipeline
-     stages) and may send it before the prefill has begun: pulls wait. An aborted request drops its staging. After a
-     normal end the staging lives until every importer rank has confirmed, `release` is called, or the lease ends. A
-     transfer id is used once.
+   - export: `{"export": {"transfer_id": str, "codec": str}}`. The prompt's KV is staged, chunk by chunk while it is
+     computed, from token 0, local prefix-cache hits included: as it is, or on a device coded by `codec` (by default
+     raw), which is the handle's then. The worker makes the `KvHandle` itself (`tokens` = prompt length of that
+     request, `codec`: how it is coded on the way, `stages`: layers of each of its pipeline stages) and may send it
+     before the prefill has begun: pulls wait. An aborted request drops its staging. After a normal end the staging
+     lives until every importer rank has confirmed, `release` is called, or the lease ends. A transfer id is used once.
    - import: `{"import": msgspec.to_builtins(handle), "deadline_s": 10.0}` (seconds that it may take in all from
      its blocks on; optional, without it only a lack of progress ends it). The prompt must begin with the handle's
      tokens. A failed import is recomputed by the engine; it is never an error of the request.
@@ -61,8 +63,8 @@ How a worker uses it
    - `StagingFailed(transfer_id, rank, reason)`: no room; pulls of it fail at once and the importer recomputes.
      The engine never waits for room: `ExportLedger` decides before it is given a prompt whether its KV will fit.
    - `TransferEnded(transfer_id, rank, staged_bytes)`: that rank holds nothing of an export any more. One a rank.
-   - `PullEnded(transfer_id, rank, ok, error, tokens, wire_bytes, started_s, ended_s, prefetched)`: exactly one a
-     rank for each request that had an import. `ok and tokens == 0`: all was cached locally and nothing was
+   - `PullEnded(transfer_id, rank, ok, error, tokens, wire_bytes, started_s, ended_s, prefetched, transport)`: exactly
+     one a rank for each request that had an import. `ok and tokens == 0`: all was cached locally and nothing was
      pulled; the connector has told the exporter that it may release. `not ok`: the engine recomputes, and `error`
      begins with a code of `errors.KvFault`; for a request that was aborted the code is "cancelled".
    - `ThreadEnded(rank, thread, error)`: a bug ended a thread of that rank; the worker goes down and says why.

@@ -13,7 +13,8 @@ from shared.domain.kv import Codec
 from shared.domain.rates import CodecRate
 
 _BYTES = 1 << 20  # of KV as it is stored: about a frame
-_ROUNDS = 3  # after one that warms up
+_WARM_UP = 4  # calls that meet cold caches, and memory that the kernel has yet to give
+_ROUNDS = 15
 
 
 def codec_speeds(geometry: KvGeometry, dtype: torch.dtype) -> dict[str, CodecRate]:
@@ -34,8 +35,8 @@ def codec_speeds(geometry: KvGeometry, dtype: torch.dtype) -> dict[str, CodecRat
 
 def _time_s(work: Callable[[], object]) -> float:
     times = []
-    for _ in range(_ROUNDS + 1):
+    for _ in range(_WARM_UP + _ROUNDS):
         started_s = time.perf_counter()
         work()
         times.append(time.perf_counter() - started_s)
-    return max(1e-9, median(times[1:]))
+    return max(1e-9, median(times[_WARM_UP:]))

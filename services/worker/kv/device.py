@@ -23,34 +23,33 @@ from typing import Any, Protocol
 
 import torch
 
-from services.worker.kv.staging import Segment
+from services.worker.kv.arena import Bytes
+from services.worker.kv.errors import KvError
+from services.worker.kv.parts import Coding, HostMemory, Part, Staged, parts_of, staged_of
 
 _log = logging.getLogger(__name__)
 
 Fill = Callable[[int, int, torch.Tensor], None]
-Done = Callable[[list[Segment] | Exception], None]
+Done = Callable[[Staged | Exception], None]
 Death = Callable[[str, BaseException], None]
-
-
-class HostMemory(Protocol):
-    """Where staged KV lies."""
-
-    def take(self, tokens: int) -> list[torch.Tensor]:
-        """Memory for so many tokens in parts, each [layers, 2, tokens, heads, head_dim] and contiguous; it is free
-        again once nothing refers to it. Raises KvError(REFUSED) when there is none.
-        """
 
 
 class Copies(Protocol):
     """Of one rank. `writing` and `written` are the puller's, all else the engine's thread's; `upload` is either's."""
 
+    @property
+    def slabs(self) -> list[Bytes]:
+        """See HostMemory."""
+        ...
+
     def start(self, on_death: Death) -> None:
         """Before the first `stage`. `on_death(thread, error)` is called when a bug ends a thread."""
 
-    def stage(self, start: int, end: int, fill: Fill, done: Done) -> None:
+    def stage(self, start: int, end: int, fill: Fill, done: Done, coding: Coding | None = None) -> None:
         """Copy tokens [start, end) to the host: `fill(first, until, kv)` issues the copy of some of them into `kv`
-        [layers, 2, tokens, heads, head_dim]. `done` gets the segments once they are there, in the order of these calls
-        and on any thread, or why they are not. Raises what `fill` or the host's memory raises, without calling `done`.
+        [layers, 2, tokens, heads, head_dim]; with a `coding` they come coded, by that. `done` gets the segments once
+        they are there, in the order of these calls and on any thread, or why they are not. Raises what `fill` or the
+        host's memory raises, without calling `done`.
         """
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -78,15 +77,20 @@ class HostCopies:
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
 
+    @property
+    def slabs(self) -> list[Bytes]:
+        """See HostMemory."""
+        return self._memory.slabs
+
     def start(self, on_death: Death) -> None:
         """See Copies."""
 
-    def stage(self, start: int, end: int, fill: Fill, done: Done) -> None:
+    def stage(self, start: int, end: int, fill: Fill, done: Done, coding: Coding | None = None) -> None:
         """See Copies."""
-        segments = segments_of(start, self._memory.take(end - start))
-        for segment in segments:
-            fill(segment.token_start, segment.token_end, segment.kv)
-        done(segments)
+        parts = parts_of(start, end, self._memory, coding)
+        for part in parts:
+            (fill if coding is None else coding.code)(part.start, part.end, part.host)
+        done(staged_of(parts, coding))
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """See Copies."""
@@ -142,9 +146,10 @@ class _Scratch:
 
 @dataclass(frozen=True, slots=True)
 class _Staging:
-    """Segments that are on the host after `copied`. They are kept until then, whoever else lets them go."""
+    """Parts that are on the host after `copied`. They are kept until then, whoever else lets them go."""
 
-    segments: list[Segment]
+    parts: list[Part]
+    coding: Coding | None
     copied: Any
     done: Done
 
@@ -168,40 +173,45 @@ class DeviceCopies:
         self._stagings: queue.SimpleQueue[_Staging | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    @property
+    def slabs(self) -> list[Bytes]:
+        """See HostMemory."""
+        return self._memory.slabs
+
     def start(self, on_death: Death) -> None:
         """See Copies."""
         self._thread = threading.Thread(target=self._run, args=(on_death,), name="kv-copies", daemon=True)
         self._thread.start()
 
-    def stage(self, start: int, end: int, fill: Fill, done: Done) -> None:
+    def stage(self, start: int, end: int, fill: Fill, done: Done, coding: Coding | None = None) -> None:
         """See Copies."""
-        segments = segments_of(start, self._memory.take(end - start))
+        parts = parts_of(start, end, self._memory, coding)
         self._gathers.wait_event(self._mark(self._device.current()))
         try:
-            for segment in segments:
-                self._issue(segment, fill)
+            for part in parts:
+                self._issue(part, fill if coding is None else coding.code)
         except BaseException:  # what was issued before still reads the cache, and writes host memory
-            self._finish(segments, lambda _: None)
+            self._finish(parts, None, lambda _: None)
             raise
-        self._finish(segments, done)
+        self._finish(parts, coding, done)
 
-    def _issue(self, segment: Segment, fill: Fill) -> None:
+    def _issue(self, part: Part, fill: Fill) -> None:
         slot = self._scratch[self._next]
         self._next = (self._next + 1) % len(self._scratch)
-        kv = slot.kv[: segment.kv.numel()].view(segment.kv.shape)
+        there = slot.kv.view(torch.uint8)[: part.host.nbytes].view(part.host.dtype).view(part.host.shape)
         with self._device.on(self._gathers):
             if slot.copied is not None:
                 self._gathers.wait_event(slot.copied)
-            fill(segment.token_start, segment.token_end, kv)
+            fill(part.start, part.end, there)
         gathered = self._mark(self._gathers)
         with self._device.on(self._exports):
             self._exports.wait_event(gathered)
-            self._device.download(segment.kv, kv)
+            self._device.download(part.host, there)
         slot.copied = self._mark(self._exports)
 
-    def _finish(self, segments: list[Segment], done: Done) -> None:
+    def _finish(self, parts: list[Part], coding: Coding | None, done: Done) -> None:
         self._device.current().wait_event(self._mark(self._gathers))
-        self._stagings.put(_Staging(segments, self._mark(self._exports), done))
+        self._stagings.put(_Staging(parts, coding, self._mark(self._exports), done))
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """See Copies."""
@@ -251,20 +261,13 @@ class DeviceCopies:
 
     def _deliver(self) -> None:
         while (staging := self._stagings.get()) is not None:
-            result: list[Segment] | Exception = staging.segments
             try:
                 staging.copied.synchronize()
+                result: Staged | Exception = staged_of(staging.parts, staging.coding)
+            except KvError as error:
+                result = error
             except Exception as error:  # the device's: who waits for this chunk is told, the engine meets it itself
                 _log.exception("KV could not be copied to the host")
                 result = error
             staging.done(result)
             del staging, result  # host memory is free once nothing refers to it
-
-
-def segments_of(start: int, parts: list[torch.Tensor]) -> list[Segment]:
-    """Parts as segments one behind the other, from token `start` on."""
-    segments = []
-    for part in parts:
-        segments.append(Segment(start, start + part.shape[2], part))
-        start += part.shape[2]
-    return segments

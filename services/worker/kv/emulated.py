@@ -51,7 +51,7 @@ class EmulatedLink:
             waits_s = self._free_s[link] - now + link.latency_s
         started_s = time.time()
         self._reports[handle.transfer_id] = TransferReport(
-            TransferOutcome.PULLED, tokens, int(moved), started_s, started_s + waits_s
+            TransferOutcome.PULLED, tokens, int(moved), started_s, started_s + waits_s, transport="emulated"
         )
         if len(self._reports) > _KEPT:
             del self._reports[next(iter(self._reports))]
@@ -60,6 +60,10 @@ class EmulatedLink:
     def report(self, transfer_id: str) -> TransferReport:
         """What became of an import."""
         return self._reports.pop(transfer_id, TransferReport(TransferOutcome.PULLED))
+
+    def known(self, transfer_id: str) -> TransferReport | None:
+        """The same, if it has begun."""
+        return self._reports.pop(transfer_id, None)
 
     def forget(self, transfer_id: str) -> None:
         """Nobody will ask."""
@@ -70,6 +74,7 @@ class EmulatedPort:
     """Exports are always ready; imports take their time in the engine. Nothing is moved."""
 
     staged_bytes = 0
+    nixl_failures = 0
 
     def __init__(self, template: KvHandle, link: EmulatedLink) -> None:
         self._template = template
@@ -103,6 +108,10 @@ class EmulatedPort:
     async def import_report(self, transfer_id: str) -> TransferReport:
         """What the engine did."""
         return self._link.report(transfer_id)
+
+    def known_report(self, transfer_id: str) -> TransferReport | None:
+        """What the engine has done by now."""
+        return self._link.known(transfer_id)
 
     async def release(self, transfer_ids: list[str]) -> None:
         """Nothing is staged."""

@@ -16,6 +16,7 @@ class KvFault(StrEnum):
     TIMEOUT = "timeout"  # nothing came for too long, or the rest did not come before the deadline
     UNREACHABLE = "unreachable"
     PEER_LOST = "peer_lost"
+    NIXL = "nixl"  # the exporter's memory could not be read
     CHECKSUM = "checksum"
     PROTOCOL = "protocol"  # frames that do not belong together, overlap, or leave gaps
     CANCELLED = "cancelled"

@@ -63,6 +63,7 @@ class PullEnded(msgspec.Struct, frozen=True, tag=True):
     started_s: float
     ended_s: float
     prefetched: bool
+    transport: str = ""  # what carried it: tcp, zeromq, nixl, or several joined by "+"
 
 
 KvEvent = StagedChunk | TransferEnded | StagingFailed | PullEnded | ThreadEnded

@@ -1,19 +1,16 @@
 """Host memory for staged KV: ordinary memory beside a model on the CPU, pinned memory beside one on a device."""
 
 import math
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from services.worker.kv.arena import Allocate, Arena, Bytes, Extent, pinned
 from services.worker.kv.errors import KvError, KvFault
+from shared.domain.kv import TOKEN_GROUP
 
-_SLAB_BYTES = 64 << 20  # a power of two: torch rounds pinned memory up to one
 Shape = Callable[[int], tuple[int, ...]]  # of so many tokens
+Size = Callable[[int], int]  # bytes of so many tokens, never fewer for more
 
 
 class HeapMemory:
@@ -24,104 +21,89 @@ class HeapMemory:
         self._dtype = dtype
         self._segment_tokens = segment_tokens
 
+    @property
+    def slabs(self) -> list[Bytes]:
+        """See HostMemory."""
+        return []
+
     def take(self, tokens: int) -> list[torch.Tensor]:
         """See HostMemory."""
         step = self._segment_tokens
         sizes = [min(step, tokens - first) for first in range(0, tokens, step)]
         return [torch.empty(self._shape(size), dtype=self._dtype) for size in sizes]
 
-
-@dataclass(slots=True)
-class _Extent:
-    """Free places for tokens in a slab: [start, end)."""
-
-    slab: int
-    start: int
-    end: int
+    def take_bytes(self, tokens: int, size: Size) -> list[tuple[int, torch.Tensor]]:
+        """See HostMemory."""
+        step = self._segment_tokens
+        parts = [min(step, tokens - first) for first in range(0, tokens, step)]
+        return [(part, torch.empty(size(part), dtype=torch.uint8)) for part in parts]
 
 
 class PinnedMemory:
-    """A fixed amount that a device copies to by itself, allocated at once, since pinning takes far longer than a copy.
+    """A fixed amount that a device copies to by itself, or that a transport has registered.
 
     Divided into places for a token; what is taken is cut to the holes that there are, so that it never fails while
     places are left. Places come back when no tensor that shares their memory is left, frames on the way included.
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        dtype: torch.dtype,
-        segment_tokens: int,
-        limit_bytes: int,
-        allocate: Callable[[int], torch.Tensor] = lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
+        self, shape: Shape, dtype: torch.dtype, segment_tokens: int, limit_bytes: int, allocate: Allocate = pinned
     ) -> None:
         """Raises RuntimeError when the host does not give so much. `allocate` gives bytes."""
         self._shape = shape
         self._dtype = dtype
         self._segment_tokens = segment_tokens
         self._token_bytes = math.prod(shape(1)) * dtype.itemsize
-        tokens = -(-limit_bytes // self._token_bytes)
-        each = max(1, min(tokens, _SLAB_BYTES // self._token_bytes))
-        count = -(-tokens // each)
-        self._slabs = [allocate(each * self._token_bytes).numpy() for _ in range(count)]
-        self._free = [_Extent(slab, 0, each) for slab in range(count)]
-        self._returned: deque[_Extent] = deque()  # appended to by whoever drops the last reference
-        self._lock = threading.Lock()
+        self._arena = Arena(self._token_bytes, self._places(limit_bytes), allocate)
+
+    @property
+    def slabs(self) -> list[Bytes]:
+        """See HostMemory."""
+        return self._arena.slabs
 
     @property
     def free_tokens(self) -> int:
         """Places that nobody has."""
-        with self._lock:
-            self._collect()
-            return sum(extent.end - extent.start for extent in self._free)
+        return self._arena.free
 
     def take(self, tokens: int) -> list[torch.Tensor]:
         """See HostMemory."""
-        with self._lock:
-            self._collect()
-            taken: list[_Extent] = []
-            while tokens:
-                wanted = min(tokens, self._segment_tokens)
-                found = self._cut(wanted)
-                if found is None:
-                    self._returned.extend(taken)
-                    raise KvError(KvFault.REFUSED, f"pinned memory has no room for {tokens} tokens")
-                taken.append(found)
-                tokens -= found.end - found.start
+        taken: list[Extent] = []
+        while tokens:
+            found = self._arena.cut(min(tokens, self._segment_tokens))
+            if found is None:
+                for each in taken:
+                    self._arena.give_back(each)
+                raise KvError(KvFault.REFUSED, f"pinned memory has no room for {tokens} tokens")
+            taken.append(found)
+            tokens -= len(found)
         return [self._tensor(extent) for extent in taken]
 
-    def _cut(self, wanted: int) -> _Extent | None:
-        """So many places from the first hole that has them, else the largest hole."""
-        if not self._free:
-            return None
-        hole = next((each for each in self._free if each.end - each.start >= wanted), None)
-        hole = hole or max(self._free, key=lambda each: each.end - each.start)
-        cut = _Extent(hole.slab, hole.start, min(hole.end, hole.start + wanted))
-        hole.start = cut.end
-        if hole.start == hole.end:
-            self._free.remove(hole)
-        return cut
+    def take_bytes(self, tokens: int, size: Size) -> list[tuple[int, torch.Tensor]]:
+        """See HostMemory."""
+        taken: list[tuple[int, Extent]] = []
+        while tokens:
+            part = min(tokens, self._segment_tokens)
+            found = self._arena.cut(self._places(size(part)))
+            places = len(found) if found is not None else 0
+            while part and self._places(size(part)) > places:  # a smaller hole: fewer tokens, in whole groups
+                part = (part - 1) // TOKEN_GROUP * TOKEN_GROUP
+            if found is not None:
+                taken.append((part, found))
+            if not part:
+                for _, each in taken:
+                    self._arena.give_back(each)
+                raise KvError(KvFault.REFUSED, f"pinned memory has no room for {tokens} tokens")
+            tokens -= part
+        return [(part, self._bytes(extent, size(part))) for part, extent in taken]
 
-    def _tensor(self, extent: _Extent) -> torch.Tensor:
-        size = self._token_bytes
-        places: np.ndarray[tuple[int], np.dtype[np.uint8]] = self._slabs[extent.slab][
-            extent.start * size : extent.end * size
-        ]
+    def _places(self, size_bytes: int) -> int:
+        return -(-size_bytes // self._token_bytes)
+
+    def _tensor(self, extent: Extent) -> torch.Tensor:
+        whole = self._bytes(extent, len(extent) * self._token_bytes)
+        return whole.view(self._dtype).view(self._shape(len(extent)))
+
+    def _bytes(self, extent: Extent, size_bytes: int) -> torch.Tensor:
         # torch keeps the array as long as any tensor shares its memory.
-        weakref.finalize(places, self._returned.append, extent)
-        return torch.from_numpy(places).view(self._dtype).view(self._shape(extent.end - extent.start))
-
-    def _collect(self) -> None:
-        """Take back what was returned, and join neighbours."""
-        if not self._returned:
-            return
-        while self._returned:
-            self._free.append(self._returned.popleft())
-        self._free.sort(key=lambda each: (each.slab, each.start))
-        joined: list[_Extent] = []
-        for extent in self._free:
-            if joined and (joined[-1].slab, joined[-1].end) == (extent.slab, extent.start):
-                joined[-1].end = extent.end
-            else:
-                joined.append(extent)
-        self._free = joined
+        return torch.from_numpy(self._arena.bytes_of(extent, size_bytes))

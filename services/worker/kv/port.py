@@ -28,6 +28,11 @@ class KvPort(Protocol):
         """Bytes that wait for an importer, over all ranks."""
         ...
 
+    @property
+    def nixl_failures(self) -> int:
+        """Pairs that both have NIXL and went on over TCP, since the start."""
+        ...
+
     def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
         """The reference by which a peer can pull that export."""
         ...
@@ -58,6 +63,10 @@ class KvPort(Protocol):
 
     async def import_report(self, transfer_id: str) -> TransferReport:
         """What became of an import; asked for after the engine is done with the job."""
+        ...
+
+    def known_report(self, transfer_id: str) -> TransferReport | None:
+        """The same, if all of it is known by now."""
         ...
 
     async def release(self, transfer_ids: list[str]) -> None:
@@ -92,6 +101,7 @@ class ConnectorPort:
         self._ledger = ledger
         self._token_bytes = token_bytes
         self._staged: dict[int, int] = {}
+        self.nixl_failures = 0
         self._callbacks: dict[str, Callable[[], None]] = {}
         self._pulls: dict[str, list[PullEnded]] = {}
         self._reports: dict[str, asyncio.Event] = {}  # who waits for the last of them
@@ -169,19 +179,13 @@ class ConnectorPort:
                 log.warning("not every rank told how its import ended", transfer_id=transfer_id)
             finally:
                 del self._reports[transfer_id]
-        pulls = self._pulls.pop(transfer_id, [])
-        failed = next((pull for pull in pulls if not pull.ok), None)
-        if failed is not None:
-            return TransferReport(TransferOutcome.RECOMPUTED, error=failed.error)
-        if not any(pull.tokens for pull in pulls):
-            return TransferReport(TransferOutcome.CACHED)
-        return TransferReport(
-            TransferOutcome.PULLED,
-            tokens=max(pull.tokens for pull in pulls),
-            wire_bytes=sum(pull.wire_bytes for pull in pulls),
-            started_s=min(pull.started_s for pull in pulls),
-            ended_s=max(pull.ended_s for pull in pulls),
-        )
+        return _summed(self._pulls.pop(transfer_id, []))
+
+    def known_report(self, transfer_id: str) -> TransferReport | None:
+        """Once every rank has told."""
+        if len(self._pulls.get(transfer_id, ())) < len(self._template.endpoints):
+            return None
+        return _summed(self._pulls.pop(transfer_id))
 
     async def release(self, transfer_ids: list[str]) -> None:
         """Leases end by themselves, so a failure is logged and left."""
@@ -202,8 +206,10 @@ class ConnectorPort:
     async def _refresh(self) -> None:
         """Ask the ranks what they hold: between events, pulls and leases free some of it."""
         try:
-            for rank, stats in enumerate(await self._control.stats()):
+            told = await self._control.stats()
+            for rank, stats in enumerate(told):
                 self._staged[rank] = stats.staged_bytes
+            self.nixl_failures = sum(stats.nixl_failures for stats in told)
         except PolyphaseError as error:  # a rank in a long step; the next answer will do
             log.debug("no KV figures", error=error.message)
 
@@ -217,3 +223,20 @@ class ConnectorPort:
             await self._control.drop(transfer_id)
         except PolyphaseError as error:
             log.warning("drop failed", transfer_id=transfer_id, error=error.message)
+
+
+def _summed(pulls: list[PullEnded]) -> TransferReport:
+    """What the ranks told, in one report."""
+    failed = next((pull for pull in pulls if not pull.ok), None)
+    if failed is not None:
+        return TransferReport(TransferOutcome.RECOMPUTED, error=failed.error)
+    if not any(pull.tokens for pull in pulls):
+        return TransferReport(TransferOutcome.CACHED)
+    return TransferReport(
+        TransferOutcome.PULLED,
+        tokens=max(pull.tokens for pull in pulls),
+        wire_bytes=sum(pull.wire_bytes for pull in pulls),
+        started_s=min(pull.started_s for pull in pulls),
+        ended_s=max(pull.ended_s for pull in pulls),
+        transport="+".join(sorted({each for pull in pulls for each in pull.transport.split("+") if each})),
+    )

@@ -1,9 +1,12 @@
 """Which rank holds which layers and KV heads, and whom an importer rank therefore asks."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from services.worker.kv.errors import KvError, KvFault
 from shared.domain.kv import KvHandle
+
+_REMEMBERED = 256  # answers of each kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,22 @@ class Source:
 
 def exporting(handle: KvHandle, ours: Shards) -> Shards:
     """How the exporter of a handle shares the model that we have. Raises KvError(INVALID) when that does not add up."""
-    stages, ranks = handle.stages or (ours.layers,), len(handle.endpoints)
+    return _shared_by(len(handle.endpoints), handle.stages, ours)
+
+
+# Each transfer asks the same again, and most clusters know but a few shapes.
+
+
+@lru_cache(_REMEMBERED)
+def _shared_by(ranks: int, stages: tuple[int, ...], ours: Shards) -> Shards:
+    stages = stages or (ours.layers,)
     if not ranks or ranks % len(stages) or min(stages) < 1 or sum(stages) != ours.layers:
         raise KvError(KvFault.INVALID, f"{ranks} ranks in stages of {stages} layers for a model of {ours.layers}")
     return Shards(stages, ours.kv_heads, ranks // len(stages))
 
 
-def sources(rank: int, importers: Shards, exporters: Shards) -> list[Source]:
+@lru_cache(_REMEMBERED)
+def sources(rank: int, importers: Shards, exporters: Shards) -> tuple[Source, ...]:
     """Whom importer `rank` asks, each layer of each of its heads once, in rank order. Raises KvError(INVALID)."""
     asked = _heads_asked(importers, exporters)
     first, last = importers.layers_of(rank)
@@ -81,13 +93,14 @@ def sources(rank: int, importers: Shards, exporters: Shards) -> list[Source]:
         start, end = max(start, first), min(end, last)
         if heads is not None and start < end:
             found.append(Source(each, start, end, *heads, _consumers(each, asked, importers, exporters)))
-    return found
+    return tuple(found)
 
 
-def unasked(importers: Shards, exporters: Shards) -> list[int]:
+@lru_cache(_REMEMBERED)
+def unasked(importers: Shards, exporters: Shards) -> tuple[int, ...]:
     """Exporter ranks that nobody asks, since they hold copies. Raises KvError(INVALID)."""
     asked = _heads_asked(importers, exporters)
-    return [each for each in range(exporters.ranks) if not _consumers(each, asked, importers, exporters)]
+    return tuple(each for each in range(exporters.ranks) if not _consumers(each, asked, importers, exporters))
 
 
 _Heads = list[dict[int, tuple[int, int]]]  # by importer within a stage: exporter within a stage, and which heads

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from services.worker.kv.errors import KvError, KvFault
+from shared.domain.kv import Codec
 
 _REMEMBERED = 4096  # ended transfers whose reason is kept, so that a late pull fails at once
 
@@ -24,6 +25,31 @@ class Segment:
     token_start: int
     token_end: int
     kv: torch.Tensor
+    data: memoryview = field(init=False)  # its bytes, made when nobody waits: torch takes its time for that
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", self.kv.view(torch.uint8).reshape(-1).numpy().data)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedLayers:
+    """A payload of layers [start, end), counted from the rank's first: uint8 on the host."""
+
+    start: int
+    end: int
+    payload: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CodedSegment:
+    """KV of tokens [token_start, token_end) in payloads of `codec`: those of frames that hold whole segments and
+    all of the rank's heads.
+    """
+
+    token_start: int
+    token_end: int
+    codec: Codec
+    payloads: tuple[CodedLayers, ...]
 
 
 @dataclass(slots=True)
@@ -32,7 +58,7 @@ class Transfer:
 
     transfer_id: str
     expires_s: float = 0.0
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[Segment | CodedSegment] = field(default_factory=list)
     token_end: int = 0
     complete: bool = False
     size_bytes: int = 0
@@ -94,7 +120,7 @@ class StagingPool:
             size = f"{size_bytes} of {max(whole_bytes, size_bytes)} bytes"
             raise KvError(KvFault.REFUSED, f"no room for {size} in a staging pool of {self.limit_bytes}")
 
-    def commit(self, transfer_id: str, segments: Sequence[Segment], size_bytes: int, last: bool) -> int:
+    def commit(self, transfer_id: str, segments: Sequence[Segment | CodedSegment], size_bytes: int, last: bool) -> int:
         """An admitted chunk has been copied, after those admitted before it; returns the pool's staged bytes. Raises
         KvError with the reason when the transfer ended meanwhile.
         """

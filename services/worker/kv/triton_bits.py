@@ -1,6 +1,7 @@
 """What the Triton kernels of all codecs share: where a value lies, numbers by their bits, and the greatest magnitudes.
 
-`like` is any of the caches, for its dtype; `pointers` to `step_head` are of `codec_triton.Places`.
+`like` is any of the caches, for its dtype; `pointers` to `step_head` are of `codec_triton.Places`. Kernels that code
+write one payload or several, each of `sides` K and V, `spaced` bytes apart.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-jit: Callable[[Any], Any] = triton.jit
+# Whole numbers that change from call to call: a kernel is not compiled again for those that are 1 or a multiple of 16.
+_VARYING = ("tokens", "values", "first", "group", "at", "apart", "codes", "count", "sides", "spaced")
+jit: Callable[[Any], Any] = triton.jit(do_not_specialize=_VARYING)
 
 
 @jit

@@ -8,10 +8,11 @@ from services.worker.kv.triton_bits import address_of, bits_of, float_of, jit, l
 
 
 @jit
-def scales_fp8(tops: "Any", payload: "Any", count: "Any", TILE: tl.constexpr) -> "Any":
-    """Of each head of a layer's K or V."""
-    index = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    top = float_of(tl.load(tops + index, mask=index < count, other=0))
+def scales_fp8(tops: "Any", payload: "Any", count: "Any", spaced: "Any", TILE: tl.constexpr) -> "Any":
+    """Of each head of K and V in a payload, which are `count`."""
+    frame, index = tl.program_id(1), tl.program_id(0) * TILE + tl.arange(0, TILE)
+    top = float_of(tl.load(tops + frame * count + index, mask=index < count, other=0))
+    payload += frame.to(tl.int64) * spaced
     scale = tl.maximum(tl.div_rn(top, tl.zeros_like(top) + 448.0), 1.1754943508222875e-38)  # 2^-126
     tl.store(payload.to(tl.pointer_type(tl.float32)) + index, scale, mask=index < count)
 
@@ -30,10 +31,16 @@ def encode_fp8(
     dim: "Any",
     payload: "Any",
     codes: "Any",
+    sides: "Any",
+    spaced: "Any",
     TILE: tl.constexpr,
 ) -> "Any":
     """Coded values."""
     which, index = tl.program_id(0), tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    frame = which // sides
+    which -= frame * sides
+    pointers += frame * sides
+    payload += frame.to(tl.int64) * spaced
     mask = index < values
     channel, head, token = index % dim, index // dim % heads, index // (dim * heads)
     slot = tl.load(slots + token, mask=mask, other=0)

@@ -26,13 +26,15 @@ def _store_half(payload: "Any", at: "Any", value: "Any", mask: "Any") -> "Any":
 
 
 @jit
-def units(tops: "Any", payload: "Any", heads: "Any", HEADS: tl.constexpr) -> "Any":
+def units(tops: "Any", payload: "Any", heads: "Any", sides: "Any", spaced: "Any", HEADS: tl.constexpr) -> "Any":
     """2^(ceil(log2(top)) - 14) of a layer's K or V."""
     which, head = tl.program_id(0), tl.arange(0, HEADS)
+    frame = which // sides
+    payload += frame.to(tl.int64) * spaced
     top = tl.max(tl.load(tops + which * heads + head, mask=head < heads, other=0), axis=0)
     top = tl.maximum(top, 47 << 23)  # 2^-80
     exponent = (top + 0x7FFFFF) >> 23
-    tl.store(payload.to(tl.pointer_type(tl.float32)) + which, float_of((exponent - 14) << 23))
+    tl.store(payload.to(tl.pointer_type(tl.float32)) + which % sides, float_of((exponent - 14) << 23))
 
 
 @jit
@@ -57,11 +59,17 @@ def grids(
     bits: tl.constexpr,
     channels: "Any",
     payload: "Any",
+    sides: "Any",
+    spaced: "Any",
     CHANNELS: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> "Any":
     """Scales and zeros: of a channel over a group of tokens of K, of a token over a group of channels of V."""
     layer, number, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    frame = layer * 2 // sides
+    layer -= frame * sides // 2
+    pointers += frame * sides
+    payload += frame.to(tl.int64) * spaced
     parts = dim // channels
     head = part // parts
     inner = tl.arange(0, CHANNELS)[None, :]
@@ -176,9 +184,14 @@ def encode_section(
     dim: "Any",
     bits: tl.constexpr,
     payload: "Any",
+    sides: "Any",
+    spaced: "Any",
     TILE: tl.constexpr,
 ) -> "Any":
     """Coded values, one a byte or two."""
+    frame = tl.program_id(1)
+    pointers += frame * sides
+    payload += frame.to(tl.int64) * spaced
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     size = values * bits // 8
     mask = index < size

@@ -9,13 +9,15 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from shared.domain.kv import KvHandle
+from services.worker.kv.wire.nixl_state import NIXL_SCHEME
+from shared.domain.kv import Codec, KvHandle
 
 
 class ExportParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Stage the prompt's KV under that id."""
+    """Stage the prompt's KV under that id, on a device coded by `codec` already, where that is known to be lossy."""
 
     transfer_id: str
+    codec: Codec = Codec.RAW
 
 
 class TransferParams(msgspec.Struct, frozen=True, rename={"import_": "import"}, forbid_unknown_fields=True):
@@ -37,6 +39,7 @@ class ExportChunk:
     end: int
     total: int
     blocks: list[int]
+    codec: Codec = Codec.RAW
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,13 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     lossy: bool = False
     curve_public: str = ""
     curve_secret: str = ""
+    nixl_trusted: bool = False
     fault: str = ""
+
+    @property
+    def nixl(self) -> bool:
+        """Whether this instance uses NIXL, with those that do, too."""
+        return any(each.startswith(f"{NIXL_SCHEME}://") for each in self.endpoints)
 
 
 def read_settings(extra: dict[str, Any]) -> ConnectorSettings:

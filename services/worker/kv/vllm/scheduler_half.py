@@ -144,7 +144,8 @@ class SchedulerHalf:
         assert state is not None, "vLLM resolves the blocks of every scheduled request"
         blocks = list(state.resolve_block_ids(request_id)[0])
         start, export.staged_tokens = export.staged_tokens, end
-        return ExportChunk(export.params.transfer_id, start, end, export.prompt_tokens, blocks)
+        params = export.params
+        return ExportChunk(params.transfer_id, start, end, export.prompt_tokens, blocks, params.codec)
 
     def received(self, request_ids: set[str]) -> None:
         """Imports of these have ended on all ranks."""

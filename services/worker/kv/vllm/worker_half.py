@@ -2,30 +2,32 @@
 
 import logging
 import threading
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from services.worker.kv.device import Copies, DeviceCopies, HostCopies
-from services.worker.kv.host_memory import HeapMemory, PinnedMemory
-from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, slots_of, strided_layout
+from services.worker.kv.blocks import Blocks
+from services.worker.kv.device import Copies, DeviceCopies
+from services.worker.kv.host_memory import PinnedMemory
+from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, StridedLayout, slots_of, strided_layout
 from services.worker.kv.shards import Shards
 from services.worker.kv.torch_device import TorchDevice
 from services.worker.kv.vllm.layers import in_order, shards_of
 from services.worker.kv.vllm.metadata import ConnectorSettings, ExportChunk, ImportStart, StepMetadata
-from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
+from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, EndpointSettings, Faults, KvEndpoint, host_copies
 from services.worker.kv.wire.importing import DTYPES, ImportShape, Load, PullLimits, PullResult
 from services.worker.kv.wire.server import ExportIdentity
 from services.worker.kv.wire.serving import ExportShape
 from shared.domain.kv import default_staging
 
+if TYPE_CHECKING:
+    from services.worker.kv.device_codec import DeviceCodec
+
 _log = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.001
 _SCRATCH_BYTES = 256 << 20  # of a device's memory, for what is on its way to the host
-_UNDER_WAY_BYTES = 64 << 20  # of staging that was released and that sockets still send
 
 
 class WorkerHalf:
@@ -42,6 +44,7 @@ class WorkerHalf:
         self._caches: list[torch.Tensor] = []
         self._layout: KvLayout | None = None
         self._made_copies: Copies | None = None
+        self._codec: DeviceCodec | None = None  # where the caches are a device's that Triton compiles for
         self._layer_start = self._head_start = 0
         self._waiting = 0
         self._lock = threading.Lock()
@@ -67,6 +70,7 @@ class WorkerHalf:
         export = ExportShape(shards, head_dim, first.dtype, rank)
         staging_bytes = self._staging_bytes(export)
         self._made_copies = self._make_copies(export, staging_bytes)
+        self._codec = self._make_codec(export)
         self.endpoint = KvEndpoint(
             self._endpoint_settings(rank, staging_bytes),
             export,
@@ -107,12 +111,25 @@ class WorkerHalf:
     def _make_copies(self, export: ExportShape, staging_bytes: int) -> Copies:
         cache, segment = self._caches[0], export.segment_tokens()
         if cache.device.type == "cpu":
-            return HostCopies(HeapMemory(export.chunk_shape, export.dtype, segment))
-        memory = PinnedMemory(export.chunk_shape, export.dtype, segment, staging_bytes + _UNDER_WAY_BYTES)
+            return host_copies(export, staging_bytes, fixed=self._settings.nixl)
+        memory = PinnedMemory(export.chunk_shape, export.dtype, segment, staging_bytes + UNDER_WAY_BYTES)
         step = self._config.scheduler_config.max_num_batched_tokens
         scratch = max(2, min(-(-step // segment), _SCRATCH_BYTES // export.chunk_bytes(segment)))
         values = export.chunk_bytes(segment) // export.dtype.itemsize
         return DeviceCopies(TorchDevice(cache), memory, values, scratch)
+
+    def _make_codec(self, export: ExportShape) -> "DeviceCodec | None":
+        if self._caches[0].device.type == "cpu" or not isinstance(self._layout, StridedLayout):
+            return None
+        try:
+            from services.worker.kv.device_codec import DeviceCodec
+
+            made = DeviceCodec(self._caches, self._layout, export, self._copies.upload)
+            made.prepare(lossy=self._settings.lossy)
+        except (ImportError, ValueError, RuntimeError) as error:
+            _log.warning("KV is moved without Triton kernels, and coded on the CPU: %s", error)
+            return None
+        return made
 
     def _staging_bytes(self, export: ExportShape) -> int:
         cached = sum(cache.nbytes for cache in self._caches)
@@ -131,6 +148,7 @@ class WorkerHalf:
             lossy=s.lossy,
             curve=(s.curve_public, s.curve_secret) if s.curve_public else None,
             control=s.controls[rank] if s.controls else "",
+            nixl_trusted=s.nixl_trusted,
         )
 
     def begin(self, step: StepMetadata) -> None:
@@ -154,7 +172,7 @@ class WorkerHalf:
         layout, copies = self._layout, self._copies
         assert layout is not None
         slots = slots_of(torch.tensor(start.blocks), layout.block_size, start.start, start.end)
-        destination = _Blocks(
+        destination = Blocks(
             self._caches,
             layout,
             slots,
@@ -164,6 +182,7 @@ class WorkerHalf:
             copies,
             copies.freed(),
             self.zero_imports,
+            self._codec,
         )
         return Load(start.request_id, start.handle, start.start, start.end, destination, start.timeout_s)
 
@@ -175,16 +194,24 @@ class WorkerHalf:
             self._stage(chunk)
 
     def _stage(self, chunk: ExportChunk) -> None:
-        layout, copies = self._layout, self._copies
+        layout, copies, codec = self._layout, self._copies, self._codec
         assert layout is not None
         blocks = torch.tensor(chunk.blocks)
 
+        def slots(start: int, end: int) -> torch.Tensor:
+            return slots_of(blocks, layout.block_size, start, end)
+
         def fill(start: int, end: int, kv: torch.Tensor) -> None:
+            if codec is not None:
+                codec.gather(slots(start, end), kv)
+                return
             here = copies.upload(blocks)
             for layer, cache in enumerate(self._caches):
                 layout.gather(cache, here, start, end, kv[layer])
 
-        self._endpoint.stage(chunk.transfer_id, chunk.start, chunk.end, chunk.total, fill)
+        known = codec is not None and chunk.codec.lossy
+        coding = codec.coding(chunk.codec, chunk.end - chunk.start, slots) if codec is not None and known else None
+        self._endpoint.stage(chunk.transfer_id, chunk.start, chunk.end, chunk.total, fill, coding)
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose import has ended since the last call, and those of them for which it failed. Their blocks
@@ -222,40 +249,3 @@ class WorkerHalf:
             self._progress.set()
         if not result.ok:
             _log.warning("import of %s failed: %s", result.transfer_id, result.error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """Destination of one import: the engine's blocks, by the slots of its tokens."""
-
-    caches: list[torch.Tensor]
-    layout: KvLayout
-    slots: torch.Tensor
-    token_start: int
-    layer_start: int  # of this rank's, in the model
-    head_start: int
-    copies: Copies
-    freed: Any  # what the blocks were used for before is done after this
-    zero: bool  # fault injection: proves that tests would notice wrong KV
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the caches."""
-        return self.caches[0].dtype
-
-    def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
-        """See Destination."""
-        first = token_start - self.token_start
-        with self.copies.writing(self.freed):
-            slots = self.copies.upload(self.slots[first : first + kv.shape[1]])
-            kv = self.copies.upload(kv * 0 if self.zero else kv)
-            cache = self.caches[layer - self.layer_start]
-            self.layout.scatter(cache, slots, head_start - self.head_start, kv)
-
-    def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
-        """None: blocks hold KV in an order of their own."""
-        return []
-
-    def finish(self) -> None:
-        """See Destination."""
-        self.copies.written()

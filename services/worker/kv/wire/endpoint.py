@@ -7,25 +7,31 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.worker.kv.arena import plain
 from services.worker.kv.codec import prepare
 from services.worker.kv.device import Copies, Fill, HostCopies
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.events import EventSender, PullEnded, StagedChunk, StagingFailed, ThreadEnded, TransferEnded
-from services.worker.kv.host_memory import HeapMemory
-from services.worker.kv.staging import Segment, StagingPool
-from services.worker.kv.wire.frames import MAX_LIFE_S, RankStats
+from services.worker.kv.host_memory import HeapMemory, PinnedMemory
+from services.worker.kv.parts import Coding, Staged
+from services.worker.kv.staging import StagingPool
+from services.worker.kv.wire.frames import MAX_LIFE_S, MAX_WINDOW_BYTES, RankStats
 from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
+from services.worker.kv.wire.nixl_state import NIXL_SCHEME, NixlUse
 from services.worker.kv.wire.puller import Puller
 from services.worker.kv.wire.server import ExportIdentity, KvServer, ServerCounters
 from services.worker.kv.wire.serving import ExportShape
 from services.worker.kv.wire.transports import Transports
 from shared.domain.kv import KvHandle
 
+UNDER_WAY_BYTES = 64 << 20  # of staging that was released and that peers still get
+
 
 @dataclass(frozen=True, slots=True)
 class EndpointSettings:
     """Where one rank listens, who it is, and its bounds. The scheme of its address is the transport of what it exports;
-    it imports by each. `control` is an address for the worker's control alone, where that comes over a socket.
+    it imports by each, but by NIXL only where it exports by it, too. `control` is an address for the worker's control
+    alone, where that comes over a socket.
     """
 
     address: str
@@ -37,6 +43,20 @@ class EndpointSettings:
     curve: tuple[str, str] | None = None
     control: str = ""
     lossy: bool = False  # load the codecs before the first transfer needs one
+    nixl_trusted: bool = False  # see NixlUse
+
+    @property
+    def nixl(self) -> bool:
+        """Whether this rank uses NIXL, with those that do, too."""
+        return self.address.startswith(f"{NIXL_SCHEME}://")
+
+
+def host_copies(export: ExportShape, staging_bytes: int, *, fixed: bool) -> HostCopies:
+    """For a cache in host memory. `fixed`: into memory that is had once and for all, so that it can be registered."""
+    shape, dtype, segment = export.chunk_shape, export.dtype, export.segment_tokens()
+    if not fixed:
+        return HostCopies(HeapMemory(shape, dtype, segment))
+    return HostCopies(PinnedMemory(shape, dtype, segment, staging_bytes + UNDER_WAY_BYTES, plain))
 
 
 @dataclass(slots=True)
@@ -68,14 +88,15 @@ class KvEndpoint:
         self._export = export
         self._on_end = on_end
         self._rank = export.rank
-        self._copies = copies or HostCopies(HeapMemory(export.chunk_shape, export.dtype, export.segment_tokens()))
+        self._copies = copies or host_copies(export, settings.staging_bytes, fixed=settings.nixl)
+        self._exporting, self._importing = self._transports()
         self._events = EventSender(settings.events)
         self._pool = StagingPool(
             settings.staging_bytes, settings.lease_s, on_change=self._staged, on_end=self._transfer_ended
         )
         self._server = KvServer(
             settings.address,
-            Transports(settings.curve),
+            self._exporting,
             self._pool,
             export,
             settings.identity,
@@ -84,12 +105,20 @@ class KvEndpoint:
             on_death=self._thread_ended,
             control_address=settings.control,
         )
-        self._puller = Puller(
-            Transports(settings.curve), import_, self._ended, settings.limits, on_death=self._thread_ended
-        )
+        self._puller = Puller(self._importing, import_, self._ended, settings.limits, on_death=self._thread_ended)
         self._copies.start(self._thread_ended)
         self._server.start()
         self._puller.start()
+
+    def _transports(self) -> tuple[Transports, Transports]:
+        """One for each thread."""
+        s = self._settings
+        if not s.nixl:
+            return Transports(s.curve), Transports(s.curve)
+        # Prefetched KV stays where it was read into; the rest is for what passes through.
+        receiving_bytes = s.limits.inbox_bytes + MAX_WINDOW_BYTES
+        exporting = Transports(s.curve, NixlUse(s.nixl_trusted, staging=self._copies.slabs))
+        return exporting, Transports(s.curve, NixlUse(s.nixl_trusted, receiving_bytes=receiving_bytes))
 
     @property
     def address(self) -> str:
@@ -106,14 +135,17 @@ class KvEndpoint:
         """What the export side has done."""
         return self._server.counters
 
-    def stage(self, transfer_id: str, start: int, end: int, total: int, fill: Fill) -> None:
+    def stage(
+        self, transfer_id: str, start: int, end: int, total: int, fill: Fill, coding: Coding | None = None
+    ) -> None:
         """Stage tokens [start, end) of a transfer of `total` tokens: `fill(start, end, kv)` copies KV into `kv`
-        [layers, 2, tokens, heads, dim], of this rank's layers and heads.
+        [layers, 2, tokens, heads, dim], of this rank's layers and heads; or a `coding` brings it to the host coded.
 
         Neither waits nor raises for want of room: the transfer then fails, and an event says so. `fill` may only issue
         the copies, and KV can be pulled once they are done: see `device.Copies`.
         """
-        size, whole, last = self._export.chunk_bytes(end - start), self._export.chunk_bytes(total), end == total
+        size = self._export.chunk_bytes(end - start) if coding is None else coding.total_bytes
+        whole, last = self._export.chunk_bytes(total), end == total
         try:
             self._pool.admit(transfer_id, size, whole)
         except KvError as error:
@@ -121,21 +153,21 @@ class KvEndpoint:
                 self._events.send(StagingFailed(transfer_id, self._rank, str(error)))
             return
 
-        def done(result: list[Segment] | Exception) -> None:
+        def done(result: Staged | Exception) -> None:
             if isinstance(result, Exception):
                 self._not_staged(transfer_id, size, result)
             else:
                 self._commit(transfer_id, result, size, end, last)
 
         try:
-            self._copies.stage(start, end, fill, done)
+            self._copies.stage(start, end, fill, done, coding)
         except KvError as error:
             self._not_staged(transfer_id, size, error)
         except BaseException:
             self._pool.abandon(transfer_id, size)
             raise
 
-    def _commit(self, transfer_id: str, segments: list[Segment], size: int, end: int, last: bool) -> None:
+    def _commit(self, transfer_id: str, segments: Staged, size: int, end: int, last: bool) -> None:
         try:
             staged_bytes = self._pool.commit(transfer_id, segments, size, last)
         except KvError:  # it ended meanwhile, and whoever ended it said so
@@ -185,6 +217,10 @@ class KvEndpoint:
             prefetches=pulled.prefetches,
             events_lost=self._events.lost,
             dropped_messages=served.dropped + pulled.dropped,
+            nixl_sent_bytes=self._exporting.nixl.sent_bytes,
+            nixl_received_bytes=self._importing.nixl.received_bytes,
+            nixl_failures=self._importing.nixl.failures,
+            nixl_refused=self._importing.nixl.refused,
         )
 
     def load(self, load: Load) -> None:
@@ -233,5 +269,6 @@ class KvEndpoint:
                 result.started_s,
                 result.ended_s,
                 result.prefetched,
+                result.transport,
             )
         )

@@ -1,7 +1,7 @@
 """Messages of the KV protocol, msgpack-coded msgspec structs.
 
 Importer to exporter: `Pull`, `Credit`, `Cancel`, `Confirm`. Exporter to importer: `Frame` (followed by its
-payload as a second part), `Sent`, `Failed`. Worker process to its own ranks: `Control`, answered by `Answer`.
+payload as a second part), `Sent`, `Failed`, `Unread`. Worker process to its own ranks: `Control`, answered by `Answer`.
 
 A pull names the tokens and heads it wants and grants an amount of payload bytes; the exporter sends frames as
 they become staged while the grant lasts; the importer grants more as it consumes. Every frame describes
@@ -110,7 +110,7 @@ class Frame(Message, frozen=True):
     head_dim: int
     rank: int
     ranks: int
-    checksum: int  # xxh3_64 of the payload
+    checksum: int  # xxh3_64 of the payload; 0 where the transport sends it behind the payload
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -132,6 +132,10 @@ class Failed(Message, frozen=True):
     pull_id: int
     fault: str
     message: str
+
+
+class Unread(Message, frozen=True):
+    """Something came that could not be read: it may have been a pull, or a grant. Who waits may ask again at once."""
 
 
 class Release(Message, frozen=True):
@@ -187,6 +191,10 @@ class RankStats(msgspec.Struct, frozen=True):
     leases_expired: int = 0
     dropped_messages: int = 0  # garbage, oversized or unknown
     events_lost: int = 0
+    nixl_sent_bytes: int = 0  # of `sent_bytes`
+    nixl_received_bytes: int = 0  # of `received_bytes`
+    nixl_failures: int = 0  # of pairs that both have NIXL: their KV goes over TCP
+    nixl_refused: int = 0  # pairs that both have NIXL and may not use it
 
 
 class Answer(Message, frozen=True):
@@ -201,7 +209,7 @@ _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Pull | Credit | Cancel | Confirm | Control] = msgspec.msgpack.Decoder(
     Pull | Credit | Cancel | Confirm | Control
 )
-Reply = Frame | Sent | Failed
+Reply = Frame | Sent | Failed | Unread
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _answers = msgspec.msgpack.Decoder(Answer)
 _SEAL_BYTES = 8
@@ -229,24 +237,25 @@ def _seal(body: Buffer) -> bytes:
     return checksum(body).to_bytes(_SEAL_BYTES, "little")
 
 
-def _opened(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decoded | None:
+def opened(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decoded | None:
+    """A sealed message; None for garbage."""
     body, seal = memoryview(part)[:-_SEAL_BYTES], memoryview(part)[-_SEAL_BYTES:]
     return decoded(decoder, body) if seal == _seal(body) else None
 
 
 def decode_request(part: Buffer) -> Pull | Credit | Cancel | Confirm | Control | None:
     """What an importer or the worker sent; None for garbage."""
-    return _opened(_requests, part)
+    return opened(_requests, part)
 
 
 def decode_reply(part: Buffer) -> Reply | None:
     """What an exporter sent; None for garbage."""
-    return _opened(_replies, part)
+    return opened(_replies, part)
 
 
 def decode_answer(part: Buffer) -> Answer | None:
     """What a rank answered to its worker; None for garbage."""
-    return _opened(_answers, part)
+    return opened(_answers, part)
 
 
 def checksum(payload: Buffer) -> int:
@@ -254,7 +263,11 @@ def checksum(payload: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-def verify(frame: Frame, digest: int) -> None:
-    """Raise KvError(CHECKSUM) unless the payload, of that checksum, is what was sent."""
-    if digest != frame.checksum:
+def verify(frame: Frame, digest: int, sent_digest: int | None = None) -> None:
+    """Raise KvError(CHECKSUM) unless the payload, of that checksum, is what was sent.
+
+    `sent_digest` is what the transport has sent along; then the frame need not tell, but must not tell otherwise.
+    """
+    sent = {frame.checksum} if sent_digest is None else {sent_digest, frame.checksum or sent_digest}
+    if sent != {digest}:
         raise KvError(KvFault.CHECKSUM, f"layers {frame.layer_start}.. tokens {frame.token_start}..")

@@ -12,8 +12,9 @@ from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.shards import Shards, Source
 from services.worker.kv.wire.frames import WINDOW_BYTES, Buffer, Frame, Sent
 from services.worker.kv.wire.transport import Link
-from shared.domain.kv import KvHandle
+from shared.domain.kv import Codec, KvHandle
 
+Seen = np.ndarray[Any, np.dtype[np.bool_]]  # [layers, tokens] of what has come
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -27,6 +28,19 @@ class Destination(Protocol):
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         """KV [2, tokens, heads, head_dim] of one layer; all is numbered over prompt and model. Done with `kv` when it
         returns: that memory is used again.
+        """
+
+    def take(
+        self,
+        layers: tuple[int, int],
+        tokens: tuple[int, int],
+        heads: tuple[int, int],
+        payload: torch.Tensor,
+        dtype: torch.dtype,
+        codec: Codec,
+    ) -> bool:
+        """A verified payload (uint8) as it came, all of whose tokens are wanted; `dtype` is the exporter's. Whether it
+        was taken: else it is decoded, and written a layer at a time. Done with it when it returns.
         """
 
     def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
@@ -75,6 +89,7 @@ class PullResult:
     started_s: float
     ended_s: float
     prefetched: bool
+    transport: str = ""  # what carried the KV: see Link.carrier; several are joined by "+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +166,17 @@ class Part:
         if sent.frames > self._sequence:
             raise KvError(KvFault.PROTOCOL, f"{sent.frames - self._sequence} frames were lost on the way")
 
-    def admit(self, frame: Frame, size_bytes: int, handle: KvHandle, shape: ImportShape) -> None:
-        """Note a frame that is here. Raises KvError(PROTOCOL) unless it is the next one and fits what was asked."""
-        seen = self.expected(frame, handle, shape)
+    def admit(self, seen: Seen, size_bytes: int) -> None:
+        """Note a frame that is here, the next one; `seen` is what `expected` said of it."""
         seen[:] = True
         self._missing -= seen.size
         self._sequence += 1
         self._received_bytes += size_bytes
 
-    def expected(self, frame: Frame, handle: KvHandle, shape: ImportShape) -> "np.ndarray[Any, np.dtype[np.bool_]]":
-        """What it adds to, none of which is here. Raises KvError(PROTOCOL) as `admit` does."""
+    def expected(self, frame: Frame, handle: KvHandle, shape: ImportShape) -> Seen:
+        """What it adds to, none of which is here. Raises KvError(PROTOCOL) unless it is the next one and fits what was
+        asked.
+        """
         expected = (
             handle.transfer_id,
             handle.generation,
@@ -195,7 +211,7 @@ class Part:
             raise KvError(KvFault.PROTOCOL, "frame is out of range")
         tokens = slice(frame.token_start - self._start, frame.token_end - self._start)
         seen = self._seen[frame.layer_start - first_layer : frame.layer_end - first_layer, tokens]
-        if seen.any():
+        if np.count_nonzero(seen):
             raise KvError(KvFault.PROTOCOL, "frame overlaps an earlier one")
         return seen
 
@@ -220,6 +236,7 @@ class Import:
     inbox: list[tuple[Frame, Buffer]] = field(default_factory=list)
     inbox_bytes: int = 0
     wire_bytes: int = 0
+    carriers: set[str] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:
@@ -251,4 +268,5 @@ class Import:
             started_s=self.started_s,
             ended_s=now_s,
             prefetched=self.prefetched,
+            transport="+".join(sorted(self.carriers)),
         )

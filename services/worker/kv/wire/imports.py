@@ -1,7 +1,9 @@
 """The imports under way on one rank: what they ask, take and grant, and how they end. For one thread."""
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.wire.frames import (
@@ -13,9 +15,19 @@ from services.worker.kv.wire.frames import (
     Frame,
     Reply,
     Sent,
+    Unread,
     decode_reply,
 )
-from services.worker.kv.wire.importing import Import, ImportShape, Load, Part, PullCounters, PullLimits, PullResult
+from services.worker.kv.wire.importing import (
+    Import,
+    ImportShape,
+    Load,
+    Part,
+    PullCounters,
+    PullLimits,
+    PullResult,
+    Seen,
+)
 from services.worker.kv.wire.landing import as_kv_error, check, finished, room_of, write_frame
 from services.worker.kv.wire.peers import Peers
 from services.worker.kv.wire.transport import Link, Placement, Received, Transport
@@ -26,6 +38,18 @@ _POLL_S = 0.5  # exporters are told again what they may send, and tell what they
 _BURST = 64  # messages of one link before the others get their turn
 _MESSAGE_CHARS = 200  # of what an exporter says of its failure
 _SWEEP_S = 5.0  # and idle links
+
+
+@dataclass(slots=True)
+class _Announced:
+    """A header whose payload is to come, and what it says: it is read once."""
+
+    header: Buffer
+    message: Reply | None
+    seen: Seen | None = None  # what it adds to its part, once that is known to be right
+
+
+_NOTHING = _Announced(b"", None)
 
 
 class Imports:
@@ -42,6 +66,7 @@ class Imports:
         self._imports: dict[str, Import] = {}
         self._parts: dict[int, tuple[Import, Part]] = {}
         self._check_s = self._sweep_s = 0.0
+        self._announced = _NOTHING
 
     def load(self, load: Load) -> None:
         """Begin, or let a prefetch go on into its blocks."""
@@ -147,11 +172,14 @@ class Imports:
         for _ in range(_BURST):
             if (received := link.receive()) is None:
                 return
-            message = decode_reply(received.header) if len(received.header) <= MAX_MESSAGE_BYTES else None
+            message = self._read(received.header).message
             if message is None:  # nobody knows what it held: perhaps a frame that nobody sends again
                 self.counters.dropped += 1
                 self._give_up(link)
                 return
+            if isinstance(message, Unread):
+                self._ask_again(link)
+                continue
             known, part = self._parts.get(message.pull_id, (None, None))
             if known is None or part is None or part.link is not link or part.done:
                 continue  # the rest of a pull that has ended here
@@ -162,18 +190,31 @@ class Imports:
 
     def _place(self, link: Link, header: Buffer, size_bytes: int) -> Placement | None:
         """Where the payload goes that follows this header: see transport.Place."""
-        frame = decode_reply(header)
+        self._announced = announced = _Announced(header, decode_reply(header))
+        frame = announced.message
         if not isinstance(frame, Frame):
             return None
         known, part = self._parts.get(frame.pull_id, (None, None))
         if known is None or part is None or known.load is None or part.link is not link or part.done:
             return None
         try:
-            part.expected(frame, known.handle, self._shape)
+            announced.seen = part.expected(frame, known.handle, self._shape)
         except KvError:  # told once the payload is here
             return None
         views = room_of(frame, size_bytes, known.load)
         return Placement(known, views) if views else None
+
+    def _read(self, header: Buffer) -> _Announced:
+        """What it says; the transport that announced a payload gives the same header again with it."""
+        if header is self._announced.header:
+            return self._announced
+        return _Announced(header, decode_reply(header) if len(header) <= MAX_MESSAGE_BYTES else None)
+
+    def _ask_again(self, link: Link) -> None:
+        """With the next `check`, and no sooner: on a bad line that, too, may be told to be unreadable."""
+        for known, part in self._parts.values():
+            if part.link is link:
+                known.told_s = -math.inf
 
     def _give_up(self, link: Link) -> None:
         error = KvError(KvFault.PROTOCOL, f"{link.address} sent a malformed message")
@@ -181,7 +222,7 @@ class Imports:
             if not known.complete:
                 self._end(known, error)
 
-    def _take(self, known: Import, part: Part, message: Reply, received: Received) -> None:
+    def _take(self, known: Import, part: Part, message: Frame | Sent | Failed, received: Received) -> None:
         match message:
             case Failed():
                 fault = message.fault if message.fault in set(KvFault) else KvFault.PROTOCOL
@@ -193,10 +234,12 @@ class Imports:
 
     def _take_frame(self, known: Import, part: Part, frame: Frame, received: Received) -> None:
         size, payload = received.payload_bytes, received.payload
-        part.admit(frame, size, known.handle, self._shape)
+        seen = self._read(received.header).seen
+        part.admit(part.expected(frame, known.handle, self._shape) if seen is None else seen, size)
         check(frame, received)
         known.progress_s = time.monotonic()
         known.wire_bytes += size
+        known.carriers.add(part.link.carrier)
         self.counters.received_bytes += size
         if payload is None:  # it lies where `_place` said, or there is none
             if not size:

@@ -20,11 +20,15 @@ def write_frame(frame: Frame, payload: Buffer, load: Load) -> None:
     start, end = max(frame.token_start, load.token_start), min(frame.token_end, load.token_end)
     if start >= end:
         return
-    raw = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8))
-    kv = decode(raw, frame.shape, DTYPES[frame.dtype], frame.codec, load.destination.dtype)
+    raw, dtype, to = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8)), DTYPES[frame.dtype], load.destination
+    if (start, end) == (frame.token_start, frame.token_end):
+        layers, heads = (frame.layer_start, frame.layer_end), (frame.head_start, frame.head_end)
+        if to.take(layers, (start, end), heads, raw, dtype, frame.codec):
+            return
+    kv = decode(raw, frame.shape, dtype, frame.codec, to.dtype)
     kv = kv[:, :, start - frame.token_start : end - frame.token_start]
     for layer in range(frame.layer_start, frame.layer_end):
-        load.destination.write(layer, start, frame.head_start, kv[layer - frame.layer_start])
+        to.write(layer, start, frame.head_start, kv[layer - frame.layer_start])
 
 
 def room_of(frame: Frame, size_bytes: int, load: Load) -> list[memoryview]:
@@ -47,7 +51,7 @@ def check(frame: Frame, received: Received) -> None:
     """Raise KvError unless the frame is one that we understand, and its payload what was sent."""
     if frame.dtype not in DTYPES:
         raise KvError(KvFault.PROTOCOL, f"unknown dtype {frame.dtype}")
-    verify(frame, received.checksum)
+    verify(frame, received.checksum, received.sent_checksum)
 
 
 def finished(load: Load, error: KvError | None) -> KvError | None:

@@ -76,6 +76,8 @@ class Peers:
         layer_bytes = (wanted.token_end - wanted.token_start) * 2 * heads * self._shape.head_dim
         size_bytes = layers * layer_bytes * (dtype.itemsize if dtype is not None else 1)
         count = max(1, min(self._connections, layers, size_bytes // LANE_BYTES))
+        if count == 1:
+            return [source]
         bounds = [source.layer_start + layers * each // count for each in range(count + 1)]
         return [replace(source, layer_start=start, layer_end=end) for start, end in pairwise(bounds)]
 

@@ -26,6 +26,7 @@ from services.worker.kv.wire.frames import (
     Pull,
     Release,
     Sent,
+    Unread,
     decode_request,
     encode_message,
 )
@@ -146,6 +147,7 @@ class KvServer:
             request = decode_request(parts[0]) if len(parts) == 1 else None
             if request is None:
                 self.counters.dropped += 1
+                self._send(peer, Unread())
             else:
                 self._handle(peer, request)
 
@@ -191,7 +193,7 @@ class KvServer:
         return None
 
     def _pump(self) -> bool:
-        """Send one frame of each pull that can go on; whether any was sent."""
+        """Send one frame of each pull that can go on; whether any was sent and something is left to send."""
         sent = False
         for key, serving in list(self._servings.items()):
             try:
@@ -201,14 +203,15 @@ class KvServer:
             except Exception:
                 _log.exception("a pull of %s failed", serving.pull.transfer_id)
                 self._fail(key, KvError(KvFault.INTERNAL))
-        return sent
+        return sent and bool(self._servings)
 
     def _pump_one(self, key: tuple[Caller, int], serving: Serving) -> bool:
         (listener, name), _ = key
         transfer = self._pool.open(serving.pull.transfer_id)
         if transfer is None or not listener.takes(name):
             return False
-        made = serving.next_frame(transfer, self._identity.generation)
+        seal = not listener.seals or self._corrupt()
+        made = serving.next_frame(transfer, self._identity.generation, seal=seal)
         if made is None:
             return False
         frame, payload = made

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.kv.codec import encode, payload_bytes
+from services.worker.kv.codec import decode_into, encode, payload_bytes
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.shards import Shards
-from services.worker.kv.staging import Segment, Transfer
+from services.worker.kv.staging import CodedSegment, Segment, Transfer
 from services.worker.kv.wire.frames import FRAME_BYTES, MAX_WINDOW_BYTES, Buffer, Frame, Pull, checksum
 from shared.domain.kv import Codec
 
@@ -54,6 +54,10 @@ class ExportShape:
         tokens = max(1, FRAME_BYTES // self.token_bytes)
         return tokens // 32 * 32 or tokens
 
+    def layers_a_frame(self, tokens: int, heads: int, codec: Codec) -> int:
+        """Whose coded KV of so many tokens and heads goes into one payload."""
+        return max(1, FRAME_BYTES // payload_bytes((1, 2, tokens, heads, self.head_dim), self.dtype, codec))
+
 
 class Serving:
     """State of one pull: a cursor over segments and layers, and what the importer still grants."""
@@ -67,8 +71,7 @@ class Serving:
         self._renew(now_s)
         self._shape = shape
         self._segment = 0
-        self._viewed: Segment | None = None
-        self._bytes = memoryview(b"")  # of the segment that was viewed last
+        self._restored: Segment | None = None
         self._token = pull.token_start
         self._layer = pull.layer_start
 
@@ -87,8 +90,9 @@ class Serving:
         """Whether all that was wanted has been sent."""
         return self._token >= self.pull.token_end
 
-    def next_frame(self, transfer: Transfer, generation: int) -> tuple[Frame, Buffer] | None:
-        """The next frame and its payload; None while nothing is staged for it or the grant is used up.
+    def next_frame(self, transfer: Transfer, generation: int, *, seal: bool) -> tuple[Frame, Buffer] | None:
+        """The next frame and its payload; None while nothing is staged for it or the grant is used up. `seal`: the
+        frame tells the payload's checksum.
 
         Raises KvError when the transfer is complete and shorter than what is wanted, or cannot be coded.
         """
@@ -100,13 +104,20 @@ class Serving:
                 raise KvError(KvFault.INVALID, f"only {transfer.token_end} tokens were exported")
             return None
         end = min(segment.token_end, self.pull.token_end)
-        last_layer = min(self.pull.layer_end, self._layer + self._layers_per_frame(end - self._token, self.pull.codec))
-        payload = self._payload(segment, last_layer, end)
-        frame = self._header(transfer, generation, last_layer, end, checksum(payload))
+        staged = self._staged(segment, end) if isinstance(segment, CodedSegment) else None
+        if staged is not None:
+            last_layer, payload = staged
+        else:
+            segment = self._decoded(segment) if isinstance(segment, CodedSegment) else segment
+            heads = self.pull.head_end - self.pull.head_start
+            layers = self._shape.layers_a_frame(end - self._token, heads, self.pull.codec)
+            last_layer = min(self.pull.layer_end, self._layer + layers)
+            payload = self._payload(segment, last_layer, end)
+        frame = self._header(transfer, generation, last_layer, end, checksum(payload) if seal else 0)
         self._advance(last_layer, end, len(payload))
         return frame, payload
 
-    def _find(self, transfer: Transfer) -> Segment | None:
+    def _find(self, transfer: Transfer) -> Segment | CodedSegment | None:
         while self._segment < len(transfer.segments):
             segment = transfer.segments[self._segment]
             if segment.token_end > self._token:
@@ -114,23 +125,41 @@ class Serving:
             self._segment += 1
         return None
 
-    def _layers_per_frame(self, tokens: int, codec: Codec) -> int:
-        heads = self.pull.head_end - self.pull.head_start
-        one = payload_bytes((1, 2, tokens, heads, self._shape.head_dim), self._shape.dtype, codec)
-        return max(1, FRAME_BYTES // one)
+    def _staged(self, segment: CodedSegment, end: int) -> tuple[int, Buffer] | None:
+        """The last layer of what is staged as the next frame, and its payload; None where the pull divides tokens,
+        heads or layers in another way.
+        """
+        pull, first = self.pull, self._shape.layers[0]
+        whole = self._token == segment.token_start and end == segment.token_end
+        if pull.codec is not segment.codec:
+            raise KvError(KvFault.CODEC, f"staged as {segment.codec.value}")
+        if not whole or (pull.head_start, pull.head_end) != self._shape.heads:
+            return None
+        for each in segment.payloads:
+            if first + each.start == self._layer and first + each.end <= pull.layer_end:
+                return first + each.end, each.payload.numpy().data
+        return None
+
+    def _decoded(self, segment: CodedSegment) -> Segment:
+        """To be coded again in other pieces: an error of a step in all, at most, where one coding makes half."""
+        if self._restored is None or self._restored.token_start != segment.token_start:
+            layers, sides, tokens, heads, dim = self._shape.chunk_shape(segment.token_end - segment.token_start)
+            kv = torch.empty(layers, sides, tokens, heads, dim, dtype=self._shape.dtype)
+            for each in segment.payloads:
+                decode_into(each.payload, kv.dtype, segment.codec, kv[each.start : each.end])
+            self._restored = Segment(segment.token_start, segment.token_end, kv)
+        return self._restored
 
     def _payload(self, segment: Segment, last_layer: int, end: int) -> Buffer:
         """Of layers up to `last_layer` and tokens up to `end`, coded. A view, where whole segments and all heads are
-        wanted as they are: some ten microseconds of torch for each frame are a tenth of what sending it takes.
+        wanted as they are.
         """
         pull = self.pull
         whole = self._token == segment.token_start and end == segment.token_end
         if pull.codec.lossy or not whole or (pull.head_start, pull.head_end) != self._shape.heads:
             return encode(self._cut(segment, self._layer, last_layer, end), pull.codec).numpy().data
-        if self._viewed is not segment:
-            self._viewed, self._bytes = segment, segment.kv.view(torch.uint8).reshape(-1).numpy().data
         first, layer_bytes = self._shape.layers[0], self._shape.token_bytes * (end - self._token)
-        return self._bytes[(self._layer - first) * layer_bytes : (last_layer - first) * layer_bytes]
+        return segment.data[(self._layer - first) * layer_bytes : (last_layer - first) * layer_bytes]
 
     def _cut(self, segment: Segment, layer: int, last_layer: int, end: int) -> torch.Tensor:
         first_layer, first_head = self._shape.layers[0], self._shape.heads[0]

@@ -1,8 +1,11 @@
-"""Messages on a byte stream: a prefix, a header, perhaps a payload. No sockets.
+"""Messages on a byte stream: a prefix, a header, perhaps a payload and its checksum. No sockets.
 
 A prefix is 16 bytes, little-endian: a mark, the sizes of header and payload, and a checksum over these. A prefix
 without either is a heartbeat, which a listener sends back. Bits that flip in a prefix are noticed before anybody waits
 for bytes that nobody sends.
+
+Behind a payload comes its xxh3_64, 8 bytes, little-endian: so each side takes the checksum of a piece while it is in
+the cache, and the first bytes are on their way before the last ones were looked at.
 """
 
 import struct
@@ -17,9 +20,12 @@ from services.worker.kv.wire.transport import Placement, Received
 
 PREFIX = struct.Struct("<4sIII")
 _SIZES = struct.Struct("<4sII")
-_MARK = b"PKV1"
+_MARK = b"PKV2"
+DIGEST_BYTES = 8
 _AHEAD_BYTES = 4096  # read along with a prefix: of a payload so much at most is copied once more
 _PIECE = 512 << 10  # read at once: what was read is still in the cache when its checksum is taken
+_WORTH_BYTES = _PIECE  # of a payload: less is not worth waking up for, unless it is the rest
+_PIECE_OUT = 512 << 10  # sent at once, the first one the sooner
 _VIEWS = 64  # of one call: more gain nothing
 
 
@@ -31,10 +37,17 @@ class Stream(Protocol):
     """A connected socket that never blocks."""
 
     def read(self, views: list[memoryview]) -> int:
-        """Bytes that went into the views, in order; 0 while there are none. Raises OSError at the stream's end too."""
+        """Bytes that went into the views, in order: fewer than they hold when there are no more at the moment. Raises
+        OSError at the stream's end too.
+        """
+
+    def expect(self, count: int) -> None:
+        """That the stream can be read need not be told before so many bytes are here."""
 
     def write(self, views: list[memoryview]) -> int:
-        """Bytes that were taken of the views, in order; 0 while there is no room. Raises OSError."""
+        """Bytes that were taken of the views, in order; fewer than there are when there is no more room at the moment.
+        Raises OSError.
+        """
 
 
 class Asked(Protocol):
@@ -58,12 +71,13 @@ class Inbound:
 
     def __init__(self, max_payload_bytes: int, place: Asked = lambda *_: None) -> None:
         self.heartbeats = 0
+        self.readable = True  # whether the stream may have more: its owner says when it has again
         self._max_payload_bytes = max_payload_bytes
         self._place = place
         self._head = memoryview(bytearray(2 * _AHEAD_BYTES))  # grows with a header that needs more
         self._filled = 0  # bytes in it
         self._spare = memoryview(b"")  # where payloads go that have no other place
-        self._views: list[memoryview] = []  # of the present payload, what is to come
+        self._views: list[memoryview] = []  # of the present payload, what is to come, the next one last
         self._header = b""
         self._size = self._missing = 0  # bytes of the present payload, and those that are to come
         self._placement: Placement | None = None
@@ -72,12 +86,19 @@ class Inbound:
 
     def receive(self, stream: Stream) -> Received | None:
         """The next message; None when the stream has no more at the moment. Raises WireError or OSError."""
+        read = False
         while True:
             message = self._finished() if self._header else self._begun()
-            if message is not None:
-                return message
-            if not (self._read_payload(stream) if self._missing else self._read_head(stream)):
-                return None
+            if message is not None or not self.readable:
+                break
+            read = True
+            if self._missing:
+                self._read_payload(stream)
+            else:
+                self._read_head(stream)
+        if read and not self.readable:  # only then: whoever has asked for less has a reason
+            stream.expect(min(_WORTH_BYTES, self._missing + DIGEST_BYTES) if self._missing else 1)
+        return message
 
     def keep(self) -> None:
         """The payload that was received last is not overwritten."""
@@ -126,12 +147,12 @@ class Inbound:
         if self._placement is None:
             self._views = [self._room(payload_bytes)]
         else:
-            self._views = list(self._placement.views)
+            self._views = self._placement.views[::-1]
         self._hash.reset()
         ahead = self._head[end : min(self._filled, end + payload_bytes)]
         taken = 0
         while taken < len(ahead):
-            view = self._views[0]
+            view = self._views[-1]
             part = ahead[taken : taken + len(view)]
             view[: len(part)] = part
             taken += len(part)
@@ -139,58 +160,68 @@ class Inbound:
         self._drop(end + taken)
 
     def _finished(self) -> Received | None:
-        if self._missing:
+        if self._missing or self._filled < DIGEST_BYTES:
             return None
+        sent = int.from_bytes(self._head[:DIGEST_BYTES], "little")
+        self._drop(DIGEST_BYTES)
         payload = None if self._placement is not None else self._spare[: self._size]
-        message = Received(self._header, payload, self._size, self._hash.intdigest())
+        message = Received(self._header, payload, self._size, self._hash.intdigest(), sent)
         unwanted, self._unwanted = self._unwanted, False
         self._header, self._placement = b"", None
         return self._begun() if unwanted else message
 
-    def _read_head(self, stream: Stream) -> int:
-        wanted = PREFIX.size + (PREFIX.unpack_from(self._head)[1] if self._filled >= PREFIX.size else 0)
+    def _read_head(self, stream: Stream) -> None:
+        begun = self._filled >= PREFIX.size and not self._header
+        wanted = PREFIX.size + (PREFIX.unpack_from(self._head)[1] if begun else 0)
         if wanted > len(self._head):
             grown = memoryview(bytearray(wanted + _AHEAD_BYTES))
             grown[: self._filled] = self._head[: self._filled]
             self._head = grown
         got = stream.read([self._head[self._filled :]])
         self._filled += got
-        return got
+        self.readable = self._filled == len(self._head)
 
-    def _read_payload(self, stream: Stream) -> int:
+    def _read_payload(self, stream: Stream) -> None:
         """Read what is missing, and in the same call what may follow it."""
-        views, room = [], _PIECE
-        for view in self._views[:_VIEWS]:
-            views.append(view[:room])
-            room -= len(views[-1])
-            if not room:
+        views: list[memoryview] = []
+        room = _PIECE
+        for view in self._views[: -_VIEWS - 1 : -1]:
+            room -= len(view)
+            if room < 0:
+                view = view[:room]
+            views.append(view)
+            if room <= 0:
                 break
-        if room and len(self._views) <= _VIEWS:
+        wanted = _PIECE - max(0, room)
+        if wanted == self._missing:
+            wanted += _AHEAD_BYTES
             views.append(self._head[:_AHEAD_BYTES])
         got = stream.read(views)
         ours = min(got, self._missing)
         self._advance(ours)
+        self.readable = got == wanted
         self._filled = got - ours
-        return got
 
     def _advance(self, count: int) -> None:
         """So much of the payload has come."""
         self._missing -= count
+        views, update = self._views, self._hash.update
         while count:
-            view = self._views[0]
-            part = view[:count]
-            self._hash.update(part)
-            count -= len(part)
-            if len(part) == len(view):
-                self._views.pop(0)
-            else:
-                self._views[0] = view[len(part) :]
+            view = views.pop()
+            size = len(view)
+            if count < size:
+                update(view[:count])
+                views.append(view[count:])
+                return
+            update(view)
+            count -= size
 
     def _drop(self, end: int) -> None:
         """Forget the first bytes of what was read ahead."""
-        rest = bytes(self._head[end : self._filled])
-        self._head[: len(rest)] = rest
-        self._filled = len(rest)
+        if end < self._filled:
+            rest = bytes(self._head[end : self._filled])
+            self._head[: len(rest)] = rest
+        self._filled -= end
 
     def _room(self, size: int) -> memoryview:
         if len(self._spare) < size:
@@ -198,42 +229,73 @@ class Inbound:
         return self._spare[:size]
 
 
+class _Body:
+    """A payload of which some is still to be looked at."""
+
+    def __init__(self, payload: memoryview) -> None:
+        self._rest = payload
+        self._hash = xxhash.xxh3_64()
+
+    def prepare(self, ready: deque[memoryview]) -> bool:
+        """Add the next piece, and behind the last one the checksum; whether that was all."""
+        piece, self._rest = self._rest[:_PIECE_OUT], self._rest[_PIECE_OUT:]
+        self._hash.update(piece)
+        ready.append(piece)
+        if self._rest:
+            return False
+        ready.append(memoryview(self._hash.intdigest().to_bytes(DIGEST_BYTES, "little")))
+        return True
+
+
 class Outbound:
     """What waits to be sent, in order; nothing is copied."""
 
     def __init__(self) -> None:
-        self._views: deque[memoryview] = deque()
+        self._waiting: deque[memoryview | _Body] = deque()
+        self._ready: deque[memoryview] = deque()  # goes first
 
     def __len__(self) -> int:
         """Pieces that wait."""
-        return len(self._views)
+        return len(self._ready) + len(self._waiting)
 
     def put(self, header: bytes, payload: Buffer | None = None) -> None:
         """Queue a message."""
         size = len(payload) if payload is not None else 0
-        self._views.append(memoryview(prefix(len(header), size) + header))
+        self._waiting.append(memoryview(prefix(len(header), size) + header))
         if payload is not None and size:
-            self._views.append(memoryview(payload).cast("B"))
+            self._waiting.append(_Body(memoryview(payload).cast("B")))
 
     def heartbeat(self) -> None:
         """Queue a heartbeat."""
-        self._views.append(memoryview(HEARTBEAT))
+        self._waiting.append(memoryview(HEARTBEAT))
 
     def flush(self, stream: Stream) -> bool:
         """Send what goes; whether all of it went. Raises OSError."""
-        while self._views:
-            sent = stream.write([view for view, _ in zip(self._views, range(_VIEWS), strict=False)])
-            if not sent:
+        ready = self._ready
+        while ready or self._waiting:
+            if not ready:
+                self._prepare()
+            left = stream.write(list(ready))
+            while ready and left >= len(ready[0]):
+                left -= len(ready.popleft())
+            if ready:
+                ready[0] = ready[0][left:]
                 return False
-            while sent:
-                view = self._views[0]
-                if sent < len(view):
-                    self._views[0] = view[sent:]
-                    break
-                sent -= len(view)
-                self._views.popleft()
         return True
 
     def clear(self) -> None:
         """Forget all of it."""
-        self._views.clear()
+        self._waiting.clear()
+        self._ready.clear()
+
+    def _prepare(self) -> None:
+        """Messages, and one piece of a payload: it is in the cache when the kernel copies it."""
+        ready, waiting = self._ready, self._waiting
+        while waiting and len(ready) < _VIEWS:
+            first = waiting[0]
+            if isinstance(first, _Body):
+                if first.prepare(ready):
+                    waiting.popleft()
+                return
+            ready.append(first)
+            waiting.popleft()

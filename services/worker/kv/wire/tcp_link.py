@@ -65,6 +65,8 @@ class _State(Enum):
 class TcpLink:
     """See transport.Link. All methods run on the transport's thread."""
 
+    carrier = "tcp"
+
     def __init__(self, address: str, loop: Loop, tls: ssl.SSLContext | None, place: Place | None, now_s: float) -> None:
         """Raises OSError for what is no address."""
         self.address = address
@@ -137,6 +139,7 @@ class TcpLink:
         """The socket can be read, or written; to be called before `receive`."""
         self._now_s = self._heard_s = now_s
         self._asked_s = math.inf
+        self._inbound.readable = True
         try:
             if self._state is _State.CONNECTING:
                 self._connected()
@@ -160,6 +163,8 @@ class TcpLink:
             self._lose(TimeoutError("the peer says nothing"))
         elif self._asked_s == math.inf and now_s - self._heard_s > _BEAT_S and now_s - self._active_s < _ACTIVE_S:
             self._asked_s = now_s
+            if self._connection is not None:
+                self._connection.expect(1)  # on a slow link a little is a sign of life, too
             self._outbound.heartbeat()
             self._flush()
 

@@ -24,6 +24,8 @@ _BURST = 64  # connections taken before those that are here get their turn
 class TcpListener:
     """See transport.Listener. All methods run on the transport's thread."""
 
+    seals = True
+
     def __init__(self, address: str, loop: Loop, tls: ssl.SSLContext | None) -> None:
         """Binds. Raises OSError."""
         scheme = address.partition("://")[0]
@@ -61,6 +63,15 @@ class TcpListener:
         """See transport.Listener."""
         known = self._peers.get(peer)
         return known is not None and known.send(header, payload)
+
+    def has(self, peer: bytes) -> bool:
+        """Whether it is still connected."""
+        return peer in self._peers
+
+    def drop(self, peer: bytes, why: str) -> None:
+        """End its connection."""
+        if peer in self._peers:
+            self._peers[peer].end(TimeoutError(why))
 
     def happened(self, now_s: float, *, writable: bool) -> None:
         """Somebody connects."""

@@ -61,6 +61,7 @@ class TcpPeer:
         """See tcp_link.Owner."""
         if self._closed:
             return
+        self._inbound.readable = True
         try:
             if not self._agreed and not self._agree():
                 return

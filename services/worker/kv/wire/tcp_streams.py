@@ -49,6 +49,7 @@ class PlainConnection:
 
     def __init__(self, made: socket.socket) -> None:
         self._socket = made
+        self._expected = 1
 
     def ready(self) -> bool:
         """There is nothing to agree on."""
@@ -63,6 +64,12 @@ class PlainConnection:
         if not got:
             raise ConnectionResetError("the peer has closed the connection")
         return got
+
+    def expect(self, count: int) -> None:
+        """See Stream."""
+        if count != self._expected:
+            self._expected = count
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
     def write(self, views: list[memoryview]) -> int:
         """See Stream."""
@@ -122,6 +129,9 @@ class TlsConnection:
                 raise Untrusted(error.reason) from error
             raise
         return got
+
+    def expect(self, count: int) -> None:
+        """Records are told of one by one."""
 
     def write(self, views: list[memoryview]) -> int:
         """See Stream."""

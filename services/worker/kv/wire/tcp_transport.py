@@ -1,7 +1,8 @@
-"""KV messages over plain TCP, or TLS: one thread, one selector, payloads straight into where they belong."""
+"""KV messages over plain TCP, or TLS: one thread, one epoll, payloads straight into where they belong."""
 
-import selectors
-import socket
+import os
+import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from services.worker.kv.wire.tls import TlsContexts
 from services.worker.kv.wire.transport import Link, Place
 
 _TICK_S = 0.05  # what is due is looked at so often
-_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
 class TcpTransport:
@@ -26,17 +27,18 @@ class TcpTransport:
     def __init__(self, curve: tuple[str, str] | None = None) -> None:
         """Raises ValueError for a pair that is none."""
         self._tls = TlsContexts(curve) if curve else None
-        self._selector = selectors.DefaultSelector()
-        self._watched: dict[Source, int] = {}
+        self._epoll = select.epoll()
+        self._owners: dict[int, Owner] = {}  # by descriptor
+        self._watched: dict[Source, tuple[int, int]] = {}  # descriptor and events
         self._links: set[TcpLink] = set()
         self._listeners: list[TcpListener] = []
         self._told: deque[Callable[[], None]] = deque()
         self._resolver = Resolver(self._tell)
         self._tick_s = 0.0
-        self._woken, self._waker = socket.socketpair()
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
-        self._selector.register(self._woken, _READ, None)
+        self._closed = False
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waking = threading.Lock()  # a descriptor that is closed may be somebody else's already
+        self._epoll.register(self._wakes, _READ)
 
     def listen(self, address: str) -> TcpListener:
         """See transport.Transport."""
@@ -53,15 +55,15 @@ class TcpTransport:
     def wait(self, timeout_s: float) -> list[Link]:
         """See transport.Transport."""
         ready: dict[int, Link] = {id(link): link for link in self._links if not link.drained}
-        happened = self._selector.select(0.0 if self.busy else max(0.0, timeout_s))
+        happened = self._epoll.poll(0.0 if self.busy else max(0.0, timeout_s))
         now_s = time.monotonic()
-        for key, events in happened:
-            if key.data is None:
+        for owner, events in [(self._owners.get(descriptor), events) for descriptor, events in happened]:
+            if owner is None:
                 self._drain_wakes()
                 continue
-            key.data.happened(now_s, writable=bool(events & _WRITE))
-            if isinstance(key.data, TcpLink):
-                ready[id(key.data)] = key.data
+            owner.happened(now_s, writable=bool(events & ~_READ))  # errors are found by who writes
+            if isinstance(owner, TcpLink):
+                ready[id(owner)] = owner
         for listener in self._listeners:
             listener.go_on(now_s)
         if now_s - self._tick_s > _TICK_S:
@@ -75,14 +77,13 @@ class TcpTransport:
 
     def fileno(self) -> int:
         """Can be read when a socket has something, or somebody wakes."""
-        return self._selector.fileno()
+        return self._epoll.fileno()
 
     def wake(self) -> None:
         """See transport.Transport."""
-        try:
-            self._waker.send(b"\0")
-        except OSError:
-            return  # a wake is pending already, or the transport is closed
+        with self._waking:
+            if not self._closed:
+                os.eventfd_write(self._wakes, 1)
 
     def close(self) -> None:
         """See transport.Transport."""
@@ -90,24 +91,32 @@ class TcpTransport:
             link.close()
         for listener in self._listeners:
             listener.close()
-        self._selector.close()
-        self._woken.close()
-        self._waker.close()
+        with self._waking:
+            self._closed = True
+            os.close(self._wakes)
+        self._epoll.close()
 
     def watch(self, source: Source, owner: Owner, *, writes: bool) -> None:
         """See tcp_link.Loop."""
         events = _READ | _WRITE if writes else _READ
         known = self._watched.get(source)
         if known is None:
-            self._selector.register(source, events, owner)
-        elif known != events:
-            self._selector.modify(source, events, owner)
-        self._watched[source] = events
+            descriptor = source.fileno()
+            self._epoll.register(descriptor, events)
+            self._owners[descriptor] = owner
+        else:
+            descriptor, before = known
+            if before == events:
+                return
+            self._epoll.modify(descriptor, events)
+        self._watched[source] = descriptor, events
 
     def unwatch(self, source: Source) -> None:
         """See tcp_link.Loop."""
-        if self._watched.pop(source, None) is not None:
-            self._selector.unregister(source)
+        known = self._watched.pop(source, None)
+        if known is not None:
+            self._epoll.unregister(known[0])
+            del self._owners[known[0]]
 
     def look_up(self, host: str, port: int, told: Told) -> None:
         """See tcp_link.Loop."""
@@ -122,11 +131,7 @@ class TcpTransport:
         self.wake()
 
     def _drain_wakes(self) -> None:
-        try:
-            while self._woken.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
+        os.eventfd_read(self._wakes)
         while self._told:
             self._told.popleft()()
 

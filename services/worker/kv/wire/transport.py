@@ -17,7 +17,8 @@ class Received:
     header: Buffer
     payload: Buffer | None = None  # None where there is none, or it lies where `Place` wanted it
     payload_bytes: int = 0
-    checksum: int = 0  # of the payload
+    checksum: int = 0  # of the payload, as it came
+    sent_checksum: int | None = None  # of the payload, as it was sent, where the transport sends it: see Listener.seals
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Listener(Protocol):
     """Export side: many peers, each with an identity."""
 
     address: str
+    seals: bool  # payloads are followed by their checksum: nobody else need take it
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """The next message with its sender, or None when there is none at the moment."""
@@ -56,8 +58,21 @@ class Link(Protocol):
     """Import side: one connection to a peer. Reconnects by itself; `losses` rises with each lost connection."""
 
     address: str
-    losses: int
-    stranger: str  # why the peer and we do not trust each other; empty as long as nothing says so
+
+    @property
+    def losses(self) -> int:
+        """Connections that were lost."""
+        ...
+
+    @property
+    def stranger(self) -> str:
+        """Why the peer and we do not trust each other; empty as long as nothing says so."""
+        ...
+
+    @property
+    def carrier(self) -> str:
+        """What has brought the message that was received last: "tcp", "zeromq" or "nixl"."""
+        ...
 
     @property
     def connected(self) -> bool:

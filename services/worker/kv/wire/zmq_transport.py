@@ -139,6 +139,8 @@ class ZmqTransport:
 class ZmqListener:
     """A bound ROUTER."""
 
+    seals = False
+
     def __init__(self, router: zmq.Socket[bytes]) -> None:
         self._router = router
         self.address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -173,6 +175,8 @@ class ZmqListener:
 
 class ZmqLink:
     """A connected DEALER and the monitor of its connection."""
+
+    carrier = "zeromq"
 
     def __init__(self, address: str, dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes], forget: "Forget") -> None:
         self.address = address
