@@ -1,8 +1,9 @@
 """Puts the cluster monitor together: sockets, registry, the store, HTTP."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TypeVar
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -11,20 +12,30 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.cluster_monitor.audit import Audit
 from services.cluster_monitor.auto_flips import AutoFlips, seen_now
 from services.cluster_monitor.broadcaster import Broadcaster
+from services.cluster_monitor.console_routes import router as console_router
 from services.cluster_monitor.demand import DemandService
+from services.cluster_monitor.ends import Ends
 from services.cluster_monitor.events import EventKind, Events
 from services.cluster_monitor.flips import Operations
 from services.cluster_monitor.followers import Followers
 from services.cluster_monitor.heartbeats import Heartbeats
-from services.cluster_monitor.history import History
+from services.cluster_monitor.history import SERVED_S, History
+from services.cluster_monitor.lease import NAME, Alone, Lease, Turn
 from services.cluster_monitor.memory import Memory
 from services.cluster_monitor.metrics import ClusterCollector, count_detections
+from services.cluster_monitor.peers import Peers
 from services.cluster_monitor.policy_book import PolicyBook
 from services.cluster_monitor.policy_routes import router as policy_router
 from services.cluster_monitor.registry import MAX_DEAD, Registry
-from services.cluster_monitor.routes import State, router
+from services.cluster_monitor.routes import router
 from services.cluster_monitor.settings import MonitorSettings
+from services.cluster_monitor.situation import Judge
 from services.cluster_monitor.slo import SloService
+from services.cluster_monitor.state import State
+from services.cluster_monitor.targets import targets_router
+from services.cluster_monitor.turns import Turns
+from services.cluster_monitor.watch import PERIOD_S as WATCH_S
+from services.cluster_monitor.watch import Watch
 from shared.domain.policies import PolicySet
 from shared.errors import PolyphaseError
 from shared.policy.role_flip import Seen
@@ -33,74 +44,128 @@ from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background
 from shared.store.database import open_engine
+from shared.store.lease import LeaseStore
+from shared.store.migrate import migrated
 from shared.store.retention import Retention
 from shared.store.write_behind import WriteBehind
-from shared.wire.broadcast import Publisher, Subscriber
-from shared.wire.messages import Heartbeat
-from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
+Found = TypeVar("Found")
 AGAIN_S = 1.0
 DEMAND_S = 1.0  # between two looks at what schedulers tell
 
 
 def create_app(settings: MonitorSettings) -> FastAPI:
     """The service. Raises InvalidRequest for an unknown policy before anything starts."""
-    metrics = CollectorRegistry()
+    metrics, turns = CollectorRegistry(), Turns(settings.monitor_id)
+    metrics.register(turns)
     file = from_file(settings.policies)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.turns = turns
         async with AsyncExitStack() as stack:
-            app.state.monitor = await _start(stack, settings, metrics, file)
+            ends = Ends(stack, settings)
+            if settings.lease_s:
+                await _by_turns(stack, settings, turns, ends, file)
+            else:
+                app.state.monitor = turns.state = await _act(stack, settings, turns, ends, Alone(), file)
             yield
 
-    app = service_app("cluster_monitor", lifespan, metrics)
+    app = service_app("cluster_monitor", lifespan, metrics, standing=turns.describe, token=settings.token())
     app.include_router(router)
+    app.include_router(console_router)
     app.include_router(policy_router)
+    app.include_router(targets_router(settings.scrape))
     return app
 
 
-async def _start(
-    stack: AsyncExitStack, settings: MonitorSettings, metrics: CollectorRegistry, file: PolicySet
+async def _by_turns(
+    stack: AsyncExitStack, settings: MonitorSettings, turns: Turns, ends: Ends, file: PolicySet
+) -> None:
+    """Act while the lease is ours."""
+    store = LeaseStore(settings.database_url, NAME, settings.lease_s / 3)
+    stack.push_async_callback(store.close)
+    lease = turns.lease = Lease(store, settings.monitor_id, settings.url, settings.lease_s)
+    stack.push_async_callback(lease.give_back)
+
+    async def take_turns() -> None:
+        await migrated(settings.database_url)
+        tasks.start("lease", lease.run())
+        while True:
+            await lease.gained()
+            async with AsyncExitStack() as turn:
+                turns.state = await _act(turn, settings, turns, ends, lease, file)
+                await lease.lost()
+                turns.state = None
+
+    tasks = await stack.enter_async_context(background())
+    tasks.start("turns", take_turns())
+
+
+async def _act(
+    stack: AsyncExitStack, settings: MonitorSettings, turns: Turns, ends: Ends, turn: Turn, file: PolicySet
 ) -> State:
-    engine = open_engine(settings.database_url)
+    metrics = turns.metrics = CollectorRegistry()
+    alone = isinstance(turn, Alone)
+    engine = open_engine(settings.database_url, idle_s=None if alone else settings.lease_s / 2)
     stack.push_async_callback(engine.dispose)
-    store = WriteBehind(engine, metrics, capacity=settings.queue_rows)
-    sockets = _sockets(stack, settings)
-    registry = Registry(settings, sockets)
+    store = WriteBehind(engine, metrics, capacity=settings.queue_rows, fence=turn.fence())
+    registry = Registry(settings, ends.sockets)
     stack.callback(registry.close)
     memory, events = Memory(), Events(store)
     audit = Audit(store, metrics, events.operated)
     registry.on_change(events.changed)
     registry.on_gone(lambda record, how, why: events.note(EventKind(how), why, record.instance_id, record.role.value))
-    slo = SloService(settings.slo_windows_s, store)
-    demand = DemandService(events, metrics)
     history = History(registry, store)
+    slo = SloService(settings.slo_windows_s, store, history.ended)
+    demand = DemandService(events, metrics)
     count_detections(registry, metrics)
-    book, broadcaster = _broadcasting(stack, settings, sockets, registry, memory, events, store, file)
-    beats = Heartbeats(registry, memory, settings.broadcast_period_s)
-    subscriber = Subscriber(sockets, settings.heartbeat_address, Heartbeat, beats.take, bind=True)
-    stack.callback(subscriber.close)
-    metrics.register(ClusterCollector(registry, beats, slo, subscriber))
+    book, broadcaster = _broadcasting(stack, settings, ends, turn, registry, memory, events, store, file)
+    beats = Heartbeats(registry, memory, broadcaster, settings.broadcast_period_s)
+    stack.enter_context(ends.heard_by(beats))
+    metrics.register(ClusterCollector(registry, beats, broadcaster, slo, ends.subscriber))
 
     tasks = await stack.enter_async_context(background())
-    tasks.start("write-behind", store.run())
+    stack.callback(history.close)
+    tasks.start("write-behind", store.run(migrated=not alone))
     tasks.start("recall", _recall(settings, store, engine, registry, memory, (audit, events)))
     tasks.start("recall policies", _recall_policies(store, engine, book))
     tasks.every("policies", settings.prune_period_s, book.keep_again)
-    _repeat(tasks, settings, beats, broadcaster, history, slo, engine, store)
+    tasks.start("silence", beats.watch())
+    _repeat(tasks, settings, history, slo, engine, store)
     tasks.every("demand", DEMAND_S, demand.step)
-    operations = Operations(settings, registry, audit)
+    operations = Operations(settings, registry, audit, turn)
     auto = _flip_by_itself(tasks, settings, broadcaster, demand, audit, operations)
     followers = Followers(registry)
-    return State(registry, memory, operations, audit, events, slo, demand, auto, broadcaster, book, followers, store)
+    judge = _judging(tasks, settings, registry, history, demand, followers, book, events)
+    parts = registry, memory, operations, audit, events, slo, demand, auto, broadcaster, book, followers, store
+    return State(*parts, engine, judge)
+
+
+def _judging(
+    tasks: Background,
+    settings: MonitorSettings,
+    registry: Registry,
+    history: History,
+    demand: DemandService,
+    followers: Followers,
+    book: PolicyBook,
+    events: Events,
+) -> Judge:
+    """Who gives the verdict, and tells of it when it changes."""
+    window_s, expected = min(settings.slo_windows_s), settings.expected_instances
+    judge = Judge(window_s, expected, registry, history.served, demand, followers, Peers())
+    watch = Watch(lambda: judge.verdict(book.policies), events)
+    tasks.every("watch", WATCH_S, watch.step)
+    return judge
 
 
 def _broadcasting(
     stack: AsyncExitStack,
     settings: MonitorSettings,
-    sockets: Sockets,
+    ends: Ends,
+    turn: Turn,
     registry: Registry,
     memory: Memory,
     events: Events,
@@ -108,8 +173,6 @@ def _broadcasting(
     file: PolicySet,
 ) -> tuple[PolicyBook, Broadcaster]:
     """The policies in force, and who sends them and the loads."""
-    publisher = Publisher(sockets, settings.broadcast_address)
-    stack.callback(publisher.close)
 
     def policies_changed(text: str, who: str) -> None:
         broadcaster.soon()
@@ -117,7 +180,8 @@ def _broadcasting(
             events.note(EventKind.POLICIES_CHANGED, f"by {who}: {text}")
 
     book = PolicyBook(file, store, policies_changed)
-    broadcaster = Broadcaster(registry, book, publisher, memory, settings.quiet_start_s)
+    period_s, quiet_s = settings.broadcast_period_s, settings.quiet_start_s
+    broadcaster = Broadcaster(registry, book, ends.publisher, memory, turn, period_s=period_s, quiet_start_s=quiet_s)
     stack.callback(broadcaster.close)
     return book, broadcaster
 
@@ -134,41 +198,37 @@ def _flip_by_itself(
         return seen_now(demand.demand(), audit, settings.role_flip_respects_s)
 
     auto = AutoFlips(broadcaster.view, seen, operations, tasks)
-    tasks.every("role-flip", settings.role_flip_period_s, auto.step)
+
+    def step() -> None:
+        if broadcaster.loud:  # neither before it knows all nor while it is not its turn
+            auto.step()
+
+    tasks.every("role-flip", settings.role_flip_period_s, step)
     return auto
-
-
-def _sockets(stack: AsyncExitStack, settings: MonitorSettings) -> Sockets:
-    curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
-    sockets = Sockets(curve)
-    stack.callback(sockets.close)
-    return sockets
 
 
 def _repeat(
     tasks: Background,
     settings: MonitorSettings,
-    beats: Heartbeats,
-    broadcaster: Broadcaster,
     history: History,
     slo: SloService,
     engine: AsyncEngine,
     store: WriteBehind,
 ) -> None:
-    def turn() -> None:
-        beats.tick()
-        broadcaster.publish()
-
     keep_s = {
         "loads": settings.retention_loads_s,
+        "load_steps": settings.retention_load_steps_s,
+        "served": settings.retention_served_s,
         "slo_windows": settings.retention_slo_s,
         "flips": settings.retention_flips_s,
         "events": settings.retention_events_s,
     }
-    tasks.every("broadcast", settings.broadcast_period_s, turn)
     tasks.every("loads", settings.load_sample_s, history.sample)
+    tasks.every("served", SERVED_S, history.sample_served)
     tasks.every("slo", settings.slo_sample_s, slo.sample)
-    tasks.every("retention", settings.prune_period_s, Retention(engine, keep_s, store.ready).step)
+    tasks.every(
+        "retention", settings.prune_period_s, Retention(engine, keep_s, store.ready, settings.retention_fine_s).step
+    )
 
 
 async def _recall_policies(store: WriteBehind, engine: AsyncEngine, book: PolicyBook) -> None:
@@ -192,20 +252,27 @@ async def _recall(
     memory: Memory,
     logs: tuple[Audit, Events],
 ) -> None:
-    """Once the database answers, remember what this monitor's predecessor knew; bury who does not return."""
+    """Once the database answers, remember what this monitor's predecessor knew; bury who does not return.
+
+    Instances before events: the cluster is told of once all of them are back.
+    """
     await store.ready.wait()
-    for log_book in logs:
-        try:
-            await log_book.load(engine)
-        except PolyphaseError as error:
-            log.warning("nothing remembered", reason=error.message)
-    try:
-        dead = await memory.load(engine)
-    except PolyphaseError as error:
-        log.warning("no instance remembered", reason=error.message)
+    audit, events = logs
+    await _remember("operations", audit.load(engine))
+    dead = await _remember("instances", memory.load(engine)) or []
+    await _remember("events", events.load(engine))
+    if not memory.loaded:
         return
     for known in dead[-MAX_DEAD:]:
         registry.remember_dead(known.info, known.role, "died before the monitor was restarted", news=False)
     await asyncio.sleep(settings.connect_timeout_s)
     for known in memory.give_up():
         registry.remember_dead(known.info, known.role, "did not return when the monitor was restarted", news=True)
+
+
+async def _remember(what: str, reading: Awaitable[Found]) -> Found | None:
+    try:
+        return await reading
+    except PolyphaseError as error:
+        log.warning("not remembered", what=what, reason=error.message)
+        return None

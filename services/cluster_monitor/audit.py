@@ -22,6 +22,7 @@ from shared.store.write_behind import WriteBehind
 
 log = get_log(__name__)
 KEPT = 1_000
+KINDS = ("flip", "drain", "resume")
 _FLIP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 _DRAIN_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
@@ -34,7 +35,7 @@ class Result(StrEnum):
     FAILED = "failed"
     REFUSED = "refused"  # the state of the instance did not allow it; nothing was done
     EXPIRED = "expired"  # it arrived after its deadline; nothing was done
-    UNKNOWN = "unknown"  # the monitor ended meanwhile
+    UNKNOWN = "unknown"  # the monitor, or its turn, ended meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,10 @@ class Audit:
         self._operations = Counter(
             "polyphase_operations", "Flips, drains and resumes by result", ["kind", "result"], registry=registry
         )
+        for kind in KINDS:
+            for result in Result:
+                if result is not Result.RUNNING:
+                    self._operations.labels(kind, result)  # from nothing on: a rate misses what a series begins with
         self._flip = Histogram(
             "polyphase_flip_seconds",
             "The role change itself, as the instance measured it",

@@ -13,7 +13,7 @@ from shared.domain.route import PolicySpec, Reason
 from shared.errors import PolyphaseError
 from shared.policy import registry
 from shared.policy.predictive_roles import PredictiveFlip
-from shared.policy.role_flip import FlipDecision, Seen
+from shared.policy.role_flip import FlipDecision, NoFlip, Seen
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background
 
@@ -43,6 +43,8 @@ class AutoFlips:
         """Ask once."""
         now, view = asyncio.get_running_loop().time(), self._view()
         self._follow(view.policies.role_flip)
+        if isinstance(self._policy, NoFlip):
+            return
         self._state, decision = self._policy.step(self._state, view, now, self._seen())
         if decision is not None:
             self._tasks.start(f"role flip of {decision.instance_id}", self._flip(decision))

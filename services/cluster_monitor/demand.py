@@ -61,6 +61,11 @@ class DemandService:
         """The profile as soon as it rests on so many requests; None before."""
         return self._book.demand(time.time(), least_s=2, least_requests=least_requests)
 
+    def placed(self, window_s: float) -> int:
+        """Requests that got their first place in the last so many seconds, as far as that was told."""
+        since_s = time.time() - window_s
+        return sum(one.requests for one in self._asked if one.second >= since_s)
+
     @property
     def last_shift(self) -> tuple[float, Shift] | None:
         """When the last shift was noticed, and which."""

@@ -7,9 +7,10 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from services.cluster_monitor.audit import Asked
+from services.cluster_monitor.events import EventKind
 from shared.domain.demand import DemandSecond
 from shared.domain.instance import InstanceInfo, Role
-from shared.policy.slo import SloOutcome
+from shared.policy.served import Ended, How
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@-]{1,128}$")]
 Text = Annotated[str, Field(min_length=1, max_length=512)]
@@ -23,7 +24,7 @@ def _port(address: str) -> str:
 
 
 Tcp = Annotated[str, Field(pattern=r"^tcp://[^\s]{1,255}:\d{1,5}$"), AfterValidator(_port)]
-Kv = Annotated[str, Field(pattern=r"^(kv|tcp)://[^\s]{1,255}:\d{1,5}$"), AfterValidator(_port)]
+Kv = Annotated[str, Field(pattern=r"^(kv|tcp|nixl)://[^\s]{1,255}:\d{1,5}$"), AfterValidator(_port)]
 Http = Annotated[str, Field(pattern=r"^https?://[^\s]{1,255}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -32,8 +33,14 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
+# As JSON has them: text.
+RoleName = Annotated[Role, Field(strict=False)]
+HowName = Annotated[How, Field(strict=False)]
+KindName = Annotated[EventKind, Field(strict=False)]
+
+
 class _Edge(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class GeometryIn(_Edge):
@@ -137,7 +144,7 @@ class RatesIn(_Edge):
 class Registration(_Edge):
     """InstanceInfo and the role at the moment."""
 
-    role: Role
+    role: RoleName
     instance_id: Name
     generation: Count
     model: Text
@@ -193,30 +200,36 @@ class FlipIn(OperationIn):
     """Body of a flip. `force` allows the last ready instance of a role. `to_role`: it is refused to one that has it."""
 
     force: bool = False
-    to_role: Role | None = None
+    to_role: RoleName | None = None
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
 
 
 class OutcomeIn(_Edge):
-    """SloOutcome. `job_id` tells whether it was counted already: deliveries are repeated when their answer is lost."""
+    """Ended. `job_id` tells whether it was counted already: deliveries are repeated when their answer is lost."""
 
     job_id: Annotated[str, Field(max_length=256)] = ""
     slo: Annotated[str, Field(max_length=128)]
     ended_s: Seconds
     ttft_s: Seconds | None = None
     tpot_s: Seconds | None = None
-    ttft_target_s: Seconds
-    tpot_target_s: Seconds
+    ttft_target_s: Seconds = 0.0
+    tpot_target_s: Seconds = 0.0
+    phase: HowName = How.COMPLETED
+    code: Annotated[str, Field(max_length=128)] = ""
+    count: Annotated[int, Field(ge=1, lt=2**31)] = 1
     failed: bool = False
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    predicted: Annotated[str, Field(pattern="^(classifier|observed|none)?$")] = ""
+    seconds: Annotated[dict[Name, Seconds], Field(max_length=32)] = {}
+    whole_s: Seconds = 0.0
+    transfers: Count = 0
+    transfers_failed: Count = 0
 
-    def to_outcome(self) -> SloOutcome:
+    def to_ended(self) -> Ended:
         """As the policy has it."""
-        return SloOutcome(
-            self.slo, self.ended_s, self.ttft_s, self.tpot_s, self.ttft_target_s, self.tpot_target_s, self.failed
-        )
-
-
-Outcomes = Annotated[list[OutcomeIn], Field(max_length=10_000)]
+        how = How.FAILED if self.failed and self.phase is How.COMPLETED else self.phase
+        return Ended(**{**self.model_dump(exclude={"job_id", "phase", "failed"}), "how": how})
 
 
 class DemandSecondIn(_Edge):
@@ -246,4 +259,31 @@ class DemandSecondIn(_Edge):
         return DemandSecond(**self.model_dump())
 
 
-DemandSeconds = Annotated[list[DemandSecondIn], Field(max_length=1_000)]
+class NewsIn(_Edge):
+    """What a scheduler says. revision: of the policies that it goes by; trouble: why not by a newer one that it heard
+    of. gateways: for how many seconds each was silent there; left: those that stopped in good order, as the scheduler
+    itself does where it is `leaving`.
+    """
+
+    revision: Count
+    trouble: Annotated[str, Field(max_length=2048)] = ""
+    demand: Annotated[list[DemandSecondIn], Field(max_length=1_000)] = []
+    outcomes: Annotated[list[OutcomeIn], Field(max_length=10_000)] = []
+    gateways: Annotated[dict[Name, Seconds], Field(max_length=1_000)] = {}
+    left: Annotated[list[Name], Field(max_length=1_000)] = []
+    leaving: bool = False
+
+
+def _of_plans(kind: EventKind) -> EventKind:
+    if not kind.value.startswith("plan_"):
+        raise ValueError(f"{kind.value} is nobody's to tell but the monitor's")
+    return kind
+
+
+class HappenedIn(_Edge):
+    """An event that another service tells of: what became of a plan. subject: which one it is."""
+
+    event_id: Name
+    kind: Annotated[KindName, AfterValidator(_of_plans)]
+    text: Annotated[str, Field(min_length=1, max_length=2048)]
+    subject: Annotated[str, Field(max_length=128)] = ""

@@ -39,6 +39,19 @@ class EventKind(StrEnum):
     POLICY_FLIP = "policy_flip"
     POLICIES_CHANGED = "policies_changed"
     DEMAND_SHIFT = "demand_shift"  # of what clients ask for; of no instance
+    VERDICT = "verdict"  # it has another level
+    PREDICTOR_FALLBACK = "predictor_fallback"  # lengths are no classifier's any more
+    PREDICTOR_RECOVERED = "predictor_recovered"
+    GATEWAY_GONE = "gateway_gone"
+    GATEWAY_RETURNED = "gateway_returned"
+    SCHEDULER_GONE = "scheduler_gone"
+    SCHEDULER_RETURNED = "scheduler_returned"
+    PLAN_PROPOSED = "plan_proposed"  # the planner tells of these
+    PLAN_ACCEPTED = "plan_accepted"
+    PLAN_REFUSED = "plan_refused"
+    PLAN_WITHDRAWN = "plan_withdrawn"  # the situation changed before anybody decided
+    PLAN_APPLIED = "plan_applied"
+    PLAN_FAILED = "plan_failed"
 
 
 class Events:
@@ -58,24 +71,59 @@ class Events:
             if ring is not None and len(ring) < KEPT and row["event_id"] not in here:
                 ring.appendleft(row)
 
-    def newest(self, limit: int, since_s: float = 0.0, kinds: Iterable[EventKind] = ()) -> list[dict[str, Any]]:
-        """Events later than `since_s` (unix seconds), newest first; of some kinds only, if any are named."""
+    def newest(
+        self,
+        limit: int,
+        since_s: float = 0.0,
+        kinds: Iterable[EventKind] = (),
+        instance_id: str = "",
+        before_s: float = float("inf"),
+    ) -> list[dict[str, Any]]:
+        """Events later than `since_s` and before `before_s` (unix seconds), newest first; of some kinds, or of one
+        instance only, if any is named.
+        """
         wanted = [kind.value for kind in kinds] or list(self._rings)
-        found = (row for kind in wanted for row in self._rings[kind] if row["time_s"] > since_s)
+        found = (
+            row
+            for kind in wanted
+            for row in self._rings[kind]
+            if since_s < row["time_s"] < before_s and instance_id in ("", row["instance_id"])
+        )
         return nlargest(limit, found, key=lambda row: float(row["time_s"]))
 
-    def note(self, kind: EventKind, text: str, instance_id: str = "", role: str = "") -> None:
-        """Keep an event."""
+    def note(
+        self,
+        kind: EventKind,
+        text: str,
+        instance_id: str = "",
+        role: str = "",
+        *,
+        operation_id: str = "",
+        job_id: str = "",
+        subject: str = "",
+        event_id: str = "",
+    ) -> None:
+        """Keep an event, with what it concerns: an instance, an operation, a request, or anything else by its name."""
         row = {
-            "event_id": uuid.uuid4().hex,
+            "event_id": event_id or uuid.uuid4().hex,
             "time_s": time.time(),
             "kind": kind.value,
             "instance_id": instance_id,
             "role": role,
             "text": text,
+            "operation_id": operation_id,
+            "job_id": job_id,
+            "subject": subject,
         }
         self._rings[kind.value].append(row)
         self._store.put(events, dict(row))
+
+    def told(self, kind: EventKind, text: str, subject: str, event_id: str) -> bool:
+        """Another service tells of one; whether it is new. It may come twice."""
+        if any(row["event_id"] == event_id for row in self._rings[kind.value]):
+            return False
+        self.note(kind, text, subject=subject, event_id=event_id)
+        return True
 
     def refused(self, instance_id: str, role: str, why: str) -> None:
         """A registration was refused. Workers try ten times a second: the same words are kept once a while."""
@@ -96,15 +144,24 @@ class Events:
 
     def operated(self, row: dict[str, Any]) -> None:
         """For the audit: an operation ended."""
-        what = f"{row['kind']} by {row['who']}"
-        match row["result"]:
-            case Result.REFUSED | Result.EXPIRED:
-                self.note(EventKind.OPERATION_REFUSED, f"{what}: {row['error']}", row["instance_id"], row["from_role"])
-            case Result.FAILED:
-                self.note(EventKind.OPERATION_FAILED, f"{what}: {row['error']}", row["instance_id"], row["from_role"])
-            case Result.SUCCEEDED if row["why"]:
-                text = f"{row['from_role']} → {row['to_role']} by {row['who']}: {row['why']}"
-                self.note(EventKind.POLICY_FLIP, text, row["instance_id"], row["to_role"])
+        found = _ended(row)
+        if found is not None:
+            kind, text, role = found
+            self.note(kind, text, row["instance_id"], row[role], operation_id=row["operation_id"])
+
+
+def _ended(row: dict[str, Any]) -> tuple[EventKind, str, str] | None:
+    """Of an operation: what kind of event, its text, and which role is its instance's."""
+    what = f"{row['kind']} by {row['who']}"
+    match row["result"]:
+        case Result.REFUSED | Result.EXPIRED:
+            return EventKind.OPERATION_REFUSED, f"{what}: {row['error']}", "from_role"
+        case Result.FAILED:
+            return EventKind.OPERATION_FAILED, f"{what}: {row['error']}", "from_role"
+        case Result.SUCCEEDED if row["why"]:
+            text = f"{row['from_role']} → {row['to_role']} by {row['who']}: {row['why']}"
+            return EventKind.POLICY_FLIP, text, "to_role"
+    return None
 
 
 def _kind_of(record: Record, before: InstanceState) -> tuple[EventKind, str] | None:

@@ -5,12 +5,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from services.cluster_monitor.audit import Asked, Audit, Entry, Result
+from services.cluster_monitor.lease import Turn
 from services.cluster_monitor.record import Record
 from services.cluster_monitor.registry import Registry
 from services.cluster_monitor.settings import MonitorSettings
 from services.cluster_monitor.steps import Steps
 from shared.domain.instance import InstanceState, Role
-from shared.errors import Conflict, DeadlineExceeded, NotFound, PolyphaseError, from_code
+from shared.errors import Conflict, DeadlineExceeded, NotFound, OutcomeUnknown, PolyphaseError, Standby, from_code
 
 OPERABLE = (InstanceState.READY, InstanceState.DRAINING)
 
@@ -24,8 +25,9 @@ class Operations:
     first call did. One that arrives after its deadline is not begun, and one that is under way then ends.
     """
 
-    def __init__(self, settings: MonitorSettings, registry: Registry, audit: Audit) -> None:
-        self._steps = Steps(settings)
+    def __init__(self, settings: MonitorSettings, registry: Registry, audit: Audit, turn: Turn) -> None:
+        self._steps = Steps(settings, turn)
+        self._turn = turn
         self._registry = registry
         self._audit = audit
         self._under_way: dict[str, asyncio.Event] = {}
@@ -132,14 +134,24 @@ class Operations:
             failure = DeadlineExceeded(f"{entry.kind} of {record.instance_id}: not done by its deadline")
             raise failure from None
         except PolyphaseError as error:
-            failure = error
-            raise
+            failure = self._unless_over(record, entry, error)
+            raise failure from error
         except BaseException as error:
             failure = PolyphaseError(repr(error))
             raise
         finally:
             record.operation = ""
             self._registry.settle(record)
-            self._audit.end(entry, Result.FAILED if failure else Result.SUCCEEDED, failure)
+            result = Result.UNKNOWN if isinstance(failure, OutcomeUnknown) else Result.FAILED
+            self._audit.end(entry, result if failure else Result.SUCCEEDED, failure)
             del self._under_way[entry.operation_id]
             ended.set()
+
+    def _unless_over(self, record: Record, entry: Entry, error: PolyphaseError) -> PolyphaseError:
+        """The error; where this monitor's turn has ended meanwhile, that nobody knows what became of it."""
+        try:
+            self._turn.check()
+        except Standby as over:
+            said = f"whether the {entry.kind} of {record.instance_id} was carried out is unknown: {over.message}"
+            return OutcomeUnknown(said, operation_id=entry.operation_id)
+        return error

@@ -1,7 +1,7 @@
 """Who goes by which revision of the policies, as each instance and scheduler said last."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.cluster_monitor.registry import Registry
@@ -15,6 +15,7 @@ class _Heard:
     revision: int
     trouble: str
     heard_mono: float
+    behind_mono: float | None = None  # since when it goes by another revision than the one in force
 
 
 class Followers:
@@ -26,8 +27,20 @@ class Followers:
 
     def hear(self, scheduler_id: str, revision: int, trouble: str) -> None:
         """A scheduler goes by that revision; `trouble`: why not by a newer one that it heard of."""
-        self._schedulers[scheduler_id] = _Heard(revision, trouble, time.monotonic())
+        before = self._schedulers.get(scheduler_id)
+        since = before.behind_mono if before is not None else None
+        self._schedulers[scheduler_id] = _Heard(revision, trouble, time.monotonic(), since)
         self._drop_silent()
+
+    def behind(self, policies: PolicySet) -> dict[str, tuple[str, float]]:
+        """Of each living scheduler its trouble, and for how many seconds it has not gone by these policies."""
+        self._drop_silent()
+        now, found = time.monotonic(), {}
+        for name, one in self._schedulers.items():
+            since = None if one.revision == policies.revision else one.behind_mono or now
+            self._schedulers[name] = replace(one, behind_mono=since)
+            found[name] = one.trouble, now - since if since is not None else 0.0
+        return found
 
     def describe(self, policies: PolicySet) -> list[dict[str, Any]]:
         """All living ones, and whether they follow these."""

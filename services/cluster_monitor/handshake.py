@@ -19,7 +19,8 @@ def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: 
             f"{newcomer.instance_id} does not fit this cluster: fingerprint is {found!r}, "
             f"the settings pin {fingerprint!r}"
         )
-    for member in members:
+    alike = {member.compatibility: member for member in members}
+    for member in alike.values():
         if differences := _differences(newcomer, member):
             raise Incompatible(
                 f"{newcomer.instance_id} does not fit this cluster: {'; '.join(differences)} "

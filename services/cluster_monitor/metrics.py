@@ -1,13 +1,14 @@
-"""Prometheus metrics of the cluster, read at each scrape. What an engine does, its worker tells under vLLM's names."""
+"""Prometheus metrics of the cluster, read at each scrape. What an instance does, its worker tells."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.cluster_monitor.broadcaster import Broadcaster
 from services.cluster_monitor.heartbeats import Heartbeats
 from services.cluster_monitor.record import Record
 from services.cluster_monitor.registry import Registry
@@ -16,37 +17,27 @@ from shared.domain.instance import InstanceState, Role
 from shared.wire.broadcast import Subscriber
 from shared.wire.messages import Heartbeat
 
-_LABELS = ("instance_id", "role")
-_LOADS: dict[str, tuple[str, Callable[[Record], float]]] = {
-    "polyphase_instance_queued_prefill": ("Jobs waiting for prefill", lambda r: r.load.queued_prefill),
-    "polyphase_instance_queued_prefill_tokens": (
-        "Prompt tokens waiting for prefill",
-        lambda r: r.load.queued_prefill_tokens,
-    ),
-    "polyphase_instance_decoding": ("Decode jobs", lambda r: r.load.decoding),
-    "polyphase_instance_heavy_decodes": ("Decode jobs predicted long", lambda r: r.load.heavy_decodes),
-    "polyphase_instance_context_tokens": ("Context of the decode jobs", lambda r: r.load.context_tokens),
-    "polyphase_instance_free_blocks": ("Free KV blocks", lambda r: r.load.free_blocks),
-    "polyphase_instance_staged_bytes": ("KV staged for transfer", lambda r: r.load.staged_bytes),
-    "polyphase_instance_inflight": ("Jobs accepted and not finished", lambda r: r.load.inflight),
-}
-
 
 class ClusterCollector(Collector):
-    """Instances by role and state, their loads, SLO attainment, dropped input."""
+    """Instances by role and state, SLO attainment, dropped input."""
 
     def __init__(
-        self, registry: Registry, beats: Heartbeats, slo: SloService, subscriber: Subscriber[Heartbeat]
+        self,
+        registry: Registry,
+        beats: Heartbeats,
+        broadcaster: Broadcaster,
+        slo: SloService,
+        subscriber: Subscriber[Heartbeat],
     ) -> None:
         self._registry = registry
         self._beats = beats
+        self._broadcaster = broadcaster
         self._slo = slo
         self._subscriber = subscriber
 
     def collect(self) -> Iterable[Metric]:
         """All of it, now."""
         yield self._instances()
-        yield from self._loads()
         yield from self._attainment()
         yield from self._sockets()
 
@@ -58,17 +49,9 @@ class ClusterCollector(Collector):
                 family.add_metric((role.value, state.value), counts[(role, state)])
         return family
 
-    def _loads(self) -> Iterator[Metric]:
-        alive = [record for record in self._registry.all() if record.alive]
-        for name, (what, value) in _LOADS.items():
-            family = GaugeMetricFamily(name, what, labels=_LABELS)
-            for record in alive:
-                family.add_metric((record.instance_id, record.role.value), value(record))
-            yield family
-
     def _attainment(self) -> Iterator[Metric]:
         share = GaugeMetricFamily(
-            "polyphase_slo_attainment", "Share of requests in time", labels=("slo", "window_s", "target")
+            "polyphase_slo_attainment_ratio", "Share of requests in time", labels=("slo", "window_s", "target")
         )
         count = GaugeMetricFamily("polyphase_slo_window_requests", "Requests in the window", labels=("slo", "window_s"))
         for report in self._slo.reports():
@@ -88,7 +71,9 @@ class ClusterCollector(Collector):
             dropped.add_metric(("heartbeat", cause), number)
         taken = CounterMetricFamily("polyphase_heartbeats", "Heartbeats taken in")
         taken.add_metric((), self._beats.taken)
-        yield from (dropped, taken)
+        sent = CounterMetricFamily("polyphase_broadcast_bytes", "Bytes broadcast, once however many listen")
+        sent.add_metric((), self._broadcaster.sent_bytes)
+        yield from (dropped, taken, sent)
 
 
 def count_detections(registry: Registry, metrics: CollectorRegistry) -> None:

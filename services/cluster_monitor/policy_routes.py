@@ -1,11 +1,12 @@
 """The monitor's HTTP API of policies."""
 
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from services.cluster_monitor.routes import Monitor, State, Who
+from services.cluster_monitor.routes import Monitor, Who
+from services.cluster_monitor.state import State
 from shared.domain.route import PolicySpec
 
 router = APIRouter()
@@ -20,16 +21,6 @@ class PolicyIn(BaseModel):
     parameters: dict[str, Any] = {}
 
 
-class FollowedIn(BaseModel):
-    """Which revision of the policies a scheduler goes by, and why not by a newer one that it heard of."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    scheduler_id: Annotated[str, Field(max_length=128)]
-    revision: Annotated[int, Field(ge=0, lt=2**62)]
-    trouble: Annotated[str, Field(max_length=2048)] = ""
-
-
 @router.get("/policies")
 async def get_policies(monitor: Monitor) -> dict[str, Any]:
     """The policies in force, what the cluster file says, who changed what, the choices, and who follows."""
@@ -42,12 +33,6 @@ async def put_policies(monitor: Monitor, who: Who, change: dict[str, PolicyIn | 
     wanted = {kind: PolicySpec(one.name, one.parameters) if one else None for kind, one in change.items()}
     await monitor.policies.change(wanted, who)
     return _described(monitor)
-
-
-@router.post("/policies/followers")
-async def take_followed(monitor: Monitor, followed: FollowedIn) -> None:
-    """A scheduler says which policies it goes by."""
-    monitor.followers.hear(followed.scheduler_id, followed.revision, followed.trouble)
 
 
 def _described(monitor: State) -> dict[str, Any]:

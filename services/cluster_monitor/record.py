@@ -24,6 +24,8 @@ class Record:
     state: InstanceState = InstanceState.STARTING
     state_since_s: float = 0.0
     load: InstanceLoad = field(default_factory=InstanceLoad)
+    told_load: InstanceLoad | None = None  # that was broadcast last, and when
+    told_mono: float = 0.0
     draining: bool = False
     policies_revision: int = 0  # that its engine goes by, as it said last
     policies_trouble: str = ""
@@ -61,24 +63,26 @@ class Record:
             "death": self.death,
             "connected": self.client.connected,
             "info": msgspec.to_builtins(self.info),
-            "load": msgspec.to_builtins(self.load),
+            "load": msgspec.structs.asdict(self.load),
         }
 
-    def heard(self, beat: Heartbeat, now_mono: float) -> None:
-        """Take a heartbeat in and wake those who wait for one like it."""
+    def heard(self, beat: Heartbeat, now_mono: float) -> bool:
+        """Take a heartbeat in and wake those who wait for one like it. Whether it has other rates, or steps."""
+        info = self.info
         self.heard_mono = now_mono
         self.connected_once = self.connected_once or self.client.connected
         self.role = beat.role
         self.draining = beat.draining
         self.load = beat.load
         self.policies_revision, self.policies_trouble = beat.policies_revision, beat.policies_trouble
-        if beat.rates is not None:
+        if beat.rates is not None and beat.rates != self.info.rates:
             self.info = msgspec.structs.replace(self.info, rates=beat.rates)
         if beat.chunk_size not in (0, self.info.chunk_size):
             self.info = msgspec.structs.replace(self.info, chunk_size=beat.chunk_size)
-        for accepts, future in list(self.waiters):
+        for accepts, future in tuple(self.waiters):
             if not future.done() and accepts(beat):
                 future.set_result(None)
+        return info is not self.info
 
     async def next_heartbeat(self, accepts: Callable[[Heartbeat], bool], timeout_s: float) -> None:
         """Wait for a heartbeat that `accepts` likes. Raises TimeoutError."""

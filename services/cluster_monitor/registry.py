@@ -31,6 +31,7 @@ class Registry:
         self._records: dict[str, Record] = {}
         self._on_change: list[OnChange] = []
         self._on_gone: list[OnGone] = []
+        self._on_renewed: list[Callable[[Record], None]] = []
 
     def on_change(self, callback: OnChange) -> None:
         """Call back with a record and its former state after each change."""
@@ -39,6 +40,10 @@ class Registry:
     def on_gone(self, callback: OnGone) -> None:
         """Call back with a record that is no longer counted, how it went ("left" or "forgotten"), and why."""
         self._on_gone.append(callback)
+
+    def on_renewed(self, callback: Callable[[Record], None]) -> None:
+        """Call back with a record whose process has registered once more, with other facts."""
+        self._on_renewed.append(callback)
 
     def all(self) -> Iterable[Record]:
         """Every record, dead ones included."""
@@ -70,7 +75,10 @@ class Registry:
         members = [r.info for r in self._records.values() if r.alive and r.instance_id != info.instance_id]
         check(info, members, self._settings.fingerprint)
         if known is not None and known.alive and _same_process(info, known.info):
-            known.info = info  # measured rates may have changed
+            if info != known.info:  # measured rates may have changed
+                known.info = info
+                for callback in self._on_renewed:
+                    callback(known)
             return known
         return self._admit(info, role, known, remembered)
 
@@ -110,9 +118,13 @@ class Registry:
         if record.alive and self._records.get(record.instance_id) is record:
             self._move(record, self._state_of(record))
 
-    def tick(self) -> None:
-        """Look for silence, for connections that never came, and for dead records to drop."""
+    def tick(self, period_s: float) -> float:
+        """Look for silence, for connections that never came, and for dead records to drop.
+
+        Gives back by when it has to look again, by the loop's clock: in `period_s` while somebody starts.
+        """
         now = self._loop.time()
+        again = now + self._settings.silence_s
         self._bound_dead()
         for record in list(self._records.values()):
             if not record.alive:
@@ -120,8 +132,13 @@ class Registry:
             record.connected_once = record.connected_once or record.client.connected
             if not record.connected_once and now - record.registered_mono > self._settings.connect_timeout_s:
                 self._bury(record, f"no connection to {record.info.rpc}")
-            else:
-                self.settle(record)
+                continue
+            self.settle(record)
+            if record.state is InstanceState.STARTING:
+                again = min(again, now + period_s)
+            elif record.state is not InstanceState.UNRESPONSIVE and record.heard_mono is not None:
+                again = min(again, record.heard_mono + self._settings.silence_s)
+        return again
 
     def close(self) -> None:
         """Close all connections."""

@@ -2,51 +2,24 @@
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 
-from services.cluster_monitor.audit import Audit
-from services.cluster_monitor.auto_flips import AutoFlips
-from services.cluster_monitor.broadcaster import Broadcaster
-from services.cluster_monitor.demand import DemandService
-from services.cluster_monitor.edge import DemandSeconds, DrainIn, FlipIn, LeaveIn, OperationIn, Outcomes, Registration
-from services.cluster_monitor.events import EventKind, Events
-from services.cluster_monitor.flips import Operations
-from services.cluster_monitor.followers import Followers
-from services.cluster_monitor.memory import Memory
-from services.cluster_monitor.policy_book import PolicyBook
-from services.cluster_monitor.registry import Registry
-from services.cluster_monitor.slo import SloService
+from services.cluster_monitor.edge import DrainIn, FlipIn, LeaveIn, Name, NewsIn, OperationIn, Registration
+from services.cluster_monitor.events import EventKind
+from services.cluster_monitor.state import State
+from services.cluster_monitor.turns import Turns
 from shared.domain.instance import Role
 from shared.errors import PolyphaseError
 from shared.runtime.actor import actor
-from shared.store.write_behind import WriteBehind
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What the routes work on; built in the lifespan."""
-
-    registry: Registry
-    memory: Memory
-    operations: Operations
-    audit: Audit
-    events: Events
-    slo: SloService
-    demand: DemandService
-    flips: AutoFlips
-    broadcaster: Broadcaster
-    policies: PolicyBook
-    followers: Followers
-    store: WriteBehind
 
 
 async def _state(request: Request) -> State:
-    state: State = request.app.state.monitor
-    return state
+    turns: Turns = request.app.state.turns
+    return turns.acting()
 
 
 Monitor = Annotated[State, Depends(_state)]
@@ -134,15 +107,13 @@ async def events(
     limit: Annotated[int, Query(ge=1, le=1_000)] = 100,
     since: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0,
     kind: Annotated[list[EventKind] | None, Query()] = None,
+    instance: Name | None = None,
+    before: Annotated[float | None, Query(ge=0, allow_inf_nan=False)] = None,
 ) -> list[dict[str, Any]]:
-    """What happened, newest first: later than `since` (unix seconds), of some kinds only if any are named."""
-    return monitor.events.newest(limit, since, kind or ())
-
-
-@router.post("/slo/outcomes")
-async def take_outcomes(monitor: Monitor, body: Outcomes) -> dict[str, int]:
-    """Count how requests ended, each job once."""
-    return {"taken": monitor.slo.take((outcome.job_id, outcome.to_outcome()) for outcome in body)}
+    """What happened, newest first: later than `since` and before `before` (unix seconds), of some kinds or of one
+    instance only if any is named.
+    """
+    return monitor.events.newest(limit, since, kind or (), instance or "", inf if before is None else before)
 
 
 @router.get("/slo")
@@ -151,10 +122,17 @@ async def slo(monitor: Monitor) -> list[dict[str, Any]]:
     return monitor.slo.describe()
 
 
-@router.post("/demand")
-async def take_demand(monitor: Monitor, body: DemandSeconds) -> dict[str, int]:
-    """What one scheduler's clients asked for, second by second."""
-    return {"taken": monitor.demand.take(second.to_second() for second in body)}
+@router.post("/schedulers/{scheduler_id}/news")
+async def take_news(monitor: Monitor, scheduler_id: Name, body: NewsIn) -> dict[str, int]:
+    """What a scheduler says: how requests ended (each job counts once), what its clients asked for, second by second,
+    and which policies it goes by. Answers how many outcomes and seconds were of use.
+    """
+    monitor.followers.hear(scheduler_id, body.revision, body.trouble)
+    monitor.judge.peers.hear(scheduler_id, body.gateways, body.left, leaving=body.leaving)
+    return {
+        "outcomes": monitor.slo.take((outcome.job_id, outcome.to_ended()) for outcome in body.outcomes),
+        "demand": monitor.demand.take(second.to_second() for second in body.demand),
+    }
 
 
 @router.get("/demand")

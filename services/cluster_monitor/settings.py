@@ -2,10 +2,21 @@
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
+from shared.domain.instance import Role
 from shared.runtime.settings import ServiceSettings
+
+
+class ScrapeTarget(BaseModel):
+    """A process that does not register here. `url`: of its HTTP server, without a path."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    service: str
+    process: str
+    url: str
 
 
 class MonitorSettings(ServiceSettings):
@@ -13,11 +24,16 @@ class MonitorSettings(ServiceSettings):
 
     model_config = SettingsConfigDict(env_prefix="POLYPHASE_MONITOR_", frozen=True, extra="forbid")
 
+    monitor_id: str = "monitor"
     http_host: str = "127.0.0.1"
     http_port: int = Field(8200, ge=0, le=65535)
     heartbeat_address: str = "tcp://127.0.0.1:8202"  # bound here; workers connect
     broadcast_address: str = "tcp://127.0.0.1:8203"  # bound here; schedulers and workers connect
     broadcast_period_s: float = Field(0.1, gt=0)
+
+    # Several monitors of one database: the one that has the lease acts, the others stand by. 0: this one is alone.
+    lease_s: float = Field(0.0, ge=0.0, le=60.0)
+    advertise_url: str = ""  # where this one is found, for those who ask another; empty: http_host and http_port
 
     silence_s: float = Field(0.8, gt=0)  # without a heartbeat for so long an instance is unresponsive
     connect_timeout_s: float = Field(5.0, gt=0)  # for the connection to a newly registered instance
@@ -32,6 +48,9 @@ class MonitorSettings(ServiceSettings):
     role_flip_period_s: float = Field(1.0, gt=0)  # between two questions to the policy of role flips
     role_flip_respects_s: float = Field(600.0, ge=0)  # for so long a person's flip stands against it
 
+    scrape: tuple[ScrapeTarget, ...] = ()  # what else has metrics: see `services.cluster_monitor.targets`
+    expected_instances: dict[str, Role] = Field(default_factory=dict)  # of the cluster file: who never came is missing
+
     slo_windows_s: tuple[float, ...] = (60.0, 300.0)
 
     database_url: str = "sqlite:///polyphase.db"
@@ -39,7 +58,15 @@ class MonitorSettings(ServiceSettings):
     load_sample_s: float = Field(1.0, gt=0)
     slo_sample_s: float = Field(10.0, gt=0)
     prune_period_s: float = Field(60.0, gt=0)
-    retention_loads_s: float = Field(86_400.0, gt=0)
+    retention_loads_s: float = Field(7_200.0, gt=0)  # samples; what they come to in steps of time stays longer
+    retention_load_steps_s: float = Field(7 * 86_400.0, gt=0)
+    retention_served_s: float = Field(30 * 86_400.0, gt=0)
+    retention_fine_s: float = Field(3 * 3_600.0, gt=0)  # of both, steps shorter than a minute
     retention_slo_s: float = Field(7 * 86_400.0, gt=0)
     retention_flips_s: float = Field(90 * 86_400.0, gt=0)
     retention_events_s: float = Field(90 * 86_400.0, gt=0)
+
+    @property
+    def url(self) -> str:
+        """Of this one's HTTP API."""
+        return self.advertise_url or f"http://{self.http_host}:{self.http_port}"

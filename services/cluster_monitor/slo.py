@@ -2,11 +2,12 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from random import Random
 from typing import Any
 
+from shared.policy.served import Ended, How
 from shared.policy.slo import SloOutcome, SloReport, SloWindows
 from shared.store.tables import slo_windows
 from shared.store.write_behind import WriteBehind
@@ -15,27 +16,32 @@ SEEN = 50_000  # jobs remembered, so that none is counted twice
 
 
 class SloService:
-    """Outcomes that schedulers hand in, by class and window."""
+    """Outcomes that schedulers hand in, by class and window. `on_ended` is told of each that is new, whatever it is."""
 
-    def __init__(self, windows_s: tuple[float, ...], store: WriteBehind) -> None:
+    def __init__(
+        self, windows_s: tuple[float, ...], store: WriteBehind, on_ended: Callable[[Ended], None] = lambda _: None
+    ) -> None:
+        self._on_ended = on_ended
         self._windows = SloWindows(windows_s, Random())
         self._store = store
         self._seen: OrderedDict[str, None] = OrderedDict()
 
-    def take(self, outcomes: Iterable[tuple[str, SloOutcome]]) -> int:
+    def take(self, outcomes: Iterable[tuple[str, Ended]]) -> int:
         """Count outcomes by job id, at the moment they are heard of; gives back how many were new.
 
         A job comes twice when the answer to its delivery was lost, or when two schedulers heard of its end.
         """
         now, counted = time.time(), 0
-        for job_id, outcome in outcomes:
+        for job_id, ended in outcomes:
             if job_id in self._seen:
                 continue
             if job_id:
                 self._seen[job_id] = None
                 if len(self._seen) > SEEN:
                     self._seen.popitem(last=False)
-            self._windows.add(outcome, now)
+            self._on_ended(ended)
+            if (outcome := _judged(ended)) is not None:
+                self._windows.add(outcome, now)
             counted += 1
         return counted
 
@@ -53,6 +59,16 @@ class SloService:
         for report in self._windows.reports(now):
             if report.requests:
                 self._store.put(slo_windows, _row(report, now))
+
+
+def _judged(ended: Ended) -> SloOutcome | None:
+    """Cancelled ones say nothing, nor do those that were refused before they were jobs."""
+    if ended.how is How.CANCELLED or not ended.ttft_target_s:
+        return None
+    failed = ended.how is not How.COMPLETED
+    return SloOutcome(
+        ended.slo, ended.ended_s, ended.ttft_s, ended.tpot_s, ended.ttft_target_s, ended.tpot_target_s, failed
+    )
 
 
 def _row(report: SloReport, now: float) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import asyncio
 import anyio
 
 from services.cluster_monitor.audit import Entry
+from services.cluster_monitor.lease import Turn
 from services.cluster_monitor.record import Record
 from services.cluster_monitor.settings import MonitorSettings
 from shared.domain.instance import Role
@@ -20,16 +21,18 @@ UNDO_S = 3.0
 class Steps:
     """Drain, change, resume, undo; each notes in the operation's entry how long it took."""
 
-    def __init__(self, settings: MonitorSettings) -> None:
+    def __init__(self, settings: MonitorSettings, turn: Turn) -> None:
         self._settings = settings
+        self._turn = turn
 
     async def drain(self, record: Record, entry: Entry, timeout_s: float | None) -> None:
         """Wait for its work to end. Raises DeadlineExceeded when some is left (it goes on draining), PeerLost."""
+        self._turn.check()
         limit_s = timeout_s or self._settings.drain_timeout_s
         started = asyncio.get_running_loop().time()
         try:
             reply = await record.client.call(
-                DRAIN, DrainRequest(limit_s), timeout_s=limit_s + self._settings.rpc_timeout_s
+                DRAIN, DrainRequest(limit_s, self._turn.epoch), timeout_s=limit_s + self._settings.rpc_timeout_s
             )
         finally:
             entry.drain_s = asyncio.get_running_loop().time() - started
@@ -41,7 +44,9 @@ class Steps:
 
     async def change(self, record: Record, entry: Entry, target: Role) -> None:
         """Take the other role, and show it. Raises Conflict, DeadlineExceeded, PeerLost."""
-        reply = await record.client.call(FLIP, FlipRequest(target), timeout_s=self._settings.rpc_timeout_s)
+        self._turn.check()
+        request = FlipRequest(target, self._turn.epoch)
+        reply = await record.client.call(FLIP, request, timeout_s=self._settings.rpc_timeout_s)
         entry.flip_s = reply.duration_s
         if reply.role is not target:
             raise Conflict(f"{record.instance_id} answered the flip with the role {reply.role.value}")
@@ -55,7 +60,8 @@ class Steps:
 
     async def resume(self, record: Record) -> None:
         """Take work again. Raises DeadlineExceeded, PeerLost."""
-        await record.client.call(RESUME, ResumeRequest(), timeout_s=self._settings.rpc_timeout_s)
+        self._turn.check()
+        await record.client.call(RESUME, ResumeRequest(self._turn.epoch), timeout_s=self._settings.rpc_timeout_s)
         record.draining = False
 
     async def undo(self, record: Record) -> None:

@@ -1,0 +1,152 @@
+"""Gathers all that a verdict rests on from those who know it, and gives the verdict."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from services.cluster_monitor.demand import DemandService
+from services.cluster_monitor.followers import Followers
+from services.cluster_monitor.peers import Peers
+from services.cluster_monitor.record import Record
+from services.cluster_monitor.registry import Registry
+from shared.domain.instance import Role
+from shared.domain.policies import PolicySet
+from shared.domain.situation import ClassSeen, Peer, Situation, StageSeen, Standing
+from shared.domain.verdict import Stage, Thresholds, Verdict
+from shared.policy.backlog import queued_prefill_s
+from shared.policy.load_history import kv_used
+from shared.policy.log_histogram import quantile
+from shared.policy.served import Served, ServedBook, total
+from shared.policy.verdict import judge
+
+FRESH_S = 0.5  # for so long a verdict is given again
+
+
+class Judge:
+    """`GET /verdict`. expected: the instances of the cluster file, with the roles that they begin in."""
+
+    def __init__(
+        self,
+        window_s: float,
+        expected: Mapping[str, Role],
+        registry: Registry,
+        served: ServedBook,
+        demand: DemandService,
+        followers: Followers,
+        peers: Peers,
+        thresholds: Thresholds = Thresholds(),
+    ) -> None:
+        self._window_s = window_s
+        self._expected = dict(expected)
+        self._registry = registry
+        self._served = served
+        self._demand = demand
+        self._followers = followers
+        self.peers = peers
+        self._thresholds = thresholds
+        self._clock = asyncio.get_running_loop().time
+        self._started = self._clock()
+        self._classifier = False  # has answered in this life: where there is none nobody misses it
+        self._left: set[str] = set()
+        self._last: tuple[float, Verdict] | None = None
+        registry.on_gone(lambda record, *_: self._left.add(record.instance_id))
+        registry.on_change(lambda record, _: self._left.discard(record.instance_id))
+
+    def verdict(self, policies: PolicySet) -> Verdict:
+        """The present one; `policies` are those in force."""
+        now = self._clock()
+        if self._last is None or now - self._last[0] > FRESH_S:
+            self._last = now, judge(self.situation(policies), self._thresholds)
+        return self._last[1]
+
+    def situation(self, policies: PolicySet) -> Situation:
+        """What is known at this moment."""
+        now = time.time()
+        classes = self._served.window(self._window_s, now)
+        ended = total(classes.values())
+        return Situation(
+            time_s=now,
+            window_s=self._window_s,
+            up_s=self._clock() - self._started,
+            instances=tuple(_standing(record) for record in self._registry.all()),
+            expected={name: role for name, role in self._expected.items() if name not in self._left},
+            classes=tuple(_class(slo, one) for slo, one in sorted(classes.items())),
+            completed=ended.completed,
+            cancelled=ended.cancelled,
+            failed=ended.failures,
+            refused=ended.refusals,
+            placed=self._demand.placed(self._window_s),
+            stages=_stages(ended),
+            spent_s=ended.whole_s,
+            transfers=ended.transfers,
+            transfers_failed=ended.transfers_failed,
+            gateways=tuple(Peer(name, silent_s) for name, silent_s in self.peers.gateways().items()),
+            schedulers=self._schedulers(policies),
+            predictions=self._predictions(ended.predicted),
+        )
+
+    def _schedulers(self, policies: PolicySet) -> tuple[Peer, ...]:
+        behind = self._followers.behind(policies)
+        return tuple(
+            Peer(name, silent_s, *behind.get(name, ("", 0.0))) for name, silent_s in self.peers.schedulers().items()
+        )
+
+    def _predictions(self, predicted: Mapping[str, int]) -> dict[str, int]:
+        """By who said it; where no classifier ever did, what others saw before is as good as one."""
+        counts = Counter(predicted)
+        self._classifier = self._classifier or counts["classifier"] > 0
+        if not self._classifier:
+            counts["classifier"] += counts.pop("observed", 0)
+        return dict(counts)
+
+
+def _standing(record: Record) -> Standing:
+    view, load = record.view(), record.load
+    used = kv_used(view)
+    return Standing(
+        record.instance_id,
+        record.role,
+        record.state,
+        used if load.time_s else None,
+        load.running,
+        load.waiting,
+        _importing(record),
+        load.queued_prefill,
+        queued_prefill_s(view),
+        load.inflight,
+        record.policies_trouble,
+    )
+
+
+def _importing(record: Record) -> int:
+    """Of the decodes that wait, those that hold KV blocks already: what they wait for is on its way."""
+    load = record.load
+    if record.role is not Role.DECODE or not load.decoding:
+        return 0
+    mean = load.context_tokens / load.decoding
+    without = round(load.waiting_tokens / mean) if mean else 0
+    return max(0, load.waiting - without)
+
+
+def _class(slo: str, one: Served) -> ClassSeen:
+    judged = one.judged
+    if not judged:
+        return ClassSeen(slo)
+    ttft, tpot = one.ttft_met / judged, one.tpot_met / judged
+    return ClassSeen(slo, judged, ttft, tpot, one.ttft_target_s or None, one.tpot_target_s or None)
+
+
+def _stages(ended: Served) -> dict[Stage, StageSeen]:
+    found = {}
+    for stage in Stage:
+        histogram = ended.stages.get(stage.value)
+        if histogram:
+            requests, seconds = sum(histogram.values()), ended.seconds[stage.value]
+            found[stage] = StageSeen(requests, seconds, quantile(histogram, 0.5), quantile(histogram, 0.99))
+    return found
+
+
+def whats(verdict: Verdict, wanted: Iterable[str]) -> dict[str, str]:
+    """The texts of its problems of those codes."""
+    return {one.what: one.text for one in verdict.problems if one.what in set(wanted)}

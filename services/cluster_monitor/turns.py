@@ -1,0 +1,45 @@
+"""What a monitor is at the moment, for its routes, its health and its metrics: it acts, or it stands by."""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.cluster_monitor.lease import Lease
+from services.cluster_monitor.state import State
+from shared.errors import Standby
+
+
+class Turns(Collector):
+    """Its present turn, if it has one. Of its metrics those that belong to a turn are there during that one only."""
+
+    def __init__(self, monitor_id: str) -> None:
+        self._monitor_id = monitor_id
+        self.lease: Lease | None = None
+        self.state: State | None = None
+        self.metrics = CollectorRegistry()
+
+    def acting(self) -> State:
+        """What the routes work on. Raises Standby, naming who acts."""
+        if self.lease is not None:
+            self.lease.check()
+        if self.state is None:
+            raise Standby(f"{self._monitor_id} is taking over: it reads what the one before it knew")
+        return self.state
+
+    def describe(self) -> Mapping[str, str]:
+        """For `/health`."""
+        if self.lease is None:
+            return {}
+        acts = self.lease.acting and self.state is not None
+        return {"monitor": "active" if acts else "standby", "who_acts": self.lease.describe()}
+
+    def collect(self) -> Iterator[Metric]:
+        """One scrape."""
+        acts = self.lease is None or self.lease.acting
+        yield GaugeMetricFamily(
+            "polyphase_monitor_acting", "Whether this monitor acts (1) or stands by (0)", float(acts)
+        )
+        if self.state is not None:
+            yield from self.metrics.collect()
