@@ -10,20 +10,23 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.global_scheduler.demand import DemandTeller
-from services.global_scheduler.forward import Forwarder, ForwardMetrics
+from services.global_scheduler.forward import Forwarder
+from services.global_scheduler.gateways import Gateways
 from services.global_scheduler.journal import Journal
 from services.global_scheduler.metrics import SchedulerMetrics
+from services.global_scheduler.news import MonitorNews
 from services.global_scheduler.open_jobs import SWEEP_S, OpenJobs
 from services.global_scheduler.placer import Placer
-from services.global_scheduler.policy_report import PolicyReport
 from services.global_scheduler.reports import Reports
 from services.global_scheduler.routes import State, router
 from services.global_scheduler.settings import SchedulerSettings
+from services.global_scheduler.waiting import ForwardMetrics, Waiting
 from services.global_scheduler.wiring import open_broadcast, open_prefixes, open_rpc, open_sockets, watch
 from shared.policy.demand import KEPT
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
+from shared.runtime.tracing import tracing
 from shared.store.database import open_engine
 from shared.store.retention import Retention, close_lost
 from shared.store.write_behind import WriteBehind
@@ -44,7 +47,11 @@ def create_app(settings: SchedulerSettings) -> FastAPI:
             app.state.scheduler = await _start(stack, settings, registry)
             yield
 
-    app = service_app("global_scheduler", lifespan, registry)
+    def unready() -> str:
+        state: State = app.state.scheduler
+        return "" if state.placer.broadcast_age_s < float("inf") else "it has not heard of the cluster yet"
+
+    app = service_app("global_scheduler", lifespan, registry, unready=unready, token=settings.token())
     app.include_router(router)
     return app
 
@@ -54,41 +61,47 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     stack.push_async_callback(engine.dispose)
     store = WriteBehind(engine, registry, capacity=settings.queue_rows)
     metrics, forwarded = SchedulerMetrics(registry), ForwardMetrics(registry)
-    monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url)) if settings.monitor_url else None
-    outcomes = Forwarder("monitor", monitor, "/slo/outcomes", forwarded)
-    seconds = Forwarder("demand", monitor, "/demand", forwarded, capacity=KEPT)
+    monitor = await _to_monitor(stack, settings)
     lengths = await _to_predictors(stack, settings, forwarded)
     placer = Placer(metrics, settings.policy_seed, _open_journal(stack, settings))
-    demand = DemandTeller(settings.scheduler_id, placer, seconds)
-    open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
     name, ring = settings.scheduler_id, settings.ring_jobs
+    demand = DemandTeller(name, placer)
+    outcomes, seconds = Waiting("monitor", forwarded), Waiting("demand", forwarded, capacity=KEPT)
+    gateways = Gateways(time.monotonic)
+    news = MonitorNews(name, placer, demand, monitor, outcomes, seconds, gateways)
+    open_jobs = OpenJobs(settings.lost_after_s, asyncio.get_running_loop().time())
 
     def ended(job_id: str, output_tokens: int, met: bool | None) -> None:
         placer.ended(job_id, output_tokens, met)
         demand.ended(job_id, output_tokens)
 
-    reports = Reports(name, ring, store, metrics, outcomes, lengths, open_jobs, placer.decodes, ended)
-    stack.push_async_callback(outcomes.step)  # once more, when the loops have ended
+    reports = Reports(name, ring, store, metrics, news.ended, lengths, open_jobs, placer.decodes, ended, gateways)
+    stack.push_async_callback(news.leave)  # once more, when the loops have ended
 
     tasks = await stack.enter_async_context(background())
     tasks.start("write-behind", store.run())
-    tasks.every("forward-outcomes", FORWARD_S, outcomes.step)
-    tasks.every("tell-demand", FORWARD_S, demand.step)
     for index, replica in enumerate(lengths):
         tasks.every(f"forward-lengths-{index}", FORWARD_S, replica.step)
     tasks.every("sweep", SWEEP_S, reports.sweep)
     if monitor is not None:
-        tasks.start("policies", PolicyReport(name, placer, monitor).run())
+        tasks.start("tell-monitor", news.run())
     tasks.start("former jobs", _close_former(settings, engine, store))
     retention = Retention(engine, {"requests": settings.retention_s}, store.ready)
     tasks.every("retention", settings.prune_period_s, retention.step)
 
     sockets = open_sockets(stack, settings)
     prefixes = open_prefixes(stack, sockets, tasks, placer)
-    subscriber = open_broadcast(stack, sockets, settings, placer, prefixes)
-    server = await open_rpc(stack, sockets, settings, placer, reports, demand)
-    watch(registry, placer, server, subscriber)
+    feed = open_broadcast(stack, sockets, settings, placer, prefixes)
+    tracer = await stack.enter_async_context(tracing(settings.tracing, "scheduler", name, registry))
+    server = await open_rpc(stack, sockets, settings, placer, reports, demand, tracer)
+    watch(registry, placer, server, feed)
     return State(placer, reports, engine, store)
+
+
+async def _to_monitor(stack: AsyncExitStack, settings: SchedulerSettings) -> MonitorClient | None:
+    if not settings.monitor_url:
+        return None
+    return await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
 
 
 async def _to_predictors(
@@ -97,9 +110,9 @@ async def _to_predictors(
     """One for each replica: what one of them has not taken waits for that one alone."""
     lengths = []
     for index, url in enumerate(settings.predictor_urls):
-        client = await stack.enter_async_context(JsonClient(url))
+        client = await stack.enter_async_context(JsonClient(url, token=settings.token()))
         name = "predictor" if len(settings.predictor_urls) == 1 else f"predictor-{index}"
-        lengths.append(Forwarder(name, client, "/v1/observations", forwarded))
+        lengths.append(Forwarder(Waiting(name, forwarded), client, "/v1/observations"))
     return lengths
 
 

@@ -1,98 +1,59 @@
-"""Handing finished requests and demand on, once a second, to services that may be away."""
+"""Handing things on to services that may be away: what has gathered is sent until all is taken or something fails."""
 
 import asyncio
-from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
+from services.global_scheduler.waiting import Waiting
 from shared.errors import InvalidRequest, PolyphaseError
-from shared.runtime.logs import get_log
 from shared.wire.clients.http import JsonClient
 
-log = get_log(__name__)
-CAPACITY = 10_000
-BATCH = 1_000
 TIMEOUT_S = 2.0
-
-
-class ForwardMetrics:
-    """What was handed on, what waits and what was not."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.sent = Counter("polyphase_scheduler_forwarded", "Items handed on", ["to"], registry=registry)
-        self.waiting = Gauge(
-            "polyphase_scheduler_forward_waiting", "Items not yet handed on", ["to"], registry=registry
-        )
-        self.dropped = Counter(
-            "polyphase_scheduler_forward_dropped", "Items never handed on", ["to", "cause"], registry=registry
-        )
+Batch = list[dict[str, Any]]
 
 
 class Forwarder:
-    """Gathers items and posts them as JSON lists, in order; what cannot be delivered waits until it can.
+    """Posts what waits as JSON lists, in order; what cannot be delivered waits until it can.
 
-    Of more than `capacity` the oldest are dropped, counted and logged. One delivery may arrive twice (its answer was
-    lost): the receiver tells items apart.
+    One delivery may arrive twice (its answer was lost): the receiver tells items apart.
     """
 
-    def __init__(
-        self, name: str, client: JsonClient | None, path: str, metrics: ForwardMetrics, capacity: int = CAPACITY
-    ) -> None:
-        self._name = name
+    def __init__(self, waiting: Waiting, client: JsonClient, path: str) -> None:
+        self._waiting = waiting
         self._client = client
         self._path = path
-        self._metrics = metrics
-        self._capacity = capacity
-        self._items: deque[dict[str, Any]] = deque()
-        self._down = False
-        self._dropped = 0  # in this outage
-        metrics.waiting.labels(name).set_function(lambda: len(self._items))
 
     def add(self, item: dict[str, Any]) -> None:
         """Queue one; never waits."""
-        if self._client is not None:
-            self._items.append(item)
-            self._bound()
+        self._waiting.add(item)
 
     async def step(self) -> None:
-        """Post what has gathered, until all is delivered or something fails."""
-        while self._client is not None and self._items:
-            batch = [self._items.popleft() for _ in range(min(BATCH, len(self._items)))]
-            try:
-                await self._client.call("POST", self._path, body=batch, timeout_s=TIMEOUT_S)
-            except InvalidRequest as error:  # it will never be taken
-                self._drop("refused", len(batch))
-                log.error("deliveries refused", to=self._name, count=len(batch), reason=error.message)
-            except asyncio.CancelledError:
-                self._put_back(batch)
-                raise
-            except PolyphaseError as error:
-                self._put_back(batch)
-                if not self._down:
-                    log.warning("deliveries wait", to=self._name, count=len(self._items), reason=error.message)
-                self._down = True
-                return
-            else:
-                self._delivered(len(batch))
+        """Post what has gathered."""
+        while self._waiting and await deliver((self._waiting,), self._post):
+            pass
 
-    def _delivered(self, count: int) -> None:
-        self._metrics.sent.labels(self._name).inc(count)
-        if self._down and not self._items:
-            log.info("delivered after an outage", to=self._name, dropped=self._dropped)
-            self._down, self._dropped = False, 0
+    async def _post(self, batches: Sequence[Batch]) -> None:
+        await self._client.call("POST", self._path, body=batches[0], timeout_s=TIMEOUT_S)
 
-    def _put_back(self, batch: list[dict[str, Any]]) -> None:
-        self._items.extendleft(reversed(batch))
-        self._bound()
 
-    def _bound(self) -> None:
-        while len(self._items) > self._capacity:
-            self._items.popleft()
-            self._drop("full", 1)
-            if self._dropped % self._capacity == 1:
-                log.error("deliveries dropped: too many wait", to=self._name, waiting=self._capacity)
-
-    def _drop(self, cause: str, count: int) -> None:
-        self._dropped += count
-        self._metrics.dropped.labels(self._name, cause).inc(count)
+async def deliver(queues: Sequence[Waiting], send: Callable[[Sequence[Batch]], Awaitable[None]]) -> bool:
+    """Send a batch of each queue in one message. Whether the receiver was there; what it refuses is dropped."""
+    batches = [queue.take() for queue in queues]
+    each = list(zip(queues, batches, strict=True))
+    try:
+        await send(batches)
+    except InvalidRequest as error:
+        for queue, batch in each:
+            queue.refused(batch, error.message)
+    except asyncio.CancelledError:
+        for queue, batch in each:
+            queue.undelivered(batch)
+        raise
+    except PolyphaseError as error:
+        for queue, batch in each:
+            queue.undelivered(batch, error.message)
+        return False
+    else:
+        for queue, batch in each:
+            queue.delivered(batch)
+    return True

@@ -8,7 +8,7 @@ from typing import BinaryIO, Self
 
 import msgspec
 
-from shared.domain.instance import ClusterView
+from shared.domain.cluster import ClusterDelta
 from shared.domain.prefix import PrefixDelta
 from shared.domain.route import Route
 from shared.errors import InvalidRequest, PolyphaseError
@@ -27,9 +27,9 @@ class Begun(msgspec.Struct, tag=True):
 
 
 class Heard(msgspec.Struct, tag=True):
-    """A broadcast: loads, and the policies in force."""
+    """A broadcast: what has changed, and the policies in force."""
 
-    view: ClusterView
+    delta: ClusterDelta
     now: float
 
 
@@ -159,7 +159,7 @@ def _again(decider: Decider, entry: Decided) -> Decided:
 def _take(decider: Decider, entry: Entry) -> None:
     match entry:
         case Heard():
-            decider.hear(entry.view, entry.now)
+            decider.hear(entry.delta, entry.now)
         case Told():
             if entry.delta is None:
                 decider.forget(entry.instance_id)

@@ -2,8 +2,10 @@
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from shared.domain.instance import Role
 from shared.domain.route import Route
 from shared.errors import Overloaded, PolyphaseError
+from shared.runtime.bound import Bound
 
 _DECISION_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2, 0.1)
 
@@ -15,9 +17,14 @@ class SchedulerMetrics:
         self._decisions = Histogram(
             "polyphase_scheduler_decision_seconds", "Time of one placement", buckets=_DECISION_S, registry=registry
         )
-        self._placements = Counter(
-            "polyphase_scheduler_placements", "Placements", ["prefill", "decode", "kind"], registry=registry
+        self._placements = Bound(Counter("polyphase_scheduler_placements", "Placements", ["kind"], registry=registry))
+        chosen = Counter(
+            "polyphase_scheduler_chosen",
+            "Placements that named an instance, for prefill or for decode",
+            ["instance_id", "role"],
+            registry=registry,
         )
+        self._chosen = Bound(chosen)
         self._refused = Counter(
             "polyphase_scheduler_refused",
             "Placements refused or delayed, by error code, SLO class, and what was full",
@@ -34,6 +41,7 @@ class SchedulerMetrics:
         """Count one decision."""
         self._decisions.observe(duration_s)
         kind = "local" if route.prefill is None else "partial" if route.decode is not None else "full"
-        prefill = route.prefill.instance_id if route.prefill else ""
-        decode = route.decode.instance_id if route.decode else ""
-        self._placements.labels(prefill, decode, kind).inc()
+        self._placements.of(kind).inc()
+        for role, instance in ((Role.PREFILL, route.prefill), (Role.DECODE, route.decode)):
+            if instance is not None:
+                self._chosen.of(instance.instance_id, role.value).inc()

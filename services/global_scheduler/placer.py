@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from services.global_scheduler.journal import Begun, Came, Decided, Ended, Heard, Journal, Told
 from services.global_scheduler.metrics import SchedulerMetrics
+from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import ClusterView
 from shared.domain.job import JobView
 from shared.domain.policies import ROUTING, PolicySet
@@ -19,7 +20,6 @@ from shared.policy.split import Freedom
 from shared.policy.written import in_words
 from shared.runtime.logs import get_log
 from shared.wire.messages import PlaceRequest
-from shared.wire.rpc_server import ServerCall
 
 log = get_log(__name__)
 REFUSED_KEPT = 10_000
@@ -39,15 +39,19 @@ class Placer:
         if journal is not None:
             journal.add(Begun(seed))
 
-    def update(self, view: ClusterView) -> None:
-        """Take a broadcast of the monitor: loads, and the policies in force."""
-        self._heard_s = time.time()
-        before = self.followed
-        self._decider.hear(view, self._heard_s)
+    def hear(self, delta: ClusterDelta) -> bool:
+        """Take a broadcast of the monitor: what has changed, and the policies in force. False where one before it is
+        missing; it is as if it had not come then.
+        """
+        now, before = time.time(), self.followed
+        if not self._decider.hear(delta, now):
+            return False
+        self._heard_s = now
         if self._journal is not None:
-            self._journal.add(Heard(view, self._heard_s))
-        if self.followed != before:
+            self._journal.add(Heard(delta, now))
+        if delta.policies is not None and self.followed != before:
             self._tell(self.followed)
+        return True
 
     def tell(self, instance_id: str, delta: PrefixDelta) -> bool:
         """Take what an instance tells of its prefix cache; False when something before it was lost."""
@@ -67,9 +71,14 @@ class Placer:
         return time.time() - self._heard_s if self._decider.known else float("inf")
 
     @property
-    def view(self) -> ClusterView | None:
-        """The newest broadcast."""
+    def view(self) -> ClusterView:
+        """What broadcasts have come to; nobody, before the first. O(instances)."""
         return self._decider.view
+
+    @property
+    def moves(self) -> int:
+        """Rises when somebody comes, goes, or has another role or state."""
+        return self._decider.moves
 
     @property
     def prefixes(self) -> PrefixIndex:
@@ -99,10 +108,6 @@ class Placer:
     def ledger(self) -> WorkloadLedger:
         """Work that was placed here and is not over."""
         return self._decider.ledger
-
-    async def handle(self, request: PlaceRequest, _: ServerCall) -> Route:
-        """The PLACE method."""
-        return self.place(request)
 
     def place(self, request: PlaceRequest) -> Route:
         """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed."""

@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 
 from services.global_scheduler.forward import Forwarder
+from services.global_scheduler.gateways import Gateways
 from services.global_scheduler.metrics import SchedulerMetrics
 from services.global_scheduler.open_jobs import OpenJobs
+from services.global_scheduler.outcomes import outcome_of, refusal_of
 from shared.domain.job import LOST, Phase, Slo
 from shared.runtime.logs import get_log
 from shared.store.tables import requests
@@ -19,6 +21,7 @@ from shared.wire.messages import JobReport, JobReports, PlaceRequest
 from shared.wire.rpc_server import ServerCall
 
 log = get_log(__name__)
+ROWS_S = 1.0  # rows of requests that share a transaction
 MAX_CLASSES = 1_000  # SLO classes remembered; names come from clients' keys
 
 
@@ -36,27 +39,35 @@ class Reports:
         ring_jobs: int,
         store: WriteBehind,
         metrics: SchedulerMetrics,
-        outcomes: Forwarder,
+        on_outcome: Callable[[dict[str, Any]], None],
         lengths: Sequence[Forwarder],
         open_jobs: OpenJobs,
         on_decode: Callable[[str], None],
         on_end: Callable[[str, int, bool | None], None],
+        gateways: Gateways | None = None,
     ) -> None:
         self._scheduler_id = scheduler_id
         self._ring_jobs = ring_jobs
         self._store = store
         self._metrics = metrics
-        self._outcomes = outcomes
+        self._on_outcome = on_outcome
         self._lengths = lengths
         self._jobs: OrderedDict[str, JobReport] = OrderedDict()
         self._classes: dict[str, Slo] = {}
         self._on_decode = on_decode
         self._on_end = on_end
         self._open = open_jobs
+        self._gateways = gateways or Gateways(time.monotonic)
 
-    async def handle(self, reports: JobReports, _: ServerCall) -> None:
+    def handle(self, reports: JobReports, _: ServerCall) -> None:
         """The REPORT method."""
         now = time.time()
+        if reports.leaving:
+            self._gateways.left(reports.gateway_id)
+        else:
+            self._gateways.heard(reports.gateway_id)
+        for refused in reports.refused:
+            self._on_outcome(refusal_of(refused, now))
         self._open.alive(reports.origin)
         for report in reports.reports:
             self.take(report, now)
@@ -84,7 +95,7 @@ class Reports:
         if len(self._jobs) > self._ring_jobs:
             self._jobs.popitem(last=False)
         if known is None or _stage(known) != _stage(report):  # open jobs are told of again every few seconds
-            self._store.put(requests, self._row(report, now))
+            self._store.put(requests, self._row(report, now), within_s=ROWS_S)
         if report.phase.final:
             self._open.ended(report.job_id)
             whole = report.phase is Phase.COMPLETED
@@ -126,20 +137,7 @@ class Reports:
         return self._jobs.get(job_id)
 
     def _forward(self, report: JobReport, now: float) -> None:
-        if report.phase is not Phase.CANCELLED:
-            slo = self._classes.get(report.slo, Slo(report.slo))
-            self._outcomes.add(
-                {
-                    "job_id": report.job_id,
-                    "slo": report.slo,
-                    "ended_s": now,
-                    "ttft_s": report.ttft_s,
-                    "tpot_s": report.tpot_s,
-                    "ttft_target_s": slo.ttft_s,
-                    "tpot_target_s": slo.tpot_s,
-                    "failed": report.phase is Phase.FAILED,
-                }
-            )
+        self._on_outcome(outcome_of(report, self._classes.get(report.slo, Slo(report.slo)), now))
         if report.phase is Phase.COMPLETED:
             for replica in self._lengths:
                 replica.add(_length(report))
@@ -150,7 +148,7 @@ class Reports:
         row["final"] = report.phase.final
         row["updated_s"] = now
         row["timeline"] = None
-        if report.timeline is not None:
+        if report.timeline is not None and report.phase.final:
             row["timeline"] = msgspec.json.encode(report.timeline).decode()
         return row
 
@@ -178,6 +176,7 @@ def plain(report: JobReport) -> dict[str, Any]:
     return {
         "job_id": report.job_id,
         "gateway_id": report.gateway_id,
+        "caller": report.caller,
         "phase": report.phase.value,
         "arrived_s": report.arrived_s,
         "prompt_tokens": report.prompt_tokens,

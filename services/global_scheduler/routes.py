@@ -13,6 +13,7 @@ from shared.domain.job import Phase
 from shared.domain.policies import ROUTING
 from shared.errors import NotFound
 from shared.store.reading import read_request, read_requests
+from shared.store.search import Order, Wanted, search_requests
 from shared.store.write_behind import WriteBehind
 
 
@@ -32,6 +33,8 @@ async def _state(request: Request) -> State:
 
 
 Scheduler = Annotated[State, Depends(_state)]
+Text = Annotated[str, Query(max_length=256)]
+Moment = Annotated[float | None, Query(ge=0, allow_inf_nan=False)]
 router = APIRouter()
 
 
@@ -46,6 +49,31 @@ async def list_requests(
     if source == "database":
         return await read_requests(scheduler.engine, phase=phase.value if phase else None, limit=limit)
     return scheduler.reports.newest(phase, limit)
+
+
+@router.get("/requests/search")
+async def search(
+    scheduler: Scheduler,
+    job: Text = "",
+    caller: Text = "",
+    slo: Text = "",
+    instance: Text = "",
+    outcome: Text = "",
+    phase: Phase | None = None,
+    missed: bool | None = None,
+    since: Moment = None,
+    until: Moment = None,
+    order: Order = Order.NEWEST,
+    limit: Annotated[int, Query(ge=1, le=1_000)] = 100,
+    offset: Annotated[int, Query(ge=0, le=100_000)] = 0,
+) -> dict[str, Any]:
+    """Jobs of all schedulers, from the database. job: how its id begins; instance: of either phase; missed: a target;
+    since, until: unix seconds of the arrival.
+    """
+    named = phase.value if phase else ""
+    wanted = Wanted(job, caller, slo, instance, outcome, named, missed, since, until, order, limit, offset)
+    rows, more = await search_requests(scheduler.engine, wanted)
+    return {"rows": rows, "more": more}
 
 
 @router.get("/requests/{job_id}")
@@ -63,7 +91,7 @@ async def get_request(scheduler: Scheduler, job_id: str) -> dict[str, Any]:
 
 @router.get("/requests/{job_id}/timeline")
 async def get_timeline(scheduler: Scheduler, job_id: str) -> Response:
-    """The whole RequestTimeline of a finished job."""
+    """The RequestTimeline of a job: all of it, or what is known of one under way here."""
     report = scheduler.reports.get(job_id)
     if report is not None and report.timeline is not None:
         return Response(msgspec.json.encode(report.timeline), media_type="application/json")

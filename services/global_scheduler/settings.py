@@ -5,10 +5,10 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.runtime.settings import ServiceSettings
+from shared.runtime.settings import TracedSettings
 
 
-class SchedulerSettings(ServiceSettings):
+class SchedulerSettings(TracedSettings):
     """Prefix `POLYPHASE_SCHEDULER_`. Policies come with the monitor's broadcasts."""
 
     model_config = SettingsConfigDict(env_prefix="POLYPHASE_SCHEDULER_", frozen=True, extra="forbid")

@@ -1,7 +1,9 @@
 """The scheduler's ZeroMQ ends: the RPC that gateways call, and the monitor's broadcast."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -12,15 +14,21 @@ from services.global_scheduler.placer import Placer
 from services.global_scheduler.prefix_watch import PrefixWatch
 from services.global_scheduler.reports import Reports
 from services.global_scheduler.settings import SchedulerSettings
-from shared.domain.instance import ClusterView
+from shared.domain.cluster import ClusterDelta
 from shared.domain.route import Route
 from shared.runtime.tasks import Background
-from shared.wire.broadcast import Subscriber
+from shared.wire.cluster_feed import ClusterFeed
 from shared.wire.messages import PlaceRequest
 from shared.wire.methods import PLACE, REPORT
 from shared.wire.rpc_clients import SWEEP_S, RpcClients
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
+
+if TYPE_CHECKING:
+    from shared.runtime.otlp import Tracer
+
+Place = Callable[[PlaceRequest, ServerCall], Route]
+ASK_AGAIN_S = 1.0  # so often whoever does not tell of its prefixes any more is asked again
 
 
 def open_sockets(stack: AsyncExitStack, settings: SchedulerSettings) -> Sockets:
@@ -42,16 +50,23 @@ def open_prefixes(stack: AsyncExitStack, sockets: Sockets, tasks: Background, pl
 
 def open_broadcast(
     stack: AsyncExitStack, sockets: Sockets, settings: SchedulerSettings, placer: Placer, prefixes: PrefixWatch
-) -> Subscriber[ClusterView]:
+) -> ClusterFeed:
     """Listen to the monitor."""
+    known, asked_s = (-1, False), 0.0
 
-    def heard(view: ClusterView) -> None:
-        placer.update(view)
-        prefixes.update(view, wanted=placer.wants_prefixes)
+    def heard(delta: ClusterDelta) -> bool:
+        nonlocal known, asked_s
+        if not placer.hear(delta):
+            return False
+        now = time.monotonic()
+        if known != (placer.moves, placer.wants_prefixes) or now - asked_s > ASK_AGAIN_S:
+            known, asked_s = (placer.moves, placer.wants_prefixes), now
+            prefixes.update(placer.view, wanted=placer.wants_prefixes)
+        return True
 
-    subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, heard)
-    stack.callback(subscriber.close)
-    return subscriber
+    feed = ClusterFeed(sockets, settings.broadcast_address, heard)
+    stack.callback(feed.close)
+    return feed
 
 
 async def open_rpc(
@@ -61,17 +76,23 @@ async def open_rpc(
     placer: Placer,
     reports: Reports,
     demand: DemandTeller,
+    tracer: "Tracer | None",
 ) -> RpcServer:
     """Serve PLACE and REPORT."""
 
-    async def place(request: PlaceRequest, call: ServerCall) -> Route:
+    def place(request: PlaceRequest, _: ServerCall) -> Route:
         reports.learn_targets(request)
-        route = await placer.handle(request, call)
+        route = placer.place(request)
         if reports.placed(request.job.job_id):
             demand.placed(request.job, route)
         return route
 
-    server = RpcServer(sockets, settings.rpc_address, {PLACE: place, REPORT: reports.handle})
+    answer: Place = place
+    if tracer is not None:
+        from services.global_scheduler.tracing import traced
+
+        answer = traced(place, tracer)
+    server = RpcServer(sockets, settings.rpc_address, {PLACE: answer, REPORT: reports.handle})
     return await stack.enter_async_context(server)
 
 
@@ -92,9 +113,9 @@ class DroppedInput(Collector):
         yield family
 
 
-def watch(registry: CollectorRegistry, placer: Placer, server: RpcServer, subscriber: Subscriber[ClusterView]) -> None:
+def watch(registry: CollectorRegistry, placer: Placer, server: RpcServer, feed: ClusterFeed) -> None:
     """Metrics of what comes in: dropped input by socket and cause, age of the newest broadcast, known prefixes."""
-    registry.register(DroppedInput({"rpc": server.dropped, "broadcast": subscriber.dropped}))
+    registry.register(DroppedInput({"rpc": server.dropped, "broadcast": feed.dropped}))
     age = Gauge("polyphase_scheduler_broadcast_age_seconds", "Age of the newest broadcast", registry=registry)
     age.set_function(lambda: placer.broadcast_age_s)
     known = Gauge("polyphase_scheduler_prefix_blocks", "Blocks known to be in prefix caches", registry=registry)

@@ -1,6 +1,7 @@
 """Puts the planner together: the monitor's broadcast, the watch over the cluster, proposals, the store, HTTP."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -11,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from services.planner.answers import Answers
 from services.planner.decider import Decider
 from services.planner.fleet_routes import router as fleet_router
+from services.planner.news import PERIOD_S, PlanNews
 from services.planner.proposals import Proposals
 from services.planner.search_routes import router as search_router
 from services.planner.searches import Searches
@@ -18,7 +20,7 @@ from services.planner.settings import PlannerSettings
 from services.planner.state import State
 from services.planner.watch import Watch
 from shared.cost.library import Library
-from shared.domain.instance import ClusterView
+from shared.domain.cluster import ClusterDelta, ClusterState
 from shared.errors import PolyphaseError
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
@@ -26,12 +28,13 @@ from shared.runtime.tasks import background
 from shared.store.database import open_engine
 from shared.store.retention import Retention
 from shared.store.write_behind import WriteBehind
-from shared.wire.broadcast import Subscriber
 from shared.wire.clients.monitor import MonitorClient
+from shared.wire.cluster_feed import ClusterFeed
 from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
 AGAIN_S = 1.0
+LOOK_S = 0.1  # between two looks at loads
 
 
 def create_app(settings: PlannerSettings) -> FastAPI:
@@ -44,7 +47,7 @@ def create_app(settings: PlannerSettings) -> FastAPI:
             app.state.planner = await _start(stack, settings, registry)
             yield
 
-    app = service_app("planner", lifespan, registry)
+    app = service_app("planner", lifespan, registry, token=settings.token())
     app.include_router(fleet_router)
     app.include_router(search_router)
     return app
@@ -56,8 +59,9 @@ async def _start(stack: AsyncExitStack, settings: PlannerSettings, registry: Col
     store = WriteBehind(engine, registry, capacity=settings.queue_rows)
     sockets = Sockets(Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None)
     stack.callback(sockets.close)
-    monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url))
-    proposals = Proposals(store, registry, settings.hold_s)
+    monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
+    news = PlanNews(monitor)
+    proposals = Proposals(store, registry, settings.hold_s, news.became)
     library = await asyncio.to_thread(Library.built_in)
     tasks = await stack.enter_async_context(background())
     searches = Searches(settings, store, tasks)
@@ -65,15 +69,27 @@ async def _start(stack: AsyncExitStack, settings: PlannerSettings, registry: Col
     decider = Decider(settings, monitor, proposals, tasks)
     watch = Watch(settings, monitor, proposals, library, decider.proposed)
 
-    def heard(view: ClusterView) -> None:
-        decider.heard(view)
-        watch.heard(view)
+    cluster, told_s = ClusterState(), 0.0
 
-    subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, heard)
-    stack.callback(subscriber.close)
+    def heard(delta: ClusterDelta) -> bool:
+        """Loads alone are looked at now and then: whoever decides here does so within seconds."""
+        nonlocal told_s
+        at_once = cluster.moved(delta) or delta.policies is not None
+        if not cluster.apply(delta):
+            return False
+        now = time.monotonic()
+        if at_once or now - told_s >= LOOK_S:
+            told_s = now
+            decider.heard(cluster.view())
+            watch.heard(cluster.view())
+        return True
+
+    feed = ClusterFeed(sockets, settings.broadcast_address, heard)
+    stack.callback(feed.close)
     retention = Retention(engine, {"plans": settings.retention_s, "proposals": settings.retention_s}, store.ready)
     tasks.start("write-behind", store.run())
     tasks.start("recall", _recall(engine, store, proposals, searches))
+    tasks.every("tell of proposals", PERIOD_S, news.step)
     tasks.every("retention", settings.prune_period_s, retention.step)
     tasks.start("watch", watch.run())
     return State(settings, monitor, watch, proposals, decider, searches, Answers())

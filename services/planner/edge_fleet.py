@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, field_validator
 
 from shared.domain.instance import Role
 
@@ -44,4 +44,4 @@ class WhatIf(_Edge):
 class ModeIn(_Edge):
     """Whether proposals are applied by themselves."""
 
-    auto: bool
+    auto: StrictBool

@@ -47,6 +47,8 @@ def described(watch: Watch, slo: Sequence[Mapping[str, Any]] | None) -> dict[str
 
 def what_if(watch: Watch, asked: WhatIf) -> dict[str, Any]:
     """What would be with other instances or another demand. Raises InvalidRequest, Unavailable."""
+    if ready := watch.ready():
+        _with_changes(ready, asked)  # whatever is known of clients, a wrong name is told of
     fleet = watch.fleet()
     routes = surviving(fleet.views, watch.in_force)
     demand = changed(fleet.demand, asked.rate_factor, asked.prompt_factor, asked.output_factor)

@@ -2,6 +2,7 @@
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from itertools import islice
 
 import msgspec
@@ -22,9 +23,16 @@ _NEWS = (Cause.LOSS, Cause.RETURN, Cause.SHIFT, Cause.ASKED)
 
 
 class Proposals:
-    """The newest in memory, all of them in the database."""
+    """The newest in memory, all of them in the database. `on_change` is told of each that has another state."""
 
-    def __init__(self, store: WriteBehind, registry: CollectorRegistry, hold_s: float) -> None:
+    def __init__(
+        self,
+        store: WriteBehind,
+        registry: CollectorRegistry,
+        hold_s: float,
+        on_change: Callable[[Proposal], None] = lambda _: None,
+    ) -> None:
+        self._on_change = on_change
         self._store = store
         self._hold_s = hold_s
         self._all: OrderedDict[str, Proposal] = OrderedDict()  # oldest first
@@ -148,7 +156,10 @@ class Proposals:
         return msgspec.structs.replace(known, state=state, decided_s=decided_s, who=who or known.who, error=error)
 
     def _keep(self, proposal: Proposal) -> Proposal:
+        known = self._all.get(proposal.proposal_id)
         self._all[proposal.proposal_id] = proposal
+        if known is None or known.state is not proposal.state:
+            self._on_change(proposal)
         while len(self._all) > KEPT:
             self._all.popitem(last=False)
         row = {

@@ -144,7 +144,7 @@ class Watch:
             found = await asyncio.to_thread(reviewed, fleet, self.in_force, [*self.fixed(fleet), *turned])
             took_s = time.time() - began
             self.reviews += 1
-            if self._proposals.applying is not None or _who(fleet.views) != _who(self._ready()):
+            if self._proposals.applying is not None or _who(fleet.views) != _who(self.ready()):
                 if news.cause not in (Cause.REVIEW, Cause.ASKED):
                     self._news = self._news or news
                 return None, MEANWHILE
@@ -162,7 +162,7 @@ class Watch:
         view, asked = self.view, demand or self.demand
         if view is None or asked is None:
             raise Unavailable(NO_VIEW if view is None else NO_DEMAND)
-        ready = self._ready()
+        ready = self.ready()
         if not ready:
             raise Unavailable("no instance is ready")
         routes = self.in_force
@@ -182,7 +182,8 @@ class Watch:
         kept, barred = self._held
         return [one.instance_id for one in fleet.views if one.instance_id in kept or one.role.other in barred]
 
-    def _ready(self) -> tuple[InstanceView, ...]:
+    def ready(self) -> tuple[InstanceView, ...]:
+        """The instances that are; none before the first broadcast."""
         views = self.view.instances if self.view is not None else ()
         return tuple(one for one in views if one.state is InstanceState.READY)
 

@@ -1,0 +1,66 @@
+"""How a job ended, as the monitor is told of it."""
+
+from collections import defaultdict
+from typing import Any
+
+from shared.domain.job import Phase, Slo
+from shared.domain.kv import TransferOutcome
+from shared.errors import Busy, Delayed, Overloaded
+from shared.timeline import RequestTimeline
+from shared.wire.messages import JobReport, Refused
+
+REFUSALS = (Busy.code, Overloaded.code, Delayed.code)  # outcomes of jobs that were turned away, not broken
+
+
+def outcome_of(report: JobReport, slo: Slo, now: float) -> dict[str, Any]:
+    """Of a job in a final phase; `now` is unix seconds."""
+    refused = report.phase is Phase.FAILED and report.outcome in REFUSALS
+    found: dict[str, Any] = {
+        "job_id": report.job_id,
+        "slo": report.slo,
+        "ended_s": now,
+        "phase": "refused" if refused else report.phase.value,
+        "code": report.outcome,
+        "ttft_s": report.ttft_s,
+        "tpot_s": report.tpot_s,
+        "ttft_target_s": slo.ttft_s,
+        "tpot_target_s": slo.tpot_s,
+        "failed": report.phase is Phase.FAILED,
+        "prompt_tokens": report.prompt_tokens,
+        "output_tokens": report.output_tokens,
+        "predicted": _predicted(report),
+    }
+    return found | (_spent(report.timeline) if report.timeline is not None else {})
+
+
+def refusal_of(refused: Refused, now: float) -> dict[str, Any]:
+    """Of requests that never were jobs."""
+    return {
+        "job_id": f"refused:{refused.key}",
+        "slo": refused.slo,
+        "ended_s": now,
+        "phase": "refused",
+        "code": refused.code,
+        "count": refused.count,
+    }
+
+
+def _predicted(report: JobReport) -> str:
+    """Who said how long its answer would be; "none" where nobody did who was asked, empty where nobody was."""
+    if not report.asked:
+        return ""
+    said = report.prediction
+    if said is None:
+        return "none"
+    return "classifier" if said.model else "observed"
+
+
+def _spent(timeline: RequestTimeline) -> dict[str, Any]:
+    """Seconds by kind of stretch, and its transfers."""
+    seconds: dict[str, float] = defaultdict(float)
+    for span in timeline.spans:
+        seconds[span.span.value] += max(0.0, span.ended_s - span.started_s)
+    moved = [one for one in timeline.transfers if one.outcome is not TransferOutcome.LOCAL]
+    failed = sum(one.outcome is TransferOutcome.RECOMPUTED for one in moved)
+    whole_s = max(0.0, timeline.ended_s - timeline.arrived_s) if timeline.ended_s else 0.0
+    return {"seconds": dict(seconds), "whole_s": whole_s, "transfers": len(moved), "transfers_failed": failed}
