@@ -44,6 +44,9 @@ _add_bench("overhead", "What the control plane costs: CPU a request and a token,
 _add_bench("streams", "2,000 chat streams open for a minute: lost, late, memory; rates of one gateway process and two.")
 _add_bench("kv", "KV transfer between two processes, beside a plain socket.")
 _add_bench("kv_engines", "KV between two real engines, by transport.")
+_add_bench("control", "Monitor and scheduler with 10, 100 and 1,000 instances: CPU, bytes, placement, a restart.")
+_add_bench("console", "What a console reads, with 200 instances over a day and 100,000 requests: CPU, pauses.")
+_add_bench("dashboard", "How soon a page is of use, and what a session costs, with 4, 32 and 200 instances.")
 _add_bench("policy", "What a decision of each policy costs with 10, 100 and 1,000 instances.")
 _add_bench("overload", "Interactive and batch work at twice the capacity, with and without overload control.")
 _add_bench_on_data("cost", "The cost model beside published measurements.")
@@ -51,6 +54,7 @@ _add_bench_on_data("sim", "How fast the simulator is, and macro-steps beside ste
 _add_bench_on_data(
     "learning", "Rates after two minutes beside a calibration's; an engine slowed down while it serves (root)."
 )
+_add_bench("traces", "5,000 traced requests: the wait for first tokens in no span, spans dropped, what it costs.")
 _add_bench("engine", "Prefill orders and decode admissions, changed on a real engine while it runs.")
 _add_bench("live", "The simulator beside a live cluster, calibrated on it: means, and which policy is better.")
 
@@ -150,11 +154,12 @@ def bench_chaos(
     minutes: Annotated[float, typer.Option(help="How long --random goes on.")] = 60.0,
     write_docs: Annotated[Path | None, typer.Option(help="Write reliability.md into this folder.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep logs and data of the suites in this folder.")] = None,
+    kv_transport: Annotated[str, typer.Option(help="What real engines hand KV over by: tcp or zeromq.")] = "tcp",
     as_json: Json = False,
 ) -> None:
     """Kill, freeze, cut, flood and lie to a suite under load: what clients saw, and what recovered when."""
     options = measuring.from_lab("chaos.run", "ChaosOptions")
-    chosen = options(tuple(only or ()), seed, minutes if at_random else 0.0, write_docs, logs)
+    chosen = options(tuple(only or ()), seed, minutes if at_random else 0.0, write_docs, logs, kv_transport)
     if show:
         measuring.from_lab("chaos.run", "show_scenarios")(chosen, Console())
         return

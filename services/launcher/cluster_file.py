@@ -1,17 +1,19 @@
-"""The cluster file: one YAML file that says what runs where. Strict: errors name the file and the key."""
+"""The cluster file: one YAML file that says what runs where. Strict: errors name the file, the line and the key."""
 
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
 
 from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher.model_source import resolve_model, resolve_path
+from services.launcher.faults import describe, meant, unknown
+from services.launcher.model_source import resolve_model, resolve_path, shipped_or_own
+from services.launcher.places import Places, read_places
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.cost.network_file import NetworkEntry
@@ -19,14 +21,16 @@ from shared.domain.instance import Role
 from shared.domain.kv import Codec
 from shared.domain.policies import KINDS
 from shared.errors import InvalidRequest
-from shared.runtime.settings import ServiceSettings
+from shared.runtime.cluster_token import checked
+from shared.runtime.settings import ServiceSettings, Tracing
 
 LOCAL = "local"
 CLUSTERS = Path(__file__).parent / "clusters"
 _MOVED = frozenset(  # from the sections into `policies`: they are one for the cluster
     kind + suffix for kind in KINDS for suffix in ("", "_parameters")
 )
-_COMMON = frozenset({"curve_public", "curve_secret", "monitor_url", "broadcast_address", "database_url", "model"})
+_AT_THE_TOP = frozenset({"curve_public", "curve_secret", "cluster_token", "database_url", "model"})
+_COMMON = _AT_THE_TOP | {"monitor_url", "broadcast_address", "cluster_token_file"}
 
 
 class Section(BaseModel):
@@ -41,15 +45,24 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _known_keys(self) -> Self:
-        ours = set(type(self).model_fields)
-        choices = (set(self.settings.model_fields) - self.derived - _COMMON) | ours
-        for key in self.extra:
-            if key in _MOVED:
-                kind = key.removesuffix("_parameters")
-                raise ValueError(f"{key!r} belongs to the whole cluster: write `policies: {{{kind}: …}}` at the top")
-            if key not in choices:
-                raise ValueError(f"unknown key {key!r}; known: {', '.join(sorted(choices))}")
+        faults = [f"{key}: {fault}" for key in self.extra if (fault := self._fault_of(key))]
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
+
+    def _fault_of(self, key: str) -> str:
+        """Why a key may not stand here; empty if it may."""
+        choices = (set(self.settings.model_fields) - self.derived - _COMMON) | set(type(self).model_fields)
+        if key in _MOVED:
+            kind = key.removesuffix("_parameters")
+            return f"it belongs to the whole cluster: write `policies: {{{kind}: …}}` at the top"
+        if key in choices:
+            return ""
+        if key in _AT_THE_TOP:
+            return "it belongs to the whole cluster: write it at the top of the file"
+        if key in self.settings.model_fields:
+            return "it follows from the rest of the file, and is not to be given"
+        return unknown("key", key, choices)
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -87,8 +100,9 @@ class GatewaySection(Section):
     @property
     def lossy_kv(self) -> bool:
         """Whether KV of any request may be sent with a lossy codec."""
-        classes = self.extra.get("slo") or {}
-        named = [each.get("lossy_kv") for each in classes.values() if isinstance(each, dict)]
+        classes = self.extra.get("slo")
+        rows = classes.values() if isinstance(classes, dict) else ()
+        named = [each.get("lossy_kv") for each in rows if isinstance(each, dict)]
         return any(codec.lossy and codec in (self.extra.get("kv_codec"), *named) for codec in Codec)
 
 
@@ -110,7 +124,9 @@ class MonitorSection(Section):
     """The cluster monitor. `extra`: MonitorSettings."""
 
     settings = MonitorSettings
-    derived = frozenset({"monitor_id", "http_host", "http_port", "heartbeat_address", "policies"})
+    derived = frozenset(
+        {"monitor_id", "http_host", "http_port", "heartbeat_address", "policies", "expected_instances"}
+    ) | {"advertise_url", "scrape"}
 
 
 class PredictorSection(Section):
@@ -141,6 +157,7 @@ class DashboardSection(BaseModel):
 
     enabled: bool = True
     port: int = Field(8501, gt=0, lt=65536)
+    login: bool = False  # with the gateway's keys (`gateway.api_keys_file`) that have a role
     env: dict[str, str] = {}
 
 
@@ -156,6 +173,7 @@ class InstanceSection(Section):
     role: Role
     host: str = ""  # a name of `hosts`; default: the control host
     count: int = Field(1, gt=0, le=1024)
+    resources: dict[str, float] = {}  # of Ray, with --on ray: what its node must have besides CPUs and accelerators
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -175,11 +193,14 @@ class Cluster(BaseModel):
     database_url: str = ""  # default: SQLite in the data folder
     curve_public: str = ""
     curve_secret: str = ""
+    cluster_token: SecretStr = SecretStr("")  # default: made at the first start, kept in the data folder
     ports: int = Field(18100, gt=1023, lt=65536)  # the first of the suite's own ports
     hosts: dict[str, str] = {}  # name → address, where there is more than this machine
     control: str = ""  # the host of everything but the instances
+    monitors: int = Field(1, ge=1, le=3)  # all but one stand by, and one of them takes over
 
     network: NetworkEntry | None = None  # between the `node`s of instances: for emulated engines and the simulator
+    tracing: Tracing | None = None  # of gateways, schedulers and instances, unless their sections say else
     policies: dict[str, Any] = {}  # the monitor's: see `shared.policy.written.from_file`
     launcher: LauncherSection = LauncherSection()
     gateway: GatewaySection = GatewaySection()
@@ -191,69 +212,101 @@ class Cluster(BaseModel):
     instance_defaults: dict[str, Any] = {}
     instances: tuple[InstanceSection, ...] = Field(min_length=1)
 
+    _places: Places | None = PrivateAttr(None)
+
     @model_validator(mode="before")
     @classmethod
     def _apply_defaults(cls, data: Any) -> Any:
         if not isinstance(data, dict) or not isinstance(data.get("instances"), list):
             return data
-        defaults = data.get("instance_defaults") or {}
+        defaults = data.get("instance_defaults")
+        if not isinstance(defaults, dict):
+            return data
         merged = [{**defaults, **entry} if isinstance(entry, dict) else entry for entry in data["instances"]]
         return {**data, "instances": merged}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for name, count in Counter(self.instance_ids).items():
-            if count > 1:
-                raise ValueError(f"instances: the id {name!r} is used twice")
-        known = ", ".join(self.hosts) or "none"
-        for entry in self.instances:
-            if entry.host and entry.host not in self.hosts:
-                raise ValueError(f"instances: {entry.id}: host {entry.host!r} is not in `hosts` (known: {known})")
-            if entry.extra.get("node") and self.network is None:
-                raise ValueError(f"instances: {entry.id}: node: the file has no `network`")
-        if self.hosts and self.control not in self.hosts:
-            raise ValueError(f"control: must name the control plane's host, one of `hosts` ({known})")
-        if bool(self.curve_public) != bool(self.curve_secret):
-            raise ValueError("curve_public, curve_secret: both or none; `polyphase keys curve` makes a pair")
-        if len(self.hosts) > 1 and not self.curve_public:
-            raise ValueError("curve_public: needed between hosts; `polyphase keys curve` makes a pair")
+        faults = [*self._of_instances(), *self._of_hosts()]
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
+
+    def _of_instances(self) -> Iterator[str]:
+        """What is wrong with them: the key, and what is."""
+        seen: set[str] = set()
+        for index, entry in enumerate(self.instances):
+            at = f"instances.{index}"
+            if twice := [name for name in entry.ids if name in seen]:
+                yield f"{at}.id: another instance has the name {twice[0]!r} already"
+            seen |= set(entry.ids)
+            if entry.host and entry.host not in self.hosts:
+                yield f"{at}.host: {unknown('host', entry.host, self.hosts)}"
+            if entry.extra.get("node") and self.network is None:
+                yield f"{at}.node: the file has no `network`"
+
+    def _of_hosts(self) -> Iterator[str]:
+        if self.hosts and self.control not in self.hosts:
+            near, known = meant(self.control, list(self.hosts)), ", ".join(self.hosts)
+            yield f"control: must name the control plane's host, one of `hosts` ({known}){near}"
+        if not self.hosts and self.control:
+            yield f"control: there are no `hosts`, of which {self.control!r} could be one"
+        if bool(self.curve_public) != bool(self.curve_secret):
+            there, other = sorted(("curve_public", "curve_secret"), key=lambda key: not getattr(self, key))
+            yield f"{there}: {other} is missing; `polyphase keys curve` makes both"
+        if len(self.hosts) > 1 and not (self.curve_public or self.curve_secret):
+            yield "hosts: between hosts curve_public and curve_secret are needed; `polyphase keys curve` makes them"
+        if token := self.cluster_token.get_secret_value():
+            try:
+                checked(token, "cluster_token")
+            except InvalidRequest as error:
+                yield error.message
+        elif len(self.hosts) > 1:
+            yield "hosts: between hosts cluster_token is needed; `polyphase keys token` makes one"
+
+    def from_places(self, places: Places) -> Self:
+        """The same, read from there: what is found wrong with it later is told with its line."""
+        known = self.model_copy()
+        known._places = places
+        return known
+
+    def places(self, otherwise: str = "cluster file") -> Places:
+        """Where its keys stand; of one that is from no file only its name."""
+        return self._places or Places(otherwise)
 
     @property
     def instance_ids(self) -> tuple[str, ...]:
         """All of them, in the order of the file."""
         return tuple(name for entry in self.instances for name in entry.ids)
 
+    @property
+    def expected_instances(self) -> dict[str, str]:
+        """Those that are to run, on whatever host, with the roles that they begin in."""
+        return {name: str(entry.role) for entry in self.instances if entry.enabled for name in entry.ids}
+
 
 def load_cluster(file: Path) -> Cluster:
     """Read a cluster file; a bare name means one of those shipped. Raises InvalidRequest."""
-    if not file.exists() and (CLUSTERS / f"{file}.yaml").exists():
-        file = CLUSTERS / f"{file}.yaml"
+    file = shipped_or_own(file, CLUSTERS)
     try:
-        data = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise InvalidRequest(f"{file}: {error}") from error
+        text = file.read_text()
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequest(f"{file}: cannot be read: {error}") from error
+    places = read_places(file, text)
+    data = yaml.safe_load(text)
     if not isinstance(data, dict):
         raise InvalidRequest(f"{file}: expected a mapping of keys at the top")
     try:
         cluster = Cluster.model_validate(data)
     except ValidationError as error:
-        raise InvalidRequest(describe(file, error)) from error
+        raise InvalidRequest(describe(places, error, kind=Cluster)) from error
     changes: dict[str, Any] = {"model": resolve_model(cluster.model, file.parent)}
-    if checkpoint := cluster.predictor.extra.get("checkpoint"):
+    checkpoint = cluster.predictor.extra.get("checkpoint")
+    if isinstance(checkpoint, str) and checkpoint:
         found = resolve_path(Path(checkpoint), file.parent)
         changes["predictor"] = cluster.predictor.model_copy(update={"checkpoint": str(found)})
-    return cluster.model_copy(update=changes)
+    return cluster.model_copy(update=changes).from_places(places)
 
 
 def _numbered(name: str, count: int) -> tuple[str, ...]:
     return (name,) if count == 1 else tuple(f"{name}-{index}" for index in range(count))
-
-
-def describe(where: object, error: ValidationError, at: str = "") -> str:
-    """All faults, one a line, each with the file and the key."""
-    lines = []
-    for fault in error.errors():
-        key = ".".join(str(part) for part in (*([at] if at else []), *fault["loc"]))
-        lines.append(f"{where}: {key + ': ' if key else ''}{fault['msg'].removeprefix('Value error, ')}")
-    return "\n".join(lines)

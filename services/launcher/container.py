@@ -1,4 +1,4 @@
-"""The entry of a container: takes the cluster's keys, says where its peers reach it, and runs the command, watched.
+"""The entry of a container: takes the cluster's keys, says who it is and where its peers reach it, runs the command.
 
 An orchestrator such as compose restarts a container whose process ends, not one whose process hangs: with
 POLYPHASE_HEALTH_URL the command is put down when it does, and its end is the container's.
@@ -11,30 +11,58 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from services.launcher.health import HEALTH_URL, HttpHealth
 from services.launcher.process import spawn, stop_all
 from services.launcher.watch import Limits, until_ended, until_healthy
 
-CURVE_FILE = Path("/keys/curve.env")
-HANG = "POLYPHASE_HANG_S"
-_ADVERTISE = "POLYPHASE_WORKER_ADVERTISE_HOST"
+KEYS = Path("/keys")  # what `polyphase keys init` made of the cluster's keys
+START, HANG, STOP = "POLYPHASE_START_S", "POLYPHASE_HANG_S", "POLYPHASE_STOP_S"
+_ADVERTISE, _INSTANCE, _ROLE = (f"POLYPHASE_WORKER_{name}" for name in ("ADVERTISE_HOST", "INSTANCE_ID", "ROLE"))
+TOKEN_FILE = KEYS / "cluster-token"
+_GUARDED = ("MONITOR", "SCHEDULER", "WORKER", "PREDICTOR", "PLANNER", "DASHBOARD")
 
 
 def main() -> None:
     """Become the command, or run it watched where there is something to watch."""
     command = sys.argv[1:]
-    if CURVE_FILE.exists():
-        os.environ.update(read_environment(CURVE_FILE.read_text()))
-    # ZeroMQ listens on addresses, not on names.
-    os.environ[_ADVERTISE] = os.environ.get(_ADVERTISE) or socket.gethostbyname(socket.gethostname())
+    for file in sorted(KEYS.glob("*.env")):
+        os.environ.update(read_environment(file.read_text()))
+    if TOKEN_FILE.exists():
+        os.environ.update(token_environment(os.environ))
+    name_instance(os.environ, socket.gethostname())
     url = os.environ.get(HEALTH_URL, "")
     if not url:
         os.execvp(command[0], command)
-    limits = Limits(hang_s=float(os.environ.get(HANG, Limits().hang_s)))
-    sys.exit(asyncio.run(run_watched(command, url, limits)))
+    sys.exit(asyncio.run(run_watched(command, url, _limits())))
+
+
+def _limits() -> Limits:
+    usual, said = Limits(), os.environ
+    return Limits(
+        start_s=float(said.get(START, usual.start_s)),
+        hang_s=float(said.get(HANG, usual.hang_s)),
+        stop_s=float(said.get(STOP, usual.stop_s)),
+    )
+
+
+def name_instance(environment: MutableMapping[str, str], host: str) -> None:
+    """Where peers reach this container, as an address (ZeroMQ listens on none by name), and what it is called.
+
+    Containers of one service are alike but for their host's name, which a restart keeps: so a scaled service's
+    instances have ids of their own.
+    """
+    environment[_ADVERTISE] = environment.get(_ADVERTISE) or socket.gethostbyname(host)
+    if role := environment.get(_ROLE):
+        environment[_INSTANCE] = environment.get(_INSTANCE) or f"{role}-{host}"
+
+
+def token_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Where each process finds the cluster's secret, but for those that `given` tells of one."""
+    names = (f"POLYPHASE_{service}_CLUSTER_TOKEN" for service in _GUARDED)
+    return {f"{name}_FILE": str(TOKEN_FILE) for name in names if name not in given and f"{name}_FILE" not in given}
 
 
 def read_environment(text: str) -> dict[str, str]:

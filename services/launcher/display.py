@@ -93,7 +93,7 @@ def welcome(console: Console, plan: Plan, took_s: float, memory_bytes: int) -> N
     title = f"Polyphase serves {plan.model}: ready after {took_s:.1f} s"
     text = "\n".join(lines)
     console.print(Panel(text, title=title, title_align="left", border_style="green", expand=False))
-    console.print("Ctrl-C stops everything.")
+    console.print("Ctrl-C stops everything. In another shell: polyphase status, top, logs NAME, --help")
 
 
 def _example(plan: Plan) -> str:

@@ -15,6 +15,7 @@ from services.launcher.process import Child, spawn
 from services.launcher.spec import ProcessSpec
 from services.launcher.watch import Limits, until_ended, until_healthy
 from shared.errors import Unavailable
+from shared.runtime.process_metrics import RESTARTS
 
 
 class State(StrEnum):
@@ -70,10 +71,11 @@ class Starter:
         async with self.slots:
             yield
 
-    async def start(self, spec: ProcessSpec, log: Path) -> Child:
-        """A new process."""
+    async def start(self, spec: ProcessSpec, log: Path, restarts: int) -> Child:
+        """A new process, which is told how many there were before it."""
         if self.forks is not None and spec is self.forks.spec:
             return await self.forks.start(log)
+        spec = replace(spec, env={**spec.env, RESTARTS: str(restarts)})
         if spec.module and self.forks is not None and await self.forks.ready():
             with suppress(Unavailable):
                 return await self.forks.fork(spec, log)
@@ -144,7 +146,7 @@ class Keeper:
     async def _start(self) -> str:
         """Why it did not become healthy, or nothing."""
         began, self._log_from = time.monotonic(), process_log.size(self.status.log)
-        self.child = await self._starter.start(self._spec, self.status.log)
+        self.child = await self._starter.start(self._spec, self.status.log, self.status.restarts)
         self._set(State.STARTING, pid=self.child.pid, note="")
         fault = await until_healthy(self.child, self._health, self._limits)
         if not fault:

@@ -1,6 +1,7 @@
-"""`polyphase keys`: API keys of the gateway, and the cluster's CurveZMQ pair."""
+"""`polyphase keys`: API keys of the gateway, the cluster's CurveZMQ pair and its secret."""
 
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -9,24 +10,29 @@ import yaml
 import zmq
 
 from gateway.auth import create_key, load_keys
-from services.launcher.container import read_environment
+from services.launcher import cluster_token
+from services.launcher.container import TOKEN_FILE, read_environment
 from shared.errors import Conflict, InvalidRequest
+from shared.runtime.cluster_token import new_token
+from shared.runtime.keys import OPERATE, ROLES
 
 _CURVED = ("MONITOR", "SCHEDULER", "GATEWAY", "WORKER", "PREDICTOR", "PLANNER")
 _PAIR = ("curve_public", "curve_secret")
 
 
-def add_key(file: Path, name: str, requests_per_s: float = 0.0, burst: int = 0) -> str:
+def add_key(file: Path, name: str, requests_per_s: float = 0.0, burst: int = 0, role: str = "") -> str:
     """Make a key and keep its digest in `file`; the secret is returned and kept nowhere.
 
     Raises Conflict when the name is taken, InvalidRequest when the file is not one of keys.
     """
     if requests_per_s < 0 or burst < 0:
         raise InvalidRequest("rate and burst must be 0 or more")
+    if role not in ROLES:
+        raise InvalidRequest(f"no role {role!r}; known: {', '.join(filter(None, ROLES))}")
     known = load_keys(file) if file.exists() else ()
     if any(key.name == name for key in known):
         raise Conflict(f"{file} has a key named {name!r} already")
-    secret, key = create_key(name, requests_per_s, burst)
+    secret, key = create_key(name, requests_per_s, burst, role)
     text = yaml.safe_dump([asdict(each) for each in (*known, key)], sort_keys=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     _write(file, text)
@@ -39,21 +45,41 @@ def curve_pair() -> dict[str, str]:
     return {"curve_public": public.decode(), "curve_secret": secret.decode()}
 
 
-def init_folder(folder: Path) -> list[str]:
+def init_folder(folder: Path, api: Path | None = None) -> list[str]:
     """Make what containers need and what is not there yet; the names of the files that were made or completed.
 
     keys.yaml and api-key: one key of the gateway, its digest and its secret. curve.env: the cluster's CurveZMQ pair as
     the environment of every process that speaks ZeroMQ; where an older version made it, the processes that it did not
-    know get the same pair. Nothing that is there changes. Raises InvalidRequest for a curve.env of several pairs.
+    know get the same pair. cluster-token: the cluster's secret. Nothing that is there changes.
+    Raises InvalidRequest for a curve.env of several pairs.
+
+    api: the folder of keys.yaml and api-key, so that nobody but the gateway need have them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    made = []
-    if not (folder / "keys.yaml").exists():
-        _write(folder / "api-key", add_key(folder / "keys.yaml", "compose") + "\n")
+    made, api = [], api or folder
+    if not (api / "keys.yaml").exists():
+        _write(api / "api-key", add_key(api / "keys.yaml", "compose", role=OPERATE) + "\n")
         made += ["keys.yaml", "api-key"]
     if _complete_curves(folder / "curve.env"):
         made.append("curve.env")
+    if not (folder / TOKEN_FILE.name).exists():
+        cluster_token.write(folder / TOKEN_FILE.name, new_token())
+        made.append(TOKEN_FILE.name)
     return made
+
+
+def init_database(folder: Path) -> list[str]:
+    """Make a password of PostgreSQL's user `polyphase`, if there is none: the names of the files that were made.
+
+    password: for the server (POSTGRES_PASSWORD_FILE). pgpass: for clients (PGPASSFILE).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "password").exists():
+        _write(folder / "password", secrets.token_urlsafe(24))
+    if (folder / "pgpass").exists():
+        return []
+    _write(folder / "pgpass", f"*:*:*:polyphase:{(folder / 'password').read_text().strip()}\n")
+    return ["password", "pgpass"]
 
 
 def _complete_curves(file: Path) -> bool:

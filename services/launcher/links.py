@@ -34,4 +34,4 @@ def links_between(cluster: Cluster, where: str) -> dict[str, dict[str, LinkEntry
             for name, node in nodes.items()
         }
     except PolyphaseError as error:
-        raise type(error)(f"{where}: {error.message}") from error
+        raise type(error)(cluster.places(where).tell("network", error.message.removeprefix("network: "))) from error

@@ -1,10 +1,16 @@
-"""Where a model comes from: a folder, or a name that a hub knows. What looks like a path never asks a hub."""
+"""Where a model comes from: a folder, or a name that a hub knows; what looks like a path never asks a hub.
+
+And where a cluster file comes from: a path, or the name of one that is shipped.
+"""
 
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
+
+from services.launcher.faults import meant
+from shared.errors import InvalidRequest
 
 PROJECT = Path(__file__).parents[2]
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -30,6 +36,17 @@ def resolve_path(path: Path, beside: Path) -> Path:
     """Where it is: here, beside the file or in the project; nowhere yet, it is to come here."""
     path = path.expanduser()
     return next((base / path for base in (Path.cwd(), beside, PROJECT) if (base / path).exists()), path.absolute())
+
+
+def shipped_or_own(file: Path, folder: Path) -> Path:
+    """A cluster file: the one that is there, else that of its name in the folder. Raises InvalidRequest."""
+    if file.exists():
+        return file
+    shipped = {each.stem: each for each in folder.glob("*.yaml")}
+    if str(file) not in shipped:
+        names = sorted(shipped)
+        raise InvalidRequest(f"{file}: there is no such file{meant(str(file), names)} Shipped: {', '.join(names)}")
+    return shipped[str(file)]
 
 
 def fault_of(model: str, *, weights: bool) -> str:

@@ -1,21 +1,25 @@
-"""`polyphase status`, `flip`, `drain`, `resume`, `forget`, `operation`: look at a running suite and act on it."""
+"""`polyphase flip`, `drain`, `resume`, `forget`, `operation`: act on a running suite, and say what came of it."""
 
 import getpass
+import time
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from services.launcher import state_file
-from shared.errors import NotFound, OutcomeUnknown
+from services.launcher import cluster_token, state_file
+from services.launcher.faults import meant
+from shared.domain.words import duration
+from shared.errors import Conflict, DeadlineExceeded, NotFound, OutcomeUnknown, PolyphaseError
+from shared.wire.addresses import several
 from shared.wire.clients.monitor import MonitorClient
 
-_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta", "unresponsive": "red", "dead": "red"}
-
-_NO = "[red]✘[/]"
-_MARKS = {"failed": _NO, "refused": _NO, "expired": _NO, "running": "…", "unknown": "?"}  # of other results: ✔
+DOING = {"flip": "Draining and flipping", "drain": "Draining", "resume": "Resuming", "forget": "Forgetting"}
+_MARKS = {"succeeded": ("✔", "green"), "running": ("…", "yellow"), "unknown": ("?", "yellow")}  # of others: ✘
+_FAILED = ("failed", "refused", "expired")
 
 
 def monitor_url(data_dir: Path, given: str) -> str:
@@ -23,45 +27,55 @@ def monitor_url(data_dir: Path, given: str) -> str:
     return given or state_file.read(data_dir).monitor_url
 
 
+def token(data_dir: Path, url: str) -> str:
+    """The secret for a service at `url`: as the environment says, or the running suite's if it is one of its own."""
+    return cluster_token.of_environment() or (cluster_token.kept(data_dir) if _ours(data_dir, url) else "")
+
+
+def _ours(data_dir: Path, url: str) -> bool:
+    """A secret is not shown to whatever `--monitor` names."""
+    try:
+        state = state_file.read(data_dir)
+    except NotFound:
+        return False
+    return set(several(url)) <= {*several(state.monitor_url), state.planner_url}
+
+
 def actor() -> str:
     """Who acts, for the audit."""
     return f"{getpass.getuser()} (polyphase)"
 
 
-async def status(data_dir: Path, given: str) -> dict[str, Any]:
-    """The processes of this machine's suite, and the instances and SLO windows of the cluster."""
-    async with MonitorClient(monitor_url(data_dir, given)) as monitor:
-        answer: dict[str, Any] = {"instances": await monitor.instances(), "slo": await monitor.slo()}
-    try:
-        state = state_file.read(data_dir)
-    except NotFound:
-        return answer
-    if given and given != state.monitor_url:
-        return answer
-    processes = [
-        {"name": p.name, "pid": p.pid, "state": p.state, "restarts": p.restarts, "fault": p.fault}
-        for p in state.processes
-    ]
-    return {"api_url": state.api_url, "dashboard_url": state.dashboard_url, "processes": processes, **answer}
+async def act(what: str, instance: str, url: str, token: str = "", *, timeout_s: float, force: bool) -> dict[str, Any]:
+    """Flip, drain, resume or forget; `token`: the cluster's secret.
 
-
-async def act(what: str, instance: str, url: str, *, timeout_s: float, force: bool) -> dict[str, Any]:
-    """Flip, drain, resume or forget. Raises the monitor's own error."""
+    Raises the monitor's own error, with what would help on a line of its own.
+    """
     try:
-        return await _act(what, instance, url, timeout_s=timeout_s, force=force)
+        return await _act(what, instance, url, token, timeout_s=timeout_s, force=force)
     except OutcomeUnknown as unknown:
         ask = f"polyphase operation {unknown.operation_id}"
         raise OutcomeUnknown(f"{unknown.message}; ask with: {ask}", operation_id=unknown.operation_id) from unknown
+    except (Conflict, DeadlineExceeded, NotFound) as refusal:
+        helps = await _help(what, instance, url, refusal)
+        raise type(refusal)(f"{refusal.message}{helps and chr(10)}{helps}") from refusal
 
 
 async def operation(operation_id: str, url: str) -> dict[str, Any]:
-    """How an operation stands. Raises NotFound."""
+    """How an operation stands; the beginning of its id suffices where one of the newest has it. Raises NotFound."""
     async with MonitorClient(url) as monitor:
-        return await monitor.operation(operation_id)
+        try:
+            return await monitor.operation(operation_id)
+        except NotFound:
+            rows = await monitor.flips(1_000)
+            found = [row for row in rows if str(row["operation_id"]).startswith(operation_id)]
+            if len(found) != 1:
+                raise
+            return found[0]
 
 
-async def _act(what: str, instance: str, url: str, *, timeout_s: float, force: bool) -> dict[str, Any]:
-    async with MonitorClient(url) as monitor:
+async def _act(what: str, instance: str, url: str, token: str, *, timeout_s: float, force: bool) -> dict[str, Any]:
+    async with MonitorClient(url, token=token) as monitor:
         if what == "flip":
             return await monitor.flip(instance, force=force, drain_timeout_s=timeout_s, who=actor())
         if what == "drain":
@@ -72,70 +86,88 @@ async def _act(what: str, instance: str, url: str, *, timeout_s: float, force: b
         return await monitor.resume(instance, who=actor())
 
 
-def show_status(console: Console, answer: dict[str, Any]) -> None:
-    """Tables for people."""
-    if "api_url" in answer:
-        console.print(f"API {answer['api_url']}   dashboard {answer['dashboard_url'] or 'off'}\n")
-    console.print(_instances(answer["instances"]))
-    if answer["slo"]:
-        console.print(_slo(answer["slo"]))
-    restarted = [p for p in answer.get("processes", []) if p["restarts"] or p["state"] != "ready"]
-    for process in restarted:
-        times = f"started again {process['restarts']} times, the last one because: {process['fault']}"
-        console.print(f"{process['name']}: {process['state']}" + (f", {times}" if process["restarts"] else ""))
+async def _help(what: str, instance: str, url: str, refusal: PolyphaseError) -> str:
+    if not isinstance(refusal, NotFound):
+        return help_of(what, instance, refusal)
+    async with MonitorClient(url) as monitor:
+        try:
+            known = [str(entry["instance_id"]) for entry in await monitor.instances()]
+        except PolyphaseError:
+            return ""
+    return help_of(what, instance, refusal, known)
 
 
-def show_outcome(console: Console, what: str, instance: str, answer: dict[str, Any]) -> None:
-    """What the monitor said about an operation, in one line."""
-    figures = ", ".join(f"{key} {_short(value)}" for key, value in answer.items() if key != "instance_id")
-    console.print(f"{_MARKS.get(answer.get('result', ''), '[green]✔[/]')} {what} {instance}: {figures}")
+def help_of(what: str, instance: str, refusal: PolyphaseError, known: list[str] | None = None) -> str:
+    """What whoever was refused may do instead; empty where nothing is known to help."""
+    said = refusal.message
+    if isinstance(refusal, NotFound):
+        near = meant(instance, known or []).removeprefix("; d").removesuffix(".")
+        return f"{f'D{near} ' if near else ''}Known: {', '.join(known or []) or 'none yet'}"
+    if isinstance(refusal, DeadlineExceeded):
+        again = f"`polyphase {what} {instance} --timeout 120` waits longer"
+        if what == "drain":
+            return f"It goes on draining, and gets no new work: {again}; `polyphase resume {instance}` calls it off."
+        return f"It has work again in the role it had. {again[0].upper() + again[1:]}."
+    helps = {
+        "is the last ready": f"Flip another instance to its role first, or `polyphase {what} {instance} --force`.",
+        "only dead instances": f"`polyphase drain {instance}` gives it no more work; what is dead is forgotten.",
+        "is under way": "One at a time: try again when it has ended.",
+        "is dead": f"`polyphase logs {instance}` tells why; `polyphase forget {instance}` counts it no longer.",
+        "is unresponsive": f"It is restarted if it stays so: `polyphase logs {instance}`.",
+        "is starting": "Once it is ready it can be: `polyphase status`.",
+    }
+    return next((text for words, text in helps.items() if words in said), "")
 
 
-def _instances(entries: list[dict[str, Any]]) -> Table:
-    table = Table(title="Instances", title_justify="left", box=None, padding=(0, 1))
-    for column in ("instance", "role", "state", "accelerator"):
-        table.add_column(column, no_wrap=True)
-    for column in ("queue", "run", "wait", "decode", "free KV", "MiB staged"):
-        table.add_column(column, justify="right")
-    for entry in entries:
-        info, load = entry["info"], entry["load"]
-        state = Text(entry["state"], _STYLES.get(entry["state"], ""))
-        counts = [str(load[key]) for key in ("queued_prefill", "running", "waiting", "decoding")]
-        free = f"{load['free_blocks'] / max(1, info['total_blocks']):.0%}"
-        engine = " (emulated)" if info["compatibility"]["engine"] == "emulated" else ""
-        table.add_row(
-            entry["instance_id"],
-            entry["role"],
-            state,
-            info["accelerator"] + engine,
-            *counts,
-            free,
-            f"{load['staged_bytes'] / 2**20:.1f}",
-        )
-    return table
+def show_outcome(console: Console, what: str, instance: str, answer: Mapping[str, Any]) -> None:
+    """What came of it, in a sentence or two."""
+    mark, style = _MARKS.get(answer.get("result", "succeeded"), ("✘", "red"))
+    if answer.get("result") == "forgotten":
+        mark, style = _MARKS["succeeded"]
+    console.print(Text(f"{mark} ", style).append(f"{sentence(what, instance, answer)}", "default"))
+    if operation_id := answer.get("operation_id"):
+        console.print(Text(f"  Operation {operation_id}", "dim"))
 
 
-def _slo(windows: list[dict[str, Any]]) -> Table:
-    table = Table(title="SLO attainment", title_justify="left", box=None, padding=(0, 1))
-    table.add_column("class")
-    for column in ("window", "requests", "both", "TTFT", "TPOT", "TTFT p50", "p99", "TPOT p50", "p99"):
-        table.add_column(column, justify="right")
-    for window in windows:
-        shares = [_share(window[key]) for key in ("attainment", "ttft_attainment", "tpot_attainment")]
-        times = [_ms(window[key][p]) for key in ("ttft_s", "tpot_s") for p in ("p50", "p99")]
-        table.add_row(window["slo"], f"{window['window_s']:g} s", str(window["requests"]), *shares, *times)
-    return table
+def sentence(what: str, instance: str, answer: Mapping[str, Any]) -> str:
+    """How an operation went or stands."""
+    result = answer.get("result")
+    if result == "forgotten":
+        return f"{instance} is forgotten: it counts no longer. If it comes back it registers anew."
+    if result == "succeeded":
+        return _done(what, instance, answer)
+    course = f"The {what} of {instance}{_change(what, answer)}, asked for by {answer['who']} {_when(answer)},"
+    if result == "running":
+        return f"{course} is under way{_so_far(answer)}."
+    if result in _FAILED:
+        took = f" after {duration(answer['total_s'])}" if answer.get("total_s") else ""
+        said = {"failed": f"failed{took}", "refused": "was refused", "expired": "came too late"}[str(result)]
+        return f"{course} {said}: {answer['error']}."
+    return f"{course} may have been carried out or not: {answer['error']}. `polyphase status` shows its role."
 
 
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
+def _done(what: str, instance: str, answer: Mapping[str, Any]) -> str:
+    if what == "flip":
+        parts = [f"drained in {_took(answer['drain_s'])}"] if answer.get("drain_s") is not None else []
+        parts += [f"flipped in {_took(answer['flip_s'])}"] if answer.get("flip_s") is not None else []
+        return f"{instance} is now {answer['to_role']}{': ' + ', '.join(parts) if parts else ''}."
+    if what == "drain":
+        took = f" in {_took(answer['drain_s'])}" if answer.get("drain_s") is not None else ""
+        return f"{instance} is drained: its work ended{took}. It gets none until `polyphase resume {instance}`."
+    return f"{instance} gets work again, as {answer['to_role']}."
 
 
-def _ms(value_s: float | None) -> str:
-    return "–" if value_s is None else f"{value_s * 1e3:.1f} ms"
+def _took(seconds: float) -> str:
+    return duration(seconds) if seconds >= 0.001 else "under 1 ms"
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else str(value)
+def _change(what: str, answer: Mapping[str, Any]) -> str:
+    return f" ({answer['from_role']} → {answer['to_role']})" if what == "flip" else ""
+
+
+def _when(answer: Mapping[str, Any]) -> str:
+    return f"at {datetime.fromtimestamp(answer['started_s']):%H:%M:%S}"
+
+
+def _so_far(answer: Mapping[str, Any]) -> str:
+    return f" since {duration(max(0.0, time.time() - answer['started_s']))}"

@@ -9,15 +9,19 @@ from pydantic import ValidationError
 
 from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
-from services.cluster_monitor.settings import MonitorSettings
+from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher import ports
-from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection, describe
+from services.launcher import cluster_token, ports
+from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection
 from services.launcher.dashboard_program import dashboard_command
+from services.launcher.faults import describe
 from services.launcher.gateways import own_ports, settings_of_process
 from services.launcher.links import links_between
+from services.launcher.monitors import LEASE_S, monitor_names, monitor_ports
+from services.launcher.places import Places
 from services.launcher.ports import PortUse
 from services.launcher.spec import Plan, ProcessSpec, child_environment, forkable
+from services.launcher.targets import targets_of
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
@@ -32,12 +36,12 @@ def make_plan(cluster: Cluster, data_dir: Path, host_name: str = "", where: str 
     return _Planner(cluster, data_dir, host_name, where).plan()
 
 
-def settings_of(kind: type[Settings], where: str, at: str, values: dict[str, Any]) -> Settings:
+def settings_of(kind: type[Settings], where: Places | str, at: str, values: dict[str, Any]) -> Settings:
     """A process's settings, from the cluster file alone. Raises InvalidRequest that names `where` and the key."""
     try:
         return kind(_env_prefix=_UNSET, **values)
     except ValidationError as error:
-        raise InvalidRequest(describe(where, error, at)) from error
+        raise InvalidRequest(describe(where, error, at, kind)) from error
 
 
 class _Planner:
@@ -45,7 +49,7 @@ class _Planner:
 
     def __init__(self, cluster: Cluster, data_dir: Path, host_name: str, where: str) -> None:
         self._cluster = cluster
-        self._where = where
+        self._where = cluster.places(where)
         self._data_dir = data_dir
         self._here = _own_host(cluster, host_name)
         self._control = cluster.hosts.get(cluster.control, "127.0.0.1")
@@ -55,24 +59,24 @@ class _Planner:
         self._env = child_environment(cluster.model, imitated)
         self._links = links_between(cluster, where)
         self._curve = {"curve_public": cluster.curve_public, "curve_secret": cluster.curve_secret}
+        self._traced = {**self._curve, "tracing": cluster.tracing}  # of those that a request passes
 
     def plan(self) -> Plan:
-        c = self._cluster
+        c, instances = self._cluster, self._instances()
         runs_control = self._here == (c.control or LOCAL)
-        instances = self._instances()
         processes = [*(self._control_plane() if runs_control else ()), *instances]
         with_dashboard = runs_control and c.dashboard.enabled
         if with_dashboard:
             processes.append(self._dashboard())
         if not processes:
-            raise InvalidRequest(f"{self._where}: nothing is to run on host {self._here!r}")
+            raise InvalidRequest(f"{self._where.file}: nothing is to run on host {self._here!r}")
         plan = Plan(
             model=c.served_model_name or c.model,
             processes=tuple(processes),
             instance_ids=tuple(spec.name for spec in instances),
             api_url=self._api_url,
             gateway_urls=self._gateway_urls,
-            monitor_url=self._http(ports.MONITOR),
+            monitor_url=self._monitor_urls,
             scheduler_urls=tuple(self._http(self._scheduler_port(i)) for i in range(c.scheduler.count)),
             predictor_url=self._predictor_url,
             planner_url=self._planner_url,
@@ -102,29 +106,33 @@ class _Planner:
 
     def _control_plane(self) -> list[ProcessSpec]:
         c = self._cluster
-        specs = [self._monitor(), *(self._scheduler(*each) for each in enumerate(c.scheduler.names))]
+        specs = [self._scheduler(*each) for each in enumerate(c.scheduler.names)]
         specs += [self._gateway(*each) for each in enumerate(c.gateway.names)]
         specs += [self._predictor(*each) for each in enumerate(c.predictor.names)]
         if c.planner.enabled:
             specs.append(self._planner())
-        return specs
+        return [*(self._monitor(*each, targets_of(specs)) for each in enumerate(monitor_names(c))), *specs]
 
-    def _monitor(self) -> ProcessSpec:
-        port = self._base + ports.MONITOR
+    def _monitor(self, index: int, name: str, scrape: tuple[ScrapeTarget, ...]) -> ProcessSpec:
+        offset = monitor_ports(self._cluster)[index]
+        port = self._base + offset
         values = {
+            "monitor_id": name,
+            "lease_s": LEASE_S if self._cluster.monitors > 1 else 0.0,
             "http_host": self._control,
             "http_port": port,
             "database_url": self._database,
-            "heartbeat_address": self._zmq(1),
-            "broadcast_address": self._zmq(2),
+            "heartbeat_address": self._zmq(offset + 1),
+            "broadcast_address": self._zmq(offset + 2),
             "policies": self._cluster.policies,
+            "scrape": scrape,
+            "expected_instances": self._cluster.expected_instances,
             **self._curve,
         }
         settings = self._settings(MonitorSettings, "monitor", self._cluster.monitor.extra, values)
         uses = (port, port + 1, port + 2)
-        return self._process(
-            "monitor", "services.cluster_monitor", settings, self._control, port, uses, self._cluster.monitor.env
-        )
+        env = self._cluster.monitor.env
+        return self._process(name, "services.cluster_monitor", settings, self._control, port, uses, env)
 
     def _scheduler(self, index: int, name: str) -> ProcessSpec:
         c, offset = self._cluster, self._scheduler_port(index)
@@ -134,11 +142,11 @@ class _Planner:
             "http_host": self._control,
             "http_port": port,
             "rpc_address": self._zmq(offset + 1),
-            "broadcast_address": self._zmq(2),
-            "monitor_url": self._http(ports.MONITOR),
+            "broadcast_address": self._zmqs(2),
+            "monitor_url": self._monitor_urls,
             "predictor_urls": tuple(self._http(offset) for offset in self._predictor_ports),
             "database_url": self._database,
-            **self._curve,
+            **self._traced,
         }
         settings = self._settings(SchedulerSettings, "scheduler", c.scheduler.extra, values)
         uses = (port, port + 1)
@@ -155,7 +163,7 @@ class _Planner:
             "served_model_name": c.served_model_name,
             "max_model_len": c.max_model_len,
             "predictors": tuple(self._zmq(offset + 1) for offset in self._predictor_ports),
-            **self._curve,
+            **self._traced,
         }
         extra = settings_of_process(c.gateway, index, self._base, self._data_dir)
         settings = self._settings(GatewaySettings, "gateway", extra, values)
@@ -181,8 +189,8 @@ class _Planner:
         values = {
             "http_host": self._control,
             "http_port": port,
-            "monitor_url": self._http(ports.MONITOR),
-            "broadcast_address": self._zmq(2),
+            "monitor_url": self._monitor_urls,
+            "broadcast_address": self._zmqs(2),
             "database_url": self._database,
             **self._curve,
         }
@@ -192,13 +200,16 @@ class _Planner:
     def _dashboard(self) -> ProcessSpec:
         c, port = self._cluster, self._cluster.dashboard.port
         env = {
-            "POLYPHASE_DASHBOARD_MONITOR_URL": self._http(ports.MONITOR),
+            "POLYPHASE_DASHBOARD_MONITOR_URL": self._monitor_urls,
             "POLYPHASE_DASHBOARD_SCHEDULER_URL": self._http(self._scheduler_port(0)),
             "POLYPHASE_DASHBOARD_GATEWAY_URL": self._api_url,
             "POLYPHASE_DASHBOARD_GATEWAY_URLS": json.dumps(self._gateway_urls),
             "POLYPHASE_DASHBOARD_PREDICTOR_URL": self._predictor_url,
             "POLYPHASE_DASHBOARD_PLANNER_URL": self._planner_url,
+            "POLYPHASE_DASHBOARD_CLUSTER_TOKEN_FILE": str(cluster_token.file_in(self._data_dir)),
         }
+        if c.dashboard.login:
+            env["POLYPHASE_DASHBOARD_API_KEYS_FILE"] = str(c.gateway.extra.get("api_keys_file") or "")
         health = f"http://127.0.0.1:{port}/_stcore/health"
         uses = (PortUse("dashboard", "127.0.0.1", port),)
         return ProcessSpec("dashboard", dashboard_command(port), {**self._env, **env, **c.dashboard.env}, health, uses)
@@ -206,12 +217,14 @@ class _Planner:
     def _instances(self) -> list[ProcessSpec]:
         """Ports follow from the whole file, so that every host comes to the same ones."""
         entries = [(entry, name) for entry in self._cluster.instances for name in entry.ids]
-        ranks = [_ranks(entry) for entry, _ in entries]
+        ranks = [ports.ranks_of(entry.extra) for entry, _ in entries]
         firsts = ports.instance_ports(self._base, ranks)
         default = self._cluster.control or LOCAL
+        # Those of other hosts, too: what is wrong with one is told on each.
+        specs = [self._instance(*one, *at) for one, *at in zip(entries, firsts, ranks, strict=True)]
         return [
-            self._instance(entry, name, first, count)
-            for (entry, name), first, count in zip(entries, firsts, ranks, strict=True)
+            spec
+            for spec, (entry, _) in zip(specs, entries, strict=True)
             if (entry.host or default) == self._here and entry.enabled
         ]
 
@@ -221,24 +234,27 @@ class _Planner:
             "instance_id": name,
             "role": entry.role,
             "model": self._cluster.model,
+            "served_model_name": self._cluster.served_model_name,
             "host": host,
             "rpc_port": first,
             "http_port": first + 1,
             "kv_port": first + 2,
             "max_model_len": self._cluster.max_model_len,
-            "monitor_url": self._http(ports.MONITOR),
-            "heartbeat_address": self._zmq(1),
-            "broadcast_address": self._zmq(2),
+            "monitor_url": self._monitor_urls,
+            "heartbeat_address": self._zmqs(1),
+            "broadcast_address": self._zmqs(2),
             "lossy_kv": self._cluster.gateway.lossy_kv,
             "emulated_links": self._links.get(name, {}),
-            **self._curve,
+            **self._traced,
         }
         settings = self._settings(WorkerSettings, f"instances.{entry.id}", entry.extra, values)
         uses = tuple(range(first, first + 2 + ranks))
         return self._process(name, "services.worker", settings, host, first + 1, uses, entry.env)
 
     def _settings(self, kind: type[Settings], at: str, extra: dict[str, Any], values: dict[str, Any]) -> Settings:
-        return settings_of(kind, self._where, at, {**values, **extra})
+        asks = kind is not GatewaySettings  # what it changes it changes over ZeroMQ, and its own callers have API keys
+        secret = {"cluster_token_file": cluster_token.file_in(self._data_dir)} if asks else {}
+        return settings_of(kind, self._where, at, {**secret, **values, **extra})
 
     def _process(
         self,
@@ -277,6 +293,14 @@ class _Planner:
     def _scheduler_port(index: int) -> int:
         return ports.SCHEDULERS + 2 * index
 
+    @property
+    def _monitor_urls(self) -> str:
+        """Of all monitors, as `shared.wire.addresses` reads them."""
+        return ",".join(self._http(offset) for offset in monitor_ports(self._cluster))
+
+    def _zmqs(self, number: int) -> str:
+        return ",".join(self._zmq(offset + number) for offset in monitor_ports(self._cluster))
+
     def _http(self, offset: int) -> str:
         return f"http://{self._control}:{self._base + offset}"
 
@@ -284,15 +308,9 @@ class _Planner:
         return f"tcp://{self._control}:{self._base + offset}"
 
 
-def _ranks(entry: InstanceSection) -> int:
-    """As the worker's settings have it, of which only those of this host are made."""
-    return int(entry.extra.get("tensor_parallel", 1)) * int(entry.extra.get("pipeline_parallel", 1))
-
-
 def _own_host(cluster: Cluster, name: str) -> str:
     known = list(cluster.hosts) or [LOCAL]
-    if not name and len(known) == 1:
-        return known[0]
-    if name not in known:
+    found = known[0] if not name and len(known) == 1 else name
+    if found not in known:
         raise InvalidRequest(f"--host-name must say which of the file's hosts this is: {', '.join(known)}")
-    return name
+    return found

@@ -1,6 +1,7 @@
 """`polyphase policies`: what the cluster goes by, who chose it, who follows; and changes of it."""
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -13,11 +14,13 @@ from rich.text import Text
 from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
+from shared.policy import registry
 from shared.policy.written import from_words, in_words
 from shared.wire.clients.monitor import MonitorClient
 
 Change = dict[str, PolicySpec | None]
 FOLLOWED_S, ASK_S = 3.0, 0.05
+_SOURCE = re.compile(r"\s*\b(?:Source|F|F, [^:]*): ")  # where a docstring goes on to say where it is from
 
 
 def change_of(words: Sequence[str]) -> Change:
@@ -39,12 +42,12 @@ def reset_of(kinds: Sequence[str]) -> Change:
     return dict.fromkeys(kinds or KINDS)
 
 
-async def act(url: str, change: Change, who: str) -> dict[str, Any]:
+async def act(url: str, change: Change, who: str, token: str = "") -> dict[str, Any]:
     """Change what is asked for, if anything, and give what is in force, once all follow or FOLLOWED_S later.
 
-    Raises the monitor's own error.
+    `token`: the cluster's secret. Raises the monitor's own error.
     """
-    async with MonitorClient(url) as monitor:
+    async with MonitorClient(url, token=token) as monitor:
         if not change:
             return await monitor.policies()
         answer = await monitor.set_policies(change, who=who)
@@ -57,13 +60,15 @@ async def act(url: str, change: Change, who: str) -> dict[str, Any]:
 
 
 def show(console: Console, answer: Mapping[str, Any]) -> None:
-    """A table for people."""
-    table = Table("kind", "policy", "chosen by", "in place of", title="policies")
+    """A table for people, and who does not follow."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for column in ("kind", "policy", "chosen by"):
+        table.add_column(column, overflow="fold")
     for kind, one in answer["policies"].items():
         file, changed = _words(one["file"]), one["changed"]
         policy = Text(_words(one), style="yellow" if changed else "")
-        since = f"{changed['who']}, {_time(changed['since_s'])}" if changed else "the cluster file"
-        table.add_row(Text(kind), policy, Text(since), Text(file if changed else ""))
+        chosen = f"{changed['who']}, {_time(changed['since_s'])}, in place of {file}" if changed else "the cluster file"
+        table.add_row(Text(kind), policy, Text(chosen))
     console.print(table)
     followers = answer["followers"]
     late = [one for one in followers if not one["follows"]]
@@ -71,8 +76,32 @@ def show(console: Console, answer: Mapping[str, Any]) -> None:
     for one in late:
         why = one["trouble"] or "it has not said so yet"
         console.print(Text(f"  {one['process']} {one['name']} goes by revision {one['revision']}: {why}", style="red"))
+    console.print(Text("`polyphase policies --choices` says what there is to choose from", "dim"))
     if answer["trouble"]:
         console.print(Text(answer["trouble"], style="red"))
+
+
+def show_choices(console: Console, in_force: Mapping[str, Any] | None = None) -> None:
+    """Every policy by kind, what it does, and the parameters it takes; marked is what is in force."""
+    for kind, named in registry.KINDS.items():
+        console.print(Text(kind, "bold"))
+        table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True, width=22)
+        table.add_column(overflow="fold")
+        for name, made in named.items():
+            now = in_force is not None and in_force[kind]["name"] == name
+            takes = ", ".join(registry.parameters_of(made))
+            text = Text(what_it_does(made)).append(f" Takes {takes}." if takes else "", "dim")
+            table.add_row(Text(f"{'*' if now else ' '} {name}", "yellow" if now else ""), text)
+        console.print(table)
+    marked = "* in force. " if in_force is not None else ""
+    console.print(Text(f"{marked}`polyphase policies dispatch=random split=fraction:fraction=0.5` changes two.", "dim"))
+
+
+def what_it_does(policy: Any) -> str:
+    """Its own words, without their source."""
+    paragraph = " ".join(str(policy.__doc__ or "").split("\n\n")[0].split())
+    return _SOURCE.split(paragraph)[0].replace("`", "")
 
 
 def _words(one: Mapping[str, Any]) -> str:

@@ -8,17 +8,18 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import psutil
 
 from shared.errors import Conflict, InvalidRequest
 
 MONITOR, PLANNER, SCHEDULERS, PREDICTORS, GATEWAYS, INSTANCES = 0, 5, 10, 42, 80, 96  # offsets from the first port
+STANDBYS = 74  # of the monitors beside the first, three ports each
 _SPAN = 250
 RESERVED_S = 60.0
 LOCK_S = 10.0
@@ -32,6 +33,14 @@ class PortUse:
     process: str
     host: str
     port: int
+
+
+def ranks_of(settings: Mapping[str, Any]) -> int:
+    """Of an instance with these settings, which are checked later: what is wrong with them is not said here."""
+    try:
+        return int(settings.get("tensor_parallel", 1)) * int(settings.get("pipeline_parallel", 1))
+    except (TypeError, ValueError):
+        return 1
 
 
 def instance_ports(base: int, ranks: Iterable[int]) -> list[int]:

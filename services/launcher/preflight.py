@@ -4,6 +4,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import zmq
@@ -13,6 +14,7 @@ from gateway.settings import GatewaySettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster
+from services.launcher.faults import meant
 from services.launcher.fork_client import NAME as FORK_SERVER
 from services.launcher.model_source import config_of, fault_of
 from services.launcher.spec import Plan
@@ -20,6 +22,7 @@ from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.cost.models import bundled_geometry
 from shared.errors import InvalidRequest, PolyphaseError
+from shared.policy import registry
 from shared.policy.written import from_file
 from shared.store.database import parse_url
 
@@ -41,7 +44,8 @@ def preflight(cluster: Cluster, plan: Plan, where: str) -> None:
             case WorkerSettings() as settings:
                 found += _of_instance(entries[spec.name], settings, spec.env)
     if found:
-        lines = dict.fromkeys(f"{where}: {key}: {text}" for key, text in found)  # many are alike
+        places = cluster.places(where)
+        lines = dict.fromkeys(places.tell(key, text) for key, text in found)  # many are alike
         raise InvalidRequest("\n".join(lines))
 
 
@@ -50,6 +54,8 @@ def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
     fault = fault_of(cluster.model, weights=any(each.engine == "vllm" for each in engines))
     if fault:
         yield "model", fault
+    if cluster.dashboard.login and not cluster.gateway.extra.get("api_keys_file"):
+        yield "dashboard.login", "there are no keys to log in with: `gateway: {api_keys_file: keys.yaml}`"
     for name, count in Counter((FORK_SERVER, *(spec.name for spec in plan.processes))).items():
         if count > 1:
             yield "instances", f"{name!r} is the name of another process of the suite: choose another id"
@@ -89,7 +95,16 @@ def _of_monitor(settings: MonitorSettings) -> Faults:
             from_file({kind: entry})
         except InvalidRequest as error:
             key, _, text = error.message.partition(": ")
-            yield f"policies.{key}", text
+            yield f"policies.{key}", text + _meant(kind, entry)
+
+
+def _meant(kind: str, entry: object) -> str:
+    """The policy, or the kind of one, that was perhaps meant."""
+    if kind not in registry.KINDS:
+        return meant(kind, list(registry.KINDS)).removesuffix(".")
+    name = entry.get("name") if isinstance(entry, dict) else entry
+    known = registry.KINDS[kind]
+    return "" if name in known else meant(str(name), list(known)).removesuffix(".")
 
 
 def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faults:
@@ -98,6 +113,8 @@ def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faul
     if settings.engine == "emulated":
         yield from _of_emulated(at, settings)
         return
+    if settings.kv_transport == "nixl" and find_spec("nixl") is None:
+        yield f"{at}.kv_transport", "NIXL is not installed here: `pip install 'polyphase[nixl]'`, or choose tcp"
     config, degree, stages = config_of(settings.model), settings.tensor_parallel, settings.pipeline_parallel
     heads, layers, held = config.get("num_attention_heads"), config.get("num_hidden_layers"), settings.pipeline_layers
     if isinstance(heads, int) and heads % degree:

@@ -39,15 +39,15 @@ def planner_url(data_dir: Path, given: str) -> str:
     return url
 
 
-async def act(url: str, wanted: Wanted, who: str) -> dict[str, Any]:
+async def act(url: str, wanted: Wanted, who: str, token: str = "") -> dict[str, Any]:
     """Do what is wanted, then give the cluster and its proposals. failed: whether what was accepted has.
 
-    Raises the planner's own error.
+    `token`: the cluster's secret. Raises the planner's own error.
     """
     if wanted.accept and wanted.refuse:
         raise InvalidRequest("either --accept or --refuse")
     said, failed = "", False
-    async with PlannerClient(url) as planner:
+    async with PlannerClient(url, token=token) as planner:
         if wanted.auto is not None:
             await planner.set_auto(wanted.auto, who=who)
         if wanted.ask:

@@ -28,6 +28,7 @@ class RunningProcess:
     took_s: float
     log: str
     fault: str = ""  # why it was started again the last time
+    url: str = ""  # answers 200 while it is well; empty: it says nothing of itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,11 @@ class SuiteState:
 
 def describe(plan: Plan, statuses: Iterable[Status]) -> SuiteState:
     """The state of the suite that this process runs."""
+    urls = {spec.name: spec.health_url for spec in plan.processes}
     processes = tuple(
-        RunningProcess(s.name, s.pid, s.state.value, s.restarts, round(s.took_s, 3), str(s.log), s.fault)
+        RunningProcess(
+            s.name, s.pid, s.state.value, s.restarts, round(s.took_s, 3), str(s.log), s.fault, urls.get(s.name, "")
+        )
         for s in statuses
     )
     return SuiteState(

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from services.launcher import process_log, state_file
+from services.launcher import cluster_token, process_log, state_file
 from services.launcher.state_file import SuiteState
 from shared.domain.instance import InstanceState, Role
 from shared.domain.route import PolicySpec
@@ -37,7 +37,7 @@ class Suite:
 
     def monitor(self) -> MonitorClient:
         """A client of the monitor, to be closed."""
-        return MonitorClient(self.state.monitor_url)
+        return MonitorClient(self.state.monitor_url, token=cluster_token.kept(self.data_dir))
 
     def schedulers(self) -> tuple[SchedulerAdmin, ...]:
         """A client of each scheduler, to be closed."""

@@ -5,15 +5,17 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 
-from services.launcher import display, state_file
+from services.launcher import cluster_token, display, state_file, targets
 from services.launcher.cluster_file import Cluster, load_cluster
+from services.launcher.elsewhere import Elsewhere, Running, nowhere
 from services.launcher.gateways import make_shared_table
 from services.launcher.keeper import Status
 from services.launcher.model_source import resolve_model
@@ -23,6 +25,7 @@ from services.launcher.spec import Plan
 from services.launcher.suite import Suite
 from services.launcher.supervisor import Supervisor, supervising
 from services.launcher.watch import Limits
+from shared.errors import InvalidRequest
 
 Result = TypeVar("Result")
 REGISTER_S = 60.0
@@ -41,6 +44,7 @@ class UpOptions:
     data_dir: Path = Path(".polyphase")
     host_name: str = ""
     auto: bool = False
+    ray: str | None = None  # the Ray cluster that runs the instances, see `on_ray.connection`; None: this host does
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class RunningSuite:
     suite: Suite
     plan: Plan
     supervisor: Supervisor
+    elsewhere: Elsewhere
     took_s: float
 
 
@@ -58,7 +63,9 @@ def cluster_of(options: UpOptions) -> Cluster:
     cluster = load_cluster(options.cluster)
     if options.model:
         model = resolve_model(options.model)
-        cluster = cluster.model_copy(update={"model": model, "served_model_name": Path(options.model).name})
+        named = {"model": model, "served_model_name": Path(options.model).name}
+        places = cluster.places(str(options.cluster)).overrule("model", "--model")
+        cluster = cluster.model_copy(update=named).from_places(places)
         cluster = _with(cluster, "predictor", checkpoint=None)  # it was trained for the model of the file
     if options.port is not None:
         cluster = _with(cluster, "gateway", port=options.port)
@@ -73,48 +80,76 @@ def cluster_of(options: UpOptions) -> Cluster:
 
 @asynccontextmanager
 async def running_suite(
-    cluster: Cluster, data_dir: Path, console: Console, *, host_name: str = "", where: str = "cluster file"
+    cluster: Cluster,
+    data_dir: Path,
+    console: Console,
+    *,
+    host_name: str = "",
+    where: str = "cluster file",
+    ray: str | None = None,
 ) -> AsyncIterator[RunningSuite]:
-    """The suite, ready to serve, for the block's length. Raises Conflict, InvalidRequest or StartFailed."""
+    """The suite, ready to serve, for the block's length. Raises Conflict, InvalidRequest, StartFailed, Unavailable."""
     # What it asks (the database's parser, the policies) takes half a second to import: not for `status` and the like.
     from services.launcher.preflight import preflight
 
     data_dir = data_dir.resolve()
-    plan = make_plan(cluster, data_dir, host_name, where)
-    preflight(cluster, plan, where)
-    with state_file.owning(data_dir):
+    with ExitStack() as stack:
+        if ray is not None:
+            if find_spec("ray") is None:
+                raise InvalidRequest("--on ray: Ray is not installed here: `pip install 'polyphase[ray]'`")
+            from services.launcher.on_ray import stay_local
+
+            ray = ray or os.environ.get("RAY_ADDRESS", "")
+            if not ray:
+                stay_local()
+            from services.launcher.on_ray.suite import divide, on_ray
+
+            cluster = stack.enter_context(on_ray(cluster, ray))
+        plan = make_plan(cluster, data_dir, host_name, where)
+        preflight(cluster, plan, where)
+        stack.enter_context(state_file.owning(data_dir))
+        plan, others = (plan, nowhere(plan.instance_ids)) if ray is None else divide(cluster, plan)
         check_free(plan.port_uses)
+        cluster_token.keep(cluster, data_dir)
         make_shared_table(plan)
-        async with _running(cluster, plan, data_dir, console) as suite:
+        async with _running(cluster, plan, data_dir, console, others) as suite:
             yield suite
 
 
 @asynccontextmanager
-async def _running(cluster: Cluster, plan: Plan, data_dir: Path, console: Console) -> AsyncIterator[RunningSuite]:
+async def _running(
+    cluster: Cluster, plan: Plan, data_dir: Path, console: Console, others: Running
+) -> AsyncIterator[RunningSuite]:
     began = time.monotonic()
     listener = _Listener()
     patience = cluster.launcher
     limits = Limits(patience.start_s, hang_s=patience.hang_s, at_once=max(3, os.cpu_count() or 1))
     logs = data_dir / "logs"
-    async with supervising(plan.processes, logs, listener.changed, limits, plan.fork_env, plan.preload) as supervisor:
+    async with (
+        supervising(plan.processes, logs, listener.changed, limits, plan.fork_env, plan.preload) as supervisor,
+        others(listener.changed) as elsewhere,
+    ):
 
         def save() -> None:
-            state_file.write(data_dir, state_file.describe(plan, supervisor.statuses))
+            state_file.write(data_dir, state_file.describe(plan, (*supervisor.statuses, *elsewhere.statuses)))
 
         listener.save = save
         save()
+        targets.write(data_dir, plan.processes)
         try:
             suite = Suite(data_dir)
             with display.StartDisplay(console, f"Starting {cluster.name}") as progress:
-                progress.expect(supervisor.statuses)
+                progress.expect((*supervisor.statuses, *elsewhere.statuses))
                 listener.show = progress.update
                 await supervisor.started()
-                await supervisor.during(suite.wait_ready(plan.instance_ids, REGISTER_S))
+                names = await supervisor.during(elsewhere.started(patience.start_s))
+                await supervisor.during(suite.wait_ready(names, REGISTER_S))
             listener.show = lambda status: display.announce(console, status)
-            yield RunningSuite(suite, plan, supervisor, time.monotonic() - began)
+            yield RunningSuite(suite, plan, supervisor, elsewhere, time.monotonic() - began)
         finally:
             listener.save = None
             state_file.remove(data_dir)
+            targets.remove(data_dir)
 
 
 async def up(options: UpOptions, console: Console) -> None:
@@ -141,10 +176,10 @@ async def until_stopped(work: Coroutine[Any, Any, Result], console: Console) -> 
 
 async def _serve(options: UpOptions, console: Console) -> None:
     cluster = cluster_of(options)
-    where = f"{options.cluster} with --model" if options.model else str(options.cluster)
-    async with running_suite(cluster, options.data_dir, console, host_name=options.host_name, where=where) as running:
+    where, data_dir, host = str(options.cluster), options.data_dir, options.host_name
+    async with running_suite(cluster, data_dir, console, host_name=host, where=where, ray=options.ray) as running:
         display.welcome(console, running.plan, running.took_s, running.suite.memory_bytes())
-        await running.supervisor.during(asyncio.Event().wait())
+        await running.supervisor.during(running.elsewhere.kept())
 
 
 class _Listener:

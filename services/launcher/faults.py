@@ -1,0 +1,143 @@
+"""What pydantic finds wrong with a file, in words for whoever wrote it: line, key, what is wrong, what is possible."""
+
+import difflib
+import types
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from services.launcher.places import Places
+
+_SHORT = 60  # letters of a value that is shown
+_KNOWN = " Known: "
+_PLAIN = {"a valid ": "a ", "a integer": "a whole number", "a dictionary": "a mapping", "a tuple": "a list"}
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """`unknown key 'prot'; did you mean port? Known: …`"""
+    choices = sorted(known)
+    return f"unknown {what} {name!r}{meant(name, choices)}{_KNOWN}{', '.join(choices) or 'none'}"
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """`; did you mean port?` where one is near, else a full stop."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else "."
+
+
+def describe(where: object, error: ValidationError, at: str = "", kind: type[BaseModel] | None = None) -> str:
+    """All faults, one a line: `file:line: key: what is wrong`. kind: whose keys `at` has, to name those that exist."""
+    places = where if isinstance(where, Places) else Places(str(where))
+    told: dict[str, None] = {}  # one in `instance_defaults` is told once, not for each instance
+    for fault in _first_causes(error.errors()):
+        path = (*(at.split(".") if at else ()), *fault["loc"])
+        for text in _texts(fault, kind):
+            told[_place(places, path, text)] = None
+    return "\n".join(_listed_once(told))
+
+
+def _first_causes(faults: Sequence[Any]) -> list[Any]:
+    """Without a list's being too short for the reason that what is in it is wrong."""
+    deep = [fault["loc"] for fault in faults]
+    return [
+        fault
+        for fault in faults
+        if fault["type"] != "too_short"
+        or not any(loc[:-1] and loc[: len(fault["loc"])] == fault["loc"] for loc in deep)
+    ]
+
+
+def _listed_once(lines: Iterable[str]) -> list[str]:
+    """The same long list of known keys is there with the first that it is of."""
+    seen: set[str] = set()
+    found: list[str] = []
+    for line in lines:
+        head, _, known = line.partition(_KNOWN)
+        found.append(head if known and known in seen else line)
+        seen.add(known)
+    return found
+
+
+def _place(places: Places, path: Sequence[str | int], text: str) -> str:
+    if path:
+        return places.tell(path, text)
+    key, colon, rest = text.partition(": ")  # of the whole file: the text begins with the key
+    return places.tell(key, rest) if colon and " " not in key else places.tell((), text)
+
+
+def _texts(fault: Any, kind: type[BaseModel] | None) -> list[str]:
+    """What one fault says; a check of ours may have found several."""
+    message, given = str(fault["msg"]), fault["input"]
+    match fault["type"]:
+        case "value_error":
+            return message.removeprefix("Value error, ").split("\n")
+        case "missing":
+            return ["it is missing"]
+        case "extra_forbidden":
+            return [unknown("key", str(fault["loc"][-1]), _keys_at(kind, fault["loc"][:-1]))]
+        case "literal_error" | "enum":
+            choices = [each.strip("' ") for each in str(fault["ctx"]["expected"]).replace(" or ", ", ").split(",")]
+            return [f"must be one of {', '.join(choices)}, not {_shown(given)}{_near(given, choices)}"]
+        case "string_type" if isinstance(given, bool | int | float):
+            return [f"must be text, not {_shown(given)}: write it in quotes"]
+        case "string_pattern_mismatch":
+            return [f"{_shown(given)} will not do: letters, digits, '_', '.' and '-', the first a letter or digit"]
+        case "too_short":
+            return ["at least one is needed"]
+        case "path_type":
+            return [f"must be a path, not {_shown(given)}"]
+        case _ if given is None:
+            return ["nothing is given: give it, or leave the key out"]
+    return [f"{_plain(message)}, not {_shown(given)}"]
+
+
+def _near(given: object, choices: Sequence[str]) -> str:
+    found = meant(str(given), choices)
+    return "" if found == "." else found
+
+
+def _plain(message: str) -> str:
+    """pydantic's words, without its talk of inputs."""
+    said = message.replace("Input should be", "must be", 1).partition(", unable to")[0]
+    for theirs, plain in _PLAIN.items():
+        said = said.replace(theirs, plain)
+    return said.partition(" or instance of ")[0]
+
+
+def _shown(given: object) -> str:
+    text = repr(given)
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]}…"
+
+
+def _keys_at(kind: type[BaseModel] | None, path: Sequence[str | int]) -> tuple[str, ...]:
+    """The keys that may stand there."""
+    found: Any = kind
+    for part in path:
+        found = _inside(found, part)
+    model = _model(found)
+    return tuple(model.model_fields) if model is not None else ()
+
+
+def _inside(annotation: Any, part: str | int) -> Any:
+    model = _model(annotation)
+    if model is not None:
+        known = model.model_fields.get(str(part))
+        return known.annotation if known is not None else None
+    arguments = get_args(_bare(annotation))
+    return arguments[-1 if isinstance(part, str) else 0] if arguments else None
+
+
+def _model(annotation: Any) -> type[BaseModel] | None:
+    bare = _bare(annotation)
+    return bare if isinstance(bare, type) and issubclass(bare, BaseModel) else None
+
+
+def _bare(annotation: Any) -> Any:
+    """Without `Annotated`, and of a choice the one that has parts."""
+    if get_origin(annotation) is Annotated:
+        return _bare(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        parts = [_bare(each) for each in get_args(annotation)]
+        return next((each for each in parts if _model(each) or get_args(each)), None)
+    return annotation

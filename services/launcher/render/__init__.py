@@ -1,0 +1,1 @@
+"""Manifests for orchestrators, from the cluster file that `polyphase up` takes."""

@@ -1,0 +1,217 @@
+"""A pod: its container with probes and an orderly end, its volumes, the node that it wants."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from services.launcher.cluster_file import Cluster
+from services.launcher.render.accelerators import Devices, devices_of
+from services.launcher.render.environment import DATABASE_URL
+from services.launcher.render.groups import GATEWAY, KEYED, KEYS_FILE, Group
+from services.launcher.render.image_paths import DATA, KEYS, MODELS
+from services.launcher.render.objects import Manifest, checksum, labels, selector
+from services.launcher.render.options import RenderOptions, Resources
+
+USER = 10001  # of the project's images
+MODEL_CLAIM, SHARED = "models", "shared-memory"
+_UNLOADED_S = 5  # until nobody sends requests to a gateway that ends: kube-proxies have to hear of it
+_CLEAN_UP_S = 30
+_USUAL = {
+    "gateway": Resources(requests={"cpu": "1", "memory": "2Gi"}),
+    "predictor": Resources(requests={"cpu": "500m", "memory": "2Gi"}),
+    "dashboard": Resources(requests={"cpu": "100m", "memory": "512Mi"}),
+}
+_SMALL = Resources(requests={"cpu": "250m", "memory": "512Mi"})
+
+
+def pod_template(cluster: Cluster, options: RenderOptions, group: Group, where: str) -> Manifest:
+    """The `template` of a workload."""
+    devices = None
+    if group.worker is not None:
+        devices = devices_of(group.worker, options, f"{where}: instances.{group.name}")
+    config = {key: group.environment[key] for key in sorted(group.environment)}
+    return {
+        "metadata": {
+            "labels": labels(group),
+            "annotations": {"polyphase/config": checksum(config)},  # pods are made anew when it changes
+        },
+        "spec": {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,  # their variables could begin with POLYPHASE_
+            "terminationGracePeriodSeconds": _grace_s(group),
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            **_node(options, group, devices),
+            **({"imagePullSecrets": [{"name": name} for name in options.pull_secrets]} if options.pull_secrets else {}),
+            **({"initContainers": [_migration(options, group)]} if group.uses_database else {}),
+            "containers": [_container(cluster, options, group, devices)],
+            "volumes": _volumes(options, group, devices),
+        },
+    }
+
+
+def _container(cluster: Cluster, options: RenderOptions, group: Group, devices: Devices | None) -> Manifest:
+    stop = {"preStop": {"exec": {"command": ["sleep", str(_UNLOADED_S)]}}} if group.component == GATEWAY else {}
+    return {
+        "name": group.component,
+        "image": image_of(options, devices),
+        "command": list(group.command),
+        "workingDir": DATA,
+        "envFrom": [{"configMapRef": {"name": config_name(group)}}],
+        "env": [
+            *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in group.fields.items()),
+            *(_secret(options, name, key) for name, key in sorted(group.secrets.items())),
+            *({"name": name, "value": value} for name, value in sorted(group.environment.items()) if "$(" in value),
+        ],
+        "ports": [{"name": name, "containerPort": port} for name, port in group.ports.items()],
+        **_probes(cluster, options, group),
+        **({"lifecycle": stop} if stop else {}),
+        "resources": _resources(options, group, devices),
+        "securityContext": locked(),
+        "volumeMounts": _mounts(group, devices),
+    }
+
+
+def image_of(options: RenderOptions, devices: Devices | None) -> str:
+    """With the engine for that vendor's accelerators, if there is one of its own."""
+    return options.images.get(devices.vendor, options.image) if devices is not None else options.image
+
+
+def config_name(group: Group) -> str:
+    """Of the group's ConfigMap."""
+    return f"{group.name}-environment"
+
+
+def locked() -> Manifest:
+    """What no container needs."""
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+
+
+def _migration(options: RenderOptions, group: Group) -> Manifest:
+    """The newest schema, before anything writes: whoever comes first does it, the others wait."""
+    url = next(name for name in (*group.secrets, *group.environment) if name.endswith(DATABASE_URL))
+    said = {"POLYPHASE_DATABASE_URL": url, "PGPASSWORD": "PGPASSWORD"}
+    env: list[Manifest] = []
+    for name, source in said.items():
+        if source in group.secrets:
+            env.append(_secret(options, name, group.secrets[source]))
+        elif source in group.environment:
+            env.append({"name": name, "value": group.environment[source]})
+    return {
+        "name": "migrate",
+        "image": options.image,
+        "command": ["polyphase", "migrate", "--wait", "120"],
+        "workingDir": DATA,
+        "env": env,
+        "resources": _SMALL.model_dump(exclude_defaults=True),
+        "securityContext": locked(),
+        "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}, {"name": "data", "mountPath": DATA}],
+    }
+
+
+def _secret(options: RenderOptions, name: str, key: str) -> Manifest:
+    return {"name": name, "valueFrom": {"secretKeyRef": {"name": options.secret, "key": key}}}
+
+
+def _probes(cluster: Cluster, options: RenderOptions, group: Group) -> Manifest:
+    """Started: it answers. Ready: it may get work. Alive: it goes on answering, or it is ended as one that hangs."""
+
+    def get(path: str, **times: int) -> Manifest:
+        return {"httpGet": {"path": path, "port": "http"}, **times}
+
+    start_s = options.worker_start_s if group.worker is not None else math.ceil(cluster.launcher.start_s)
+    started = get(group.health, periodSeconds=2, timeoutSeconds=2, failureThreshold=math.ceil(start_s / 2))
+    ready = get(group.ready, periodSeconds=2, timeoutSeconds=2, failureThreshold=2)
+    probes = {"startupProbe": started, "readinessProbe": ready}
+    if hang_s := cluster.launcher.hang_s:
+        timeout = max(1, round(hang_s / 3))
+        alive = get(group.health, periodSeconds=timeout, timeoutSeconds=timeout, failureThreshold=3)
+        probes["livenessProbe"] = alive
+    return probes
+
+
+def _grace_s(group: Group) -> int:
+    """Longer than what the process gives itself: whoever is killed cuts answers."""
+    drain_s = next((float(value) for key, value in group.environment.items() if key.endswith("_DRAIN_S")), 0.0)
+    return math.ceil(drain_s) + _UNLOADED_S + _CLEAN_UP_S
+
+
+def _resources(options: RenderOptions, group: Group, devices: Devices | None) -> Manifest:
+    """An accelerator is in both: Kubernetes wants so."""
+    usual = _USUAL.get(group.component, _SMALL)
+    if (worker := group.worker) is not None and worker.engine == "vllm":
+        host_bytes = worker.inbox_bytes + (worker.staging_bytes or 1 << 30)
+        kv_bytes = 0 if devices is not None else worker.kv_cache_bytes
+        memory = f"{math.ceil((host_bytes + kv_bytes) * worker.ranks / 2**30) + 4}Gi"
+        usual = Resources(requests={"cpu": str(worker.threads * worker.ranks), "memory": memory})
+    said = options.resources.get(group.name, options.resources.get(group.component, Resources()))
+    counted = {devices.resource: str(devices.count)} if devices is not None else {}
+    requests, limits = {**usual.requests, **said.requests, **counted}, {**said.limits, **counted}
+    return {"requests": requests, **({"limits": limits} if limits else {})}
+
+
+def _node(options: RenderOptions, group: Group, devices: Devices | None) -> Manifest:
+    """A node with these accelerators; for those of which one must live, different nodes where there are some."""
+    if devices is None:
+        spread = {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": selector(group)},
+        }
+        return {"topologySpreadConstraints": [spread]} if group.replicas > 1 else {}
+    wanted = [{"key": key, "operator": "In", "values": list(values)} for key, values in devices.labels.items()]
+    found: dict[str, Any] = {
+        "tolerations": [{"key": devices.resource, "operator": "Exists", "effect": "NoSchedule"}],
+        **({"runtimeClassName": options.runtime_class} if options.runtime_class else {}),
+    }
+    if wanted:
+        terms = {"nodeSelectorTerms": [{"matchExpressions": wanted}]}
+        found["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    return found
+
+
+def _mounts(group: Group, devices: Devices | None) -> list[Manifest]:
+    found: list[Manifest] = [{"name": "scratch", "mountPath": "/tmp"}, {"name": "data", "mountPath": DATA}]
+    if group.component in ("gateway", "predictor", "worker"):
+        found.append({"name": MODEL_CLAIM, "mountPath": MODELS})
+    if group.worker is not None and (devices is not None or group.worker.ranks > 1):
+        found.append({"name": SHARED, "mountPath": "/dev/shm"})
+    if group.component in KEYED:
+        found.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
+    return found
+
+
+def _volumes(options: RenderOptions, group: Group, devices: Devices | None) -> list[Manifest]:
+    """Those that no claim of the pod's own provides."""
+    found: list[Manifest] = [{"name": "scratch", "emptyDir": {}}, {"name": "data", "emptyDir": {}}]
+    mounted = {mount["name"] for mount in _mounts(group, devices)}
+    if MODEL_CLAIM in mounted:
+        if options.models.claim:
+            claim = {"claimName": options.models.claim}
+            found.append({"name": MODEL_CLAIM, "persistentVolumeClaim": claim})
+        elif group.worker is None:
+            found.append({"name": MODEL_CLAIM, "emptyDir": {}})  # a tokenizer, not weights
+    if SHARED in mounted:
+        found.append({"name": SHARED, "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}})
+    if group.component in KEYED:
+        name = KEYS_FILE.rpartition("/")[2]
+        items = [{"key": name, "path": name}]
+        found.append({"name": "keys", "secret": {"secretName": options.secret, "items": items}})
+    return found
+
+
+def extra_environment() -> Mapping[str, str]:
+    """Of every pod: what would be written into a home folder goes elsewhere, since that one cannot be written."""
+    return {
+        "HOME": "/tmp",
+        "HF_HOME": f"{MODELS}/huggingface",
+        "VLLM_CACHE_ROOT": f"{MODELS}/vllm",
+        "NUMBA_CACHE_DIR": "/tmp/numba",
+    }
