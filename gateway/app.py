@@ -9,7 +9,9 @@ from typing import Any
 
 import uvicorn
 import uvloop
+import vllm.envs
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -30,26 +32,34 @@ from gateway.lines import Lines
 from gateway.listening import sockets_of
 from gateway.llm import ClusterLLM
 from gateway.metrics import GatewayMetrics
-from gateway.pace import PERIOD_S as PACE_S
 from gateway.pace import Pace
 from gateway.pipeline import Pipeline
 from gateway.plain import serve_plain_streams
 from gateway.rates import OwnRates, TableRates
+from gateway.readiness import ready_of
 from gateway.recording import recording
-from gateway.reports import PERIOD_S, Reporter
+from gateway.reports import Reporter
+from gateway.served import SERVED
 from gateway.settings import GatewaySettings
+from gateway.short_way import ShortWay, health_of
 from gateway.table import shared_table
+from gateway.tracing import TracedRequests
 from shared.domain.job import WhenFull
 from shared.errors import InvalidRequest
-from shared.runtime.http import SHUTDOWN_S
-from shared.runtime.logs import get_log
+from shared.runtime.collecting import settle
+from shared.runtime.http import READY, SHUTDOWN_S, exposing
+from shared.runtime.logs import get_log, keeping_levels
+from shared.runtime.process_metrics import describe_process
+from shared.runtime.server import Server
 from shared.runtime.tasks import background
+from shared.runtime.tracing import tracing
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.rpc_clients import SWEEP_S, RpcClients
 from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
 _TASKS = ("generate",)
+OWN_TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"  # has vLLM make traces of its own, which ours know nothing of
 
 
 async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> None:
@@ -59,11 +69,15 @@ async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> N
     if keys.open and settings.host not in LOOPBACK:
         raise InvalidRequest(f"listening on {settings.host} needs API keys (api_keys_file); without, only loopback")
     async with running(settings, keys, runner) as app:
-        await http_server(app, settings.host, settings.port).serve(sockets_of(settings))
+        if settings.lean_streams:
+            vllm.envs.enable_envs_cache()  # it asks for the environment's some thirty times a request
+        server = http_server(app, settings.host, settings.port, settings.drain_s)
+        server.on_started = settle
+        await server.serve(sockets_of(settings))
 
 
-def http_server(app: Edge, host: str, port: int) -> uvicorn.Server:
-    """The HTTP server in front of everything."""
+def http_server(app: Edge, host: str, port: int, drain_s: int = SHUTDOWN_S) -> Server:
+    """The HTTP server in front of everything; told to end it gives open requests `drain_s` seconds."""
     config = uvicorn.Config(
         app,
         host=host,
@@ -72,10 +86,10 @@ def http_server(app: Edge, host: str, port: int) -> uvicorn.Server:
         access_log=False,
         http=StreamProtocol,
         ws="none",
-        timeout_graceful_shutdown=SHUTDOWN_S,
+        timeout_graceful_shutdown=drain_s,
         timeout_keep_alive=30,
     )
-    return uvicorn.Server(config)
+    return Server(config)
 
 
 @asynccontextmanager
@@ -91,12 +105,15 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         stack.callback(sockets.close)
         keep = (*settings.schedulers, *settings.predictors)
         clients = stack.enter_context(RpcClients(sockets, keep=keep))
-        schedulers = SchedulerClient(clients, settings.schedulers)
-        metrics = GatewayMetrics(settings.served_model_name or settings.model)
+        schedulers = SchedulerClient(clients, settings.schedulers, settings.gateway_id)
+        registry = CollectorRegistry()
+        describe_process(registry)
+        metrics = GatewayMetrics(settings.served_model_name or settings.model, registry, settings.max_model_len)
+        metrics.begin_classes(settings.slo)
         tasks = await stack.enter_async_context(background())
         recorder = await stack.enter_async_context(recording(settings, metrics, tasks))
         reporter = Reporter(schedulers, metrics, recorder)
-        tasks.every("reports", PERIOD_S, reporter.flush)
+        tasks.start("reports", reporter.run())
         tasks.start("grammars", grammars.watch())
         tasks.every("rpc clients", SWEEP_S, clients.sweep)
         lengths = LengthClient(clients, settings, metrics.predictions)
@@ -106,25 +123,35 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
             if slo.when_full is WhenFull.DELAY:
                 metrics.waiting.labels(slo=name).set_function(partial(lines.waiting, name))
         pace = Pace()
-        tasks.every("pace", PACE_S, pace.look)
         jobs = runner or Pipeline(settings, clients, schedulers, reporter, lengths, lines)
-        core = ClusterCore(settings, jobs, pace)
+        core = ClusterCore(settings, jobs, pace, metrics.requests.gaps)
         stack.push_async_callback(core.close)
         admission = Admissions(settings, keys.names, table)
         metrics.queued.set_function(lambda: admission.own_jobs)
         rates = OwnRates() if table is None else TableRates(table, keys.keys)
         llm = ClusterLLM(config, core, grammars)
         stack.callback(llm.shutdown)
+        tracer = await stack.enter_async_context(tracing(settings.tracing, "gateway", settings.gateway_id, registry))
         app = await _vllm_app(args, llm)
         if settings.lean_streams:
             serve_plain_streams(app.state, direct=surface.bodies_pass(app))
-        yield Edge(app, settings, keys, metrics, admission, rates)
-        await reporter.flush()
+        edge = Edge(app, settings, keys, metrics, admission, rates)
+        edge.open[READY] = ready_of(schedulers)
+        edge.open["/metrics"] = exposing(registry, app)
+        if tracer is not None:
+            edge.traced = TracedRequests(tracer, settings.served_model_name or settings.model, SERVED)
+        if settings.lean_streams:
+            edge.short = ShortWay(app).of
+            edge.open["/health"] = health_of(llm)
+        edge.on_refused = core.on_refused = reporter.refused
+        yield edge
+        await reporter.leave()
 
 
 async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
     """vLLM's API server without an engine in the process."""
-    app: FastAPI = build_app(args, _TASKS, llm.model_config)
+    with keeping_levels():
+        app: FastAPI = build_app(args, _TASKS, llm.model_config)
     surface.trim(app)
     await init_app_state(llm, app.state, args, _TASKS)
     surface.name_errors(app.state.anthropic_serving_messages)
@@ -155,6 +182,7 @@ def _arguments(settings: GatewaySettings) -> Any:
 def prepare_environment() -> None:
     """Before vLLM starts: no weights are loaded here, so nothing of an accelerator is needed."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "0")
+    os.environ.pop(OWN_TRACES, None)
 
 
 def run(settings: GatewaySettings, runner: JobRunner | None = None) -> None:

@@ -1,64 +1,11 @@
 """API keys: hashed at rest, compared in constant time, each with its own rate."""
 
-import hashlib
-import secrets
 from collections.abc import Collection
-from dataclasses import dataclass
-from pathlib import Path
-
-import yaml
 
 from shared.errors import InvalidRequest, Unauthorized
+from shared.runtime.keys import LOOPBACK, ApiKey, create_key, digest_of, load_keys
 
-PREFIX = "pp-"
-LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that may be listened on without keys
-
-
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    """A key as it is kept: `digest` is SHA-256 of the secret. `requests_per_s` 0 means no limit.
-
-    slo: the class of requests that name none. classes: those that it may name; empty for all. weight: of its share of a
-    full cluster.
-    """
-
-    name: str
-    digest: str
-    requests_per_s: float = 0.0
-    burst: int = 0
-    slo: str = "default"
-    classes: tuple[str, ...] = ()
-    weight: float = 1.0
-
-    def may_use(self, slo: str) -> bool:
-        """Whether its requests may be of that class."""
-        return not self.classes or slo == self.slo or slo in self.classes
-
-
-def digest_of(secret: str) -> str:
-    """The form in which a key is kept. Keys are random and long, so one plain hash is enough."""
-    return hashlib.sha256(secret.encode()).hexdigest()
-
-
-def create_key(name: str, requests_per_s: float = 0.0, burst: int = 0) -> tuple[str, ApiKey]:
-    """A new secret, shown once, and what is kept of it."""
-    secret = PREFIX + secrets.token_urlsafe(32)
-    return secret, ApiKey(name, digest_of(secret), requests_per_s, burst)
-
-
-def load_keys(file: Path) -> tuple[ApiKey, ...]:
-    """Keys of a YAML file: a list of mappings with ApiKey's fields. Raises InvalidRequest naming what is wrong."""
-    try:
-        entries = yaml.safe_load(file.read_text()) or []
-        keys = tuple(ApiKey(**{**entry, "classes": tuple(entry.get("classes", ()))}) for entry in entries)
-    except (OSError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise InvalidRequest(f"keys file {file}: {error}") from error
-    for key in keys:
-        if len(key.digest) != 64 or key.requests_per_s < 0:
-            raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a SHA-256 digest and a rate of 0 or more")
-        if not key.weight > 0:
-            raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a weight above 0, not {key.weight}")
-    return keys
+__all__ = ["LOOPBACK", "ApiKey", "KeyRing", "create_key", "digest_of", "load_keys"]
 
 
 class KeyRing:

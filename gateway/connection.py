@@ -33,13 +33,24 @@ class BodyWriter(Protocol):
 class Body:
     """Of one answer, a BodyWriter over uvicorn's connection."""
 
-    __slots__ = ("_cycle", "_flow", "_transport", "room")
+    __slots__ = ("_cycle", "_flow", "_left", "_transport", "room")
 
     def __init__(self, cycle: Any, flow: Any) -> None:
         self._cycle = cycle
         self._flow = flow
         self._transport = cycle.transport
         self.room: Callable[[], None] | None = None
+        self._left: Callable[[], object] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to come of it."""
+        return bool(self._cycle.response_complete or self._cycle.disconnected)
+
+    @property
+    def gone(self) -> bool:
+        """Whether its reader has left before the end."""
+        return bool(self._cycle.disconnected)
 
     @property
     def open(self) -> bool:
@@ -54,29 +65,50 @@ class Body:
 
     def write(self, part: bytes) -> None:
         """One chunk (RFC 9112, section 7.1). Nothing where nobody reads any more."""
-        if self.open:
+        cycle = self._cycle
+        if cycle.chunked_encoding and not cycle.response_complete and not cycle.disconnected:  # as `open`, for less
             self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
     def on_room(self, told: Callable[[], None]) -> None:
         """Call back when the buffer has drained."""
         self.room = told
 
+    def on_gone(self, told: Callable[[], object] | None) -> None:
+        """Call back once when its reader has left, at once if it has; None: no more."""
+        self._left = told
+        self.left()
+
+    def left(self) -> None:
+        """The connection may be lost."""
+        if self.gone and self._left is not None:
+            told, self._left = self._left, None
+            told()
+
 
 class StreamProtocol(HeaderLimitProtocol):
     """uvicorn's protocol that gives each request a Body as the extension EXTENSION of its scope."""
 
-    _body: Body | None = None
+    _bodies: tuple[Body, ...] = ()  # of requests that have not got all of their answer
 
     def on_headers_complete(self) -> None:
         """The application's task is made, and has not begun."""
         super().on_headers_complete()
         if self.cycle is not None:
-            self._body = Body(self.cycle, self.flow)
+            body = Body(self.cycle, self.flow)
+            self._bodies = (*(each for each in self._bodies if not each.over), body)
             extensions = cast(dict[str, Any], self.cycle.scope).setdefault("extensions", {})
-            extensions[EXTENSION] = self._body
+            extensions[EXTENSION] = body
 
     def resume_writing(self) -> None:
         """The transport's buffer has drained."""
         super().resume_writing()
-        if self._body is not None and self._body.room is not None:
-            self._body.room()
+        for body in self._bodies:
+            if body.room is not None:
+                body.room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody reads any more."""
+        super().connection_lost(exc)
+        bodies, self._bodies = self._bodies, ()
+        for body in bodies:
+            body.left()

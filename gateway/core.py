@@ -7,8 +7,9 @@ is tokens and sampling parameters; what we give back is tokens.
 import asyncio
 import copy
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
@@ -23,15 +24,17 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from gateway.admission import Seat, Ticket
 from gateway.context import caller
+from gateway.gaps import Gaps
 from gateway.job import Job, JobSpec
 from gateway.pace import Pace
 from gateway.settings import GatewaySettings
 from gateway.stream import PlainStream, submitted
 from gateway.stream_pass import StreamPass
+from gateway.tracing import request_trace
 from gateway.turns import after_prompt
 from shared.domain.job import Generation, Phase, WhenFull
 from shared.errors import Overloaded, PolyphaseError
-from shared.runtime.logs import get_log
+from shared.runtime.logs import get_log, in_logs
 from shared.wire.logprobs import decode_rows
 from shared.wire.messages import TokenStep
 
@@ -54,6 +57,7 @@ class _Running:
     seat: Seat
     stream: PlainStream | None = None
     task: asyncio.Task[None] | None = None
+    left: bool = False  # its seat: it decodes
 
 
 class ClusterCore:
@@ -62,9 +66,12 @@ class ClusterCore:
     engine_ranks_managed = (0,)
     resources = SimpleNamespace(engine_dead=False)
 
-    def __init__(self, settings: GatewaySettings, pipeline: JobRunner, pace: Pace) -> None:
+    def __init__(self, settings: GatewaySettings, pipeline: JobRunner, pace: Pace, gaps: Gaps | None = None) -> None:
+        """gaps: where those between tokens are counted."""
         self._settings = settings
+        self._gaps = gaps or Gaps()
         self._pipeline = pipeline
+        self.on_refused: Callable[[str, str], None] = lambda slo, code: None  # told of each that there is no room for
         self._jobs: dict[str, _Running] = {}
         self._streams = StreamPass(pace)
         self._outputs: list[EngineCoreOutput] = []
@@ -88,13 +95,19 @@ class ClusterCore:
         try:
             seat = caller.get().ticket.start(len(spec.prompt_token_ids))
         except PolyphaseError as error:
+            self.on_refused(spec.slo.name, error.code)
             self._fail(spec.job_id, error, caller.get().ticket)
             return
         deadline_s = time.monotonic() + self._settings.job_timeout_s
         if spec.slo.when_full is WhenFull.DELAY:
             deadline_s += self._settings.slo[spec.slo.name].queue_s
-        job = Job(spec, lambda step: self._emit(spec.job_id, step), self._settings.gateway_id, deadline_s)
+        job = Job(spec, _nobody, self._settings.gateway_id, deadline_s, gaps=self._gaps)
+        job.siblings = self._requests.request_states[request.request_id].parent_req
+        if (trace := request_trace.get()) is not None:
+            tokens = len(spec.prompt_token_ids)
+            job.trace = trace.open(spec.job_id, spec.arrived_s, tokens, spec.max_tokens, spec.slo.name)
         running = self._jobs[spec.job_id] = _Running(job, seat, self._stream_of(spec))
+        job.emit = partial(self._emit, running)
         running.task = asyncio.get_running_loop().create_task(self._run(running), name=f"job {spec.job_id}")
         running.task.add_done_callback(lambda ended: self._ended(spec.job_id, ended))
 
@@ -137,6 +150,8 @@ class ClusterCore:
 
     async def _run(self, running: _Running) -> None:
         job_id = running.job.spec.job_id
+        if running.job.trace is not None:
+            in_logs(running.job.trace.trace_id)
         try:
             await running.seat.turn(running.job.left_s)  # a deadline that passes here is the pipeline's to find
             await self._pipeline.run(running.job)
@@ -199,18 +214,20 @@ class ClusterCore:
             stream.bind(spec.job_id, self._requests, self._stopped, most_s)
         return stream
 
-    def _emit(self, job_id: str, step: TokenStep) -> None:
-        running = self._jobs[job_id]
-        if running.job.phase is Phase.DECODE or step.finish_reason:
+    def _emit(self, running: _Running, step: TokenStep) -> None:
+        job, stream = running.job, running.stream
+        if not running.left and (job.phase is Phase.DECODE or step.finish_reason):
+            running.left = True
             running.seat.leave()
-        if running.stream is not None:
+        if stream is not None:
             reason = _REASONS[step.finish_reason] if step.finish_reason else None
-            running.stream.take(step.tokens, reason, step.stop_reason)
-            self._streams.add(running.stream)
+            stream.take(step.tokens, reason, step.stop_reason)
+            if not stream.queued:
+                self._streams.add(stream)
             return
         self._outputs.append(
             EngineCoreOutput(
-                request_id=job_id,
+                request_id=job.spec.job_id,
                 new_token_ids=step.tokens,
                 new_logprobs=_logprobs(step.logprobs) if step.logprobs else None,
                 new_prompt_logprobs_tensors=_prompt_logprobs(step.prompt_logprobs) if step.prompt_logprobs else None,
@@ -219,6 +236,10 @@ class ClusterCore:
             )
         )
         self._ready.set()
+
+
+def _nobody(_: TokenStep) -> None:
+    """Takes no step: the job has not begun."""
 
 
 def _can_carry(params: SamplingParams) -> bool:

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import ExitStack
+from http import HTTPStatus
 from math import ceil
 from typing import Any
 
@@ -18,7 +19,9 @@ from gateway.connection import EXTENSION
 from gateway.context import Caller, caller
 from gateway.metrics import GatewayMetrics
 from gateway.rates import Rates
+from gateway.served import SERVED
 from gateway.settings import USUAL_TIERS, GatewaySettings
+from gateway.tracing import TracedRequests
 from gateway.turns import after_body
 from shared.errors import Busy, EngineFailed, InvalidRequest, PolyphaseError, Unavailable
 from shared.runtime.http import error_body
@@ -31,6 +34,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = dict[bytes, bytes]
+Short = Callable[[Scope, Headers, bytes], App | None]
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
 SLO_HEADER = b"x-polyphase-slo"
@@ -77,6 +81,10 @@ class Edge:
         rates: Rates,
     ) -> None:
         self.app = app
+        self.traced: TracedRequests | None = None
+        self.short: Short | None = None  # may name what answers a request in the place of `app`
+        self.on_refused: Callable[[str, str], None] = lambda slo, code: None  # told of each for load, by class and code
+        self.open = dict.fromkeys(OPEN_PATHS, app)  # what answers those of any client, without limits
         self._settings = settings
         self._keys = keys
         self._metrics = metrics
@@ -85,10 +93,25 @@ class Edge:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through or answer it here."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self.app(scope, receive, send)
-            return
-        slo, ticket = "", None
+        if scope["type"] != "http" or scope["path"] in self.open:
+            await self.open.get(scope.get("path", ""), self.app)(scope, receive, send)
+        elif self.traced is not None:
+            await self.traced.serve(self._counted, scope, receive, send)
+        else:
+            await self._counted(scope, receive, send)
+
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began_s, status = time.perf_counter(), HTTPStatus.INTERNAL_SERVER_ERROR.value  # of what is raised from here
+        try:
+            status = await self._serve(scope, receive, send)
+        finally:
+            if status:
+                served = scope["path"] in SERVED
+                self._metrics.http.answered(scope, served, status, time.perf_counter() - began_s)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """The status of the answer; 0 where nobody waited for one."""
+        slo, ticket, app = "", None, self.app
         with ExitStack() as stack:
             try:
                 headers = dict(scope["headers"])
@@ -104,13 +127,19 @@ class Edge:
                     ticket.claim(asked.jobs)
                     caller.set(Caller(ticket, slo, time.time(), tier, scope.get("extensions", {}).get(EXTENSION)))
                     receive = _replay(body, receive)
+                    if self.short is not None:
+                        app = self.short(scope, headers, body) or app
             except PolyphaseError as error:
                 self._metrics.refused.labels(cause=error.code, slo=slo).inc()
+                if error.http_status in _COME_BACK:
+                    self.on_refused(slo, error.code)
                 await _answer(send, error)
+                return error.http_status
             except ClientGone:
-                return
-            else:
-                await _Reply(self.app, send, ticket).run(scope, receive)
+                return 0
+            reply = _Reply(app, send, ticket)
+            await reply.run(scope, receive)
+            return reply.status
 
     def _identify(self, headers: Headers) -> tuple[ApiKey | None, str]:
         """Whose it is, and its SLO class, unless the body names another."""
@@ -190,6 +219,7 @@ class _Reply:
         self._streams = False
         self._held: Message | None = None  # the start of a stream that has no event yet
         self._refused = False
+        self.status = 0  # once the answer has begun
 
     async def run(self, scope: Scope, receive: Receive) -> None:
         """Have the application answer."""
@@ -207,6 +237,7 @@ class _Reply:
     def _sending(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             headers = list(message.get("headers", ()))
+            self.status = message["status"]
             self._streams = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
             if self._streams and self._ticket is not None:
                 self._held = message
@@ -225,6 +256,7 @@ class _Reply:
         start, self._held = self._held, None
         if start is not None and self._ticket is not None and self._ticket.refusal is not None:
             self._refused = True
+            self.status = self._ticket.refusal.http_status
             await _answer(self._send, self._ticket.refusal)
         elif start is not None:
             await self._send(start)

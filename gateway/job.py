@@ -4,13 +4,16 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from gateway.gaps import Gaps
 from gateway.lengths import Asked, LengthClient
+from gateway.tracing import JobTrace
 from shared.domain.job import Generation, JobView, LengthPrediction, Phase, Slo
 from shared.domain.prefix import hashes_of
 from shared.domain.prompt import packed
 from shared.domain.route import Reason, Route
-from shared.errors import Delayed, EngineFailed
+from shared.errors import Delayed, EngineFailed, PolyphaseError
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 from shared.wire.messages import JobReport, TokenStep
 
@@ -63,6 +66,9 @@ class Job:
     tokens: list[int] = field(default_factory=list)  # what the client already has
     failed_instances: list[str] = field(default_factory=list)
     asked: Asked = field(default_factory=Asked)  # for the length of its answer
+    gaps: Gaps = field(default_factory=Gaps)  # where the gaps between its tokens are counted
+    siblings: Any = None  # what vLLM knows of the request, where it is one of several answers to it
+    trace: JobTrace | None = None  # where it is traced
     prefill_instance: str = ""
     decode_instance: str = ""
     split: int = 0
@@ -81,6 +87,18 @@ class Job:
         """Start over where the client's tokens end."""
         self.attempt += 1
         self._replayed = 0
+        if self.trace is not None:
+            self.trace.attempt(self.mark_s)
+
+    @property
+    def wire_trace(self) -> str:
+        """What goes with calls of this attempt; empty where it is not traced."""
+        return self.trace.wire if self.trace is not None else ""
+
+    @property
+    def placement_trace(self) -> str:
+        """What goes with the question for a place."""
+        return self.trace.placing(self.mark_s) if self.trace is not None else ""
 
     @property
     def finished(self) -> bool:
@@ -153,7 +171,10 @@ class Job:
             tokens = step.tokens
         timeline = self.timeline
         if tokens:
-            timeline.first_token_s = timeline.first_token_s or now
+            if timeline.first_token_s:
+                self.gaps.add(now - timeline.last_token_s)
+            else:
+                timeline.first_token_s = now
             timeline.last_token_s = now
             self.tokens += tokens
             self._replayed = len(self.tokens)
@@ -180,6 +201,8 @@ class Job:
         """Add a stretch to the timeline."""
         self.timeline.spans.append(SpanRecord(span, started_s, ended_s, instance_id, max(1, self.attempt)))
         self.mark_s = max(self.mark_s, ended_s)
+        if span is Span.PLACEMENT and self.trace is not None:
+            self.trace.placed(self.mark_s)
 
     def spent(self, span: Span, until_s: float, instance_id: str = "") -> None:
         """Add the time since the last stretch, so that there is no gap."""
@@ -188,6 +211,26 @@ class Job:
     def decided(self, kind: str, chosen: str, reasons: tuple[Reason, ...]) -> None:
         """Add a decision to the timeline."""
         self.timeline.decisions.append(Decision(time.time(), kind, chosen, reasons))
+
+    def resumes(self, error: PolyphaseError) -> None:
+        """The attempt is lost, and another one follows."""
+        figures: dict[str, float | str] = {"error": error.message, "tokens": len(self.tokens)}
+        self.decided("resume", "", (Reason(error.code, figures),))
+        if self.trace is not None:
+            self.trace.failed(error)
+
+    def ended(self, outcome: str) -> None:
+        """It is over. outcome: the code of what ended it, unless it has finished."""
+        if self.finished:
+            self.phase, outcome = Phase.COMPLETED, self.finish_reason
+        else:
+            self.phase = Phase.CANCELLED if outcome == "cancelled" else Phase.FAILED
+        self.timeline.ended_s = time.time()
+        self.timeline.outcome = outcome
+        self.timeline.output_tokens = len(self.tokens)
+        if self.trace is not None:
+            error = outcome if self.phase is Phase.FAILED else ""
+            self.trace.ended(self.timeline, self.split, self.finish_reason, error)
 
     def ask(self, lengths: LengthClient) -> None:
         """Have its length predicted."""
@@ -219,7 +262,7 @@ class Job:
         self.decided("placement", chosen, route.reasons)
 
     def report(self, outcome: str = "") -> JobReport:
-        """The row of the status table; the final one carries the timeline."""
+        """The row of the status table, with the timeline so far."""
         timeline, final = self.timeline, self.phase.final
         timeline.output_tokens = len(self.tokens)
         slo = self.spec.slo
@@ -242,7 +285,9 @@ class Job:
             ttft,
             tpot,
             met,
-            timeline if final else None,
+            timeline,
             self.spec.max_tokens,
             self.prediction if final else None,
+            self.spec.caller,
+            self.asked.begun,
         )

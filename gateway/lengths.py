@@ -29,6 +29,11 @@ class Asked:
         self._call = call
 
     @property
+    def begun(self) -> bool:
+        """Whether anybody was asked."""
+        return self._call is not None
+
+    @property
     def prediction(self) -> LengthPrediction | None:
         """The answer, if it is here by now."""
         call = self._call

@@ -1,22 +1,19 @@
-"""The gateway's metrics, under the names that dashboards of vLLM already read."""
+"""The gateway's metrics: what only it sees of requests. Those under vLLM's names are in `gateway.vllm_series`."""
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Iterable
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from gateway.http_series import HttpSeries
 from gateway.job import Job
+from gateway.vllm_series import RequestSeries
 from shared.domain.job import Phase
-from shared.domain.kv import TransferOutcome
 from shared.errors import Busy, Overloaded
+from shared.runtime.bound import Bound
 from shared.timeline import Span
 from shared.wire.messages import JobReport
 
-_TTFT = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
-_TPOT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-_E2E = (0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
-_STAGES = {
-    Span.QUEUE: ("vllm:request_queue_time_seconds", "Waiting for prefill."),
-    Span.PREFILL: ("vllm:request_prefill_time_seconds", "In prefill."),
-    Span.DECODE: ("vllm:request_decode_time_seconds", "In decode."),
-}
+_SPAN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 # Of a completed request the reason is the engine's own: stop, length or repetition (vllm.v1.engine.FinishReason).
 _REFUSED = (Busy.code, Overloaded.code)
 _REASONS = {Phase.CANCELLED: "abort", Phase.FAILED: "error"}
@@ -25,21 +22,25 @@ _REASONS = {Phase.CANCELLED: "abort", Phase.FAILED: "error"}
 class GatewayMetrics:
     """Observed once a job, at its end: nothing here is on the way of a token."""
 
-    def __init__(self, model: str, registry: CollectorRegistry = REGISTRY) -> None:
-        self._ended = Counter(
-            "vllm:request_success", "Requests by how they ended.", ["model_name", "finished_reason"], registry=registry
+    def __init__(self, model: str, registry: CollectorRegistry, max_model_len: int = 2048) -> None:
+        self.requests = RequestSeries(model, max_model_len, registry)
+        self.http = HttpSeries(registry)
+        self._jobs = Bound(
+            Counter("polyphase_jobs", "Answers asked for, by how they ended.", ["slo", "outcome"], registry=registry)
         )
-        self._slo = Counter(
+        slo = Counter(
             "polyphase_slo_requests",
             "Requests by whether they met their targets; cancelled ones are none.",
             ["slo", "met"],
             registry=registry,
         )
-        tokens = Counter("vllm:generation_tokens", "Tokens generated.", ["model_name"], registry=registry)
-        self._tokens = tokens.labels(model_name=model)
-        prompts = Counter("vllm:prompt_tokens", "Prompt tokens.", ["model_name"], registry=registry)
-        self._prompts = prompts.labels(model_name=model)
-        self._transfers = Counter("polyphase_kv_transfers", "KV imports by outcome.", ["outcome"], registry=registry)
+        missed = Counter(
+            "polyphase_slo_missed",
+            "Requests that did not meet their targets, by what they missed: ttft, tpot (or both), or any answer.",
+            ["slo", "target"],
+            registry=registry,
+        )
+        self._slo, self._missed = Bound(slo), Bound(missed)
         self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
         self.queued = Gauge("polyphase_gateway_queued_jobs", "Jobs that do not decode yet.", registry=registry)
         self.reports_dropped = Counter(
@@ -48,29 +49,16 @@ class GatewayMetrics:
         self.predictions = Counter(
             "polyphase_predictions", "Length predictions, by outcome.", ["outcome"], registry=registry
         )
-        self._model = model
-        self._open_latencies(registry)
-        self._open_refusals(registry)
-        self._open_records(registry)
-
-    def _open_latencies(self, registry: CollectorRegistry) -> None:
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            metric = Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
-            return metric.labels(model_name=self._model)
-
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT)
-        self._tpot = histogram("vllm:request_time_per_output_token_seconds", "Mean gap between tokens.", _TPOT)
-        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _E2E)
-        self._stages = {span: histogram(name, text, _E2E) for span, (name, text) in _STAGES.items()}
         spans = Histogram(
             "polyphase_request_span_seconds",
             "Time of each stretch of a request.",
             ["span"],
-            buckets=_TTFT,
+            buckets=_SPAN_S,
             registry=registry,
         )
-        # Looking up a child by its labels costs as much as observing it.
         self._spans = {span: spans.labels(span=span.value) for span in Span}
+        self._open_refusals(registry)
+        self._open_records(registry)
 
     def _open_refusals(self, registry: CollectorRegistry) -> None:
         self.refused = Counter(
@@ -91,30 +79,38 @@ class GatewayMetrics:
             "polyphase_gateway_record_failures", "Attempts to write such records that failed.", registry=registry
         )
 
+    def begin_classes(self, names: Iterable[str]) -> None:
+        """Show what counts by SLO class from nothing on: a rate misses what a series begins with."""
+        for name in names:
+            for met in ("yes", "no"):
+                self._slo.of(name, met)
+            for target in ("ttft", "tpot", "answer"):
+                self._missed.of(name, target)
+
     def ended(self, job: Job, report: JobReport) -> None:
         """Take in a job that is over, with its final report."""
-        timeline = job.timeline
         if report.outcome in _REFUSED:
             self.refused.labels(cause=report.outcome, slo=report.slo).inc()
+        else:
+            self.requests.ended(job, _REASONS.get(report.phase, report.outcome))
         if job.delays:
             self._delayed.labels(slo=report.slo).inc()
-        reason = _REASONS.get(report.phase, report.outcome)
-        self._ended.labels(model_name=self._model, finished_reason=reason).inc()
+        self._jobs.of(report.slo, report.outcome).inc()
         if report.phase is not Phase.CANCELLED:
-            self._slo.labels(slo=report.slo, met="yes" if report.slo_met else "no").inc()
-        self._prompts.inc(timeline.prompt_tokens)
-        self._tokens.inc(len(job.tokens))
-        times = ((self._ttft, timeline.ttft_s), (self._tpot, timeline.tpot_s), (self._e2e, timeline.jct_s))
-        for metric, value in times:
-            if value is not None:
-                metric.observe(value)
-        for span in timeline.spans:
-            took_s = span.ended_s - span.started_s
-            self._spans[span.span].observe(took_s)
-            if stage := self._stages.get(span.span):
-                stage.observe(took_s)
-        for transfer in timeline.transfers:
-            if transfer.outcome is not TransferOutcome.LOCAL:
-                self._transfers.labels(outcome=transfer.outcome.value).inc()
+            self._slo.of(report.slo, "yes" if report.slo_met else "no").inc()
+            for target in _missed(job, report):
+                self._missed.of(report.slo, target).inc()
+        for span in job.timeline.spans:
+            self._spans[span.span].observe(span.ended_s - span.started_s)
         if job.attempt > 1:
             self._resumes.inc(job.attempt - 1)
+
+
+def _missed(job: Job, report: JobReport) -> list[str]:
+    """Which targets a job did not meet. One that failed has met none, whatever it had by then."""
+    if report.phase is not Phase.COMPLETED:
+        return ["answer"]
+    slo = job.spec.slo
+    late = {"ttft": report.ttft_s is None or report.ttft_s > slo.ttft_s}
+    late["tpot"] = report.tpot_s is not None and report.tpot_s > slo.tpot_s
+    return [target for target, missed in late.items() if missed]

@@ -16,7 +16,9 @@ _MOST_S = 1.0
 
 
 class Pace:
-    """`interval_s`: seconds between two events of a stream, 0 while there is no need. Call `look` every PERIOD_S.
+    """`interval_s`: seconds between two events of a stream, 0 while there is no need.
+
+    Call `look` every PERIOD_S while there are tokens, and `begin` when that begins anew; `end` when there are none.
 
     Busy is a thread that computes most of the time, or one that is not called when it wants to be: then others compute.
     """
@@ -28,6 +30,14 @@ class Pace:
         self._now_s = now_s
         self._used_s = used_s
         self._looked_s, self._used_before_s = now_s(), used_s()
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self._looked_s, self._used_before_s = self._now_s(), self._used_s()
+
+    def end(self) -> None:
+        """There are no tokens, and no need."""
+        self.interval_s = 0.0
 
     def look(self) -> None:
         """Go by the time since the last look."""

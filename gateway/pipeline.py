@@ -20,7 +20,7 @@ from gateway.staged import StagedKv
 from shared.domain.job import LengthPrediction, Phase, WhenFull
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.prompt import beginning
-from shared.domain.route import InstanceRef, Reason, Route
+from shared.domain.route import InstanceRef, Route
 from shared.errors import (
     Busy,
     DeadlineExceeded,
@@ -104,13 +104,8 @@ class Pipeline:
             self._ended(job, outcome)
 
     def _ended(self, job: Job, outcome: str) -> None:
-        if job.finished:
-            job.phase, outcome = Phase.COMPLETED, job.finish_reason
-        else:
-            job.phase = Phase.CANCELLED if outcome == "cancelled" else Phase.FAILED
-        job.timeline.ended_s = time.time()
-        job.timeline.outcome = outcome
-        self._reporter.report(job, outcome)
+        job.ended(outcome)
+        self._reporter.report(job, job.timeline.outcome)
 
     async def _attempts(self, job: Job) -> None:
         while not job.finished:
@@ -132,8 +127,7 @@ class Pipeline:
         if not error.retriable or job.losses >= self._settings.attempts:
             raise error
         log.info("attempt failed", job_id=job.spec.job_id, attempt=job.attempt, error=error.message)
-        figures: dict[str, float | str] = {"error": error.message, "tokens": len(job.tokens)}
-        job.decided("resume", "", (Reason(error.code, figures),))
+        job.resumes(error)
 
     async def _attempt(self, job: Job, route: Route) -> None:
         job.placed(route)
@@ -185,7 +179,8 @@ class Pipeline:
         while True:
             asked_s = time.monotonic()
             try:
-                route = await self._schedulers.place(view, exclude=tuple(job.failed_instances), timeout_s=PLACE_S)
+                exclude, trace = tuple(job.failed_instances), job.placement_trace
+                route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S, trace=trace)
                 break
             except PolyphaseError as error:
                 if not error.retriable and not isinstance(error, DeadlineExceeded):
@@ -222,6 +217,7 @@ class Pipeline:
             exclude=tuple(job.failed_instances),
             dispatch=route.dispatch,
             saved=route.prefill_saved,
+            trace=job.wire_trace,
         )
         with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
             reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
@@ -266,7 +262,7 @@ class Pipeline:
         job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
-        request = DecodeRequest(job.view(), job.prompt, job.spec.generation, handle, saved)
+        request = DecodeRequest(job.view(), job.prompt, job.spec.generation, handle, saved, job.wire_trace)
         with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
             reply = await self._call(job, instance, DECODE, request, job.accept)
         spans.decode_ended(job, instance.instance_id, reply)
@@ -293,7 +289,7 @@ class Pipeline:
         try:
             return await self._clients.to(instance.rpc).call(method, request, timeout_s=job.left_s, on_item=on_item)
         except BaseException as error:
-            spans.leg_broke_off(job, instance.instance_id)
+            spans.leg_broke_off(job, instance.instance_id, error)
             if isinstance(error, PolyphaseError):
                 job.failed_instances.append(instance.instance_id)
             if isinstance(error, NotConnected):

@@ -32,16 +32,17 @@ def serve_plain_streams(state: Any, direct: bool) -> None:
     `direct`: no middleware wants to see the body, so that it may go straight to the connection.
     """
     chat, completion = state.openai_serving_chat, state.openai_serving_completion
-    if _plain_server(chat) and chat.parser_cls is None:
+    if writes_plain_streams(chat):
         chat.chat_completion_stream_generator = _chats(chat, direct)
-    if _plain_server(completion):
+    if writes_plain_streams(completion):
         completion.completion_stream_generator = _completions(completion, direct)
 
 
-def _plain_server(serving: Any) -> bool:
+def writes_plain_streams(serving: Any) -> bool:
     """Whether nothing but the answer's text is told of a stream, or kept of it, by options of the server."""
     wants_more = (
-        serving.enable_prompt_tokens_details
+        getattr(serving, "parser_cls", None) is not None
+        or serving.enable_prompt_tokens_details
         or serving.enable_per_request_metrics
         or getattr(serving, "enable_log_outputs", False)
     )
@@ -59,11 +60,13 @@ def _plain_request(request: ChatCompletionRequest | CompletionRequest) -> bool:
     )
 
 
-def _plain_chat(request: ChatCompletionRequest) -> bool:
+def plain_chat(request: ChatCompletionRequest) -> bool:
+    """Whether a chat wants nothing but text, in one answer."""
     return not (request.logprobs or request.tools or request.return_prompt_text) and _plain_request(request)
 
 
-def _plain_completion(request: CompletionRequest, prompts: int) -> bool:
+def plain_completion(request: CompletionRequest, prompts: int) -> bool:
+    """Whether a completion of so many prompts does."""
     return prompts == 1 and request.logprobs is None and _plain_request(request)
 
 
@@ -80,7 +83,7 @@ def _chats(serving: Any, direct: bool) -> Callable[..., AsyncIterator[Any]]:
         told: RequestResponseMetadata,
         **more: Any,
     ) -> AsyncIterator[Any]:
-        if not _plain_chat(request):
+        if not plain_chat(request):
             return theirs(request, outputs, request_id, model, conversation, tokenizer, told, **more)  # type: ignore[no-any-return]
         stream = _stream(serving, request, Chunks.chat, request_id, int(time.time()), model, direct)
         return _generate(serving, stream, outputs, request_id, told)
@@ -103,7 +106,7 @@ def _completions(serving: Any, direct: bool) -> Callable[..., AsyncIterator[Any]
         request_metadata: RequestResponseMetadata,
         **more: Any,
     ) -> AsyncIterator[Any]:
-        if not _plain_completion(request, num_prompts):
+        if not plain_completion(request, num_prompts):
             more |= {"num_prompts": num_prompts, "request_metadata": request_metadata}
             return theirs(request, inputs, outputs, request_id, created, model, **more)  # type: ignore[no-any-return]
         stream = _stream(serving, request, Chunks.completion, request_id, created, model, direct)

@@ -1,14 +1,16 @@
 """What a gateway tells of its jobs: gathered, so that a short job costs one message and no request waits for it."""
 
 import asyncio
-from collections import deque
+import uuid
+from collections import Counter, deque
+from contextlib import suppress
 
 from gateway.job import Job
 from gateway.metrics import GatewayMetrics
 from gateway.recording import Recorder
 from shared.runtime.logs import get_log
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.messages import JobReport
+from shared.wire.messages import JobReport, Refused
 
 log = get_log(__name__)
 PERIOD_S = 0.1
@@ -26,13 +28,18 @@ class Reporter:
         self._metrics = metrics
         self._recorder = recorder
         self._open: dict[str, Job] = {}
+        metrics.requests.open = self._open.values
         self._changed: dict[str, Job] = {}
         self._final: deque[JobReport] = deque()
+        self._refused: Counter[tuple[str, str]] = Counter()
+        self._untold: list[Refused] = []
         self._refreshed_mono = 0.0
+        self._news = asyncio.Event()
 
     def report(self, job: Job, outcome: str = "") -> None:
         """Note that a job changed; at its end, with its outcome."""
         job_id = job.spec.job_id
+        self._news.set()
         if job.phase.final:
             self._open.pop(job_id, None)
             self._changed.pop(job_id, None)
@@ -43,6 +50,23 @@ class Reporter:
                 self._recorder.note(job)
         else:
             self._open[job_id] = self._changed[job_id] = job
+
+    def refused(self, slo: str, code: str) -> None:
+        """A request was turned away before it was a job: told at the next refresh."""
+        self._refused[slo, code] += 1
+
+    async def run(self) -> None:
+        """Flush whenever there is something to tell, PERIOD_S apart at least and REFRESH_S at most."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, self._refreshed_mono + REFRESH_S - clock())):
+                    await self._news.wait()
+            self._news.clear()
+            await self.flush()
+            if self._final:  # nobody took them
+                self._news.set()
+            await asyncio.sleep(PERIOD_S)
 
     async def flush(self) -> None:
         """Send what has gathered, in messages of bounded size; final reports wait for a scheduler if need be."""
@@ -69,6 +93,21 @@ class Reporter:
         for start in range(0, max(1, len(jobs)), _BATCH):
             some = [job.report() for job in jobs[start : start + _BATCH] if not job.phase.final]
             await self._schedulers.refresh(some, timeout_s=_REPORT_S)
+        await self._tell_refusals()
+
+    async def _tell_refusals(self) -> None:
+        """Those that nobody has taken yet are told again under the same keys."""
+        self._untold += [Refused(uuid.uuid4().hex, slo, code, count) for (slo, code), count in self._refused.items()]
+        self._refused.clear()
+        del self._untold[:-_KEPT]
+        if self._untold and await self._schedulers.refused(self._untold, timeout_s=_REPORT_S):
+            self._untold = []
+
+    async def leave(self) -> None:
+        """Hand over what is left, and say that this gateway stops in good order."""
+        await self.flush()
+        await self._tell_refusals()
+        await self._schedulers.leave(timeout_s=_REPORT_S)
 
     def _keep(self, report: JobReport) -> None:
         self._final.append(report)

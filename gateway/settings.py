@@ -8,7 +8,7 @@ from pydantic_settings import SettingsConfigDict
 
 from shared.domain.job import Slo, WhenFull
 from shared.domain.kv import Codec
-from shared.runtime.settings import ServiceSettings
+from shared.runtime.settings import TracedSettings
 
 
 class SloClass(BaseModel):
@@ -36,7 +36,7 @@ USUAL_TIERS = ("auto", "default")  # those that stand for the class that a reque
 BUILT_IN_TIERS = {"flex": "batch"}
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(TracedSettings):
     """The API process. Prefix `POLYPHASE_GATEWAY_`."""
 
     model_config = SettingsConfigDict(
@@ -70,6 +70,7 @@ class GatewaySettings(ServiceSettings):
     grammar_cpu_s: float = Field(2.0, gt=0)  # what it may cost to compile a grammar; beyond it the answer is 400
     lean_streams: bool = True  # plain ones written by us; off: all by vLLM's generators
     stream_interval_share: float = Field(0.5, ge=0, le=1)  # of its class's TPOT, that a token may wait under load
+    drain_s: int = Field(5, ge=0)  # told to end it takes no new requests, and gives those it has so long
     job_timeout_s: float = Field(600.0, gt=0)
     patience_s: float = Field(10.0, gt=0)  # how long a job waits for a scheduler or an instance to come back
     attempts: int = Field(4, gt=0)
@@ -99,6 +100,13 @@ class GatewaySettings(ServiceSettings):
     @classmethod
     def _off_in_yaml(cls, predict: object) -> object:
         return "off" if predict is False else predict  # what a plain `off` is in YAML
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _one_trace(cls, args: dict[str, Any]) -> dict[str, Any]:
+        if any(name.replace("-", "_") == "otlp_traces_endpoint" for name in args):
+            raise ValueError("otlp_traces_endpoint: vLLM's traces would be beside ours: use `tracing`")
+        return args
 
     @model_validator(mode="after")
     def _several(self) -> Self:

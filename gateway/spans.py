@@ -5,6 +5,7 @@ import time
 import msgspec
 
 from gateway.job import Job
+from shared.errors import PolyphaseError
 from shared.timeline import Span, clock_shift_s
 from shared.wire.messages import DecodeReply, PrefillReply
 
@@ -42,9 +43,11 @@ def decode_ended(job: Job, instance_id: str, reply: DecodeReply) -> None:
     job.spent(Span.DECODE, min(reply.ended_s + shift_s, replied_s), instance_id)
 
 
-def leg_broke_off(job: Job, instance_id: str) -> None:
+def leg_broke_off(job: Job, instance_id: str, error: BaseException) -> None:
     """A leg ended without a reply: it failed, or was cancelled because the client has enough or is gone."""
     now_s = time.time()
+    if job.trace is not None and isinstance(error, PolyphaseError):
+        job.trace.leg_lost(instance_id, job.mark_s, now_s, error.code)
     if job.leg_first_step_s:
         job.spent(Span.DECODE_QUEUE, job.leg_first_step_s, instance_id)
         job.spent(Span.DECODE, now_s, instance_id)

@@ -39,7 +39,8 @@ class StagedKv:
             self._clients.to(address).notify(RELEASE, ReleaseRequest([self._transfer_id]))
         for fetch in self._fetches:
             fetch.cancel()
-        await asyncio.gather(*self._fetches)
+        if self._fetches:
+            await asyncio.gather(*self._fetches)
 
     def prefetch(self, started: PrefillStarted) -> None:
         """Have the decode instance fetch while the prefill goes on; what fails or is late only costs the overlap."""

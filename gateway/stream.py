@@ -9,10 +9,12 @@ from typing import Any
 
 from vllm.outputs import STREAM_FINISHED, CompletionOutput, RequestOutput
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from gateway.chunks import Chunks
 from gateway.connection import BodyWriter
 
+KEPT_PIECES = 256
 Stopped = Callable[[str], None]  # ends the job of a request whose answer has hit a stop string
 
 
@@ -20,7 +22,7 @@ class PlainStream:
     """One answer between the engine's steps and its HTTP response.
 
     The response's own task sends the first and the last events, and all of them where there is no `body` to write to.
-    What a slow reader does not take waits as text in the detokeniser, which keeps it anyhow, and goes out as one event.
+    What a slow reader does not take waits here as text, and goes out as one event.
     """
 
     def __init__(self, make: Callable[[], Chunks], role: str, body: BodyWriter | None) -> None:
@@ -31,6 +33,8 @@ class PlainStream:
         self._direct = False  # the response has begun, and events go straight to its connection
         self._greeted = False
         self._state: Any  # vLLM's RequestState
+        self._detokenizer: Any  # of it
+        self._usual = True  # it is read in vLLM's way alone
         self._outputs: Any  # its OutputProcessor
         self._stopped: Stopped
         self._tokens: list[int] = []
@@ -39,6 +43,7 @@ class PlainStream:
         self._ends_with_stop_token = False  # which is in no text
         self._end: tuple[str, int | str | None] | None = None  # why the answer ends, once it has
         self._told_tokens = 0
+        self._kept: list[str] = []  # text that waits for its reader, and is not in the detokeniser any more
         self.queued = self.held = False  # in the next pass, or a later one; see StreamPass
         self.served_s = 0.0  # when it last was, by the event loop's clock
         self.most_s = 0.0  # that tokens may wait for others
@@ -47,6 +52,9 @@ class PlainStream:
         """Take the place of vLLM's output processor for this request. It is registered there."""
         self.most_s = most_s
         self._state = outputs.request_states[request_id]
+        self._detokenizer = self._state.detokenizer
+        # All text may go at once, and vLLM's fast detokeniser counts the answer's tokens alone.
+        self._usual = not isinstance(self._detokenizer, FastIncrementalDetokenizer) or bool(self._detokenizer.stop)
         self._chunks = self._make()
         self._outputs = outputs
         self._stopped = stopped
@@ -64,9 +72,12 @@ class PlainStream:
             return  # its client is gone, or has it all
         tokens, self._tokens = self._tokens, []
         state.is_prefilling = False
-        found = state.detokenizer.update(tokens, self._ends_with_stop_token)
+        found = self._detokenizer.update(tokens, self._ends_with_stop_token)
         if found is None and self._finish is None:
-            self.send()
+            if self._direct and self._greeted and not self._usual:
+                self._send_text()
+            else:
+                self.send()
             return
         self._end = (str(FinishReason.STOP), found) if found else (str(self._finish), self._stop_reason)
         outputs._finish_request(state)
@@ -81,9 +92,39 @@ class PlainStream:
         elif self._body is not None and not self._body.full and (news := self.news()):
             self._body.write(news)
 
+    def _send_text(self) -> None:
+        """What `send` does of one whose connection takes it, and who has no stop strings: most tokens come here.
+
+        Text is taken from the detokeniser, sent or kept: it would copy all that it has with each token.
+        """
+        body, detokenizer = self._body, self._detokenizer
+        text, detokenizer.output_text = detokenizer.output_text, ""
+        if body is None or body.full:
+            self._keep(text)
+            return
+        tokens = len(detokenizer.token_ids)
+        if tokens > self._told_tokens:
+            self._told_tokens = tokens
+            body.write(self._chunks.text(self._with_kept(text), self._state.prompt_len, tokens))
+
+    def _keep(self, text: str) -> None:
+        self._kept.append(text)
+        if len(self._kept) == KEPT_PIECES:
+            self._kept = ["".join(self._kept)]
+
+    def _with_kept(self, text: str) -> str:
+        """All that its reader has not got, of which this is the end."""
+        if not self._kept:
+            return text
+        kept, self._kept = self._kept, []
+        return "".join((*kept, text))
+
     def news(self) -> bytes:
         """Events of all that is new. Empty where nothing is."""
-        return self._events(self._state.detokenizer.get_next_output_text(False, True))
+        text = self._detokenizer.get_next_output_text(False, True)
+        if not self._usual:
+            self._detokenizer.output_text, self._detokenizer._last_output_text_offset = "", 0
+        return self._events(self._with_kept(text))
 
     def begun(self) -> None:
         """The response is under way: from here on events may go straight to its connection."""
@@ -109,14 +150,14 @@ class PlainStream:
 
     def last(self, cut: CompletionOutput | None = None) -> bytes:
         """The rest of the answer and its end. `cut`: the end that vLLM gave it, if it did."""
-        detokenizer = self._state.detokenizer
+        detokenizer = self._detokenizer
         if cut is not None:
             text, reason, stop_reason = cut.text, str(cut.finish_reason), cut.stop_reason
         elif self._end is not None:
             text, (reason, stop_reason) = detokenizer.get_next_output_text(True, True), self._end
         else:
             return b""
-        return self._events(text, (reason, stop_reason))
+        return self._events(self._with_kept(text), (reason, stop_reason))
 
     def totals(self) -> bytes:
         """The event that closes a stream whose client asked for its usage."""
@@ -125,7 +166,7 @@ class PlainStream:
     @property
     def counted(self) -> tuple[int, int]:
         """Tokens of the prompt and of the answer."""
-        return self._state.prompt_len, self._state.detokenizer.num_output_tokens()
+        return self._state.prompt_len, self._detokenizer.num_output_tokens()
 
     def fail(self, error: Exception) -> None:
         """Have the response end with that error."""

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gateway.pace import Pace
+from gateway.pace import PERIOD_S, Pace
 from gateway.stream import PlainStream
 from shared.runtime.logs import get_log
 
@@ -18,12 +18,14 @@ class StreamPass:
         self._pace = pace
         self._waiting: list[PlainStream] = []
         self._held: dict[int, list[PlainStream]] = {}  # by the slot of their time
+        self._looks = False  # the pace, every now and then
+        self._served = False  # any, since the last look
 
     def add(self, stream: PlainStream) -> None:
         """It has taken a step. Several of a turn, or of its interval, go out as one event."""
         if stream.queued:
             return
-        if stream.pressing:
+        if not self._pace.interval_s or stream.pressing:
             self._queue(stream)
             return
         if stream.held:
@@ -58,6 +60,11 @@ class StreamPass:
         loop = asyncio.get_running_loop()
         if self._waiting:
             loop.call_soon(self._run)
+        self._served = True
+        if not self._looks:
+            self._looks = True
+            self._pace.begin()
+            loop.call_later(PERIOD_S, self._look)
         now_s = loop.time()
         for stream in serve:
             stream.queued, stream.served_s = False, now_s
@@ -66,3 +73,13 @@ class StreamPass:
             except Exception as error:  # the boundary: what is wrong with one answer must not hold up the others
                 log.error("a stream crashed", exc_info=error)
                 stream.fail(error)
+
+    def _look(self) -> None:
+        """At how busy the process is, until there is nothing to be served."""
+        self._looks = self._served or bool(self._held)
+        self._served = False
+        if not self._looks:
+            self._pace.end()
+        else:
+            self._pace.look()
+            asyncio.get_running_loop().call_later(PERIOD_S, self._look)

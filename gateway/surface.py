@@ -12,6 +12,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from gateway.context import caller
+from gateway.served import SERVED
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
 from shared.runtime.http import error_body
 from shared.runtime.logs import get_log
@@ -20,37 +21,9 @@ log = get_log(__name__)
 
 Handler = Callable[..., Awaitable[Any]]
 _ERROR = 'data: {"error"'
-# Everything else that vLLM mounts is about engines in its own process, other kinds of models, or other servers.
-SERVED = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/models",
-        "/tokenize",
-        "/detokenize",
-        "/health",
-        "/ping",
-        "/version",
-        "/metrics",
-        "/openapi.json",
-        "/docs",
-    }
-)
-
 
 # Middleware that leaves the parts of a body as they are.
-_PASSING = frozenset(
-    {
-        "AuthenticationMiddleware",
-        "CORSMiddleware",
-        "PrometheusInstrumentatorMiddleware",
-        "ScalingMiddleware",
-        "XRequestIdMiddleware",
-    }
-)
+_PASSING = frozenset({"AuthenticationMiddleware", "CORSMiddleware", "ScalingMiddleware", "XRequestIdMiddleware"})
 
 
 class MethodNotAllowed(InvalidRequest):
@@ -61,7 +34,12 @@ class MethodNotAllowed(InvalidRequest):
 
 
 def trim(app: FastAPI) -> None:
-    """Take away the routes that are not served, and give unforeseen errors OpenAI's shape."""
+    """Take away the routes that are not served, and give unforeseen errors OpenAI's shape.
+
+    Answers are counted at the edge: see `gateway.http_series`.
+    """
+    counting = "PrometheusInstrumentatorMiddleware"
+    app.user_middleware = [each for each in app.user_middleware if getattr(each.cls, "__name__", "") != counting]
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in SERVED]
     app.add_exception_handler(HTTPException, _unrouted)
     for kind in (EngineGenerateError, Exception):

@@ -42,7 +42,7 @@ def build_app(settings: PredictorSettings, load: Callable[[PredictorSettings], L
             finally:
                 await predictor.batcher.close()
 
-    app = service_app("predictor", lifespan, registry)
+    app = service_app("predictor", lifespan, registry, token=settings.token())
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, error_response)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)

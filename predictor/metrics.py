@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from time import perf_counter
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -18,7 +18,6 @@ class Metrics:
     """Counters that routes feed, and gauges that read the service when scraped."""
 
     def __init__(self, registry: CollectorRegistry, predictor: Predictor) -> None:
-        ProcessCollector(registry=registry)
         self.latency_s = Histogram(
             "polyphase_predictor_latency_seconds",
             "Time to answer a prediction, by source.",
