@@ -1,24 +1,37 @@
-"""The pages: `streamlit run dashboard/app.py`. All of them refresh themselves, but for an open question."""
+"""The console: `streamlit run dashboard/app.py`. Every page refreshes itself, but for an open question."""
 
-import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import streamlit as st
 from pydantic import ValidationError
 
 from dashboard import look, resources
-from dashboard.clients import classes, demand
-from dashboard.confirm import ask, results
+from dashboard.console import Console
 from dashboard.dashboard_settings import DashboardSettings
-from dashboard.data import Api
-from dashboard.instances import instances
-from dashboard.jobs import chosen_phase, jobs
-from dashboard.output_lengths import output_lengths
-from dashboard.panels import audit, events, header, outages, slo, totals
-from dashboard.session import Session
+from dashboard.fleet.page import instances
+from dashboard.happenings.page import events
+from dashboard.jobs.page import requests
+from dashboard.lengths.page import predictor
+from dashboard.login import gate
+from dashboard.login.accounts import Account
+from dashboard.overview.page import overview
+from dashboard.plan.page import plan
+from dashboard.policies.page import policies
+from dashboard.talk.page import try_it
 from shared.errors import InvalidRequest
 
-PLAN = Path(__file__).with_name("plan_page.py")
+PAGES: dict[str, tuple[Callable[[Console], None], str, str]] = {
+    "": (overview, "Overview", ":material/monitor_heart:"),
+    "instances": (instances, "Instances", ":material/dns:"),
+    "requests": (requests, "Requests", ":material/search:"),
+    "events": (events, "Events", ":material/history:"),
+    "policies": (policies, "Policies", ":material/tune:"),
+    "predictor": (predictor, "Predictor", ":material/straighten:"),
+    "plan": (plan, "Plan", ":material/route:"),
+    "try": (try_it, "Try it", ":material/chat:"),
+}
 
 
 def main() -> None:
@@ -27,44 +40,30 @@ def main() -> None:
     st.html(look.STYLE)
     try:
         settings = DashboardSettings.load()
+        account = gate.who(settings)
     except (InvalidRequest, ValidationError) as error:
         st.error(f"**The dashboard's settings cannot work.**\n\n```text\n{error}\n```")
         return
-
-    def cluster() -> None:
-        _cluster(settings)
-
-    pages = [
-        st.Page(cluster, title="Cluster", icon=":material/lan:", default=True),
-        st.Page(PLAN, title="Plan", icon=":material/route:", url_path="plan"),
-    ]
-    st.navigation(pages, position="top").run()
+    gate.keep()
+    if account is None:
+        st.navigation(list(_pages(lambda _: gate.form(settings)).values()), position="hidden").run()
+        return
+    _open(settings, account)
 
 
-def _cluster(settings: DashboardSettings) -> None:
-    api, session = resources.api(settings), Session()
-    ask(session, api, resources.pool().submit)
-    st.fragment(_live, run_every=settings.refresh_s)(api, session)
+def _open(settings: DashboardSettings, account: Account) -> None:
+    pages: dict[str, Any] = {}
+    console = Console(settings, resources.api(settings), account, pages)
+    pages |= _pages(lambda page: page(console))
+    st.navigation(list(pages.values()), position="top").run()
 
 
-def _live(api: Api, session: Session) -> None:
-    """All that refreshes; runs alone every few seconds and after each click in it."""
-    if session.intent is not None and not session.asking:
-        st.rerun()  # the question is asked outside of this fragment, so that no refresh can take it away
-    snapshot = api.snapshot(chosen_phase())
-    now_s = time.time()
-    header(snapshot, api.settings)
-    outages(snapshot, api.settings, now_s)
-    totals(snapshot, api.settings.slo_goal)
-    results(session, now_s)
-    instances(snapshot.instances, session, api.settings.cards_shown)
-    slo(snapshot.cluster, api.settings.slo_goal)
-    classes(snapshot.classes)
-    demand(snapshot.demand, snapshot.cluster, now_s)
-    output_lengths(snapshot.predictor)
-    jobs(snapshot.requests, api, session, now_s)
-    events(snapshot.events, now_s)
-    audit(snapshot.flips, now_s)
+def _pages(run: Callable[[Callable[[Console], None]], None]) -> dict[str, Any]:
+    """All of them, by their paths."""
+    return {
+        path: st.Page(partial(run, page), title=title, icon=icon, url_path=path or None, default=not path)
+        for path, (page, title, icon) in PAGES.items()
+    }
 
 
 if __name__ == "__main__":

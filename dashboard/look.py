@@ -4,32 +4,14 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from shared.domain.instance import InstanceState, Role
-from shared.timeline import Span
+from shared.domain.verdict import Level
+from shared.palette import BAD, CAUTION, DECODE, GOOD, IDLE, PREFILL, ROLE, STAGE, STATE, TRANSFER
 
-PREFILL, DECODE, TRANSFER, IDLE = "#5b74ec", "#17a08c", "#d08a2a", "#8c94a3"
-GOOD, CAUTION, BAD = "#2fa362", "#d08a2a", "#dc4f46"
+__all__ = ["BAD", "CAUTION", "DECODE", "GOOD", "IDLE", "PREFILL", "TRANSFER"]
 
-ROLE_COLOUR = {Role.PREFILL: PREFILL, Role.DECODE: DECODE}
-STATE_COLOUR = {
-    InstanceState.STARTING: IDLE,
-    InstanceState.READY: GOOD,
-    InstanceState.DRAINING: CAUTION,
-    InstanceState.UNRESPONSIVE: BAD,
-    InstanceState.DEAD: BAD,
-}
-SPAN_COLOUR = {
-    Span.INTAKE: "#d3d7de",
-    Span.PLACEMENT: "#b3b9c4",
-    Span.HANDOVER: "#d3d7de",
-    Span.QUEUE: IDLE,
-    Span.PREFILL: PREFILL,
-    Span.REPLY: "#d3d7de",
-    Span.TRANSFER: TRANSFER,
-    Span.DECODE_QUEUE: IDLE,
-    Span.DECODE: DECODE,
-    Span.LOST: BAD,
-}
+ROLE_COLOUR, STATE_COLOUR, SPAN_COLOUR = ROLE, STATE, STAGE
+LEVEL_COLOUR = {Level.GOOD: GOOD, Level.IDLE: IDLE, Level.DEGRADED: CAUTION, Level.DOWN: BAD}
+LEVEL_SIGN = {Level.GOOD: "✓", Level.IDLE: "○", Level.DEGRADED: "▲", Level.DOWN: "✕"}  # for those who see no colours
 
 STYLE = Path(__file__).with_name("look.css")
 
@@ -77,6 +59,11 @@ def tile(label: str, value: str, note: str, colour: str = "") -> str:
     return f'<div class="pp-tile"><em>{text(label)}</em><strong{marked}>{text(value)}</strong>{soft(note)}</div>'
 
 
+def sign(level: Level) -> str:
+    """How bad it is, as a sign on its colour."""
+    return f'<i class="pp-sign" style="--c:{LEVEL_COLOUR[level]}">{LEVEL_SIGN[level]}</i>'
+
+
 def tiles(*parts: str) -> str:
     """Totals side by side."""
     return f'<div class="pp-tiles">{"".join(parts)}</div>'
@@ -94,6 +81,12 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="pp-scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
+def facts(pairs: Sequence[tuple[str, object]]) -> str:
+    """Names and values in a line."""
+    line = "".join(f"<span>{soft(name)} {strong(value)}</span>" for name, value in pairs)
+    return f'<div class="pp-facts">{line}</div>'
+
+
 def narrow(*parts: str) -> str:
     """Pieces over no more width than a few columns of figures need: further apart they are hard to compare."""
     return f'<div class="pp-narrow">{"".join(parts)}</div>'
@@ -103,6 +96,11 @@ def below(*parts: str) -> str:
     """Pieces at some distance from what stands above them; nothing where there are none."""
     inside = "".join(parts)
     return f'<div class="pp-above">{inside}</div>' if inside else ""
+
+
+def said(words: str) -> str:
+    """What somebody wrote, line by line as it is."""
+    return page(f'<div class="pp-said">{text(words)}</div>')
 
 
 def empty(said: str) -> str:

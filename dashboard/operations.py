@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -52,7 +52,19 @@ class Operation:
     intent: Intent
     future: "Future[AuditEntry]"
     started_s: float = field(default_factory=time.time)
-    key: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)  # the id under which it can be asked for
+
+    @property
+    def reference(self) -> str:
+        """The id under which it can be asked for later."""
+        return self.key
+
+    def progress(self, left: Mapping[str, int]) -> str:
+        """What is still to do, by the jobs that instances have left."""
+        jobs = left.get(self.intent.instance_id)
+        if jobs is None or self.future.done() or self.intent.action is Action.RESUME:
+            return ""
+        return f" {_jobs(jobs).capitalize()} left to drain." if jobs else " No jobs left to drain."
 
     def outcome(self, now_s: float) -> Outcome:
         """What to tell of it at `now_s` (unix seconds)."""
@@ -65,7 +77,7 @@ class Operation:
             return Outcome("succeeded", _told(self.future.result()))
         said = error.message if isinstance(error, PolyphaseError) else f"{type(error).__name__}: {error}"
         if isinstance(error, OutcomeUnknown):
-            return Outcome("unknown", f"{said}. Ask with: polyphase operation {error.operation_id}")
+            return Outcome("unknown", f"{said}. Ask by its id, here or with: polyphase operation {error.operation_id}")
         if isinstance(error, PolyphaseError) and error.http_status == 409:
             return Outcome("refused", f"{action.capitalize()} of {target} was refused: {said}")
         return Outcome("failed", f"{action.capitalize()} of {target} failed: {said}")

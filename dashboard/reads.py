@@ -1,18 +1,18 @@
 """Reading over HTTP: a read never raises, it brings a value, old or new, or a reason."""
 
 import asyncio
-import ssl
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-import httpx
 import msgspec
 
 from shared.errors import PolyphaseError
 
 T = TypeVar("T")
+KEPT = 512  # reads that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,7 @@ class Reader:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._tls = ssl.create_default_context()  # 10 ms each: not once a refresh and service
-        self._last: dict[str, Read[Any]] = {}
+        self._last: OrderedDict[str, Read[Any]] = OrderedDict()
 
     async def read(self, name: str, call: Callable[[], Awaitable[Any]], kind: Any) -> Read[Any]:
         """What was asked for; when that fails, what was read last under this name. Without a name nothing is kept."""
@@ -50,11 +49,10 @@ class Reader:
             return self._known(name, f"its answer was not understood: {error}")
         if name:
             self._last[name] = read
+            self._last.move_to_end(name)
+            if len(self._last) > KEPT:
+                self._last.popitem(last=False)
         return read
-
-    def transport(self) -> httpx.AsyncHTTPTransport:
-        """Of our own, so that no proxy of the environment comes between us and the cluster."""
-        return httpx.AsyncHTTPTransport(verify=self._tls)
 
     def _known(self, name: str, error: str) -> Read[Any]:
         return replace(self._last.get(name) or Read(None), error=error)

@@ -6,10 +6,15 @@ import msgspec
 
 from shared.domain.demand import AskedSecond, Demand, RolesWanted, Shift
 from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, Role
+from shared.domain.route import PolicySpec
 from shared.policy.slo import SloReport
 
 EMULATED = "emulated"
 CLASSIFIER = "classifier"  # source of predicted lengths
+
+
+class Load(InstanceLoad, frozen=True, array_like=False):
+    """A load as HTTP tells it, by names."""
 
 
 class InstanceRow(msgspec.Struct, frozen=True):
@@ -19,7 +24,9 @@ class InstanceRow(msgspec.Struct, frozen=True):
     role: Role
     state: InstanceState
     info: InstanceInfo
-    load: InstanceLoad = InstanceLoad()
+    load: Load = Load()
+    state_since_s: float = 0.0  # unix seconds
+    registered_s: float = 0.0
     operation: str = ""  # the flip, drain or resume under way
     death: str = ""  # why it is dead
 
@@ -85,6 +92,7 @@ class AuditEntry(msgspec.Struct, frozen=True):
     flip_s: float | None = None
     total_s: float | None = None
     error: str = ""
+    why: str | None = None  # the reasons, where a policy asked
 
 
 class EventRow(msgspec.Struct, frozen=True):
@@ -95,6 +103,8 @@ class EventRow(msgspec.Struct, frozen=True):
     text: str
     instance_id: str = ""
     role: str = ""
+    operation_id: str = ""
+    job_id: str = ""
 
 
 class PolicyChange(msgspec.Struct, frozen=True):
@@ -110,6 +120,7 @@ class PolicyChoice(msgspec.Struct, frozen=True):
     name: str
     parameters: dict[str, Any] = {}
     changed: PolicyChange | None = None
+    file: PolicySpec | None = None  # what the cluster file says
 
 
 class PolicyFollower(msgspec.Struct, frozen=True):
@@ -126,6 +137,9 @@ class PoliciesInForce(msgspec.Struct, frozen=True):
 
     policies: dict[str, PolicyChoice]
     followers: list[PolicyFollower] = []
+    choices: dict[str, dict[str, list[str]]] = {}  # of each kind the policies, and the parameters of each
+    revision: int = 0
+    trouble: str = ""
 
 
 class CheckpointStatus(msgspec.Struct, frozen=True):

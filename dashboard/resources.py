@@ -2,32 +2,40 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import streamlit as st
 
 from dashboard.dashboard_settings import DashboardSettings
 from dashboard.data import Api
-from dashboard.plan.planner import Planner
+from dashboard.login.accounts import KeyFile
+from dashboard.login.tickets import Tickets
 
 OPERATIONS = 16  # actions under way at once, over all sessions
 
 _BY_VALUE: dict[str | type[Any], Callable[[Any], Any]] = {DashboardSettings: DashboardSettings.model_dump_json}
 
 
-@st.cache_resource(show_spinner=False, hash_funcs=_BY_VALUE)
+@st.cache_resource(show_spinner=False, hash_funcs=_BY_VALUE, on_release=Api.close)
 def api(settings: DashboardSettings) -> Api:
-    """The monitor's, scheduler's, gateway's and predictor's APIs."""
+    """The services' APIs."""
     return Api(settings)
-
-
-@st.cache_resource(show_spinner=False, hash_funcs=_BY_VALUE)
-def planner(settings: DashboardSettings) -> Planner:
-    """The planner's API."""
-    return Planner(settings)
 
 
 @st.cache_resource(show_spinner=False)
 def pool() -> ThreadPoolExecutor:
     """Threads for actions: a flip takes as long as its drain, and the page goes on meanwhile."""
     return ThreadPoolExecutor(OPERATIONS, thread_name_prefix="operation")
+
+
+@st.cache_resource(show_spinner=False)
+def key_file(file: Path) -> KeyFile:
+    """The keys of people."""
+    return KeyFile(file)
+
+
+@st.cache_resource(show_spinner=False)
+def tickets() -> Tickets:
+    """Of those who have logged in."""
+    return Tickets()

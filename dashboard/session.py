@@ -1,12 +1,12 @@
 """What one browser session remembers between runs of the page."""
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import streamlit as st
 
 from dashboard.operations import Intent, Operation, Outcome
-from shared.timeline import RequestTimeline
 
 KEPT_OPERATIONS = 5
 
@@ -22,8 +22,15 @@ class Started(Protocol):
     def future(self) -> "Future[Any]":
         """Done when it has ended."""
 
+    @property
+    def reference(self) -> str:
+        """The id under which it can be asked for later; empty without one."""
+
     def outcome(self, now_s: float) -> Outcome:
         """What to tell of it at `now_s` (unix seconds)."""
+
+    def progress(self, left: Mapping[str, int]) -> str:
+        """What is still to do while it runs, by the jobs that instances have left; empty where nothing is known."""
 
 
 W = TypeVar("W")
@@ -86,13 +93,4 @@ class Acting(Generic[W, S]):
 
 
 class Session(Acting[Intent, Operation]):
-    """Streamlit's session state of the cluster's page, by name and type."""
-
-    @property
-    def timeline(self) -> RequestTimeline | None:
-        """The timeline on the screen; finished ones do not change."""
-        return cast("RequestTimeline | None", st.session_state.get("timeline"))
-
-    @timeline.setter
-    def timeline(self, value: RequestTimeline) -> None:
-        st.session_state["timeline"] = value
+    """Of the pages that act on instances."""

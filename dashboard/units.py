@@ -52,5 +52,10 @@ def ago(then_s: float, now_s: float) -> str:
     return f"{past_s:.0f} s ago"
 
 
+def span(seconds: float) -> str:
+    """A long time, coarsely: `45 s`, `12 min`, `3 h`, `2 d`."""
+    return ago(0.0, seconds).removesuffix(" ago")
+
+
 def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

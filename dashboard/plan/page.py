@@ -4,15 +4,14 @@ import time
 
 import streamlit as st
 
-from dashboard import look, resources, units
+from dashboard import frame, look
 from dashboard.confirm import results
-from dashboard.dashboard_settings import DashboardSettings
-from dashboard.panels import outage
+from dashboard.console import Console
 from dashboard.plan.in_force import in_force
 from dashboard.plan.plan_session import PlanSession
 from dashboard.plan.planner import Planner, PlanSnapshot
 from dashboard.plan.proposals import auto, proposals
-from dashboard.plan.question import Submit, ask
+from dashboard.plan.question import ask
 from dashboard.plan.searches import searches
 from dashboard.plan.what_if import what_if
 
@@ -22,39 +21,30 @@ NOT_THERE = (
 )
 
 
-def plan(settings: DashboardSettings) -> None:
+def plan(console: Console) -> None:
     """One run of the page: it was opened, or a question was answered."""
-    if not settings.planner_url:
-        _header("", settings)
+    if not console.settings.planner_url:
+        frame.header(console, "Plan", [], every_s=frame.NEVER_S)
         st.html(look.empty(NOT_THERE))
         return
-    planner, session, submit = resources.planner(settings), PlanSession(), resources.pool().submit
-    ask(session, planner, submit)
-    st.fragment(_live, run_every=settings.refresh_s)(planner, session, submit)
+    planner, session = Planner(console.api), PlanSession(console.account.may_operate)
+    ask(session, planner, console)
+    st.fragment(_live, run_every=console.settings.refresh_s)(planner, session, console)
 
 
-def _live(planner: Planner, session: PlanSession, submit: Submit) -> None:
+def _live(planner: Planner, session: PlanSession, console: Console) -> None:
     """All that refreshes; runs alone every few seconds and after each click in it."""
-    if session.intent is not None and not session.asking:
-        st.rerun()  # the question is asked outside of this fragment, so that no refresh can take it away
-    snapshot, settings, now_s = planner.snapshot(), planner.settings, time.time()
-    _header(look.dot("planner", look.BAD if snapshot.error else look.GOOD, snapshot.error or "answers"), settings)
-    _outage(snapshot, settings, now_s)
+    snapshot, now_s = planner.snapshot(), time.time()
+    frame.header(console, "Plan", [_service(snapshot, console)])
     auto(snapshot.fleet, session)
-    results(session, now_s)
+    results(session, console, now_s)
     in_force(snapshot.fleet)
     proposals(snapshot.proposals, session, now_s)
-    what_if(snapshot.fleet, session, planner, submit, now_s)
+    what_if(snapshot.fleet, session, planner, console.submit, now_s)
     searches(snapshot.searches, session, planner, now_s)
 
 
-def _header(dots: str, settings: DashboardSettings) -> None:
-    live = look.soft(f"refreshed every {units.duration(settings.refresh_s)}") if dots else ""
-    parts = f"<b>Polyphase</b>{look.soft('Plan')}<span class='pp-services'>{dots}{live}</span>"
-    st.html(look.page(f'<div class="pp-head">{parts}</div>'))
-
-
-def _outage(snapshot: PlanSnapshot, settings: DashboardSettings, now_s: float) -> None:
-    if snapshot.error:
-        meaning = "Proposals, searches and what-ifs wait until it answers. Serving goes on without it."
-        outage("The planner", settings.planner_url, snapshot.error, meaning, snapshot.known_s, now_s)
+def _service(snapshot: PlanSnapshot, console: Console) -> frame.Service:
+    meaning = "Proposals, searches and what-ifs wait until it answers. Serving goes on without it."
+    reads = (snapshot.fleet, snapshot.proposals, snapshot.searches)
+    return frame.Service("planner", console.settings.planner_url, meaning, reads)

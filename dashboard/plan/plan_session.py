@@ -24,12 +24,15 @@ class Supposed:
 class PlanSession(Acting[Wish, Deed]):
     """Streamlit's session state of this page, by name and type."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_operate: bool = True) -> None:
         super().__init__("plan_")
+        self.may_operate = may_operate
 
     def busy(self, target: str) -> bool:
-        """Whether something that was confirmed for a proposal or a search is under way."""
-        return any(deed.wish.target == target and not deed.future.done() for deed in self.operations)
+        """Whether nothing can be done with a proposal or a search: something is under way, or one may only look."""
+        return not self.may_operate or any(
+            deed.wish.target == target and not deed.future.done() for deed in self.operations
+        )
 
     @property
     def supposed(self) -> Supposed | None:

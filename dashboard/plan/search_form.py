@@ -37,7 +37,8 @@ def search_form(session: PlanSession, stale: bool) -> None:
         missing = missing_of(st.session_state.to_dict())
         if missing and st.session_state.get("wanted_tried"):
             st.warning(f"{missing} is missing.", icon=":material/warning:")
-        st.form_submit_button("Search", key="search_wanted", disabled=stale, on_click=_want, args=(session,))
+        off = stale or not session.may_operate
+        st.form_submit_button("Search", key="search_wanted", disabled=off, on_click=_want, args=(session,))
 
 
 def missing_of(state: Mapping[str, Any]) -> str:

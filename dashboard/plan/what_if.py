@@ -7,13 +7,13 @@ from typing import Any
 import streamlit as st
 
 from dashboard import look, units
+from dashboard.console import Submit
 from dashboard.plan.figures import changes
 from dashboard.plan.in_force import NO_PLANNER
 from dashboard.plan.nodes import natural
 from dashboard.plan.plan_session import PlanSession, Supposed
 from dashboard.plan.planner import Planner
 from dashboard.plan.proposals import flips
-from dashboard.plan.question import Submit
 from dashboard.plan.records import Fleet, WhatIf
 from dashboard.reads import Read
 from shared.domain.instance import Role

@@ -46,6 +46,11 @@ class Deed:
     future: "Future[None]"
     started_s: float = field(default_factory=time.time)
     key: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    reference: str = ""
+
+    def progress(self, left: Mapping[str, int]) -> str:
+        """Nothing: the planner's lists tell."""
+        return ""
 
     def outcome(self, now_s: float) -> Outcome:
         """What to tell of it at `now_s` (unix seconds)."""

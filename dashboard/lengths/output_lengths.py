@@ -13,10 +13,8 @@ _HEIGHT_PX = 320
 _SOURCES = {CLASSIFIER: "The classifier", "observed": "Observed lengths"}
 
 
-def output_lengths(read: Read[LengthSource] | None) -> None:
-    """Nothing where no predictor is configured."""
-    if read is None:
-        return
+def output_lengths(read: Read[LengthSource]) -> None:
+    """In words, and as a cloud of points."""
     st.subheader("Output lengths", anchor=False)
     if read.value is None:
         st.html(look.empty("Nothing to show while the predictor does not answer."))

@@ -6,8 +6,8 @@ import pandas as pd
 import streamlit as st
 
 from dashboard import look, units
+from dashboard.frame import NO_MONITOR
 from dashboard.gateway_classes import ClassLoad
-from dashboard.panels import NO_MONITOR
 from dashboard.reads import Read
 from dashboard.records import ClusterSummary, DemandSeen, ShiftSeen
 from shared.domain.demand import AskedSecond, RolesWanted

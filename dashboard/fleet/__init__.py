@@ -1,0 +1,1 @@
+"""The instances: all of them, and each on a page of its own."""

@@ -1,0 +1,1 @@
+"""Requests: a search, and one of them in full."""

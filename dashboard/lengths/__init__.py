@@ -1,0 +1,1 @@
+"""The predictor of output lengths."""

@@ -1,0 +1,1 @@
+"""Who is at the dashboard, and what they may do."""

@@ -1,0 +1,1 @@
+"""The first page: how the cluster does, why, and how it came to that."""

@@ -1,0 +1,1 @@
+"""The policies in force, and how they are changed."""

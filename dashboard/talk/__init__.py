@@ -1,0 +1,1 @@
+"""A chat through the API, with what became of it."""
