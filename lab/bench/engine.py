@@ -40,7 +40,7 @@ async def _bench(rounds: int) -> Result:
 
 
 async def _measure(engine: OneEngine, rounds: int, console: Console) -> Result:
-    target = Target.local(engine.running.suite.state)
+    target = Target.local(engine.running.suite)
     orders: list[Run] = []
     admissions: list[Run] = []
     async with ApiClient(target.api_url, target.model) as api, HostWatch(target.launcher_pid) as watch:

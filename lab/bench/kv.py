@@ -1,7 +1,8 @@
 """How fast staged KV moves between two processes, beside a plain socket that moves the same bytes.
 
 One child process exports: it stages KV and serves it, and it also answers a plain TCP connection with the same amount.
-The parent imports into one tensor a layer. All kinds of copy are measured in turns.
+The parent imports into one tensor a layer. All kinds of copy are measured in turns; NIXL among them where it is
+installed: ours over it by its default path, and NIXL itself over TCP, which is what ours over TCP has to reach.
 """
 
 import multiprocessing
@@ -9,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,10 +20,12 @@ from typing import Any
 
 import torch
 
+from lab.bench.kv_nixl import PlainNixl, note, plain_nixl
 from services.worker.kv.codec_speed import codec_speeds
 from services.worker.kv.shards import Shards
 from services.worker.kv.wire.endpoint import EndpointSettings, KvEndpoint
 from services.worker.kv.wire.importing import ImportShape, Load, PullResult
+from services.worker.kv.wire.nixl_agent import installed
 from services.worker.kv.wire.server import ExportIdentity
 from services.worker.kv.wire.serving import ExportShape
 from shared.domain.instance import KvGeometry
@@ -33,8 +36,10 @@ _TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * 2
 _SHARDS = Shards((LAYERS,), HEADS)
 _EXPORT = ExportShape(_SHARDS, DIM, torch.bfloat16)
 _IDENTITY = ExportIdentity(generation=1, fingerprint="bench", control_key="bench")
-SCHEMES = {"tcp": "kv", "zeromq": "tcp"}  # of addresses, by transport
+SCHEMES = {"tcp": "kv", "zeromq": "tcp"} | ({"nixl": "nixl"} if installed() else {})  # of addresses, by transport
+NIXL_OVER_TCP = "nixl_over_tcp"
 _WANT = {1: 0.6, 8: 0.8, 64: 0.8}  # of a plain socket's rate, by MiB
+_WANT_OF_NIXL = {8: 1.0, 64: 1.0}  # of the rate of NIXL over TCP
 _WANT_CPU = 1.5  # of what a plain socket's reader uses, at most
 _WANT_CODED = 1.5e9  # bytes of KV a second and core
 _CODED = KvGeometry(LAYERS, HEADS, 128)
@@ -52,13 +57,16 @@ def run_kv_bench(sizes_mb: tuple[int, ...] = (1, 8, 64), rounds: int = 15) -> di
     """Medians over `rounds` of each size (MiB of bfloat16 KV): a plain socket and each transport in turns, and what
     codecs do beside them.
 
-    Returns {"figures": {name_unit: number}, "aims": {name: {"want", "got", "met"}}}. Ratios are medians of each round's
-    own: neighbours on the machine slow all of a round. Codecs' rates count KV bytes, not coded ones.
+    Returns {"figures": {name_unit: number}, "aims": {name: {"want", "got", "met"}}, "notes": [str]}. Ratios are medians
+    of each round's own: neighbours on the machine slow all of a round. Codecs' rates count KV bytes, not coded ones.
     """
     torch.set_num_threads(1)  # as an instance's KV threads have it; two would wait for each other on two cores
     figures: dict[str, float] = {}
     aims: dict[str, dict[str, Any]] = {}
-    with TemporaryDirectory() as folder, _exporter(folder) as pipe, _Importer(folder, pipe) as importer:
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory())
+        plain = stack.enter_context(plain_nixl(max(sizes_mb) << 20)) if installed() else None
+        importer = stack.enter_context(_Importer(folder, stack.enter_context(_exporter(folder)), plain))
         for size_mb in sizes_mb:
             _compare(size_mb, importer.measure(size_mb << 20, rounds), figures, aims)
     for name, rate in codec_speeds(_CODED, torch.bfloat16).items():
@@ -67,7 +75,7 @@ def run_kv_bench(sizes_mb: tuple[int, ...] = (1, 8, 64), rounds: int = 15) -> di
         if name != Codec.FP8:
             slower = min(rate.encode_bytes_s, rate.decode_bytes_s)
             aims[f"{name}_gb_per_s"] = _at_least(_WANT_CODED / 1e9, round(slower / 1e9, 2))
-    return {"figures": figures, "aims": aims}
+    return {"figures": figures, "aims": aims, "notes": [note()]}
 
 
 def _compare(
@@ -87,6 +95,12 @@ def _compare(
         if name == "tcp" and size_mb in _WANT:
             aims[f"tcp_{size_mb}mb_to_socket_ratio"] = _at_least(_WANT[size_mb], rate)
             aims[f"tcp_{size_mb}mb_import_cpu_ratio"] = {"want": _WANT_CPU, "got": cpu, "met": cpu <= _WANT_CPU}
+    if NIXL_OVER_TCP in samples:
+        beside = zip(samples["tcp"], samples[NIXL_OVER_TCP], strict=True)
+        ratio = round(median(nixl.seconds / ours.seconds for ours, nixl in beside), 3)
+        figures[f"tcp_{size_mb}mb_to_nixl_over_tcp_ratio"] = ratio
+        if size_mb in _WANT_OF_NIXL:
+            aims[f"tcp_{size_mb}mb_to_nixl_over_tcp_ratio"] = _at_least(_WANT_OF_NIXL[size_mb], ratio)
 
 
 def _at_least(want: float, got: float) -> dict[str, Any]:
@@ -96,14 +110,17 @@ def _at_least(want: float, got: float) -> dict[str, Any]:
 class _Importer:
     """The parent's side: pulls into paged tensors, or reads the plain socket into a buffer."""
 
-    def __init__(self, folder: str, pipe: Connection) -> None:
+    def __init__(self, folder: str, pipe: Connection, nixl: PlainNixl | None) -> None:
         self._pipe = pipe
         self._kv_addresses, plain_port = pipe.recv()
         self._plain = socket.create_connection(("127.0.0.1", plain_port), timeout=60)
         self._ended = threading.Event()
         self._result: PullResult | None = None
-        settings = EndpointSettings("kv://127.0.0.1:*", f"ipc://{folder}/importer", _IDENTITY)
-        self._endpoint = KvEndpoint(settings, _EXPORT, ImportShape(_SHARDS, DIM), self._on_end)
+        self._nixl = nixl
+        self._endpoints = {}
+        for name, scheme in SCHEMES.items():
+            settings = EndpointSettings(f"{scheme}://127.0.0.1:*", f"ipc://{folder}/importer-{name}", _IDENTITY)
+            self._endpoints[name] = KvEndpoint(settings, _EXPORT, ImportShape(_SHARDS, DIM), self._on_end)
         self._count = 0
 
     def __enter__(self) -> "_Importer":
@@ -111,19 +128,29 @@ class _Importer:
 
     def __exit__(self, *_: object) -> None:
         self._plain.close()
-        self._endpoint.stop()
+        for each in self._endpoints.values():
+            each.stop()
 
     def measure(self, size: int, rounds: int) -> dict[str, list[_Sample]]:
         """Samples by name: the plain socket and each transport, in turns; the first turn only warms up."""
         buffer = memoryview(bytearray(size))
         destination = _Destination(size // _TOKEN_BYTES)
-        samples: dict[str, list[_Sample]] = {"socket": [], **{name: [] for name in SCHEMES}}
+        samples: dict[str, list[_Sample]] = {name: [] for name in ("socket", *SCHEMES)}
+        if self._nixl is not None:
+            samples[NIXL_OVER_TCP] = []
         for turn in range(rounds + 1):
             for name, kept in samples.items():
-                sample = self._copy(buffer) if name == "socket" else self._pull(name, size, destination)
+                sample = self._measured(name, buffer, destination)
                 if turn:
                     kept.append(sample)
         return samples
+
+    def _measured(self, name: str, buffer: memoryview, destination: "_Destination") -> _Sample:
+        if name == "socket":
+            return self._copy(buffer)
+        if name == NIXL_OVER_TCP and self._nixl is not None:
+            return _Sample(*self._nixl.copy(len(buffer)))
+        return self._pull(name, len(buffer), destination)
 
     def _copy(self, buffer: memoryview) -> _Sample:
         cpu_s, started = time.process_time(), time.perf_counter()
@@ -143,11 +170,13 @@ class _Importer:
         handle = KvHandle(transfer_id, "exporter", 1, "bench", addresses, tokens, "bfloat16")
         self._ended.clear()
         cpu_s, started = time.process_time(), time.perf_counter()
-        self._endpoint.load(Load(transfer_id, handle, 0, tokens, destination, 60.0))
+        self._endpoints[transport].load(Load(transfer_id, handle, 0, tokens, destination, 60.0))
         self._ended.wait(60)
         sample = _Sample(time.perf_counter() - started, time.process_time() - cpu_s)
         if self._result is None or not self._result.ok:
             raise RuntimeError(f"the pull failed: {self._result}")
+        if self._result.transport != transport:
+            raise RuntimeError(f"{transport} was to carry it, and {self._result.transport} did")
         return sample
 
     def _on_end(self, result: PullResult) -> None:
@@ -167,6 +196,9 @@ class _Destination:
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
         """See services.worker.kv.wire.importing.Destination."""
         self._layers[layer][:, token_start : token_start + kv.shape[1]] = kv
+
+    def take(self, *_: object) -> bool:
+        return False
 
     def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
         """K's and V's part of the layer's tensor."""

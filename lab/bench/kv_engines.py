@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,7 +29,7 @@ from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
 
-TRANSPORTS = ("tcp", "zeromq")
+TRANSPORTS = ("tcp", "zeromq", "nixl") if find_spec("nixl") else ("tcp", "zeromq")
 # Much KV and little to compute: 32 KiB a token in float32.
 SHAPE = LlamaShape(4096, 256, 512, 16, 8, 8, 4096)
 TOKEN_BYTES = SHAPE.num_hidden_layers * 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * 4  # of float32
@@ -59,7 +60,7 @@ async def _bench(rounds: int) -> dict[str, Any]:
             for turn in range(rounds + 1):
                 for size_mb in SIZES_MB:
                     for name, pair in pairs.items():
-                        pull = await _pull(pair, size_mb, f"{name}-{size_mb}-{turn}")
+                        pull = await _pull(pair, name, size_mb, f"{name}-{size_mb}-{turn}")
                         if turn:  # the first only warms up
                             pulls.setdefault((name, size_mb), []).append(pull)
     return _result(pulls)
@@ -85,8 +86,10 @@ def _cluster(model: Path, transport: str) -> dict[str, Any]:
     return cluster_file(f"kv-{transport}", model, instances, MAX_MODEL_LEN, **memory)
 
 
-async def _pull(pair: RunningSuite, size_mb: int, request_id: str) -> Pull:
-    """Raises Unavailable when the KV was not pulled whole: a recomputation would look like a fast transfer."""
+async def _pull(pair: RunningSuite, transport: str, size_mb: int, request_id: str) -> Pull:
+    """Raises Unavailable when the KV was not pulled whole, or by another transport: a recomputation would look like a
+    fast transfer.
+    """
     tokens = (size_mb << 20) // TOKEN_BYTES
     rng = Random(request_id)
     prompt = [rng.randrange(10, SHAPE.vocab_size) for _ in range(tokens)]
@@ -97,6 +100,8 @@ async def _pull(pair: RunningSuite, size_mb: int, request_id: str) -> Pull:
     if not record.pulled:
         raise Unavailable(f"{request_id}: KV was not pulled: {record.outcomes}")
     (transfer,) = record.timeline["transfers"]
+    if transfer["transport"] != transport:
+        raise Unavailable(f"{request_id}: {transfer['transport']} has carried it, not {transport}")
     return Pull(transfer["wire_bytes"], transfer["ended_s"] - transfer["started_s"])
 
 

@@ -49,7 +49,7 @@ async def _bench(lengths: Workload) -> Result:
 
 
 async def _measure(trio: Trio, lengths: Workload, console: Console) -> Result:
-    target = Target.local(trio.running.suite.state)
+    target = Target.local(trio.running.suite)
     traffic = await Traffic.to(target, SEED)
     async with HostWatch(target.launcher_pid) as watch:
         cold = await _cold_start(trio, target, traffic, lengths, console)

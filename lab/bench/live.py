@@ -67,7 +67,7 @@ async def _bench(scenarios: Sequence[Scenario]) -> dict[str, Any]:
 
 async def compare(running: RunningSuite, scenario: Scenario) -> dict[str, Any]:
     """Calibrate, replay and simulate on a cluster that runs."""
-    target = Target.local(running.suite.state)
+    target = Target.local(running.suite)
     traffic = await Traffic.to(target, SEED)
     latest = await _calibrated(running, target)
     workload = workload_of(scenario, latest, traffic.max_model_len, SEED)

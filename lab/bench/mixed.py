@@ -123,7 +123,7 @@ class Meter:
     @classmethod
     async def of(cls, pair: Pair, lengths: Workload, console: Console) -> "Meter":
         """Ready to measure."""
-        target = Target.local(pair.running.suite.state)
+        target = Target.local(pair.running.suite)
         meter = cls(pair, target, await Traffic.to(target, SEED), lengths, console)
         await pair.become(LOW_HIGH, meter.speeds)
         meter._reader = StepReader(await target.instances())

@@ -61,7 +61,7 @@ def cluster() -> Cluster:
 def of_suite(suite: Suite) -> Target:
     """Gateway, schedulers and monitor: all but the instances."""
     pids = [p.pid for p in suite.state.processes if p.name.startswith(("gateway", "scheduler", "monitor"))]
-    return Target(PORT, lambda: sum(map(_cpu_s, pids)))
+    return Target(PORT, lambda: sum(map(cpu_s, pids)))
 
 
 @asynccontextmanager
@@ -81,7 +81,7 @@ async def api_layer_alone(folder: Path) -> AsyncIterator[Target]:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: ASYNC220
     try:
         await until(_answers, _START_S, "the API layer alone")
-        yield Target(ALONE_PORT, lambda: _cpu_s(process.pid))
+        yield Target(ALONE_PORT, lambda: cpu_s(process.pid))
     finally:
         process.terminate()
         await asyncio.to_thread(process.wait, 15)
@@ -95,7 +95,7 @@ async def _answers() -> bool:
             return False
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
     """Of all threads, to the nanosecond: the usual clocks have ticks of 10 ms, more than some requests cost."""
     try:
         threads = [thread.read_text() for thread in Path(f"/proc/{pid}/task").glob("*/schedstat")]

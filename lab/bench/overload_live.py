@@ -101,7 +101,7 @@ async def _suite() -> AsyncIterator[tuple[RunningSuite, Target]]:
     cluster = on_free_ports(Cluster.model_validate(CLUSTER))
     with tempfile.TemporaryDirectory(prefix="polyphase-overload-") as folder:
         async with running_suite(cluster, Path(folder), Console(stderr=True)) as running:
-            yield running, Target.local(running.suite.state)
+            yield running, Target.local(running.suite)
 
 
 async def _measure(target: Target, rates: dict[str, float]) -> list[_Shot]:

@@ -80,7 +80,7 @@ async def ran(one: Followed, data: Path | None, planner: bool) -> Ran:
 
 
 async def _served(one: Followed, running: RunningSuite, workload: Workload, planner: bool) -> Ran:
-    target = Target.local(running.suite.state)
+    target = Target.local(running.suite)
     traffic = await Traffic.to(target, seed=1)
     await traffic.closed(WARM, 2)
     await running.suite.wait_idle()

@@ -99,7 +99,7 @@ async def _replayed(file: Path, workload: Workload, state: Path) -> tuple[list[S
 
 
 async def _sent(running: RunningSuite, workload: Workload) -> tuple[list[Sample], float]:
-    target = Target.local(running.suite.state)
+    target = Target.local(running.suite)
     traffic = await Traffic.to(target, seed=1)
     await traffic.closed(WARM, 2)
     await running.suite.wait_idle()

@@ -148,7 +148,7 @@ async def _measured(one: Slowed, folder: Path) -> tuple[dict[str, tuple[Replay, 
 async def _compared(
     one: Slowed, running: RunningSuite, console: Console
 ) -> tuple[dict[str, tuple[Replay, Means]], dict[str, float]]:
-    target = Target.local(running.suite.state)
+    target = Target.local(running.suite)
     traffic = await Traffic.to(target, SEED)
     pairs, shares = {}, {}
     for variant in one.variants:

@@ -142,7 +142,7 @@ def _asking(cluster: Cluster, address: str) -> Cluster:
 
 async def _all(plan: _Plan, running: RunningSuite, stand_in: StandIn, console: Console) -> Runs:
     """Every arm under each policy, a round after the other; which arm begins changes."""
-    target = Target.local(running.suite.state)
+    target = Target.local(running.suite)
     found: Runs = {(policy, arm): [] for policy in plan.under for arm in ARMS}
     await send(target, timed(plan.workload, plan.workload.rate, WARM_S))
     for number in range(plan.rounds):

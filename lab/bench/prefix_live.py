@@ -100,7 +100,7 @@ def cluster_of(model: Path) -> dict[str, Any]:
 
 
 async def _measure(running: RunningSuite, rounds: int, console: Console) -> list[Run]:
-    target, runs = Target.local(running.suite.state), list[Run]()
+    target, runs = Target.local(running.suite), list[Run]()
     async with httpx.AsyncClient(timeout=10.0, trust_env=False) as http:
         meter = Meter(running, target, http)
         await meter.play(SYSTEMS[0], chats(2 * INSTANCES, 2, 1.0, SEED - 1))  # rates are learned while serving

@@ -86,7 +86,7 @@ def cluster_of(model: Path, prefills: int, flips: str) -> dict[str, Any]:
 
 
 async def _serve(label: str, running: RunningSuite, workload: Workload) -> Seen:
-    target = Target.local(running.suite.state)
+    target = Target.local(running.suite)
     traffic = await Traffic.to(target, seed=1)
     rows = zip(workload.prompt_tokens, workload.output_tokens, workload.arrival_s, strict=True)
     shots = [Shot(int(prompt), int(output), float(at)) for prompt, output, at in rows]

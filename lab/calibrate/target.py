@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from services.launcher import state_file
-from services.launcher.state_file import SuiteState
-from services.launcher.suite import change_policies, until
+from services.launcher import cluster_token
+from services.launcher.suite import Suite, change_policies, until
 from shared.domain.instance import InstanceInfo, InstanceState, Role
 from shared.domain.job import Phase
 from shared.domain.route import PolicySpec
@@ -33,7 +32,7 @@ _FINAL = {phase.value for phase in Phase if phase.final}
 class Target:
     """Addresses of a suite. `schedulers` are for timelines and for changing the split while measuring.
 
-    launcher_pid: of a suite on this machine, else 0.
+    launcher_pid: of a suite on this machine, else 0. token: the cluster's secret.
     """
 
     api_url: str
@@ -42,11 +41,14 @@ class Target:
     model: str
     api_key: str = ""
     launcher_pid: int = 0
+    token: str = ""
 
     @classmethod
-    def local(cls, state: SuiteState, api_key: str = "") -> "Target":
-        """The suite of a state file."""
-        return cls(state.api_url, state.monitor_url, state.scheduler_urls, state.model, api_key, state.launcher_pid)
+    def local(cls, suite: Suite, api_key: str = "") -> "Target":
+        """A suite of this machine."""
+        state, token = suite.state, cluster_token.kept(suite.data_dir)
+        where = state.api_url, state.monitor_url, state.scheduler_urls
+        return cls(*where, state.model, api_key, state.launcher_pid, token)
 
     @property
     def api_address(self) -> tuple[str, int]:
@@ -85,7 +87,7 @@ class Target:
     async def policies(self, **names: str) -> AsyncIterator[None]:
         """Other policies, such as split="none", that all follow for the block's length; then those before."""
         wanted = {kind: PolicySpec(name) for kind, name in names.items()}
-        async with MonitorClient(self.monitor_url) as monitor:
+        async with MonitorClient(self.monitor_url, token=self.token) as monitor:
             before = await change_policies(monitor, wanted, WHO, len(self.schedulers))
             try:
                 yield
@@ -96,10 +98,10 @@ class Target:
 def find_target(data_dir: Path, api_url: str, monitor_url: str, schedulers: tuple[str, ...], api_key: str) -> Target:
     """The suite of `data_dir`, or the one at these addresses, of which all must be given. Raises NotFound."""
     if not (api_url or monitor_url or schedulers):
-        return Target.local(state_file.read(data_dir), api_key)
+        return Target.local(Suite(data_dir), api_key)
     if not (api_url and monitor_url and schedulers):
         raise InvalidRequest("--api, --monitor and --scheduler: all three, or none to use --data-dir's suite")
-    return Target(api_url, monitor_url, schedulers, "", api_key)
+    return Target(api_url, monitor_url, schedulers, "", api_key, token=cluster_token.of_environment())
 
 
 def request_id_of(job_id: str) -> str:

@@ -12,8 +12,8 @@ the next gets a fresh one.
 environment variables and `inject/` on their PYTHONPATH. By that alone
 
 - every connection between two processes goes by a proxy of its own (`wires`, `proxy`), which can cut, stall, slow,
-  corrupt and replay; for ZeroMQ it knows the framing (`zmtp`), so that a flipped bit arrives in a well-framed
-  message;
+  corrupt, lose, swap and replay; it knows the framing of ZeroMQ (`zmtp`) and of KV over TCP (`kv_framing`), so that a
+  flipped bit arrives in a well-framed message;
 - a process's wall clock can jump and its SQLite refuse writes, while it runs; a stranger can claim another wire
   version.
 

@@ -19,7 +19,7 @@ from lab.chaos.verbs import Database, Processes, Roles, Strangers, Switches
 from lab.chaos.wires import Port, Wires, ports_of, service_of, wired
 from lab.demo.client import ApiClient
 from lab.demo.prompts import Prompts
-from services.launcher import state_file
+from services.launcher import cluster_token, state_file
 from services.launcher.cluster_file import Cluster
 from services.launcher.keeper import Status
 from services.launcher.plan import make_plan
@@ -59,6 +59,7 @@ class Arena:
     asks: tuple[Ask, ...] = ()
     right: dict[str, Right] = field(default_factory=dict)
     load: Load | None = None
+    notes: list[str] = field(default_factory=list)  # what a scenario has to tell
     away_s: float = 0.0  # what the scenario took away from its clients
 
     def named(self, service: str) -> tuple[str, ...]:
@@ -107,6 +108,7 @@ async def running_arena(bed: Testbed, folder: Path, console: Console, seed: int)
     async with AsyncExitStack() as stack:
         cluster = bed.build()
         folder = folder.resolve()
+        cluster_token.keep(cluster, folder)
         plan = _with_gateways(make_plan(cluster, folder, where=bed.name), cluster, bed.gateways)
         run, rng = f"{os.getpid()}-{bed.name}-{time.monotonic_ns()}", Random(seed)
         switches = Switches(folder / "switches", [spec.name for spec in plan.processes])

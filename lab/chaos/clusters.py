@@ -1,6 +1,6 @@
 """The clusters that scenarios run on, and how each is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.launcher import ports
@@ -28,7 +28,6 @@ _REAL = {
     "accelerator": "cpu",
     "dtype": "float32",
     "kv_cache_bytes": 192 * _MIB,
-    "kv_transport": "zeromq",  # what faults are put into is ZMTP: see lab.chaos.zmtp
     "staging_bytes": 128 * _MIB,
     "inbox_bytes": 128 * _MIB,
     "threads": 1,
@@ -48,6 +47,7 @@ class Testbed:
     users: int
     gateways: int = 2
     curve: bool = False
+    kv_transport: str = "tcp"
 
     def build(self) -> Cluster:
         """The cluster on ports that nobody uses."""
@@ -63,7 +63,8 @@ class Testbed:
             **keys,
         }
         gateway = {"port": base + _GATEWAY, **self.cluster.get("gateway", {})}
-        return Cluster.model_validate({**fixed, **self.cluster, "gateway": gateway})
+        defaults = {"kv_transport": self.kv_transport, **self.cluster.get("instance_defaults", {})}
+        return Cluster.model_validate({**fixed, **self.cluster, "gateway": gateway, "instance_defaults": defaults})
 
 
 def second_gateway_port(cluster: Cluster) -> int:
@@ -83,6 +84,13 @@ EMULATED = Testbed(
     prompts=(8, 90, 300, 900),
     answer_tokens=24,
     users=8,
+)
+
+PAIR = replace(
+    EMULATED,
+    name="pair",
+    title="two monitors, gateways and schedulers, 2 prefill and 3 decode instances; EMULATED engines",
+    cluster={**EMULATED.cluster, "monitors": 2},
 )
 
 KEYED = Testbed(
@@ -124,4 +132,4 @@ REAL = Testbed(
     gateways=1,
 )
 
-TESTBEDS: dict[str, Testbed] = {bed.name: bed for bed in (EMULATED, KEYED, REAL)}
+TESTBEDS: dict[str, Testbed] = {bed.name: bed for bed in (EMULATED, PAIR, KEYED, REAL)}

@@ -1,6 +1,7 @@
 """Input that no peer of ours sends: noise on a TCP port, and well-framed messages that mean nothing or lie."""
 
 import asyncio
+import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
@@ -10,12 +11,16 @@ from random import Random
 import msgspec
 import zmq
 
+from lab.chaos import kv_framing
 from lab.chaos.wires import Port
 from services.worker.kv.wire import frames
-from shared.domain.instance import ClusterView, InstanceLoad, Role
+from services.worker.kv.wire.tcp_framing import HEARTBEAT
+from shared.domain.cluster import ClusterDelta
+from shared.domain.instance import InstanceLoad, Role
 from shared.domain.kv import Codec
 from shared.wire.envelope import Envelope, Kind, encode_body, pack
 from shared.wire.messages import Heartbeat
+from shared.wire.sealed import sealed
 
 _MARK = "AAAAAAAA"  # becomes bytes that are no UTF-8
 _DEEP = b"\x91" * 50_000 + b"\xc0"
@@ -67,8 +72,8 @@ def messages(rng: Random) -> list[list[bytes]]:
         _call("release", encode_body({"transfer_ids": ["unknown"] * 1000})),
         b"\x93\x01\x02\x03",
         pack([Envelope(99, 1, "", 0.0, encode_body(1))]),
-        msgspec.msgpack.encode(Heartbeat("nobody", 1, Role.DECODE, False, InstanceLoad())),
-        msgspec.msgpack.encode(ClusterView(2**62, 1e18)),
+        sealed(msgspec.msgpack.encode(Heartbeat("nobody", 1, Role.DECODE, False, InstanceLoad()))),
+        sealed(msgspec.msgpack.encode(ClusterDelta(2**62, 1e18, whole=True))),
     ]
     return [*([each] for each in singles), [], [b"a", b"b"], [b"x"] * 100, [b"\x00" * (1 << 20)]]
 
@@ -108,7 +113,20 @@ async def _noise(port: Port, noise: bytes) -> None:
 async def say(ports: Sequence[Port], rng: Random) -> None:
     """All messages on all ports, from sockets of every kind that could be let in."""
     said = messages(rng)
-    await asyncio.to_thread(_say, [f"tcp://{port.host}:{port.port}" for port in ports], said)
+    await asyncio.to_thread(_say, [f"tcp://{port.host}:{port.port}" for port in ports if port.scheme == "tcp"], said)
+    await asyncio.to_thread(_say_over_tcp, [(port.host, port.port) for port in ports if port.scheme == "kv"], said)
+
+
+def _say_over_tcp(places: list[tuple[str, int]], said: list[list[bytes]]) -> None:
+    """Each message over a connection of its own: most of them end it."""
+    for place in places:
+        for parts in said:
+            header, payload = (*parts, b"")[0], b"".join(parts[1:])
+            with suppress(OSError), socket.create_connection(place, timeout=2.0) as made:  # emulated ones have no KV
+                made.sendall(HEARTBEAT + kv_framing.said(header, payload))
+                made.shutdown(socket.SHUT_WR)
+                while made.recv(4096):
+                    pass
 
 
 def _say(addresses: list[str], said: list[list[bytes]]) -> None:

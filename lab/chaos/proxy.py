@@ -1,19 +1,19 @@
 """A TCP proxy between two processes, with the verbs of a bad network.
 
 What is written on one side comes out on the other; a connection that ends on one side ends on the other. `cut`,
-`stall`, `slow`, `corrupt` and `replay` change that until `heal`.
+`stall`, `slow`, `corrupt`, `lose`, `swap` and `replay` change that until `heal`.
 """
 
 import asyncio
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
-from lab.chaos.zmtp import Part, Splitter, flip_bit
+from lab.chaos.framing import Framing, Piece, Splitter
+from lab.chaos.zmtp import ZmtpSplitter
 
 _READ_BYTES = 1 << 16
 _WAITING = 64  # pieces under way in one direction; then the sender has to wait
@@ -29,22 +29,26 @@ class Weather:
     refusing: bool = False  # connections are reset as soon as they are made
     latency_s: float = 0.0
     bytes_per_s: float = 0.0  # 0: as fast as it goes
-    corrupt: float = 0.0  # share of messages in which a bit is flipped
+    corrupt: float = 0.0  # share of messages in which a bit is flipped,
+    lose: float = 0.0  # that do not arrive,
+    swap: float = 0.0  # and that arrive after the next one
 
 
 class Proxy:
     """One link: whoever connects to `port` is connected to `target`. Use as an async context manager."""
 
-    def __init__(self, target: tuple[str, int], rng: Random, *, framed: bool = True) -> None:
-        """`framed`: ZeroMQ is spoken, so that whole messages can be corrupted and replayed."""
+    def __init__(self, target: tuple[str, int], rng: Random, framing: Framing = ZmtpSplitter) -> None:
+        """`framing`: what is spoken, so that whole messages can be corrupted, lost, swapped and replayed."""
         self.target = target
         self.port = 0
         self.corrupted = 0
         self.replayed = 0
+        self.lost = 0
+        self.swapped = 0
+        self.weather = Weather()
+        self.weather.open.set()
         self._rng = rng
-        self._framed = framed
-        self._weather = Weather()
-        self._weather.open.set()
+        self._framing = framing
         self._pipes: set[_Pipe] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -69,21 +73,29 @@ class Proxy:
 
     def cut(self, *, refuse: bool = False) -> None:
         """Reset every connection; with `refuse` new ones too, until `heal`."""
-        self._weather.refusing = refuse
+        self.weather.refusing = refuse
         for pipe in list(self._pipes):
             pipe.reset()
 
     def stall(self) -> None:
         """From now on nothing comes out: a network that drops everything."""
-        self._weather.open.clear()
+        self.weather.open.clear()
 
     def slow(self, *, latency_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
         """Each piece takes so much longer, and each direction carries no more than that."""
-        self._weather.latency_s, self._weather.bytes_per_s = latency_s, bytes_per_s
+        self.weather.latency_s, self.weather.bytes_per_s = latency_s, bytes_per_s
 
     def corrupt(self, share: float) -> None:
         """Flip one bit in this share of all messages, both ways."""
-        self._weather.corrupt = share
+        self.weather.corrupt = share
+
+    def lose(self, share: float) -> None:
+        """Let this share of all messages, both ways, go nowhere."""
+        self.weather.lose = share
+
+    def swap(self, share: float) -> None:
+        """Let this share of all messages, both ways, pass after the next one."""
+        self.weather.swap = share
 
     def replay(self, *, back: bool = True) -> int:
         """Send again, in order, what went there lately, and with `back` what came back; how many messages that were."""
@@ -93,9 +105,10 @@ class Proxy:
 
     def heal(self) -> None:
         """Everything as it should be. Connections that were cut stay so; whoever needs them connects again."""
-        self._weather.refusing = False
-        self._weather.latency_s = self._weather.bytes_per_s = self._weather.corrupt = 0.0
-        self._weather.open.set()
+        self.weather.refusing = False
+        self.weather.latency_s = self.weather.bytes_per_s = 0.0
+        self.weather.corrupt = self.weather.lose = self.weather.swap = 0.0
+        self.weather.open.set()
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.get_running_loop().create_task(self._carry(reader, writer))
@@ -111,20 +124,19 @@ class Proxy:
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._weather.open.wait()
-        if self._weather.refusing:
+        await self.weather.open.wait()
+        if self.weather.refusing:
             _reset(writer)
             return
         onward_reader, onward_writer = await asyncio.open_connection(*self.target, limit=_READ_BYTES)
-        touch = self._touch if self._framed else self._touch_raw
-        there = _Pipe(reader, onward_writer, self._weather, touch, self._framed, onward=True)
-        back = _Pipe(onward_reader, writer, self._weather, touch, self._framed, onward=False)
+        there = _Pipe(reader, onward_writer, self, onward=True)
+        back = _Pipe(onward_reader, writer, self, onward=False)
         self._pipes |= {there, back}
         try:
             running = {asyncio.ensure_future(pipe.run()) for pipe in (there, back)}
             try:
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                await self._weather.open.wait()  # who hangs up is not heard either
+                await self.weather.open.wait()  # who hangs up is not heard either
             finally:
                 for each in running:
                     each.cancel()
@@ -133,42 +145,49 @@ class Proxy:
             self._pipes -= {there, back}
             onward_writer.close()
 
-    def _touch(self, part: Part) -> Part:
-        if part.is_command or not self._hit():
-            return part
-        return Part(part.flags, flip_bit(part.body, self._rng))
+    def splitter(self) -> Splitter:
+        """For one direction of a connection."""
+        return self._framing()
 
-    def _touch_raw(self, part: Part) -> Part:
-        return Part(part.flags, flip_bit(part.body, self._rng)) if self._hit() else part
+    def touched(self, piece: Piece) -> Piece:
+        """What becomes of it on the way."""
+        if not self._hit(self.weather.corrupt):
+            return piece
+        self.corrupted += 1
+        return piece.flipped(self._rng)
 
-    def _hit(self) -> bool:
-        hit = self._weather.corrupt > 0.0 and self._rng.random() < self._weather.corrupt
-        self.corrupted += hit
-        return hit
+    def loses(self) -> bool:
+        """Whether the present message is lost."""
+        lost = self._hit(self.weather.lose)
+        self.lost += lost
+        return lost
+
+    def swaps(self) -> bool:
+        """Whether the present message goes after the next one."""
+        swapped = self._hit(self.weather.swap)
+        self.swapped += swapped
+        return swapped
+
+    def _hit(self, share: float) -> bool:
+        return share > 0.0 and self._rng.random() < share
 
 
 class _Pipe:
     """One direction of one connection."""
 
     def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        weather: Weather,
-        touch: Callable[[Part], Part],
-        framed: bool,
-        *,
-        onward: bool,
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, proxy: Proxy, *, onward: bool
     ) -> None:
         self.onward = onward  # from who connected to whom it wanted
         self._reader = reader
         self._writer = writer
-        self._weather = weather
-        self._touch = touch
-        self._splitter = Splitter() if framed else None
+        self._proxy = proxy
+        self._weather = proxy.weather
+        self._splitter = proxy.splitter()
         self._due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_WAITING)
         self._sent: deque[bytes] = deque(maxlen=_KEPT)
-        self._message = b""  # the parts of a message that is not complete yet
+        self._parts: list[Piece] = []  # of a message that is not complete yet
+        self._held = b""  # a message that goes after the next one
 
     async def run(self) -> None:
         """Until one side ends."""
@@ -188,7 +207,7 @@ class _Pipe:
 
     def replay(self) -> int:
         """Send the remembered messages again, between two others."""
-        if self._message or self._due.full():
+        if self._due.full():
             return 0
         again = b"".join(self._sent)
         if again:
@@ -203,21 +222,33 @@ class _Pipe:
                     await self._due.put((loop.time() + self._weather.latency_s, out))
 
     def _pass(self, data: bytes) -> bytes:
-        if self._splitter is None:
-            return self._touch(Part(0, data)).body
-        greeting, parts = self._splitter.feed(data)
-        return greeting + b"".join(self._pass_part(part) for part in parts)
+        greeting, pieces = self._splitter.feed(data)
+        return greeting + b"".join(self._pass_piece(piece) for piece in pieces)
 
-    def _pass_part(self, part: Part) -> bytes:
-        if part.is_command:
-            return part.encode()
-        out = self._touch(part).encode()
-        self._message += part.encode()
-        if part.ends_message:
-            if len(self._message) <= _KEPT_BYTES:
-                self._sent.append(self._message)
-            self._message = b""
-        return out
+    def _pass_piece(self, piece: Piece) -> bytes:
+        if piece.is_command:
+            return piece.encode() + self._let_go()
+        self._parts.append(piece)
+        if not piece.ends_message:
+            return b""
+        parts, self._parts = self._parts, []
+        whole = b"".join(part.encode() for part in parts)
+        if len(whole) <= _KEPT_BYTES:
+            self._sent.append(whole)
+        return self._pass_message(parts)
+
+    def _pass_message(self, parts: list[Piece]) -> bytes:
+        if self._proxy.loses():
+            return b""
+        out = b"".join(self._proxy.touched(part).encode() for part in parts)
+        if not self._held and self._proxy.swaps():
+            self._held = out
+            return b""
+        return out + self._let_go()
+
+    def _let_go(self) -> bytes:
+        held, self._held = self._held, b""
+        return held
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,12 +46,15 @@ class Recovery:
 
 def footprint(arena: Arena) -> Footprint:
     """Now."""
-    memory, files = {}, {}
+    memory: dict[str, int] = {}
+    files: Counter[str] = Counter()
+    monitors = arena.named("monitor")  # together: the one that acts has more, and that may be another one
     restarts = {name: status.restarts for name, status in arena.processes.statuses.items()}
     for name, status in arena.processes.statuses.items():
         with suppress(psutil.Error):
             process = psutil.Process(status.pid)
-            memory[name], files[name] = process.memory_info().rss, process.num_fds()
+            memory[name] = process.memory_info().rss
+            files["monitor" if name in monitors else name] += process.num_fds()
     return Footprint(restarts, memory, files, frozenset(pid for pid, _ in _unknown(arena)))
 
 
@@ -151,8 +155,9 @@ def _grown(arena: Arena, before: Footprint) -> list[str]:
     for name, size in now.memory_bytes.items():
         if size > before.memory_bytes.get(name, size) + _MEMORY_BYTES:
             grown.append(f"{name}: {(size - before.memory_bytes[name]) >> 20} MiB more memory")
-        if now.files[name] > before.files.get(name, now.files[name]) + _FILES:
-            grown.append(f"{name}: {now.files[name] - before.files[name]} more open files")
+    for name, count in now.files.items():
+        if count > before.files.get(name, count) + _FILES:
+            grown.append(f"{name}: {count - before.files[name]} more open files")
     return grown
 
 

@@ -23,7 +23,7 @@ def line(outcome: Outcome, number: int, total: int) -> str:
     cells = cells_of(outcome)
     said = f"{mark} {number}/{total} [bold]{outcome.scenario.name}[/] [dim]{escape(outcome.scenario.does)}: "
     said += f"{cells[0]} whole, {cells[1]} clean errors, longest wait {cells[7]}, back after {cells[8]}, "
-    said += f"took {outcome.took_s:.0f} s[/]"
+    said += f"took {outcome.took_s:.0f} s{''.join(f', {note}' for note in outcome.notes)}[/]"
     for fault in outcome.faults:
         said += f"\n    [red]{escape(fault)}[/]"
     for verdict, example in outcome.tally.examples.items():
@@ -78,7 +78,8 @@ def interrupted() -> dict[str, Any]:
 def _aim(outcome: Outcome) -> dict[str, Any]:
     want = f"whole, no wait over {outcome.allowed_gap_s:.1f} s, back within {RECOVER_S:.0f} s, nothing left behind"
     counts = ", ".join(f"{count} {verdict}" for verdict, count in outcome.tally.counts.items())
-    return {"want": want, "got": "; ".join(outcome.faults) or counts, "met": outcome.ok}
+    got = "; ".join(outcome.faults) or ", ".join((counts, *outcome.notes))
+    return {"want": want, "got": got, "met": outcome.ok}
 
 
 def write_docs(folder: Path, outcomes: Sequence[Outcome], seed: int) -> None:

@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class ChaosOptions:
     random_minutes: float = 0.0
     write_docs: Path | None = None
     keep_logs: Path | None = None
+    kv_transport: str = "tcp"
 
 
 def run_chaos_bench(options: ChaosOptions, console: Console) -> dict[str, Any]:
@@ -108,6 +109,7 @@ class _Bench:
             self.suites += 1
             try:
                 async with AsyncExitStack() as stack:
+                    bed = replace(bed, kv_transport=self.options.kv_transport)
                     made = running_arena(bed, folder / f"suite-{self.suites}", self.console, self.options.seed)
                     arena = await stack.enter_async_context(made)
                     before = await calm(arena, self.options.seed)

@@ -37,6 +37,7 @@ async def run_scenario(arena: Arena, scenario: Scenario, before: Calm, seed: int
     """One scenario on a suite that is well. Whatever goes wrong is in the outcome."""
     outcome = Outcome(scenario, seed, calm_gap_s=before.gap_s)
     began, arena.away_s, now = time.monotonic(), 0.0, footprint(arena)
+    arena.notes = outcome.notes
     arena.processes.touched.clear()
     since_s = time.time()
     async with StallWatch() as watch:

@@ -45,6 +45,7 @@ class Outcome:
     died: list[str] = field(default_factory=list)  # processes that nobody touched
     broke: str = ""  # why the scenario could not be carried out, or what it found by itself
     took_s: float = 0.0
+    notes: list[str] = field(default_factory=list)  # what it measured by itself
 
     @property
     def allowed_gap_s(self) -> float:

@@ -1,7 +1,7 @@
 """Proxies between the processes of a plan: found from its ports, put in place by the environments of its processes.
 
-A process's own addresses stay as they are; only whom it connects to is answered by a proxy. ZeroMQ addresses are
-swapped at the moment of connecting (`inject/sitecustomize.py`), so that addresses which travel in messages are covered;
+A process's own addresses stay as they are; only whom it connects to is answered by a proxy. Addresses of ZeroMQ and KV
+are swapped at the moment of connecting (`inject/sitecustomize.py`), so that those which travel in messages are covered;
 HTTP addresses are swapped in the environment.
 """
 
@@ -11,7 +11,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from random import Random
 
+from lab.chaos.framing import Framing, RawSplitter
+from lab.chaos.kv_framing import KvSplitter
 from lab.chaos.proxy import Proxy
+from lab.chaos.zmtp import ZmtpSplitter
 from services.launcher.spec import Plan, ProcessSpec
 
 _SERVICES = {
@@ -19,6 +22,7 @@ _SERVICES = {
     "services.cluster_monitor": "monitor",
     "services.global_scheduler": "scheduler",
     "services.worker": "worker",
+    "services.planner": "planner",
     "predictor": "predictor",
 }
 _PORTS = {  # what a service's ports are for, in the order of the plan
@@ -26,6 +30,7 @@ _PORTS = {  # what a service's ports are for, in the order of the plan
     "monitor": ("http", "heartbeats", "broadcasts"),
     "scheduler": ("http", "rpc"),
     "worker": ("rpc", "http", "kv"),
+    "planner": ("http",),
     "predictor": ("http",),
 }
 _TALK = {  # who connects to whom, and to what
@@ -35,9 +40,12 @@ _TALK = {  # who connects to whom, and to what
     ("worker", "monitor"): ("http", "heartbeats", "broadcasts"),
     ("worker", "worker"): ("kv",),
     ("scheduler", "monitor"): ("http", "broadcasts"),
+    ("planner", "monitor"): ("http", "broadcasts"),
     ("worker", "predictor"): ("http",),
     ("scheduler", "predictor"): ("http",),
 }
+_FRAMINGS: dict[str, Framing] = {"http": RawSplitter, "tcp": ZmtpSplitter, "kv": KvSplitter}  # by scheme
+_KV_TRANSPORT = "POLYPHASE_WORKER_KV_TRANSPORT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class Port:
     purpose: str  # "http", "rpc", "kv", "heartbeats", "broadcasts"
     host: str
     port: int
+    scheme: str = "tcp"  # how it is spoken to: "http", "tcp" (ZeroMQ), "kv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +114,14 @@ def ports_of(plan: Plan) -> tuple[Port, ...]:
         purposes = _PORTS.get(service, ())
         for number, use in enumerate(spec.ports):
             purpose = purposes[min(number, len(purposes) - 1)]  # one KV port a rank
-            found.append(Port(spec.name, service, purpose, use.host, use.port))
+            found.append(Port(spec.name, service, purpose, use.host, use.port, _scheme(spec, purpose)))
     return tuple(found)
+
+
+def _scheme(spec: ProcessSpec, purpose: str) -> str:
+    if purpose == "kv" and spec.env.get(_KV_TRANSPORT, "tcp") == "tcp":
+        return "kv"
+    return "http" if purpose == "http" else "tcp"
 
 
 @asynccontextmanager
@@ -117,7 +132,7 @@ async def wired(plan: Plan, rng: Random) -> AsyncIterator[tuple[Plan, Wires]]:
         for spec in plan.processes:
             mine = []
             for port in _reached_by(spec, ports):
-                proxy = Proxy((port.host, port.port), Random(rng.getrandbits(64)), framed=port.purpose != "http")
+                proxy = Proxy((port.host, port.port), Random(rng.getrandbits(64)), _FRAMINGS[port.scheme])
                 mine.append(Wire(spec.name, port, await stack.enter_async_context(proxy)))
             wires += mine
             specs.append(replace(spec, env=_by_proxies(spec.env, mine)))
@@ -140,5 +155,5 @@ def _by_proxies(env: dict[str, str], wires: list[Wire]) -> dict[str, str]:
         if port.purpose == "http":
             env = {key: value.replace(f"http://{direct}", f"http://{proxied}") for key, value in env.items()}
         else:
-            links[f"tcp://{direct}"] = f"tcp://{proxied}"
+            links[f"{port.scheme}://{direct}"] = f"{port.scheme}://{proxied}"
     return {**env, "CHAOS_LINKS": json.dumps(links)}

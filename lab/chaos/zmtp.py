@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from random import Random
 
+from lab.chaos.framing import Piece, flip_bit
+
 GREETING_BYTES = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4
 
@@ -31,20 +33,24 @@ class Part:
             return bytes((self.flags | _LONG,)) + size.to_bytes(8, "big") + self.body
         return bytes((self.flags & ~_LONG, size)) + self.body
 
+    def flipped(self, rng: Random) -> "Part":
+        """See Piece."""
+        return Part(self.flags, flip_bit(self.body, rng))
+
 
 @dataclass(slots=True)
-class Splitter:
+class ZmtpSplitter:
     """One direction of a connection: bytes in, the greeting and whole frames out."""
 
     _greeting: int = GREETING_BYTES  # of it, what is to come
     _rest: bytearray = field(default_factory=bytearray)
 
-    def feed(self, data: bytes) -> tuple[bytes, list[Part]]:
+    def feed(self, data: bytes) -> tuple[bytes, list[Piece]]:
         """What comes before the first frame, at once, since the sides wait for it; and the frames that are whole."""
         greeting, data = data[: self._greeting], data[self._greeting :]
         self._greeting -= len(greeting)
         self._rest += data
-        parts = []
+        parts: list[Piece] = []
         while (part := self._next()) is not None:
             parts.append(part)
         return greeting, parts
@@ -66,12 +72,3 @@ class Splitter:
         taken = bytes(self._rest[:size])
         del self._rest[:size]
         return taken
-
-
-def flip_bit(body: bytes, rng: Random) -> bytes:
-    """The same bytes with one bit the other way."""
-    if not body:
-        return body
-    changed = bytearray(body)
-    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return bytes(changed)

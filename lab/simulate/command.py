@@ -47,7 +47,9 @@ def simulate_command(
     skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Leave out requests of no tokens.")] = False,
     calibration: Annotated[Path | None, typer.Option(help="Efficiencies (YAML) in place of ours.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Folder for CSV of figures and requests.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for pages of latency and load.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder for report.html: figures and all plots on one page.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")] = False,
 ) -> None:
     """What a cluster would do with a workload, in virtual time: latency, SLO attainment, goodput, cost."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from lab.simulate.from_cluster import read_cluster
-from lab.simulate.sim_file import InstanceEntry, SimFile, find_file, is_sim_file, load_sim_file
+from lab.simulate.sim_file import InstanceEntry, SimFile, find_file, is_sim_file, load_sim_file, places_of
 from services.worker.engines.emulated import fixed_step_rates
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.geometry import ModelGeometry
@@ -56,7 +56,7 @@ def load_deployment(file: Path, calibration: Path | None = None) -> Deployment:
     try:
         network = maker.network()
     except InvalidRequest as error:
-        raise InvalidRequest(f"{file}: {error.message}") from error
+        raise InvalidRequest(places_of(file).tell("network", error.message.removeprefix("network: "))) from error
     return Deployment(read.name or file.stem, read.model, instances, replace(_run(read, file), network=network))
 
 
@@ -76,7 +76,8 @@ def _run(read: SimFile, file: Path) -> RunSpec:
     try:
         return with_policies(run, from_file(read.policies))
     except InvalidRequest as error:
-        raise InvalidRequest(f"{file}: policies.{error.message}") from error
+        kind, _, text = error.message.partition(": ")
+        raise InvalidRequest(places_of(file).tell(f"policies.{kind}", text)) from error
 
 
 class _Maker:
@@ -90,16 +91,17 @@ class _Maker:
         try:
             self._shop = Workshop(self._library, self._library.geometry(read.model))
         except PolyphaseError as error:
-            raise type(error)(f"{file}: model: {error.message}") from error
+            raise type(error)(places_of(file).tell("model", error.message)) from error
 
     def instances(self) -> tuple[InstanceSpec, ...]:
         """All of them, in the order of the file."""
         made: list[InstanceSpec] = []
-        for entry in self._read.instances:
+        for index, entry in enumerate(self._read.instances):
             try:
                 one = self._instance(entry)
             except PolyphaseError as error:
-                raise type(error)(f"{self._file}: instances: {entry.name}: {error.message}") from error
+                told = places_of(self._file).tell(f"instances.{index}", error.message)
+                raise type(error)(told) from error
             made += [one.renamed(name) for name in entry.ids]
         return tuple(made)
 

@@ -12,7 +12,8 @@ from lab.simulate.not_simulated import ENGINE_ARGS
 from lab.simulate.sim_file import SimFile, SloEntry
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher.cluster_file import Cluster, InstanceSection, describe, load_cluster
+from services.launcher.cluster_file import Cluster, InstanceSection, load_cluster
+from services.launcher.faults import describe
 from services.launcher.plan import settings_of
 from services.worker.settings import WorkerSettings
 from shared.cost.library import Library
@@ -50,16 +51,17 @@ def read_cluster(file: Path) -> ClusterRead:
     says, links are `emulated_link_gbps`, else the catalogue's network.
     """
     cluster = load_cluster(file)
+    places = cluster.places(str(file))
     entries = [_Entry(file, cluster, section) for section in cluster.instances if section.enabled]
     if not entries:
-        raise InvalidRequest(f"{file}: instances: none is enabled")
+        raise InvalidRequest(places.tell("instances", "none is enabled"))
     models = {entry.model for entry in entries}
     if len(models) > 1:
-        raise InvalidRequest(f"{file}: instances: one model can be simulated, not {', '.join(sorted(models))}")
+        raise InvalidRequest(places.tell("instances", f"one model can be simulated, not {', '.join(sorted(models))}"))
     given = {"schedulers": (), "model": cluster.model, **cluster.gateway.extra}
-    gateway = settings_of(GatewaySettings, str(file), "gateway", given)
-    monitor = settings_of(MonitorSettings, str(file), "monitor", cluster.monitor.extra)
-    settings_of(SchedulerSettings, str(file), "scheduler", cluster.scheduler.extra)  # for its faults
+    gateway = settings_of(GatewaySettings, places, "gateway", given)
+    monitor = settings_of(MonitorSettings, places, "monitor", cluster.monitor.extra)
+    settings_of(SchedulerSettings, places, "scheduler", cluster.scheduler.extra)  # for its faults
     data = {
         "name": cluster.name,
         "model": models.pop(),
@@ -72,7 +74,7 @@ def read_cluster(file: Path) -> ClusterRead:
     try:
         sim = SimFile.model_validate(data)
     except ValidationError as error:
-        raise InvalidRequest(describe(file, error)) from error
+        raise InvalidRequest(describe(places, error, kind=SimFile)) from error
     found = [(entry.name, entry.measured()) for entry in entries if entry.measurable]
     return ClusterRead(sim, dict(found))
 
@@ -96,7 +98,7 @@ class _Entry:
     """One entry of the file with the settings that its workers would start with."""
 
     def __init__(self, file: Path, cluster: Cluster, section: InstanceSection) -> None:
-        self._file = file
+        self._places = cluster.places(str(file))
         self._section = section
         self._at = f"instances.{section.id}"
         values = {
@@ -107,7 +109,7 @@ class _Entry:
             "max_model_len": cluster.max_model_len,
             **section.extra,
         }
-        self.settings = settings_of(WorkerSettings, str(file), self._at, values)
+        self.settings = settings_of(WorkerSettings, self._places, self._at, values)
         self.emulated = self.settings.engine == "emulated"
         self.model = self.settings.emulated_model if self.emulated else cluster.model
         self.name = section.id
@@ -172,14 +174,12 @@ class _Entry:
         try:
             return Calibration.read(Path(s.rates_file)).of(kind)
         except NotFound as error:
-            raise NotFound(f"{self._file}: {self._at}.rates_file: {error.message}") from error
+            raise NotFound(self._places.tell(f"{self._at}.rates_file", error.message)) from error
 
     def _engine_args(self) -> dict[str, Any]:
         args = self.settings.engine_args
         for key in args:
             if key not in ENGINE_ARGS:
-                known = ", ".join(ENGINE_ARGS)
-                raise InvalidRequest(
-                    f"{self._file}: {self._at}.engine_args: what {key!r} changes is not simulated (known: {known})"
-                )
+                said = f"what {key!r} changes is not simulated (known: {', '.join(ENGINE_ARGS)})"
+                raise InvalidRequest(self._places.tell(f"{self._at}.engine_args", said))
         return args

@@ -10,9 +10,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from rich.console import Console
+from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
+from lab.simulate import impossible
 from lab.simulate.deployment import Deployment
+from lab.simulate.impossible import Impossible
 from shared.errors import InvalidRequest
 from shared.sim.metrics import Goodput
 from shared.sim.outcomes import InstanceUse, SimResult, Status
@@ -66,28 +70,43 @@ class Run:
 
 def show(console: Console, deployment: Deployment, workload: Workload, runs: Sequence[Run]) -> None:
     """The cluster and the workload in a line each, the figures of all policies beside each other, the instances."""
-    kinds = Counter(f"{spec.accelerator} {spec.role.value}" for spec in deployment.instances)
-    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    console.print(f"{deployment.name}: {Path(deployment.model).name} on {listed}", markup=False)
-    rate = "all at once" if np.isinf(workload.rate) else f"{workload.rate:,.3g} requests/s"
-    slo = runs[0].spec.slo
-    console.print(
-        f"{workload.name}: {len(workload):,} requests, {workload.prompt_tokens.mean():,.0f} + "
-        f"{workload.output_tokens.mean():,.0f} tokens on average, {rate}; SLO: TTFT {slo.ttft_s:g} s, "
-        f"TPOT {1000 * slo.tpot_s:g} ms",
-        markup=False,
-    )
-    console.print(_figures(runs))
+    cluster, traffic = in_words(deployment, workload, runs)
+    console.print(f"{deployment.name}: {cluster}", markup=False)
+    console.print(traffic, markup=False)
+    console.print(figures_table(runs))
     for run in runs:
-        console.print(_instances(run))
-    if any(run.figures["impossible"] for run in runs):
-        most = max(spec.limits.max_model_len for spec in deployment.instances)
-        console.print(f"impossible: longer than any instance takes (max_model_len {most:,} tokens, or its KV)")
+        console.print(instances_table(run))
+    told = {run.label: impossible.found(run.result.outcomes, deployment.instances) for run in runs}
+    for some in dict.fromkeys(found for found in told.values() if found is not None):
+        labels = [label for label, found in told.items() if found == some]
+        warn(console, some, labels if len(labels) < len(runs) else ())
     for run in runs:
         if run.goodput is not None and (note := _about(run.goodput)):
             console.print(f"{run.label}: {note}", markup=False)
     took = ", ".join(f"{run.wall_s:.2f} s" for run in runs)
     console.print(f"simulated in {took}", style="dim", markup=False)
+
+
+def in_words(deployment: Deployment, workload: Workload, runs: Sequence[Run]) -> tuple[str, str]:
+    """The cluster in a line, and the workload with its SLO."""
+    kinds = Counter(f"{spec.accelerator} {spec.role.value}" for spec in deployment.instances)
+    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    rate = "all at once" if np.isinf(workload.rate) else f"{workload.rate:,.3g} requests/s"
+    slo = runs[0].spec.slo
+    traffic = (
+        f"{workload.name}: {len(workload):,} requests, {workload.prompt_tokens.mean():,.0f} + "
+        f"{workload.output_tokens.mean():,.0f} tokens on average, {rate}; SLO: TTFT {slo.ttft_s:g} s, "
+        f"TPOT {1000 * slo.tpot_s:g} ms"
+    )
+    return f"{Path(deployment.model).name} on {listed}", traffic
+
+
+def warn(console: Console, found: Impossible, labels: Sequence[str] = ()) -> None:
+    """A box that nobody overlooks."""
+    loud, more = found.sentences()
+    text = Text(loud, "bold red").append(f"\n{more}", "default")
+    title = "Impossible requests" + (f": {', '.join(labels)}" if labels else "")
+    console.print(Panel(text, title=Text(title), title_align="left", border_style="red"))
 
 
 def _about(found: Goodput) -> str:
@@ -143,7 +162,8 @@ def file_word(label: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.=+-]+", "-", label).strip("-") or "run"
 
 
-def _figures(runs: Sequence[Run]) -> Table:
+def figures_table(runs: Sequence[Run]) -> Table:
+    """A row a figure, a column a policy."""
     table = Table(title="Figures", title_justify="left", box=None, padding=(0, 1))
     table.add_column("", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -162,7 +182,7 @@ def _number(value: float) -> str:
     return f"{int(value):,}" if whole else f"{value:,.1f}" if abs(value) >= 100 else f"{value:,.3g}"
 
 
-def _instances(run: Run) -> Table:
+def instances_table(run: Run) -> Table:
     """Alike instances in a row: those whose names differ only in the number at the end."""
     table = Table(title=f"Instances: {run.label}", title_justify="left", box=None, padding=(0, 1))
     table.add_column("", no_wrap=True)

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
+from lab.simulate import impossible
 from lab.simulate.deployment import Deployment, load_deployment
 from lab.simulate.report import Run, show, write_csv
 from lab.simulate.sim_file import load_prediction
@@ -53,15 +55,18 @@ def run_simulation(options: SimulateOptions, console: Console) -> dict[str, Any]
     deployment = load_deployment(options.cluster, options.calibration)
     workload = make_workload(options.workload)
     specs = run_specs(options, deployment, workload)
+    hopeless = impossible.certain(workload, deployment.instances)
+    if hopeless is not None:  # before anything runs: it may take long
+        console.print(Text(hopeless.sentences()[0], "bold red"))
     with _progress() as progress:
         runs = tuple(_run(options, deployment, workload, spec, progress) for spec in specs)
     show(console, deployment, workload, runs)
     if options.csv is not None:
         write_csv(options.csv, runs)
     if options.plots is not None:
-        from lab.simulate.plots import write_plots  # plotly takes long to import
+        from lab.simulate.page import write_page  # plotly takes long to import
 
-        write_plots(options.plots, runs)
+        console.print(f"report: {write_page(options.plots, deployment, workload, runs)}", markup=False, soft_wrap=True)
     return {"figures": _figures(runs)}
 
 

@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from services.launcher.cluster_file import CLUSTERS, describe
+from services.launcher.cluster_file import CLUSTERS
+from services.launcher.faults import describe, unknown
+from services.launcher.places import Places, read_places
 from services.worker.settings import ChunkSetting
 from shared.cost.data_file import read_yaml
 from shared.cost.memory import RESERVE_BYTES, UTILISATION
@@ -181,7 +183,9 @@ class SimFile(_Part):
     def _apply_defaults(cls, data: Any) -> Any:
         if not isinstance(data, dict) or not isinstance(data.get("instances"), list):
             return data
-        defaults = data.get("instance_defaults") or {}
+        defaults = data.get("instance_defaults")
+        if not isinstance(defaults, dict):
+            return data
         merged = [{**defaults, **entry} if isinstance(entry, dict) else entry for entry in data["instances"]]
         return {**data, "instances": merged}
 
@@ -192,16 +196,16 @@ class SimFile(_Part):
             if name in seen:
                 raise ValueError(f"instances: {name!r} is there twice; give them an `id` each")
             seen.add(name)
-        for entry in self.instances:
+        for index, entry in enumerate(self.instances):
             if isinstance(entry.link, str) and entry.link not in self.links:
-                known = ", ".join(self.links) or "none"
-                raise ValueError(f"instances: {entry.name}: link {entry.link!r} is not in `links` (known: {known})")
+                raise ValueError(f"instances.{index}.link: {unknown('link', entry.link, self.links)}")
             if entry.node and self.network is None:
-                raise ValueError(f"instances: {entry.name}: node {entry.node!r}: the file has no `network`")
-        for key, named in (("losses", self.losses), ("flips", self.flips)):
-            for event in named:
+                raise ValueError(f"instances.{index}.node: the file has no `network`")
+        events: dict[str, tuple[LossEntry | FlipEntry, ...]] = {"losses": self.losses, "flips": self.flips}
+        for key, named in events.items():
+            for index, event in enumerate(named):
                 if event.instance not in seen:
-                    raise ValueError(f"{key}: no instance {event.instance!r}; known: {', '.join(sorted(seen))}")
+                    raise ValueError(f"{key}.{index}.instance: {unknown('instance', event.instance, seen)}")
         return self
 
 
@@ -209,6 +213,14 @@ def find_file(file: Path) -> Path:
     """The file, or the one shipped under that bare name."""
     shipped = CLUSTERS / f"{file}.yaml"
     return shipped if not file.exists() and shipped.exists() else file
+
+
+def places_of(file: Path) -> Places:
+    """Where its keys stand. Raises InvalidRequest."""
+    try:
+        return read_places(file, file.read_text())
+    except OSError as error:
+        raise InvalidRequest(f"cannot read {file}: {error.strerror}") from error
 
 
 def is_sim_file(file: Path) -> bool:
@@ -227,15 +239,16 @@ def load_prediction(file: Path) -> PredictionEntry:
     try:
         return PredictionFile.model_validate(read_yaml(file)).prediction
     except ValidationError as error:
-        raise InvalidRequest(describe(file, error)) from error
+        raise InvalidRequest(describe(file, error, kind=PredictionFile)) from error
 
 
 def load_sim_file(file: Path) -> SimFile:
     """Read a simulation file; the paths in it are taken from its folder. Raises InvalidRequest."""
+    data, places = read_yaml(file), places_of(file)
     try:
-        read = SimFile.model_validate(read_yaml(file))
+        read = SimFile.model_validate(data)
     except ValidationError as error:
-        raise InvalidRequest(describe(file, error)) from error
+        raise InvalidRequest(describe(places, error, kind=SimFile)) from error
     beside = {
         key: file.parent / path for key in ("calibration", "accelerators") if (path := getattr(read, key)) is not None
     }

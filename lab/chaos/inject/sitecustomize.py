@@ -4,14 +4,15 @@ Python imports this file at the start of every process that has this folder on i
 the process's environment says so; the environment is looked at when it is used, because the fork server's children get
 theirs after they began.
 
-CHAOS_LINKS: JSON of ZeroMQ address → address of the proxy that stands before it. CHAOS_SWITCHES: a file of SWITCHES
-that the bench changes while the process runs: seconds by which its clock is off, and whether its database is
-read-only. CHAOS_WIRE_VERSION: the wire version that the process claims to speak.
+CHAOS_LINKS: JSON of address → address of the proxy that stands before it, of ZeroMQ, or of KV over TCP (`kv://`).
+CHAOS_SWITCHES: a file of SWITCHES that the bench changes while the process runs: seconds by which its clock is off, and
+whether its database is read-only. CHAOS_WIRE_VERSION: the wire version that the process claims to speak.
 """
 
 import json
 import mmap
 import os
+import socket
 import sqlite3
 import struct
 import time
@@ -45,6 +46,7 @@ class _Switches:
 
 _switches = _Switches()
 _time, _time_ns, _connect = time.time, time.time_ns, zmq.Socket.connect
+_connect_ex = socket.socket.connect_ex
 
 
 def _wrong_time() -> float:
@@ -55,8 +57,21 @@ def _wrong_time_ns() -> int:
     return _time_ns() + int(_switches.read()[0] * 1e9)
 
 
-def _connect_by_proxy(socket: Any, address: str) -> Any:
-    return _connect(socket, json.loads(os.environ.get("CHAOS_LINKS", "{}")).get(address, address))
+def _connect_by_proxy(made: Any, address: str) -> Any:
+    return _connect(made, _swapped(address))
+
+
+def _connect_kv_by_proxy(made: socket.socket, address: Any) -> int:
+    """What KV over TCP connects by; nothing else in the suite does to these ports."""
+    if made.family != socket.AF_INET:
+        return _connect_ex(made, address)
+    host, _, port = _swapped("kv://{}:{}".format(*address)).removeprefix("kv://").rpartition(":")
+    return _connect_ex(made, (host, int(port)))
+
+
+def _swapped(address: str) -> str:
+    swapped: str = json.loads(os.environ.get("CHAOS_LINKS", "{}")).get(address, address)
+    return swapped
 
 
 class _Cursor(sqlite3.Cursor):
@@ -87,6 +102,7 @@ def _install() -> None:
     sqlite3.connect = _connect_switched
     time.time, time.time_ns = _wrong_time, _wrong_time_ns
     zmq.Socket.connect = _connect_by_proxy  # type: ignore[method-assign, assignment]
+    socket.socket.connect_ex = _connect_kv_by_proxy  # type: ignore[method-assign, assignment]
     if version := os.environ.get("CHAOS_WIRE_VERSION"):
         from shared.wire import messages
 

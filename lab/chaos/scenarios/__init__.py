@@ -5,6 +5,7 @@ from lab.chaos.scenarios.clients import CLIENTS
 from lab.chaos.scenarios.clocks import CLOCKS
 from lab.chaos.scenarios.control_plane import CONTROL_PLANE
 from lab.chaos.scenarios.database import DATABASE
+from lab.chaos.scenarios.failover import FAILOVER
 from lab.chaos.scenarios.frames import FRAMES
 from lab.chaos.scenarios.kv import KV
 from lab.chaos.scenarios.links import LINKS
@@ -20,6 +21,7 @@ FAMILIES: dict[str, tuple[Scenario, ...]] = {
     "clients": CLIENTS,
     "database": DATABASE,
     "control plane": CONTROL_PLANE,
+    "failover": FAILOVER,
     "clocks": CLOCKS,
     "versions": VERSIONS,
     "KV": KV,

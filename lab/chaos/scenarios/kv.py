@@ -63,6 +63,28 @@ async def _replay(arena: Arena) -> None:
         raise AssertionError("nothing was replayed: the scenario shows nothing")
 
 
+async def _lose(arena: Arena) -> None:
+    wires = arena.wires.between(purpose="kv")
+    for wire in wires:
+        wire.proxy.lose(0.1)
+    await asyncio.sleep(BAD_S)
+    for wire in wires:
+        wire.proxy.heal()
+    if not sum(wire.proxy.lost for wire in wires):
+        raise AssertionError("nothing was lost: the scenario shows nothing")
+
+
+async def _swap(arena: Arena) -> None:
+    wires = arena.wires.between(purpose="kv")
+    for wire in wires:
+        wire.proxy.swap(0.3)
+    await asyncio.sleep(BAD_S)
+    for wire in wires:
+        wire.proxy.heal()
+    if not sum(wire.proxy.swapped for wire in wires):
+        raise AssertionError("nothing was swapped: the scenario shows nothing")
+
+
 async def _cut(arena: Arena) -> None:
     for _ in range(int(BAD_S / 0.5)):
         for wire in arena.wires.between(purpose="kv"):
@@ -105,6 +127,8 @@ KV = (
     ),
     Scenario("kv-garbage", "noise and well-framed nonsense on every KV port", _garbage, REAL),
     Scenario("kv-corrupt", "bits flip in 30 % of KV messages", _corrupt, REAL),
+    Scenario("kv-lose", "10 % of KV messages do not arrive", _lose, REAL, away_s=1.0),
+    Scenario("kv-swap", "30 % of KV messages come after the next one", _swap, REAL, away_s=1.0),
     Scenario("kv-replay", "old KV messages come again, four times a second", _replay, REAL),
     Scenario(
         "kv-stale", "an exporter is restarted twice; its predecessors' pulls come again", _stale, REAL, away_s=1.0
