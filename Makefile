@@ -4,6 +4,8 @@ VENV ?= .venv
 # torch's CPU build comes from wherever pip looks; where it finds none, from PyTorch's own index, for this one package.
 TORCH ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# KV by NIXL, without the half of it that is for another CUDA version; where it is not to be had its tests skip.
+NIXL ?= nixl==1.5.1 nixl-cu13==1.5.1
 ARGS ?=
 # Further options of pytest, such as PYTEST_ARGS='-k gateway'.
 PYTEST_ARGS ?=
@@ -16,7 +18,7 @@ GPU_PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup up demo test test-fast test-random gpu-check lint ruff clean
+.PHONY: setup up demo test test-fast test-random gpu-check ray-check compose-check pods-check lint ruff clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -31,6 +33,7 @@ $(STAMP): pyproject.toml
 	@echo "Installing into $(VENV): a few minutes the first time"
 	@$(BIN)/pip install -q '$(TORCH)' 2>/dev/null || $(BIN)/pip install -q --index-url $(TORCH_INDEX) '$(TORCH)'
 	@$(BIN)/pip install -q -e '.[cpu,dev]'
+	@$(BIN)/pip install -q --no-deps $(NIXL) 2>/dev/null || echo "NIXL is not to be had: KV by NIXL is not tested" >&2
 	@$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null || true
 	@touch $@
 
@@ -59,6 +62,15 @@ test-random: setup ## Property tests alone, each with 2,000 examples drawn anew:
 gpu-check: ## The checks that need a GPU, about ten minutes on one; docs/gpu.md. GPU_PYTHON=python3
 	$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "no CUDA device that torch can use" >&2; exit 1; }
 	$(GPU_PYTHON) -m pytest tests/gpu -s $(PYTEST_ARGS)
+
+ray-check: setup ## A suite on three Ray nodes of this machine: lose an instance, lose a node, add two.
+	$(BIN)/python -m lab.deploy.ray_check
+
+compose-check: setup ## Build the images and try compose.yaml with Docker, some ten minutes; ARGS=--keep. docs/compose.md.
+	$(BIN)/python -m lab.deploy.compose_check $(ARGS)
+
+pods-check: setup ## Rendered Kubernetes pods as containers, after compose-check; ARGS='--cluster …'. docs/kubernetes.md.
+	$(BIN)/python -m lab.deploy.pods_check $(ARGS)
 
 lint: setup ruff ## ruff (rules and format) and mypy.
 	$(BIN)/mypy
