@@ -7,13 +7,20 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from services.launcher.on_ray import stay_local
 from shared.cost.library import Library
+
+stay_local()  # before any test imports Ray
 
 # Machines are shared and noisy: no test is judged by its time. The same examples are drawn each time, so that a rare
 # one never fails a change that has nothing to do with it; the search for rare ones is a run of its own, `random`.
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None, derandomize=False, max_examples=2000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# Services that a test makes by themselves let anybody change things; what they refuse has tests of its own.
+for service in ("MONITOR", "SCHEDULER", "WORKER", "PREDICTOR", "PLANNER"):
+    os.environ.setdefault(f"POLYPHASE_{service}_CLUSTER_TOKEN", "open")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

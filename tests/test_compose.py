@@ -1,7 +1,9 @@
-"""compose.yaml: each service's environment is one that its process accepts, and who speaks ZeroMQ has the keys."""
+"""compose.yaml: each service's environment is one that its process accepts; who has which keys; how a service ends."""
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
+from services.launcher.container import name_instance
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
+from shared.cost.catalogue import Catalogue
 from shared.runtime.settings import ServiceSettings
 
-SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parents[1] / "compose.yaml").read_text())[
-    "services"
-]
+FILE = Path(__file__).parents[1] / "compose.yaml"
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text())["services"]
+GPUS = [f"gpu-{index}" for index in range(8)]
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "monitor": MonitorSettings,
     "scheduler": SchedulerSettings,
@@ -27,19 +31,35 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "prefill": WorkerSettings,
     "decode": WorkerSettings,
     "gateway": GatewaySettings,
+    **dict.fromkeys(GPUS, WorkerSettings),
 }
+OURS = [name for name in SERVICES if name in SETTINGS or name in ("keys", "migrate", "dashboard")]
 
 
 def environment(name: str) -> dict[str, str]:
-    found = SERVICES[name]["environment"]
+    found = SERVICES[name].get("environment", {})
     return {key: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(value)) for key, value in found.items()}
+
+
+def mounts(name: str) -> set[str]:
+    return {each.partition(":")[0] for each in SERVICES[name].get("volumes", [])}
+
+
+def seconds(text: str) -> float:
+    return float(text.removesuffix("s"))
+
+
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = environment(name)
+    name_instance(found, "localhost")  # as the containers' entry does
+    for key, value in found.items():
+        monkeypatch.setenv(key, value)
+    return SETTINGS[name].load()
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_process_accepts_its_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in environment(name).items():
-        monkeypatch.setenv(key, value)
-    SETTINGS[name].load()
+    loaded(name, monkeypatch)
     assert any(volume.startswith("keys:/keys") for volume in SERVICES[name]["volumes"])
 
 
@@ -48,3 +68,95 @@ def test_who_asks_the_predictor_finds_it() -> None:
     assert json.loads(environment("gateway")["POLYPHASE_GATEWAY_PREDICTORS"]) == [f"tcp://predictor:{port}"]
     port = environment("predictor")["POLYPHASE_PREDICTOR_PORT"]
     assert json.loads(environment("scheduler")["POLYPHASE_SCHEDULER_PREDICTOR_URLS"]) == [f"http://predictor:{port}"]
+
+
+def test_secrets_are_where_they_are_used_and_nowhere_else() -> None:
+    assert {name for name in SERVICES if "api-keys" in mounts(name)} == {"keys", "gateway", "dashboard"}
+    writers = {"monitor", "scheduler", "planner"}
+    assert {name for name in SERVICES if "database-keys" in mounts(name)} == {"keys", "postgres", "migrate", *writers}
+    assert {name for name in OURS if "keys" not in mounts(name)} <= {"migrate", "dashboard"}
+    for name in SERVICES:
+        assert all(volume.endswith(":ro") for volume in SERVICES[name].get("volumes", []) if "keys:" in volume) or (
+            name == "keys"
+        )
+    for name in (*OURS, "postgres"):
+        assert not any(key.endswith(("PASSWORD", "SECRET", "TOKEN")) for key in environment(name))
+
+
+def test_a_database_with_its_schema_comes_before_whoever_writes() -> None:
+    for name in ("monitor", "scheduler", "planner"):
+        assert SERVICES[name]["depends_on"]["migrate"]["condition"] == "service_completed_successfully"
+        assert environment(name)["PGPASSFILE"] == "/database-keys/pgpass"
+        (url,) = (value for key, value in environment(name).items() if key.endswith("_DATABASE_URL"))
+        assert url == environment("migrate")["POLYPHASE_DATABASE_URL"] == "postgresql://polyphase@postgres/polyphase"
+    assert "database" in mounts("postgres")
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_a_scaled_service_has_ids_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "POLYPHASE_WORKER_INSTANCE_ID" not in environment(name)
+    assert not {"container_name", "hostname", "ports"} & set(SERVICES[name])
+    assert loaded(name, monkeypatch).instance_id == f"{name}-localhost"
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "dashboard", "postgres"])
+def test_a_service_is_bounded_watched_and_started_again(name: str) -> None:
+    service = SERVICES[name]
+    assert service["restart"] == "unless-stopped"
+    assert service["logging"] == {"driver": "json-file", "options": {"max-size": "10m", "max-file": "5"}}
+    assert service["mem_limit"]
+    assert service["healthcheck"]["test"]
+    if name != "postgres":
+        assert environment(name)["POLYPHASE_HEALTH_URL"]
+        assert service["init"] is True
+
+
+@pytest.mark.parametrize("name", ["gateway", "prefill", "decode", *GPUS])
+def test_there_is_time_for_what_has_begun(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drain_s, stop_s = loaded(name, monkeypatch).drain_s, float(environment(name)["POLYPHASE_STOP_S"])
+    assert 0 < drain_s < stop_s - 5 < seconds(SERVICES[name]["stop_grace_period"]) - 5
+
+
+def test_each_gpu_has_an_instance_of_its_own() -> None:
+    catalogue, devices = Catalogue.built_in(), []
+    for name in GPUS:
+        service = SERVICES[name]
+        (reserved,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert reserved["capabilities"] == ["gpu"]
+        devices += reserved["device_ids"]
+        assert environment(name)["POLYPHASE_WORKER_INSTANCE_ID"] == name
+        catalogue.get(environment(name)["POLYPHASE_WORKER_ACCELERATOR"])
+        assert service["build"]["target"] == "gpu"
+        assert service["shm_size"] == "8gb"
+    assert devices == [str(index) for index in range(8)]
+
+
+@pytest.mark.parametrize(("profile", "instances"), [("cpu", 2), ("gpu", 2), ("gpu4", 4), ("gpu8", 8)])
+def test_each_profile_is_a_whole_suite(profile: str, instances: int) -> None:
+    chosen = {name for name, service in SERVICES.items() if profile in service["profiles"]}
+    assert {"keys", "postgres", "migrate", "monitor", "scheduler", "predictor", "planner"} <= chosen
+    assert {"gateway", "dashboard"} <= chosen
+    workers = [name for name in chosen if SETTINGS.get(name) is WorkerSettings]
+    assert len(workers) == instances
+    assert {environment(name)["POLYPHASE_WORKER_ROLE"] for name in workers} == {"prefill", "decode"}
+
+
+def test_only_the_api_and_the_dashboard_are_published_and_on_loopback() -> None:
+    published = {name: SERVICES[name]["ports"] for name in OURS if "ports" in SERVICES[name]}
+    assert set(published) == {"gateway", "dashboard"}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+    assert "ports" not in SERVICES["postgres"]
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "gpu8"])
+def test_compose_takes_the_file(profile: str) -> None:
+    compose = shutil.which("docker-compose")
+    words = [compose] if compose else ["docker", "compose"]
+    if not compose and (
+        not shutil.which("docker") or subprocess.run([*words, "version"], capture_output=True).returncode
+    ):
+        pytest.skip("neither docker-compose nor `docker compose` is here")
+    done = subprocess.run(
+        [*words, "--profile", profile, "config", "-q"], cwd=FILE.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

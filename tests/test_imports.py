@@ -15,7 +15,9 @@ SHARED: dict[str, set[str]] = {
     "domain": set(),
     "errors": set(),
     "timeline": {"domain"},
+    "palette": {"domain", "timeline"},
     "policy": {"domain", "errors"},
+    "explain": {"domain", "timeline"},
     "cost": {"domain", "errors"},
     "sim": {"policy", "cost", "domain", "timeline", "errors"},
     "plan": {"sim", "policy", "cost", "domain", "errors"},
@@ -23,7 +25,7 @@ SHARED: dict[str, set[str]] = {
     "wire": {"domain", "timeline", "errors", "runtime"},
     "store": {"domain", "timeline", "errors", "runtime"},
 }
-PURE = ("policy", "cost", "sim", "plan", "domain")
+PURE = ("policy", "cost", "sim", "plan", "domain", "explain")
 IMPURE = {"asyncio", "time", "socket", "httpx", "zmq", "sqlalchemy", "threading", "subprocess"}
 VLLM = {
     "gateway/app.py",
@@ -32,15 +34,17 @@ VLLM = {
     "gateway/grammars.py",
     "gateway/llm.py",
     "gateway/plain.py",
+    "gateway/short_way.py",
     "gateway/stream.py",
     "gateway/surface.py",
     "services/worker/engines/vllm.py",
     "services/worker/engines/vllm_requests.py",
     "services/worker/engines/vllm_seam.py",
+    "services/worker/engines/vllm_cpu_async.py",
     "services/worker/engines/vllm_cpu_worker.py",
     "services/worker/engines/vllm_start.py",
 }
-TORCH = {"gateway/core.py"}
+TORCH = {"gateway/core.py", "services/worker/engines/vllm_cpu_async.py"}
 LAUNCHER = "services/launcher/"  # composes the suite: it may know every process's settings, and nothing else of them
 LAUNCHER_MAY = {"gateway.auth", "gateway.table"}  # and makes what the processes share
 

@@ -5,7 +5,7 @@ from pathlib import Path
 VOCABULARY = 512
 
 
-def make_llama(path: Path, *, kv_heads: int = 2, seed: int = 0) -> Path:
+def make_llama(path: Path, *, kv_heads: int = 2, head_dim: int = 32, seed: int = 0) -> Path:
     """A Llama of 3 layers with random weights, wide enough that greedy tokens depend on the whole context.
 
     It has no tokenizer: engines must be started with `skip_tokenizer_init`.
@@ -16,8 +16,8 @@ def make_llama(path: Path, *, kv_heads: int = 2, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=4 * head_dim,
+        intermediate_size=8 * head_dim,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=kv_heads,

@@ -1,131 +1,21 @@
 """A small cluster of one process: what the monitor, scheduler, predictor and gateway answer, on a loopback socket."""
 
 import threading
+import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 
-from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, InstanceState, KvGeometry, Role
+from shared.domain.instance import InstanceState, Role
 from shared.domain.job import Phase
-from shared.domain.kv import TransferOutcome, TransferReport
-from shared.domain.route import Reason
+from shared.domain.verdict import Level
 from shared.errors import NotFound, PolyphaseError
 from shared.runtime.http import error_response
-from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
-from shared.wire.messages import JobReport
-
-T0 = 1_790_000_000.0
-WAIT_S = 20.0
-
-
-def instance(
-    instance_id: str,
-    role: Role = Role.PREFILL,
-    state: InstanceState = InstanceState.READY,
-    *,
-    engine: str = "vllm",
-    inflight: int = 3,
-    accelerator: str = "Xeon 8480+",
-) -> dict[str, Any]:
-    """An item of the monitor's list."""
-    same = Compatibility("f00d", engine, "0.32.0", 1, KvGeometry(6, 4, 64))
-    info = InstanceInfo(
-        instance_id,
-        1,
-        "polyphase-demo",
-        same,
-        accelerator,
-        "bfloat16",
-        1,
-        16,
-        1000,
-        2048,
-        512,
-        "tcp://127.0.0.1:1",
-        "http://127.0.0.1:2",
-        ("tcp://127.0.0.1:3",),
-    )
-    load = InstanceLoad(
-        time_s=T0,
-        queued_prefill=2,
-        queued_prefill_tokens=1234,
-        running=2,
-        waiting=1,
-        decoding=inflight,
-        free_blocks=600,
-        staged_bytes=1_500_000,
-        inflight=inflight,
-    )
-    return {
-        "instance_id": instance_id,
-        "role": role.value,
-        "state": state.value,
-        "state_since_s": T0,
-        "registered_s": T0,
-        "operation": "",
-        "connected": True,
-        "death": "connection lost" if state is InstanceState.DEAD else "",
-        "info": msgspec.to_builtins(info),
-        "load": msgspec.to_builtins(load),
-    }
-
-
-def timeline(job_id: str) -> RequestTimeline:
-    """A request with one transfer that began before the prefill ended."""
-    spans = [
-        SpanRecord(Span.PLACEMENT, T0, T0 + 0.001),
-        SpanRecord(Span.QUEUE, T0 + 0.002, T0 + 0.012, "p0"),
-        SpanRecord(Span.PREFILL, T0 + 0.012, T0 + 0.060, "p0"),
-        SpanRecord(Span.TRANSFER, T0 + 0.040, T0 + 0.075, "d0"),
-        SpanRecord(Span.DECODE_QUEUE, T0 + 0.075, T0 + 0.078, "d0"),
-        SpanRecord(Span.DECODE, T0 + 0.078, T0 + 0.400, "d0"),
-    ]
-    least = Reason("placement:least_load", {"chosen": "p0", "score": 0.0123, "runner_up": "<i>p1</i>"})
-    decisions = [
-        Decision(T0 + 0.001, "placement", "p0", (Reason("filter: ready", {"ready_prefill": 2}), least)),
-        Decision(T0 + 0.04, "dispatch", "d0", (Reason("dispatch:power_of_two", {"chosen": "d0"}),)),
-    ]
-    pulled = TransferReport(TransferOutcome.PULLED, 310, 4_761_600, T0 + 0.040, T0 + 0.075)
-    return RequestTimeline(
-        job_id, T0, 310, 42, T0 + 0.061, T0 + 0.4, T0 + 0.401, "completed", spans, decisions, [pulled]
-    )
-
-
-def report(job_id: str, phase: Phase = Phase.COMPLETED) -> dict[str, Any]:
-    """A row of the scheduler's status table."""
-    row = msgspec.to_builtins(
-        JobReport(job_id, "gateway-0", phase, T0, 310, 42, "p0", "d0", 310, "default", "completed", 0.061, 0.008, True)
-    )
-    del row["timeline"]
-    return dict(row)
-
-
-def slo_reports() -> list[dict[str, Any]]:
-    """Two classes over two windows."""
-    return [
-        {
-            "slo": name,
-            "window_s": window_s,
-            "requests": requests,
-            "ttft_attainment": 0.99,
-            "tpot_attainment": 0.97,
-            "attainment": met,
-            "ttft_s": {"p50": 0.06, "p90": 0.11, "p99": 0.9},
-            "tpot_s": {"p50": 0.008, "p90": 0.01, "p99": 0.03},
-            "ttft_target_s": 2.0,
-            "tpot_target_s": 0.2,
-        }
-        for name, met in (("default", 0.96), ("interactive", 0.9))
-        for window_s, requests in ((60.0, 100), (300.0, 480))
-    ]
-
-
-def lengths() -> dict[str, Any]:
-    """What a predictor says that has no checkpoint, in as few words as an older one."""
-    checkpoint = {"path": None, "state": "missing", "error": None, "metadata": None}
-    return {"source": "observed", "checkpoint": checkpoint, "observed": {"observations": 12}}
+from shared.timeline import RequestTimeline
+from tests.dashboard import found, past, talk
+from tests.dashboard.rows import T0, WAIT_S, instance, lengths, report, slo_reports, timeline
 
 
 @dataclass
@@ -140,8 +30,16 @@ class FakeCluster:
     demand: dict[str, Any] = field(default_factory=lambda: {"demand": None})
     lengths: dict[str, Any] = field(default_factory=lengths)
     metrics: str = ""
+    level: Level = Level.GOOD
+    timelines: dict[str, RequestTimeline] = field(default_factory=dict)
+    policy_changes: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # body, actor
+    answers: talk.Answers = field(default_factory=talk.Answers)
+    searches: list[dict[str, str]] = field(default_factory=list)
+    filters: list[dict[str, Any]] = field(default_factory=list)  # with which events were asked for
+    now_s: float | None = None  # None: the time of day
     refusal: PolyphaseError | None = None
     monitor_broken: bool = False
+    scheduler_broken: bool = False
     posts: list[tuple[str, str, dict[str, Any], str]] = field(default_factory=list)  # id, what, body, actor
     phases: list[str] = field(default_factory=list)
     reads: int = 0
@@ -175,6 +73,7 @@ class FakeCluster:
 
     def operate(self, instance_id: str, what: str, body: dict[str, Any], who: str) -> dict[str, Any]:
         self.posts.append((instance_id, what, body, who))
+        operation_id = body.get("operation_id") or f"op{len(self.posts)}"
         self.go.wait(WAIT_S)
         if self.refusal is not None:
             raise self.refusal
@@ -183,7 +82,7 @@ class FakeCluster:
         after = before.other if what == "flip" else before
         row["role"], row["state"] = after.value, "draining" if what == "drain" else "ready"
         entry = {
-            "operation_id": f"op{len(self.posts)}",
+            "operation_id": operation_id,
             "kind": what,
             "instance_id": instance_id,
             "generation": 1,
@@ -209,15 +108,19 @@ class FakeCluster:
         app = FastAPI()
         app.add_exception_handler(PolyphaseError, error_response)
         self._monitor(app)
+        self._past(app)
         self._others(app)
+        talk.routes(app, self.answers)
         return app
 
     def _monitor(self, app: FastAPI) -> None:
         @app.middleware("http")
         async def broken(request: Request, go_on: Any) -> Any:
             if self.monitor_broken and request.url.path.startswith(
-                ("/instances", "/cluster", "/flips", "/events", "/demand")
+                ("/instances", "/cluster", "/flips", "/events", "/demand", "/verdict", "/history")
             ):
+                return Response(status_code=503)
+            if self.scheduler_broken and request.url.path.startswith("/requests"):
                 return Response(status_code=503)
             return await go_on(request)
 
@@ -235,8 +138,10 @@ class FakeCluster:
             return self.flips[:limit]
 
         @app.get("/events")
-        def events(limit: int) -> list[dict[str, Any]]:
-            return self.events[:limit]
+        def events(limit: int, kind: str = "", instance: str = "", since: float = 0.0) -> list[dict[str, Any]]:
+            self.filters.append({"kind": kind, "instance": instance, "since": since})
+            fits = [e for e in self.events if kind in ("", e["kind"]) and instance in ("", e["instance_id"])]
+            return fits[:limit]
 
         @app.get("/demand")
         def demand() -> dict[str, Any]:
@@ -246,17 +151,68 @@ class FakeCluster:
         def operate(instance_id: str, what: str, body: dict[str, Any], request: Request) -> dict[str, Any]:
             return self.operate(instance_id, what, body, request.headers.get("x-polyphase-actor", ""))
 
+    def _past(self, app: FastAPI) -> None:
+        Minutes = Annotated[int, Query(ge=5, le=1440)]
+
+        @app.get("/verdict")
+        def verdict() -> dict[str, Any]:
+            return past.verdict(self.instances, self.time_s, self.level)
+
+        @app.get("/history")
+        def history(minutes: Minutes, points: int) -> dict[str, Any]:
+            return past.history(minutes, points, self.time_s)
+
+        @app.get("/history/instances")
+        def instance_history(minutes: Minutes, points: int, instance: str = "") -> dict[str, Any]:
+            rows = [row for row in self.instances if instance in ("", row["instance_id"])]
+            return past.instance_history(rows, minutes, points, self.time_s)
+
+        @app.get("/instances/{instance_id}/details")
+        def details(instance_id: str) -> dict[str, Any]:
+            return past.details(instance_id)
+
+        @app.get("/instances/{instance_id}/log")
+        def log(instance_id: str, lines: int) -> dict[str, Any]:
+            return {"lines": [f"12:00:{n:02} info  {instance_id} step {n}" for n in range(60)][-lines:]}
+
+        @app.get("/operations/{operation_id}")
+        def operation(operation_id: str) -> dict[str, Any]:
+            known = next((one for one in self.flips if one["operation_id"] == operation_id), None)
+            if known is None:
+                raise NotFound(f"no operation {operation_id!r}: it never arrived here, or is forgotten")
+            return known
+
+    @property
+    def time_s(self) -> float:
+        return time.time() if self.now_s is None else self.now_s
+
     def _others(self, app: FastAPI) -> None:
         @app.get("/requests")
         def requests(limit: int, phase: str = "") -> list[dict[str, Any]]:
             self.phases.append(phase)
             return [job for job in self.jobs if phase in ("", job["phase"])][:limit]
 
+        @app.get("/requests/search")
+        def search(request: Request) -> dict[str, Any]:
+            self.searches.append(dict(request.query_params))
+            return found.search(self.jobs, dict(request.query_params))
+
+        @app.get("/requests/{job_id}")
+        def request_row(job_id: str) -> dict[str, Any]:
+            job = next((j for j in self.jobs if j["job_id"] == job_id), None)
+            if job is None:
+                raise NotFound(f"no job {job_id!r}")
+            return job
+
         @app.get("/requests/{job_id}/timeline")
         def get_timeline(job_id: str) -> Response:
-            if not any(j["job_id"] == job_id and Phase(j["phase"]).final for j in self.jobs):
-                raise NotFound(f"no timeline of job {job_id!r} yet")
-            return Response(msgspec.json.encode(timeline(job_id)), media_type="application/json")
+            job = next((j for j in self.jobs if j["job_id"] == job_id), None)
+            if job is None:
+                raise NotFound(f"no timeline of job {job_id!r}")
+            told = self.timelines.get(job_id) or timeline(job_id)
+            if not Phase(job["phase"]).final:
+                told = msgspec.structs.replace(told, ended_s=0.0, outcome="", spans=told.spans[:3])
+            return Response(msgspec.json.encode(told), media_type="application/json")
 
         @app.get("/policies")
         def policies() -> dict[str, Any]:
@@ -264,7 +220,15 @@ class FakeCluster:
             made: dict[str, Any] = {kind: {"name": name, "parameters": {}} for kind, name in chosen.items()}
             made["split"].update(parameters={"fraction": 0.5}, changed={"who": "anna", "since_s": T0})
             told = ({"process": "instance", "name": name, "follows": name == "p0"} for name in ("p0", "d0"))
-            return {"revision": 3, "policies": made, "choices": {}, "followers": list(told)}
+            choices = {"split": {"fraction": ["fraction"], "full": []}, "placement": {"adaptive": [], "least_load": []}}
+            return {"revision": 3, "policies": made, "choices": choices, "followers": list(told)}
+
+        @app.put("/policies")
+        def put_policies(change: dict[str, Any], request: Request) -> dict[str, Any]:
+            self.policy_changes.append((change, request.headers.get("x-polyphase-actor", "")))
+            if self.refusal is not None:
+                raise self.refusal
+            return policies()
 
         @app.get("/v1/model")
         def model() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The page over a small cluster of one process."""
+"""The pages over a small cluster of one process."""
 
 import socket
 from collections.abc import Iterator
@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import streamlit as st
+from streamlit import config
 from streamlit.testing.v1 import AppTest
 
 from shared.domain.instance import Role
 from shared.errors import Conflict
-from tests.dashboard.cluster import WAIT_S, FakeCluster, instance
+from tests.dashboard.cluster import FakeCluster
+from tests.dashboard.rows import WAIT_S, instance
 from tests.dashboard.serving import application
 
 APP = Path(__file__).parents[2] / "dashboard" / "app.py"
@@ -30,6 +32,7 @@ def cluster() -> Iterator[FakeCluster]:
     with application(fake.app()) as fake.url:
         yield fake
         fake.go.set()
+        fake.answers.go.set()
 
 
 @pytest.fixture
@@ -52,10 +55,24 @@ def environment(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 
 @pytest.fixture
-def page(environment: dict[str, str]) -> AppTest:
-    """The page, not yet run, in a process that remembers nothing of a cluster which had the same port before."""
+def loopback() -> Iterator[None]:
+    """As if Streamlit listened on loopback."""
+    before = config.get_option("server.address")
+    config.set_option("server.address", "127.0.0.1")
+    yield
+    config.set_option("server.address", before)
+
+
+@pytest.fixture
+def page(environment: dict[str, str], loopback: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppTest]:
+    """The first page, not yet run, in a process that remembers nothing of a cluster which had the same port before.
+
+    Each run reads anew.
+    """
     st.cache_resource.clear()
-    return AppTest.from_file(str(APP), default_timeout=WAIT_S)
+    monkeypatch.setattr("dashboard.data.FRESH", 0.0)
+    yield AppTest.from_file(str(APP), default_timeout=WAIT_S)
+    st.cache_resource.clear()
 
 
 @pytest.fixture

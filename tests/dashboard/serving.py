@@ -1,6 +1,7 @@
 """Servers of the tests: an application on a loopback socket, the dashboard as users start it, a browser's tab."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -50,16 +51,24 @@ def application(app: FastAPI) -> Iterator[str]:
 @contextmanager
 def dashboard(environment: Mapping[str, str], folder: Path) -> Iterator[str]:
     """The URL of a dashboard process that runs in `folder`."""
+    with dashboard_process(environment, folder) as (url, _):
+        yield url
+
+
+@contextmanager
+def dashboard_process(environment: Mapping[str, str], folder: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """Its URL, and the process itself."""
     port = free_port()
     command = [sys.executable, "-P", "-m", "streamlit", "run", str(ROOT / "dashboard" / "app.py")]
     command += ["--server.port", str(port), "--server.address", "127.0.0.1", "--server.headless", "true"]
-    env = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "POLYPHASE_DASHBOARD_REFRESH_S": "1"}
+    env = {**os.environ, "POLYPHASE_DASHBOARD_REFRESH_S": "1", **environment, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_until_healthy(url, process)
-        yield url
+        yield url, process
     finally:
+        process.send_signal(signal.SIGCONT)
         process.terminate()
         process.wait(START_S)
 
@@ -69,7 +78,7 @@ def tab() -> Iterator[Page]:
     """A tab of headless Chromium."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1200, "height": 700})
+        page = browser.new_context(viewport={"width": 1200, "height": 700}).new_page()
         page.set_default_timeout(SHOWN_MS)
         yield page
         browser.close()

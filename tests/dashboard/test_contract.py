@@ -9,12 +9,18 @@ from typing import Any, cast
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
+from dashboard.fleet.steps import Step
 from dashboard.gateway_classes import ClassLoad, class_loads
+from dashboard.happenings.page import KINDS as EVENT_KINDS
+from dashboard.history import Found, FoundRow, History
+from dashboard.overview.graphs import PANELS
 from dashboard.records import AuditEntry, DemandSeen, EventRow, InstanceRow, LengthSource, PoliciesInForce
 from gateway.metrics import GatewayMetrics
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings
+from services.cluster_monitor import history_page
 from services.cluster_monitor.audit import Asked, Audit, Result
+from services.cluster_monitor.console_routes import router as console_routes
 from services.cluster_monitor.demand import DemandService
 from services.cluster_monitor.edge import DrainIn, FlipIn
 from services.cluster_monitor.events import EventKind, Events
@@ -25,13 +31,16 @@ from services.cluster_monitor.record import Record
 from services.cluster_monitor.routes import router as monitor_routes
 from services.global_scheduler.reports import plain
 from services.global_scheduler.routes import router as scheduler_routes
+from services.worker.details import Details
 from shared.domain.demand import DemandSecond, RolesWanted, Shift
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
 from shared.domain.job import Phase
 from shared.domain.policies import KINDS
 from shared.policy.slo import SloOutcome, SloReport, SloWindows
 from shared.policy.written import from_file
+from shared.store.search import SHOWN
 from shared.wire.messages import JobReport
+from shared.wire.steps import StepRecord
 
 
 def record() -> Record:
@@ -60,6 +69,34 @@ def test_events() -> None:
     told.note(EventKind.DEATH, "connection lost", "p0", "prefill")
     known = msgspec.convert(told.newest(1)[0], EventRow)
     assert (known.kind, known.instance_id, known.text) == ("death", "p0", "connection lost")
+
+
+def test_every_kind_of_event_can_be_chosen() -> None:
+    assert set(EVENT_KINDS) == {kind.value for kind in EventKind}
+
+
+def test_history() -> None:
+    grid = history_page.Grid.of(60, 12, time.time())
+    known = msgspec.json.decode(history_page._page(grid, [], [], []), type=History)
+    assert len(known.time_s) == 12
+    shown = {name for panel in PANELS for name, *_ in panel.lines}
+    assert shown <= set(known.series)
+    assert {panel.target for panel in PANELS if panel.target} - {"attainment"} <= set(known.targets)
+
+
+def test_steps() -> None:
+    rates = SimpleNamespace(start=None, step=None)
+    idle = cast(Any, SimpleNamespace())
+    told = Details(idle, cast(Any, rates), idle, idle)._step(StepRecord(7, 5.0, 0.031, 0.02, ((512, 0),), 2, 900))
+    known = msgspec.convert(told, Step)
+    assert (known.kind, known.seconds, known.prefill_tokens, known.decodes) == ("both", 0.031, 512, 2)
+
+
+def test_found_requests() -> None:
+    columns = {column.name for column in SHOWN}
+    assert set(FoundRow.__struct_fields__) - {"timeline", "prediction", "asked", "max_tokens"} <= columns
+    row = {**plain(JobReport("job", "gateway-0", Phase.DECODE, 1.0, 10)), "caller": "ann"}
+    assert msgspec.convert({"rows": [row], "more": True}, Found).rows[0].caller == "ann"
 
 
 def test_slo() -> None:
@@ -128,16 +165,23 @@ def test_predictor() -> None:
 
 
 def test_paths_and_bodies() -> None:
-    paths = {
-        route.path for router in (monitor_routes, policy_routes, scheduler_routes) for route in cast(Any, router.routes)
-    }
+    routers = (monitor_routes, policy_routes, console_routes, scheduler_routes)
+    paths = {route.path for router in routers for route in cast(Any, router.routes)}
     asked = (
         "/instances",
         "/cluster",
         "/flips",
         "/events",
         "/demand",
+        "/verdict",
+        "/history",
+        "/history/instances",
+        "/instances/{instance_id}/details",
+        "/instances/{instance_id}/log",
+        "/operations/{operation_id}",
         "/requests",
+        "/requests/search",
+        "/requests/{job_id}",
         "/requests/{job_id}/timeline",
         "/policies",
     )

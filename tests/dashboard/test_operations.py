@@ -49,4 +49,4 @@ def test_no_answer_is_not_a_failure() -> None:
     future.set_exception(OutcomeUnknown("whether the flip of p0 was carried out is unknown", operation_id="4f"))
     outcome = Operation(intent(Action.FLIP), future).outcome(0.0)
     assert outcome.state == "unknown"
-    assert outcome.text.endswith("unknown. Ask with: polyphase operation 4f")
+    assert outcome.text.endswith("unknown. Ask by its id, here or with: polyphase operation 4f")

@@ -1,5 +1,5 @@
-from dashboard.waterfall import explanation, label, waterfall
-from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
+from dashboard.jobs.waterfall import label, waterfall
+from shared.timeline import RequestTimeline, Span, SpanRecord
 
 
 def test_bars_follow_the_time() -> None:
@@ -34,7 +34,3 @@ def test_clocks_that_disagree() -> None:
 
 def test_a_later_attempt_says_so_and_names_are_harmless() -> None:
     assert label(SpanRecord(Span.DECODE_QUEUE, 0, 1, "<b>d1", 2)) == "decode queue · &lt;b&gt;d1 · attempt 2"
-
-
-def test_a_decision_without_choice() -> None:
-    assert "resume" in explanation(RequestTimeline("job", 0.0, decisions=[Decision(1.0, "resume", "")]))

@@ -80,7 +80,7 @@ async def listening(app: Any) -> AsyncIterator[str]:
 
     server = http_server(app, "127.0.0.1", 0)
     serving = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
+    await until(lambda: server.started, 30.0)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     await serving

@@ -123,11 +123,12 @@ def make_job(
     timeout_s: float = 600.0,
     job_id: str = "",
     salt: str = "",
+    caller: str = "",
 ) -> tuple[Job, list[TokenStep]]:
     """A job and the list in which its steps gather."""
     steps: list[TokenStep] = []
     job_id = job_id or f"job-{next(_numbers)}"
-    spec = JobSpec(job_id, prompt, Generation(b"", time.time(), salt), max_tokens, carry, local_only, Slo())
+    spec = JobSpec(job_id, prompt, Generation(b"", time.time(), salt), max_tokens, carry, local_only, Slo(), caller)
     return Job(spec, steps.append, "gateway-0", time.monotonic() + timeout_s), steps
 
 

@@ -77,3 +77,14 @@ def test_a_missing_keys_file_is_an_error_not_an_open_door(tmp_path: Path) -> Non
 
 def test_keys_compare_by_value() -> None:
     assert ApiKey("a", "b") == ApiKey("a", "b")
+
+
+def test_a_role_at_the_dashboard_is_one_that_there_is(tmp_path: Path) -> None:
+    _, key = create_key("anna", role="operate")
+    file = tmp_path / "keys.yaml"
+    entry = {"name": key.name, "digest": key.digest}
+    file.write_text(yaml.safe_dump([{**entry, "role": "operate"}]))
+    assert load_keys(file) == (key,)
+    file.write_text(yaml.safe_dump([{**entry, "role": "admin"}]))
+    with pytest.raises(InvalidRequest, match=r"'anna' has the role 'admin'; known: look, operate"):
+        load_keys(file)

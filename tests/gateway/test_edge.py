@@ -38,14 +38,16 @@ class App:
         await send({"type": "http.response.body", "body": body})
 
 
-def edge(app: App, *, keys: tuple[ApiKey, ...] = (), **changes: Any) -> httpx.AsyncClient:
+def edge(
+    app: App, *, keys: tuple[ApiKey, ...] = (), metrics: GatewayMetrics | None = None, **changes: Any
+) -> httpx.AsyncClient:
     settings = GatewaySettings(
         schedulers=("tcp://127.0.0.1:1",),
         model="demo",
         slo={"default": SloClass(), "chat": SloClass(ttft_s=0.5)},
         **{"max_body_bytes": 1000, "max_queued_jobs": 10, **changes},
     )
-    metrics = GatewayMetrics("demo", CollectorRegistry())
+    metrics = metrics or GatewayMetrics("demo", CollectorRegistry())
     ring = KeyRing(keys)
     guarded = Edge(app, settings, ring, metrics, Admissions(settings, ring.names), OwnRates())
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://gateway")  # type: ignore[arg-type]
@@ -251,3 +253,18 @@ async def test_a_chunked_body_within_the_limit_passes() -> None:
 
     async with edge(App()) as client:
         assert (await client.post("/v1/completions", content=chunks())).text == "/default/1000"
+
+
+async def test_refusals_for_load_are_told_and_clients_faults_are_not() -> None:
+    told: list[tuple[str, str]] = []
+    app = Holding()
+    async with edge(app, max_queued_jobs=1) as client:
+        guarded: Any = client._transport.app  # type: ignore[attr-defined]
+        guarded.on_refused = lambda slo, code: told.append((slo, code))
+        first = asyncio.create_task(client.post("/v1/completions", json={}))
+        await until(lambda: app.calls == 1, 10)
+        second = await client.post("/v1/completions", json={}, headers={"X-Polyphase-Slo": "chat"})
+        unknown = await client.post("/v1/completions", json={}, headers={"X-Polyphase-Slo": "none"})
+        app.go.set()
+        assert ((await first).status_code, second.status_code, unknown.status_code) == (200, 429, 400)
+    assert told == [("chat", "busy")]

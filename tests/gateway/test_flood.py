@@ -94,8 +94,10 @@ async def test_of_a_burst_as_many_pass_as_may_wait(api: Api) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_prompt_tokens_are_bounded_too(api: Api, stream: bool) -> None:
+async def test_prompt_tokens_are_bounded_too(api: Api, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(api)
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(api.app.state.engine_client._core, "on_refused", lambda slo, code: told.append((slo, code)))
     long = [400 + number % 50 for number in range(2000)]
     first = [asyncio.create_task(api.complete(prompt=long)) for _ in range(4)]
     assert await settled(lambda: len(held.prefills), 4) == 4
@@ -103,6 +105,7 @@ async def test_prompt_tokens_are_bounded_too(api: Api, stream: bool) -> None:
     assert refused.status_code == 429
     assert "retry-after" in refused.headers
     assert "10000" in refused.json()["error"]["message"]
+    assert told == [("default", "busy")]
     held.go.set()
     assert {(await task).status_code for task in first} == {200}
     await nothing_waits(api)

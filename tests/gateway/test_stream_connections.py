@@ -17,6 +17,7 @@ from tests.gateway.api import Api, until
 from tests.gateway.scripted import parsed, text_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+LONG = 100_000  # tokens
 SMALL = 4096  # bytes, of the kernel's buffers at either end
 
 
@@ -44,9 +45,10 @@ class Ticking:
 class Served:
     """A front end over it, on a port whose connections buffer little."""
 
-    def __init__(self, engine: Ticking, port: int) -> None:
+    def __init__(self, engine: Ticking, port: int, connections: "set[Any]") -> None:
         self.engine = engine
         self.port = port
+        self.connections = connections  # the server's
 
     async def ask(self, **more: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """The connection of a request that was sent; nothing of its answer is read."""
@@ -81,13 +83,13 @@ async def served(api: Api) -> AsyncIterator[Served]:
     server = http_server(api.edge, "127.0.0.1", 0)
     server.config.lifespan = "off"  # the application's has begun
     task = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
+    await until(lambda: server.started, 30.0)
     listening = server.servers[0].sockets[0]
     with socket.fromfd(listening.fileno(), listening.family, listening.type) as real:
         real.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)
     engine = Ticking()
     with api.running_jobs(engine):
-        yield Served(engine, listening.getsockname()[1])
+        yield Served(engine, listening.getsockname()[1], server.server_state.connections)
         server.should_exit = True
         await task
 
@@ -102,6 +104,37 @@ async def test_a_slow_reader_holds_up_nobody_and_gets_all_of_it(served: Served) 
     assert len(quick) == 1900 + 1
     assert len(slow) < 800  # what did not fit into the buffers is one event
     for each in (writer, other_writer):
+        each.close()
+
+
+async def test_a_reader_that_stops_in_a_long_stream_costs_bounded_memory_and_nobodys_time(
+    served: Served, api: Api
+) -> None:
+    """100,000 tokens, 16 to a step, of which only the first are read until 16 others have had all of theirs."""
+    engine = served.engine
+    reader, writer = await served.ask(max_tokens=1900, request_id="stops")
+    await until(lambda: bool(reader._buffer))  # type: ignore[attr-defined]
+    writes = list[int]()
+    (connection,) = (each for each in served.connections if not each.cycle.response_complete)
+
+    async def flood(job: Job) -> None:
+        if "stops" in job.spec.job_id:
+            left = LONG - len(job.tokens)
+            job.accept(TokenStep([300 + at % 90 for at in range(min(16, left))], "length" if left <= 16 else ""))
+            writes.append(connection.transport.get_write_buffer_size())
+
+    engine.before = flood
+    others = [await served.ask(max_tokens=400) for _ in range(16)]
+    answers = await asyncio.gather(*(served.answer(each) for each, _ in others))
+    assert all(len(answer) == 400 + 1 for answer in answers)  # each token an event of its own
+    await until(lambda: any("stops" in job.spec.job_id for job in engine.ended), 60)
+    assert max(writes) < 128 << 10
+    slow = await served.answer(reader)
+    assert len(slow) < 2000
+    (tokens,) = (job.tokens for job in engine.ended if "stops" in job.spec.job_id)
+    assert len(tokens) == LONG
+    assert text_of(slow) == api.app.state.openai_serving_completion.renderer.tokenizer.decode(tokens)
+    for each in (writer, *(other for _, other in others)):
         each.close()
 
 

@@ -103,3 +103,23 @@ async def test_one_that_crashes_fails_alone() -> None:
     await turns()
     assert bad.failed is bad.error
     assert len(good.served) == 1
+
+
+async def test_the_pace_is_looked_at_while_there_are_tokens_and_forgotten_when_there_are_none() -> None:
+    pace = Pace()
+    serving, stream = StreamPass(pace), Stream(1.0)
+    pace.interval_s = 0.4
+    looks, ended = list[float](), asyncio.Event()
+    pace.look = lambda: looks.append(time.monotonic())  # type: ignore[method-assign]
+    end = pace.end
+    pace.end = lambda: (end(), ended.set())[0]  # type: ignore[method-assign]
+    stream.pressing = True
+    async with asyncio.timeout(10):
+        while not looks:
+            serving.add(stream)  # type: ignore[arg-type]
+            await asyncio.sleep(0.01)
+        await ended.wait()
+    assert pace.interval_s == 0.0
+    seen = len(looks)
+    await asyncio.sleep(0)
+    assert len(looks) == seen

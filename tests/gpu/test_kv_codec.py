@@ -91,6 +91,38 @@ def test_payloads_and_values_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize(("layers", "each"), [(5, 2), (4, 2), (3, 1), (2, 3)])
+def test_layers_in_several_payloads(codec: Codec, layers: int, each: int) -> None:
+    from services.worker.kv.codec_triton import encode_into, require_finite, spacing
+
+    kv = random_kv((layers, 37, 2, 40), torch.bfloat16)
+    spaced = spacing((each, 2, 37, 2, 40), kv.dtype, codec)
+    payloads = torch.full((spaced * (-(-layers // each)),), 77, dtype=torch.uint8, device=DEVICE)
+    tops = torch.empty(layers, 2, 2, dtype=torch.int32, device=DEVICE)
+    encode_into(Paged(kv, 3).places, codec, each, payloads, tops)
+    require_finite(tops.cpu())
+    for number, first in enumerate(range(0, layers, each)):
+        expected = encode(kv[first : first + each], codec)
+        got = payloads.cpu()[number * spaced :][: expected.numel()]
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_raw_values_are_moved_bit_by_bit(dtype: torch.dtype) -> None:
+    from services.worker.kv.codec_triton import decode_places, gather_places
+
+    bits = torch.randint(0, 256, (3, 2, 50, 2, 24 * dtype.itemsize), generator=torch.Generator().manual_seed(2))
+    kv = bits.to(torch.uint8).view(dtype)  # among them what is no number
+    paged, out = Paged(kv, 9), torch.zeros(kv.shape, dtype=dtype, device=DEVICE)
+    gather_places(paged.places, out)
+    assert torch.equal(out.cpu().view(torch.uint8), kv.view(torch.uint8))
+    other = Paged(torch.zeros_like(kv), 5)
+    decode_places(out.view(torch.uint8).reshape(-1), other.places, dtype, Codec.RAW)
+    for got, wanted in zip(other.caches, Paged(kv, 5).caches, strict=True):
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("scale", [1e-30, 1e4] if INTERPRETED else [1e-30, 1e-9, 1e-3, 77.0, 1e4])
 def test_all_magnitudes(codec: Codec, scale: float) -> None:
     for dtype in (torch.bfloat16, torch.float32):

@@ -10,6 +10,11 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
+from shared.domain.cluster import ClusterDelta, ClusterState
+from shared.domain.instance import ClusterView
+from shared.wire.cluster_feed import CHANGES, ClusterFeed, ClusterPublisher
+from shared.wire.sockets import Sockets
+
 
 def sqlite(folder: Path) -> str:
     return f"sqlite:///{folder}/polyphase.db"
@@ -28,6 +33,35 @@ async def until(condition: Callable[[], Any], what: str, timeout_s: float = 5.0)
         if loop.time() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}")
         await asyncio.sleep(0.005)
+
+
+def follow(sockets: Sockets, address: str, on_view: Callable[[ClusterView], None]) -> ClusterFeed:
+    """Hear of the cluster after each change."""
+    state = ClusterState()
+
+    def heard(delta: ClusterDelta) -> bool:
+        if applied := state.apply(delta):
+            on_view(state.view())
+        return applied
+
+    return ClusterFeed(sockets, address, heard)
+
+
+class Announcer:
+    """In a monitor's place: says all of a cluster each time."""
+
+    def __init__(self, sockets: Sockets, address: str) -> None:
+        self._publisher = ClusterPublisher(sockets, address, lambda topic: None)
+
+    def publish(self, view: ClusterView) -> None:
+        self._publisher.change(ClusterDelta.of(view))
+
+    def say(self, value: object) -> None:
+        """Anything at all."""
+        self._publisher._send(CHANGES, value)
+
+    def close(self) -> None:
+        self._publisher.close()
 
 
 @asynccontextmanager

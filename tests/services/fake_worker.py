@@ -60,7 +60,7 @@ class FakeWorker:
         self.chunk_size = 0  # 0: says nothing of it
         self.calls: list[str] = []
         self.server = RpcServer(sockets, info.rpc, {DRAIN: self._drain, FLIP: self._flip, RESUME: self._resume})
-        self.publisher = Publisher(sockets, heartbeat_address, bind=False)
+        self.publisher = Publisher(sockets, heartbeat_address)
 
     def beat(self) -> None:
         role = self.role.other if self.lie_about_role else self.role

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -89,7 +88,7 @@ class LiveSuite:
             emulated_step_s=0.001,
             **ports,  # type: ignore[arg-type]
         )
-        self.instances[name] = await self.stack.enter_async_context(worker_app.running(settings))
+        self.instances[name] = await self.stack.enter_async_context(worker_app.running(settings, CollectorRegistry()))
 
     def known(self, ready: int) -> bool:
         """Whether every scheduler knows of so many instances that are ready."""
@@ -119,24 +118,22 @@ async def serving(app: FastAPI, port: int) -> AsyncIterator[None]:
 @asynccontextmanager
 async def live_suite(folder: Path, schedulers: int = 2) -> AsyncIterator[LiveSuite]:
     """With instances p0 and d0, once every scheduler knows that they are ready."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_app, "WorkerMetrics", lambda *_: None)  # one a process, and here are several instances
-        async with AsyncExitStack() as stack:
-            settings = MonitorSettings(
-                heartbeat_address=free_address(),
-                broadcast_address=free_address(),
-                database_url=sqlite(folder),
-                quiet_start_s=0.3,
-            )
-            suite = LiveSuite(stack, f"http://127.0.0.1:{free_port()}", settings)
-            await suite.start_monitor()
-            stack.push_async_callback(lambda: suite.monitor.aclose())
-            for _ in range(schedulers):
-                await suite.start_scheduler()
-            await suite.start_instance("p0", "prefill")
-            await suite.start_instance("d0", "decode")
-            await until(lambda: suite.known(2), "both instances are known to be ready", timeout_s=20)
-            yield suite
+    async with AsyncExitStack() as stack:
+        settings = MonitorSettings(
+            heartbeat_address=free_address(),
+            broadcast_address=free_address(),
+            database_url=sqlite(folder),
+            quiet_start_s=0.3,
+        )
+        suite = LiveSuite(stack, f"http://127.0.0.1:{free_port()}", settings)
+        await suite.start_monitor()
+        stack.push_async_callback(lambda: suite.monitor.aclose())
+        for _ in range(schedulers):
+            await suite.start_scheduler()
+        await suite.start_instance("p0", "prefill")
+        await suite.start_instance("d0", "decode")
+        await until(lambda: suite.known(2), "both instances are known to be ready", timeout_s=20)
+        yield suite
 
 
 @contextmanager

@@ -1,76 +1,76 @@
-"""One owner a series: what two services export under one name is counted twice by every dashboard that sums it."""
+"""One owner and one meaning a series, vLLM's names only with vLLM's labels, and names as Prometheus wants them."""
 
+import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway import gaps, vllm_series
 from gateway.metrics import GatewayMetrics
-from predictor.metrics import Metrics
-from predictor.service import Predictor
-from predictor.settings import PredictorSettings
-from services.cluster_monitor.app import create_app as monitor
-from services.cluster_monitor.settings import MonitorSettings
-from services.global_scheduler.app import create_app as scheduler
-from services.global_scheduler.settings import SchedulerSettings
-from services.worker.engines.base import EngineStats
-from services.worker.metrics import WorkerMetrics
-from shared.domain.instance import InstanceLoad, Role
 from shared.domain.job import Phase
 from shared.timeline import Span
-from tests.ports import free_address
-from tests.services.control_plane import running, sqlite, text
-from tests.services.fake_worker import make_info
+from shared.wire.messages import TokenStep
+from tests.services.expositions import expositions, gateway
 from tests.services.global_scheduler.gateways import make_job
 
 # Each process's own plumbing: any that has a database queue or sockets tells of its own, and a sum over them is one.
-PLUMBING = ("process_", "python_", "polyphase_store_", "polyphase_wire_dropped")
+PLUMBING = ("process_", "polyphase_build_info", "polyphase_process_", "polyphase_store_", "polyphase_wire_dropped")
 
 
-def _families(exposition: str) -> set[str]:
-    return {family.name for family in text_string_to_metric_families(exposition)}
-
-
-def _worker() -> str:
-    registry = CollectorRegistry()
-    telemetry = cast(Any, SimpleNamespace(load=InstanceLoad, info=make_info("d0", "tcp://127.0.0.1:1")))
-    roles = cast(Any, SimpleNamespace(draining=False, role=Role.DECODE, flips=0))
-    server = cast(Any, SimpleNamespace(dropped={}))
-    dispatcher = cast(Any, SimpleNamespace(choices={}))
-    engine = cast(Any, SimpleNamespace(stats=EngineStats))
-    WorkerMetrics(make_info("d0", "tcp://a:1"), telemetry, roles, engine, server, dispatcher, registry)
-    return generate_latest(registry).decode()
+def families(exposition: str) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(exposition)}
 
 
 async def test_no_series_has_two_owners(tmp_path: Path) -> None:
-    gateway, predictor = CollectorRegistry(), CollectorRegistry()
-    GatewayMetrics("demo", gateway)
-    Metrics(predictor, Predictor(PredictorSettings()))
-    url = sqlite(tmp_path)
-    scheduler_settings = SchedulerSettings(
-        rpc_address=free_address(), broadcast_address=free_address(), database_url=url, monitor_url="http://127.0.0.1:9"
-    )
-    monitor_settings = MonitorSettings(
-        heartbeat_address=free_address(), broadcast_address=free_address(), database_url=url
-    )
-    async with running(scheduler(scheduler_settings)) as one, running(monitor(monitor_settings)) as other:
-        owners = {
-            "gateway": _families(generate_latest(gateway).decode()),
-            "predictor": _families(generate_latest(predictor).decode()),
-            "scheduler": _families(await text(one, "/metrics")),
-            "monitor": _families(await text(other, "/metrics")),
-            "worker": _families(_worker()),
-        }
+    owners = {service: set(families(said)) for service, said in (await expositions(tmp_path)).items()}
     assert all(len(names) > 4 for names in owners.values()), owners
     counts = Counter(name for names in owners.values() for name in names if not name.startswith(PLUMBING))
     twice = {name: [who for who, names in owners.items() if name in names] for name, n in counts.items() if n > 1}
     assert twice == {}
     of_vllm = {who for who, names in owners.items() if any(name.startswith("vllm:") for name in names)}
     assert of_vllm == {"gateway", "worker"}
+
+
+async def test_vllms_names_have_vllms_labels(tmp_path: Path) -> None:
+    for service, said in (await expositions(tmp_path)).items():
+        for name, family in families(said).items():
+            if name.startswith("vllm:"):
+                for sample in family.samples:
+                    labels = set(sample.labels) - {"le"}
+                    extra = {"finished_reason"} if name == "vllm:request_success" else set()
+                    assert labels == {"model_name", "engine"} | extra, f"{service}: {name}"
+                    assert sample.labels["engine"] == "0"
+
+
+async def test_promtool_has_nothing_against_names_and_types(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    assert complaints("# HELP seconds Bad.\n# TYPE seconds counter\nseconds 1\n")
+    for service, said in (await expositions(tmp_path)).items():
+        assert complaints(said) == [], service
+
+
+def complaints(exposition: str) -> list[str]:
+    """Of promtool, but for the colon in vLLM's names, which are vLLM's."""
+    command = ["promtool", "check", "metrics"]
+    done = subprocess.run(command, input=exposition, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (0, 3), done.stderr
+    colon = "metric names should not contain ':'"
+    return [line for line in done.stderr.splitlines() if not (line.startswith("vllm:") and line.endswith(colon))]
+
+
+def test_buckets_are_those_of_vllm() -> None:
+    buckets = pytest.importorskip("vllm.v1.metrics.buckets")
+    assert gaps.BOUNDS == buckets.INTER_TOKEN_LATENCY_BUCKETS
+    assert vllm_series.TTFT == buckets.TIME_TO_FIRST_TOKEN_BUCKETS
+    assert vllm_series.LATENCY == buckets.REQUEST_LATENCY_BUCKETS
+    assert vllm_series.PARAMS_N == buckets.REQUEST_PARAMS_N_BUCKETS
+    for most in (1, 7, 2048, 131_072):
+        assert list(vllm_series.token_buckets(most)) == buckets.build_1_2_5_buckets(most)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,17 @@ def test_finished_reasons_are_those_of_vllm(phase: Phase, outcome: str, reason: 
     metrics, job = GatewayMetrics("demo", registry), make_job("j")
     job.phase = phase
     job.record(Span.QUEUE, 1.0, 2.0)
+    job.accept(TokenStep([1]))
     metrics.ended(job, job.report(outcome))
     said = generate_latest(registry).decode()
-    assert f'vllm:request_success_total{{finished_reason="{reason}",model_name="demo"}} 1.0' in said
-    assert 'vllm:request_queue_time_seconds_count{model_name="demo"} 1.0' in said
+    assert f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="demo"}} 1.0' in said
+    assert 'vllm:request_queue_time_seconds_sum{engine="0",model_name="demo"} 1.0' in said
+    assert f'polyphase_jobs_total{{outcome="{outcome}",slo="default"}} 1.0' in said
+
+
+def test_what_is_refused_for_load_is_no_request_of_an_engine() -> None:
+    said = gateway()
+    assert 'polyphase_jobs_total{outcome="overloaded",slo="default"} 1.0' in said
+    assert 'vllm:request_success_total{engine="0",finished_reason="error",model_name="m"} 1.0' in said
+    assert "vllm:prompt_tokens_total{" in said
+    assert 'vllm:prompt_tokens_total{engine="0",model_name="m"} 0.0' in said

@@ -1,16 +1,15 @@
 """A planner beside the small cluster."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from tests.dashboard.planner import WAIT_S, FakePlanner
-from tests.dashboard.serving import ROOT, application
+from tests.dashboard.pages import opened
+from tests.dashboard.planner import FakePlanner
+from tests.dashboard.serving import application
 
 URL = "POLYPHASE_DASHBOARD_PLANNER_URL"
-PAGE = Path("plan_page.py")
 
 
 @pytest.fixture
@@ -25,7 +24,6 @@ def planner(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.fixture
-def plan_page(environment: dict[str, str]) -> AppTest:
-    """The page Plan, not yet run, in an application that was opened on its first page."""
-    app = AppTest.from_file(str(ROOT / "dashboard" / "app.py"), default_timeout=WAIT_S).run()
-    return app.switch_page(str(PAGE))
+def plan_page(page: AppTest) -> AppTest:
+    """The page Plan, not yet run."""
+    return opened(page, "plan")

@@ -7,9 +7,9 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from shared.errors import Conflict, InvalidRequest
+from tests.dashboard.pages import button, has, html
 from tests.dashboard.plan.conftest import URL
 from tests.dashboard.planner import CLUSTER_FILE, WAIT_S, FakePlanner, expected, large_fleet, proposal, search
-from tests.dashboard.test_app import button, has, html
 
 SUPPOSED = {
     "now": expected(6.0),

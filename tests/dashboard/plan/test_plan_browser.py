@@ -109,8 +109,8 @@ def test_a_refusal_an_outage_and_the_file_of_a_result(opened: Page, planner: Fak
 def test_both_pages_are_a_click_apart(opened: Page) -> None:
     page = opened
     expect(page.get_by_text("The plan in force")).to_be_visible(timeout=SHOWN_MS)
-    page.get_by_role("link", name="Cluster").click()
-    expect(page.locator(".st-key-card-p0")).to_be_visible(timeout=SHOWN_MS)
+    page.get_by_role("link", name="Overview").click()
+    expect(page.locator(".pp-verdict")).to_be_visible(timeout=SHOWN_MS)
     page.get_by_role("link", name="Plan").click()
     expect(page.get_by_text("The plan in force")).to_be_visible(timeout=SHOWN_MS)
     assert page.url.endswith("/plan")

@@ -1,6 +1,7 @@
 """The bench of KV transports: real processes, little KV."""
 
-from lab.bench.kv import SCHEMES, run_kv_bench
+from lab.bench.kv import NIXL_OVER_TCP, SCHEMES, run_kv_bench
+from services.worker.kv.wire.nixl_agent import installed
 
 
 def test_every_transport_is_measured_beside_the_socket() -> None:
@@ -11,6 +12,9 @@ def test_every_transport_is_measured_beside_the_socket() -> None:
         assert {f"{name}_1mb_to_socket_ratio", f"{name}_1mb_import_cpu_ratio"} <= set(figures)
     for codec in ("int8", "int4", "fp8"):
         assert {f"{codec}_encode_gb_per_s", f"{codec}_decode_gb_per_s"} <= set(figures)
+    beside = [name for name in figures if NIXL_OVER_TCP in name]
+    assert bool(beside) == installed()
+    assert len(result["notes"]) == 1
     assert aims["tcp_1mb_to_socket_ratio"]["got"] == figures["tcp_1mb_to_socket_ratio"]
     assert all(aim["met"] == (aim["got"] >= aim["want"]) for name, aim in aims.items() if "cpu" not in name)
     assert all(aim["met"] == (aim["got"] <= aim["want"]) for name, aim in aims.items() if "cpu" in name)

@@ -83,6 +83,18 @@ with zmq.Context() as context, context.socket(zmq.REP) as real, context.socket(z
     assert run(code, {"CHAOS_LINKS": json.dumps({"inproc://named": "inproc://real"})}) == "hello"
 
 
+def test_kv_addresses_are_swapped_when_a_socket_connects() -> None:
+    code = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as real, socket.socket() as asking, socket.socket() as other:
+    import json, os
+    port = real.getsockname()[1]
+    os.environ["CHAOS_LINKS"] = json.dumps({"kv://10.9.8.7:1": f"kv://127.0.0.1:{port}"})
+    print(asking.connect_ex(("10.9.8.7", 1)), other.connect_ex(("127.0.0.1", port)))
+"""
+    assert run(code, {}) == "0 0"
+
+
 def test_another_wire_version() -> None:
     code = "from shared.wire.messages import WIRE_VERSION; print(WIRE_VERSION)"
     assert run(code, {"CHAOS_WIRE_VERSION": "999"}) == "999"

@@ -1,7 +1,7 @@
 """The verbs of a bad network, over real sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from random import Random
 
@@ -9,6 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from lab.chaos.framing import RawSplitter
 from lab.chaos.proxy import Proxy
 
 SOON_S = 5.0
@@ -16,7 +17,7 @@ SILENCE_S = 0.3
 
 
 @asynccontextmanager
-async def echoing(**more: bool) -> AsyncIterator[Proxy]:
+async def echoing() -> AsyncIterator[Proxy]:
     """A proxy before a server that sends back what it gets."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -26,7 +27,7 @@ async def echoing(**more: bool) -> AsyncIterator[Proxy]:
 
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
     target = server.sockets[0].getsockname()[1]
-    async with server, Proxy(("127.0.0.1", target), Random(1), framed=False, **more) as proxy:
+    async with server, Proxy(("127.0.0.1", target), Random(1), RawSplitter) as proxy:
         yield proxy
 
 
@@ -132,6 +133,12 @@ async def talking() -> AsyncIterator[tuple[Proxy, "zmq.asyncio.Socket", "zmq.asy
             yield proxy, dealer, router
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 async def received(router: "zmq.asyncio.Socket") -> bytes:
     async with asyncio.timeout(SOON_S):
         return bytes((await router.recv_multipart())[1])
@@ -158,6 +165,29 @@ async def test_corruption_flips_a_bit_and_keeps_the_framing() -> None:
         proxy.heal()
         await dealer.send(b"whole")
         assert await received(router) == b"whole"
+
+
+async def test_lost_messages_do_not_arrive() -> None:
+    async with talking() as (proxy, dealer, router):
+        await dealer.send(b"one")
+        assert await received(router) == b"one"
+        proxy.lose(1.0)
+        await dealer.send_multipart([b"two", b"and more"])
+        await until(lambda: proxy.lost == 1)
+        proxy.heal()
+        await dealer.send(b"three")
+        assert await received(router) == b"three"
+
+
+async def test_swapped_messages_come_after_the_next_one() -> None:
+    async with talking() as (proxy, dealer, router):
+        await dealer.send(b"one")
+        assert await received(router) == b"one"
+        proxy.swap(1.0)
+        await dealer.send(b"two")
+        await until(lambda: proxy.swapped == 1)
+        await dealer.send(b"three")
+        assert [await received(router), await received(router)] == [b"three", b"two"]
 
 
 async def test_replay_sends_whole_messages_again_in_order() -> None:

@@ -1,7 +1,10 @@
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from lab.chaos import clusters
 from lab.chaos.clusters import TESTBEDS
 from lab.chaos.draws import FAULTS, draw
 from lab.chaos.judge import Verdict
@@ -10,6 +13,8 @@ from lab.chaos.report import as_result, cells_of
 from lab.chaos.run import choose
 from lab.chaos.scenario import Outcome, Scenario
 from lab.chaos.scenarios import FAMILIES, SCENARIOS
+from lab.chaos.wires import ports_of
+from services.launcher.plan import make_plan
 from shared.errors import InvalidRequest
 
 
@@ -97,3 +102,14 @@ def test_draws_follow_from_seed_and_number() -> None:
     assert drawn(7) == drawn(7)
     assert drawn(7) != drawn(8)
     assert {name for name, _, _ in drawn(7)} == {name for name, _, _, _ in FAULTS}
+
+
+@pytest.mark.parametrize("bed", TESTBEDS.values(), ids=list(TESTBEDS))
+@pytest.mark.parametrize("transport", ["tcp", "zeromq"])
+def test_every_port_of_a_testbed_is_known_and_kv_is_spoken_to_as_it_speaks(
+    bed: clusters.Testbed, transport: str, tmp_path: Path
+) -> None:
+    plan = make_plan(replace(bed, kv_transport=transport).build(), tmp_path, where="test")
+    ports = ports_of(plan)
+    assert {port.scheme for port in ports if port.purpose == "kv"} == {"kv" if transport == "tcp" else "tcp"}
+    assert len(ports) == sum(len(spec.ports) for spec in plan.processes)

@@ -3,7 +3,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.chaos.zmtp import GREETING_BYTES, Part, Splitter, flip_bit
+from lab.chaos.framing import flip_bit
+from lab.chaos.zmtp import GREETING_BYTES, Part, ZmtpSplitter
 
 GREETING = bytes(range(GREETING_BYTES))
 
@@ -12,7 +13,7 @@ GREETING = bytes(range(GREETING_BYTES))
 def test_any_pieces_of_a_stream_give_its_frames(frames: list[tuple[int, bytes]], size: int) -> None:
     parts = [Part(flags, body) for flags, body in frames]
     stream = GREETING + b"".join(part.encode() for part in parts)
-    splitter, greeting, found = Splitter(), b"", []
+    splitter, greeting, found = ZmtpSplitter(), b"", []
     for start in range(0, len(stream), size):
         more, got = splitter.feed(stream[start : start + size])
         greeting += more
@@ -24,7 +25,7 @@ def test_any_pieces_of_a_stream_give_its_frames(frames: list[tuple[int, bytes]],
 
 def test_the_greeting_is_not_held_back() -> None:
     # Each side sends the rest of its greeting only when it has seen the beginning of the other's.
-    assert Splitter().feed(GREETING[:10]) == (GREETING[:10], [])
+    assert ZmtpSplitter().feed(GREETING[:10]) == (GREETING[:10], [])
 
 
 @given(st.binary(min_size=1, max_size=100), st.integers())

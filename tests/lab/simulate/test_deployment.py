@@ -110,7 +110,7 @@ def test_unlike_stages_on_nodes_of_a_network(tmp_path: Path) -> None:
     [
         ({"pipeline_parallel": 2, "pipeline_layers": [10, 10, 12]}, "pipeline_layers: 3 for 2 stages"),
         ({"pipeline_parallel": 2, "pipeline_layers": [10, 10]}, r"\[10, 10\].* sum to the 32"),
-        ({"node": "one"}, "node 'one': the file has no `network`"),
+        ({"node": "one"}, "node: the file has no `network`"),
     ],
 )
 def test_stages_and_nodes_that_make_no_sense(tmp_path: Path, entry: dict[str, object], message: str) -> None:
@@ -221,15 +221,23 @@ def test_a_chunk_size_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "says"),
     [
-        ({"instances": [{**A10, "accelerator": "A1OO"}]}, NotFound, r"sim\.yaml: instances: d: unknown accelerator"),
+        (
+            {"instances": [{**A10, "accelerator": "A1OO"}]},
+            NotFound,
+            r"sim\.yaml:\d+: instances\.d: unknown accelerator",
+        ),
         ({"instances": [{**A10, "accelerator": "A100-SMX-80"}]}, NotFound, r"did you mean A100-SXM-80"),
-        ({"model": "Llama-9"}, NotFound, r"sim\.yaml: model: no bundled geometry"),
-        ({"model": "Llama-2-70B"}, Incompatible, r"sim\.yaml: instances: p: Llama-2-70B does not fit 1 x A100-SXM-80"),
+        ({"model": "Llama-9"}, NotFound, r"sim\.yaml:\d+: model: no bundled geometry"),
+        (
+            {"model": "Llama-2-70B"},
+            Incompatible,
+            r"sim\.yaml:\d+: instances\.p: Llama-2-70B does not fit 1 x A100-SXM-80",
+        ),
         ({"instances": [{**A10, "kv_cache_bytes": 2**36}]}, Incompatible, r"d: Llama-3-8B does not fit 2 x A10"),
         ({"instances": [{**A10, "kv_cache_bytes": 2**28}]}, Incompatible, r"d: kv_cache_bytes hold 2048 tokens"),
         ({"instances": [{**A10, "max_seqs": 4096}]}, InvalidRequest, r"d: batched_tokens 2048"),
         ({"instances": [{**A10, "dtype": "int3"}]}, InvalidRequest, r"d: unknown precision 'int3'"),
-        ({"policies": {"split": "halves"}}, InvalidRequest, r"sim\.yaml: policies\.split: unknown split policy"),
+        ({"policies": {"split": "halves"}}, InvalidRequest, r"sim\.yaml:\d+: policies\.split: unknown split policy"),
         ({"policies": {"split": {"name": "full", "x": 1}}}, InvalidRequest, r"policies\.split: .*no parameter 'x'"),
         ({"policies": {"split": 3}}, InvalidRequest, r"policies\.split: expected a policy's name"),
         ({"policies": {"splits": "full"}}, InvalidRequest, r"policies\.splits: no kind of policy 'splits'; known: "),

@@ -193,7 +193,9 @@ def test_policies_know_what_instances_report_of_their_speed(tmp_path: Path) -> N
         measured = calibrated(kinds[0]).step_times(Library.built_in())  # and it is as fast as it was measured
         assert spec.model.decode_time_s(4, 1000) == measured.decode_time_s(4, 1000)
     another = {**real, "rates_file": calibration(tmp_path, kinds[1])}
-    with pytest.raises(NotFound, match=r"c\.yaml: instances\.p\.rates_file: not calibrated: .* are: .*threads 4"):
+    with pytest.raises(
+        NotFound, match=r"c\.yaml:\d+: instance_defaults\.rates_file: not calibrated: .* are: .*threads 4"
+    ):
         load_deployment(write(tmp_path, **model, instance_defaults=another))
 
 
@@ -209,8 +211,8 @@ def test_an_emulated_engine_keeps_its_times_and_reports_the_calibrated_rates(tmp
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([{"id": "p", "role": "prefill", "chunk_size": "many"}], r"c\.yaml: instances\.p\.chunk_size"),
-        ([{"id": "p", "role": "prefill", "max_seqs": 3.5}], r"c\.yaml: instances\.p\.max_seqs"),
+        ([{"id": "p", "role": "prefill", "chunk_size": "many"}], r"c\.yaml:\d+: instances\.p\.chunk_size"),
+        ([{"id": "p", "role": "prefill", "max_seqs": 3.5}], r"c\.yaml:\d+: instances\.p\.max_seqs"),
         ([{"id": "p", "role": "prefill", "enabled": False}], r"none is enabled"),
         (
             [{"id": "p", "role": "prefill"}, {"id": "d", "role": "decode", "emulated_model": "OPT-13B"}],
@@ -218,16 +220,19 @@ def test_an_emulated_engine_keeps_its_times_and_reports_the_calibrated_rates(tmp
         ),
         (
             [{"id": "p", "role": "prefill", "prefill_order": "sjf"}],
-            r"'prefill_order' belongs to the whole cluster: write `policies: {prefill_order: …}` at the top",
+            r"prefill_order: it belongs to the whole cluster: write `policies: {prefill_order: …}` at the top",
         ),
-        ([{"id": "p", "role": "prefill", "prefill_batch": 3}], r"c\.yaml: instances\.0: unknown key 'prefill_batch'"),
+        (
+            [{"id": "p", "role": "prefill", "prefill_batch": 3}],
+            r"c\.yaml:\d+: instances\.p\.prefill_batch: unknown key 'prefill_batch'",
+        ),
         (
             [{"id": "p", "role": "prefill", "engine": "vllm", "engine_args": {"pipeline_parallel_size": 2}}],
-            r"c\.yaml: instances\.p: engine_args: pipeline_parallel_size: it is a setting of its own",
+            r"c\.yaml:\d+: instances\.p\.engine_args\.pipeline_parallel_size: it is a setting of its own",
         ),
         (
             [{"id": "p", "role": "prefill", "engine": "vllm", "engine_args": {"quantization": "fp8"}}],
-            r"c\.yaml: instances\.p\.engine_args: what 'quantization' changes is not simulated",
+            r"c\.yaml:\d+: instances\.p\.engine_args: what 'quantization' changes is not simulated",
         ),
     ],
 )

@@ -12,11 +12,10 @@ from services.cluster_monitor.routes import State
 from services.cluster_monitor.settings import MonitorSettings
 from shared.domain.instance import ClusterView, InstanceInfo, InstanceState, Role
 from shared.store.write_behind import WriteBehind
-from shared.wire.broadcast import Subscriber
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.sockets import Sockets
 from tests.ports import free_address
-from tests.services.control_plane import running, sqlite, until
+from tests.services.control_plane import follow, running, sqlite, until
 from tests.services.fake_worker import FakeWorker, fake_worker, make_info
 
 
@@ -92,8 +91,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             cluster = Cluster(settings, app.state.monitor, transport, client, workers, own)
             sockets = Sockets()
             stack.callback(sockets.close)
-            subscriber = Subscriber(sockets, settings.broadcast_address, ClusterView, cluster.views.append)
-            stack.callback(subscriber.close)
+            stack.callback(follow(sockets, settings.broadcast_address, cluster.views.append).close)
             return cluster
 
         yield run

@@ -12,6 +12,8 @@ from shared.wire.sockets import Sockets
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import request, text, until
 
+NEWS = "/schedulers/s0/news"
+
 
 async def sample(cluster: Cluster, name: str, **labels: str) -> float:
     for family in text_string_to_metric_families(await text(cluster.transport, "/metrics")):
@@ -42,9 +44,9 @@ async def test_garbage_on_the_sockets_is_dropped_and_counted(cluster: Cluster) -
         hostile.send_multipart([b"one", b"two"])
         with suppress(zmq.Again):  # while the other side has hung up on it
             to_broadcast.send(b"\x00" * 100, zmq.NOBLOCK)
-        return await dropped("garbage") > 0 and await dropped("frame") > 0
+        return await dropped("garbage") > 2
 
-    await until(counted, "both kinds counted")
+    await until(counted, "all of it counted")
     hostile.close()
     to_broadcast.close()
     sockets.close()
@@ -53,12 +55,11 @@ async def test_garbage_on_the_sockets_is_dropped_and_counted(cluster: Cluster) -
     assert cluster.seen("p0").state is InstanceState.READY
 
 
-async def test_metrics_name_roles_states_and_loads(cluster: Cluster) -> None:
+async def test_metrics_name_roles_and_states(cluster: Cluster) -> None:
     await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
     await cluster.client.flip("p0")
     assert await sample(cluster, "polyphase_instances", role="decode", state="ready") == 2
     assert await sample(cluster, "polyphase_instances", role="prefill", state="dead") == 0
-    assert await sample(cluster, "polyphase_instance_free_blocks", instance_id="d0", role="decode") == 900
     assert await sample(cluster, "polyphase_operations_total", kind="flip", result="succeeded") == 1
     assert await sample(cluster, "polyphase_flip_seconds_count") == 1
     assert await sample(cluster, "polyphase_detections_total", state="ready") >= 3
@@ -66,29 +67,29 @@ async def test_metrics_name_roles_states_and_loads(cluster: Cluster) -> None:
 
 async def test_slo_outcomes_become_attainment(cluster: Cluster) -> None:
     body = [outcome(), outcome(ttft_s=2.0), outcome(tpot_s=0.5), outcome(failed=True, ttft_s=None)]
-    answer = await request(cluster.transport, "POST", "/slo/outcomes", body)
-    assert answer.json() == {"taken": 4}
+    answer = await request(cluster.transport, "POST", NEWS, {"revision": 0, "outcomes": body})
+    assert answer.json() == {"outcomes": 4, "demand": 0}
     by_window = {report["window_s"]: report for report in await cluster.client.slo()}
     assert set(by_window) == {60.0, 300.0}
     report = by_window[60.0]
     assert (report["requests"], report["attainment"]) == (4, 0.25)
     assert (report["ttft_attainment"], report["tpot_attainment"]) == (0.5, 0.5)
     assert report["ttft_s"]["p50"] == 0.5
-    assert await sample(cluster, "polyphase_slo_attainment", slo="chat", window_s="60", target="both") == 0.25
+    assert await sample(cluster, "polyphase_slo_attainment_ratio", slo="chat", window_s="60", target="both") == 0.25
     assert (await cluster.client.cluster())["slo"][0]["slo"] == "chat"
 
 
 async def test_an_outcome_that_is_delivered_twice_counts_once(cluster: Cluster) -> None:
     for taken in (2, 0, 1):  # the answer to the first was lost; another scheduler heard of j1, too
         body = [outcome(job_id="j1"), outcome(job_id="j2" if taken != 1 else "j3")]
-        answer = await request(cluster.transport, "POST", "/slo/outcomes", body)
-        assert answer.json() == {"taken": taken}
+        answer = await request(cluster.transport, "POST", NEWS, {"revision": 0, "outcomes": body})
+        assert answer.json() == {"outcomes": taken, "demand": 0}
     assert (await cluster.client.slo())[0]["requests"] == 3
 
 
 async def test_bad_outcomes_are_a_400(cluster: Cluster) -> None:
     for body in ({}, [outcome(ttft_s=-1)], [outcome(surprise=1)], "text"):
-        answer = await request(cluster.transport, "POST", "/slo/outcomes", body)
+        answer = await request(cluster.transport, "POST", NEWS, {"revision": 0, "outcomes": body})
         assert answer.status_code == 400, body
 
 
@@ -105,7 +106,7 @@ async def test_history_reaches_the_database(start: Start) -> None:
     cluster: Cluster = await start(load_sample_s=0.1, slo_sample_s=0.1)
     await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
     await cluster.client.flip("p0", who="tester")
-    await request(cluster.transport, "POST", "/slo/outcomes", [outcome()])
+    await request(cluster.transport, "POST", NEWS, {"revision": 0, "outcomes": [outcome()]})
     wanted = {instances: 2, loads: 4, flips: 1, slo_windows: 2}
 
     async def counts() -> list[int]:

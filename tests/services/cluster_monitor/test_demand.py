@@ -44,14 +44,14 @@ def knowing(name: str) -> InstanceInfo:
 
 
 async def post(cluster: Cluster, rows: list[dict[str, Any]]) -> Any:
-    return await request(cluster.transport, "POST", "/demand", rows)
+    return await request(cluster.transport, "POST", "/schedulers/s0/news", {"revision": 0, "demand": rows})
 
 
 async def test_what_schedulers_tell_becomes_a_profile(cluster: Cluster) -> None:
     nothing = {"demand": None, "seconds": [], "shifts": [], "roles": None}
     assert (await request(cluster.transport, "GET", "/demand")).json() == nothing
     answer = await post(cluster, seconds(10, 500.0))
-    assert answer.json() == {"taken": 10}
+    assert answer.json() == {"outcomes": 0, "demand": 10}
     for _ in range(2):  # the second look adds nothing
         cluster.state.demand.step()
     answer = (await request(cluster.transport, "GET", "/demand")).json()
@@ -78,7 +78,7 @@ async def test_what_makes_no_sense_is_refused_and_what_is_late_is_ignored(cluste
     (row,) = seconds(1, 500.0)
     for wrong in ({"requests": -1}, {"prompt_logs": "many"}, {"source": ""}, {"more": 1}):
         assert (await post(cluster, [{**row, **wrong}])).is_error
-    assert (await post(cluster, seconds(2, 500.0, ago=300))).json() == {"taken": 0}
+    assert (await post(cluster, seconds(2, 500.0, ago=300))).json() == {"outcomes": 0, "demand": 0}
     assert "polyphase_demand_ignored_total 2.0" in await text(cluster.transport, "/metrics")
 
 
@@ -109,7 +109,7 @@ async def test_a_persons_flip_stands(start: Start) -> None:
     await post(cluster, seconds(10, 1_000.0))
     cluster.state.demand.step()
     sequence = cluster.views[-1].sequence
-    await until(lambda: cluster.views[-1].sequence > sequence + 20, "time for many questions")
+    await until(lambda: cluster.views[-1].sequence > sequence + 4, "time for many questions")
     asked = [entry["who"] for entry in await cluster.client.flips()]
     assert asked == ["someone"]
 

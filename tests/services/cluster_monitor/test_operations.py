@@ -94,7 +94,7 @@ async def test_an_operation_that_the_monitor_did_not_survive_is_unknown(start: S
     await until(lambda: worker.calls and not first.store.queued and first.store.ready.is_set(), "begun, and on record")
     flipping.cancel()  # in memory there is no process to kill: nothing more of this monitor reaches the database
     first.state.store._rows.clear()
-    first.state.store.put = lambda *_: None  # type: ignore[method-assign]
+    first.state.store.put = lambda *_, **__: None  # type: ignore[method-assign]
     await first.stop()
     second: Cluster = await start()
     await until(lambda: second.state.audit.find("op"), "audit read back")

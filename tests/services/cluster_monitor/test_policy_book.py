@@ -11,7 +11,8 @@ import pytest
 
 from services.cluster_monitor import followers, policy_book
 from services.cluster_monitor.events import EventKind
-from shared.domain.instance import ClusterView, Role
+from shared.domain.cluster import ClusterDelta
+from shared.domain.instance import Role
 from shared.domain.policies import KINDS, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, Unavailable
@@ -262,9 +263,9 @@ async def test_who_follows(start: Start, monkeypatch: pytest.MonkeyPatch) -> Non
     cluster = await recalled(start)
     worker, _ = await cluster.workers(p0=Role.PREFILL, d0=Role.DECODE)
     revision = cluster.state.policies.policies.revision
-    await cluster.client.follows("s0", revision, "")
-    await cluster.client.follows("s1", revision - 1, "unknown split policy")
-    await cluster.client.follows("s2", revision, "a newer one is not known")
+    await cluster.client.scheduler_news("s0", revision, "")
+    await cluster.client.scheduler_news("s1", revision - 1, "unknown split policy")
+    await cluster.client.scheduler_news("s2", revision, "a newer one is not known")
     worker.policies = (revision, "")
     await until(lambda: cluster.state.registry.get("p0").policies_revision == revision, "heard")
     told = {one["name"]: one for one in (await cluster.client.policies())["followers"]}
@@ -294,7 +295,7 @@ async def test_what_a_former_process_of_an_instance_says_does_not_count(start: S
 
 
 def test_workers_and_monitors_that_know_no_policies_are_understood() -> None:
-    plain = msgspec.msgpack.decode(msgspec.msgpack.encode({"sequence": 1, "time_s": 2.0}), type=ClusterView)
-    assert plain.policies == PolicySet()
-    beat = {"instance_id": "p", "generation": 1, "role": "prefill", "draining": False, "load": {}}
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode([1, 2.0]), type=ClusterDelta)
+    assert plain.policies is None
+    beat = ["p", 1, "prefill", False, []]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(beat), type=Heartbeat).policies_revision == 0

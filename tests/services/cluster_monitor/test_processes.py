@@ -12,11 +12,10 @@ from typing import Any
 from services.cluster_monitor.settings import MonitorSettings
 from shared.domain.instance import ClusterView, InstanceState
 from shared.errors import PolyphaseError
-from shared.wire.broadcast import Subscriber
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.sockets import Sockets
 from tests.ports import free_address, free_port
-from tests.services.control_plane import sqlite, until
+from tests.services.control_plane import follow, sqlite, until
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,11 +42,11 @@ async def process(*command: str, **environment: str) -> AsyncIterator[asyncio.su
 @asynccontextmanager
 async def listening(address: str, views: list[ClusterView]) -> AsyncIterator[None]:
     sockets = Sockets()
-    subscriber = Subscriber(sockets, address, ClusterView, views.append)
+    feed = follow(sockets, address, views.append)
     try:
         yield
     finally:
-        subscriber.close()
+        feed.close()
         sockets.close()
 
 

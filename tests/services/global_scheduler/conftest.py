@@ -17,13 +17,12 @@ from shared.domain.job import Phase
 from shared.domain.policies import PolicySet
 from shared.domain.route import PolicySpec
 from shared.timeline import RequestTimeline
-from shared.wire.broadcast import Publisher
 from shared.wire.clients.scheduler import SchedulerAdmin, SchedulerClient
 from shared.wire.messages import JobReport
 from shared.wire.rpc_clients import RpcClients
 from shared.wire.sockets import Sockets
 from tests.ports import free_address
-from tests.services.control_plane import running, sqlite, until
+from tests.services.control_plane import Announcer, running, sqlite, until
 from tests.services.fake_worker import make_info
 
 
@@ -37,7 +36,7 @@ class Scheduler:
     client: SchedulerClient
     admin: SchedulerAdmin
     sockets: Sockets
-    publisher: Publisher
+    publisher: Announcer
     policies: PolicySet
     sequence: int = 0
     instances: tuple[InstanceView, ...] = ()
@@ -65,7 +64,7 @@ class Scheduler:
         def arrived() -> bool:
             self.publisher.publish(ClusterView(wanted, time.time(), self.instances, self.policies))
             view = self.state.placer.view
-            return view is not None and view.sequence == wanted
+            return view.sequence == wanted
 
         await until(arrived, "broadcast heard")
 
@@ -117,7 +116,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             admin = await stack.enter_async_context(SchedulerAdmin("http://scheduler", transport=transport))
             sockets = Sockets()
             stack.callback(sockets.close)
-            publisher = Publisher(sockets, settings.broadcast_address)
+            publisher = Announcer(sockets, settings.broadcast_address)
             stack.callback(publisher.close)
             clients = stack.enter_context(RpcClients(sockets))
             client = SchedulerClient(clients, [settings.rpc_address])

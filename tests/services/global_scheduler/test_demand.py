@@ -13,8 +13,8 @@ async def test_first_placements_are_told_by_the_second(start: Start) -> None:
     scheduler: Scheduler = await start(monitor_url=f"http://127.0.0.1:{port}")
     await scheduler.hear(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
     async with json_sink(port) as taken:
-        await until(lambda: taken.get("/demand"), "a second told", timeout_s=30)
-        assert {row["requests"] for row in taken["/demand"]} == {0}
+        await until(lambda: taken.get("demand"), "a second told", timeout_s=30)
+        assert {row["requests"] for row in taken["demand"]} == {0}
         said = LengthPrediction(1, 100, 200, 0.9, "classifier")
         slo = Slo("chat", 0.5, 0.1)
         for number in range(3):
@@ -26,11 +26,11 @@ async def test_first_placements_are_told_by_the_second(start: Start) -> None:
         await scheduler.client.place(JobView("j1", 130, 470, slo, said), timeout_s=5)  # it goes on elsewhere
 
         def told() -> bool:
-            rows = taken["/demand"]
+            rows = taken["demand"]
             return bool(sum(row["requests"] for row in rows) >= 3 and rows[-1]["requests"] == 0)
 
         await until(told, "all told, and a second after them", timeout_s=30)
-    rows = taken["/demand"]
+    rows = taken["demand"]
     assert sum(row["requests"] for row in rows) == 3
     assert sum(row["prompt_tokens"] for row in rows) == 300.0
     assert 3 * 100 < sum(row["output_tokens"] for row in rows) < 3 * 200
@@ -39,3 +39,11 @@ async def test_first_placements_are_told_by_the_second(start: Start) -> None:
     assert {row["source"] for row in rows} == {"scheduler-0"}
     seconds = [row["second"] for row in rows]
     assert seconds == list(range(seconds[0], seconds[0] + len(seconds)))
+
+
+async def test_a_quiet_scheduler_tells_of_several_seconds_at_once(start: Start) -> None:
+    port = free_port()
+    await start(monitor_url=f"http://127.0.0.1:{port}")
+    async with json_sink(port) as taken:
+        await until(lambda: len(taken.get("demand", ())) >= 7, "seven seconds told", timeout_s=60)
+    assert len(taken["revision"]) <= len(taken["demand"]) / 2 + 1  # each message tells of its policies

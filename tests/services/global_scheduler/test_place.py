@@ -135,7 +135,7 @@ async def test_garbage_on_both_sockets_is_dropped_and_counted(scheduler: Schedul
     async def counted() -> bool:
         hostile.send(b"\xff garbage")
         hostile.send_multipart([b"too", b"many", b"frames"])
-        scheduler.publisher.publish({"sequence": "not a view"})
+        scheduler.publisher.say({"sequence": "not a view"})
         metrics = await text(scheduler.transport, "/metrics")
         causes = (("rpc", "garbage"), ("rpc", "frame"), ("broadcast", "garbage"))
         return all(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.global_scheduler.forward import Forwarder, ForwardMetrics
+from services.global_scheduler.forward import Forwarder
+from services.global_scheduler.waiting import ForwardMetrics, Waiting
 from shared.domain.instance import Role
 from shared.domain.job import JobView, LengthPrediction, Phase, Slo
 from shared.errors import NotFound
@@ -21,7 +22,7 @@ from tests.services.global_scheduler.conftest import Scheduler, Start, report
 
 @asynccontextmanager
 async def json_sink(port: int) -> AsyncIterator[dict[str, list[Any]]]:
-    """An HTTP server that keeps the JSON lists posted to it, by path."""
+    """An HTTP server that keeps the JSON lists posted to it, by path, or by their names in what is posted."""
     taken: dict[str, list[Any]] = {}
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -30,7 +31,10 @@ async def json_sink(port: int) -> AsyncIterator[dict[str, list[Any]]]:
                 lines = head.decode().split("\r\n")
                 sizes = [line.split(":")[1] for line in lines if line.lower().startswith("content-length")]
                 body = await reader.readexactly(int(sizes[0]))
-                taken.setdefault(lines[0].split()[1], []).extend(json.loads(body))
+                told = json.loads(body)
+                lists = told if isinstance(told, dict) else {lines[0].split()[1]: told}
+                for name, rows in lists.items():
+                    taken.setdefault(name, []).extend(rows if isinstance(rows, list) else [rows])
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
         except asyncio.IncompleteReadError:
             writer.close()
@@ -120,10 +124,11 @@ async def test_outcomes_and_lengths_are_forwarded_with_the_targets_of_their_clas
             ],
             timeout_s=5,
         )
-        await until(lambda: {"/slo/outcomes", "/v1/observations"} <= taken.keys(), "both forwarded")
-    assert [(o["ttft_target_s"], o["tpot_target_s"], o["failed"]) for o in taken["/slo/outcomes"]] == [
-        (1.5, 0.15, False),
-        (1.5, 0.15, True),
+        await until(lambda: taken.get("outcomes") and taken.get("/v1/observations"), "both forwarded")
+    assert [(o["ttft_target_s"], o["phase"], o["failed"], o["code"]) for o in taken["outcomes"]] == [
+        (1.5, "completed", False, "stop"),
+        (1.5, "failed", True, "peer_lost"),
+        (1.5, "cancelled", False, "stop"),
     ]
     assert taken["/v1/observations"] == [
         {
@@ -163,14 +168,15 @@ async def test_outcomes_wait_for_a_monitor_that_is_away(start: Start) -> None:
     await until(lambda: shows('polyphase_scheduler_forward_waiting{to="monitor"} 600.0'), "all wait")
     async with json_sink(port) as taken:
         await until(lambda: shows('polyphase_scheduler_forwarded_total{to="monitor"} 600.0'), "all delivered")
-        assert [one["job_id"] for one in taken["/slo/outcomes"]] == [f"j{n}" for n in range(600)]
+        assert [one["job_id"] for one in taken["outcomes"]] == [f"j{n}" for n in range(600)]
     assert not await shows("polyphase_scheduler_forward_dropped_total{")
 
 
-async def test_of_too_many_waiting_outcomes_the_oldest_are_dropped_and_counted() -> None:
+async def test_of_too_many_that_wait_the_oldest_are_dropped_and_counted() -> None:
     port, registry = free_port(), CollectorRegistry()
     async with JsonClient(f"http://127.0.0.1:{port}") as client:
-        forwarder = Forwarder("monitor", client, "/slo/outcomes", ForwardMetrics(registry), capacity=10)
+        waiting = Waiting("predictor", ForwardMetrics(registry), capacity=10)
+        forwarder = Forwarder(waiting, client, "/v1/observations")
         for number in range(15):
             forwarder.add({"number": number})
         await forwarder.step()
@@ -178,14 +184,14 @@ async def test_of_too_many_waiting_outcomes_the_oldest_are_dropped_and_counted()
             forwarder.add({"number": number})
         async with json_sink(port) as taken:
             await forwarder.step()
-    assert [one["number"] for one in taken["/slo/outcomes"]] == list(range(8, 18))
+    assert [one["number"] for one in taken["/v1/observations"]] == list(range(8, 18))
     counts = generate_latest(registry).decode()
-    assert 'polyphase_scheduler_forward_dropped_total{cause="full",to="monitor"} 8.0' in counts
+    assert 'polyphase_scheduler_forward_dropped_total{cause="full",to="predictor"} 8.0' in counts
 
 
 async def test_metrics_of_placements(scheduler: Scheduler) -> None:
     await scheduler.hear(p0=Role.PREFILL, d0=Role.DECODE)
     await scheduler.client.place(JobView("j", 10, 10), timeout_s=5)
     metrics = await text(scheduler.transport, "/metrics")
-    assert 'polyphase_scheduler_placements_total{decode="",kind="full",prefill="p0"} 1.0' in metrics
+    assert 'polyphase_scheduler_chosen_total{instance_id="p0",role="prefill"} 1.0' in metrics
     assert "polyphase_scheduler_decision_seconds_count 1.0" in metrics

@@ -24,11 +24,10 @@ from shared.errors import PolyphaseError
 from shared.store.database import open_engine
 from shared.store.migrate import migrate
 from shared.store.tables import requests
-from shared.wire.broadcast import Publisher
 from shared.wire.clients.scheduler import SchedulerAdmin
 from shared.wire.sockets import Sockets
 from tests.ports import free_address, free_port
-from tests.services.control_plane import sqlite, until
+from tests.services.control_plane import Announcer, sqlite, until
 from tests.services.fake_worker import make_info
 from tests.services.global_scheduler.conftest import Scheduler, Start
 from tests.services.global_scheduler.gateways import Gateway, gateway
@@ -178,7 +177,7 @@ async def _rows(url: str) -> dict[str, tuple[str, str]]:
 class Processes:
     """Two real scheduler processes on one database, and the broadcast they hear."""
 
-    def __init__(self, settings: list[SchedulerSettings], publisher: Publisher) -> None:
+    def __init__(self, settings: list[SchedulerSettings], publisher: Announcer) -> None:
         self.settings = settings
         self.running: list[asyncio.subprocess.Process] = []
         self._publisher = publisher
@@ -245,7 +244,7 @@ async def _processes(tmp_path: Path) -> AsyncIterator[Processes]:
     async with AsyncExitStack() as stack:
         sockets = Sockets()
         stack.callback(sockets.close)
-        publisher = Publisher(sockets, broadcast)
+        publisher = Announcer(sockets, broadcast)
         stack.callback(publisher.close)
         found = Processes(settings, publisher)
         try:

@@ -1,16 +1,26 @@
 """The command line: what is there, and how it fails."""
 
 import json
+import platform
+import re
+import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
-from services.launcher import cli, measuring, operate
+from services.launcher import cli, measuring, operate, state_file
+from services.launcher.spec import Plan
 from shared.errors import NotFound
+from shared.runtime.cluster_token import checked
 
 RUN = CliRunner()
+TOKEN = "a-secret-of-the-cluster"
+DONE = {"instance_id": "p-0", "to_role": "decode", "drain_s": 1.0, "flip_s": 0.001, "operation_id": "7f3a"}
+SAID = {"flip": "p-0 is now decode", "drain": "p-0 is drained", "resume": "p-0 gets work", "forget": "p-0 is forgotten"}
 
 
 @pytest.mark.parametrize(
@@ -24,9 +34,21 @@ RUN = CliRunner()
         ["drain"],
         ["resume"],
         ["forget"],
+        ["top"],
+        ["logs"],
+        ["explain"],
+        ["events"],
+        ["requests"],
+        ["operation"],
+        ["policies"],
+        ["proposals"],
+        ["simulate"],
         ["keys"],
         ["keys", "add"],
         ["bench"],
+        ["render"],
+        ["render", "kubernetes"],
+        ["migrate"],
     ],
 )
 def test_help(words: list[str]) -> None:
@@ -59,8 +81,8 @@ def test_up_refuses_a_bad_file_before_anything_starts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("model: models/hole", "model: there is no folder"),
-        ("model: models/demo\ngateway: {host: 0.0.0.0}", "gateway.host: listening on 0.0.0.0 needs API keys"),
+        ("model: models/hole", "2: model: there is no folder"),
+        ("model: models/demo\ngateway: {host: 0.0.0.0}", "3: gateway.host: listening on 0.0.0.0 needs API keys"),
     ],
 )
 def test_up_says_what_would_fail_before_anything_starts(
@@ -72,7 +94,7 @@ def test_up_says_what_would_fail_before_anything_starts(
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 1
-    assert f"{file}: {said}" in capsys.readouterr().err
+    assert f"{file}:{said}" in capsys.readouterr().err
     assert not data.exists()
 
 
@@ -83,6 +105,8 @@ def test_keys(tmp_path: Path) -> None:
     assert result.stdout.startswith("pp-")
     assert "ann" in file.read_text()
     assert "curve_secret" in RUN.invoke(cli.app, ["keys", "curve"]).stdout
+    made = yaml.safe_load(RUN.invoke(cli.app, ["keys", "token"]).stdout)["cluster_token"]
+    assert checked(made, "the file") == made
 
 
 @pytest.mark.parametrize(("met", "code"), [(True, 0), (False, 1)])
@@ -102,16 +126,19 @@ def test_predictor_takes_train_and_evaluate_only() -> None:
 def test_operations_go_to_the_monitor(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     asked: list[tuple[object, ...]] = []
 
-    async def act(what: str, instance: str, url: str, *, timeout_s: float, force: bool) -> dict[str, object]:
-        asked.append((what, instance, url, force))
-        return {"instance_id": instance, "flip_s": 0.001}
+    async def act(
+        what: str, instance: str, url: str, token: str, *, timeout_s: float, force: bool
+    ) -> dict[str, object]:
+        asked.append((what, instance, url, token, force))
+        return {**DONE, "result": "forgotten" if what == "forget" else "succeeded"}
 
     monkeypatch.setattr(operate, "act", act)
+    monkeypatch.setenv("POLYPHASE_CLUSTER_TOKEN", TOKEN)
     words = [what, "p-0", "--monitor", "http://m", *(["--force"] if what in ("flip", "drain") else [])]
     result = RUN.invoke(cli.app, words)
     assert result.exit_code == 0
-    assert asked == [(what, "p-0", "http://m", what in ("flip", "drain"))]
-    assert f"{what} p-0" in result.stdout
+    assert asked == [(what, "p-0", "http://m", TOKEN, what in ("flip", "drain"))]
+    assert SAID[what] in result.stdout
     assert json.loads(RUN.invoke(cli.app, [*words, "--json"]).stdout)["flip_s"] == 0.001
 
 
@@ -124,3 +151,54 @@ def test_a_file_of_simulated_runs_is_not_taken_for_a_live_bench() -> None:
     result = RUN.invoke(cli.app, ["bench", "policies", "--live", "--results", "runs.json"])
     assert result.exit_code == 2
     assert "anew" in result.output  # a word of the reason, whatever the terminal makes of the rest
+
+
+def test_version() -> None:
+    result = RUN.invoke(cli.app, ["--version"])
+    assert result.exit_code == 0
+    ours, engine, python = re.fullmatch(r"polyphase (\S+) \(vLLM (.+), Python (\S+)\)\n", result.output).groups()  # type: ignore[union-attr]
+    assert ours == metadata.version("polyphase")
+    assert python == platform.python_version()
+    assert engine[0].isdigit() or engine == "not installed"
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "services.launcher.cli", "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert said.startswith("polyphase ")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered", "not_offered"),
+    [
+        ("flip p", {"p-0", "p-1"}, {"d-0"}),
+        ("logs m", {"monitor"}, {"d-0"}),
+        ("policies s", {"sjf"}, {"fcfs"}),
+        ("policies dispatch=r", {"dispatch=random"}, {"random"}),
+        ("up --cluster em", {"emulated-mixed"}, {"laptop"}),
+        ("ex", {"explain"}, {"events"}),
+    ],
+)
+def test_a_shell_completes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, offered: set[str], not_offered: set[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".polyphase" / "logs").mkdir(parents=True)
+    (tmp_path / ".polyphase" / "logs" / "monitor.log").touch()
+    plan = Plan("m", (), ("p-0", "p-1", "d-0"), "http://a", "http://m", (), "", "", True)
+    state_file.write(tmp_path / ".polyphase", state_file.describe(plan, ()))
+    asked = {
+        "_POLYPHASE_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"polyphase {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    found = set(RUN.invoke(cli.app, [], prog_name="polyphase", env=asked).stdout.split())
+    assert offered <= found
+    assert not found & not_offered
+
+
+def test_completion_without_a_suite_is_empty_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = {"_POLYPHASE_COMPLETE": "complete_bash", "COMP_WORDS": "polyphase flip p", "COMP_CWORD": "2"}
+    result = RUN.invoke(cli.app, [], prog_name="polyphase", env=asked)
+    assert result.stdout.strip() == ""

@@ -86,3 +86,27 @@ def test_the_keys_are_read_as_they_were_made(tmp_path: Path) -> None:
     found = container.read_environment((tmp_path / "curve.env").read_text())
     assert len(found) == 12
     assert len(found["POLYPHASE_WORKER_CURVE_SECRET"]) == 40
+
+
+def test_an_instance_is_called_by_its_role_and_host() -> None:
+    found = {"POLYPHASE_WORKER_ROLE": "decode"}
+    container.name_instance(found, "localhost")
+    assert found["POLYPHASE_WORKER_INSTANCE_ID"] == "decode-localhost"
+    assert found["POLYPHASE_WORKER_ADVERTISE_HOST"] == "127.0.0.1"
+
+
+def test_what_is_written_down_stays() -> None:
+    said = {
+        "POLYPHASE_WORKER_ROLE": "decode",
+        "POLYPHASE_WORKER_INSTANCE_ID": "gpu-3",
+        "POLYPHASE_WORKER_ADVERTISE_HOST": "10.0.0.7",
+    }
+    found = dict(said)
+    container.name_instance(found, "localhost")
+    assert found == said
+
+
+def test_who_is_no_instance_gets_no_id() -> None:
+    found: dict[str, str] = {}
+    container.name_instance(found, "localhost")
+    assert set(found) == {"POLYPHASE_WORKER_ADVERTISE_HOST"}

@@ -9,8 +9,9 @@ import zmq
 
 from gateway.auth import KeyRing, load_keys
 from services.launcher.container import read_environment
-from services.launcher.keys import add_key, curve_pair, init_folder
+from services.launcher.keys import add_key, curve_pair, init_database, init_folder
 from shared.errors import Conflict, InvalidRequest
+from shared.runtime.cluster_token import read_token
 from shared.wire.sockets import Curve, Sockets
 
 
@@ -50,13 +51,14 @@ def test_bad_input_leaves_the_file_alone(tmp_path: Path) -> None:
 
 def test_a_folder_for_containers_is_made_once(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
-    assert init_folder(folder) == ["keys.yaml", "api-key", "curve.env"]
+    assert init_folder(folder) == ["keys.yaml", "api-key", "curve.env", "cluster-token"]
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     assert init_folder(folder) == []
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in folder.iterdir())
     secret = (folder / "api-key").read_text().strip()
     assert KeyRing(load_keys(folder / "keys.yaml")).identify("", secret) is not None
+    assert len(read_token(folder / "cluster-token")) == 43
 
 
 def test_a_folder_of_an_older_version_is_completed_with_its_own_pair(tmp_path: Path) -> None:
@@ -114,3 +116,26 @@ def test_a_curve_pair_works() -> None:
         assert server.recv() == b"hello"
     finally:
         sockets.close()
+
+
+def test_the_gateways_keys_may_be_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    assert init_folder(tmp_path / "keys", tmp_path / "api") == ["keys.yaml", "api-key", "curve.env", "cluster-token"]
+    assert sorted(file.name for file in (tmp_path / "api").iterdir()) == ["api-key", "keys.yaml"]
+    assert sorted(file.name for file in (tmp_path / "keys").iterdir()) == ["cluster-token", "curve.env"]
+
+
+def test_a_password_is_made_once_for_server_and_clients(tmp_path: Path) -> None:
+    assert init_database(tmp_path) == ["password", "pgpass"]
+    password = (tmp_path / "password").read_text()
+    assert (tmp_path / "pgpass").read_text() == f"*:*:*:polyphase:{password}\n"
+    assert init_database(tmp_path) == []
+    assert (tmp_path / "password").read_text() == password
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in tmp_path.iterdir())
+
+
+def test_a_key_for_the_dashboard_says_what_its_holder_may(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    add_key(file, "anna", role="operate")
+    assert [key.role for key in load_keys(file)] == ["operate"]
+    with pytest.raises(InvalidRequest, match="known: look, operate"):
+        add_key(file, "ben", role="admin")

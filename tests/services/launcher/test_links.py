@@ -32,7 +32,7 @@ def test_real_engines_have_real_links() -> None:
 def test_nodes_without_a_path_or_a_network_are_named() -> None:
     with pytest.raises(InvalidRequest, match=r"c\.yaml: network: no link between the nodes"):
         links_between(cluster({"inside": {"gbps": 1}}, "a", "b"), "c.yaml")
-    with pytest.raises(ValueError, match="i0: node: the file has no `network`"):
+    with pytest.raises(ValueError, match=r"instances\.0\.node: the file has no `network`"):
         cluster(None, "a")
 
 

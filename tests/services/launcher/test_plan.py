@@ -11,12 +11,13 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
+from dashboard.dashboard_settings import DashboardSettings
 from gateway.settings import GatewaySettings
 from gateway.table import shared_table
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher import display
+from services.launcher import display, ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.gateways import make_shared_table
 from services.launcher.plan import make_plan
@@ -27,6 +28,7 @@ from shared.errors import InvalidRequest
 from shared.runtime.settings import ServiceSettings
 
 CURVE = {"curve_public": "p" * 40, "curve_secret": "s" * 40}
+TOKEN = {"cluster_token": "t" * 20}
 INSTANCES = [
     {"id": "p", "role": "prefill", "engine": "emulated", "tensor_parallel": 2},
     {"id": "d", "role": "decode", "engine": "emulated", "env": {"OMP_NUM_THREADS": "3"}},
@@ -97,6 +99,39 @@ def test_addresses_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert worker.heartbeat_address == monitor.heartbeat_address
     assert plan.scheduler_urls == tuple(f"http://127.0.0.1:{each.http_port}" for each in schedulers)
     assert monitor.database_url == schedulers[0].database_url == f"sqlite:///{tmp_path}/polyphase.db"
+
+
+def test_everybody_knows_every_monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(cluster(monitors=3, scheduler={"count": 16}, predictor={"count": 16}), tmp_path)
+    ports.check_distinct(plan.port_uses)
+    monitors = [loaded(MonitorSettings, process(plan, f"monitor-{i}"), monkeypatch) for i in range(3)]
+    assert [one.monitor_id for one in monitors] == ["monitor-0", "monitor-1", "monitor-2"]
+    assert {one.lease_s for one in monitors} == {1.0}
+    assert plan.monitor_url == ",".join(one.url for one in monitors)
+    scheduler = loaded(SchedulerSettings, process(plan, "scheduler-0"), monkeypatch)
+    worker = loaded(WorkerSettings, process(plan, "d"), monkeypatch)
+    planner = loaded(PlannerSettings, process(plan, "planner"), monkeypatch)
+    for each in (scheduler, worker, planner):
+        assert each.monitor_url == plan.monitor_url
+        assert each.broadcast_address == ",".join(one.broadcast_address for one in monitors)
+    assert worker.heartbeat_address == ",".join(one.heartbeat_address for one in monitors)
+    for key, value in process(plan, "dashboard").env.items():
+        if key.startswith("POLYPHASE_DASHBOARD_"):
+            monkeypatch.setenv(key, value)
+    assert DashboardSettings.load().monitor_url == plan.monitor_url
+
+
+def test_a_dashboard_with_a_login_has_the_gateways_keys(tmp_path: Path) -> None:
+    keys, name = tmp_path / "keys.yaml", "POLYPHASE_DASHBOARD_API_KEYS_FILE"
+    file = {"gateway": {"api_keys_file": str(keys)}}
+    assert name not in process(make_plan(cluster(**file), tmp_path), "dashboard").env
+    with_login = make_plan(cluster(dashboard={"login": True}, **file), tmp_path)
+    assert process(with_login, "dashboard").env[name] == str(keys)
+
+
+def test_a_monitor_that_is_alone_needs_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = loaded(MonitorSettings, process(make_plan(cluster(), tmp_path), "monitor"), monkeypatch)
+    assert (monitor.lease_s, monitor.monitor_id) == (0.0, "monitor")
 
 
 @pytest.mark.parametrize("count", [2, 16])
@@ -245,7 +280,7 @@ def test_where_nothing_can_be_forked_there_is_no_fork_server(tmp_path: Path, mon
 def hosts() -> Cluster:
     instances = [{**INSTANCES[0], "host": "a"}, {**INSTANCES[1], "host": "b"}]
     addresses = {"a": "10.0.0.1", "b": "10.0.0.2"}
-    return cluster(hosts=addresses, control="a", instances=instances, predictor={"count": 2}, **CURVE)
+    return cluster(hosts=addresses, control="a", instances=instances, predictor={"count": 2}, **CURVE, **TOKEN)
 
 
 def test_a_host_runs_what_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,5 +339,5 @@ def test_one_process_of_the_gateway_is_as_if_there_were_no_others(
 
 @pytest.mark.parametrize("key", ["process", "own_port", "shared_table", "gateway_id"])
 def test_what_follows_from_the_number_of_processes_cannot_be_said(key: str) -> None:
-    with pytest.raises(ValidationError, match=f"unknown key '{key}'"):
+    with pytest.raises(ValidationError, match=f"{key}: it follows from the rest"):
         cluster(gateway={"processes": 2, key: 1})

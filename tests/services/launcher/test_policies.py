@@ -15,6 +15,7 @@ from services.launcher.policies import change_of, reset_of, show
 from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
+from shared.policy import registry
 
 RUN = CliRunner()
 URL = ["--monitor", "http://m"]
@@ -36,7 +37,7 @@ def answer(**changes: Any) -> dict[str, Any]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str, PolicySpec | None]]]]:
     calls: list[tuple[str, dict[str, PolicySpec | None]]] = []
 
-    async def act(url: str, change: dict[str, PolicySpec | None], who: str) -> dict[str, Any]:
+    async def act(url: str, change: dict[str, PolicySpec | None], who: str, token: str) -> dict[str, Any]:
         assert who.endswith("(polyphase)")
         calls.append((url, change))
         return answer()
@@ -99,11 +100,32 @@ def test_the_table_says_who_chose_what_and_who_does_not_follow() -> None:
     out = io.StringIO()
     show(Console(file=out, width=160), answer(trouble="the database has not answered"))
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
-    assert any("split │ fraction:fraction=0.5 │ anna (polyphase), 1970-01-01" in line for line in lines)
-    assert any("placement │ adaptive │ the cluster file" in line for line in lines)
+    assert any("split fraction:fraction=0.5 anna (polyphase), 1970-01-01" in line for line in lines)
+    assert any("placement adaptive the cluster file" in line for line in lines)
     assert "followed by 1 of 2 schedulers and instances" in lines
     assert "instance p0 goes by revision 2: unknown prefill order" in lines
     assert lines[-1] == "the database has not answered"
+
+
+def test_choices_say_what_each_does_and_which_is_in_force() -> None:
+    out = io.StringIO()
+    in_force = {kind: {"name": "least_load" if kind == "placement" else "off"} for kind in KINDS}
+    policies.show_choices(Console(file=out, width=80), in_force)
+    text = out.getvalue()
+    assert all(len(line) <= 80 for line in text.splitlines())
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "* least_load The instance that would finish this prefill first." in lines
+    assert "* off Only people flip roles." in lines
+    assert all(name in text for table in registry.KINDS.values() for name in table)
+    assert "Source" not in text
+
+
+def test_every_policy_says_what_it_does() -> None:
+    for table in registry.KINDS.values():
+        for name, made in table.items():
+            said = policies.what_it_does(made)
+            assert said.endswith("."), name
+            assert len(said) < 200, name
 
 
 def test_without_a_suite_it_says_how_to_start_one(tmp_path: Path) -> None:
@@ -141,7 +163,7 @@ async def test_a_change_waits_a_little_until_all_follow(
     monkeypatch: pytest.MonkeyPatch, after: int, follow: bool
 ) -> None:
     monitor = Monitor(after)
-    monkeypatch.setattr(policies, "MonitorClient", lambda url: monitor)
+    monkeypatch.setattr(policies, "MonitorClient", lambda url, token: monitor)
     monkeypatch.setattr(policies, "ASK_S", 0.001)
     monkeypatch.setattr(policies, "FOLLOWED_S", 0.3)
     found = await policies.act("http://m", {"split": PolicySpec("none")}, "anna")

@@ -36,6 +36,15 @@ def test_a_sound_file_passes(tmp_path: Path) -> None:
     assert not faults(tmp_path, database_url="postgresql://user:word@db/name", **curve_pair())
 
 
+def test_nixl_that_is_not_installed_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.launcher.preflight.find_spec", lambda _: None)
+    (said,) = faults(tmp_path, instances=[{**CPU, "kv_transport": "nixl"}])
+    assert said.startswith("file.yaml: instances.p.kv_transport: NIXL is not installed here")
+    assert not faults(tmp_path, instances=[{**P, "kv_transport": "nixl"}])  # an emulated engine moves no KV
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -101,6 +110,11 @@ def test_curve_keys_that_are_no_pair(tmp_path: Path) -> None:
     assert "no pair" in faults(tmp_path, **pair)[0]
 
 
+def test_a_login_without_keys(tmp_path: Path) -> None:
+    (line,) = faults(tmp_path, dashboard={"login": True})
+    assert "dashboard.login: there are no keys to log in with" in line
+
+
 def test_many_faults_are_said_at_once_and_alike_ones_once(tmp_path: Path) -> None:
     many = {**P, "accelerator": "nothing", "count": 8}
     lines = faults(tmp_path, model="/no/model", instances=[many], policies={"split": "x", "role_flip": "y"})
@@ -114,5 +128,5 @@ def test_many_faults_are_said_at_once_and_alike_ones_once(tmp_path: Path) -> Non
 
 def test_a_host_answers_for_its_own_part_only(tmp_path: Path) -> None:
     there = {**P, "id": "there", "host": "b", "accelerator": "nothing"}
-    hosts = {"hosts": {"a": "127.0.0.1", "b": "127.0.0.2"}, "control": "a", **curve_pair()}
+    hosts = {"hosts": {"a": "127.0.0.1", "b": "127.0.0.2"}, "control": "a", **curve_pair(), "cluster_token": "t" * 20}
     assert not faults(tmp_path, instances=[{**P, "host": "a"}, there], **hosts)

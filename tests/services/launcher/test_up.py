@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 START_S = 200.0
 
 
-def cluster(folder: Path) -> Path:
+def cluster(folder: Path, **changes: Any) -> Path:
     base = free_range()
     content = {
         "name": "test",
@@ -36,24 +36,26 @@ def cluster(folder: Path) -> Path:
         "planner": {"enabled": False},
         "instance_defaults": {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30},
         "instances": [{"id": "p", "role": "prefill", "count": 2}, {"id": "d", "role": "decode", "count": 2}],
+        **changes,
     }
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(content))
     return file
 
 
-async def polyphase(*words: str) -> tuple[int, str]:
+async def polyphase(*words: str, **environment: str) -> tuple[int, str]:
     command = [sys.executable, "-c", "from services.launcher.cli import main; main()", *words]
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        *command, env={**os.environ, **environment}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
     output, _ = await process.communicate()
     return process.returncode or 0, output.decode()
 
 
 @asynccontextmanager
-async def running(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, Suite]]:
-    file, data = cluster(folder), folder / "data"
+async def running(folder: Path, **changes: Any) -> AsyncIterator[tuple[asyncio.subprocess.Process, Suite]]:
+    """`polyphase up` of a cluster file with these changes."""
+    file, data = cluster(folder, **changes), folder / "data"
     command = [sys.executable, "-c", "from services.launcher.cli import main; main()", "up"]
     process = await asyncio.create_subprocess_exec(
         *command, "--cluster", str(file), "--data-dir", str(data), stdout=asyncio.subprocess.PIPE
@@ -112,6 +114,34 @@ async def test_serves_is_operated_and_stops(tmp_path: Path) -> None:
         assert await asyncio.wait_for(launcher.wait(), 30) == 0
         assert not any(psutil.pid_exists(pid) for pid in started)
         assert not (suite.data_dir / "state.json").exists()
+
+
+async def test_the_clusters_secret_is_wanted_and_told_to_nobody(tmp_path: Path) -> None:
+    async with running(tmp_path) as (_, suite):
+        file = suite.data_dir / "cluster-token"
+        secret = file.read_text().strip()
+        assert file.stat().st_mode & 0o077 == 0
+        monitor = ["--monitor", suite.state.monitor_url, "--data-dir", str(tmp_path / "elsewhere")]
+        code, text = await polyphase("flip", "p-1", *monitor)
+        assert (code, "needs the cluster's secret" in text) == (1, True), text
+        (tmp_path / "wrong").write_text("another-secret-of-a-cluster")
+        for variable, value, said in (
+            ("POLYPHASE_CLUSTER_TOKEN_FILE", tmp_path / "wrong", "is not this cluster's secret"),
+            ("POLYPHASE_CLUSTER_TOKEN_FILE", file, "is now"),
+        ):
+            code, text = await polyphase("flip", "p-1", *monitor, **{variable: str(value)})
+            assert said in text
+        assert code == 0
+        for process in suite.state.processes:
+            one = psutil.Process(process.pid)
+            assert secret not in repr((one.cmdline(), one.environ())), process.name
+        for log in (suite.data_dir / "logs").iterdir():
+            assert secret not in log.read_text(), log
+        assert secret not in (suite.data_dir / "state.json").read_text()
+        async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
+            for url in (suite.state.monitor_url, *suite.state.scheduler_urls, suite.state.api_url):
+                for path in ("/health", "/metrics", "/openapi.json"):
+                    assert secret not in (await http.get(url + path)).text
 
 
 async def test_a_killed_instance_comes_back_and_none_outlives_the_launcher(tmp_path: Path) -> None:

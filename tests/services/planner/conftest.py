@@ -85,7 +85,7 @@ class Watched:
 
     async def ask(self, count: int, rate: int, lengths: tuple[float, float]) -> None:
         """Clients ask for that; ends when the planner knows."""
-        await self.monitor.call("POST", "/demand", body=asked(count, rate, lengths))
+        await self.monitor.scheduler_news("s0", 0, "", demand=asked(count, rate, lengths))
         await until(lambda: self.state.watch.demand is not None, "a profile", 20.0)
 
     async def proposal(self, *states: str, timeout_s: float = 20.0) -> dict[str, Any]:

@@ -95,7 +95,7 @@ async def planner(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine = open_engine(wanted.database_url)
-        store = WriteBehind(engine, registry, pause_s=0.01)
+        store = WriteBehind(engine, registry, soon_s=0.01)
         async with background() as tasks:
             tasks.start("write-behind", store.run())
             searches = Searches(wanted, store, tasks, command)
@@ -107,7 +107,7 @@ async def planner(
             searches.close()
         await engine.dispose()
 
-    app = service_app("planner", lifespan, registry)
+    app = service_app("planner", lifespan, registry, token="open")
     app.include_router(router)
     async with running(app) as transport, PlannerClient("http://planner", transport=transport) as client:
         yield Planner(client, transport, app.state.store)

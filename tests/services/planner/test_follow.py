@@ -146,7 +146,7 @@ async def test_a_shift_is_noticed_and_proposed_for(watching: Watching) -> None:
     cluster: Watched = await watching()
     await cluster.start_all("pddd")
     rows = [{**row, "second": row["second"] - 8} for row in asked(25, 10, SHORT)]
-    await cluster.monitor.call("POST", "/demand", body=rows)
+    await cluster.monitor.scheduler_news("s0", 0, "", demand=rows)
     await until(lambda: cluster.state.watch.demand is not None, "a profile", 20.0)
     await cluster.ask(8, 10, LONG)
     one = await cluster.proposal("open")
@@ -231,7 +231,9 @@ async def test_a_proposal_that_does_not_fit_any_more_is_not_carried_out(watching
     flipped = one["flips"][0]["instance_id"]
     await cluster.monitor.flip(flipped, who="bob")
     await until(lambda: role_of(cluster, flipped) is Role.PREFILL, "the planner knows of bob's flip")
-    with pytest.raises(Conflict, match=f"(does not fit any more: {flipped} is ready as a prefill|is withdrawn)"):
+    with pytest.raises(
+        Conflict, match=f"(does not fit any more: {flipped} is (ready|draining) as a prefill|is withdrawn)"
+    ):
         await cluster.client.accept(one["proposal_id"])
     assert cluster.workers[flipped].role is Role.PREFILL
     assert (await cluster.proposal("withdrawn"))["proposal_id"] == one["proposal_id"]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ def loads(answer: dict[str, Any], folder: Path) -> list[str]:
 
 def child() -> psutil.Process | None:
     for process in psutil.Process().children():
-        if "services.planner.search_work" in process.cmdline():
-            return process
+        with suppress(psutil.Error):  # one that has just ended
+            if "services.planner.search_work" in process.cmdline():
+                return process
     return None
 
 

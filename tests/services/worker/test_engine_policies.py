@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from services.worker import app
@@ -79,11 +80,10 @@ def test_what_an_engine_cannot_do_is_said_once_and_the_former_policies_stay() ->
 
 
 async def test_a_worker_hands_its_engine_what_is_known_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "WorkerMetrics", lambda *_: None)
     monkeypatch.setattr("services.worker.engines.emulated._rates", lambda *_: Rates(step=STEP))
     nobody = {"heartbeat_address": "tcp://127.0.0.1:1", "broadcast_address": "tcp://127.0.0.1:1"}
     made = settings(rpc_port=free_port(), monitor_url="http://127.0.0.1:1", chunk_size="auto", **nobody)
-    async with app.running(made) as instance:
+    async with app.running(made, CollectorRegistry()) as instance:
         assert isinstance(instance.engine, EmulatedEngine)
         assert instance.engine._rates() == instance.info.rates.step == STEP
         assert instance.telemetry.info.chunk_size == instance.chunk_size.tokens == 2048  # more tokens cost STEP nothing

@@ -27,10 +27,10 @@ def settings() -> WorkerSettings:
     )
 
 
-async def health(app: Any) -> httpx.Response:
+async def health(app: Any, path: str = "/health") -> httpx.Response:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://worker") as http:
-        return await http.get("/health")
+        return await http.get(path)
 
 
 @pytest.mark.parametrize(("step_s", "code", "said"), [(0.0, 200, "ok"), (59.0, 200, "ok"), (61.0, 503, "61 s")])
@@ -42,6 +42,17 @@ async def test_an_engine_whose_step_does_not_end_is_not_well(step_s: float, code
     assert said in answer.json()["status"]
 
 
+@pytest.mark.parametrize(("unready", "code"), [("", 200), ("it is draining", 503)])
+async def test_one_that_drains_is_well_and_not_ready(unready: str, code: int) -> None:
+    app = create_app(settings())
+    telemetry = SimpleNamespace(unready=unready)
+    app.state.instance = SimpleNamespace(engine=SimpleNamespace(step_s=0.0), telemetry=telemetry)
+    assert (await health(app)).status_code == 200
+    answer = await health(app, "/ready")
+    assert answer.status_code == code
+    assert unready in answer.json()["status"]
+
+
 async def test_health_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool that is full of stuck threads says nothing of the event loop."""
 
@@ -50,7 +61,7 @@ async def test_health_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("starlette.routing.run_in_threadpool", refuse)
     monkeypatch.setattr("fastapi.routing.run_in_threadpool", refuse)
-    app = service_app("any", lambda _: None)  # type: ignore[arg-type,return-value]
+    app = service_app("any", lambda _: None, token="")  # type: ignore[arg-type,return-value]
     assert (await health(app)).json() == {"status": "ok", "service": "any"}
 
 

@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from services.worker import app
 from services.worker.app import Instance
-from services.worker.metrics import WorkerMetrics
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import Generation, JobView
@@ -46,10 +45,8 @@ async def worker(block_size: int) -> AsyncIterator[tuple[Instance, CollectorRegi
         kv_cache_bytes=1 << 30,
         emulated_step_s=0.001,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "WorkerMetrics", lambda *parts: WorkerMetrics(*parts, registry))
-        async with app.running(settings) as instance:
-            yield instance, registry
+    async with app.running(settings, registry) as instance:
+        yield instance, registry
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128])
@@ -79,8 +76,9 @@ async def test_what_schedulers_are_told_is_what_the_next_request_finds(block_siz
             held = len(prompt) // block_size * block_size // 64 * 64
             await until(lambda: index.held_tokens("p0", prefix) == held, "it is told")  # noqa: B023
         total = instance.engine.stats()
-        assert f"vllm:prefix_cache_hits_total {float(total.hit_tokens)}" in _metrics(registry)
-        assert f"vllm:prefix_cache_queries_total {float(total.prompt_tokens)}" in _metrics(registry)
+        labels = '{engine="0",model_name="m"}'
+        assert f"vllm:prefix_cache_hits_total{labels} {float(total.hit_tokens)}" in _metrics(registry)
+        assert f"vllm:prefix_cache_queries_total{labels} {float(total.prompt_tokens)}" in _metrics(registry)
         listening.cancel()
         client.close()
     sockets.close()

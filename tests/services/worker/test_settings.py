@@ -1,11 +1,12 @@
 """What a worker's settings refuse, and what follows from them."""
 
 import os
-from typing import Any
+from typing import Any, get_args
 
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from services.cluster_monitor.edge import Kv
 from services.worker.__main__ import _prepare_environment
 from services.worker.settings import WorkerSettings
 
@@ -32,6 +33,12 @@ def test_each_rank_of_each_stage_has_a_port() -> None:
 
 def test_the_transport_is_the_scheme_of_the_kv_addresses() -> None:
     assert settings(kv_transport="zeromq").kv_endpoints == ("tcp://127.0.0.1:7002",)
+    assert settings(kv_transport="nixl").kv_endpoints == ("nixl://127.0.0.1:7002",)
+
+
+def test_the_monitor_registers_the_addresses_of_every_transport() -> None:
+    for transport in get_args(WorkerSettings.model_fields["kv_transport"].annotation):
+        TypeAdapter(list[Kv]).validate_python(list(settings(kv_transport=transport).kv_endpoints))
 
 
 @pytest.mark.parametrize("degree", ["tensor_parallel", "pipeline_parallel", "threads"])
@@ -44,13 +51,14 @@ def test_one_rank_of_one_thread_computes_in_the_engines_thread(degree: str) -> N
     ("changes", "says"),
     [
         ({"engine_args": {"pipeline_parallel_size": 2}}, "it is a setting of its own, `pipeline_parallel`"),
+        ({"engine_args": {"async_scheduling": True}}, "it is a setting of its own, `async_scheduling`"),
         ({"pipeline_layers": [3, 1]}, "pipeline_layers: 2 stages, not the 1 of `pipeline_parallel`"),
         ({"pipeline_parallel": 3, "pipeline_layers": [3, 1]}, "pipeline_layers: 2 stages, not the 3"),
         ({"pipeline_parallel": 2, "pipeline_layers": [4, 0]}, "greater than 0"),
         ({"pipeline_parallel": 0}, "greater than 0"),
     ],
 )
-def test_pipelines_that_make_no_sense_are_refused(changes: dict[str, Any], says: str) -> None:
+def test_engines_that_make_no_sense_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         settings(**changes)
 

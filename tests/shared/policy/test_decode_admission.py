@@ -77,8 +77,7 @@ def test_reserve_static_never_promises_more_than_there_is(jobs: list[tuple[int, 
     for prompt, bucket in jobs:
         asked = job(prompt, 10_000, prediction=predicted(200 * bucket, 200 * bucket + 200))
         if policy.admit(asked, DecodeMemory(100 - used, 16, 100, reserved), 0.0).admitted:
-            lower = 200 * bucket
-            reserved += prompt + {PredictedEnd.LOWER: lower, PredictedEnd.MIDDLE: lower + 100}.get(end, lower + 200)
+            reserved += prompt + predicted_tokens(asked, end, policy.unpredicted_tokens)
             used += -(-prompt // 16)
             running += 1
     assert used <= 100

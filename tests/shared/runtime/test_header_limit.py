@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 
 from shared.runtime.header_limit import MAX_HEAD_BYTES, HeaderLimitProtocol
 from shared.runtime.http import service_app
@@ -19,12 +20,12 @@ async def _nothing(_: FastAPI) -> AsyncIterator[None]:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    app = service_app("test", _nothing)
+    app = service_app("test", _nothing, token="open")
 
-    @app.post("/size")
-    async def size(request: Request) -> dict[str, int]:
-        return {"size": len(await request.body())}
+    async def size(request: Request) -> Response:  # no route of FastAPI's: those take no body that they do not declare
+        return JSONResponse({"size": len(await request.body())})
 
+    app.add_route("/size", size, methods=["POST"])
     config = uvicorn.Config(app, port=0, log_config=None, http=HeaderLimitProtocol, ws="none")
     server = uvicorn.Server(config)
     serving = asyncio.ensure_future(server.serve())

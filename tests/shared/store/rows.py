@@ -8,6 +8,7 @@ def request_row(job_id: str, *, phase: str = "queued", final: bool = False, **ch
         "job_id": job_id,
         "scheduler_id": "s0",
         "gateway_id": "g0",
+        "caller": "",
         "phase": phase,
         "final": final,
         "arrived_s": 1000.0,

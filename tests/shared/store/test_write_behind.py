@@ -23,7 +23,7 @@ Until = Callable[..., Any]
 
 @asynccontextmanager
 async def writer(engine: AsyncEngine, **options: Any) -> AsyncIterator[WriteBehind]:
-    store = WriteBehind(engine, CollectorRegistry(), pause_s=0.01, **options)
+    store = WriteBehind(engine, CollectorRegistry(), soon_s=0.01, **options)
     task = asyncio.get_running_loop().create_task(store.run())
     try:
         yield store
@@ -144,7 +144,7 @@ async def test_with_a_database_that_cannot_be_opened_nothing_blocks_and_drops_ar
     blocked.mkdir()
     engine = open_engine(f"sqlite:///{blocked}")
     registry = CollectorRegistry()
-    store = WriteBehind(engine, registry, capacity=10, pause_s=0.01)
+    store = WriteBehind(engine, registry, capacity=10, soon_s=0.01)
     task = asyncio.get_running_loop().create_task(store.run())
     try:
         started = asyncio.get_running_loop().time()
@@ -179,3 +179,27 @@ async def test_a_postgresql_that_dies_and_returns(postgres: PostgresServer, unti
         assert not store.dropped
     finally:
         await engine.dispose()
+
+
+async def test_what_has_time_waits_for_what_has_not_and_goes_with_it(engine: AsyncEngine, until: Until) -> None:
+    async with writer(engine) as store:
+        await until(store.ready.is_set, "ready")
+        store.put(loads, load_row("d0", 5.0), within_s=3600.0)
+        for number in range(3):
+            store.put(loads, load_row("d0", 6.0 + number), within_s=3600.0)
+            await asyncio.sleep(0.02)  # twice as long as any other row would wait
+        assert store.queued == 4
+        store.put(requests, request_row("j"))
+        await until(lambda: not store.queued, "all written")
+    assert await read_request(engine, "j") is not None
+
+
+async def test_a_queue_that_is_half_full_is_written_though_its_rows_have_time(
+    engine: AsyncEngine, until: Until
+) -> None:
+    async with writer(engine, capacity=10) as store:
+        await until(store.ready.is_set, "ready")
+        for number in range(5):
+            store.put(requests, request_row(f"j{number}"), within_s=3600.0)
+        await until(lambda: not store.queued, "all written")
+    assert len(await read_requests(engine, phase=None, limit=10)) == 5

@@ -12,7 +12,7 @@ from tests.shared.store.rows import request_row
 
 
 async def main(url: str, name: str) -> None:
-    store = WriteBehind(open_engine(url), CollectorRegistry(), pause_s=0.01)
+    store = WriteBehind(open_engine(url), CollectorRegistry(), soon_s=0.01)
     task = asyncio.ensure_future(store.run())
     ended = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     number = 0

@@ -52,14 +52,11 @@ async def test_a_call_over_a_spoiled_connection_fails_and_the_next_one_does_not(
 
 
 @pytest.mark.parametrize(("keyed", "change", "side"), WAYS)
-@pytest.mark.parametrize("publisher_binds", [True, False])
-async def test_state_goes_on_arriving(keyed: bool, change: Change, side: str, publisher_binds: bool) -> None:
-    """`side` up is what a subscription says where the publisher listens, and state where it connects."""
+async def test_state_goes_on_arriving(keyed: bool, change: Change, side: str) -> None:
     sockets, address, got = Sockets(keys() if keyed else None), free_address(), []
     async with Proxy(address).running() as wire:
-        where = (address, wire.address) if publisher_binds else (wire.address, address)
-        subscriber = Subscriber(sockets, where[1], Ask, got.append, bind=not publisher_binds)
-        publisher = Publisher(sockets, where[0], bind=publisher_binds)
+        subscriber = Subscriber(sockets, address, Ask, got.append)
+        publisher = Publisher(sockets, wire.address)
 
         def heard() -> bool:
             publisher.publish(Ask(1, b"x" * 100))

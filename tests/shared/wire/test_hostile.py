@@ -114,11 +114,11 @@ def test_a_subscriber_goes_on(messages: list[list[bytes]]) -> None:
     async def test() -> None:
         sockets, address = Sockets(), free_address()
         got: list[Answer] = []
-        subscriber = Subscriber(sockets, address, Answer, got.append, bind=True)
-        publisher = Publisher(sockets, address, bind=False)
+        subscriber = Subscriber(sockets, address, Answer, got.append)
+        publisher = Publisher(sockets, address)
         await _until_heard(publisher, got)
         for message in messages:
-            publisher._socket.send_multipart(message)
+            publisher._sockets[0].send_multipart(message)
         publisher.publish(Answer(7))
         await until(lambda: got[-1].number == 7)
         publisher.close()
@@ -145,8 +145,8 @@ async def test_one_message_that_breaks_its_handler_leaves_none_unread(monkeypatc
         seen.append(value.number)
         raise ZeroDivisionError("a bug")
 
-    subscriber = Subscriber(sockets, address, Answer, fail, bind=True)
-    publisher = Publisher(sockets, address, bind=False)
+    subscriber = Subscriber(sockets, address, Answer, fail)
+    publisher = Publisher(sockets, address)
     await _until_heard(publisher, seen)
     for number in range(1, 200):
         publisher.publish(Answer(number))

@@ -176,14 +176,15 @@ async def test_a_request_that_no_server_takes_is_refused_at_once() -> None:
         assert not client.busy
 
 
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("reply", [Answer(1 << 80), Answer(1, bytes(64 << 20)), object()])
-async def test_an_answer_that_cannot_be_sent_is_an_error_of_its_call(reply: object) -> None:
+async def test_an_answer_that_cannot_be_sent_is_an_error_of_its_call(reply: object, waits: bool) -> None:
     sockets, address = Sockets(), free_address()
 
     async def answer(_: Ask, __: ServerCall) -> object:
         return reply
 
-    async with RpcServer(sockets, address, {ECHO: answer}):
+    async with RpcServer(sockets, address, {ECHO: answer if waits else lambda _, __: reply}):
         client = RpcClient(sockets, address)
         with pytest.raises(PolyphaseError, match=r"echo failed|too large"):
             await client.call(ECHO, Ask(1), timeout_s=30)
@@ -191,14 +192,18 @@ async def test_an_answer_that_cannot_be_sent_is_an_error_of_its_call(reply: obje
     sockets.close()
 
 
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), TimeoutError(), PolyphaseError("\udcff")])
-async def test_whatever_a_handler_raises_is_answered(error: BaseException) -> None:
+async def test_whatever_a_handler_raises_is_answered(error: BaseException, waits: bool) -> None:
     sockets, address = Sockets(), free_address()
 
     async def fail(_: Ask, __: ServerCall) -> Answer:
         raise error
 
-    async with RpcServer(sockets, address, {ECHO: fail}):
+    def fail_at_once(_: Ask, __: ServerCall) -> Answer:
+        raise error
+
+    async with RpcServer(sockets, address, {ECHO: fail if waits else fail_at_once}):
         client = RpcClient(sockets, address)
         with pytest.raises(PolyphaseError) as caught:
             await asyncio.wait_for(client.call(ECHO, Ask(1), timeout_s=30), 10)

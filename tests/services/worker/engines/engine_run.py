@@ -177,11 +177,12 @@ async def freed(run: Run) -> dict[str, int]:
     return {"free": stats.free_blocks, "total": stats.total_blocks, "waiting": stats.waiting}
 
 
-async def found(port: int) -> dict[str, Any]:
-    """Try it all."""
-    async with started(port, 1 << 20, {}, kv_cache_bytes=64 << 20) as here:
+async def found(port: int, overlapping: bool) -> dict[str, Any]:
+    """Try it all, with asynchronous scheduling or without."""
+    async with started(port, 1 << 20, {}, kv_cache_bytes=64 << 20, async_scheduling=overlapping) as here:
         run = Run(here.engine)
         return {
+            "overlapping": here.engine._core.engine_core.batch_queue_size,
             "refusals": await refusals(run),
             "seeded": await seeded(run),
             "staging": await full_staging(run),

@@ -122,10 +122,11 @@ async def work(trial: Trial, settings: WorkerSettings) -> None:
     await trial.ask("cleared", prompt)
 
 
-async def found(port: int, block_size: int, caching: bool) -> dict[str, Any]:
-    """Try it all."""
+async def found(port: int, block_size: int, caching: bool, overlapping: bool = False) -> dict[str, Any]:
+    """Try it all, with asynchronous scheduling or without."""
     told, more = Told(), {"enable_prefix_caching": caching}
     limits = {"max_model_len": 640, "block_size": block_size, "chunk_size": 128, "kv_cache_bytes": 6 << 20}
+    limits["async_scheduling"] = overlapping
     async with started(port, 4 << 20, {"on_cache": told}, engine_args=more, **limits) as here:
         trial = Trial(here.engine, told)
         await work(trial, here.settings)

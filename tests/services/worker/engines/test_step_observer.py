@@ -3,6 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from services.worker.engines import step_observer
 from services.worker.engines.step_log import StepLog
 from services.worker.engines.step_observer import StepObserver, batch_of
 
@@ -101,3 +104,53 @@ def test_with_pipeline_stages_a_step_ends_some_turns_after_it_began() -> None:
     assert turn(plan({})) == (2, True)
     one, other = log.page("p0", 1, 0, 10).steps
     assert (one.prefill, other.prefill) == (((8, 0),), ((4, 0),))
+
+
+class Clock:
+    """Stands in for `time`, in a module under test."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def thread_time(self) -> float:
+        return self.now_s
+
+
+def overlapping(monkeypatch: pytest.MonkeyPatch, *, own_cpu: bool) -> list[float]:
+    """Times recorded of two steps of 8 and 2 s, the second of which is scheduled while the first one computes. A turn
+    ends with the tokens of the step before.
+    """
+    clock = Clock()
+    monkeypatch.setattr(step_observer, "time", clock)
+    log, first, second = StepLog(), plan({"a": 8}, new={"a": 0}), plan({"a": 1}, {"a": 8})
+    scheduler = Scheduler(first, second)
+    observer = StepObserver(scheduler, log, own_cpu=own_cpu)
+    turns: list[tuple[float, Any]] = [(8.0, None), (2.0, first), (0.0, second)]  # computed at once, in the turn
+    if not own_cpu:
+        turns = [(0.0, None), (8.0, first), (2.0, second)]  # beside the turns, that wait for it
+    for seconds, ends in turns:
+        observer.began()
+        if scheduler.plans:
+            scheduler.schedule()
+        clock.now_s += seconds
+        if ends is not None:
+            scheduler.update_from_output(ends, None)
+        observer.ended()
+        assert not observer.idle
+    observer.began()
+    observer.ended()
+    assert observer.idle
+    return [step.seconds for step in log.page("p0", 1, 0, 10).steps]
+
+
+def test_of_steps_that_overlap_each_lasts_from_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert overlapping(monkeypatch, own_cpu=False) == [8.0, 2.0]
+
+
+def test_what_the_engines_thread_computes_is_done_in_its_turn_whenever_it_is_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert overlapping(monkeypatch, own_cpu=True) == [8.0, 2.0]

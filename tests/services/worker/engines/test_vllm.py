@@ -9,9 +9,12 @@ from tests.services.worker.engines.own_engine import found_by
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return found_by("tests.services.worker.engines.engine_run", tmp_path_factory.mktemp("engine"))
+@pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "overlapping"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With vLLM's asynchronous scheduling and without."""
+    answers = found_by("tests.services.worker.engines.engine_run", tmp_path_factory.mktemp("engine"), request.param)
+    assert answers["overlapping"] == (2 if request.param else 1)
+    return answers
 
 
 def test_a_request_that_cannot_be_computed_fails_alone_and_says_why(found: dict[str, Any]) -> None:

@@ -10,9 +10,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 LENGTHS = [300, 120, 20, 250, 60, 30, 200, 90]  # as `policy_run` submits them
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return found_by("tests.services.worker.engines.policy_run", tmp_path_factory.mktemp("engine"))
+@pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "overlapping"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With vLLM's asynchronous scheduling and without."""
+    answers = found_by("tests.services.worker.engines.policy_run", tmp_path_factory.mktemp("engine"), request.param)
+    assert answers["overlapping"] == (2 if request.param else 1)
+    return answers
 
 
 @pytest.mark.parametrize(

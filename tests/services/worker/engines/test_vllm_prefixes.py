@@ -11,9 +11,9 @@ pytestmark = pytest.mark.slow
 RUN = "tests.services.worker.engines.prefix_run"
 
 
-@pytest.mark.parametrize("block_size", [32, 128])
-def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int) -> None:
-    answer = found_by(RUN, tmp_path, block_size, True)
+@pytest.mark.parametrize(("block_size", "overlapping"), [(32, False), (128, False), (128, True)])
+def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int, overlapping: bool) -> None:
+    answer = found_by(RUN, tmp_path, block_size, True, overlapping)
     by_name: dict[str, dict[str, Any]] = {}
     hits = 0
     for one in answer["found"]:

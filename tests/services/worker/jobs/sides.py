@@ -86,6 +86,7 @@ class ScriptedPort:
     """The KV side, as a list of what was asked."""
 
     staged_bytes = 0
+    nixl_failures = 0
 
     def __init__(self) -> None:
         self.released: list[str] = []
@@ -109,6 +110,9 @@ class ScriptedPort:
         self.callbacks.pop(transfer_id, None)
 
     async def import_report(self, transfer_id: str) -> TransferReport:
+        return TransferReport(TransferOutcome.PULLED, tokens=3)
+
+    def known_report(self, transfer_id: str) -> TransferReport | None:
         return TransferReport(TransferOutcome.PULLED, tokens=3)
 
     async def release(self, transfer_ids: list[str]) -> None:
@@ -157,6 +161,13 @@ class FixedDispatcher:
         self.jobs: list[JobView] = []
         self.refusal: PolyphaseError | None = None
         self.views: dict[str, InstanceView] = {}
+        self.expected = 0
+
+    def expect(self) -> None:
+        self.expected += 1
+
+    async def heard(self) -> None:
+        assert self.expected
 
     def known(self, instance_id: str) -> InstanceView | None:
         return self.views.get(instance_id)
@@ -181,7 +192,9 @@ class Side:
         dispatcher = cast(Dispatcher, self.dispatcher)
         codecs = Codecs(lambda: make_info("p0", "tcp://a:1"), dispatcher, lossy)
         self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, codecs, lambda: chunk_size)
-        self._decode = DecodeService(self.engine, self.port, self.roles, lambda *_: None)
+        self.transfers: list[TransferReport] = []
+        told = self.transfers.append
+        self._decode = DecodeService(self.engine, self.port, self.roles, lambda _, report: told(report))
 
     async def prefill(self, request: PrefillRequest) -> "asyncio.Task[PrefillReply]":
         task = asyncio.create_task(self._prefill.prefill(request, cast(ServerCall, self.call)))

@@ -1,8 +1,11 @@
 """The dispatcher: by the policy that each job brings, with random numbers of its own."""
 
+import asyncio
+
 import pytest
 
-from services.worker.jobs.dispatcher import Dispatcher
+from services.worker.jobs.dispatcher import REST_S, Dispatcher
+from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import ClusterView
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, Unavailable
@@ -11,7 +14,7 @@ from tests.shared.policy.views import decode, job
 
 def dispatcher(seed: int | str = 0, instances: int = 8) -> Dispatcher:
     made = Dispatcher(seed)
-    made.update(ClusterView(1, 0.0, tuple(decode(f"d{at}") for at in range(instances))))
+    assert made.hear(ClusterDelta.of(ClusterView(1, 0.0, tuple(decode(f"d{at}") for at in range(instances)))))
     return made
 
 
@@ -51,3 +54,34 @@ def test_seeds_of_two_instances_draw_differently_and_one_seed_draws_the_same() -
     policy = PolicySpec("random")
     assert choices(dispatcher("p0:1"), policy) == choices(dispatcher("p0:1"), policy)
     assert choices(dispatcher("p0:1"), policy) != choices(dispatcher("p1:1"), policy)
+
+
+async def test_the_cluster_is_followed_while_jobs_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, wanted, now = Dispatcher(0), list[bool](), [100.0]
+    made.on_follow = wanted.append
+    monkeypatch.setattr("services.worker.jobs.dispatcher.time.monotonic", lambda: now[0])
+    assert made.known("d0") is None
+    made.rest()
+    assert not wanted
+    made.expect()
+    made.expect()
+    assert wanted == [True]
+    waiting = asyncio.ensure_future(made.heard())
+    await asyncio.sleep(0)
+    assert not made.hear(ClusterDelta(5, 0.0))  # a change of what nobody knows
+    assert not waiting.done()
+    assert made.hear(ClusterDelta.of(ClusterView(5, 0.0, (decode("d0"),))))
+    await asyncio.wait_for(waiting, 10)
+    assert made.choose(job(100, 10), PolicySpec("random"))[0].instance_id == "d0"
+    now[0] += REST_S - 1.0
+    made.rest()
+    made.expect()
+    now[0] += REST_S - 1.0
+    made.rest()
+    assert wanted == [True]
+    now[0] += REST_S + 1.0
+    made.rest()
+    assert wanted == [True, False]
+    assert made.known("d0") is None  # what it knew is old
+    made.expect()
+    assert wanted == [True, False, True]

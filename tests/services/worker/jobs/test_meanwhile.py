@@ -7,6 +7,7 @@ from shared.domain.instance import InstanceState, InstanceView, Role
 from shared.domain.job import LengthPrediction, Slo
 from shared.domain.kv import Codec
 from shared.domain.rates import LinkRate, Rates
+from shared.domain.route import InstanceRef
 from shared.wire.messages import Predicted, PrefillStarted, TokenStep
 from tests.services.fake_worker import make_info
 from tests.services.worker.jobs.sides import TARGET, Side, decode_request, prefill_request
@@ -55,6 +56,28 @@ async def test_the_codec_goes_by_the_link_and_the_class_and_stays_what_it_was_fi
     assert started.handle.codec is reply.handle.codec is Codec.INT8
     assert reply.codec is not None
     assert reply.codec.what == "codec:int8"
+
+
+@pytest.mark.parametrize(
+    ("decode", "slo", "codec", "want"),
+    [
+        (TARGET, Slo(lossy_kv=Codec.INT8), Codec.RAW, Codec.INT8),
+        (TARGET, Slo(), Codec.RAW, Codec.RAW),
+        (None, Slo(lossy_kv=Codec.INT8), Codec.RAW, Codec.RAW),  # the link is not known yet
+        (None, Slo(), Codec.FP8, Codec.FP8),
+    ],
+)
+async def test_a_codec_that_is_known_when_the_prompt_goes_to_the_engine_goes_with_it(
+    decode: InstanceRef | None, slo: Slo, codec: Codec, want: Codec
+) -> None:
+    side = Side(Role.PREFILL)
+    side.dispatcher.views["d0"] = far(1.0)
+    request = prefill_request(codec=codec)
+    request.decode, request.job = decode, msgspec.structs.replace(request.job, slo=slo)
+    task = await side.prefill(request)
+    assert side.engine.requests[0].export_codec is want
+    side.engine.step(TokenStep([42], "length"))
+    assert (await task).handle is not None
 
 
 @pytest.mark.parametrize(

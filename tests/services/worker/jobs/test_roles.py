@@ -97,3 +97,14 @@ async def test_jobs_that_end_while_nobody_drains_do_not_end_a_later_drain() -> N
         await asyncio.sleep(0)
         assert not drain.done()
     assert (await asyncio.wait_for(drain, 1)).drained
+
+
+async def test_a_monitor_that_another_one_has_replaced_is_refused() -> None:
+    state = RoleState(Role.DECODE)
+    state.obey(5)
+    state.obey(6)
+    state.obey(6)
+    with pytest.raises(Conflict, match="another monitor has taken over"):
+        state.obey(5)
+    state.obey(0)  # one that is alone
+    state.obey(3)

@@ -11,7 +11,7 @@ from shared.domain.kv import Codec, TransferOutcome
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError, Unavailable, WrongRole
 from shared.wire.messages import PrefetchRequest, PrefillRequest, PrefillStarted, TokenStep
 from shared.wire.rpc_server import ServerCall
-from tests.services.worker.jobs.sides import TARGET, Call, Side, decode_request, prefill_request
+from tests.services.worker.jobs.sides import TARGET, Call, ScriptedPort, Side, decode_request, prefill_request
 
 
 async def test_a_prefill_answers_with_its_token_the_instance_and_the_handle() -> None:
@@ -128,6 +128,18 @@ async def test_a_cancelled_decode_aborts_the_engine() -> None:
         await task
     assert side.engine.aborted == ["job#d1"]
     assert side.roles.inflight == 0
+
+
+async def test_a_client_that_leaves_after_its_first_token_has_had_its_transfer() -> None:
+    handle = ScriptedPort().handle("t1", 3, Codec.RAW)
+    for steps in (0, 1):
+        side = Side(Role.DECODE)
+        task = await side.decode(decode_request(handle))
+        for _ in range(steps):
+            side.engine.step(TokenStep([1]))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert [report.outcome for report in side.transfers] == [TransferOutcome.PULLED] * steps
 
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.INT4, Codec.FP8])

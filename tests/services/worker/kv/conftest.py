@@ -3,10 +3,13 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.kv.wire.nixl_agent import installed
 from tests.services.worker.kv.rig import Rig
 
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not installed(), reason="nixl is not installed"))
 
-@pytest.fixture(params=["kv", "tcp"], ids=["tcp", "zeromq"])
+
+@pytest.fixture(params=["kv", "tcp", NIXL], ids=["tcp", "zeromq", "nixl"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     """Endpoints of each transport."""
     made = Rig(tmp_path, request.param)

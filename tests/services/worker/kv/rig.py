@@ -43,6 +43,9 @@ class Capture:
         first = token_start - self.start
         self.kv[layer, :, first : first + kv.shape[1], head_start : head_start + kv.shape[2]] = kv
 
+    def take(self, *_: object) -> bool:
+        return False
+
     def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
         return []
 
@@ -77,12 +80,14 @@ class Rig:
         stages: tuple[int, ...] = (LAYERS,),
         copies: Copies | None = None,
         lossy: bool = False,
+        scheme: str = "",
+        nixl_trusted: bool = False,
     ) -> KvEndpoint:
         """Rank `rank` of an instance with `ranks` tensor-parallel ranks in each of the stages."""
         shards = Shards(stages, KV_HEADS, ranks)
         made = KvEndpoint(
             EndpointSettings(
-                address or f"{self.scheme}://127.0.0.1:*",
+                address or f"{scheme or self.scheme}://127.0.0.1:*",
                 f"ipc://{self.folder}/events",
                 ExportIdentity(generation or self.generation, self.fingerprint, KEY),
                 staging_bytes=staging_bytes,
@@ -91,6 +96,7 @@ class Rig:
                 curve=curve,
                 control=f"ipc://{self.folder}/control-{len(self.endpoints)}",
                 lossy=lossy,
+                nixl_trusted=nixl_trusted,
             ),
             ExportShape(shards, DIM, dtype, rank),
             ImportShape(shards, DIM, rank),

@@ -23,20 +23,23 @@ KERNELS = (
     ("triton_fp8", "scales_fp8"),
     ("triton_fp8", "encode_fp8"),
     ("triton_fp8", "decode_fp8"),
+    ("triton_raw", "gather_raw"),
+    ("triton_raw", "scatter_raw"),
 )
 CONSTANTS = {"DIM": 128, "TOKENS": 32, "HEADS": 8, "CHANNELS": 64, "TILE": 1024}
 TYPES = {"pointers": "*i64", "slots": "*i64", "payload": "*u8", "tops": "*i32"}
 
 
-def test_the_interpreter_gives_the_bits_of_the_cpu_codec() -> None:
+@pytest.mark.parametrize(("file", "tests"), [("test_kv_codec", 70), ("test_kv_device_codec", 15)])
+def test_the_interpreter_gives_the_bits_of_the_cpu_codec(file: str, tests: int) -> None:
     """In a process of its own: whether kernels are interpreted is settled when Triton is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(PROJECT)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_kv_codec.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/gpu/{file}.py"]
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) >= 50
+    assert int(passed[1]) >= tests
 
 
 @pytest.mark.parametrize(("module", "name"), KERNELS)
@@ -62,6 +65,7 @@ def compiled(module: str, name: str, dtype: str, constants: dict[str, Any]) -> s
     kernel = getattr(import_module(f"services.worker.kv.{module}"), name)
     names = [each.name for each in kernel.params]
     signature = {each: TYPES.get(each, "i32") for each in names} | {"like": f"*{dtype}"}
+    signature |= {"flat": f"*{dtype}"} if "flat" in names else {}
     signature = {each: "constexpr" if each in constants else signature[each] for each in names}
     values = {each: constants[each] for each in names if each in constants}
     target = GPUTarget("cuda", 80, 32)

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.device import DeviceCopies, HostCopies, segments_of
+from services.worker.kv.device import DeviceCopies, HostCopies
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.host_memory import HeapMemory, PinnedMemory
+from services.worker.kv.parts import parts_of
 from services.worker.kv.staging import Segment
 from tests.services.worker.kv.late_device import LateDevice
 
@@ -248,8 +249,6 @@ def test_beside_a_cache_on_the_host_all_is_done_when_a_call_returns() -> None:
     copies.close()
 
 
-def test_segments_of_parts() -> None:
-    assert [(s.token_start, s.token_end) for s in segments_of(5, [torch.zeros(shape(n)) for n in (3, 1)])] == [
-        (5, 8),
-        (8, 9),
-    ]
+def test_parts_follow_each_other() -> None:
+    parts = parts_of(5, 9, HeapMemory(shape, torch.float32, 3), None)
+    assert [(part.start, part.end, part.host.shape[2]) for part in parts] == [(5, 8, 3), (8, 9, 1)]

@@ -1,4 +1,5 @@
 import gc
+from contextlib import suppress
 
 import pytest
 import torch
@@ -55,6 +56,52 @@ def test_places_are_had_by_one_at_a_time_and_none_is_lost(steps: list[tuple[int,
     held.clear()
     gc.collect()
     assert memory.free_tokens == 64
+
+
+def coded(tokens: int) -> int:
+    """A third of what tokens have, and something for each part."""
+    return 8 + tokens * TOKEN_BYTES // 3
+
+
+@given(st.lists(st.tuples(st.integers(1, 150), st.booleans()), max_size=30))
+def test_bytes_of_coded_kv_are_had_by_one_at_a_time_and_none_is_lost(steps: list[tuple[int, bool]]) -> None:
+    memory, held, number = pinned(64, segment=64), list[tuple[int, list[torch.Tensor]]](), 0
+    for tokens, drop in steps:
+        if drop and held:
+            value, parts = held.pop(tokens % len(held))
+            assert all(bool((part == value).all()) for part in parts)
+            del parts
+            continue
+        taken: list[tuple[int, torch.Tensor]] = []
+        free = memory.free_tokens
+        with suppress(KvError):
+            taken = memory.take_bytes(tokens, coded)
+        if not taken:
+            assert memory.free_tokens == free < 64  # an empty one has room for a third of 150 tokens
+            continue
+        number = (number + 1) % 256
+        assert sum(part for part, _ in taken) == tokens
+        assert all(place.numel() == coded(part) for part, place in taken)
+        for _, place in taken:
+            place.fill_(number)
+        held.append((number, [place for _, place in taken]))
+        del place
+    held.clear()
+    taken = []
+    gc.collect()
+    assert memory.free_tokens == 64
+
+
+def test_where_holes_are_small_coded_parts_have_fewer_tokens() -> None:
+    memory = pinned(64, segment=96)
+    held = [memory.take(8) for _ in range(8)]
+    del held[1], held[3]  # two holes of eight places
+    with pytest.raises(KvError):
+        memory.take_bytes(96, lambda tokens: tokens * TOKEN_BYTES // 2)
+    gc.collect()
+    assert memory.free_tokens == 16
+    taken = memory.take_bytes(70, lambda tokens: tokens * TOKEN_BYTES // 5)
+    assert [part for part, _ in taken] == [32, 38]
 
 
 def test_a_view_keeps_its_places() -> None:

@@ -57,8 +57,8 @@ def test_ranks_are_numbered_stage_by_stage() -> None:
 
 def test_replicated_heads() -> None:
     assert [Shards((3,), 2, 4).heads_of(rank) for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
-    assert unasked(Shards((3,), 2), Shards((3,), 2, 4)) == [1, 3]
-    assert unasked(Shards((3,), 2), Shards((1, 2), 2, 4)) == [1, 3, 5, 7]
+    assert unasked(Shards((3,), 2), Shards((3,), 2, 4)) == (1, 3)
+    assert unasked(Shards((3,), 2), Shards((1, 2), 2, 4)) == (1, 3, 5, 7)
 
 
 def test_uneven_splits_are_refused() -> None:

@@ -28,6 +28,7 @@ from tests.tiny_models import VOCABULARY
 FINGERPRINT = "tiny"
 # vLLM takes longer to import than an engine to start: one process does it, the engines are its forks.
 PROCESSES = multiprocessing.get_context("forkserver")
+SPAWNED = multiprocessing.get_context("spawn")  # CUDA does not outlive a fork
 PROCESSES.set_forkserver_preload(["tests.services.worker.kv.vllm.engine_process"])
 
 
@@ -44,6 +45,7 @@ class Engine:
         layers: tuple[int, ...] = (),
         connector: bool = True,
         scheme: str = "kv",
+        device: str = "cpu",
         **options: Any,
     ) -> None:
         self.name = name
@@ -79,7 +81,9 @@ class Engine:
         self._socket.bind(f"ipc://{self.folder}/api")
         self.log = self.folder / "log"
         arguments = (str(self.log), f"ipc://{self.folder}/api", options, self.extra if connector else None, layers)
-        self.process = PROCESSES.Process(target=run_engine, args=arguments, name=name)
+        os.environ["POLYPHASE_TEST_DEVICE"] = device
+        processes = PROCESSES if device == "cpu" else SPAWNED
+        self.process = processes.Process(target=run_engine, args=arguments, name=name)
         self.process.start()
         self.events: list[KvEvent] = []
         self._done: dict[str, asyncio.Future[list[int]]] = {}
@@ -210,8 +214,8 @@ def run_engine(log: str, *arguments: Any) -> None:
     run(log, *arguments)
 
 
-def exporting(transfer_id: str) -> dict[str, Any]:
-    return {"export": {"transfer_id": transfer_id}}
+def exporting(transfer_id: str, codec: Codec = Codec.RAW) -> dict[str, Any]:
+    return {"export": {"transfer_id": transfer_id, "codec": codec.value}}
 
 
 def importing(handle: KvHandle, **more: Any) -> dict[str, Any]:
@@ -267,7 +271,7 @@ async def handed_over(
     transfer_id = uuid.uuid4().hex
     length = split or len(prompt)
     async with asyncio.TaskGroup() as group:
-        group.create_task(source.generate(prompt[:length], 1, exporting(transfer_id)))
+        group.create_task(source.generate(prompt[:length], 1, exporting(transfer_id, codec)))
         handle = source.handle(transfer_id, length, codec)
         cache_salt = lossy_salt(transfer_id) if codec.lossy and salt else None
         output = group.create_task(target.generate(prompt, new_tokens, importing(handle), cache_salt))

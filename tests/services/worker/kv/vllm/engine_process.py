@@ -16,11 +16,12 @@ from typing import Any
 
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # as in a worker
 os.environ.update(
+    # As in a worker: on a CPU, a C++ compiler takes up to a minute for sampling helpers.
+    {"TORCHDYNAMO_DISABLE": "1"} if os.environ.get("POLYPHASE_TEST_DEVICE", "cpu") == "cpu" else {},
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
-    TORCHDYNAMO_DISABLE="1",  # as in a worker: a C++ compiler takes up to a minute, for sampling helpers
     VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
 )
 
@@ -33,10 +34,13 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
-from services.worker.engines import vllm_cpu_worker  # noqa: F401  # what an engine would import at its start
-from services.worker.engines.vllm_start import CPU_WORKER, make_stage_buffers
+from services.worker.engines.vllm_start import CPU_WORKER, make_stage_buffers, overlap_on_cpu
 from services.worker.kv.vllm.layers import stages_of
 from services.worker.settings import PP_LAYERS
+
+DEVICE = os.environ.get("POLYPHASE_TEST_DEVICE", "cpu")  # as torch calls it
+if DEVICE == "cpu":
+    from services.worker.engines import vllm_cpu_worker  # noqa: F401  # what an engine would import at its start
 
 PR_SET_PDEATHSIG = 1
 
@@ -57,9 +61,12 @@ class Driver:
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config=extra,
             )
-        config = EngineArgs(
-            skip_tokenizer_init=True, enforce_eager=True, worker_cls=CPU_WORKER, kv_transfer_config=transfer, **options
-        ).create_engine_config()
+        own = {"skip_tokenizer_init": True, "enforce_eager": True, "kv_transfer_config": transfer}
+        if DEVICE == "cpu":
+            own["worker_cls"] = CPU_WORKER
+        config = EngineArgs(**(own | options)).create_engine_config()
+        if options.get("async_scheduling") and DEVICE == "cpu":
+            overlap_on_cpu(config)
         self.client = InprocClient(config, Executor.get_class(config), log_stats=False)
         make_stage_buffers(self.client.engine_core)
         self.idle_ms = 4 if config.parallel_config.world_size > 1 else 0  # as in a worker's engine
@@ -170,5 +177,6 @@ def run(log: str, address: str, options: dict[str, Any], extra: dict[str, Any] |
     own_process(log)
     if layers:
         os.environ[PP_LAYERS] = ",".join(map(str, layers))
-    torch.cpu._init_amx()  # see connector_worker; engines without our connector need it too
+    if DEVICE == "cpu":
+        torch.cpu._init_amx()  # see connector_worker; engines without our connector need it too
     Driver(address, options, extra).run()

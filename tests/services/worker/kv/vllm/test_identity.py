@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -46,17 +47,22 @@ class Cluster:
             engine.events.clear()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[False, True], ids=["one step at a time", "overlapping"]
+)
+async def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """With vLLM's asynchronous scheduling and without; references are of an engine without."""
+    overlapping: dict[str, Any] = {"async_scheduling": request.param}
     model = make_llama(tmp_path_factory.mktemp("llama"))
     plain = Engine("plain", model, dtype="float32", connector=False)
-    p = Engine("p", model, dtype="float32", block_size=32, extra={"lossy": True})
-    d = Engine("d", model, dtype="float32", block_size=128, scheme="tcp", extra={"lossy": True})
+    p = Engine("p", model, dtype="float32", block_size=32, extra={"lossy": True}, **overlapping)
+    d = Engine("d", model, dtype="float32", block_size=128, scheme="tcp", extra={"lossy": True}, **overlapping)
     async with AsyncExitStack() as stack:
         for engine in (plain, p, d):
             stack.callback(engine.kill)  # also where another one does not start
         for engine in (plain, p, d):
             await stack.enter_async_context(engine)
+        assert d.async_scheduling == request.param
         texts = prompts()
         references = [await plain.generate(text, NEW_TOKENS) for text in texts]
         assert len({token for reference in references for token in reference}) > 100  # not degenerate

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -35,22 +36,27 @@ class Cluster:
             engine.events.clear()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[False, True], ids=["one step at a time", "overlapping"]
+)
+async def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """With vLLM's asynchronous scheduling and without; references are of an engine without."""
+    overlapping: dict[str, Any] = {"async_scheduling": request.param}
     model = make_llama(tmp_path_factory.mktemp("llama"))
     token_bytes = 3 * 2 * 2 * 32 * 4
     engines = [
         Engine("one", model, dtype="float32"),
-        Engine("two", model, dtype="float32", tp=2, block_size=64),
-        Engine("half", model, dtype="bfloat16"),
-        Engine("wide", model, dtype="bfloat16", block_size=128),
-        Engine("tight", model, dtype="float32", kv_cache_memory_bytes=1536 * token_bytes),
+        Engine("two", model, dtype="float32", tp=2, block_size=64, **overlapping),
+        Engine("half", model, dtype="bfloat16", **overlapping),
+        Engine("wide", model, dtype="bfloat16", block_size=128, **overlapping),
+        Engine("tight", model, dtype="float32", kv_cache_memory_bytes=1536 * token_bytes, **overlapping),
     ]
     async with AsyncExitStack() as stack:
         for engine in engines:
             stack.callback(engine.kill)  # also where another one does not start
         for engine in engines:
             await stack.enter_async_context(engine)
+        assert engines[-1].async_scheduling == request.param
         texts = prompts()
         for engine in engines:  # the first forward of two ranks takes seconds
             await engine.generate(texts[-1], 2)

@@ -10,7 +10,18 @@ import torch
 import zmq
 
 from services.worker.kv.wire.endpoint import KvEndpoint
-from services.worker.kv.wire.frames import Confirm, Failed, Frame, Message, Pull, decode_request, encode_message, sealed
+from services.worker.kv.wire.frames import (
+    Confirm,
+    Failed,
+    Frame,
+    Message,
+    Pull,
+    checksum,
+    decode_reply,
+    decode_request,
+    encode_message,
+    sealed,
+)
 from services.worker.kv.wire.tcp_framing import HEARTBEAT
 from services.worker.kv.wire.tcp_resolving import host_and_port
 from services.worker.kv.wire.transport import Listener, Transport
@@ -52,7 +63,7 @@ class Stranger(Protocol):
 
 @contextmanager
 def stranger_to(endpoint: KvEndpoint) -> Iterator[Stranger]:
-    if endpoint.address.startswith("kv://"):
+    if not endpoint.address.startswith("tcp://"):
         with TcpStranger(endpoint.address) as peer:
             yield peer
         return
@@ -86,11 +97,11 @@ class TcpStranger:
     def recv_multipart(self) -> list[bytes]:
         while not (parts := read_message(self.socket)):
             pass
-        return parts
+        return parts[:2]
 
 
 def is_tcp(rig: Rig) -> bool:
-    return rig.scheme == "kv"
+    return rig.scheme != "tcp"  # also beside NIXL
 
 
 def pull(**changes: object) -> Pull:
@@ -123,7 +134,10 @@ def true_frame(rig: Rig, exporter: KvEndpoint) -> list[bytes]:
     stage(exporter, model_kv(40))
     with stranger_to(exporter) as peer:
         peer.send(encode_message(pull(credit_bytes=1 << 20)))
-        return peer.recv_multipart()
+        header, payload = peer.recv_multipart()
+    frame = decode_reply(header)
+    assert isinstance(frame, Frame)
+    return [encode_message(msgspec.structs.replace(frame, checksum=checksum(payload))), payload]
 
 
 def say(listener: Listener, peer: bytes, parts: list[bytes]) -> None:

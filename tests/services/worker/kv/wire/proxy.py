@@ -1,4 +1,6 @@
-"""A TCP proxy between an importer and an exporter that reads their messages, changes, delays, slows or cuts them."""
+"""A proxy between an importer and an exporter that reads their messages, changes, delays, slows or cuts them: over
+plain TCP in our framing, or over ZeroMQ in its own.
+"""
 
 import queue
 import select
@@ -10,9 +12,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from services.worker.kv.wire.tcp_framing import PREFIX, prefix
+from lab.chaos.framing import Piece
+from lab.chaos.kv_framing import KvSplitter, Message
+from lab.chaos.zmtp import Part, ZmtpSplitter
+from services.worker.kv.wire.frames import checksum, decode_reply, decode_request
+from services.worker.kv.wire.nixl_frames import Offer, decode
+from services.worker.kv.wire.tcp_framing import DIGEST_BYTES, PREFIX, prefix
+from services.worker.kv.wire.tcp_resolving import host_and_port
 
-Parts = list[bytes]  # header and payload; a heartbeat has neither
+Parts = list[bytes]  # header and payload, over plain TCP its checksum, too; what is no message of ours has none
 Edit = Callable[[bool, Parts], Parts | None]  # whether the importer says it, and what; None drops it
 Sent = queue.Queue[tuple[float, bytes] | None]  # when it is due; None: the end
 _GIVE_UP_S = 30.0
@@ -20,20 +28,81 @@ _TURN_S = 0.02
 
 
 class Cut(Exception):
-    """Reset the connection, both sides of it."""
+    """Reset the connection, both sides of it, when a share of the message has passed."""
+
+    def __init__(self, share: float = 0.0) -> None:
+        self.share = share
 
 
-def read_message(stream: socket.socket, over: threading.Event | None = None) -> Parts:
-    """Raises OSError at the stream's end, or when it is over."""
-    _, header_bytes, payload_bytes, _ = PREFIX.unpack(_exactly(stream, PREFIX.size, over))
-    header = _exactly(stream, header_bytes, over)
-    return [header, _exactly(stream, payload_bytes, over)] if payload_bytes else [header] if header_bytes else []
+class _KvMessages:
+    """One direction of our framing."""
+
+    def __init__(self) -> None:
+        self._splitter = KvSplitter()
+
+    def feed(self, data: bytes) -> list[tuple[bytes, Parts]]:
+        """What can be passed on: as it came, and what it says."""
+        _, pieces = self._splitter.feed(data)
+        found = []
+        for each in pieces:
+            said = (each.header, each.payload, each.digest) if isinstance(each, Message) else ()  # it may be TLS
+            found.append((each.encode(), [part for part in said if part]))
+        return found
+
+    def framed(self, parts: Parts) -> bytes:
+        """As it goes over the wire."""
+        return framed(parts)
+
+
+class _ZmtpMessages:
+    """One direction of ZeroMQ's."""
+
+    def __init__(self) -> None:
+        self._splitter = ZmtpSplitter()
+        self._parts: list[Piece] = []
+
+    def feed(self, data: bytes) -> list[tuple[bytes, Parts]]:
+        """See _KvMessages."""
+        greeting, pieces = self._splitter.feed(data)
+        found: list[tuple[bytes, Parts]] = [(greeting, [])] if greeting else []
+        for each in pieces:
+            assert isinstance(each, Part)
+            if each.is_command:
+                found.append((each.encode(), []))
+                continue
+            self._parts.append(each)
+            if each.ends_message:
+                parts, self._parts = self._parts, []
+                found.append((b"".join(part.encode() for part in parts), [part.body for part in parts]))
+        return found
+
+    def framed(self, parts: Parts) -> bytes:
+        """See _KvMessages."""
+        return b"".join(Part(part is not parts[-1], part).encode() for part in parts)
+
+
+def read_message(stream: socket.socket) -> Parts:
+    """Over plain TCP. Raises OSError at the stream's end."""
+    _, header_bytes, payload_bytes, _ = PREFIX.unpack(_exactly(stream, PREFIX.size))
+    header = _exactly(stream, header_bytes)
+    if not payload_bytes:
+        return [header] if header_bytes else []
+    return [header, _exactly(stream, payload_bytes), _exactly(stream, DIGEST_BYTES)]
+
+
+def meant(importers: bool, header: bytes) -> object:
+    """What a header says; of an offer, what it stands for."""
+    said = decode(header)
+    if isinstance(said, Offer):
+        return decode_reply(said.header)
+    return said or (decode_request if importers else decode_reply)(header)
 
 
 def framed(parts: Parts) -> bytes:
-    """As it goes over a stream."""
+    """As it goes over plain TCP; a payload without a checksum gets its own."""
     header, payload = (*parts, b"", b"")[:2]
-    return prefix(len(header), len(payload)) + header + payload
+    digest = b"".join(parts[2:]) or (checksum(payload).to_bytes(DIGEST_BYTES, "little") if payload else b"")
+    return prefix(len(header), len(payload)) + header + payload + digest
 
 
 def reset(stream: socket.socket) -> None:
@@ -54,13 +123,13 @@ class Proxy:
         delay_s: Callable[[int], float] = lambda _: 0.0,
         bytes_per_s: float = 0.0,
     ) -> None:
-        host, _, port = target.removeprefix("kv://").rpartition(":")
-        self._target = host, int(port)
+        self._scheme = target.partition("://")[0]
+        self._target = host_and_port(target)
         self._edit = edit
         self._delay_s = delay_s
         self._bytes_per_s = bytes_per_s
         self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = f"kv://127.0.0.1:{self._server.getsockname()[1]}"
+        self.address = f"{self._scheme}://127.0.0.1:{self._server.getsockname()[1]}"
         self._over: list[threading.Event] = []  # of each connection
         self._threads: list[threading.Thread] = []
         self.connections = 0
@@ -117,12 +186,19 @@ class Proxy:
         reset(far)
 
     def _read(self, source: socket.socket, sent: Sent, importers: bool, number: int, over: threading.Event) -> None:
+        messages = _ZmtpMessages() if self._scheme == "tcp" else _KvMessages()
+        out = b""
         try:
             while True:
-                parts = self._edit(importers, read_message(source, over))
-                if parts is not None:
-                    sent.put((time.monotonic() + self._delay_s(number), framed(parts)))
-        except (OSError, Cut):
+                for out, parts in messages.feed(_some(source, over)):
+                    passed = self._edit(importers, parts) if parts else parts
+                    if passed is not None:
+                        data = out if passed == parts else messages.framed(passed)
+                        sent.put((time.monotonic() + self._delay_s(number), data))
+        except Cut as cut:
+            sent.put((time.monotonic(), out[: int(len(out) * cut.share)]))
+            sent.put(None)
+        except OSError:
             sent.put(None)
 
     def _write(self, sink: socket.socket, sent: Sent, over: threading.Event) -> None:
@@ -159,13 +235,18 @@ def _send(sink: socket.socket, data: bytes, over: threading.Event) -> None:
                 rest = rest[sink.send(rest) :]
 
 
-def _exactly(stream: socket.socket, size: int, over: threading.Event | None) -> bytes:
+def _some(stream: socket.socket, over: threading.Event) -> bytes:
+    while not over.is_set():
+        if select.select([stream], [], [], _TURN_S)[0]:
+            if data := stream.recv(1 << 20):
+                return data
+            break
+    raise ConnectionResetError("the stream has ended")
+
+
+def _exactly(stream: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
-        if over is not None and over.is_set():
-            raise ConnectionResetError
-        if over is not None and not select.select([stream], [], [], _TURN_S)[0]:
-            continue
         some = stream.recv(min(size - len(data), 1 << 20))
         if not some:
             raise ConnectionResetError("the stream has ended")

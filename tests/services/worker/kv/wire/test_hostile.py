@@ -18,6 +18,7 @@ from services.worker.kv.wire.frames import (
     Answer,
     Control,
     RankStats,
+    Unread,
     decode_reply,
     decode_request,
     encode_message,
@@ -55,6 +56,8 @@ def test_garbage_is_dropped_and_counted(rig: Rig) -> None:
         for parts in messages:
             peer.send_multipart(parts)
         peer.send(encode_message(pull(generation=1)))
+        for _ in messages:
+            assert isinstance(decode_reply(peer.recv_multipart()[0]), Unread)
         assert decode_reply(peer.recv_multipart()[0]).fault == "stale_generation"  # after the garbage, in order
     assert exporter.server_counters.dropped == len(messages)
     assert_serves(rig, exporter)

@@ -12,7 +12,7 @@ import zmq
 from services.worker.kv.wire.frames import Credit, Frame, Pull, decode_reply, decode_request
 from services.worker.kv.wire.importing import PullLimits
 from tests.services.worker.kv.rig import Rig, model_kv, stage
-from tests.services.worker.kv.wire.proxy import Proxy
+from tests.services.worker.kv.wire.proxy import Proxy, meant
 
 Lose = Callable[[object], bool]
 Garble = Callable[[bytes], bytes] | None
@@ -26,14 +26,14 @@ NAME = "transfer"
 @contextmanager
 def relay(target: str, lose: Lose, garble: Garble = None) -> Iterator[str]:
     """An address before `target` that loses, or garbles, the first message that `lose` picks."""
-    if not target.startswith("kv://"):
+    if target.startswith("tcp://"):
         with zmq_relay(target, lose, garble) as address:
             yield address
         return
     lost = threading.Event()
 
     def edit(importers: bool, parts: list[bytes]) -> list[bytes] | None:
-        if not parts or lost.is_set() or not lose((decode_request if importers else decode_reply)(parts[0])):
+        if not parts or lost.is_set() or not lose(meant(importers, parts[0])):
             return parts
         lost.set()
         return [garble(parts[0]), *parts[1:]] if garble else None
@@ -100,6 +100,7 @@ def last_frame(message: object) -> bool:
         pytest.param(lambda m: isinstance(m, Credit), None, True, id="a grant"),
         pytest.param(lambda m: isinstance(m, Credit), unreadable, True, id="a garbled grant"),
         pytest.param(lambda m: isinstance(m, Pull), None, False, id="a pull"),
+        pytest.param(lambda m: isinstance(m, Pull), unreadable, False, id="a garbled pull"),
         pytest.param(lambda m: isinstance(m, Pull), of_another, False, id="a pull that names another transfer"),
         pytest.param(lambda m: isinstance(m, Frame), None, False, id="a frame"),
         pytest.param(last_frame, None, False, id="the last frame"),

@@ -16,6 +16,7 @@ from shared.errors import DeadlineExceeded, PolyphaseError
 from tests.services.worker.kv.rig import KEY, KV_HEADS, LAYERS, Rig, model_kv, stage
 from tests.services.worker.kv.rig import control_of as address_of_control
 from tests.services.worker.kv.wire.hostile import stranger_to
+from tests.services.worker.kv.wire.test_rude_peers import wait_until
 
 
 async def level(control: KvControl, name: str, wanted: object) -> RankStats:
@@ -242,6 +243,7 @@ async def test_the_inbox_is_bounded(rig: Rig) -> None:
     async with control_of(importer) as control:
         for name in "ab":
             await control.prefetch(rig.handle([exporter], 4096, name), keep_s=20)
+        await asyncio.to_thread(wait_until, lambda: importer.stats().inbox_bytes > 0)
         await asyncio.to_thread(threading.Event().wait, 0.3)  # time to take too much, if it would
         (stats,) = await control.stats()
         assert 0 < stats.inbox_bytes <= 2 * window + size // 64

@@ -1,11 +1,13 @@
 """Messages on a byte stream that comes and goes in pieces of any size."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.kv.wire.frames import MAX_MESSAGE_BYTES, Buffer, checksum
-from services.worker.kv.wire.tcp_framing import HEARTBEAT, Inbound, Outbound, WireError, prefix
+from services.worker.kv.wire.tcp_framing import _PIECE_OUT, HEARTBEAT, Inbound, Outbound, WireError, prefix
 from services.worker.kv.wire.transport import Placement, Received
 
 LIMIT = 100_000
@@ -34,6 +36,9 @@ class Pipe:
             left -= count
         return wanted - left
 
+    def expect(self, count: int) -> None:
+        self.expected = count
+
     def write(self, views: list[memoryview]) -> int:
         taken = b"".join(views)[: self._size()]
         self.data += taken
@@ -56,12 +61,13 @@ def received(inbound: Inbound, data: bytes, sizes: list[int]) -> list[Received]:
     pipe, found = Pipe(sizes, data), []
     while True:
         message = inbound.receive(pipe)
+        inbound.readable = True
         if message is None:
             if not pipe.data:
                 return found
             continue
         payload = bytes(message.payload) if message.payload is not None else None
-        found.append(Received(bytes(message.header), payload, message.payload_bytes, message.checksum))
+        found.append(replace(message, header=bytes(message.header), payload=payload))
 
 
 SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=5).filter(any)
@@ -75,7 +81,7 @@ def test_messages_arrive_as_they_were_however_the_stream_is_cut(
     inbound = Inbound(LIMIT)
     got = received(inbound, sent(messages, sends), reads)
     assert [(each.header, each.payload or b"") for each in got] == messages
-    assert all(each.checksum == checksum(each.payload) for each in got if each.payload)
+    assert all(each.checksum == each.sent_checksum == checksum(each.payload) for each in got if each.payload)
     assert inbound.heartbeats == len(messages)
 
 
@@ -93,7 +99,30 @@ def test_payloads_go_where_they_are_wanted(messages: list[tuple[bytes, bytes]], 
     got = received(Inbound(LIMIT, place), sent(messages, [1 << 20]), reads)
     assert all(each.payload is None for each in got)
     assert rooms == [payload for _, payload in messages if payload]
-    assert [each.checksum for each in got if each.payload_bytes] == [checksum(room) for room in rooms]
+    sums = [checksum(room) for room in rooms]
+    assert [each.checksum for each in got if each.payload_bytes] == sums
+    assert [each.sent_checksum for each in got if each.payload_bytes] == sums
+
+
+@settings(deadline=None, database=None)
+@given(st.integers(1, 3 * _PIECE_OUT), st.lists(st.integers(0, 600_000), min_size=1, max_size=5).filter(any))
+def test_large_payloads_go_piece_by_piece_however_little_is_taken(size: int, sizes: list[int]) -> None:
+    payload = bytes(range(251)) * (size // 251 + 1)
+    (message,) = received(Inbound(len(payload)), sent([(b"a", payload)], sizes), sizes)
+    assert message.payload == payload
+    assert message.checksum == message.sent_checksum == checksum(payload)
+
+
+def test_a_stream_that_gave_less_than_there_was_room_for_is_not_asked_again() -> None:
+    inbound, pipe = Inbound(LIMIT), Pipe([1 << 20], sent([(b"a", b"x" * 9000)], [1 << 20]))
+    asked = []
+    read = pipe.read
+    pipe.read = lambda views: asked.append(len(views)) or read(views)  # type: ignore[method-assign, func-returns-value]
+    while inbound.receive(pipe) is None:
+        pass
+    before = len(asked)
+    assert inbound.receive(pipe) is None
+    assert len(asked) == before
 
 
 def test_what_is_diverted_goes_nowhere_and_is_not_told() -> None:
@@ -103,6 +132,7 @@ def test_what_is_diverted_goes_nowhere_and_is_not_told() -> None:
     pipe = Pipe([0, 3000], data)  # and then nothing for a turn
     while not any(room):
         assert inbound.receive(pipe) is None
+        inbound.readable = True
     inbound.divert(object())  # somebody else
     inbound.divert(OWNER)
     before = bytes(room)

@@ -9,11 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from services.worker.kv.wire import tcp_resolving
+from services.worker.kv.wire import tcp_link, tcp_resolving
 from services.worker.kv.wire.importing import PullLimits
+from services.worker.kv.wire.tcp_framing import HEARTBEAT
 from services.worker.kv.wire.tcp_resolving import Where, host_and_port, numeric, resolve
 from services.worker.kv.wire.tcp_transport import TcpTransport
 from tests.services.worker.kv.rig import Rig, model_kv, stage
+from tests.services.worker.kv.wire.proxy import framed
 
 TOKENS = 40
 
@@ -140,3 +142,30 @@ def test_a_link_finds_an_exporter_that_comes_later_and_again_after_it_has_gone()
         theirs = TcpTransport()
     theirs.close()
     ours.close()
+
+
+def test_a_payload_that_trickles_in_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far less at a time than the kernel wakes us for, from a peer that answers no heartbeat meanwhile."""
+    monkeypatch.setattr(tcp_link, "_BEAT_S", 0.2)
+    monkeypatch.setattr(tcp_link, "_SILENCE_S", 0.8)
+    transport, payload = TcpTransport(), bytes(100_000)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = transport.connect(f"kv://127.0.0.1:{server.getsockname()[1]}")
+        link.send(b"hello")
+        near, _ = server.accept()
+        with near:
+            near.sendall(HEARTBEAT)
+            _until(transport, lambda: link.connected)
+            data = framed([b"header", payload])
+            received = None
+            for start in range(0, len(data), 4000):
+                near.sendall(data[start : start + 4000])
+                end = time.monotonic() + 0.1
+                while time.monotonic() < end:
+                    transport.wait(0.05)
+                    received = received or link.receive()
+            assert received is not None
+            assert bytes(received.payload or b"") == payload
+            assert link.connected
+            assert link.losses == 0
+    transport.close()

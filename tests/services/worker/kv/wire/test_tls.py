@@ -96,42 +96,6 @@ def overheard(near: socket.socket, far: socket.socket, rig: Rig) -> bytes:
     return bytes(heard)
 
 
-@pytest.mark.parametrize(
-    ("exporters", "importers", "why"),
-    [
-        pytest.param(OURS, OTHERS, "CERTIFICATE", id="other keys"),
-        pytest.param(OURS, (OURS[0], OTHERS[1]), "CERTIFICATE", id="the public key alone"),
-        pytest.param(OURS, None, "keys", id="an importer without keys"),
-        pytest.param(None, OURS, "", id="an exporter without keys"),
-    ],
-)
-def test_wrong_keys_are_refused(
-    rig: Rig, exporters: tuple[str, str] | None, importers: tuple[str, str] | None, why: str
-) -> None:
-    exporter, importer = rig.endpoint(curve=exporters), rig.endpoint(curve=importers, limits=LIMITS)
-    stage(exporter, model_kv(40))
-    began = time.monotonic()
-    got = rig.load(importer, rig.handle([exporter], 40))
-    result = rig.result()
-    assert time.monotonic() - began < SOON_S
-    assert result.error.startswith("unreachable")
-    assert why in result.error
-    assert not got.writes
-    assert exporter.server_counters.sent_bytes == 0
-    assert exporter.stats().serving == 0
-
-
-def test_wrong_keys_disturb_nobody(rig: Rig) -> None:
-    exporter, stranger, friend = rig.endpoint(curve=OURS), rig.endpoint(curve=OTHERS), rig.endpoint(curve=OURS)
-    kv = model_kv(40)
-    stage(exporter, kv)
-    rig.load(stranger, rig.handle([exporter], 40, "never"), timeout_s=1.0)
-    got = rig.load(friend, rig.handle([exporter], 40))
-    results = {result.transfer_id: result.ok for result in (rig.result(), rig.result())}
-    assert results == {"never": False, "t": True}
-    assert torch.equal(got.kv, kv)
-
-
 def test_a_certificate_of_the_same_name_that_is_not_ours_is_refused(rig: Rig) -> None:
     """Who has made a certificate with all of our names, but not our key."""
     exporter = rig.endpoint(curve=OURS)

@@ -5,8 +5,9 @@ import msgspec
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from dashboard.output_lengths import because, scatter, warning
+from dashboard.lengths.output_lengths import because, scatter, warning
 from dashboard.records import LengthSource
+from tests.dashboard.pages import html, opened
 
 WHY = "Of the last 300 answers it named the right bucket for 31 %, and the prompt's length alone for 45 %"
 
@@ -36,57 +37,57 @@ def parsed(answer: Mapping[str, Any]) -> LengthSource:
     return msgspec.convert(answer, LengthSource)
 
 
-def html(page: AppTest) -> str:
-    return " ".join(element.value for element in page.get("html"))
+@pytest.fixture
+def predictor(page: AppTest) -> AppTest:
+    return opened(page, "predictor")
 
 
-def test_a_classifier_is_shown_beside_its_baselines(page: AppTest, cluster: Any) -> None:
+def test_a_classifier_is_shown_beside_its_baselines(predictor: AppTest, cluster: Any) -> None:
     cluster.lengths = told()
-    page.run()
-    assert not page.exception
-    assert not page.warning
-    shown = html(page)
+    predictor.run()
+    assert not predictor.exception
+    assert not predictor.warning
+    shown = html(predictor)
     for said in ("The classifier answers", "62 %", "31 %", "45 %", "over 1 234 answers", "49 tokens", "3 late"):
         assert said in shown, said
     assert "/models/lengths" in shown
-    assert len(page.get("plotly_chart")) == 2
+    assert len(predictor.get("plotly_chart")) == 1
 
 
-def test_a_classifier_that_is_not_believed_is_a_warning_in_words(page: AppTest, cluster: Any) -> None:
+def test_a_classifier_that_is_not_believed_is_a_warning_in_words(predictor: AppTest, cluster: Any) -> None:
     cluster.lengths = told("observed", why=WHY)
     cluster.lengths["reality"]["accuracy"]["classifier"] = 0.31
-    page.run()
-    assert not page.exception
-    (said,) = (one.value for one in page.warning)
+    predictor.run()
+    assert not predictor.exception
+    (said,) = (one.value for one in predictor.warning)
     assert "Predictions have fallen back on observed lengths" in said
     assert WHY in said
-    shown = html(page)
+    shown = html(predictor)
     assert "Observed lengths answer, of 1 500 finished answers: the classifier is not believed." in shown
-    assert "observed lengths (1 500 answers seen) – the classifier is not believed" in shown
     assert "31 %, no better than who does not read the prompt" in shown
 
 
-def test_a_broken_checkpoint_is_a_warning_with_its_error(page: AppTest, cluster: Any) -> None:
+def test_a_broken_checkpoint_is_a_warning_with_its_error(predictor: AppTest, cluster: Any) -> None:
     cluster.lengths = {**told("observed", state="broken", error="<b>no weights</b>"), "reality": {}}
-    page.run()
-    assert not page.exception
-    assert "Its checkpoint cannot be used" in page.warning[0].value
-    assert "&lt;b&gt;no weights&lt;/b&gt;" in html(page)
-    assert len(page.get("plotly_chart")) == 1  # the waterfall's
+    predictor.run()
+    assert not predictor.exception
+    assert "Its checkpoint cannot be used" in predictor.warning[0].value
+    assert "&lt;b&gt;no weights&lt;/b&gt;" in html(predictor)
+    assert not predictor.get("plotly_chart")
 
 
-def test_without_a_checkpoint_nothing_is_wrong(page: AppTest) -> None:
-    page.run()
-    assert not page.exception
-    assert not page.warning
-    assert "Observed lengths answer, of 12 finished answers: there is no checkpoint" in html(page)
+def test_without_a_checkpoint_nothing_is_wrong(predictor: AppTest) -> None:
+    predictor.run()
+    assert not predictor.exception
+    assert not predictor.warning
+    assert "Observed lengths answer, of 12 finished answers: there is no checkpoint" in html(predictor)
 
 
-def test_without_a_predictor_there_is_no_such_section(page: AppTest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_predictor_the_page_says_so(predictor: AppTest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYPHASE_DASHBOARD_PREDICTOR_URL", "")
-    page.run()
-    assert not page.exception
-    assert "Output lengths" not in [one.value for one in page.subheader]
+    predictor.run()
+    assert not predictor.exception
+    assert "No predictor is configured" in html(predictor)
 
 
 def test_nothing_is_known_of_the_last_answers_yet() -> None:

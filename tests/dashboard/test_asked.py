@@ -5,7 +5,7 @@ from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
-from tests.dashboard.test_app import html
+from tests.dashboard.pages import html
 
 PROFILE = {
     "rate": 12.5,

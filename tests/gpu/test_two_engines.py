@@ -1,0 +1,42 @@
+"""A prefill and a decode instance on one GPU, beside a plain one. `tests/services/worker/kv/vllm/test_two_engines.py`
+runs the same on a CPU.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.services.worker.kv.vllm.two_engines import hand_overs, show
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(torch.version.cuda is None and torch.version.hip is None, reason="needs torch for a GPU"),
+]
+# Three engines share the GPU; each takes what its KV says, whatever this share allows.
+SHARE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 256 << 20}
+
+
+async def test_tokens_are_those_of_a_plain_engine(tmp_path: Path) -> None:
+    """float32 by an attention backend that has it: what shares a batch makes no difference then."""
+    found = await hand_overs(tmp_path, "cuda", dtype="float32", attention_backend="TRITON_ATTN", **SHARE)
+    print(f"\nfloat32: {show(found)}")
+    assert found.asynchronous
+    assert found.distinct > 100
+    assert found.one_by_one == found.back == found.of
+    assert found.at_once == [found.of] * len(found.at_once)
+    assert found.pulls == {"ok": found.wanted}
+    assert found.zeroed < found.of / 2
+    assert found.lossy["int8"] > 0.5
+
+
+async def test_as_it_serves(tmp_path: Path) -> None:
+    """bfloat16, vLLM's own choice of attention, CUDA graphs. Tokens may differ where two are about as likely, since a
+    prompt that is computed here and its last token alone go through unlike kernels: most must be the same.
+    """
+    found = await hand_overs(tmp_path, "cuda", dtype="bfloat16", head_dim=128, enforce_eager=False, **SHARE)
+    print(f"\nbfloat16: {show(found)}")
+    assert found.asynchronous
+    assert found.pulls == {"ok": found.wanted}
+    assert found.zeroed < found.of / 2
+    assert found.one_by_one > found.of / 2

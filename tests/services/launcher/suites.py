@@ -1,0 +1,50 @@
+"""Suites as a monitor tells of them, made up: what is drawn of them is tested, not how they came to it."""
+
+from typing import Any
+
+from services.launcher.sight import Seen
+from services.launcher.state_file import RunningProcess, SuiteState
+from shared.domain.instance import Role
+from shared.domain.verdict import Count, Level, Link, Problem, Stage, Verdict
+
+
+def entry(name: str, state: str = "ready", role: str = "decode", **load: int) -> dict[str, Any]:
+    told = {"queued_prefill_tokens": 0, "running": 0, "waiting": 0, "free_blocks": 1000, **load}
+    info = {"accelerator": "A100-SXM-80", "total_blocks": 1000, "compatibility": {"engine": "emulated"}}
+    return {"instance_id": name, "role": role, "state": state, "info": info, "load": told}
+
+
+def verdict(level: Level = Level.GOOD, *problems: Problem, share: float | None = 0.2) -> Verdict:
+    chain = tuple(Link(stage, 100, 0.0123, 1.234, share, 12_345) for stage in Stage)
+    counts = {Role.PREFILL: Count(ready=2, expected=2), Role.DECODE: Count(ready=14, expected=16, dead=2)}
+    text = "; ".join(problem.text for problem in problems) or "100 requests ended in the last 60 s"
+    return Verdict(0.0, level, f"{level.value.capitalize()}: {text}", problems, chain, counts, 60.0, 100)
+
+
+def state(*processes: RunningProcess) -> SuiteState:
+    instances = ("prefill-0", "decode-0")
+    urls = ("http://s",)
+    return SuiteState(1, 1.0, "m", "http://api", "http://m", urls, "", "http://dash", instances, processes)
+
+
+def window() -> dict[str, Any]:
+    times = {"p50": 0.1234, "p99": 12.34}
+    shares = {"attainment": 0.26, "ttft_attainment": 1.0, "tpot_attainment": None}
+    return {
+        "slo": "a-class-with-a-long-name",
+        "window_s": 60.0,
+        "requests": 12_345,
+        "ttft_s": times,
+        "tpot_s": times,
+        **shares,
+    }
+
+
+def many(count: int, long: bool = False) -> list[dict[str, Any]]:
+    tail = "-with-a-name-that-goes-on-and-on" if long else ""
+    return [entry(f"decode{tail}-{number}", running=number % 7, free_blocks=1000 - number) for number in range(count)]
+
+
+def seen(**changes: Any) -> Seen:
+    plain = {"state": state(), "verdict": verdict(), "instances": many(4), "slo": [window()]}
+    return Seen(**{"time_s": 0.0, **plain, **changes})

@@ -1,0 +1,199 @@
+"""Two monitors of a running suite under load: the one that acts is killed, or frozen, and the other one takes over."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.launcher import cluster_token
+from services.launcher.suite import Suite, until
+from shared.errors import OutcomeUnknown, PolyphaseError, Standby
+from shared.wire.clients.monitor import MonitorClient
+from tests.services.launcher.test_up import running
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+MOST_S = 10.0  # on a busy machine; what it took is printed
+USERS, LONG = 4, 12  # with short answers, and with one that takes half a minute
+SLOW = {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30, "emulated_step_s": 0.05}
+TWO = {"monitors": 2, "launcher": {"hang_s": 60}, "scheduler": {"count": 2}, "instance_defaults": SLOW}
+
+
+@dataclass
+class Load:
+    """Users that ask one thing after the other; what they were answered."""
+
+    suite: Suite
+    tokens: list[int] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    async def user(self) -> None:
+        body: dict[str, Any] = {"model": "m", "prompt": "Hello", "max_tokens": 20, "ignore_eos": True}
+        async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
+            while True:
+                answer = await http.post(f"{self.suite.state.api_url}/v1/completions", json=body)
+                if answer.is_success:
+                    self.tokens.append(answer.json()["usage"]["completion_tokens"])
+                else:
+                    self.failed.append(answer.text)
+
+
+@asynccontextmanager
+async def loaded(suite: Suite) -> AsyncIterator[Load]:
+    load = Load(suite)
+    users = [asyncio.create_task(load.user()) for _ in range(USERS)]
+    try:
+        await until(lambda: len(load.tokens) >= USERS, 60, "answers")
+        yield load
+        more = len(load.tokens) + 2 * USERS
+        await until(lambda: len(load.tokens) >= more, 60, "answers go on")
+    finally:
+        for user in users:
+            user.cancel()
+        await asyncio.gather(*users, return_exceptions=True)
+    assert load.failed == []
+    assert set(load.tokens) == {20}
+
+
+async def who(suite: Suite) -> tuple[str, str]:
+    """The names of the monitor that acts and of the one that stands by, as both say themselves."""
+    urls = suite.state.monitor_url.split(",")
+    said = [await standing(url) for url in urls]
+    names = [f"monitor-{index}" for index in range(len(urls))]
+    assert sorted(said) == ["active", "standby"], said
+    return names[said.index("active")], names[said.index("standby")]
+
+
+async def standing(url: str) -> str:
+    async with httpx.AsyncClient(timeout=1, trust_env=False) as http:
+        answer = (await http.get(f"{url}/health")).json()
+    assert answer["status"] == "ok"
+    return str(answer["monitor"])
+
+
+def url_of(suite: Suite, name: str) -> str:
+    return suite.state.monitor_url.split(",")[int(name[-1])]
+
+
+async def taken_over(suite: Suite, name: str, began: float) -> float:
+    """Seconds since `began` until that monitor tells of all instances as ready, and carries out what is asked for."""
+    token = cluster_token.kept(suite.data_dir)
+    async with MonitorClient(url_of(suite, name), token=token) as monitor:
+
+        async def acts() -> bool:
+            ready = [one for one in await monitor.instances() if one["state"] in ("ready", "draining")]
+            return len(ready) == 4
+
+        await until(acts, MOST_S, f"{name} to act", poll_s=0.01)
+    return time.monotonic() - began
+
+
+async def drain_under_way(suite: Suite) -> tuple[asyncio.Task[Any], str]:
+    """A drain of d-0 that takes long, since a long answer is written there; it is under way, and in the database."""
+    body = {"model": "m", "prompt": "Hi", "max_tokens": 600, "ignore_eos": True}
+
+    async def write() -> None:
+        async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
+            await asyncio.gather(*(http.post(f"{suite.state.api_url}/v1/completions", json=body) for _ in range(LONG)))
+
+    async def drain() -> None:
+        answers = asyncio.create_task(write())
+        try:
+            async with suite.monitor() as monitor:
+                await until(lambda: busy(monitor), 30, "d-0 has work")
+                await monitor.drain("d-0", timeout_s=20.0, who="test", operation_id="under-way")
+        finally:
+            answers.cancel()
+            await asyncio.gather(answers, return_exceptions=True)
+
+    task = asyncio.create_task(drain())
+    async with suite.monitor() as monitor:
+
+        async def running() -> bool:
+            with contextlib.suppress(PolyphaseError):
+                return (await monitor.operation("under-way"))["result"] == "running"
+            return False
+
+        await until(running, 40, "the drain is under way")
+    await asyncio.sleep(0.5)  # rows of the audit are written within 0.2 s
+    return task, "under-way"
+
+
+async def busy(monitor: MonitorClient) -> bool:
+    return int((await monitor.instance("d-0"))["load"]["inflight"]) > LONG // 4
+
+
+async def test_killed_it_is_replaced_within_two_seconds_and_nothing_is_lost(tmp_path: Path) -> None:
+    async with running(tmp_path, **TWO) as (_, suite), loaded(suite):
+        active, other = await who(suite)
+        draining, operation_id = await drain_under_way(suite)
+        old, began = suite.kill(active), time.monotonic()
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await draining
+        assert unknown.value.operation_id == operation_id
+        took_s = await taken_over(suite, other, began)
+        print(f"\n{other} acts {took_s:.2f} s after {active} was killed")
+        assert took_s < MOST_S
+        async with suite.monitor() as monitor:
+            row = await monitor.operation(operation_id)
+            assert (row["result"], row["code"]) == ("unknown", "outcome_unknown")
+            assert (await monitor.resume("d-0", who="test"))["result"] == "succeeded"
+            assert (await monitor.flip("p-1", who="test"))["to_role"] == "decode"
+        await suite.restarted(active, old)
+        assert await who(suite) == (other, active)  # back, it stands by
+
+
+async def test_frozen_it_is_replaced_and_does_nothing_when_it_wakes(tmp_path: Path) -> None:
+    async with running(tmp_path, **TWO) as (_, suite), loaded(suite):
+        active, other = await who(suite)
+        draining, operation_id = await drain_under_way(suite)
+        pid, began = suite.kill(active, signal.SIGSTOP), time.monotonic()
+        took_s = await taken_over(suite, other, began)
+        print(f"\n{other} acts {took_s:.2f} s after {active} was frozen")
+        assert took_s < MOST_S
+        async with suite.monitor() as monitor:
+            assert (await monitor.operation(operation_id))["result"] == "unknown"
+            assert (await monitor.resume("d-0", who="test"))["result"] == "succeeded"
+            assert (await monitor.flip("d-1", who="test"))["to_role"] == "prefill"
+        os.kill(pid, signal.SIGCONT)
+        with pytest.raises(PolyphaseError):  # that drain's answer: it was not this monitor's turn any more
+            await draining
+        token = cluster_token.kept(suite.data_dir)
+        async with MonitorClient(url_of(suite, active), token=token) as woken:
+            with pytest.raises(Standby, match=rf"{active} does not act: .*{other} at http://"):
+                await until_it_answers(woken)
+            with pytest.raises(Standby):
+                await woken.flip("d-0", who="test")
+        assert await who(suite) == (other, active)
+        found = await suite.instances()
+        assert {name: (one["role"], one["state"]) for name, one in found.items()} == {
+            "p-0": ("prefill", "ready"),
+            "p-1": ("prefill", "ready"),
+            "d-0": ("decode", "ready"),
+            "d-1": ("prefill", "ready"),
+        }
+        async with suite.monitor() as monitor:
+            assert (await monitor.operation(operation_id))["result"] == "unknown"
+            kinds = {row["kind"] for row in await monitor.events(limit=500, since_s=time.time() - 60)}
+            assert not kinds & {"death", "unresponsive"}, kinds
+
+
+async def until_it_answers(woken: MonitorClient) -> None:
+    """Raises what it says, once it says anything."""
+    give_up = time.monotonic() + MOST_S
+    while True:
+        try:
+            await woken.cluster()
+        except Standby:
+            raise
+        except PolyphaseError:
+            assert time.monotonic() < give_up
+        await asyncio.sleep(0.02)

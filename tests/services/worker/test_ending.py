@@ -1,0 +1,98 @@
+"""An instance as a process, told to end by SIGTERM while it decodes: the answer is whole, others are refused."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from vllm import SamplingParams
+
+from services.launcher.suite import until
+from shared.domain.job import Generation, JobView
+from shared.domain.prompt import packed
+from shared.errors import PolyphaseError, WrongRole
+from shared.wire.messages import DecodeReply, DecodeRequest, TokenStep
+from shared.wire.methods import DECODE
+from shared.wire.rpc_clients import RpcClients
+from shared.wire.sockets import Sockets
+from tests.ports import free_port
+
+pytestmark = pytest.mark.slow  # vLLM is imported
+ROOT = Path(__file__).parents[3]
+SAMPLING = msgspec.msgpack.encode(SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
+TOKENS, STEP_S = 120, 0.05
+
+
+@asynccontextmanager
+async def worker(drain_s: float, log: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """An emulated decode instance that answers; the address of its RPC."""
+    rpc, http, kv = free_port(), free_port(), free_port()
+    settings = {
+        "instance_id": "d0",
+        "role": "decode",
+        "engine": "emulated",
+        "model": str(ROOT / "models" / "demo"),
+        "accelerator": "A10",
+        "emulated_step_s": STEP_S,
+        "rpc_port": rpc,
+        "http_port": http,
+        "kv_port": kv,
+        "monitor_url": "http://127.0.0.1:1",
+        "heartbeat_address": f"tcp://127.0.0.1:{free_port()}",
+        "broadcast_address": f"tcp://127.0.0.1:{free_port()}",
+        "drain_s": drain_s,
+    }
+    env = os.environ | {f"POLYPHASE_WORKER_{key.upper()}": str(value) for key, value in settings.items()}
+    words = [sys.executable, "-m", "services.worker"]
+    with log.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(*words, cwd=ROOT, env=env, stdout=out, stderr=out)
+    try:
+        await until(lambda: "instance is ready" in log.read_text(), 60, "the instance")
+        yield process, f"tcp://127.0.0.1:{rpc}"
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def request(name: str) -> DecodeRequest:
+    return DecodeRequest(JobView(name, 3, TOKENS), packed([1, 2, 3]), Generation(SAMPLING, time.time()))
+
+
+@pytest.mark.parametrize("drain_s", [60.0, 0.0])
+async def test_what_it_has_begun(tmp_path: Path, drain_s: float) -> None:
+    items: list[TokenStep] = []
+    async with worker(drain_s, tmp_path / "log") as (process, address):
+        with RpcClients(Sockets()) as clients:
+            call = clients.to(address).call(DECODE, request("first"), timeout_s=60, on_item=items.append)
+            first = asyncio.create_task(call)
+            await until(lambda: items, 30, "tokens")
+            process.send_signal(signal.SIGTERM)
+            if not drain_s:
+                with pytest.raises(PolyphaseError):  # it goes on elsewhere
+                    await first
+                assert sum(len(item.tokens) for item in items) < TOKENS
+            else:
+                await until(lambda: "Shutting down" in (tmp_path / "log").read_text(), 10, "it to have heard")
+                with pytest.raises(WrongRole, match="draining"):
+                    await _refused(clients, address)
+                assert isinstance(await first, DecodeReply)
+                assert sum(len(item.tokens) for item in items) == TOKENS
+            await asyncio.wait_for(process.wait(), 20)
+    assert process.returncode in (0, -signal.SIGTERM)
+
+
+async def _refused(clients: RpcClients, address: str) -> None:
+    """Ask until it is refused: the signal was heard a moment before the drain begins."""
+    for number in range(20):
+        more = asyncio.ensure_future(clients.to(address).call(DECODE, request(f"more{number}"), timeout_s=60))
+        await asyncio.wait([more], timeout=0.3)
+        if more.done():
+            await more
+        more.cancel()

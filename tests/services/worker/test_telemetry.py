@@ -1,0 +1,153 @@
+"""When an instance beats, and when it registers: what the monitor must hear, and no more."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from services.worker import telemetry as module
+from services.worker.engines.base import EngineStats
+from services.worker.telemetry import SAME_S, UNHEARD_S, Telemetry
+from shared.domain.instance import InstanceInfo, Role
+from shared.domain.policies import PolicySet
+from shared.domain.rates import Rates
+from shared.errors import Incompatible, Unavailable
+from shared.wire.messages import Heartbeat
+from tests.services.fake_worker import make_info
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now + 1e9
+
+
+class Monitor:
+    def __init__(self) -> None:
+        self.registered = 0
+        self.refusal: Exception | None = None
+
+    async def register(self, info: InstanceInfo, role: Role) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.registered += 1
+
+
+class Worker:
+    """An instance's insides as telemetry sees them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.monitor, self.beats = clock, Monitor(), list[Heartbeat]()
+        self.stats = EngineStats(free_blocks=10, total_blocks=10)
+        self.news: Rates | None = None
+        self.roles = SimpleNamespace(role=Role.DECODE, draining=False, inflight=0)
+        parts: dict[str, Any] = {
+            "engine": SimpleNamespace(stats=lambda: self.stats, steps=SimpleNamespace(prefill_share=0.0)),
+            "kv": SimpleNamespace(staged_bytes=0),
+            "prefills": SimpleNamespace(queued=0, queued_tokens=0),
+            "decodes": SimpleNamespace(
+                queued=0, queued_tokens=0, active=0, heavy=0, context_tokens=0, inbound_tokens=0
+            ),
+            "rates": SimpleNamespace(
+                news=lambda now: self.news, chunk=SimpleNamespace(tokens=512), of=lambda info: info
+            ),
+            "policies": SimpleNamespace(revision=1, trouble=""),
+            "publisher": SimpleNamespace(publish=self.beats.append),
+        }
+        info = make_info("d0", "tcp://127.0.0.1:9", generation=7)
+        self.telemetry = Telemetry(info, cast(Any, self.roles), monitor=cast(Any, self.monitor), **parts)
+
+    def beat_for(self, seconds: float) -> int:
+        """Beats as the loop does, every tenth of a second; how many were sent."""
+        before = len(self.beats)
+        for _ in range(round(seconds * 10)):
+            self.clock.now += 0.1
+            self.telemetry.beat()
+        return len(self.beats) - before
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return Worker(clock)
+
+
+def test_an_idle_instance_says_that_it_lives_often_enough_and_no_oftener(worker: Worker) -> None:
+    assert worker.beat_for(0.1) == 1
+    assert 8 <= worker.beat_for(3.0) <= 3.0 / SAME_S
+    gaps = [b.load.time_s - a.load.time_s for a, b in zip(worker.beats, worker.beats[1:], strict=False)]
+    assert max(gaps) < 0.8 / 2  # the monitor's patience: one may be lost
+
+
+@pytest.mark.parametrize("what", ["load", "role", "draining", "rates"])
+def test_news_are_told_with_the_next_beat(worker: Worker, what: str) -> None:
+    worker.beat_for(0.1)
+    match what:
+        case "load":
+            worker.stats = EngineStats(running=3, free_blocks=10, total_blocks=10)
+        case "role":
+            worker.roles.role = Role.PREFILL
+        case "draining":
+            worker.roles.draining = True
+        case "rates":
+            worker.news = Rates(weight=2.0)
+    assert worker.beat_for(0.1) == 1
+    worker.news = None
+    assert worker.beat_for(0.1) == 0
+
+
+async def test_it_registers_until_the_monitor_knows_it_and_again_when_it_is_a_stranger(worker: Worker) -> None:
+    worker.monitor.refusal = Unavailable("no monitor yet")
+    await worker.telemetry.keep_registered()
+    worker.monitor.refusal = Incompatible("another model")
+    await worker.telemetry.keep_registered()
+    assert worker.telemetry.refused == "another model"
+    worker.monitor.refusal = None
+    for _ in range(10):
+        await worker.telemetry.keep_registered()
+    assert (worker.monitor.registered, worker.telemetry.refused) == (1, "")
+    worker.telemetry.stranger(6)  # a former process of it
+    await worker.telemetry.keep_registered()
+    assert worker.monitor.registered == 1
+    worker.telemetry.stranger(7)
+    await worker.telemetry.keep_registered()
+    assert worker.monitor.registered == 2
+
+
+async def test_a_silent_monitor_is_asked_now_and_then(worker: Worker) -> None:
+    await worker.telemetry.keep_registered()
+    for _ in range(100):
+        worker.clock.now += 1.0
+        worker.telemetry.heard(PolicySet())
+        await worker.telemetry.keep_registered()
+    assert worker.monitor.registered == 1
+    for _ in range(round(2 * UNHEARD_S) + 1):
+        worker.clock.now += 1.0
+        await worker.telemetry.keep_registered()
+    assert worker.monitor.registered == 3
+
+
+async def test_it_is_ready_when_the_monitor_knows_it_and_it_does_not_drain(worker: Worker) -> None:
+    assert "not registered yet" in worker.telemetry.unready
+    worker.monitor.refusal = Incompatible("another model")
+    await worker.telemetry.keep_registered()
+    assert "another model" in worker.telemetry.unready
+    worker.monitor.refusal = None
+    await worker.telemetry.keep_registered()
+    assert worker.telemetry.unready == ""
+    worker.roles.draining = True
+    assert worker.telemetry.unready == "it is draining"
+
+
+async def test_a_monitor_that_goes_away_takes_nobody_out_of_service(worker: Worker) -> None:
+    await worker.telemetry.keep_registered()
+    worker.monitor.refusal = Unavailable("it is away")
+    worker.clock.now += UNHEARD_S + 1
+    await worker.telemetry.keep_registered()
+    assert worker.telemetry.unready == ""

@@ -1,0 +1,103 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.policy.served import CLASSES, KEPT_S, OTHER, Ended, How, Served, ServedBook, total
+
+
+def ended(slo: str = "chat", how: How = How.COMPLETED, at: float = 1_000.0, **more: Any) -> Ended:
+    base: dict[str, Any] = {"ttft_s": 0.5, "tpot_s": 0.05, "ttft_target_s": 1.0, "tpot_target_s": 0.1}
+    return Ended(slo, how, at, **(base | {"prompt_tokens": 100, "output_tokens": 20} | more))
+
+
+def served(*some: Ended) -> Served:
+    found = Served()
+    for one in some:
+        found.add(one)
+    return found
+
+
+def test_what_is_counted() -> None:
+    found = served(
+        ended(seconds={"queue": 0.2, "decode": 1.0}, whole_s=1.5, predicted="classifier", transfers=1),
+        ended(ttft_s=2.0, seconds={"queue": 1.8}, whole_s=3.0, transfers=1, transfers_failed=1),
+        ended(tpot_s=None, output_tokens=1),
+        ended(how=How.FAILED, ttft_s=None, tpot_s=None, code="peer_lost"),
+        ended(how=How.CANCELLED),
+        ended(how=How.REFUSED, ttft_s=None, tpot_s=None, code="busy", count=7),
+    )
+    assert (found.completed, found.failed, found.cancelled, found.refused, found.judged) == (3, 1, 1, 7, 4)
+    assert (found.ttft_met, found.tpot_met, found.met) == (2, 3, 2)
+    assert (found.failures, found.refusals, found.predicted) == ({"peer_lost": 1}, {"busy": 7}, {"classifier": 1})
+    assert (found.timed, found.whole_s, found.seconds) == (2, 4.5, {"queue": 2.0, "decode": 1.0})
+    assert sum(found.stages["queue"].values()) == 2
+    assert (found.transfers, found.transfers_failed) == (2, 1)
+    assert (found.ttft_target_s, found.tpot_target_s) == (1.0, 0.1)
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    some = [
+        ended(seconds={"queue": 0.2}, whole_s=1.0, predicted="none"),
+        ended(how=How.FAILED, code="lost"),
+        ended(ttft_s=3.0, seconds={"prefill": 0.5}, whole_s=2.0),
+    ]
+    assert total([served(some[0]), served(*some[1:])]) == served(*some)
+    assert total([]) == Served()
+
+
+def test_as_json_and_back() -> None:
+    found = served(ended(seconds={"queue": 0.2}))
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Served) == found
+
+
+def test_steps_of_time() -> None:
+    book = ServedBook()
+    for at in (1_000.0, 1_009.9, 1_010.0, 1_060.0):
+        book.add(ended(at=at), at)
+    assert [(slot, one.completed) for slot, one in book.changed(1_060.0)] == [
+        ((10, 1_000, "chat"), 2),
+        ((10, 1_010, "chat"), 1),
+        ((10, 1_060, "chat"), 1),
+        ((60, 960, "chat"), 3),
+        ((60, 1_020, "chat"), 1),
+    ]
+    assert book.changed(1_060.0) == []
+    book.add(ended(at=1_001.0), 1_061.0)  # a scheduler told late
+    assert [(slot, one.completed) for slot, one in book.changed(1_061.0)] == [
+        ((10, 1_000, "chat"), 3),
+        ((60, 960, "chat"), 4),
+    ]
+
+
+@pytest.mark.parametrize(("at", "slot"), [(2_000.0, 1_000), (-99_999.0, -2_600)])
+def test_clocks_that_are_wrong(at: float, slot: int) -> None:
+    book = ServedBook()
+    book.add(ended(at=at), 1_000.0)
+    assert book.changed(1_000.0)[0][0] == (10, slot, "chat")
+
+
+def test_what_is_old_is_forgotten() -> None:
+    book = ServedBook()
+    book.add(ended(), 1_000.0)
+    book.changed(1_000.0)
+    book.changed(1_000.0 + KEPT_S + 300.0)
+    assert book.window(1e9, 1_000.0) == {}
+
+
+def test_the_window_before_now() -> None:
+    book = ServedBook()
+    for at in (900.0, 945.0, 950.0, 1_000.0):
+        book.add(ended(at=at), at)
+    book.add(ended("batch", at=1_000.0), 1_000.0)
+    found = book.window(60.0, 1_005.0)
+    assert {slo: one.completed for slo, one in found.items()} == {"chat": 3, "batch": 1}
+
+
+def test_classes_beyond_the_bound_share_one_row() -> None:
+    book = ServedBook()
+    for number in range(CLASSES + 3):
+        book.add(ended(f"class-{number}"), 1_000.0)
+    found = book.window(60.0, 1_000.0)
+    assert len(found) == CLASSES + 1
+    assert found[OTHER].completed == 3

@@ -1,0 +1,18 @@
+"""Children of a metric, looked up once."""
+
+from prometheus_client import CollectorRegistry, Counter
+
+from shared.runtime.bound import Bound
+
+
+def test_it_gives_the_metrics_own_children() -> None:
+    registry = CollectorRegistry()
+    counter = Counter("asked", "Asked.", ["who", "what"], registry=registry)
+    bound = Bound(counter)
+    bound.of("a", "x").inc()
+    bound.of("a", "x").inc()
+    bound.of("b", "x").inc()
+    counter.labels(who="a", what="x").inc()
+    assert registry.get_sample_value("asked_total", {"who": "a", "what": "x"}) == 3
+    assert registry.get_sample_value("asked_total", {"who": "b", "what": "x"}) == 1
+    assert bound.of("a", "x") is bound.of("a", "x")

@@ -1,0 +1,64 @@
+"""A server that is woken seldom, and ends at once all the same."""
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import httpx
+import uvicorn
+
+from shared.runtime.server import Server
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"here"})
+
+
+def server() -> Server:
+    return Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off"))
+
+
+async def started(made: Server) -> "asyncio.Task[None]":
+    task = asyncio.create_task(made.serve())
+    async with asyncio.timeout(5):
+        while not made.started:
+            await asyncio.sleep(0.005)
+    return task
+
+
+async def test_it_answers_with_a_date() -> None:
+    made = server()
+    task = await started(made)
+    port = made.servers[0].sockets[0].getsockname()[1]
+    async with httpx.AsyncClient() as client:
+        answer = await client.get(f"http://127.0.0.1:{port}/")
+    assert answer.text == "here"
+    assert "date" in answer.headers
+    made.should_exit = True
+    await task
+
+
+async def test_it_ends_when_told_to_and_not_a_tick_later() -> None:
+    made = server()
+    task = await started(made)
+    await asyncio.sleep(0)
+    began = time.monotonic()
+    made.should_exit = True
+    await asyncio.wait_for(task, 5)
+    assert time.monotonic() - began < 0.5
+
+
+async def test_a_signal_ends_it_at_once() -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when it is through
+    try:
+        made = server()
+        task = await started(made)
+        began = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(task, 5)
+        assert time.monotonic() - began < 0.5
+    finally:
+        signal.signal(signal.SIGTERM, before)
