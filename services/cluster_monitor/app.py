@@ -69,7 +69,7 @@ def create_app(settings: MonitorSettings) -> FastAPI:
             if settings.lease_s:
                 await _by_turns(stack, settings, turns, ends, file)
             else:
-                app.state.monitor = turns.state = await _act(stack, settings, turns, ends, Alone(), file)
+                turns.state = await _act(stack, settings, turns, ends, Alone(), file)
             yield
 
     app = service_app("cluster_monitor", lifespan, metrics, standing=turns.describe, token=settings.token())

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Request
 
 from services.cluster_monitor.record import Record
+from services.cluster_monitor.routes import Monitor
 from services.cluster_monitor.settings import ScrapeTarget
 
 SERVICE, PROCESS, INSTANCE = "service", "process", "instance_id"  # labels; none of them ever changes for a process
@@ -17,9 +18,12 @@ def targets_router(told: Iterable[ScrapeTarget]) -> APIRouter:
     router = APIRouter()
 
     @router.get("/sd/prometheus")
-    async def prometheus(request: Request) -> list[dict[str, Any]]:
-        """Every process of the cluster that has metrics, with its service, its name and its instance id."""
-        return targets(told, request.app.state.monitor.registry.all(), request.url.netloc)
+    async def prometheus(monitor: Monitor, request: Request) -> list[dict[str, Any]]:
+        """Every process of the cluster that has metrics, with its service, its name and its instance id.
+
+        503 from a monitor that stands by: Prometheus goes on with what it was told last.
+        """
+        return targets(told, monitor.registry.all(), request.url.netloc)
 
     return router
 

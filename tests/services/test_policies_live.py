@@ -92,8 +92,9 @@ async def test_a_monitor_that_restarts_changes_nothing_and_goes_on(suite: LiveSu
     )
     await suite.stop_monitor()
     app = await suite.start_monitor()
-    await until(lambda: app.state.monitor.policies.policies.revision == answer["revision"], "recalled", timeout_s=20)
-    sequence = app.state.monitor.broadcaster.sequence
+    monitor = app.state.turns.acting()
+    await until(lambda: monitor.policies.policies.revision == answer["revision"], "recalled", timeout_s=20)
+    sequence = monitor.broadcaster.sequence
     views = [app.state.scheduler.placer for app in suite.schedulers]
     await until(lambda: all(v.view.sequence > sequence + 2 for v in views if v.view), "heard again", timeout_s=20)
     assert [app.state.scheduler.placer.followed for app in suite.schedulers] == followed

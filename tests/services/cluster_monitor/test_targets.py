@@ -1,13 +1,16 @@
 """Whom the monitor tells Prometheus to scrape."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from services.cluster_monitor.app import create_app
 from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
 from services.cluster_monitor.targets import targets
 from shared.domain.instance import InstanceState, Role
+from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster
-from tests.services.control_plane import request
+from tests.services.control_plane import request, running, sqlite, until
 
 GATEWAYS = [ScrapeTarget(service="gateway", process=f"gateway-{n}", url=f"http://10.0.0.1:80{n}") for n in range(2)]
 
@@ -54,3 +57,18 @@ async def test_dead_instances_are_told_of_and_forgotten_ones_are_not(cluster: Cl
     assert await told() == ["monitor", "d0", "p0"]
     await cluster.client.forget("d0")
     assert await told() == ["monitor", "p0"]
+
+
+async def test_of_several_monitors_the_one_that_acts_tells(tmp_path: Path) -> None:
+    def settings(name: str) -> MonitorSettings:
+        addresses = {"heartbeat_address": free_address(), "broadcast_address": free_address()}
+        return MonitorSettings(monitor_id=name, lease_s=0.6, database_url=sqlite(tmp_path), **addresses)
+
+    first, other = create_app(settings("one")), create_app(settings("two"))
+    async with running(first) as acting:
+        await until(lambda: first.state.turns.state is not None, "it acts", timeout_s=20)
+        async with running(other) as standby:
+            told = await request(acting, "GET", "/sd/prometheus")
+            assert [group["labels"]["process"] for group in told.json()] == ["monitor"]
+            refused = await request(standby, "GET", "/sd/prometheus")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "standby")
