@@ -72,8 +72,9 @@ async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> N
         if settings.lean_streams:
             vllm.envs.enable_envs_cache()  # it asks for the environment's some thirty times a request
         server = http_server(app, settings.host, settings.port, settings.drain_s)
-        server.on_started = settle
+        server.on_started, server.holds_signals = settle, True
         await server.serve(sockets_of(settings))
+    server.raise_signals()
 
 
 def http_server(app: Edge, host: str, port: int, drain_s: int = SHUTDOWN_S) -> Server:
@@ -145,6 +146,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
             edge.open["/health"] = health_of(llm)
         edge.on_refused = core.on_refused = reporter.refused
         yield edge
+        await core.close()  # what it cuts off is reported, too
         await reporter.leave()
 
 

@@ -1,8 +1,9 @@
 """uvicorn's server, woken once a second: by itself it looks ten times a second whether it is to end."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+import signal
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
@@ -12,10 +13,13 @@ TICK_S = 1.0  # the header `date` tells seconds
 class Server(uvicorn.Server):
     """Use like uvicorn's. Ends as soon as `should_exit` is set, by whomever: a signal does so, too.
 
-    on_started: called once it serves.
+    on_started: called once it serves. holds_signals: one that has told it to end, and ends the process by its usual
+    effect, is raised again by `raise_signals`; else by `serve`, and what stands around that never ends.
     """
 
     on_started: Callable[[], None] | None = None
+    holds_signals = False
+    _held: tuple[int, ...] = ()
     _loop: asyncio.AbstractEventLoop | None = None
     _exits = False
 
@@ -29,6 +33,20 @@ class Server(uvicorn.Server):
         self._exits = exits
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._told.set)  # signals come in the middle of anything
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """As uvicorn's."""
+        with super().capture_signals():
+            yield
+            if self.holds_signals:
+                self._held = tuple(self._captured_signals)
+                self._captured_signals.clear()
+
+    def raise_signals(self) -> None:
+        """All that was to end in good order has ended."""
+        for each in reversed(self._held):
+            signal.raise_signal(each)
 
     async def main_loop(self) -> None:
         """Until it is to end."""

@@ -62,3 +62,19 @@ async def test_a_signal_ends_it_at_once() -> None:
         assert time.monotonic() - began < 0.5
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+async def test_a_signal_waits_for_what_stands_around_the_server() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        made = server()
+        made.holds_signals = True
+        task = await started(made)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(task, 5)
+        assert heard == []
+        made.raise_signals()
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
