@@ -1,10 +1,11 @@
 """Opening the database: SQLite by default, PostgreSQL by URL."""
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 from sqlalchemy import URL, event, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -42,13 +43,25 @@ def open_engine(url: str, *, patience_s: float | None = None, idle_s: float | No
         timeouts: dict[str, Any] = {"timeout": CONNECT_S, "command_timeout": patience_s or STATEMENT_S}
         if idle_s is not None:
             timeouts["server_settings"] = {"idle_in_transaction_session_timeout": str(round(1000 * idle_s))}
-        return create_async_engine(parsed, pool_size=2, max_overflow=3, pool_timeout=5, connect_args=timeouts)
+        engine = create_async_engine(parsed, pool_size=2, max_overflow=3, pool_timeout=5, connect_args=timeouts)
+        event.listen(engine.sync_engine, "do_connect", _connected)
+        return engine
     if not parsed.database or parsed.database == ":memory:":
         return create_async_engine(parsed, poolclass=StaticPool)
     engine = create_async_engine(parsed, connect_args={"timeout": patience_s or CONNECT_S})
     event.listen(engine.sync_engine, "do_connect", _only_what_exists(Path(parsed.database)))
     event.listen(engine.sync_engine, "connect", _tune_sqlite)
     return engine
+
+
+def _connected(dialect: Any, _: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+    """SQLAlchemy leaves what asyncpg raises while it connects as it is: a server that starts or ends just now says so
+    by such an error, and nobody would take it for one of the database.
+    """
+    try:
+        return dialect.connect(*arguments, **named)
+    except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        raise dialect.loaded_dbapi.OperationalError(f"{type(error).__name__}: {error}") from error
 
 
 def _only_what_exists(file: Path) -> Callable[..., None]:
