@@ -28,8 +28,11 @@ class LogTail(logging.Handler):
         self._lines: deque[str] = deque(maxlen=kept)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
-        self._lines.append(self.format(record))
+        """Keep one; of one that cannot be written, logging itself tells: nobody fails for what he logs."""
+        try:
+            self._lines.append(self.format(record))
+        except Exception:
+            self.handleError(record)
 
     def newest(self, lines: int) -> list[str]:
         """So many at most, oldest first."""

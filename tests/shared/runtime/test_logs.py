@@ -5,7 +5,9 @@ import logging
 import subprocess
 import sys
 
-from shared.runtime.logs import keeping_levels
+import pytest
+
+from shared.runtime.logs import LogTail, keeping_levels
 
 
 def test_what_a_library_does_to_the_root_logger_does_not_last() -> None:
@@ -37,3 +39,15 @@ def test_the_end_of_the_log_is_kept_as_it_was_written() -> None:
     assert [(line["event"], line["service"]) for line in kept] == [("second", "worker"), ("third", "worker")]
     written = [json.loads(line) for line in ran.stderr.splitlines()]
     assert [line["event"] for line in written] == ["first", "second", "third"]
+
+
+def test_a_line_that_cannot_be_written_is_left_out_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # tells of it on stderr
+    tail, log = LogTail(), logging.getLogger("careless")
+    log.addHandler(tail)
+    try:
+        log.warning("%d tokens", "many")
+        log.warning("%d tokens", 7)
+    finally:
+        log.removeHandler(tail)
+    assert tail.newest(10) == ["7 tokens"]
