@@ -8,7 +8,7 @@ from pydantic_settings import SettingsConfigDict
 
 from shared.domain.job import Slo, WhenFull
 from shared.domain.kv import Codec
-from shared.runtime.settings import TracedSettings
+from shared.runtime.settings import Name, TracedSettings
 
 
 class SloClass(BaseModel):
@@ -43,7 +43,7 @@ class GatewaySettings(TracedSettings):
         env_prefix="POLYPHASE_GATEWAY_", frozen=True, extra="forbid", protected_namespaces=()
     )
 
-    gateway_id: str = "gateway-0"
+    gateway_id: Name = "gateway-0"
     host: str = "127.0.0.1"
     port: int = 8000
     processes: int = Field(1, gt=0, le=16)  # gateways that listen on the port; bounds and keys' rates hold for all

@@ -7,12 +7,13 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 
 from services.cluster_monitor import history_page, instances_page
-from services.cluster_monitor.edge import HappenedIn, Name
+from services.cluster_monitor.edge import HappenedIn
 from services.cluster_monitor.events import EventKind
 from services.cluster_monitor.history_page import Grid
 from services.cluster_monitor.routes import Monitor
 from services.cluster_monitor.state import State
 from shared.errors import Unavailable
+from shared.runtime.settings import Name
 from shared.wire.clients.http import JsonClient
 
 ASK_S = 2.0  # for an instance to answer

@@ -11,8 +11,8 @@ from services.cluster_monitor.events import EventKind
 from shared.domain.demand import DemandSecond
 from shared.domain.instance import InstanceInfo, Role
 from shared.policy.served import Ended, How
+from shared.runtime.settings import Name
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@-]{1,128}$")]
 Text = Annotated[str, Field(min_length=1, max_length=512)]
 
 

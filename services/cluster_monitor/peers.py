@@ -40,7 +40,7 @@ class Peers:
 
     def gateways(self) -> dict[str, float]:
         """Seconds of silence, by name."""
-        self._gateways = self._recent(self._gateways)
+        self._gateways, self._left = self._recent(self._gateways), self._recent(self._left)
         return self._silent(self._gateways)
 
     def _recent(self, heard: Mapping[str, float]) -> dict[str, float]:

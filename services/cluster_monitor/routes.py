@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Depends, Query, Request
 
-from services.cluster_monitor.edge import DrainIn, FlipIn, LeaveIn, Name, NewsIn, OperationIn, Registration
+from services.cluster_monitor.edge import DrainIn, FlipIn, LeaveIn, NewsIn, OperationIn, Registration
 from services.cluster_monitor.events import EventKind
 from services.cluster_monitor.state import State
 from services.cluster_monitor.turns import Turns
 from shared.domain.instance import Role
 from shared.errors import PolyphaseError
 from shared.runtime.actor import actor
+from shared.runtime.settings import Name
 
 
 async def _state(request: Request) -> State:

@@ -22,8 +22,9 @@ class Gateways:
 
     def left(self, name: str) -> None:
         """It stopped in good order: nobody misses it."""
-        self._heard.pop(name, None)
-        self._gone[name] = self._clock()
+        if name:
+            self._heard.pop(name, None)
+            self._gone[name] = self._clock()
 
     def gone(self) -> list[str]:
         """Those that left lately."""

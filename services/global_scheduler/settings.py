@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from shared.runtime.settings import TracedSettings
+from shared.runtime.settings import Name, TracedSettings
 
 
 class SchedulerSettings(TracedSettings):
@@ -13,7 +13,7 @@ class SchedulerSettings(TracedSettings):
 
     model_config = SettingsConfigDict(env_prefix="POLYPHASE_SCHEDULER_", frozen=True, extra="forbid")
 
-    scheduler_id: str = "scheduler-0"
+    scheduler_id: Name = "scheduler-0"
     http_host: str = "127.0.0.1"
     http_port: int = Field(8100, ge=0, le=65535)
     rpc_address: str = "tcp://127.0.0.1:8101"

@@ -7,7 +7,7 @@ from pydantic_settings import SettingsConfigDict
 
 from shared.cost.network_file import LinkEntry
 from shared.domain.instance import Role
-from shared.runtime.settings import TracedSettings
+from shared.runtime.settings import Name, TracedSettings
 
 PP_LAYERS = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable
 
@@ -30,7 +30,7 @@ class WorkerSettings(TracedSettings):
         env_prefix="POLYPHASE_WORKER_", frozen=True, extra="forbid", protected_namespaces=()
     )
 
-    instance_id: str
+    instance_id: Name
     role: Role = Role.PREFILL
     engine: Literal["vllm", "emulated"] = "vllm"
     model: str

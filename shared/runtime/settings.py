@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -11,6 +11,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from shared.errors import InvalidRequest
 from shared.runtime.cluster_token import checked, read_token
 
+# Of a process, in what others are told of it: one that the monitor did not take would cost all news beside it.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@-]{1,128}$")]
 OTLP = r"^(https?|grpcs?)://[^\s/]+"  # the scheme says which of OTLP's two protocols
 
 

@@ -49,3 +49,11 @@ async def test_the_loop_is_the_clock() -> None:
     peers = Peers()
     peers.hear("s0", {})
     assert peers.schedulers()["s0"] <= asyncio.get_running_loop().time()
+
+
+async def test_who_left_long_ago_is_forgotten(peers: Peers) -> None:
+    peers.hear("s0", {"g0": 0.0})
+    peers.hear("s0", {}, ["g0"])
+    later(peers, FORGET_S + 1.0)
+    assert peers.gateways() == {}
+    assert peers._left == {}
