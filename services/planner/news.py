@@ -51,4 +51,5 @@ class PlanNews:
                 log.error("an event was refused", kind=event["kind"], reason=error.message)
             except PolyphaseError:
                 return  # it is away: later
-            self._waiting.remove(event)
+            if self._waiting and self._waiting[0] is event:  # not pushed out meanwhile
+                self._waiting.popleft()

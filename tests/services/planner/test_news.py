@@ -2,7 +2,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.planner.news import PlanNews
+from services.planner.news import KEPT, PlanNews
 from services.planner.proposal import Proposal, ProposalState
 from shared.errors import InvalidRequest, PolyphaseError, Unavailable
 from shared.wire.clients.monitor import MonitorClient
@@ -76,3 +76,19 @@ def test_every_state_has_a_kind_of_event() -> None:
     from services.planner.news import _KINDS
 
     assert _KINDS.keys() == set(ProposalState)
+
+
+async def test_an_event_may_be_pushed_out_while_it_is_told(monitor: Monitor) -> None:
+    news = PlanNews(cast(MonitorClient, monitor))
+    became(news, *[Told(ProposalState.OPEN)] * (KEPT - 1), Told(ProposalState.APPLIED))
+    take = monitor.happened
+
+    async def full(event: dict[str, Any]) -> None:
+        monitor.happened = take  # type: ignore[method-assign]
+        became(news, Told(ProposalState.FAILED))
+        await take(event)
+
+    monitor.happened = full  # type: ignore[method-assign]
+    await news.step()
+    kinds = [event["kind"] for event in monitor.taken]
+    assert kinds == ["plan_proposed"] * (KEPT - 1) + ["plan_applied", "plan_failed"]
