@@ -74,8 +74,8 @@ def stream(
                 take(turn, event)
                 if turn.stop.is_set():
                     break
-    except httpx.HTTPError as error:
-        turn.error = f"{type(error).__name__}: {error}"
+    except (httpx.HTTPError, ValueError) as error:  # ValueError: a key beyond ASCII, or what is no JSON
+        turn.error = f"{type(error).__name__}: {error}"[:MOST_SAID]
     finally:
         turn.over.set()
 

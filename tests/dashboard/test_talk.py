@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import httpx
+import pytest
 from streamlit.testing.v1 import AppTest
 
-from dashboard.talk.chat import Turn, events, messages, refusal, take
+from dashboard.talk.chat import Turn, events, messages, refusal, stream, take
 from tests.dashboard.pages import LONG_S, button, html, links, opened
 from tests.dashboard.rows import report
 
@@ -71,3 +73,17 @@ def test_what_comes_is_counted() -> None:
     assert turn.error == "too full"
     assert messages([turn], Turn("next")) == [{"role": "user", "content": "next"}]
     assert refusal(502, "<html>") == "HTTP 502: <html>"
+
+
+@pytest.mark.parametrize(
+    ("secret", "body", "said"), [("schlüssel", b"", "ascii"), ("pp-key", b"data: {no\n\n", "JSON")]
+)
+def test_what_cannot_be_sent_or_read_is_told(secret: str, body: bytes, said: str) -> None:
+    client = httpx.Client(
+        base_url="http://gateway", transport=httpx.MockTransport(lambda _: httpx.Response(200, content=body))
+    )
+    turn = Turn("Hello")
+    stream(client, turn, messages([], turn), {}, secret)
+    assert turn.ended
+    assert said in turn.error
+    assert secret not in turn.error
