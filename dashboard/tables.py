@@ -6,6 +6,8 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
+from dashboard import units
+
 ROW_PX, HEAD_PX = 35, 38
 
 
@@ -22,6 +24,5 @@ def clickable(frame: pd.DataFrame, ids: Sequence[str], key: str, *, most_px: int
     """Draw it; `ids` are those of its rows."""
     st.session_state[f"{key}-shown"] = tuple(ids)
     height = min(most_px, HEAD_PX + ROW_PX * max(1, len(ids)))
-    st.dataframe(
-        frame, hide_index=True, key=key, height=height, on_select="rerun", selection_mode="single-cell", **more
-    )
+    chosen: dict[str, Any] = {"on_select": "rerun", "selection_mode": "single-cell"}
+    st.dataframe(frame, hide_index=True, key=key, height=height, placeholder=units.NONE, **chosen, **more)

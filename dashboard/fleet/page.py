@@ -104,6 +104,7 @@ def _table(shown: Sequence[InstanceRow], read: Read[list[InstanceRow]]) -> None:
             [row.instance_id for row in shown],
             TABLE,
             column_config={
+                "state": st.column_config.TextColumn(width="medium"),
                 "KV used": st.column_config.ProgressColumn(format="percent", min_value=0.0, max_value=1.0),
                 "staged": st.column_config.NumberColumn(format="bytes"),
             },

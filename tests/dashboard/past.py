@@ -26,7 +26,7 @@ def verdict(rows: list[dict[str, Any]], now_s: float, level: Level = Level.GOOD)
         counts[role] = Count(expected=len(states), **kinds)
     gone = [row["instance_id"] for row in rows if row["state"] in ("dead", "unresponsive")]
     bad = level in (Level.DEGRADED, Level.DOWN)
-    problems = trouble(gone) if bad else ()
+    problems = trouble(gone, counts[Role.DECODE].expected) if bad else ()
     total = sum(seconds for _, seconds, _ in STAGES)
     chain = tuple(
         Link(
@@ -40,13 +40,12 @@ def verdict(rows: list[dict[str, Any]], now_s: float, level: Level = Level.GOOD)
         )
         for name, seconds, jobs in STAGES
     )
-    headline = "Good: SLO met by 97 %"
-    if bad:
-        headline = f"Degraded: TPOT met by 26 % (target 60 ms); decode KV 98 %, 344 waiting; {len(gone)} instances dead"
+    named = "; ".join(problem.text for problem in problems[:3])
+    headline = f"Degraded: {named}" if bad else "Good: SLO met by 97 %"
     return msgspec.to_builtins(Verdict(now_s, level, headline, problems, chain, counts, 60.0, 120), str_keys=True)  # type: ignore[no-any-return]
 
 
-def trouble(gone: list[str]) -> tuple[Problem, ...]:
+def trouble(gone: list[str], of: int) -> tuple[Problem, ...]:
     """What is wrong in a cluster that is too full, of which some are dead."""
     full = "decode KV is full: d0 and d1 hold 98 %, 344 requests wait for room"
     return (
@@ -66,7 +65,7 @@ def trouble(gone: list[str]) -> tuple[Problem, ...]:
         Problem(
             "instances_dead",
             Level.DEGRADED,
-            f"{len(gone)} instances dead",
+            f"{len(gone)} of {of} decode instances dead",
             "their connections were lost",
             None,
             tuple(gone),
