@@ -4,38 +4,10 @@ import inspect
 from collections.abc import Iterator
 
 import pytest
-from fastapi import FastAPI
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
-from predictor.app import build_app as predictor
-from predictor.settings import PredictorSettings
-from services.cluster_monitor.app import create_app as monitor
-from services.cluster_monitor.settings import MonitorSettings
-from services.global_scheduler.app import create_app as scheduler
-from services.global_scheduler.settings import SchedulerSettings
-from services.worker.app import create_app as worker
-from services.worker.settings import WorkerSettings
-
-
-def _apps() -> dict[str, FastAPI]:
-    settings = WorkerSettings(
-        instance_id="d0",
-        model="demo",
-        rpc_port=1,
-        http_port=2,
-        kv_port=3,
-        monitor_url="http://127.0.0.1:9",
-        heartbeat_address="tcp://127.0.0.1:9",
-        broadcast_address="tcp://127.0.0.1:9",
-        engine="emulated",
-    )
-    return {
-        "monitor": monitor(MonitorSettings()),
-        "scheduler": scheduler(SchedulerSettings()),
-        "worker": worker(settings),
-        "predictor": predictor(PredictorSettings()),
-    }
+from tests.services.all_apps import NAMES, all_apps
 
 
 def _calls(dependant: Dependant) -> Iterator[object]:
@@ -44,9 +16,9 @@ def _calls(dependant: Dependant) -> Iterator[object]:
         yield from _calls(one)
 
 
-@pytest.mark.parametrize("name", ["monitor", "scheduler", "worker", "predictor"])
+@pytest.mark.parametrize("name", NAMES)
 def test_no_route_leaves_the_event_loop(name: str) -> None:
-    routes = [route for route in _apps()[name].routes if isinstance(route, APIRoute)]
+    routes = [route for route in all_apps()[name].routes if isinstance(route, APIRoute)]
     assert len(routes) >= 3
     sync = [route.path for route in routes if not inspect.iscoroutinefunction(route.endpoint)]
     assert sync == []
