@@ -13,6 +13,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    text,
 )
 
 metadata = MetaData()
@@ -48,6 +49,7 @@ requests = Table(
     Index("requests_decode", "decode_instance", "arrived_s"),
     Index("requests_ttft", "ttft_s"),
     Index("requests_tpot", "tpot_s"),
+    Index("requests_longest", text("(updated_s - arrived_s)")),
 )
 
 instances = Table(

@@ -62,6 +62,7 @@ async def test_what_is_found(filled: AsyncEngine, wanted: Wanted, jobs: list[str
         Wanted(job="a"),
         Wanted(order=Order.SLOWEST_TTFT),
         Wanted(order=Order.SLOWEST_TPOT),
+        Wanted(order=Order.LONGEST),
     ],
     ids=str,
 )

@@ -24,6 +24,7 @@ def upgrade() -> None:
     op.add_column("requests", sa.Column("caller", sa.String(), nullable=False, server_default=""))
     for name, columns in _SEARCHED.items():
         op.create_index(f"requests_{name}", "requests", columns)
+    op.create_index("requests_longest", "requests", [sa.text("(updated_s - arrived_s)")])
     for name in _CONCERNS:
         op.add_column("events", sa.Column(name, sa.String(), nullable=False, server_default=""))
     op.create_index("events_instance", "events", ["instance_id", "time_s"])
@@ -64,6 +65,7 @@ def downgrade() -> None:
     op.drop_index("events_instance", "events")
     for name in reversed(_CONCERNS):
         op.drop_column("events", name)
+    op.drop_index("requests_longest", "requests")
     for name in _SEARCHED:
         op.drop_index(f"requests_{name}", "requests")
     op.drop_column("requests", "caller")
