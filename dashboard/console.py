@@ -34,7 +34,17 @@ class Console:
     @property
     def submit(self) -> Submit:
         """For actions."""
-        return resources.pool().submit
+        return resources.operations().submit
+
+    @property
+    def submit_chat(self) -> Submit:
+        """For answers that come."""
+        return resources.chats().submit
+
+    @property
+    def submit_question(self) -> Submit:
+        """For what takes a while and changes nothing."""
+        return resources.questions().submit
 
     def open(self, page: str, **address: str) -> None:
         """Go to another page now."""

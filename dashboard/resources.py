@@ -12,7 +12,7 @@ from dashboard.data import Api
 from dashboard.login.accounts import KeyFile
 from dashboard.login.tickets import Tickets
 
-OPERATIONS = 16  # actions under way at once, over all sessions
+OPERATIONS, CHATS, QUESTIONS = 16, 32, 4  # under way at once, over all sessions
 
 _BY_VALUE: dict[str | type[Any], Callable[[Any], Any]] = {DashboardSettings: DashboardSettings.model_dump_json}
 
@@ -24,9 +24,21 @@ def api(settings: DashboardSettings) -> Api:
 
 
 @st.cache_resource(show_spinner=False)
-def pool() -> ThreadPoolExecutor:
+def operations() -> ThreadPoolExecutor:
     """Threads for actions: a flip takes as long as its drain, and the page goes on meanwhile."""
     return ThreadPoolExecutor(OPERATIONS, thread_name_prefix="operation")
+
+
+@st.cache_resource(show_spinner=False)
+def chats() -> ThreadPoolExecutor:
+    """Threads for answers that come, apart from those of actions: open chats hold up no flip."""
+    return ThreadPoolExecutor(CHATS, thread_name_prefix="chat")
+
+
+@st.cache_resource(show_spinner=False)
+def questions() -> ThreadPoolExecutor:
+    """Threads for what the planner computes for a person, and changes nothing."""
+    return ThreadPoolExecutor(QUESTIONS, thread_name_prefix="question")
 
 
 @st.cache_resource(show_spinner=False)

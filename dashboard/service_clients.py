@@ -30,9 +30,9 @@ class Clients:
             self._others[url] = JsonClient(url, transport=self._transport())
         return self._others[url]
 
-    def streaming(self, url: str) -> httpx.Client:
-        """For an answer that comes piece by piece, in a thread of its own; to be closed by the caller."""
-        return httpx.Client(base_url=url, transport=httpx.HTTPTransport(verify=self._tls), timeout=httpx.Timeout(60.0))
+    def streaming(self, url: str) -> httpx.AsyncClient:
+        """For an answer that comes piece by piece, in an event loop of its own; to be closed by the caller."""
+        return httpx.AsyncClient(base_url=url, transport=self._transport(), timeout=httpx.Timeout(60.0))
 
     async def close(self) -> None:
         """Close all connections."""

@@ -14,7 +14,7 @@ from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher.container import name_instance
+from services.launcher.container import name_container
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
@@ -51,7 +51,7 @@ def seconds(text: str) -> float:
 
 def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     found = environment(name)
-    name_instance(found, "localhost")  # as the containers' entry does
+    name_container(found, "localhost")  # as the containers' entry does
     for key, value in found.items():
         monkeypatch.setenv(key, value)
     return SETTINGS[name].load()
@@ -97,6 +97,12 @@ def test_a_scaled_service_has_ids_of_its_own(name: str, monkeypatch: pytest.Monk
     assert "POLYPHASE_WORKER_INSTANCE_ID" not in environment(name)
     assert not {"container_name", "hostname", "ports"} & set(SERVICES[name])
     assert loaded(name, monkeypatch).instance_id == f"{name}-localhost"
+
+
+@pytest.mark.parametrize("name", ["scheduler", "gateway"])
+def test_scaled_schedulers_and_gateways_have_ids_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not {"container_name", "hostname"} & set(SERVICES[name])
+    assert getattr(loaded(name, monkeypatch), f"{name}_id") == f"{name}-localhost"
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, "dashboard", "postgres"])

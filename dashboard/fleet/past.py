@@ -9,7 +9,6 @@ from shared import palette
 from shared.domain.instance import InstanceState, Role
 
 COLUMNS = 3
-_STATES = tuple(state.value for state in InstanceState)
 
 
 def past(found: InstanceHistory, columns: InstanceColumns, zone: str) -> go.Figure:

@@ -40,7 +40,7 @@ def _live(planner: Planner, session: PlanSession, console: Console) -> None:
     results(session, console, now_s)
     in_force(snapshot.fleet)
     proposals(snapshot.proposals, session, now_s)
-    what_if(snapshot.fleet, session, planner, console.submit, now_s)
+    what_if(snapshot.fleet, session, planner, console.submit_question, now_s)
     searches(snapshot.searches, session, planner, now_s)
 
 

@@ -1,10 +1,12 @@
 """One answer through the API, as it comes: read in a thread of its own, so that the page goes on meanwhile."""
 
+import asyncio
 import json
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +14,7 @@ import httpx
 
 Message = dict[str, str]
 MOST_SAID = 300  # characters of an error
+STOPPED_S = 0.1  # at most so much later a stop takes effect
 
 
 @dataclass(slots=True)
@@ -60,29 +63,42 @@ def messages(turns: Sequence[Turn], turn: Turn) -> list[Message]:
 
 
 def stream(
-    client: httpx.Client, turn: Turn, conversation: Sequence[Message], body: dict[str, Any], secret: str
+    client: httpx.AsyncClient, turn: Turn, conversation: Sequence[Message], body: dict[str, Any], secret: str
 ) -> None:
-    """Ask, and gather what comes until the end, an error, or until it is stopped."""
+    """Ask, and gather what comes until the end, an error, or until it is stopped: before the first token, too."""
     headers = {"X-Request-Id": turn.tag, **({"Authorization": f"Bearer {secret}"} if secret else {})}
     sent = {"messages": list(conversation), "stream": True, "stream_options": {"include_usage": True}, **body}
     try:
-        with client, client.stream("POST", "/v1/chat/completions", json=sent, headers=headers) as response:
-            if not response.is_success:
-                turn.error = refusal(response.status_code, response.read().decode("utf-8", "replace"))
-                return
-            for event in events(response.iter_lines()):
-                take(turn, event)
-                if turn.stop.is_set():
-                    break
+        asyncio.run(_until_stopped(turn, _gather(client, turn, sent, headers)))
     except (httpx.HTTPError, ValueError) as error:  # ValueError: a key beyond ASCII, or what is no JSON
         turn.error = f"{type(error).__name__}: {error}"[:MOST_SAID]
     finally:
         turn.over.set()
 
 
-def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+async def _until_stopped(turn: Turn, gathering: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(gathering)
+    try:
+        while not (task.done() or turn.stop.is_set()):
+            await asyncio.wait([task], timeout=STOPPED_S)
+    finally:
+        task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def _gather(client: httpx.AsyncClient, turn: Turn, sent: dict[str, Any], headers: dict[str, str]) -> None:
+    async with client, client.stream("POST", "/v1/chat/completions", json=sent, headers=headers) as response:
+        if not response.is_success:
+            turn.error = refusal(response.status_code, (await response.aread()).decode("utf-8", "replace"))
+            return
+        async for event in events(response.aiter_lines()):
+            take(turn, event)
+
+
+async def events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
     """What a stream of server-sent events tells, up to its end."""
-    for line in lines:
+    async for line in lines:
         if not line.startswith("data:"):
             continue
         data = line.removeprefix("data:").strip()

@@ -13,6 +13,7 @@ from dashboard.talk.chat import Turn, messages, stream
 
 NOT_THERE = "No gateway is configured: POLYPHASE_DASHBOARD_GATEWAY_URL is empty."
 TURNS = 20  # of a conversation
+OPEN = 2  # answers of one session that come at once
 STREAMING_S = 0.3  # between two looks at an answer that comes
 FOUND_S = 20.0  # after its end, until when the request's record should be there
 LEAST_TOKENS, MOST_TOKENS = 1, 4096
@@ -36,8 +37,11 @@ def try_it(console: Console) -> None:
     else:
         st.html(look.empty("The answer comes through the gateway, as to any client; its waterfall stands below it."))
     with st.container(horizontal=True):
-        st.button("New conversation", key="talk-clear", disabled=not turns, on_click=turns.clear)
-    asked = st.chat_input("Ask the model", key="talk-input", disabled=bool(turns) and not turns[-1].ended)
+        st.button("New conversation", key="talk-clear", disabled=not turns, on_click=_clear)
+    busy = len(_open()) >= OPEN
+    if busy:
+        st.fragment(_until_free, run_every=STREAMING_S)()
+    asked = st.chat_input("Ask the model", key="talk-input", disabled=busy or (bool(turns) and not turns[-1].ended))
     if asked:
         _begin(asked, most, key, console)
         st.rerun()
@@ -65,8 +69,23 @@ def _begin(question: str, most: int, secret: str, console: Console) -> None:
     conversation = messages(turns, turn)
     turns.append(turn)
     del turns[:-TURNS]
+    _open().append(turn)
     client = console.api.hub.clients.streaming(console.settings.gateway_url)
-    console.submit(stream, client, turn, conversation, {"max_tokens": most}, secret)  # of the only model there is
+    console.submit_chat(stream, client, turn, conversation, {"max_tokens": most}, secret)  # of the only model there is
+
+
+def _clear() -> None:
+    """Nobody sees the rest of an answer that still comes."""
+    turns = _turns()
+    for turn in turns:
+        turn.stop.set()
+    turns.clear()
+
+
+def _until_free() -> None:
+    if len(_open()) < OPEN:
+        st.rerun()
+    st.caption("Earlier answers are still coming to their end.")
 
 
 def _newest(console: Console, turn: Turn, place: int, busy: bool) -> None:
@@ -131,6 +150,13 @@ def _sought(turn: Turn) -> bool:
 
 def _age(turn: Turn) -> str:
     return units.duration(time.time() - turn.asked_s)
+
+
+def _open() -> list[Turn]:
+    """This session's answers that still come, of former conversations, too."""
+    left: list[Turn] = [turn for turn in st.session_state.get("talk-open", []) if not turn.ended]
+    st.session_state["talk-open"] = left
+    return left
 
 
 def _turns() -> list[Turn]:

@@ -135,6 +135,8 @@ class Operations:
             raise failure from None
         except PolyphaseError as error:
             failure = self._unless_over(record, entry, error)
+            if failure is error:
+                raise
             raise failure from error
         except BaseException as error:
             failure = PolyphaseError(repr(error))

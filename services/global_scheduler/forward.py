@@ -9,7 +9,9 @@ from shared.errors import InvalidRequest, PolyphaseError
 from shared.wire.clients.http import JsonClient
 
 TIMEOUT_S = 2.0
+SENDS = 64  # one bad item of 2,000 is found by 23
 Batch = list[dict[str, Any]]
+Piece = list[tuple[Waiting, dict[str, Any]]]  # items with the queue that each came from, in order
 
 
 class Forwarder:
@@ -37,23 +39,44 @@ class Forwarder:
 
 
 async def deliver(queues: Sequence[Waiting], send: Callable[[Sequence[Batch]], Awaitable[None]]) -> bool:
-    """Send a batch of each queue in one message. Whether the receiver was there; what it refuses is dropped."""
-    batches = [queue.take() for queue in queues]
-    each = list(zip(queues, batches, strict=True))
+    """Send a batch of each queue in one message. Whether the receiver was there.
+
+    What it refuses is halved until the items at fault stand alone, and those are dropped. After SENDS messages nothing
+    is halved any more: what is refused then is dropped whole.
+    """
+    pieces = [[(queue, item) for queue in queues for item in queue.take()]]
+    sends = 0
     try:
-        await send(batches)
-    except InvalidRequest as error:
-        for queue, batch in each:
-            queue.refused(batch, error.message)
+        while pieces:
+            piece, sends = pieces[-1], sends + 1
+            try:
+                await send([_of(queue, piece) for queue in queues])
+            except InvalidRequest as error:
+                pieces.pop()
+                if len(piece) > 1 and sends < SENDS:
+                    half = len(piece) // 2
+                    pieces += [piece[half:], piece[:half]]
+                    continue
+                for queue in queues:
+                    queue.refused(_of(queue, piece), error.message)
+            else:
+                pieces.pop()
+                for queue in queues:
+                    queue.delivered(_of(queue, piece))
     except asyncio.CancelledError:
-        for queue, batch in each:
-            queue.undelivered(batch)
+        _put_back(queues, pieces)
         raise
     except PolyphaseError as error:
-        for queue, batch in each:
-            queue.undelivered(batch, error.message)
+        _put_back(queues, pieces, error.message)
         return False
-    else:
-        for queue, batch in each:
-            queue.delivered(batch)
     return True
+
+
+def _of(queue: Waiting, piece: Piece) -> Batch:
+    return [item for owner, item in piece if owner is queue]
+
+
+def _put_back(queues: Sequence[Waiting], pieces: Sequence[Piece], reason: str = "") -> None:
+    left = [pair for piece in reversed(pieces) for pair in piece]
+    for queue in queues:
+        queue.undelivered(_of(queue, left), reason)

@@ -10,6 +10,7 @@ from shared.runtime.logs import get_log
 log = get_log(__name__)
 CAPACITY = 10_000
 BATCH = 1_000
+SHOWN = 300  # characters of an item in the log
 
 
 class ForwardMetrics:
@@ -65,7 +66,8 @@ class Waiting:
         """It will never be taken."""
         if batch:
             self._drop("refused", len(batch))
-            log.error("deliveries refused", to=self._name, count=len(batch), reason=reason)
+            first = repr(batch[0])[:SHOWN]
+            log.error("deliveries refused", to=self._name, count=len(batch), first=first, reason=reason)
 
     def undelivered(self, batch: list[dict[str, Any]], reason: str = "") -> None:
         """It waits again, for its turn before all others; `reason` of the receiver's outage, if it has one."""

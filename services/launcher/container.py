@@ -21,6 +21,10 @@ from services.launcher.watch import Limits, until_ended, until_healthy
 KEYS = Path("/keys")  # what `polyphase keys init` made of the cluster's keys
 START, HANG, STOP = "POLYPHASE_START_S", "POLYPHASE_HANG_S", "POLYPHASE_STOP_S"
 _ADVERTISE, _INSTANCE, _ROLE = (f"POLYPHASE_WORKER_{name}" for name in ("ADVERTISE_HOST", "INSTANCE_ID", "ROLE"))
+_NAMED = (  # what only such a container has to be told of; its id; what the id begins with
+    ("POLYPHASE_SCHEDULER_RPC_ADDRESS", "POLYPHASE_SCHEDULER_SCHEDULER_ID", "scheduler"),
+    ("POLYPHASE_GATEWAY_SCHEDULERS", "POLYPHASE_GATEWAY_GATEWAY_ID", "gateway"),
+)
 TOKEN_FILE = KEYS / "cluster-token"
 _GUARDED = ("MONITOR", "SCHEDULER", "WORKER", "PREDICTOR", "PLANNER", "DASHBOARD")
 
@@ -32,7 +36,7 @@ def main() -> None:
         os.environ.update(read_environment(file.read_text()))
     if TOKEN_FILE.exists():
         os.environ.update(token_environment(os.environ))
-    name_instance(os.environ, socket.gethostname())
+    name_container(os.environ, socket.gethostname())
     url = os.environ.get(HEALTH_URL, "")
     if not url:
         os.execvp(command[0], command)
@@ -48,15 +52,19 @@ def _limits() -> Limits:
     )
 
 
-def name_instance(environment: MutableMapping[str, str], host: str) -> None:
+def name_container(environment: MutableMapping[str, str], host: str) -> None:
     """Where peers reach this container, as an address (ZeroMQ listens on none by name), and what it is called.
 
-    Containers of one service are alike but for their host's name, which a restart keeps: so a scaled service's
-    instances have ids of their own.
+    Containers of one service are alike but for their host's name, which a restart keeps: so the instances, schedulers
+    and gateways of a scaled service have ids of their own. Two schedulers of one id would each take the other's open
+    requests for what a former life of their own left.
     """
     environment[_ADVERTISE] = environment.get(_ADVERTISE) or socket.gethostbyname(host)
     if role := environment.get(_ROLE):
         environment[_INSTANCE] = environment.get(_INSTANCE) or f"{role}-{host}"
+    for told, key, kind in _NAMED:
+        if environment.get(told):
+            environment[key] = environment.get(key) or f"{kind}-{host}"
 
 
 def token_environment(given: Mapping[str, str]) -> dict[str, str]:

@@ -20,6 +20,9 @@ from shared.wire.clients.http import JsonClient
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _AGAIN_S, _ANSWER_S = 1.0, 5.0
+_PAGE = 1_000  # the most that the monitor tells at once
+_LATE_S = 10.0  # what comes to light may be so much older than what is known already
+_SAME_S = 1e-6  # another of the same moment may still come
 _QUERY = re.compile(r"query\.(\w+)(?:\.\d+)?: Input should be")  # how a service names what it does not take
 _BAD = {"death", "unresponsive", "operation_failed", "registration_refused", "operation_refused"}
 _FINE = {"registered", "returned", "recovered"}
@@ -47,46 +50,99 @@ class EventsWanted:
 
 
 async def events(url: str, wanted: EventsWanted, *, follow: bool) -> AsyncIterator[Mapping[str, Any]]:
-    """Oldest first; then, if `follow`, each as it happens. People's flips, drains and resumes are among them.
+    """Oldest first; then, if `follow`, each as it happens. People's flips, drains and resumes are among them: one that
+    takes a while when it begins and when it ends.
 
     Raises the monitor's own error.
     """
     since_s = time.time() - wanted.since_s if wanted.since_s is not None else 0.0
-    seen: set[str] = set()
+    seen: dict[str, float] = {}
+    under_way: set[str] = set()  # operations of which the end is not told yet
     async with JsonClient(url) as monitor:
+        rows = await _newest(monitor, wanted, since_s, under_way)
+        if len(rows) == wanted.limit:  # what is older was not asked for
+            since_s = float(rows[0]["time_s"]) - _SAME_S
         while True:
-            rows = [row for row in await _newest(monitor, wanted, since_s) if row["event_id"] not in seen]
             for row in rows:
                 yield row
             if not follow:
                 return
-            if rows:  # one of the same moment may still come
-                since_s = float(rows[-1]["time_s"]) - 1e-3
-            seen |= {str(row["event_id"]) for row in rows}
+            seen |= {str(row["event_id"]): float(row["time_s"]) for row in rows}
+            since_s = max([since_s, *(time_s - _LATE_S for time_s in seen.values())])
+            seen = {event_id: time_s for event_id, time_s in seen.items() if time_s > since_s}
             await asyncio.sleep(_AGAIN_S)
+            rows = [row for row in await _later(monitor, wanted, since_s, under_way) if row["event_id"] not in seen]
 
 
-async def _newest(monitor: JsonClient, wanted: EventsWanted, since_s: float) -> list[dict[str, Any]]:
+async def _newest(
+    monitor: JsonClient, wanted: EventsWanted, since_s: float, under_way: set[str]
+) -> list[dict[str, Any]]:
+    found = await _page(monitor, wanted, since_s, {"limit": wanted.limit})
+    found += await _operations(monitor, wanted, since_s, under_way)
+    return _in_order(found)[-wanted.limit :]
+
+
+async def _later(
+    monitor: JsonClient, wanted: EventsWanted, since_s: float, under_way: set[str]
+) -> list[dict[str, Any]]:
+    """All since then, however many."""
+    found: dict[str, dict[str, Any]] = {}
+    params: dict[str, float] = {"limit": _PAGE}
+    while rows := await _page(monitor, wanted, since_s, params):
+        new = {row["event_id"]: row for row in rows if row["event_id"] not in found}
+        found |= new
+        if len(rows) < _PAGE or not new:
+            break
+        params["before"] = float(rows[-1]["time_s"]) + _SAME_S  # newest first
+    return _in_order([*found.values(), *await _operations(monitor, wanted, since_s, under_way)])
+
+
+def _in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: float(row["time_s"]))
+
+
+async def _page(
+    monitor: JsonClient, wanted: EventsWanted, since_s: float, params: Mapping[str, float]
+) -> list[dict[str, Any]]:
     kinds = [kind for kind in wanted.kinds if kind not in _OPERATIONS]
-    found: list[dict[str, Any]] = []
-    if kinds or not wanted.kinds:
-        params: dict[str, Any] = {"limit": wanted.limit, "since": since_s}
-        params |= {"kind": kinds} if kinds else {}
-        params |= {"instance": wanted.instance} if wanted.instance else {}
-        found += await _asked(monitor, "/events", params)
-    if not wanted.kinds or len(kinds) < len(wanted.kinds):
-        rows = await monitor.call("GET", "/flips", params={"limit": 1_000})
-        found += [event for row in rows if _asked_for(event := _operation(row), row, wanted, since_s)]
-    return sorted(found, key=lambda row: float(row["time_s"]))[-wanted.limit :]
+    if wanted.kinds and not kinds:
+        return []
+    said: dict[str, Any] = {**params, "since": since_s}
+    said |= {"kind": kinds} if kinds else {}
+    said |= {"instance": wanted.instance} if wanted.instance else {}
+    rows: list[dict[str, Any]] = await _asked(monitor, "/events", said)
+    return rows
+
+
+async def _operations(
+    monitor: JsonClient, wanted: EventsWanted, since_s: float, under_way: set[str]
+) -> list[dict[str, Any]]:
+    """Those of people that began or ended since then, and all ends of those that were `under_way`; which are is kept
+    up to date.
+    """
+    if wanted.kinds and not set(_OPERATIONS) & set(wanted.kinds):
+        return []
+    found = []
+    for row in await monitor.call("GET", "/flips", params={"limit": _PAGE}):
+        event, operation_id = _operation(row), str(row["operation_id"])
+        runs = row["result"] == "running"
+        ended = operation_id in under_way and not runs
+        if ended:
+            under_way.discard(operation_id)
+        if _asked_for(event, row, wanted) and (ended or event["time_s"] > since_s):
+            found.append(event)
+            if runs:
+                under_way.add(operation_id)
+    return found
 
 
 def _operation(row: Mapping[str, Any]) -> dict[str, Any]:
-    """An operation as an event."""
+    """How an operation stands, as an event: its begin while it runs, then its end."""
     roles = f"{row['from_role']} → {row['to_role']} " if row["kind"] == "flip" else ""
     took = f", {duration(row['total_s'])}" if row["total_s"] else ""
     return {
-        "event_id": row["operation_id"],
-        "time_s": row["started_s"],
+        "event_id": f"{row['operation_id']}-{row['result']}",
+        "time_s": row["started_s"] + (row["total_s"] or 0.0),
         "kind": row["kind"],
         "instance_id": row["instance_id"],
         "role": row["to_role"],
@@ -95,10 +151,10 @@ def _operation(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _asked_for(event: Mapping[str, Any], row: Mapping[str, Any], wanted: EventsWanted, since_s: float) -> bool:
+def _asked_for(event: Mapping[str, Any], row: Mapping[str, Any], wanted: EventsWanted) -> bool:
     """Whether it is wanted, and no event already: those that a policy asked for are, and those that failed."""
     of_people = row["result"] in _OF_PEOPLE and not row["why"]
-    fits = (not wanted.instance or row["instance_id"] == wanted.instance) and event["time_s"] > since_s
+    fits = not wanted.instance or row["instance_id"] == wanted.instance
     return of_people and fits and (not wanted.kinds or event["kind"] in wanted.kinds)
 
 

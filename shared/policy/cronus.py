@@ -1,6 +1,5 @@
 """The split that keeps both instances equally busy: a search over one cost model, per request and pair."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, NamedTuple
@@ -14,8 +13,6 @@ from shared.policy.backlog import queued_prefill_s
 from shared.policy.split import SplitChoice
 
 CANDIDATES = 512
-
-Gap = Callable[[int], float]
 
 
 class Balance(NamedTuple):

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from sqlalchemy import delete, update
+from sqlalchemy import and_, delete, or_, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.domain.job import LOST, Phase
@@ -13,6 +13,7 @@ from shared.store.tables import AGE, load_steps, metadata, requests, served
 
 log = get_log(__name__)
 FINE_S = 60
+ABANDONED_S = 86_400.0  # longer than any job should take; of one that is told of later the row is put right
 
 
 async def prune(engine: AsyncEngine, keep_s: Mapping[str, float], now: float) -> dict[str, int]:
@@ -68,9 +69,11 @@ class Retention:
 async def close_lost(engine: AsyncEngine, scheduler_id: str, before_s: float) -> int:
     """Mark as lost what this scheduler's former life left open and nobody has told of since; gives back how many.
 
-    Errors of the database pass through.
+    What any scheduler left open ABANDONED_S before that is lost, too: one that was made anew has another id. Errors of
+    the database pass through.
     """
-    left = (requests.c.scheduler_id == scheduler_id, requests.c.final.is_(False), requests.c.updated_s < before_s)
+    old = (requests.c.updated_s < before_s, requests.c.scheduler_id == scheduler_id)
+    left = (requests.c.final.is_(False), or_(and_(*old), requests.c.updated_s < before_s - ABANDONED_S))
     ended = {"phase": Phase.FAILED.value, "final": True, "outcome": LOST, "slo_met": False}
     async with engine.begin() as connection:
         return (await connection.execute(update(requests).where(*left).values(**ended))).rowcount

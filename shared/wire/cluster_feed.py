@@ -17,6 +17,7 @@ import zmq
 
 from shared.domain.cluster import ClusterDelta
 from shared.domain.policies import PolicySet
+from shared.errors import Conflict
 from shared.wire.addresses import several
 from shared.wire.connections import Connection
 from shared.wire.envelope import MALFORMED
@@ -87,7 +88,7 @@ class ClusterFeed:
     on_policies hears of them as often as they are published. on_stranger(generation): the monitor does not know the
     process of `instance_id` that has this generation. Of several monitors one speaks at a time; one of an older epoch
     than was heard of is not listened to any more, but for epoch 0, that of a monitor which is alone. on_epoch(epoch):
-    another one speaks from now on.
+    another one speaks from now on; where it raises Conflict, that one is not listened to either.
     """
 
     def __init__(
@@ -169,10 +170,13 @@ class ClusterFeed:
         if epoch != self._epoch:
             if 0 < epoch < self._epoch:
                 return False
+            try:
+                if self._on_epoch is not None:
+                    self._on_epoch(epoch)
+            except Conflict:  # a later one is known by another way
+                return False
             self._newcomer = self._newcomer or self._epoch != 0
             self._epoch = epoch
-            if self._on_epoch is not None:
-                self._on_epoch(epoch)
         return True
 
     def _change(self, body: memoryview) -> None:

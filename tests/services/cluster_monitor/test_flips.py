@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from services.cluster_monitor.audit import Asked
 from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, DeadlineExceeded, EngineFailed, NotFound, PolyphaseError
 from tests.ports import free_address
@@ -89,6 +90,14 @@ async def test_an_engine_that_refuses_is_resumed_and_audited(cluster: Cluster) -
     assert worker.calls == ["drain", "flip", "resume"]
     await cluster.wait_ready("p0", Role.PREFILL)
     assert (await cluster.client.flips())[0]["error"] == "the engine is stuck"
+
+
+async def test_a_failure_is_not_its_own_cause(cluster: Cluster) -> None:
+    worker, *_ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL)
+    worker.fail_flip = True
+    with pytest.raises(EngineFailed) as failed:
+        await cluster.state.operations.flip("p0", Asked("tester"), force=False, drain_timeout_s=None)
+    assert failed.value.__cause__ is not failed.value
 
 
 async def test_a_flip_that_no_heartbeat_shows_fails(start: Start) -> None:

@@ -23,6 +23,7 @@ from shared.domain.route import PolicySpec
 from shared.errors import PolyphaseError
 from shared.store.database import open_engine
 from shared.store.migrate import migrate
+from shared.store.retention import ABANDONED_S
 from shared.store.tables import requests
 from shared.wire.clients.scheduler import SchedulerAdmin
 from shared.wire.sockets import Sockets
@@ -151,7 +152,12 @@ async def test_a_job_thought_lost_is_believed_when_it_speaks_again(start: Start)
 async def test_what_a_former_life_left_open_is_lost_once_nobody_told_of_it(start: Start, tmp_path: Path) -> None:
     engine = open_engine(sqlite(tmp_path))
     await migrate(engine)
-    left = [request_row("old", scheduler_id="s0", phase="decode"), request_row("theirs", scheduler_id="s1")]
+    now = time.time()
+    left = [
+        request_row("old", scheduler_id="s0", phase="decode", arrived_s=now, updated_s=now - 1.0),
+        request_row("theirs", scheduler_id="s1", arrived_s=now, updated_s=now - 1.0),
+        request_row("of one that is no more", scheduler_id="s2", arrived_s=now, updated_s=now - 2 * ABANDONED_S),
+    ]
     async with engine.begin() as connection:
         await connection.execute(insert(requests), left)
     await engine.dispose()
@@ -161,7 +167,9 @@ async def test_what_a_former_life_left_open_is_lost_once_nobody_told_of_it(start
         return (await _rows(scheduler.settings.database_url))["old"] == ("failed", LOST)
 
     await until(closed, "the row is closed", timeout_s=30)
-    assert (await _rows(scheduler.settings.database_url))["theirs"] == ("queued", "")
+    rows = await _rows(scheduler.settings.database_url)
+    assert rows["theirs"] == ("queued", "")
+    assert rows["of one that is no more"] == ("failed", LOST)
 
 
 async def _rows(url: str) -> dict[str, tuple[str, str]]:

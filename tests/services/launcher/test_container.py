@@ -90,7 +90,7 @@ def test_the_keys_are_read_as_they_were_made(tmp_path: Path) -> None:
 
 def test_an_instance_is_called_by_its_role_and_host() -> None:
     found = {"POLYPHASE_WORKER_ROLE": "decode"}
-    container.name_instance(found, "localhost")
+    container.name_container(found, "localhost")
     assert found["POLYPHASE_WORKER_INSTANCE_ID"] == "decode-localhost"
     assert found["POLYPHASE_WORKER_ADVERTISE_HOST"] == "127.0.0.1"
 
@@ -102,11 +102,24 @@ def test_what_is_written_down_stays() -> None:
         "POLYPHASE_WORKER_ADVERTISE_HOST": "10.0.0.7",
     }
     found = dict(said)
-    container.name_instance(found, "localhost")
+    container.name_container(found, "localhost")
     assert found == said
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "gateway"])
+def test_an_id_of_a_scheduler_or_gateway_stays(kind: str) -> None:
+    told = {"scheduler": "POLYPHASE_SCHEDULER_RPC_ADDRESS", "gateway": "POLYPHASE_GATEWAY_SCHEDULERS"}[kind]
+    key = f"POLYPHASE_{kind}_{kind}_ID".upper()
+    found = {told: "tcp://0.0.0.0:8101"}
+    container.name_container(found, "localhost")
+    assert found.pop("POLYPHASE_WORKER_ADVERTISE_HOST") == "127.0.0.1"
+    assert found == {told: "tcp://0.0.0.0:8101", key: f"{kind}-localhost"}
+    found[key] = f"{kind}-east"
+    container.name_container(found, "localhost")
+    assert found[key] == f"{kind}-east"
 
 
 def test_who_is_no_instance_gets_no_id() -> None:
     found: dict[str, str] = {}
-    container.name_instance(found, "localhost")
+    container.name_container(found, "localhost")
     assert set(found) == {"POLYPHASE_WORKER_ADVERTISE_HOST"}

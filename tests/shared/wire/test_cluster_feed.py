@@ -1,6 +1,6 @@
 """The monitor's broadcasts over real sockets: who comes late, loses one, or hears nonsense, knows the cluster soon."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -10,6 +10,7 @@ import zmq
 from shared.domain.cluster import ClusterDelta, ClusterState
 from shared.domain.instance import InstanceLoad
 from shared.domain.policies import PolicySet
+from shared.errors import Conflict
 from shared.wire.cluster_feed import CHANGES, POLICIES, WHOLE, ClusterFeed, ClusterPublisher
 from shared.wire.sockets import Curve, Sockets
 from tests.ports import free_address
@@ -177,9 +178,16 @@ async def test_another_monitor_at_the_same_address_is_followed() -> None:
 
 
 @contextmanager
-def two_monitors() -> Iterator[tuple[Monitor, Monitor, ClusterFeed, Listener, list[int]]]:
+def two_monitors(
+    fence: Callable[[int], None] = lambda _: None,
+) -> Iterator[tuple[Monitor, Monitor, ClusterFeed, Listener, list[int]]]:
     """A feed that follows both; each speaks when it is told to."""
     sockets, listener, epochs = Sockets(), Listener(), list[int]()
+
+    def obey(epoch: int) -> None:
+        fence(epoch)
+        epochs.append(epoch)
+
     first, second = Monitor(sockets, free_address()), Monitor(sockets, free_address(), answers=False)
     first.publisher.epoch = 5
     feed = ClusterFeed(
@@ -187,7 +195,7 @@ def two_monitors() -> Iterator[tuple[Monitor, Monitor, ClusterFeed, Listener, li
         f"{first.address},{second.address}",
         listener.state.apply,
         on_policies=listener.policies.append,
-        on_epoch=epochs.append,
+        on_epoch=obey,
     )
     try:
         yield first, second, feed, listener, epochs
@@ -215,6 +223,29 @@ async def test_of_two_monitors_the_later_one_is_believed_and_the_older_one_no_mo
         await until(lambda: listener.running == 103, "the second goes on")
         assert epochs == [5, 6]
         assert all(policies.revision != 9 for policies in listener.policies)
+
+
+async def test_a_monitor_that_is_refused_by_its_epoch_is_not_listened_to() -> None:
+    """The instance was called by the second, and only then hears the first, which has lost its turn."""
+
+    def fence(epoch: int) -> None:
+        if epoch < 6:
+            raise Conflict("another monitor has taken over")
+
+    with two_monitors(fence) as (first, second, feed, listener, epochs):
+        await until(lambda: feed.dropped["old monitor"] >= 2, "what the first answers is dropped")
+        first.step()
+        first.publisher.policies(PolicySet(revision=9))
+        await until(lambda: feed.dropped["old monitor"] >= 4, "what the first says is dropped")
+        assert (listener.running, listener.policies, epochs) == (-1, [], [])
+        second.answers, second.publisher.epoch = True, 6
+
+        def later() -> bool:
+            second.step()
+            return listener.running > 100
+
+        await until(later, "the second")
+        assert epochs == [6]
 
 
 async def test_a_monitor_that_is_alone_is_always_believed() -> None:
