@@ -1,10 +1,12 @@
 """Opening the database: SQLite by default, PostgreSQL by URL."""
 
+import asyncio
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiosqlite
 from sqlalchemy import URL, event, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -14,6 +16,7 @@ from shared.errors import InvalidRequest
 
 CONNECT_S = 3
 STATEMENT_S = 10
+END_S = 2.0  # for the thread of a connection that came to nothing
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgres": "postgresql+asyncpg", "postgresql": "postgresql+asyncpg"}
 
 
@@ -45,10 +48,24 @@ def open_engine(url: str, *, patience_s: float | None = None, idle_s: float | No
         return create_async_engine(parsed, pool_size=2, max_overflow=3, pool_timeout=5, connect_args=timeouts)
     if not parsed.database or parsed.database == ":memory:":
         return create_async_engine(parsed, poolclass=StaticPool)
-    engine = create_async_engine(parsed, connect_args={"timeout": patience_s or CONNECT_S})
+    options = {"timeout": patience_s or CONNECT_S, "async_creator_fn": _connected}
+    engine = create_async_engine(parsed, connect_args=options)
     event.listen(engine.sync_engine, "do_connect", _only_what_exists(Path(parsed.database)))
     event.listen(engine.sync_engine, "connect", _tune_sqlite)
     return engine
+
+
+async def _connected(*args: Any, **options: Any) -> aiosqlite.Connection:
+    """A connection and its thread. Where it fails or is cancelled the thread has ended, too: it reports its end to this
+    loop, which may be closed a moment later.
+    """
+    connection = aiosqlite.connect(*args, **options)
+    connection._thread.daemon = True  # as SQLAlchemy has it of those that it makes itself
+    try:
+        return await connection
+    except BaseException:
+        await asyncio.to_thread(connection._thread.join, END_S)
+        raise
 
 
 def _only_what_exists(file: Path) -> Callable[..., None]:
