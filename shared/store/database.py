@@ -1,10 +1,12 @@
 """Opening the database: SQLite by default, PostgreSQL by URL."""
 
+import asyncio
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiosqlite
 import asyncpg
 from sqlalchemy import URL, event, make_url
 from sqlalchemy.exc import ArgumentError
@@ -15,6 +17,7 @@ from shared.errors import InvalidRequest
 
 CONNECT_S = 3
 STATEMENT_S = 10
+END_S = 2.0  # for the thread of a connection that came to nothing
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgres": "postgresql+asyncpg", "postgresql": "postgresql+asyncpg"}
 
 
@@ -44,17 +47,18 @@ def open_engine(url: str, *, patience_s: float | None = None, idle_s: float | No
         if idle_s is not None:
             timeouts["server_settings"] = {"idle_in_transaction_session_timeout": str(round(1000 * idle_s))}
         engine = create_async_engine(parsed, pool_size=2, max_overflow=3, pool_timeout=5, connect_args=timeouts)
-        event.listen(engine.sync_engine, "do_connect", _connected)
+        event.listen(engine.sync_engine, "do_connect", _postgres)
         return engine
     if not parsed.database or parsed.database == ":memory:":
         return create_async_engine(parsed, poolclass=StaticPool)
-    engine = create_async_engine(parsed, connect_args={"timeout": patience_s or CONNECT_S})
+    options = {"timeout": patience_s or CONNECT_S, "async_creator_fn": _sqlite}
+    engine = create_async_engine(parsed, connect_args=options)
     event.listen(engine.sync_engine, "do_connect", _only_what_exists(Path(parsed.database)))
     event.listen(engine.sync_engine, "connect", _tune_sqlite)
     return engine
 
 
-def _connected(dialect: Any, _: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+def _postgres(dialect: Any, _: Any, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
     """SQLAlchemy leaves what asyncpg raises while it connects as it is: a server that starts or ends just now says so
     by such an error, and nobody would take it for one of the database.
     """
@@ -62,6 +66,19 @@ def _connected(dialect: Any, _: Any, arguments: Sequence[Any], named: dict[str, 
         return dialect.connect(*arguments, **named)
     except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         raise dialect.loaded_dbapi.OperationalError(f"{type(error).__name__}: {error}") from error
+
+
+async def _sqlite(*args: Any, **options: Any) -> aiosqlite.Connection:
+    """A connection and its thread. Where it fails or is cancelled the thread has ended, too: it reports its end to this
+    loop, which may be closed a moment later.
+    """
+    connection = aiosqlite.connect(*args, **options)
+    connection._thread.daemon = True  # as SQLAlchemy has it of those that it makes itself
+    try:
+        return await connection
+    except BaseException:
+        await asyncio.to_thread(connection._thread.join, END_S)
+        raise
 
 
 def _only_what_exists(file: Path) -> Callable[..., None]:

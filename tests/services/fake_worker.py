@@ -55,6 +55,7 @@ class FakeWorker:
         self.fail_flip = False
         self.lie_about_role = False
         self.load = InstanceLoad(free_blocks=900)
+        self.loads: dict[Role, InstanceLoad] = {}  # in that role, instead of `load`
         self.rates: Rates | None = None
         self.policies = (0, "")  # followed, and why not
         self.chunk_size = 0  # 0: says nothing of it
@@ -64,7 +65,7 @@ class FakeWorker:
 
     def beat(self) -> None:
         role = self.role.other if self.lie_about_role else self.role
-        load = msgspec.structs.replace(self.load, time_s=time.time())
+        load = msgspec.structs.replace(self.loads.get(role, self.load), time_s=time.time())
         said = (self.draining, load, self.rates, *self.policies, self.chunk_size)
         self.publisher.publish(Heartbeat(self.info.instance_id, self.info.generation, role, *said))
 

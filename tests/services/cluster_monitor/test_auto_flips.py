@@ -15,7 +15,8 @@ from shared.policy.role_flip import NOTHING, FlipDecision, FlipState, IdleFlip, 
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import until
 
-IDLE = {"policies": {"role_flip": {"name": "idle", "for_s": 0.3}}, "role_flip_period_s": 0.05}
+STEADY = {"silence_s": 5.0}  # the workers are on the monitor's loop: while it stalls they cannot beat
+IDLE = {"policies": {"role_flip": {"name": "idle", "for_s": 0.3}}, "role_flip_period_s": 0.05, **STEADY}
 STEPS = [(1, 5.0), (2, 5.0), (3, 6.0), (4, 6.0)]  # revisions, and the policy's for_s
 EMPTY, FULL = InstanceLoad(free_blocks=1000), InstanceLoad(free_blocks=100)
 
@@ -23,6 +24,7 @@ EMPTY, FULL = InstanceLoad(free_blocks=1000), InstanceLoad(free_blocks=100)
 async def test_an_idle_instance_flips_by_itself_and_the_audit_says_why(start: Start) -> None:
     cluster: Cluster = await start(**IDLE)
     p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+    p0.loads[Role.DECODE] = FULL  # else it flips back when it has been idle again
     p0.load, p1.load, d0.load = EMPTY, FULL, FULL
     await cluster.wait_ready("p0", Role.DECODE)
     assert (p0.calls, p1.calls, d0.calls) == (["drain", "flip", "resume"], [], [])
@@ -45,7 +47,7 @@ async def test_a_flip_that_fails_is_tried_again(start: Start) -> None:
 
 async def test_another_policy_holds_from_the_next_step_on_and_begins_anew(start: Start) -> None:
     """Off, then idle for half a minute: an idleness of before does not count; then idle at once; then off again."""
-    cluster: Cluster = await start(role_flip_period_s=0.02)
+    cluster: Cluster = await start(role_flip_period_s=0.02, **STEADY)
     p0, p1, d0 = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
     p0.load, p1.load, d0.load = EMPTY, FULL, FULL
     await cluster.client.set_policies({"role_flip": PolicySpec("idle", {"for_s": 30.0})})

@@ -87,17 +87,18 @@ async def test_bad_terms_are_a_400(cluster: Cluster) -> None:
 
 
 async def test_an_operation_that_the_monitor_did_not_survive_is_unknown(start: Start) -> None:
-    first: Cluster = await start()
+    first: Cluster = await start(silence_s=5.0)  # the workers are on its loop: while it stalls they cannot beat
     worker, _ = await first.workers(p0=Role.PREFILL, p1=Role.PREFILL)
+    await until(first.store.ready.is_set, "the schema is there", timeout_s=30)
     worker.drain_gate = asyncio.Event()
     flipping = asyncio.ensure_future(first.client.flip("p0", operation_id="op"))
-    await until(lambda: worker.calls and not first.store.queued and first.store.ready.is_set(), "begun, and on record")
+    await until(lambda: worker.calls and not first.store.queued, "begun, and on record", timeout_s=30)
     flipping.cancel()  # in memory there is no process to kill: nothing more of this monitor reaches the database
     first.state.store._rows.clear()
     first.state.store.put = lambda *_, **__: None  # type: ignore[method-assign]
     await first.stop()
     second: Cluster = await start()
-    await until(lambda: second.state.audit.find("op"), "audit read back")
+    await until(lambda: second.state.audit.find("op"), "audit read back", timeout_s=30)
     row = await second.client.operation("op")
     assert (row["result"], row["code"]) == ("unknown", OutcomeUnknown.code)
 

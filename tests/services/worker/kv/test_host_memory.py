@@ -1,4 +1,3 @@
-import gc
 from contextlib import suppress
 
 import pytest
@@ -54,7 +53,6 @@ def test_places_are_had_by_one_at_a_time_and_none_is_lost(steps: list[tuple[int,
             assert raised.value.fault is KvFault.REFUSED
         assert memory.free_tokens == 64 - sum(part.shape[2] for _, parts in held for part in parts)
     held.clear()
-    gc.collect()
     assert memory.free_tokens == 64
 
 
@@ -88,7 +86,6 @@ def test_bytes_of_coded_kv_are_had_by_one_at_a_time_and_none_is_lost(steps: list
         del place
     held.clear()
     taken = []
-    gc.collect()
     assert memory.free_tokens == 64
 
 
@@ -98,7 +95,6 @@ def test_where_holes_are_small_coded_parts_have_fewer_tokens() -> None:
     del held[1], held[3]  # two holes of eight places
     with pytest.raises(KvError):
         memory.take_bytes(96, lambda tokens: tokens * TOKEN_BYTES // 2)
-    gc.collect()
     assert memory.free_tokens == 16
     taken = memory.take_bytes(70, lambda tokens: tokens * TOKEN_BYTES // 5)
     assert [part for part, _ in taken] == [32, 38]
