@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from tests.services.worker.kv.wire.proxy import Cut, Parts, Proxy, meant
 from tests.services.worker.kv.wire.test_rude_peers import line_of, peer, wait_until
 
 TOKENS = 600
+AT_ONCE = 8  # imports that are cut: mostly they wait
+LEASE_S = 4.0  # with the time in which endpoints meet
 SOON_S = 8.0  # of a machine that has little time
 LIMITS = PullLimits(window_bytes=40_000, stall_s=5.0)
 
@@ -50,10 +54,10 @@ class Script:
         return parts
 
 
-def staged(rig: Rig, name: str = "t") -> tuple[KvEndpoint, torch.Tensor]:
-    exporter, kv = rig.endpoint(lease_s=2.0), model_kv(TOKENS)
+def staged(rig: Rig) -> tuple[KvEndpoint, torch.Tensor]:
+    exporter, kv = rig.endpoint(lease_s=LEASE_S), model_kv(TOKENS)
     for first in range(0, TOKENS, 60):  # a frame each
-        stage(exporter, kv, name, start=first, end=first + 60)
+        stage(exporter, kv, start=first, end=first + 60)
     return exporter, kv
 
 
@@ -69,39 +73,51 @@ def test_a_connection_cut_at_any_message_ends_the_import_soon_or_does_no_harm(
     rig: Rig, connections: int, step: int, share: float
 ) -> None:
     limits = PullLimits(window_bytes=40_000, stall_s=5.0, connections=connections)
-    step = step if rig.scheme != NIXL_SCHEME else 4 * connections  # endpoints with NIXL take longer to make
-    kinds, number, whole = set(), 1 - step, False
-    while not whole:
-        number += step
-        exporter, kv = staged(rig, f"t{number}")
-        importer, script = rig.endpoint(limits=limits), Script(number, share)
+    at_once = AT_ONCE
+    if rig.scheme == NIXL_SCHEME:  # its endpoints take longer to make, and more of the processor
+        step, at_once = 4 * connections, 2
+    numbers, seen = count(1, step), dict[int, Script]()
+    with ThreadPoolExecutor(at_once) as pool:
+        while all(script.was_cut.is_set() for script in seen.values()):
+            seen |= pool.map(lambda number: (number, imported(rig, number, share, limits)), islice(numbers, at_once))
+    whole = min(number for number, script in seen.items() if not script.was_cut.is_set())
+    kinds = {kind for number, script in seen.items() for kind in script.seen[number - 1 :]}
+    assert whole > 10
+    assert {Pull, Frame} <= kinds or rig.scheme == NIXL_SCHEME
+    assert step > 1 or {Credit, Confirm} <= kinds
+
+
+def imported(rig: Rig, number: int, share: float, limits: PullLimits) -> Script:
+    """Import through a proxy that cuts at message `number`, between endpoints of its own; what passed."""
+    folder = rig.folder / str(number)
+    folder.mkdir()
+    own, script = Rig(folder, rig.scheme), Script(number, share)
+    try:
+        exporter, kv = staged(own)
+        importer = own.endpoint(limits=limits)
         with Proxy(exporter.address, script) as proxy:
             began = time.monotonic()
-            handle = rig.handle([exporter], TOKENS, f"t{number}", endpoints=(proxy.address,))
-            got = rig.load(importer, handle, timeout_s=30.0)
-            result = rig.result()
+            got = own.load(importer, own.handle([exporter], TOKENS, endpoints=(proxy.address,)), timeout_s=30.0)
+            result = own.result()
             assert time.monotonic() - began < SOON_S
             if result.ok:
                 assert torch.equal(got.kv, kv)
-                whole = not script.was_cut.wait(0.3)  # the last message confirms, after the end
+                script.was_cut.wait(0.3)  # the last message confirms, after the end
             else:
                 assert result.error.startswith("peer_lost"), (number, script.seen)
+                assert script.was_cut.is_set()
             stats = importer.stats()  # nothing that had come is left
             assert (stats.pulling, stats.inbox_bytes) == (0, 0)
-            kinds |= set(script.seen[number - 1 :])
             # Nor what was staged: who gave up says so, and where that is lost the lease ends.
-            wait_until(lambda exporter=exporter: not exporter.staged_bytes, SOON_S)  # type: ignore[misc]
+            wait_until(lambda: not exporter.staged_bytes, SOON_S)
         # The same endpoints do it over a new connection.
-        stage(exporter, kv, f"again{number}")
-        again = rig.load(importer, rig.handle([exporter], TOKENS, f"again{number}"))
-        assert rig.result().ok
+        stage(exporter, kv, "again")
+        again = own.load(importer, own.handle([exporter], TOKENS, "again"))
+        assert own.result().ok
         assert torch.equal(again.kv, kv)
-        importer.stop()
-        exporter.stop()
-        rig.endpoints.clear()
-    assert number > 10
-    assert {Pull, Frame} <= kinds or rig.scheme == NIXL_SCHEME
-    assert step > 1 or {Credit, Confirm} <= kinds
+    finally:
+        own.close()
+    return script
 
 
 @pytest.mark.parametrize("connections", [1, 2])
