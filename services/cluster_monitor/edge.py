@@ -222,6 +222,7 @@ class OutcomeIn(_Edge):
     output_tokens: Count = 0
     predicted: Annotated[str, Field(pattern="^(classifier|observed|none)?$")] = ""
     seconds: Annotated[dict[Name, Seconds], Field(max_length=32)] = {}
+    before_first: Annotated[dict[Name, Seconds], Field(max_length=32)] = {}
     whole_s: Seconds = 0.0
     transfers: Count = 0
     transfers_failed: Count = 0

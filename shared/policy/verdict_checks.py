@@ -61,10 +61,11 @@ def standing(situation: Situation, counts: dict[Role, Count], limits: Thresholds
 
 def followed(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     """Schedulers and instances that do not go by the policies in force."""
-    behind = tuple(sorted(one.instance_id for one in situation.instances if one.state in ALIVE and one.trouble))
+    alive = [one for one in situation.instances if one.state in ALIVE]
+    behind = tuple(sorted(one.instance_id for one in alive if one.trouble or one.behind_s > limits.policies_s))
     late = tuple(peer.name for peer in situation.schedulers if peer.trouble or peer.behind_s > limits.policies_s)
     if behind or late:
-        said = [one.trouble for one in situation.instances if one.trouble]
+        said = [one.trouble for one in alive if one.trouble]
         said += [peer.trouble for peer in situation.schedulers if peer.trouble]
         text = f"policies not followed by {_listed((*late, *behind))}"
         cause = said[0] if said else "they go by older ones"
@@ -108,7 +109,8 @@ def peers(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     if asked >= limits.least_requests and guessed > limits.fallback_share * asked:
         none = situation.predictions.get("none", 0)
         cause = "no predictor answers" if none > guessed / 2 else "its classifier does not answer, or is not believed"
-        text = f"{_share(guessed / asked)} of output lengths not predicted by the classifier"
+        text = f"{_share(guessed / asked)} of output lengths not predicted"
+        text += " by the classifier" if none < guessed else ""
         yield Problem(
             "predictor_fallback", Level.DEGRADED, text, cause, value=guessed / asked, limit=limits.fallback_share
         )
@@ -129,20 +131,36 @@ def _gone(what: str, kind: str, gone: Sequence[Peer], known: int, limits: Thresh
 
 def missed(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     """Targets that too few requests meet: of each kind the class that does worst."""
-    seen = [one for one in situation.classes if one.requests >= limits.least_requests]
     several = len(situation.classes) > 1
-    if seen and _ttft_met(one := min(seen, key=_ttft_met)) < limits.attainment:
-        text = _missed("TTFT", _ttft_met(one), one.ttft_target_s, one.slo if several else "")
+    one = worst_ttft(situation, limits)
+    if one is not None and _ttft_met(one) < limits.attainment:
+        text = _missed("TTFT", _ttft_met(one), one.ttft_target_s, one.slo if several else "", limits)
         yield Problem("ttft_missed", Level.DEGRADED, text, value=_ttft_met(one), limit=limits.attainment)
-    if seen and _tpot_met(one := min(seen, key=_tpot_met)) < limits.attainment:
-        text = _missed("TPOT", _tpot_met(one), one.tpot_target_s, one.slo if several else "")
+    one = worst_tpot(situation, limits)
+    if one is not None and _tpot_met(one) < limits.attainment:
+        text = _missed("TPOT", _tpot_met(one), one.tpot_target_s, one.slo if several else "", limits)
         yield Problem("tpot_missed", Level.DEGRADED, text, value=_tpot_met(one), limit=limits.attainment)
 
 
-def _missed(words: str, share: float, target_s: float | None, slo: str) -> str:
+def worst_ttft(situation: Situation, limits: Thresholds) -> ClassSeen | None:
+    """The class whose TTFT target is met by the fewest; None while too little ended."""
+    return min(_judged(situation, limits), key=_ttft_met, default=None)
+
+
+def worst_tpot(situation: Situation, limits: Thresholds) -> ClassSeen | None:
+    """The class whose TPOT target is met by the fewest; None while too little ended."""
+    return min(_judged(situation, limits), key=_tpot_met, default=None)
+
+
+def _judged(situation: Situation, limits: Thresholds) -> list[ClassSeen]:
+    return [one for one in situation.classes if one.requests >= limits.least_requests]
+
+
+def _missed(words: str, share: float, target_s: float | None, slo: str, limits: Thresholds) -> str:
+    said = _share(share) if 100.0 * share <= round(100.0 * limits.attainment) - 0.5 else f"{100.0 * share:.4g} %"
     about = [f"target {duration(target_s)}"] if target_s is not None else []
     about += [f"class {slo}"] if slo else []
-    return f"{words} met by {_share(share)}" + (f" ({', '.join(about)})" if about else "")
+    return f"{words} met by {said}" + (f" ({', '.join(about)})" if about else "")
 
 
 def _ttft_met(one: ClassSeen) -> float:
