@@ -26,7 +26,8 @@ class Wish:
 class Shot:
     """One request as its client saw it. Unix seconds; ended_s: 0 while it is open.
 
-    code: of the error it was answered with. cut: its connection ended, and nothing said why.
+    code: of the error it was answered with. cut: its connection ended, and nothing said why. doubt: its gateway or its
+    scheduler may have stood still meanwhile, so that what they saw of it, and when they tell, is not known.
     """
 
     slo: str
@@ -35,6 +36,7 @@ class Shot:
     status: int = 0
     code: str = ""
     cut: bool = False
+    doubt: bool = False
     ttft_s: float | None = None
     tpot_s: float | None = None
 
