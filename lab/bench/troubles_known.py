@@ -12,6 +12,7 @@ from lab.bench.troubles_beds import CLASSES
 from lab.bench.troubles_load import Shot
 from shared.domain.instance import Role
 from shared.domain.verdict import Count
+from shared.errors import DeadlineExceeded, EngineFailed, PeerLost, Unavailable
 
 EARLY_S = 0.3  # a client may see the end of its answer so much later than the gateway
 LATE_S = 2.5  # by then a request's end has been told to the monitor
@@ -21,6 +22,7 @@ DOUBT_S = 30.0  # what stands still holds reports back
 BLUR_S = 0.08  # TTFT as a client measures it is so much longer than the gateway's, at most
 TPOT_BLUR = 0.1  # tokens that share a message: so much of TPOT, either way
 
+_STATUS = {one.code: str(one.http_status) for one in (Unavailable, PeerLost, DeadlineExceeded, EngineFailed)}
 Bounds = tuple[float, float]
 
 
@@ -72,10 +74,13 @@ class Window:
             late_s, stamp_s = (REFUSED_LATE_S, REFUSED_STAMP_S) if refused else (LATE_S, STAMP_S)
             if not shot.ended_s:
                 continue
+            if shot.doubt:
+                most += shot.began_s <= self.end_s and self.start_s <= shot.ended_s + DOUBT_S
+                continue
             inside = self.start_s <= shot.ended_s - EARLY_S and shot.ended_s + late_s <= self.end_s
-            near = self.start_s <= shot.ended_s + (DOUBT_S if shot.doubt else stamp_s)
-            least += inside and not shot.cut and not shot.doubt and surely(shot)
-            most += near and shot.ended_s - EARLY_S <= self.end_s and (shot.cut or maybe(shot))
+            near = self.start_s <= shot.ended_s + stamp_s and shot.ended_s - EARLY_S <= self.end_s
+            least += inside and not shot.cut and surely(shot)
+            most += near and (shot.cut or maybe(shot))
         return least, most
 
     def of(self, shots: Iterable[Shot], which: Callable[[Shot], bool]) -> Bounds:
@@ -93,6 +98,11 @@ def is_failed(shot: Shot) -> bool:
     return bool(shot.code) and not is_refused(shot)
 
 
+def told_as(shot: Shot, code: str) -> bool:
+    """Whether an error may have been that one: within a stream clients are told its HTTP status only."""
+    return shot.code in (code, _STATUS.get(code, shot.code))
+
+
 def share(part: Bounds, rest: Bounds) -> Bounds:
     """What share the part may be of both together; 0..1 where there may be none of either."""
     least = part[0] / (part[0] + rest[1]) if part[0] + rest[1] else 0.0
@@ -101,21 +111,18 @@ def share(part: Bounds, rest: Bounds) -> Bounds:
 
 
 def ttft_met(window: Window, shots: Iterable[Shot]) -> Bounds:
-    """The share of judged requests whose TTFT was within its class's target."""
+    """The share of completed requests whose TTFT was within its class's target."""
 
     def late(shot: Shot) -> float:
         return (shot.ttft_s if shot.ttft_s is not None else float("inf")) - CLASSES[shot.slo].ttft_s
 
     return _met(
-        window,
-        shots,
-        lambda shot: shot.done and late(shot) <= 0.0,
-        lambda shot: shot.done and (shot.doubt or late(shot) <= BLUR_S),
+        window, shots, lambda shot: shot.done and late(shot) <= 0.0, lambda shot: shot.done and late(shot) <= BLUR_S
     )
 
 
 def tpot_met(window: Window, shots: Iterable[Shot]) -> Bounds:
-    """The share of judged requests whose TPOT was within its class's target."""
+    """The share of completed requests whose TPOT was within its class's target."""
 
     def ratio(shot: Shot) -> float:
         return (shot.tpot_s or 0.0) / CLASSES[shot.slo].tpot_s
@@ -124,21 +131,24 @@ def tpot_met(window: Window, shots: Iterable[Shot]) -> Bounds:
         window,
         shots,
         lambda shot: shot.done and ratio(shot) <= 1.0 - TPOT_BLUR,
-        lambda shot: shot.done and (shot.doubt or ratio(shot) <= 1.0 + TPOT_BLUR),
+        lambda shot: shot.done and ratio(shot) <= 1.0 + TPOT_BLUR,
     )
 
 
 def _met(
     window: Window, shots: Iterable[Shot], surely: Callable[[Shot], bool], maybe: Callable[[Shot], bool]
 ) -> Bounds:
-    judged = [shot for shot in shots if not is_refused(shot)]
+    judged = [shot for shot in shots if shot.done or shot.cut]
     return share(
         window.count(judged, surely, maybe),
         window.count(judged, lambda shot: not maybe(shot), lambda shot: not surely(shot)),
     )
 
 
-def median(values: Iterable[float]) -> float:
-    """The nearest rank; infinite without any."""
+def about_median(values: Iterable[float]) -> float:
+    """A bound for the median of a part of them, of those whose ends lie about the window's edges the one or the other.
+
+    The 60th percentile, by nearest rank; infinite without any.
+    """
     some = sorted(values)
-    return some[(len(some) - 1) // 2] if some else float("inf")
+    return some[min(len(some) - 1, int(0.6 * len(some)))] if some else float("inf")

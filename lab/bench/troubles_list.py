@@ -278,7 +278,7 @@ TROUBLES: tuple[Trouble, ...] = (
         "overload",
         "30 clients with prompts of 900 tokens, each asking again at once",
         "ttft_missed",
-        r"requests wait for prefill \(queue: .*; \d+ prompts wait for up to .* \(prefill-0, prefill-1\)",
+        r"requests wait for prefill \(queue: .*; \d+ prompts? waits? for up to .* \(prefill-0, prefill-1\)",
         _overload,
         culprits=_prefill,
     ),

@@ -133,12 +133,12 @@ def _importing(record: Record) -> int:
 
 
 def _class(slo: str, one: Served) -> ClassSeen:
-    judged = one.judged
-    if not judged:
+    number = one.completed  # what failed is told of as such: its first token may have come in time
+    if not number:
         return ClassSeen(slo)
-    ttft, tpot = one.ttft_met / judged, one.tpot_met / judged
+    ttft, tpot = one.ttft_met / number, one.tpot_met / number
     targets = one.ttft_target_s or None, one.tpot_target_s or None
-    return ClassSeen(slo, judged, ttft, tpot, *targets, _stages(one), one.before_first)
+    return ClassSeen(slo, number, ttft, tpot, *targets, _stages(one), one.before_first)
 
 
 def _stages(ended: Served) -> dict[Stage, StageSeen]:

@@ -35,7 +35,7 @@ class StageSeen(msgspec.Struct, frozen=True):
 
 
 class ClassSeen(msgspec.Struct, frozen=True):
-    """Requests of one SLO class that ended in the window; shares in 0..1, None without requests; targets in seconds.
+    """Requests of one SLO class that completed in the window; shares in 0..1, None without any; targets in seconds.
 
     before_first: seconds before their first tokens, by kind of stretch (`shared.timeline.Span`); empty: not known.
     """

@@ -97,13 +97,18 @@ def _by_stage(
     seen = stages.get(stage)
     said = _WORDS[stage]
     if seen is not None and seen.p50_s is not None:
-        said += f" ({stage.value.replace('_', ' ')}: {duration(seen.p50_s)} in the middle)"
+        said += f" ({stage.value.replace('_', ' ')}: {duration(seen.p50_s)} in the middle{_worst(seen)})"
     there = [one for one in found if _concerns(one, stage) and one.what != problem.what]
     there.sort(key=lambda one: one.stage is not stage)
     if there:
         said += "; " + "; ".join(_told(one) for one in there[:2])
     instances = next((one.instances for one in there if one.instances), ())
     return msgspec.structs.replace(problem, cause=said, stage=stage, instances=instances)
+
+
+def _worst(seen: StageSeen) -> str:
+    """Where a few wait long and most do not at all, the middle alone would say that nobody does."""
+    return f", {duration(seen.p99_s)} at the 99th percentile" if seen.p99_s is not None else ""
 
 
 def _concerns(one: Problem, stage: Stage) -> bool:

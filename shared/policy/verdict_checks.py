@@ -198,7 +198,7 @@ def _decodes_wait(there: Sequence[Standing], waiting: int, limits: Thresholds) -
     if queued < limits.least_requests or queued <= limits.waiting_share * running:
         return None
     names = tuple(one.instance_id for one in there if one.waiting > limits.waiting_share * one.running)
-    text = f"{queued} decodes wait beside {running} that run"
+    text = f"{_number(queued, 'decode')} wait{_s(queued)} beside {running} that run"
     share = queued / running if running else float(queued)
     return Problem(
         "queue_long", Level.DEGRADED, text, _listed(names), Stage.DECODE_QUEUE, names, share, limits.waiting_share
@@ -213,7 +213,8 @@ def _prompts_wait(situation: Situation, there: Sequence[Standing], limits: Thres
         return None
     most, jobs = max(one.queue_s for one in long), sum(one.queued_prefill for one in there)
     names = tuple(one.instance_id for one in long)
-    text = f"{jobs} prompts wait for up to {duration(most)} at {len(long)} of {len(there)} prefill instances"
+    where = f"{len(long)} of {_number(len(there), 'prefill instance')}"
+    text = f"{_number(jobs, 'prompt')} wait{_s(jobs)} for up to {duration(most)} at {where}"
     return Problem("queue_long", Level.DEGRADED, text, _listed(names), Stage.QUEUE, names, most, limit_s)
 
 
@@ -241,6 +242,15 @@ def transfers(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     if seen.p50_s > limit_s:
         text = f"half of the KV transfers take over {duration(seen.p50_s)}"
         yield Problem("transfers_slow", Level.DEGRADED, text, "", Stage.TRANSFER, (), seen.p50_s, limit_s)
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _s(number: int) -> str:
+    """The end of a verb of which so many are the subject."""
+    return "s" if number == 1 else ""
 
 
 def _share(share: float) -> str:

@@ -110,7 +110,8 @@ def test_first_tokens_are_late_behind_a_queue() -> None:
     missed, long = only(verdict, "ttft_missed"), only(verdict, "queue_long")
     assert missed.text == "TTFT met by 40 % (target 1 s)"
     assert missed.stage is Stage.QUEUE
-    assert missed.cause.startswith("requests wait for prefill (queue: 10 s in the middle); 40 prompts wait")
+    assert missed.cause.startswith("requests wait for prefill (queue: 10 s in the middle, 20 s at the 99th")
+    assert "; 40 prompts wait for up to 3 s at 2 of 2 prefill instances (prefill-0, prefill-1)" in missed.cause
     assert missed.instances == long.instances == ("prefill-0", "prefill-1")
     assert (long.value, long.limit) == (3.0, 0.5)
     queue, computing = verdict.chain[0], verdict.chain[1]
