@@ -49,7 +49,7 @@ EMULATED = Testbed(
     answer_tokens=24,
     users=0,
     absent=frozenset({LATE}),
-    proxied=frozenset({"broadcasts"}),
+    proxied=frozenset({"broadcasts", "heartbeats"}),
 )
 
 REAL = Testbed(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lab.bench.troubles_beds import CLASSES
 from lab.bench.troubles_load import Shot
 from shared.domain.instance import Role
-from shared.domain.verdict import Count
+from shared.domain.verdict import Count, Verdict
 from shared.errors import DeadlineExceeded, EngineFailed, PeerLost, Unavailable
 
 EARLY_S = 0.3  # a client may see the end of its answer so much later than the gateway
@@ -23,6 +23,8 @@ BLUR_S = 0.08  # TTFT as a client measures it is so much longer than the gateway
 TPOT_BLUR = 0.1  # tokens that share a message: so much of TPOT, either way
 
 _STATUS = {one.code: str(one.http_status) for one in (Unavailable, PeerLost, DeadlineExceeded, EngineFailed)}
+HISTOGRAM = 1.06  # percentiles of the verdict are of buckets within 5 %
+OWN_S = 0.05  # beside a client's time
 Bounds = tuple[float, float]
 
 
@@ -100,7 +102,7 @@ def is_failed(shot: Shot) -> bool:
 
 def told_as(shot: Shot, code: str) -> bool:
     """Whether an error may have been that one: within a stream clients are told its HTTP status only."""
-    return shot.code in (code, _STATUS.get(code, shot.code))
+    return shot.code in (code, _STATUS.get(code))
 
 
 def share(part: Bounds, rest: Bounds) -> Bounds:
@@ -152,3 +154,36 @@ def about_median(values: Iterable[float]) -> float:
     """
     some = sorted(values)
     return some[min(len(some) - 1, int(0.6 * len(some)))] if some else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number or a phrase of a verdict; what it had to be."""
+
+    name: str
+    said: str
+    want: str
+    ok: bool
+
+
+def within(name: str, said: float, bounds: Bounds, slack: float = 0.0) -> Figure:
+    """A number that has to lie there."""
+    least, most = bounds
+    want = f"{least:.4g}" if least == most else f"{least:.4g}..{most:.4g}"
+    return Figure(name, f"{said:.4g}", want, least - slack <= said <= most + slack)
+
+
+def same(name: str, said: object, want: object) -> Figure:
+    """Something that has to be just so."""
+    return Figure(name, str(said), str(want), said == want)
+
+
+def window_of(verdict: Verdict) -> Window:
+    """What the verdict says that it counts."""
+    return Window(verdict.time_s - verdict.window_s, verdict.time_s)
+
+
+def percent(name: str, said: str, bounds: Bounds) -> Figure:
+    """A share in per cent, rounded to its last digit."""
+    least, most = bounds
+    return within(name, float(said), (100.0 * least, 100.0 * most), 0.51 if float(said) >= 1.0 else 0.06)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from lab.bench.troubles_beds import EMULATED
-from lab.bench.troubles_figures import Figure, figures
-from lab.bench.troubles_known import Known, Sample
+from lab.bench.troubles_figures import figures
+from lab.bench.troubles_known import Figure, Known, Sample
 from lab.bench.troubles_load import Clients
 from lab.chaos.arena import Arena
 from lab.chaos.clusters import Testbed
@@ -23,7 +23,7 @@ from shared.errors import PolyphaseError
 from shared.wire.clients.monitor import MonitorClient
 
 POLL_S, SAMPLE_S = 0.2, 0.25
-LOOKS, BETWEEN_S = 3, 1.5  # verdicts that are judged, the first that names the trouble among them
+LOOKS, BETWEEN_S = 3, 1.0  # verdicts that are judged, the first that names the trouble among them
 ALARM_S, CLEAR_S = 45.0, 60.0  # the longest that is waited
 
 

@@ -47,6 +47,7 @@ class Ended(msgspec.Struct, frozen=True):
     whole_s: float = 0.0
     transfers: int = 0
     transfers_failed: int = 0
+    transfer_faults: dict[str, int] = {}
 
 
 class Served(msgspec.Struct, omit_defaults=True):
@@ -77,6 +78,7 @@ class Served(msgspec.Struct, omit_defaults=True):
     predicted: dict[str, int] = {}
     transfers: int = 0
     transfers_failed: int = 0
+    transfer_faults: dict[str, int] = {}
 
     @property
     def judged(self) -> int:
@@ -106,6 +108,8 @@ class Served(msgspec.Struct, omit_defaults=True):
             _count(self.predicted, ended.predicted, 1)
         self.transfers += ended.transfers
         self.transfers_failed += ended.transfers_failed
+        for fault, number in ended.transfer_faults.items():
+            _count(self.transfer_faults, fault, number)
 
     def _judge(self, ended: Ended) -> None:
         in_time = ended.ttft_s is not None and ended.ttft_s <= ended.ttft_target_s
@@ -145,7 +149,7 @@ _SUMS = (
     "transfers",
     "transfers_failed",
 )
-_BY_NAME = ("seconds", "before_first", "failures", "refusals", "predicted")
+_BY_NAME = ("seconds", "before_first", "failures", "refusals", "predicted", "transfer_faults")
 
 
 def total(parts: Iterable[Served]) -> Served:

@@ -7,6 +7,16 @@ from shared.domain.situation import ClassSeen, Peer, Situation, Standing
 from shared.domain.verdict import Count, Level, Problem, Stage, Thresholds
 from shared.domain.words import duration
 
+_FAULTS = {  # of KV transfers; `services.worker.kv.errors.KvFault` has all of them
+    "unreachable": "prefill instances cannot be reached for KV",
+    "peer_lost": "KV connections break",
+    "timeout": "KV does not come, or not in time",
+    "checksum": "KV arrives damaged",
+    "protocol": "KV arrives damaged",
+    "refused": "prefill instances have no room to stage KV",
+    "expired_lease": "KV is fetched too late",
+    "stale_generation": "prefill instances were restarted",
+}
 ALIVE = (InstanceState.READY, InstanceState.DRAINING)
 
 
@@ -184,7 +194,7 @@ def capacity(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
             used = sum(one.kv_used or 0.0 for one in there) / len(there)
             of = "" if len(full) == len(there) else f" ({len(full)} of {len(there)} full)"
             text = f"{role.value} KV {_share(used)}{of}, {waiting} waiting"
-            names = tuple(one.instance_id for one in full)
+            names = tuple(sorted(one.instance_id for one in full))
             yield Problem("kv_full", Level.DEGRADED, text, _listed(names), stage, names, used, limits.kv_used)
         elif role is Role.DECODE and (problem := _decodes_wait(there, waiting, limits)) is not None:
             yield problem
@@ -197,7 +207,7 @@ def _decodes_wait(there: Sequence[Standing], waiting: int, limits: Thresholds) -
     running = sum(one.running for one in there)
     if queued < limits.least_requests or queued <= limits.waiting_share * running:
         return None
-    names = tuple(one.instance_id for one in there if one.waiting > limits.waiting_share * one.running)
+    names = tuple(sorted(one.instance_id for one in there if one.waiting > limits.waiting_share * one.running))
     text = f"{_number(queued, 'decode')} wait{_s(queued)} beside {running} that run"
     share = queued / running if running else float(queued)
     return Problem(
@@ -212,7 +222,7 @@ def _prompts_wait(situation: Situation, there: Sequence[Standing], limits: Thres
     if not long:
         return None
     most, jobs = max(one.queue_s for one in long), sum(one.queued_prefill for one in there)
-    names = tuple(one.instance_id for one in long)
+    names = tuple(sorted(one.instance_id for one in long))
     where = f"{len(long)} of {_number(len(there), 'prefill instance')}"
     text = f"{_number(jobs, 'prompt')} wait{_s(jobs)} for up to {duration(most)} at {where}"
     return Problem("queue_long", Level.DEGRADED, text, _listed(names), Stage.QUEUE, names, most, limit_s)
@@ -223,7 +233,7 @@ def transfers(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     number, failed = situation.transfers, situation.transfers_failed
     if number >= limits.least_requests and failed > limits.transfers_failing * number:
         text = f"{_share(failed / number)} of KV transfers failed ({failed} of {number})"
-        cause = "decode instances compute these prompts again"
+        cause = "; ".join(filter(None, (_fault(situation), "decode instances compute these prompts again")))
         yield Problem(
             "transfers_failing",
             Level.DEGRADED,
@@ -242,6 +252,14 @@ def transfers(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     if seen.p50_s > limit_s:
         text = f"half of the KV transfers take over {duration(seen.p50_s)}"
         yield Problem("transfers_slow", Level.DEGRADED, text, "", Stage.TRANSFER, (), seen.p50_s, limit_s)
+
+
+def _fault(situation: Situation) -> str:
+    """What most of the transfers failed by."""
+    if not situation.transfer_faults:
+        return ""
+    code = max(situation.transfer_faults, key=lambda one: situation.transfer_faults[one])
+    return f"{_FAULTS.get(code, code)} ({situation.transfer_faults[code]} {code})"
 
 
 def _number(number: int, what: str) -> str:
