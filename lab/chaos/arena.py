@@ -105,6 +105,17 @@ class Arena:
 @asynccontextmanager
 async def running_arena(bed: Testbed, folder: Path, console: Console, seed: int) -> AsyncIterator[Arena]:
     """The testbed, started, its right answers known. Raises StartFailed or Unavailable."""
+    async with started_arena(bed, folder, console, seed) as arena:
+        arena.asks = palette(await _prompts(arena.plan, bed), bed.answer_tokens)
+        arena.right = await learn(arena.gateways[0], arena.asks)
+        yield arena
+
+
+@asynccontextmanager
+async def started_arena(
+    bed: Testbed, folder: Path, console: Console, seed: int, limits: Limits = LIMITS
+) -> AsyncIterator[Arena]:
+    """The testbed, all of it ready, and not asked anything yet. Raises StartFailed."""
     async with AsyncExitStack() as stack:
         cluster = bed.build()
         folder = folder.resolve()
@@ -113,17 +124,16 @@ async def running_arena(bed: Testbed, folder: Path, console: Console, seed: int)
         run, rng = f"{os.getpid()}-{bed.name}-{time.monotonic_ns()}", Random(seed)
         switches = Switches(folder / "switches", [spec.name for spec in plan.processes])
         plan = _injected(plan, switches, run)
-        plan, wires = await stack.enter_async_context(wired(plan, rng))
+        plan, wires = await stack.enter_async_context(wired(plan, rng, bed.proxied))
+        here = _without(plan, bed.absent)
         logs, began = folder / "logs", time.monotonic()
-        supervising_them = supervising(plan.processes, logs, _ignore, LIMITS, plan.fork_env, plan.preload)
+        supervising_them = supervising(here.processes, logs, _ignore, limits, plan.fork_env, plan.preload)
         supervisor = await stack.enter_async_context(supervising_them)
-        suite = Suite(folder, lambda: state_file.describe(plan, supervisor.statuses))
+        suite = Suite(folder, lambda: state_file.describe(here, supervisor.statuses))
         with console.status(f"starting {bed.name}: {bed.title}"):
             await supervisor.started()
-            await supervisor.during(suite.wait_ready(plan.instance_ids, START_S))
+            await supervisor.during(suite.wait_ready(here.instance_ids, START_S))
         arena = _arena(bed, cluster, plan, suite, supervisor, wires, switches, run, rng, folder)
-        arena.asks = palette(await _prompts(plan, bed), bed.answer_tokens)
-        arena.right = await learn(arena.gateways[0], arena.asks)
         console.print(f"[dim]{bed.title}: ready after {time.monotonic() - began:.0f} s[/]")
         stack.push_async_callback(arena.restore)
         yield arena
@@ -183,6 +193,14 @@ def _with_gateways(plan: Plan, cluster: Cluster, count: int) -> Plan:
     )
     at = plan.processes.index(first) + 1
     return replace(plan, processes=(*plan.processes[:at], second, *plan.processes[at:]))
+
+
+def _without(plan: Plan, absent: frozenset[str]) -> Plan:
+    return replace(
+        plan,
+        processes=tuple(spec for spec in plan.processes if spec.name not in absent),
+        instance_ids=tuple(name for name in plan.instance_ids if name not in absent),
+    )
 
 
 def _injected(plan: Plan, switches: Switches, run: str) -> Plan:

@@ -28,11 +28,15 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. `key` names its kind: requests of one key have one right answer."""
+    """A request. `key` names its kind: requests of one key have one right answer.
+
+    slo: its class, "" for the default.
+    """
 
     key: str
     path: str
     body: dict[str, Any]
+    slo: str = ""
 
     @property
     def streams(self) -> bool:
@@ -96,6 +100,7 @@ def encode(ask: Ask) -> bytes:
     """The whole request as bytes."""
     payload = json.dumps(ask.body).encode()
     head = f"POST {ask.path} HTTP/1.1\r\nHost: chaos\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head += f"X-Polyphase-SLO: {ask.slo}\r\n" if ask.slo else ""
     return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lab.chaos.wires import ALL_LINKS
 from services.launcher import ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.keys import curve_pair
@@ -37,7 +38,10 @@ _REAL = {
 
 @dataclass(frozen=True, slots=True)
 class Testbed:
-    """A cluster and its load. `prompts` are lengths in tokens; some take several chunks."""
+    """A cluster and its load. `prompts` are lengths in tokens; some take several chunks.
+
+    absent: instances of the file that nobody starts. proxied: purposes of the links that a proxy stands on.
+    """
 
     name: str
     title: str
@@ -48,6 +52,8 @@ class Testbed:
     gateways: int = 2
     curve: bool = False
     kv_transport: str = "tcp"
+    absent: frozenset[str] = frozenset()
+    proxied: frozenset[str] = ALL_LINKS
 
     def build(self) -> Cluster:
         """The cluster on ports that nobody uses."""

@@ -44,6 +44,7 @@ _TALK = {  # who connects to whom, and to what
     ("worker", "predictor"): ("http",),
     ("scheduler", "predictor"): ("http",),
 }
+ALL_LINKS = frozenset(purpose for purposes in _TALK.values() for purpose in purposes)
 _FRAMINGS: dict[str, Framing] = {"http": RawSplitter, "tcp": ZmtpSplitter, "kv": KvSplitter}  # by scheme
 _KV_TRANSPORT = "POLYPHASE_WORKER_KV_TRANSPORT"
 
@@ -125,13 +126,13 @@ def _scheme(spec: ProcessSpec, purpose: str) -> str:
 
 
 @asynccontextmanager
-async def wired(plan: Plan, rng: Random) -> AsyncIterator[tuple[Plan, Wires]]:
-    """The plan with a proxy on every way, for the block's length."""
+async def wired(plan: Plan, rng: Random, purposes: frozenset[str] = ALL_LINKS) -> AsyncIterator[tuple[Plan, Wires]]:
+    """The plan with a proxy on every way of those purposes, for the block's length."""
     async with AsyncExitStack() as stack:
         ports, wires, specs = ports_of(plan), [], []
         for spec in plan.processes:
             mine = []
-            for port in _reached_by(spec, ports):
+            for port in _reached_by(spec, ports, purposes):
                 proxy = Proxy((port.host, port.port), Random(rng.getrandbits(64)), _FRAMINGS[port.scheme])
                 mine.append(Wire(spec.name, port, await stack.enter_async_context(proxy)))
             wires += mine
@@ -139,11 +140,13 @@ async def wired(plan: Plan, rng: Random) -> AsyncIterator[tuple[Plan, Wires]]:
         yield replace(plan, processes=tuple(specs)), Wires(wires)
 
 
-def _reached_by(spec: ProcessSpec, ports: Iterable[Port]) -> list[Port]:
+def _reached_by(spec: ProcessSpec, ports: Iterable[Port], purposes: frozenset[str]) -> list[Port]:
     return [
         port
         for port in ports
-        if port.process != spec.name and port.purpose in _TALK.get((service_of(spec), port.service), ())
+        if port.process != spec.name
+        and port.purpose in purposes
+        and port.purpose in _TALK.get((service_of(spec), port.service), ())
     ]
 
 

@@ -222,9 +222,11 @@ class OutcomeIn(_Edge):
     output_tokens: Count = 0
     predicted: Annotated[str, Field(pattern="^(classifier|observed|none)?$")] = ""
     seconds: Annotated[dict[Name, Seconds], Field(max_length=32)] = {}
+    before_first: Annotated[dict[Name, Seconds], Field(max_length=32)] = {}
     whole_s: Seconds = 0.0
     transfers: Count = 0
     transfers_failed: Count = 0
+    transfer_faults: Annotated[dict[Name, Count], Field(max_length=32)] = {}
 
     def to_ended(self) -> Ended:
         """As the policy has it."""

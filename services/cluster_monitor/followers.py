@@ -15,7 +15,7 @@ class _Heard:
     revision: int
     trouble: str
     heard_mono: float
-    behind_mono: float | None = None  # since when it goes by another revision than the one in force
+    behind_mono: float | None = None  # since when it goes by an older revision than the one in force
 
 
 class Followers:
@@ -24,6 +24,7 @@ class Followers:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._schedulers: dict[str, _Heard] = {}
+        self._instances: dict[str, float] = {}  # since when each goes by older ones than those in force
 
     def hear(self, scheduler_id: str, revision: int, trouble: str) -> None:
         """A scheduler goes by that revision; `trouble`: why not by a newer one that it heard of."""
@@ -37,10 +38,20 @@ class Followers:
         self._drop_silent()
         now, found = time.monotonic(), {}
         for name, one in self._schedulers.items():
-            since = None if one.revision == policies.revision else one.behind_mono or now
+            since = None if one.revision >= policies.revision else one.behind_mono or now
             self._schedulers[name] = replace(one, behind_mono=since)
             found[name] = one.trouble, now - since if since is not None else 0.0
         return found
+
+    def instances_behind(self, policies: PolicySet) -> dict[str, float]:
+        """Of each instance that goes by older policies than these: for how many seconds it has."""
+        now, before = time.monotonic(), self._instances
+        self._instances = {
+            one.instance_id: before.get(one.instance_id, now)
+            for one in self._registry.all()
+            if one.alive and one.policies_revision < policies.revision
+        }
+        return {name: now - since for name, since in self._instances.items()}
 
     def describe(self, policies: PolicySet) -> list[dict[str, Any]]:
         """All living ones, and whether they follow these."""

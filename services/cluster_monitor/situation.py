@@ -17,7 +17,7 @@ from shared.domain.verdict import Stage, Thresholds, Verdict
 from shared.policy.backlog import queued_prefill_s
 from shared.policy.load_history import kv_used
 from shared.policy.log_histogram import quantile
-from shared.policy.served import Served, ServedBook, total
+from shared.policy.served import Served, ServedBook, total, window_begins
 from shared.policy.verdict import judge
 
 FRESH_S = 0.5  # for so long a verdict is given again
@@ -63,24 +63,27 @@ class Judge:
     def situation(self, policies: PolicySet) -> Situation:
         """What is known at this moment."""
         now = time.time()
+        window_s = now - window_begins(self._window_s, now)  # what is counted, and so what is said
         classes = self._served.window(self._window_s, now)
+        late = self._followers.instances_behind(policies)
         ended = total(classes.values())
         return Situation(
             time_s=now,
-            window_s=self._window_s,
+            window_s=window_s,
             up_s=self._clock() - self._started,
-            instances=tuple(_standing(record) for record in self._registry.all()),
+            instances=tuple(_standing(record, late.get(record.instance_id, 0.0)) for record in self._registry.all()),
             expected={name: role for name, role in self._expected.items() if name not in self._left},
             classes=tuple(_class(slo, one) for slo, one in sorted(classes.items())),
             completed=ended.completed,
             cancelled=ended.cancelled,
             failed=ended.failures,
             refused=ended.refusals,
-            placed=self._demand.placed(self._window_s),
+            placed=self._demand.placed(window_s),
             stages=_stages(ended),
             spent_s=ended.whole_s,
             transfers=ended.transfers,
             transfers_failed=ended.transfers_failed,
+            transfer_faults=ended.transfer_faults,
             gateways=tuple(Peer(name, silent_s) for name, silent_s in self.peers.gateways().items()),
             schedulers=self._schedulers(policies),
             predictions=self._predictions(ended.predicted),
@@ -101,7 +104,7 @@ class Judge:
         return dict(counts)
 
 
-def _standing(record: Record) -> Standing:
+def _standing(record: Record, behind_s: float) -> Standing:
     view, load = record.view(), record.load
     used = kv_used(view)
     return Standing(
@@ -116,6 +119,7 @@ def _standing(record: Record) -> Standing:
         queued_prefill_s(view),
         load.inflight,
         record.policies_trouble,
+        behind_s,
     )
 
 
@@ -130,11 +134,12 @@ def _importing(record: Record) -> int:
 
 
 def _class(slo: str, one: Served) -> ClassSeen:
-    judged = one.judged
-    if not judged:
+    number = one.completed  # what failed is told of as such: its first token may have come in time
+    if not number:
         return ClassSeen(slo)
-    ttft, tpot = one.ttft_met / judged, one.tpot_met / judged
-    return ClassSeen(slo, judged, ttft, tpot, one.ttft_target_s or None, one.tpot_target_s or None)
+    ttft, tpot = one.ttft_met / number, one.tpot_met / number
+    targets = one.ttft_target_s or None, one.tpot_target_s or None
+    return ClassSeen(slo, number, ttft, tpot, *targets, _stages(one), one.before_first)
 
 
 def _stages(ended: Served) -> dict[Stage, StageSeen]:

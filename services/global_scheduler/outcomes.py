@@ -1,6 +1,7 @@
 """How a job ended, as the monitor is told of it."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from math import inf
 from typing import Any
 
 from shared.domain.job import Phase, Slo
@@ -56,11 +57,28 @@ def _predicted(report: JobReport) -> str:
 
 
 def _spent(timeline: RequestTimeline) -> dict[str, Any]:
-    """Seconds by kind of stretch, and its transfers."""
+    """Seconds by kind of stretch, those before its first token once more, and its transfers."""
     seconds: dict[str, float] = defaultdict(float)
+    before: dict[str, float] = defaultdict(float)
+    first_s = timeline.first_token_s or inf
     for span in timeline.spans:
         seconds[span.span.value] += max(0.0, span.ended_s - span.started_s)
+        if span.started_s < first_s:
+            before[span.span.value] += max(0.0, min(span.ended_s, first_s) - span.started_s)
     moved = [one for one in timeline.transfers if one.outcome is not TransferOutcome.LOCAL]
-    failed = sum(one.outcome is TransferOutcome.RECOMPUTED for one in moved)
+    failed = [one for one in moved if one.outcome is TransferOutcome.RECOMPUTED]
     whole_s = max(0.0, timeline.ended_s - timeline.arrived_s) if timeline.ended_s else 0.0
-    return {"seconds": dict(seconds), "whole_s": whole_s, "transfers": len(moved), "transfers_failed": failed}
+    return {
+        "seconds": dict(seconds),
+        "before_first": dict(before),
+        "whole_s": whole_s,
+        "transfers": len(moved),
+        "transfers_failed": len(failed),
+        "transfer_faults": dict(Counter(_fault(one.error) for one in failed)),
+    }
+
+
+def _fault(error: str) -> str:
+    """The code that an import's error begins with (`services.worker.kv.errors.KvFault`)."""
+    code = error.partition(":")[0].strip()
+    return code if code.isidentifier() else "unknown"

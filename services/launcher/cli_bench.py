@@ -168,3 +168,19 @@ def bench_chaos(
         measuring.print_json(answer)
     if not answer["ok"]:
         raise typer.Exit(1)
+
+
+@bench_app.command("troubles")
+def bench_troubles(
+    only: Annotated[list[str] | None, typer.Option(help="The name of one; may be repeated.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Keep logs and data of the suites in this folder.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Stage troubles on running suites: what the verdict says of each, and whether every figure of it is right."""
+    options = measuring.from_lab("bench.troubles", "TroublesOptions")
+    console = Console(stderr=as_json)
+    answer = measuring.summary(measuring.find_bench("troubles")(options(tuple(only or ()), logs), console))
+    if as_json:
+        measuring.print_json(answer)
+    if not answer["ok"]:
+        raise typer.Exit(1)

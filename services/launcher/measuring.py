@@ -35,6 +35,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "plan": ("bench.plan", "run_plan_bench"),
     "predictor": ("bench.predictor", "run_predictor_bench"),
     "papers": ("papers", "run_papers_bench"),
+    "troubles": ("bench.troubles", "run_troubles_bench"),
     "chaos": ("chaos.run", "run_chaos_bench"),
 }
 Bench = Callable[..., dict[str, Any]]

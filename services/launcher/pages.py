@@ -49,7 +49,7 @@ def chain(verdict: Verdict) -> Text:
 def chain_table(verdict: Verdict) -> Table:
     """The chain with its figures: jobs now, median and 99th percentile, share of all time."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column(f"last {verdict.window_s:g} s", style="dim", no_wrap=True)
+    table.add_column(f"last {verdict.window_s:.0f} s", style="dim", no_wrap=True)
     for link in verdict.chain:
         name = Text(_STAGES.get(link.stage, link.stage), _link_style(link))
         table.add_column(name, justify="right", no_wrap=True)

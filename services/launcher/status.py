@@ -49,7 +49,7 @@ def _verdict(seen: Seen) -> Iterator[RenderableType]:
     yield pages.chain(seen.verdict)
     if seen.verdict.level in (Level.DEGRADED, Level.DOWN):  # else the headline says so
         ended = count(seen.verdict.requests, "request")
-        yield Text(f"{pages.counted(seen.verdict)}; {ended} ended in {seen.verdict.window_s:g} s", "dim")
+        yield Text(f"{pages.counted(seen.verdict)}; {ended} ended in {seen.verdict.window_s:.0f} s", "dim")
 
 
 def _without_monitor(seen: Seen) -> Iterator[RenderableType]:

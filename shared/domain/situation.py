@@ -22,17 +22,7 @@ class Standing(msgspec.Struct, frozen=True):
     queue_s: float = 0.0
     inflight: int = 0
     trouble: str = ""  # why it does not follow the policies in force
-
-
-class ClassSeen(msgspec.Struct, frozen=True):
-    """Requests of one SLO class that ended in the window; shares in 0..1, None without requests; targets in seconds."""
-
-    slo: str
-    requests: int = 0
-    ttft_met: float | None = None
-    tpot_met: float | None = None
-    ttft_target_s: float | None = None
-    tpot_target_s: float | None = None
+    behind_s: float = 0.0  # for so long newer policies than those it follows are in force
 
 
 class StageSeen(msgspec.Struct, frozen=True):
@@ -42,6 +32,22 @@ class StageSeen(msgspec.Struct, frozen=True):
     total_s: float = 0.0
     p50_s: float | None = None
     p99_s: float | None = None
+
+
+class ClassSeen(msgspec.Struct, frozen=True):
+    """Requests of one SLO class that completed in the window; shares in 0..1, None without any; targets in seconds.
+
+    before_first: seconds before their first tokens, by kind of stretch (`shared.timeline.Span`); empty: not known.
+    """
+
+    slo: str
+    requests: int = 0
+    ttft_met: float | None = None
+    tpot_met: float | None = None
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    stages: dict[Stage, StageSeen] = {}
+    before_first: dict[str, float] = {}
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -75,6 +81,7 @@ class Situation(msgspec.Struct, frozen=True):
     spent_s: float = 0.0
     transfers: int = 0
     transfers_failed: int = 0
+    transfer_faults: dict[str, int] = {}  # those, by the code of their fault
     gateways: tuple[Peer, ...] = ()
     schedulers: tuple[Peer, ...] = ()
     predictions: dict[str, int] = {}

@@ -25,8 +25,9 @@ class How(StrEnum):
 class Ended(msgspec.Struct, frozen=True):
     """One request that ended, or `count` that were refused alike. Unix seconds, seconds, tokens.
 
-    code: a finish reason, or an error's code. seconds: by kind of stretch (`shared.timeline.Span`). whole_s: arrival to
-    end. predicted: who said how long its answer would be, see `shared.domain.situation.Situation.predictions`.
+    code: a finish reason, or an error's code. seconds: by kind of stretch (`shared.timeline.Span`); before_first: of
+    these, what lies before its first token. whole_s: arrival to end. predicted: who said how long its answer would be,
+    see `shared.domain.situation.Situation.predictions`.
     """
 
     slo: str
@@ -42,9 +43,11 @@ class Ended(msgspec.Struct, frozen=True):
     output_tokens: int = 0
     predicted: str = ""
     seconds: dict[str, float] = {}
+    before_first: dict[str, float] = {}
     whole_s: float = 0.0
     transfers: int = 0
     transfers_failed: int = 0
+    transfer_faults: dict[str, int] = {}
 
 
 class Served(msgspec.Struct, omit_defaults=True):
@@ -66,6 +69,7 @@ class Served(msgspec.Struct, omit_defaults=True):
     ttft: Histogram = {}
     tpot: Histogram = {}
     seconds: dict[str, float] = {}
+    before_first: dict[str, float] = {}
     whole_s: float = 0.0
     timed: int = 0  # requests that have `seconds`
     stages: dict[str, Histogram] = {}
@@ -74,6 +78,7 @@ class Served(msgspec.Struct, omit_defaults=True):
     predicted: dict[str, int] = {}
     transfers: int = 0
     transfers_failed: int = 0
+    transfer_faults: dict[str, int] = {}
 
     @property
     def judged(self) -> int:
@@ -103,6 +108,8 @@ class Served(msgspec.Struct, omit_defaults=True):
             _count(self.predicted, ended.predicted, 1)
         self.transfers += ended.transfers
         self.transfers_failed += ended.transfers_failed
+        for fault, number in ended.transfer_faults.items():
+            _count(self.transfer_faults, fault, number)
 
     def _judge(self, ended: Ended) -> None:
         in_time = ended.ttft_s is not None and ended.ttft_s <= ended.ttft_target_s
@@ -123,6 +130,8 @@ class Served(msgspec.Struct, omit_defaults=True):
         for stage, seconds in ended.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
             observe(self.stages.setdefault(stage, {}), seconds)
+        for stage, seconds in ended.before_first.items():
+            self.before_first[stage] = self.before_first.get(stage, 0.0) + seconds
 
 
 _SUMS = (
@@ -140,7 +149,7 @@ _SUMS = (
     "transfers",
     "transfers_failed",
 )
-_BY_NAME = ("seconds", "failures", "refusals", "predicted")
+_BY_NAME = ("seconds", "before_first", "failures", "refusals", "predicted", "transfer_faults")
 
 
 def total(parts: Iterable[Served]) -> Served:
@@ -192,14 +201,19 @@ class ServedBook:
         return found
 
     def window(self, window_s: float, now: float) -> Mapping[str, Served]:
-        """What ended in about the last `window_s`, by class: in whole steps, the present one beside them."""
-        step_s = STEPS_S[0]
-        since = (now - window_s) // step_s * step_s
+        """What ended from `window_begins` on, by class."""
+        step_s, since = STEPS_S[0], window_begins(window_s, now)
         found: dict[str, list[Served]] = {}
         for (length, start, slo), served in self._slots.items():
             if length == step_s and start >= since:
                 found.setdefault(slo, []).append(served)
         return {slo: total(parts) for slo, parts in found.items()}
+
+
+def window_begins(window_s: float, now: float) -> float:
+    """The moment from which on a window counts: of whole steps, the present one beside them. Unix seconds."""
+    step_s = STEPS_S[0]
+    return (now - window_s) // step_s * step_s
 
 
 def _count(counts: dict[str, int], name: str, number: int) -> None:

@@ -6,7 +6,17 @@ from shared.domain.instance import InstanceState, Role
 from shared.domain.situation import Situation, Standing
 from shared.domain.verdict import Count, Level, Link, Problem, Stage, Thresholds, Verdict
 from shared.policy.verdict_causes import why_errors, why_refusals, why_tpot, why_ttft
-from shared.policy.verdict_checks import capacity, followed, missed, peers, results, standing, transfers
+from shared.policy.verdict_checks import (
+    capacity,
+    followed,
+    missed,
+    peers,
+    results,
+    standing,
+    transfers,
+    worst_tpot,
+    worst_ttft,
+)
 
 NAMED = 3  # problems of which the headline tells
 _ORDER = (  # of problems of one level
@@ -44,7 +54,7 @@ def judge(situation: Situation, thresholds: Thresholds) -> Verdict:
         *capacity(situation, thresholds),
         *transfers(situation, thresholds),
     ]
-    problems = _ordered(_with_cause(problem, situation, found) for problem in found)
+    problems = _ordered(_with_cause(problem, situation, found, thresholds) for problem in found)
     level = _level(situation, problems)
     return Verdict(
         situation.time_s,
@@ -89,12 +99,12 @@ def _count(role: Role, instances: Sequence[Standing], absent: int, *, late: bool
     )
 
 
-def _with_cause(problem: Problem, situation: Situation, found: Sequence[Problem]) -> Problem:
+def _with_cause(problem: Problem, situation: Situation, found: Sequence[Problem], limits: Thresholds) -> Problem:
     match problem.what:
         case "ttft_missed":
-            return why_ttft(problem, situation, found)
+            return why_ttft(problem, situation, found, worst_ttft(situation, limits))
         case "tpot_missed":
-            return why_tpot(problem, situation, found)
+            return why_tpot(problem, situation, found, worst_tpot(situation, limits))
         case "errors":
             return why_errors(problem, situation, found)
         case "refusals":

@@ -7,6 +7,16 @@ from shared.domain.situation import ClassSeen, Peer, Situation, Standing
 from shared.domain.verdict import Count, Level, Problem, Stage, Thresholds
 from shared.domain.words import duration
 
+_FAULTS = {  # of KV transfers; `services.worker.kv.errors.KvFault` has all of them
+    "unreachable": "prefill instances cannot be reached for KV",
+    "peer_lost": "KV connections break",
+    "timeout": "KV does not come, or not in time",
+    "checksum": "KV arrives damaged",
+    "protocol": "KV arrives damaged",
+    "refused": "prefill instances have no room to stage KV",
+    "expired_lease": "KV is fetched too late",
+    "stale_generation": "prefill instances were restarted",
+}
 ALIVE = (InstanceState.READY, InstanceState.DRAINING)
 
 
@@ -61,10 +71,11 @@ def standing(situation: Situation, counts: dict[Role, Count], limits: Thresholds
 
 def followed(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     """Schedulers and instances that do not go by the policies in force."""
-    behind = tuple(sorted(one.instance_id for one in situation.instances if one.state in ALIVE and one.trouble))
+    alive = [one for one in situation.instances if one.state in ALIVE]
+    behind = tuple(sorted(one.instance_id for one in alive if one.trouble or one.behind_s > limits.policies_s))
     late = tuple(peer.name for peer in situation.schedulers if peer.trouble or peer.behind_s > limits.policies_s)
     if behind or late:
-        said = [one.trouble for one in situation.instances if one.trouble]
+        said = [one.trouble for one in alive if one.trouble]
         said += [peer.trouble for peer in situation.schedulers if peer.trouble]
         text = f"policies not followed by {_listed((*late, *behind))}"
         cause = said[0] if said else "they go by older ones"
@@ -108,7 +119,8 @@ def peers(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     if asked >= limits.least_requests and guessed > limits.fallback_share * asked:
         none = situation.predictions.get("none", 0)
         cause = "no predictor answers" if none > guessed / 2 else "its classifier does not answer, or is not believed"
-        text = f"{_share(guessed / asked)} of output lengths not predicted by the classifier"
+        text = f"{_share(guessed / asked)} of output lengths not predicted"
+        text += " by the classifier" if none < guessed else ""
         yield Problem(
             "predictor_fallback", Level.DEGRADED, text, cause, value=guessed / asked, limit=limits.fallback_share
         )
@@ -129,20 +141,36 @@ def _gone(what: str, kind: str, gone: Sequence[Peer], known: int, limits: Thresh
 
 def missed(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     """Targets that too few requests meet: of each kind the class that does worst."""
-    seen = [one for one in situation.classes if one.requests >= limits.least_requests]
     several = len(situation.classes) > 1
-    if seen and _ttft_met(one := min(seen, key=_ttft_met)) < limits.attainment:
-        text = _missed("TTFT", _ttft_met(one), one.ttft_target_s, one.slo if several else "")
+    one = worst_ttft(situation, limits)
+    if one is not None and _ttft_met(one) < limits.attainment:
+        text = _missed("TTFT", _ttft_met(one), one.ttft_target_s, one.slo if several else "", limits)
         yield Problem("ttft_missed", Level.DEGRADED, text, value=_ttft_met(one), limit=limits.attainment)
-    if seen and _tpot_met(one := min(seen, key=_tpot_met)) < limits.attainment:
-        text = _missed("TPOT", _tpot_met(one), one.tpot_target_s, one.slo if several else "")
+    one = worst_tpot(situation, limits)
+    if one is not None and _tpot_met(one) < limits.attainment:
+        text = _missed("TPOT", _tpot_met(one), one.tpot_target_s, one.slo if several else "", limits)
         yield Problem("tpot_missed", Level.DEGRADED, text, value=_tpot_met(one), limit=limits.attainment)
 
 
-def _missed(words: str, share: float, target_s: float | None, slo: str) -> str:
+def worst_ttft(situation: Situation, limits: Thresholds) -> ClassSeen | None:
+    """The class whose TTFT target is met by the fewest; None while too little ended."""
+    return min(_judged(situation, limits), key=_ttft_met, default=None)
+
+
+def worst_tpot(situation: Situation, limits: Thresholds) -> ClassSeen | None:
+    """The class whose TPOT target is met by the fewest; None while too little ended."""
+    return min(_judged(situation, limits), key=_tpot_met, default=None)
+
+
+def _judged(situation: Situation, limits: Thresholds) -> list[ClassSeen]:
+    return [one for one in situation.classes if one.requests >= limits.least_requests]
+
+
+def _missed(words: str, share: float, target_s: float | None, slo: str, limits: Thresholds) -> str:
+    said = _share(share) if 100.0 * share <= round(100.0 * limits.attainment) - 0.5 else f"{100.0 * share:.4g} %"
     about = [f"target {duration(target_s)}"] if target_s is not None else []
     about += [f"class {slo}"] if slo else []
-    return f"{words} met by {_share(share)}" + (f" ({', '.join(about)})" if about else "")
+    return f"{words} met by {said}" + (f" ({', '.join(about)})" if about else "")
 
 
 def _ttft_met(one: ClassSeen) -> float:
@@ -166,7 +194,7 @@ def capacity(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
             used = sum(one.kv_used or 0.0 for one in there) / len(there)
             of = "" if len(full) == len(there) else f" ({len(full)} of {len(there)} full)"
             text = f"{role.value} KV {_share(used)}{of}, {waiting} waiting"
-            names = tuple(one.instance_id for one in full)
+            names = tuple(sorted(one.instance_id for one in full))
             yield Problem("kv_full", Level.DEGRADED, text, _listed(names), stage, names, used, limits.kv_used)
         elif role is Role.DECODE and (problem := _decodes_wait(there, waiting, limits)) is not None:
             yield problem
@@ -179,8 +207,8 @@ def _decodes_wait(there: Sequence[Standing], waiting: int, limits: Thresholds) -
     running = sum(one.running for one in there)
     if queued < limits.least_requests or queued <= limits.waiting_share * running:
         return None
-    names = tuple(one.instance_id for one in there if one.waiting > limits.waiting_share * one.running)
-    text = f"{queued} decodes wait beside {running} that run"
+    names = tuple(sorted(one.instance_id for one in there if one.waiting > limits.waiting_share * one.running))
+    text = f"{_number(queued, 'decode')} wait{_s(queued)} beside {running} that run"
     share = queued / running if running else float(queued)
     return Problem(
         "queue_long", Level.DEGRADED, text, _listed(names), Stage.DECODE_QUEUE, names, share, limits.waiting_share
@@ -194,8 +222,9 @@ def _prompts_wait(situation: Situation, there: Sequence[Standing], limits: Thres
     if not long:
         return None
     most, jobs = max(one.queue_s for one in long), sum(one.queued_prefill for one in there)
-    names = tuple(one.instance_id for one in long)
-    text = f"{jobs} prompts wait for up to {duration(most)} at {len(long)} of {len(there)} prefill instances"
+    names = tuple(sorted(one.instance_id for one in long))
+    where = f"{len(long)} of {_number(len(there), 'prefill instance')}"
+    text = f"{_number(jobs, 'prompt')} wait{_s(jobs)} for up to {duration(most)} at {where}"
     return Problem("queue_long", Level.DEGRADED, text, _listed(names), Stage.QUEUE, names, most, limit_s)
 
 
@@ -204,7 +233,7 @@ def transfers(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     number, failed = situation.transfers, situation.transfers_failed
     if number >= limits.least_requests and failed > limits.transfers_failing * number:
         text = f"{_share(failed / number)} of KV transfers failed ({failed} of {number})"
-        cause = "decode instances compute these prompts again"
+        cause = "; ".join(filter(None, (_fault(situation), "decode instances compute these prompts again")))
         yield Problem(
             "transfers_failing",
             Level.DEGRADED,
@@ -223,6 +252,23 @@ def transfers(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     if seen.p50_s > limit_s:
         text = f"half of the KV transfers take over {duration(seen.p50_s)}"
         yield Problem("transfers_slow", Level.DEGRADED, text, "", Stage.TRANSFER, (), seen.p50_s, limit_s)
+
+
+def _fault(situation: Situation) -> str:
+    """What most of the transfers failed by."""
+    if not situation.transfer_faults:
+        return ""
+    code = max(situation.transfer_faults, key=lambda one: situation.transfer_faults[one])
+    return f"{_FAULTS.get(code, code)} ({situation.transfer_faults[code]} {code})"
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _s(number: int) -> str:
+    """The end of a verb of which so many are the subject."""
+    return "s" if number == 1 else ""
 
 
 def _share(share: float) -> str:

@@ -75,6 +75,22 @@ async def test_a_healthy_cluster_then_late_tokens_then_a_death(cluster: Cluster)
     assert worker is not None
 
 
+async def test_what_failed_has_not_missed_a_target_as_well(cluster: Cluster) -> None:
+    await cluster.workers(d0=Role.DECODE)
+    await tell(cluster, *(outcome(f"a{n}") for n in range(8)))
+    await tell(cluster, *(outcome(f"b{n}", phase="failed", code="deadline_exceeded") for n in range(4)))
+    found = await verdict(cluster)
+    assert [one["what"] for one in found["problems"]] == ["errors"]
+    assert found["headline"] == "Degraded: 33 % of requests failed (4 of 12)"
+
+
+async def test_the_window_is_as_long_as_it_is_said_to_be(cluster: Cluster) -> None:
+    found = await verdict(cluster)
+    assert 60.0 <= found["window_s"] < 70.0
+    assert round(found["time_s"] - found["window_s"], 3) % 10.0 == 0.0
+    assert found["headline"].startswith(f"Idle: nothing asked for in the last {found['window_s']:.0f} s")
+
+
 async def test_who_is_in_the_file_and_never_came_is_missing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster: Cluster = await start(expected_instances={"d0": "decode", "d1": "decode"})
     await cluster.workers(d0=Role.DECODE)

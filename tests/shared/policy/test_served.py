@@ -3,7 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.policy.served import CLASSES, KEPT_S, OTHER, Ended, How, Served, ServedBook, total
+from shared.policy.served import CLASSES, KEPT_S, OTHER, Ended, How, Served, ServedBook, total, window_begins
 
 
 def ended(slo: str = "chat", how: How = How.COMPLETED, at: float = 1_000.0, **more: Any) -> Ended:
@@ -101,3 +101,13 @@ def test_classes_beyond_the_bound_share_one_row() -> None:
     found = book.window(60.0, 1_000.0)
     assert len(found) == CLASSES + 1
     assert found[OTHER].completed == 3
+
+
+def test_a_window_begins_with_a_whole_step() -> None:
+    assert [window_begins(60.0, now) for now in (1_000.0, 1_005.0, 1_009.9, 1_010.0)] == [940.0, 940.0, 940.0, 950.0]
+
+
+def test_time_before_first_tokens_adds_up() -> None:
+    one = Served()
+    one.add(ended(seconds={"queue": 0.2, "decode": 1.0}, before_first={"queue": 0.2}))
+    assert total([one, one]).before_first == {"queue": 0.4}

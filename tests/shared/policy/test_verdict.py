@@ -110,7 +110,8 @@ def test_first_tokens_are_late_behind_a_queue() -> None:
     missed, long = only(verdict, "ttft_missed"), only(verdict, "queue_long")
     assert missed.text == "TTFT met by 40 % (target 1 s)"
     assert missed.stage is Stage.QUEUE
-    assert missed.cause.startswith("requests wait for prefill (queue: 10 s in the middle); 40 prompts wait")
+    assert missed.cause.startswith("requests wait for prefill (queue: 10 s in the middle, 20 s at the 99th")
+    assert "; 40 prompts wait for up to 3 s at 2 of 2 prefill instances (prefill-0, prefill-1)" in missed.cause
     assert missed.instances == long.instances == ("prefill-0", "prefill-1")
     assert (long.value, long.limit) == (3.0, 0.5)
     queue, computing = verdict.chain[0], verdict.chain[1]
@@ -148,6 +149,9 @@ def test_failing_transfers() -> None:
     found = only(judge(healthy(transfers_failed=30), LIMITS), "transfers_failing")
     assert found.text == "15 % of KV transfers failed (30 of 200)"
     assert found.cause == "decode instances compute these prompts again"
+    faults = {"timeout": 4, "unreachable": 26}
+    found = only(judge(healthy(transfers_failed=30, transfer_faults=faults), LIMITS), "transfers_failing")
+    assert found.cause.startswith("prefill instances cannot be reached for KV (26 unreachable); decode instances")
 
 
 def test_the_worst_class_is_named() -> None:
@@ -301,3 +305,56 @@ def test_every_verdict_adds_up(instances: list[Standing], failed: dict[str, int]
     assert levels == sorted(levels, key=[Level.DOWN, Level.DEGRADED].index)
     assert all(link.now >= 0 for link in verdict.chain)
     assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
+
+
+def test_why_a_class_missed_is_read_from_that_class() -> None:
+    patient = chat(
+        slo="batch", ttft_target_s=600.0, stages=longest(Stage.QUEUE, healthy()), before_first={"queue": 2_000.0}
+    )
+    own = {Stage.QUEUE: StageSeen(50, 1.0, 0.02, 0.1), Stage.PREFILL: StageSeen(50, 60.0, 1.2, 2.0)}
+    missed = chat(ttft_met=0.2, requests=50, stages=own, before_first={"queue": 1.0, "prefill": 60.0})
+    verdict = judge(healthy(stages=longest(Stage.QUEUE, healthy()), classes=(patient, missed)), LIMITS)
+    found = only(verdict, "ttft_missed")
+    assert found.stage is Stage.PREFILL
+    assert found.cause == "prompts take long to compute (prefill: 1.2 s in the middle, 2 s at the 99th percentile)"
+
+
+def test_what_comes_after_the_first_token_does_not_delay_it() -> None:
+    waits = longest(Stage.DECODE_QUEUE, healthy())
+    missed = chat(ttft_met=0.2, tpot_met=0.5, stages=waits, before_first={"queue": 10.0, "prefill": 40.0})
+    verdict = judge(healthy(stages=waits, classes=(missed,)), LIMITS)
+    assert only(verdict, "ttft_missed").stage is Stage.PREFILL
+    assert only(verdict, "tpot_missed").stage is Stage.DECODE_QUEUE
+
+
+@pytest.mark.parametrize("span", ["intake", "placement", "handover", "reply", "lost"])
+def test_time_at_no_instance_is_no_stage_s_fault(span: str) -> None:
+    missed = chat(ttft_met=0.2, stages=healthy().stages, before_first={"queue": 10.0, "prefill": 40.0, span: 150.0})
+    found = only(judge(healthy(classes=(missed,)), LIMITS), "ttft_missed")
+    assert found.stage is None
+    assert found.cause.endswith("(75 % of the time)")
+
+
+def test_an_instance_that_does_not_hear_of_policies_does_not_follow_them() -> None:
+    instances = (prefill(0, behind_s=9.0), prefill(1, behind_s=11.0), decode(0), decode(1))
+    found = only(judge(healthy(instances=instances), LIMITS), "policies_not_followed")
+    assert (found.text, found.cause) == ("policies not followed by prefill-1", "they go by older ones")
+    assert found.instances == ("prefill-1",)
+
+
+def test_a_target_that_is_just_missed_is_not_rounded_to_one_that_is_met() -> None:
+    assert only(judge(healthy(classes=(chat(ttft_met=0.8967),)), LIMITS), "ttft_missed").text == (
+        "TTFT met by 89.67 % (target 1 s)"
+    )
+
+
+def test_one_prompt_waits_and_two_wait() -> None:
+    for number, said in ((1, "1 prompt waits"), (2, "2 prompts wait")):
+        instances = (prefill(0, queue_s=3.0, queued_prefill=number), decode(0))
+        found = only(judge(healthy(instances=instances), LIMITS), "queue_long")
+        assert found.text == f"{said} for up to 3 s at 1 of 1 prefill instance"
+
+
+def test_where_nobody_predicts_no_classifier_is_blamed() -> None:
+    found = only(judge(healthy(predictions={"none": 100}), LIMITS), "predictor_fallback")
+    assert (found.text, found.cause) == ("100 % of output lengths not predicted", "no predictor answers")

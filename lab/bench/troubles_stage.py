@@ -1,0 +1,236 @@
+"""Stages a trouble on a running suite, waits for the verdict to name it and to call all well again, and judges it."""
+
+import asyncio
+import re
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from lab.bench.troubles_beds import EMULATED
+from lab.bench.troubles_figures import figures
+from lab.bench.troubles_known import Figure, Known, Sample
+from lab.bench.troubles_load import Clients
+from lab.chaos.arena import Arena
+from lab.chaos.clusters import Testbed
+from services.launcher.process import Child
+from shared.domain.instance import Role
+from shared.domain.verdict import Count, Level, Problem, Verdict
+from shared.errors import PolyphaseError
+from shared.wire.clients.monitor import MonitorClient
+
+POLL_S, SAMPLE_S = 0.2, 0.25
+LOOKS, BETWEEN_S = 3, 1.0  # verdicts that are judged, the first that names the trouble among them
+ALARM_S, CLEAR_S = 45.0, 60.0  # the longest that is waited
+
+
+@dataclass(slots=True)
+class Stage:
+    """A running suite, its clients, and what is known of it. states: of each instance, as its stager made it."""
+
+    arena: Arena
+    clients: Clients
+    monitor: MonitorClient
+    states: dict[str, str]
+    known: Known
+    late: Child | None = None  # the instance that came late
+
+    def be(self, state: str, *names: str) -> None:
+        """These instances are in that state from now on."""
+        self.states |= dict.fromkeys(names, state)
+        self.known.counts = counted(self.states, self.arena.roles.first)
+
+    @contextmanager
+    def doubted(self) -> Iterator[None]:
+        """Requests that are open in the block's length are seen otherwise by who stands still."""
+        began_s = time.time()
+        try:
+            yield
+        finally:
+            for shot in self.clients.shots:
+                shot.doubt = shot.doubt or not shot.ended_s or shot.ended_s >= began_s - 1.0
+
+    async def verdict(self) -> tuple[Verdict, Known]:
+        """The monitor's, and what is known at that moment; lists of it grow on."""
+        found = msgspec.convert(await self.monitor.call("GET", "/verdict"), Verdict)
+        return found, replace(self.known, silent=dict(self.known.silent))
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One of them. `make` has it for its block's length. what: the problem's code; names: what text and cause have to
+    say, a regular expression; culprits: the instances that the problem names, None: none are looked for.
+    """
+
+    name: str
+    does: str
+    what: str
+    names: str
+    make: Callable[[Stage], AbstractAsyncContextManager[None]]
+    level: Level = Level.DEGRADED
+    culprits: Callable[[Arena], tuple[str, ...]] | None = None
+    bed: Testbed = EMULATED
+
+
+@dataclass(slots=True)
+class Staged:
+    """What became of it. Times in seconds; None: not within the time allowed."""
+
+    trouble: Trouble
+    headline: str = ""
+    cause: str = ""
+    alarm_s: float | None = None
+    clear_s: float | None = None
+    figures: list[Figure] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Named, its cause too, all figures right, and over in the end."""
+        return not self.faults and all(figure.ok for figure in self.figures)
+
+
+def counted(states: dict[str, str], roles: dict[str, Role]) -> dict[Role, Count]:
+    """The counts that a verdict should have."""
+
+    def of(role: Role) -> Count:
+        mine = [state for name, state in states.items() if roles[name] is role]
+        fields = ("ready", "dead", "unresponsive", "draining", "starting", "missing")
+        return Count(expected=len(mine), **{name: mine.count(name) for name in fields})
+
+    return {role: of(role) for role in Role}
+
+
+async def stage(on: Stage, trouble: Trouble) -> Staged:
+    """From a cluster that is well to one that is well again. Whatever goes wrong is in the answer."""
+    staged, seen = Staged(trouble), list[tuple[Verdict, Known]]()
+    await _well(on, staged, seen)
+    seen.clear()  # judged after the trouble before
+    async with _sampled(on):
+        began = time.monotonic()
+        try:
+            async with trouble.make(on):
+                staged.alarm_s = await _alarm(on, staged, seen, began)
+        except (PolyphaseError, TimeoutError) as error:
+            staged.faults.append(f"{type(error).__name__}: {error}")
+        undone = time.monotonic()
+        if await _well(on, staged, seen):
+            staged.clear_s = time.monotonic() - undone
+        for verdict, known in seen:
+            staged.figures += figures(verdict, known)
+    return staged
+
+
+async def _alarm(on: Stage, staged: Staged, seen: list[tuple[Verdict, Known]], began: float) -> float | None:
+    """Seconds until the verdict names it; it is looked at some times then."""
+    trouble, found = staged.trouble, await on.verdict()
+    while (problem := _named(trouble, found)) is None:
+        if time.monotonic() - began > ALARM_S:
+            staged.headline = found[0].headline
+            staged.faults.append(f"{trouble.what} was not named within {ALARM_S:.0f} s")
+            return None
+        await asyncio.sleep(POLL_S)
+        found = await on.verdict()
+    alarm_s = time.monotonic() - began
+    for look in range(LOOKS):
+        if look:
+            await asyncio.sleep(BETWEEN_S)
+            found = await on.verdict()
+            problem = _named(trouble, found) or problem
+        seen.append(found)
+        staged.headline, staged.cause = found[0].headline, problem.cause
+        staged.faults += _misnamed(on, trouble, found[0])
+    return alarm_s
+
+
+def _named(trouble: Trouble, found: tuple[Verdict, Known]) -> Problem | None:
+    return next((one for one in found[0].problems if one.what == trouble.what), None)
+
+
+def _misnamed(on: Stage, trouble: Trouble, verdict: Verdict) -> list[str]:
+    problem = next((one for one in verdict.problems if one.what == trouble.what), None)
+    if problem is None:
+        return [f"named no more: {verdict.headline}"]
+    faults, said = [], f"{problem.text}: {problem.cause}"
+    if re.search(trouble.names, said) is None:
+        faults.append(f"it says {said!r}, and nothing of {trouble.names!r}")
+    if problem.level is not trouble.level:
+        faults.append(f"it calls it {problem.level}, not {trouble.level}")
+    if trouble.culprits is not None and problem.instances != tuple(sorted(trouble.culprits(on.arena))):
+        faults.append(f"it blames {problem.instances}, not {trouble.culprits(on.arena)}")
+    return faults
+
+
+async def _well(on: Stage, staged: Staged, seen: list[tuple[Verdict, Known]]) -> bool:
+    """Wait until nothing is wrong, but for who is not to come yet; that verdict is judged, too."""
+    give_up = time.monotonic() + CLEAR_S
+    while True:
+        verdict, known = await on.verdict()
+        problems = [one for one in verdict.problems if one.what != "instances_missing"]
+        settled = all(count.ready == known.counts[role].ready for role, count in verdict.counts.items())
+        if not problems and settled and verdict.requests:
+            if not verdict.problems:
+                seen.append((verdict, known))
+            return True
+        if time.monotonic() > give_up:
+            staged.faults.append(f"not well within {CLEAR_S:.0f} s: {verdict.headline}")
+            return False
+        await asyncio.sleep(POLL_S)
+
+
+@asynccontextmanager
+async def _sampled(on: Stage) -> AsyncIterator[None]:
+    """Ask every instance for its metrics all the time."""
+    urls = {
+        port.process: f"http://{port.host}:{port.port}/metrics"
+        for port in on.arena.ports
+        if port.service == "worker" and port.purpose == "http"
+    }
+    tasks = [asyncio.create_task(_sample(on, name, url)) for name, url in urls.items()]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        on.known.samples.clear()
+
+
+async def _sample(on: Stage, name: str, url: str) -> None:
+    role = on.arena.roles.first[name]
+    while True:
+        if on.states[name] == "ready":
+            try:
+                text = await asyncio.to_thread(_read, url)
+                on.known.samples.append(sample_of(text, time.time(), name, role))
+            except (OSError, ValueError):  # just killed, or not there yet
+                pass
+        await asyncio.sleep(SAMPLE_S)
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=2.0) as answer:
+        return str(answer.read(), "utf-8")
+
+
+def sample_of(text: str, time_s: float, name: str, role: Role) -> Sample:
+    """Of an exposition. Raises ValueError where a series is missing."""
+
+    def value(series: str) -> float:
+        found = re.search(rf"^{series}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+        if found is None:
+            raise ValueError(f"{name}: no {series}")
+        return float(found[1])
+
+    return Sample(
+        time_s,
+        name,
+        role,
+        value("vllm:kv_cache_usage_perc"),
+        int(value("vllm:num_requests_waiting")),
+        int(value("vllm:num_requests_running")),
+        int(value("polyphase_instance_queued_prefill_jobs")),
+    )
