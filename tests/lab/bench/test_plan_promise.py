@@ -33,10 +33,12 @@ from shared.sim.workload import Workload
 
 
 @cache
-def pair(rate: float = 2.0, requests: int = 250) -> Planned:
-    """A prefill and a decode instance, as if they had been searched for."""
+def pair(rate: float = 2.0, requests: int = 250, longest: int = 2_000) -> Planned:
+    """A prefill and a decode instance, as if they had been searched for; `longest`: output tokens at most."""
     problem = problem_for("conversation", None)
-    problem = replace(problem, workload=problem.workload.head(requests), rate=rate)
+    workload = problem.workload.head(requests)
+    workload = replace(workload, output_tokens=np.minimum(workload.output_tokens, longest))
+    problem = replace(problem, workload=workload, rate=rate)
     layers = problem.shop.geometry.layers
     plan = Plan((Group(Role.PREFILL, 1, (Part(1, layers),)), Group(Role.DECODE, 1, (Part(0, layers),))))
     search = Search(problem, lambda: 0.0, RunSpec(streaming=False))
@@ -125,6 +127,6 @@ def test_a_trace_that_is_missing_is_told_of_and_made(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_pair_does_live_what_it_does_in_the_simulator() -> None:
     """Short, and so only nearly; that all of a promise is kept is the bench's to show."""
-    kept = kept_promise(pair(), 24)
+    kept = kept_promise(pair(rate=4.0, longest=150), 24)
     assert kept.live.ttft_mean_s == pytest.approx(kept.simulated.ttft_mean_s, abs=0.1)
     assert kept.live.tpot_mean_s == pytest.approx(kept.simulated.tpot_mean_s, rel=0.2)

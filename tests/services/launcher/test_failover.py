@@ -5,14 +5,15 @@ import contextlib
 import os
 import signal
 import time
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from services.launcher import cluster_token
 from services.launcher.suite import Suite, until
@@ -20,11 +21,18 @@ from shared.errors import OutcomeUnknown, PolyphaseError, Standby
 from shared.wire.clients.monitor import MonitorClient
 from tests.services.launcher.test_up import running
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 MOST_S = 10.0  # on a busy machine; what it took is printed
 USERS, LONG = 4, 12  # with short answers, and with one that takes half a minute
 SLOW = {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30, "emulated_step_s": 0.05}
 TWO = {"monitors": 2, "launcher": {"hang_s": 60}, "scheduler": {"count": 2}, "instance_defaults": SLOW}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
+    """One for all tests of this file; each leaves the roles as they were."""
+    async with running(tmp_path_factory.mktemp("failover"), **TWO) as (_, suite):
+        yield suite
 
 
 @dataclass
@@ -99,6 +107,7 @@ async def taken_over(suite: Suite, name: str, began: float) -> float:
 async def drain_under_way(suite: Suite) -> tuple[asyncio.Task[Any], str]:
     """A drain of d-0 that takes long, since a long answer is written there; it is under way, and in the database."""
     body = {"model": "m", "prompt": "Hi", "max_tokens": 600, "ignore_eos": True}
+    operation_id = uuid.uuid4().hex
 
     async def write() -> None:
         async with httpx.AsyncClient(timeout=120, trust_env=False) as http:
@@ -109,7 +118,7 @@ async def drain_under_way(suite: Suite) -> tuple[asyncio.Task[Any], str]:
         try:
             async with suite.monitor() as monitor:
                 await until(lambda: busy(monitor), 30, "d-0 has work")
-                await monitor.drain("d-0", timeout_s=20.0, who="test", operation_id="under-way")
+                await monitor.drain("d-0", timeout_s=20.0, who="test", operation_id=operation_id)
         finally:
             answers.cancel()
             await asyncio.gather(answers, return_exceptions=True)
@@ -119,20 +128,20 @@ async def drain_under_way(suite: Suite) -> tuple[asyncio.Task[Any], str]:
 
         async def running() -> bool:
             with contextlib.suppress(PolyphaseError):
-                return (await monitor.operation("under-way"))["result"] == "running"
+                return (await monitor.operation(operation_id))["result"] == "running"
             return False
 
         await until(running, 40, "the drain is under way")
     await asyncio.sleep(0.5)  # rows of the audit are written within 0.2 s
-    return task, "under-way"
+    return task, operation_id
 
 
 async def busy(monitor: MonitorClient) -> bool:
     return int((await monitor.instance("d-0"))["load"]["inflight"]) > LONG // 4
 
 
-async def test_killed_it_is_replaced_within_two_seconds_and_nothing_is_lost(tmp_path: Path) -> None:
-    async with running(tmp_path, **TWO) as (_, suite), loaded(suite):
+async def test_killed_it_is_replaced_within_two_seconds_and_nothing_is_lost(suite: Suite) -> None:
+    async with loaded(suite):
         active, other = await who(suite)
         draining, operation_id = await drain_under_way(suite)
         old, began = suite.kill(active), time.monotonic()
@@ -147,12 +156,13 @@ async def test_killed_it_is_replaced_within_two_seconds_and_nothing_is_lost(tmp_
             assert (row["result"], row["code"]) == ("unknown", "outcome_unknown")
             assert (await monitor.resume("d-0", who="test"))["result"] == "succeeded"
             assert (await monitor.flip("p-1", who="test"))["to_role"] == "decode"
+            assert (await monitor.flip("p-1", who="test"))["to_role"] == "prefill"
         await suite.restarted(active, old)
         assert await who(suite) == (other, active)  # back, it stands by
 
 
-async def test_frozen_it_is_replaced_and_does_nothing_when_it_wakes(tmp_path: Path) -> None:
-    async with running(tmp_path, **TWO) as (_, suite), loaded(suite):
+async def test_frozen_it_is_replaced_and_does_nothing_when_it_wakes(suite: Suite) -> None:
+    async with loaded(suite):
         active, other = await who(suite)
         draining, operation_id = await drain_under_way(suite)
         pid, began = suite.kill(active, signal.SIGSTOP), time.monotonic()
@@ -162,7 +172,7 @@ async def test_frozen_it_is_replaced_and_does_nothing_when_it_wakes(tmp_path: Pa
         async with suite.monitor() as monitor:
             assert (await monitor.operation(operation_id))["result"] == "unknown"
             assert (await monitor.resume("d-0", who="test"))["result"] == "succeeded"
-            assert (await monitor.flip("d-1", who="test"))["to_role"] == "prefill"
+            assert (await monitor.flip("p-1", who="test"))["to_role"] == "decode"
         os.kill(pid, signal.SIGCONT)
         with pytest.raises(PolyphaseError):  # that drain's answer: it was not this monitor's turn any more
             await draining
@@ -176,14 +186,15 @@ async def test_frozen_it_is_replaced_and_does_nothing_when_it_wakes(tmp_path: Pa
         found = await suite.instances()
         assert {name: (one["role"], one["state"]) for name, one in found.items()} == {
             "p-0": ("prefill", "ready"),
-            "p-1": ("prefill", "ready"),
+            "p-1": ("decode", "ready"),
             "d-0": ("decode", "ready"),
-            "d-1": ("prefill", "ready"),
+            "d-1": ("decode", "ready"),
         }
         async with suite.monitor() as monitor:
             assert (await monitor.operation(operation_id))["result"] == "unknown"
             kinds = {row["kind"] for row in await monitor.events(limit=500, since_s=time.time() - 60)}
             assert not kinds & {"death", "unresponsive"}, kinds
+            assert (await monitor.flip("p-1", who="test"))["to_role"] == "prefill"
 
 
 async def until_it_answers(woken: MonitorClient) -> None:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import zmq
 
 from services.worker.kv.device import Copies
+from services.worker.kv.events import KvEvents
 from services.worker.kv.shards import Shards
 from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
 from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
@@ -63,6 +65,17 @@ class Rig:
     fingerprint: str = "model"
     endpoints: list[KvEndpoint] = field(default_factory=list)
     results: "queue.Queue[PullResult]" = field(default_factory=queue.Queue)
+    _unread: "zmq.Socket[bytes] | None" = None
+
+    @property
+    def events_address(self) -> str:
+        """Where endpoints tell of what happens."""
+        return f"ipc://{self.folder}/events"
+
+    def events(self) -> KvEvents:
+        """What endpoints tell; to be entered before there is one."""
+        assert self._unread is None, "they tell already, and nobody reads it"
+        return KvEvents(self.events_address)
 
     def endpoint(
         self,
@@ -85,10 +98,11 @@ class Rig:
     ) -> KvEndpoint:
         """Rank `rank` of an instance with `ranks` tensor-parallel ranks in each of the stages."""
         shards = Shards(stages, KV_HEADS, ranks)
+        self._take_events()
         made = KvEndpoint(
             EndpointSettings(
                 address or f"{scheme or self.scheme}://127.0.0.1:*",
-                f"ipc://{self.folder}/events",
+                self.events_address,
                 ExportIdentity(generation or self.generation, self.fingerprint, KEY),
                 staging_bytes=staging_bytes,
                 lease_s=lease_s,
@@ -140,6 +154,15 @@ class Rig:
     def close(self) -> None:
         for endpoint in self.endpoints:
             endpoint.stop()
+        if self._unread is not None:
+            self._unread.context.destroy(linger=0)
+
+    def _take_events(self) -> None:
+        """An endpoint that stops waits for its events to be taken; nobody may be there to do so."""
+        if self._unread is None and not (self.folder / "events").exists():
+            self._unread = zmq.Context().socket(zmq.PULL)
+            self._unread.setsockopt(zmq.RCVHWM, 0)
+            self._unread.bind(self.events_address)
 
 
 def control_of(endpoint: KvEndpoint) -> str:

@@ -26,7 +26,7 @@ async def next_event(events: KvEvents) -> KvEvent:
 
 async def test_a_transfer_tells_its_story(rig: Rig) -> None:
     kv = model_kv(64)
-    async with KvEvents(f"ipc://{rig.folder}/events") as events:
+    async with rig.events() as events:
         exporter, importer = rig.endpoint(), rig.endpoint()
         stage(exporter, kv, end=32)
         stage(exporter, kv, start=32)
@@ -41,7 +41,7 @@ async def test_a_transfer_tells_its_story(rig: Rig) -> None:
 
 
 async def test_the_end_of_an_export_is_told_with_what_is_left(rig: Rig) -> None:
-    async with KvEvents(f"ipc://{rig.folder}/events") as events:
+    async with rig.events() as events:
         exporter, importer, kv = rig.endpoint(), rig.endpoint(), model_kv(64)
         for name in "ab":
             stage(exporter, kv, name)
@@ -58,7 +58,7 @@ async def test_the_end_of_an_export_is_told_with_what_is_left(rig: Rig) -> None:
 
 
 async def test_a_refusal_is_told_once(rig: Rig) -> None:
-    async with KvEvents(f"ipc://{rig.folder}/events") as events:
+    async with rig.events() as events:
         exporter = rig.endpoint(staging_bytes=100)
         kv = model_kv(64)
         stage(exporter, kv, end=32)
@@ -73,7 +73,7 @@ async def test_a_refusal_is_told_once(rig: Rig) -> None:
 
 
 async def test_what_needs_no_pull_is_told_and_released(rig: Rig) -> None:
-    async with KvEvents(f"ipc://{rig.folder}/events") as events:
+    async with rig.events() as events:
         exporter, importer = rig.endpoint(), rig.endpoint()
         stage(exporter, model_kv(64))
         await next_event(events)

@@ -58,7 +58,7 @@ async def events_until(events: KvEvents, last: type[KvEvent]) -> list[KvEvent]:
 
 
 async def test_a_transfer_that_ends_while_it_is_copied_holds_its_room_until_the_copy_is_over(rig: Rig) -> None:
-    async with KvEvents(f"ipc://{rig.folder}/events") as events:
+    async with rig.events() as events:
         device = LateDevice()
         exporter = rig.endpoint(copies=copies_of(device), staging_bytes=TOKENS * TOKEN_BYTES)
         with device.lock:  # the copy does not end
@@ -71,7 +71,7 @@ async def test_a_transfer_that_ends_while_it_is_copied_holds_its_room_until_the_
 
 
 async def test_want_of_pinned_memory_fails_the_transfer_and_not_the_engine(rig: Rig) -> None:
-    async with KvEvents(f"ipc://{rig.folder}/events") as events:
+    async with rig.events() as events:
         exporter, importer = rig.endpoint(copies=copies_of(LateDevice(), tokens=10)), rig.endpoint()
         exporter.stage("t", 0, TOKENS, TOKENS, lambda *_: pytest.fail("nothing is gathered"))
         seen = await events_until(events, StagingFailed)

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from services.worker.kv.control import SocketControl
-from services.worker.kv.events import KvEvents, StagedChunk, StagingFailed
+from services.worker.kv.events import StagedChunk, StagingFailed
 from services.worker.kv.wire.frames import (
     MAX_MESSAGE_BYTES,
     Answer,
@@ -164,10 +164,9 @@ async def test_garbage_answers_do_not_end_the_workers_own_side(rig: Rig) -> None
 
 
 async def test_garbage_events_are_dropped_and_counted(rig: Rig) -> None:
-    address = f"ipc://{rig.folder}/events"
-    async with KvEvents(address) as events:
+    async with rig.events() as events:
         with zmq.Context() as context, context.socket(zmq.PUSH) as rank:
-            rank.connect(address)
+            rank.connect(rig.events_address)
             for garbage in (
                 msgspec.msgpack.encode(StagingFailed("~~", 0, "")).replace(b"~~", b"\xff\xfe"),
                 NESTED,
