@@ -133,7 +133,7 @@ TROUBLES: tuple[Trouble, ...] = (
         "kv-slow",
         f"a proxy has every KV message take {making.SLOW_S / 2:g} s longer",
         "transfers_slow",
-        "half of the KV transfers take over",
+        r"half of the KV transfers take over .*: \S+ [kM]?B each on average, at \S+ [kM]?B/s",
         making.kv_slow,
         bed=REAL,
     ),

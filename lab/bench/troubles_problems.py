@@ -193,6 +193,14 @@ def _slow(found: re.Match[str], problem: Problem, verdict: Verdict, known: Known
     ended = [shot for shot in ended if shot.ended_s <= verdict.time_s]
     limit_s = about_median(shot.jct_s for shot in ended) * HISTOGRAM + OWN_S
     yield within("median", _seconds(found["seconds"]), (known.slow_s / HISTOGRAM, limit_s))
+    told = re.fullmatch(r"(\S+ \w+) each on average, at (\S+ \w+)/s", problem.cause)
+    if told is not None:  # more than half of them were slowed
+        yield within("rate", _bytes(told[2]), (0.0, _bytes(told[1]) / (known.slow_s / 2.0)))
+
+
+def _bytes(said: str) -> float:
+    number, unit = said.split()
+    return float(number) * {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
 
 
 def _not_there(found: re.Match[str], problem: Problem, verdict: Verdict, known: Known) -> Iterator[Figure]:

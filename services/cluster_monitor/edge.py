@@ -226,6 +226,7 @@ class OutcomeIn(_Edge):
     whole_s: Seconds = 0.0
     transfers: Count = 0
     transfers_failed: Count = 0
+    transfer_bytes: Count = 0
     transfer_faults: Annotated[dict[Name, Count], Field(max_length=32)] = {}
 
     def to_ended(self) -> Ended:

@@ -83,6 +83,7 @@ class Judge:
             spent_s=ended.whole_s,
             transfers=ended.transfers,
             transfers_failed=ended.transfers_failed,
+            transfer_bytes=ended.transfer_bytes,
             transfer_faults=ended.transfer_faults,
             gateways=tuple(Peer(name, silent_s) for name, silent_s in self.peers.gateways().items()),
             schedulers=self._schedulers(policies),

@@ -74,6 +74,7 @@ def _spent(timeline: RequestTimeline) -> dict[str, Any]:
         "whole_s": whole_s,
         "transfers": len(moved),
         "transfers_failed": len(failed),
+        "transfer_bytes": sum(one.wire_bytes for one in moved),
         "transfer_faults": dict(Counter(_fault(one.error) for one in failed)),
     }
 

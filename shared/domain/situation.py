@@ -81,6 +81,7 @@ class Situation(msgspec.Struct, frozen=True):
     spent_s: float = 0.0
     transfers: int = 0
     transfers_failed: int = 0
+    transfer_bytes: int = 0
     transfer_faults: dict[str, int] = {}  # those, by the code of their fault
     gateways: tuple[Peer, ...] = ()
     schedulers: tuple[Peer, ...] = ()

@@ -47,6 +47,7 @@ class Ended(msgspec.Struct, frozen=True):
     whole_s: float = 0.0
     transfers: int = 0
     transfers_failed: int = 0
+    transfer_bytes: int = 0
     transfer_faults: dict[str, int] = {}
 
 
@@ -78,6 +79,7 @@ class Served(msgspec.Struct, omit_defaults=True):
     predicted: dict[str, int] = {}
     transfers: int = 0
     transfers_failed: int = 0
+    transfer_bytes: int = 0
     transfer_faults: dict[str, int] = {}
 
     @property
@@ -108,6 +110,7 @@ class Served(msgspec.Struct, omit_defaults=True):
             _count(self.predicted, ended.predicted, 1)
         self.transfers += ended.transfers
         self.transfers_failed += ended.transfers_failed
+        self.transfer_bytes += ended.transfer_bytes
         for fault, number in ended.transfer_faults.items():
             _count(self.transfer_faults, fault, number)
 
@@ -148,6 +151,7 @@ _SUMS = (
     "timed",
     "transfers",
     "transfers_failed",
+    "transfer_bytes",
 )
 _BY_NAME = ("seconds", "before_first", "failures", "refusals", "predicted", "transfer_faults")
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from shared.domain.instance import InstanceState, Role
-from shared.domain.situation import ClassSeen, Peer, Situation, Standing
+from shared.domain.situation import ClassSeen, Peer, Situation, StageSeen, Standing
 from shared.domain.verdict import Count, Level, Problem, Stage, Thresholds
-from shared.domain.words import duration
+from shared.domain.words import duration, size
 
 _FAULTS = {  # of KV transfers; `services.worker.kv.errors.KvFault` has all of them
     "unreachable": "prefill instances cannot be reached for KV",
@@ -251,7 +251,16 @@ def transfers(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
     limit_s = limits.transfers_share * min(targets)
     if seen.p50_s > limit_s:
         text = f"half of the KV transfers take over {duration(seen.p50_s)}"
-        yield Problem("transfers_slow", Level.DEGRADED, text, "", Stage.TRANSFER, (), seen.p50_s, limit_s)
+        cause = _carried(situation, seen)
+        yield Problem("transfers_slow", Level.DEGRADED, text, cause, Stage.TRANSFER, (), seen.p50_s, limit_s)
+
+
+def _carried(situation: Situation, seen: StageSeen) -> str:
+    """Whether there is much to carry, or little comes through."""
+    if not situation.transfers or not situation.transfer_bytes or seen.total_s <= 0.0:
+        return ""
+    each = situation.transfer_bytes / situation.transfers
+    return f"{size(each)} each on average, at {size(situation.transfer_bytes / seen.total_s)}/s"
 
 
 def _fault(situation: Situation) -> str:

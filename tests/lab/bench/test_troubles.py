@@ -202,7 +202,7 @@ def test_the_troubles_are_known_by_name_and_their_suites_can_be_built() -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_three_troubles_are_named_with_right_figures(tmp_path: Path) -> None:
-    options = TroublesOptions(("dead", "unresponsive", "burst"), tmp_path)
+    options = TroublesOptions(("dead", "unresponsive", "frozen"), tmp_path)
     result = run_troubles_bench(options, Console(stderr=True))
     assert not {name: aim["got"] for name, aim in result["aims"].items() if not aim["met"]}
     assert result["figures"]["dead_figures"] > 100

@@ -36,7 +36,8 @@ def test_without_a_first_token_all_of_it_was_before() -> None:
 def test_faults_of_transfers_are_told_by_their_codes() -> None:
     errors = ("unreachable: tcp://h:1: refused", "unreachable: h:2", "?")
     moved = [TransferReport(TransferOutcome.RECOMPUTED, error=error) for error in errors]
-    moved += [TransferReport(TransferOutcome.PULLED), TransferReport(TransferOutcome.LOCAL)]
+    moved += [TransferReport(TransferOutcome.PULLED, wire_bytes=500), TransferReport(TransferOutcome.LOCAL)]
     told = outcome_of(report(RequestTimeline("j", 10.0, transfers=moved)), Slo("chat"), 21.0)
     assert (told["transfers"], told["transfers_failed"]) == (4, 3)
+    assert told["transfer_bytes"] == 500
     assert told["transfer_faults"] == {"unreachable": 2, "unknown": 1}

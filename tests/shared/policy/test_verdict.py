@@ -138,10 +138,12 @@ def test_late_tokens_of_crowded_decode_steps() -> None:
 def test_late_tokens_behind_slow_transfers() -> None:
     base = healthy()
     stages = longest(Stage.TRANSFER, base)
-    verdict = judge(healthy(stages=stages, classes=(chat(tpot_met=0.3),)), LIMITS)
+    moved = {"transfers": 200, "transfer_bytes": 400_000_000}
+    verdict = judge(healthy(stages=stages, classes=(chat(tpot_met=0.3),), **moved), LIMITS)
     missed, slow = only(verdict, "tpot_missed"), only(verdict, "transfers_slow")
     assert missed.stage is Stage.TRANSFER
     assert slow.text in missed.cause
+    assert slow.cause == "2 MB each on average, at 200 kB/s"
     assert (slow.value, slow.limit) == (10.0, 0.25)
 
 
