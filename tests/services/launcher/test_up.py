@@ -13,14 +13,16 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import pytest_asyncio
 import yaml
 
 from services.launcher.ports import free_range
 from services.launcher.process import KILL_S, STOP_S
 from services.launcher.suite import Suite, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 START_S = 200.0
+Up = tuple[asyncio.subprocess.Process, Suite]
 
 
 def cluster(folder: Path, **changes: Any) -> Path:
@@ -53,7 +55,7 @@ async def polyphase(*words: str, **environment: str) -> tuple[int, str]:
 
 
 @asynccontextmanager
-async def running(folder: Path, **changes: Any) -> AsyncIterator[tuple[asyncio.subprocess.Process, Suite]]:
+async def running(folder: Path, **changes: Any) -> AsyncIterator[Up]:
     """`polyphase up` of a cluster file with these changes."""
     file, data = cluster(folder, **changes), folder / "data"
     command = [sys.executable, "-c", "from services.launcher.cli import main; main()", "up"]
@@ -82,66 +84,77 @@ def pids(suite: Suite) -> list[int]:
     return [process.pid for process in suite.state.processes]
 
 
-async def test_serves_is_operated_and_stops(tmp_path: Path) -> None:
-    async with running(tmp_path) as (launcher, suite):
-        assert (await ask(suite)).json()["usage"]["completion_tokens"] == 5
-        where = ["--data-dir", str(suite.data_dir)]
-        code, text = await polyphase("status", *where)
-        assert code == 0
-        assert "p-1" in text
-        code, text = await polyphase("flip", "p-1", *where, "--json")
-        assert code == 0, text
-        assert json.loads(text.splitlines()[-1])["flip_s"] < 0.01
-        assert (await suite.instances())["p-1"]["role"] == "decode"
-        code, text = await polyphase("flip", "p-0", *where)  # the last prefill instance
-        assert code == 1
-        assert "last ready prefill" in text
-        code, text = await polyphase("forget", "p-0", *where)
-        assert code == 1
-        assert "only dead instances can be forgotten" in text
-        for what, state in (("drain", "draining"), ("resume", "ready")):
-            assert (await polyphase(what, "d-0", *where))[0] == 0
-            assert (await suite.instances())["d-0"]["state"] == state
-        code, text = await polyphase("up", "--cluster", str(tmp_path / "cluster.yaml"), *where)
-        assert code == 1
-        assert "already runs" in text
-        other = ["--cluster", str(tmp_path / "cluster.yaml"), "--data-dir", str(tmp_path / "other")]
-        code, text = await polyphase("up", *other)
-        assert code == 1
-        assert "for monitor is taken by process" in text
-        started = pids(suite)
-        launcher.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(launcher.wait(), 30) == 0
-        assert not any(psutil.pid_exists(pid) for pid in started)
-        assert not (suite.data_dir / "state.json").exists()
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Up]:
+    """One for the tests that leave it serving, and for the one that ends it."""
+    async with running(tmp_path_factory.mktemp("up")) as found:
+        yield found
 
 
-async def test_the_clusters_secret_is_wanted_and_told_to_nobody(tmp_path: Path) -> None:
-    async with running(tmp_path) as (_, suite):
-        file = suite.data_dir / "cluster-token"
-        secret = file.read_text().strip()
-        assert file.stat().st_mode & 0o077 == 0
-        monitor = ["--monitor", suite.state.monitor_url, "--data-dir", str(tmp_path / "elsewhere")]
-        code, text = await polyphase("flip", "p-1", *monitor)
-        assert (code, "needs the cluster's secret" in text) == (1, True), text
-        (tmp_path / "wrong").write_text("another-secret-of-a-cluster")
-        for variable, value, said in (
-            ("POLYPHASE_CLUSTER_TOKEN_FILE", tmp_path / "wrong", "is not this cluster's secret"),
-            ("POLYPHASE_CLUSTER_TOKEN_FILE", file, "is now"),
-        ):
-            code, text = await polyphase("flip", "p-1", *monitor, **{variable: str(value)})
-            assert said in text
-        assert code == 0
-        for process in suite.state.processes:
-            one = psutil.Process(process.pid)
-            assert secret not in repr((one.cmdline(), one.environ())), process.name
-        for log in (suite.data_dir / "logs").iterdir():
-            assert secret not in log.read_text(), log
-        assert secret not in (suite.data_dir / "state.json").read_text()
-        async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
-            for url in (suite.state.monitor_url, *suite.state.scheduler_urls, suite.state.api_url):
-                for path in ("/health", "/metrics", "/openapi.json"):
-                    assert secret not in (await http.get(url + path)).text
+async def test_serves_and_is_operated(up: Up, tmp_path: Path) -> None:
+    _, suite = up
+    assert (await ask(suite)).json()["usage"]["completion_tokens"] == 5
+    where = ["--data-dir", str(suite.data_dir)]
+    code, text = await polyphase("status", *where)
+    assert code == 0
+    assert "p-1" in text
+    code, text = await polyphase("flip", "p-1", *where, "--json")
+    assert code == 0, text
+    assert json.loads(text.splitlines()[-1])["flip_s"] < 0.01
+    assert (await suite.instances())["p-1"]["role"] == "decode"
+    code, text = await polyphase("flip", "p-0", *where)  # the last prefill instance
+    assert code == 1
+    assert "last ready prefill" in text
+    code, text = await polyphase("forget", "p-0", *where)
+    assert code == 1
+    assert "only dead instances can be forgotten" in text
+    for what, state in (("drain", "draining"), ("resume", "ready")):
+        assert (await polyphase(what, "d-0", *where))[0] == 0
+        assert (await suite.instances())["d-0"]["state"] == state
+    file = ["--cluster", str(suite.data_dir.parent / "cluster.yaml")]
+    code, text = await polyphase("up", *file, *where)
+    assert code == 1
+    assert "already runs" in text
+    code, text = await polyphase("up", *file, "--data-dir", str(tmp_path / "other"))
+    assert code == 1
+    assert "for monitor is taken by process" in text
+
+
+async def test_the_clusters_secret_is_wanted_and_told_to_nobody(up: Up, tmp_path: Path) -> None:
+    _, suite = up
+    file = suite.data_dir / "cluster-token"
+    secret = file.read_text().strip()
+    assert file.stat().st_mode & 0o077 == 0
+    monitor = ["--monitor", suite.state.monitor_url, "--data-dir", str(tmp_path / "elsewhere")]
+    code, text = await polyphase("flip", "p-1", *monitor)
+    assert (code, "needs the cluster's secret" in text) == (1, True), text
+    (tmp_path / "wrong").write_text("another-secret-of-a-cluster")
+    for variable, value, said in (
+        ("POLYPHASE_CLUSTER_TOKEN_FILE", tmp_path / "wrong", "is not this cluster's secret"),
+        ("POLYPHASE_CLUSTER_TOKEN_FILE", file, "is now"),
+    ):
+        code, text = await polyphase("flip", "p-1", *monitor, **{variable: str(value)})
+        assert said in text
+    assert code == 0
+    for process in suite.state.processes:
+        one = psutil.Process(process.pid)
+        assert secret not in repr((one.cmdline(), one.environ())), process.name
+    for log in (suite.data_dir / "logs").iterdir():
+        assert secret not in log.read_text(), log
+    assert secret not in (suite.data_dir / "state.json").read_text()
+    async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
+        for url in (suite.state.monitor_url, *suite.state.scheduler_urls, suite.state.api_url):
+            for path in ("/health", "/metrics", "/openapi.json"):
+                assert secret not in (await http.get(url + path)).text
+
+
+async def test_told_to_end_it_ends_all_that_it_started(up: Up) -> None:
+    launcher, suite = up
+    started = pids(suite)
+    launcher.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(launcher.wait(), 30) == 0
+    assert not any(psutil.pid_exists(pid) for pid in started)
+    assert not (suite.data_dir / "state.json").exists()
 
 
 async def test_a_killed_instance_comes_back_and_none_outlives_the_launcher(tmp_path: Path) -> None:
@@ -159,13 +172,14 @@ async def test_a_killed_instance_comes_back_and_none_outlives_the_launcher(tmp_p
 async def test_a_frozen_process_is_noticed_and_serves_again(tmp_path: Path) -> None:
     """SIGSTOP is the rudest hang: nothing is closed, nothing is answered, SIGTERM is not taken."""
     async with running(tmp_path) as (launcher, suite):
-        for name in ("d-0", "monitor", "gateway"):
-            old = suite.kill(name, signal.SIGSTOP)
-            await suite.restarted(name, old)
-            state = next(process for process in suite.state.processes if process.name == name)
-            assert "hung" in state.fault
-            assert "stopped by a signal" in state.fault
-            assert not _alive(old)
+        for names in (("d-0", "gateway"), ("monitor",)):
+            frozen = {name: suite.kill(name, signal.SIGSTOP) for name in names}
+            for name, old in frozen.items():
+                await suite.restarted(name, old)
+                state = next(process for process in suite.state.processes if process.name == name)
+                assert "hung" in state.fault
+                assert "stopped by a signal" in state.fault
+                assert not _alive(old)
             await suite.wait_ready()
             assert (await ask(suite)).json()["usage"]["completion_tokens"] == 5
         started = pids(suite)
