@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.chaos.kv_framing import KvSplitter, Message, said
-from services.worker.kv.wire.tcp_framing import HEARTBEAT, Outbound
+from services.worker.kv.wire.tcp_framing import HEARTBEAT
+from services.worker.kv.wire.tcp_outbound import Outbound
 from tests.services.worker.kv.wire.test_tcp_framing import Pipe
 
 MESSAGES = st.lists(st.tuples(st.binary(min_size=1, max_size=60), st.binary(max_size=3000)), max_size=6)

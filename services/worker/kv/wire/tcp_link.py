@@ -9,7 +9,9 @@ from enum import Enum
 from typing import Protocol
 
 from services.worker.kv.wire.frames import MAX_FRAME_BYTES, Buffer
-from services.worker.kv.wire.tcp_framing import Inbound, Outbound, WireError
+from services.worker.kv.wire.tcp_framing import WireError
+from services.worker.kv.wire.tcp_inbound import Inbound
+from services.worker.kv.wire.tcp_outbound import Outbound
 from services.worker.kv.wire.tcp_resolving import Told, Where, host_and_port, numeric
 from services.worker.kv.wire.tcp_streams import Connection, Untrusted, connection_of, prepared
 from services.worker.kv.wire.transport import Place, Placement, Received

@@ -4,8 +4,10 @@ from collections import deque
 from collections.abc import Callable
 
 from services.worker.kv.wire.frames import Buffer
-from services.worker.kv.wire.tcp_framing import Inbound, Outbound, WireError
+from services.worker.kv.wire.tcp_framing import WireError
+from services.worker.kv.wire.tcp_inbound import Inbound
 from services.worker.kv.wire.tcp_link import Loop
+from services.worker.kv.wire.tcp_outbound import Outbound
 from services.worker.kv.wire.tcp_streams import Connection, Untrusted
 
 _GREETING_S = 5.0  # so long a peer may take to agree on keys and say hello
