@@ -6,41 +6,24 @@ load each 100 ms, idle they tell that they live. Placements are asked for as a g
 """
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import httpx
-import msgspec
-import psutil
 import uvloop
-from pydantic import SecretStr
 
-from lab.bench.control_fleet import FleetOptions
-from services.cluster_monitor.settings import MonitorSettings
-from services.global_scheduler.settings import SchedulerSettings
-from services.launcher import ports
+from lab.bench.control_processes import Control, healthy, running, settled, until
 from shared.domain.cluster import ClusterState
-from shared.domain.instance import InstanceState
 from shared.domain.job import JobView, Phase
-from shared.errors import Unavailable
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.cluster_feed import ClusterFeed
 from shared.wire.messages import JobReport
 from shared.wire.rpc_clients import RpcClients
 from shared.wire.sockets import Sockets
 
 SIZES = (10, 100, 1_000)
-WINDOW_S, SETTLE_S, READY_S = 8.0, 3.0, 60.0
+WINDOW_S = 8.0
 PLACE_PER_S, OPEN = 100.0, 100  # placements, and jobs of them that are not over
 AIMS = {"monitor_cores": 0.3, "scheduler_cores": 0.2, "place_p99_ms": 1.0, "known_again_s": 5.0}
 Figures = dict[str, float]
@@ -70,134 +53,15 @@ def run_control_bench(sizes: tuple[int, ...] = SIZES, window_s: float = WINDOW_S
     }
 
 
-@dataclass(slots=True)
-class Control:
-    """The processes under test, and a listener to the broadcasts."""
-
-    monitor_settings: MonitorSettings
-    scheduler_settings: SchedulerSettings
-    processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
-    cluster: ClusterState = field(default_factory=ClusterState)
-
-    @property
-    def monitor_url(self) -> str:
-        """Of the process under test."""
-        return f"http://127.0.0.1:{self.monitor_settings.http_port}"
-
-    @property
-    def scheduler_url(self) -> str:
-        """Of the process under test."""
-        return f"http://127.0.0.1:{self.scheduler_settings.http_port}"
-
-    def ready(self) -> int:
-        """Instances that the listener knows to be ready."""
-        return sum(one.state is InstanceState.READY for one in self.cluster.view().instances)
-
-    def cpu_s(self, name: str) -> float:
-        """That a process has had."""
-        times = psutil.Process(self.processes[name].pid).cpu_times()
-        return times.user + times.system
-
-    async def start(self, name: str, *command: str, **environment: str) -> None:
-        """A process of this Python."""
-        self.processes[name] = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *command,
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-    async def start_monitor(self) -> None:
-        """The monitor, or another after it."""
-        await self.start("monitor", "-m", "services.cluster_monitor", **self.monitor_settings.to_environment())
-
-    async def start_scheduler(self) -> None:
-        """The scheduler."""
-        await self.start("scheduler", "-m", "services.global_scheduler", **self.scheduler_settings.to_environment())
-
-    def load(self, kind: str) -> None:
-        """What the instances are to do."""
-        pipe = self.processes["fleet"].stdin
-        assert pipe is not None
-        pipe.write(f"{kind}\n".encode())
-
-    async def end(self) -> None:
-        """Of all processes."""
-        for process in reversed(self.processes.values()):
-            with suppress(ProcessLookupError):
-                process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), 15.0)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-
-
 async def _measure(size: int, window_s: float) -> Figures:
     async with running(size) as control:
         figures = {f"idle_{name}": value for name, value in (await _window(control, window_s)).items()}
         control.load("busy")
-        await asyncio.sleep(SETTLE_S)
+        await settled()
         figures |= await _window(control, window_s)
         figures |= await _place(control, window_s)
         figures |= await _restart(control, size)
     return figures
-
-
-@asynccontextmanager
-async def running(size: int, before: Callable[[str], Awaitable[None]] | None = None) -> AsyncIterator[Control]:
-    """Monitor, scheduler and so many instances that compute nothing; `before` may fill their database, by its URL."""
-    with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as folder:
-        control = Control(*_settings(Path(folder)))
-        if before is not None:
-            await before(control.monitor_settings.database_url)
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(control.end)
-            await control.start_monitor()
-            await control.start_scheduler()
-            for url in (control.monitor_url, control.scheduler_url):
-                await _until(lambda url=url: _healthy(url), f"{url} answers")
-            sockets = Sockets()
-            stack.callback(sockets.close)
-            feed = ClusterFeed(
-                sockets, control.monitor_settings.broadcast_address, lambda delta: control.cluster.apply(delta)
-            )
-            stack.callback(feed.close)
-            await _start_fleet(control, size)
-            await _until(lambda: _all_ready(control, size), f"{size} instances are ready")
-            await asyncio.sleep(SETTLE_S)
-            yield control
-
-
-def _settings(folder: Path) -> tuple[MonitorSettings, SchedulerSettings]:
-    first = ports.free_range()
-    address = [f"tcp://127.0.0.1:{first + at}" for at in range(8)]
-    database = f"sqlite:///{folder}/polyphase.db"
-    monitor = MonitorSettings(
-        http_port=first,
-        heartbeat_address=address[1],
-        broadcast_address=address[2],
-        database_url=database,
-        cluster_token=SecretStr("open"),
-    )
-    scheduler = SchedulerSettings(
-        http_port=first + 3,
-        rpc_address=address[4],
-        broadcast_address=address[2],
-        monitor_url=f"http://127.0.0.1:{first}",
-        database_url=database,
-    )
-    return monitor, scheduler
-
-
-async def _start_fleet(control: Control, size: int) -> None:
-    monitor = control.monitor_settings
-    options = FleetOptions(
-        size, monitor.http_port + 5, monitor.heartbeat_address, monitor.broadcast_address, control.monitor_url
-    )
-    await control.start("fleet", "-m", "lab.bench.control_fleet", msgspec.json.encode(options).decode())
 
 
 async def _window(control: Control, window_s: float) -> Figures:
@@ -254,22 +118,10 @@ async def _restart(control: Control, size: int) -> Figures:
     control.cluster = ClusterState()
     began = time.monotonic()
     await control.start_monitor()
-    await _until(lambda: _healthy(control.monitor_url), "the new monitor answers")
+    await until(lambda: healthy(f"{control.monitor_url}/health"), "the new monitor answers")
     start_s = time.monotonic() - began
-    await _until(lambda: _all_ready(control, size), "all are known again")
+    await until(lambda: control.all_ready(size), "all are known again")
     return {"known_again_s": round(time.monotonic() - began, 2), "known_again_start_s": round(start_s, 2)}
-
-
-async def _all_ready(control: Control, size: int) -> bool:
-    return control.ready() == size
-
-
-async def _healthy(url: str) -> bool:
-    try:
-        async with httpx.AsyncClient(timeout=2.0) as client:
-            return (await client.get(f"{url}/health")).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 async def _scrape(url: str) -> list[str]:
@@ -294,14 +146,6 @@ async def _decisions(url: str) -> dict[float, float]:
 def _quantile_ms(counts: dict[float, float], share: float) -> float:
     total = max(counts.values())
     return next(bound * 1e3 for bound, count in sorted(counts.items()) if count >= share * total)
-
-
-async def _until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + READY_S
-    while not await condition():
-        if time.monotonic() > deadline:
-            raise Unavailable(f"not within {READY_S:g} s: {what}")
-        await asyncio.sleep(0.02)
 
 
 def _job(number: int) -> JobView:

@@ -12,20 +12,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
 import uvloop
 from playwright.async_api import Browser, Page, async_playwright
 
 from lab.bench.console import fill
-from lab.bench.control import Control, running
+from lab.bench.control_processes import Control, healthy, running, until
 from services.launcher import ports
 from services.launcher.dashboard_program import dashboard_command
-from shared.errors import NotFound, Unavailable
+from shared.errors import NotFound
 from shared.store.database import open_engine
 
 SIZES = (4, 32, 200)
 CHROMIUM = Path("/usr/bin/chromium")
-VISITS, SESSIONS, WINDOW_S, SHOWN_MS, START_S = 5, 4, 20.0, 30_000, 60.0
+VISITS, SESSIONS, WINDOW_S, SHOWN_MS = 5, 4, 20.0, 30_000
 # What each page shows first that is of use: the verdict, the instances, the requests.
 PAGES = {"overview": ("", ".pp-verdict"), "instances": ("instances", "[data-testid=stDataFrame], .st-key-cards")}
 PAGES["requests"] = ("requests", "[data-testid=stDataFrame]")
@@ -82,17 +81,8 @@ async def _served(control: Control) -> AsyncIterator[str]:
     }
     _, *command = dashboard_command(port)
     await control.start("dashboard", *command, **environment)
-    url, give_up = f"http://127.0.0.1:{port}", time.monotonic() + START_S
-    async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
-        while True:
-            try:
-                if (await client.get(f"{url}/_stcore/health")).is_success:
-                    break
-            except httpx.HTTPError:
-                pass
-            if time.monotonic() > give_up:
-                raise Unavailable(f"the dashboard did not come up within {START_S:g} s")
-            await asyncio.sleep(0.1)
+    url = f"http://127.0.0.1:{port}"
+    await until(lambda: healthy(f"{url}/_stcore/health"), "the dashboard answers")
     yield url
 
 

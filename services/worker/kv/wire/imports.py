@@ -28,6 +28,7 @@ from services.worker.kv.wire.importing import (
     PullResult,
     Seen,
 )
+from services.worker.kv.wire.inbox import Inbox
 from services.worker.kv.wire.landing import as_kv_error, check, finished, room_of, write_frame
 from services.worker.kv.wire.peers import Peers
 from services.worker.kv.wire.transport import Link, Placement, Received, Transport
@@ -59,11 +60,12 @@ class Imports:
         self, transport: Transport, shape: ImportShape, on_end: Callable[[PullResult], None], limits: PullLimits
     ) -> None:
         self.counters = PullCounters()
+        self._imports: dict[str, Import] = {}
         self._limits = limits
         self._shape = shape
         self._on_end = on_end
         self._peers = Peers(transport, shape, limits, self._place)
-        self._imports: dict[str, Import] = {}
+        self._inbox = Inbox(self.counters, limits, self._imports)
         self._parts: dict[int, tuple[Import, Part]] = {}
         self._check_s = self._sweep_s = 0.0
         self._announced = _NOTHING
@@ -90,7 +92,7 @@ class Imports:
         except Exception as error:
             self._end(known, as_kv_error(error))
             return
-        self._empty_inbox(known)
+        self._inbox.empty(known)
         for part in known.parts.values():
             self._grant(known, part)
         if known.complete:
@@ -98,7 +100,7 @@ class Imports:
 
     def prefetch(self, handle: KvHandle, tokens: int, timeout_s: float) -> None:
         """Begin without blocks, where there is room."""
-        if handle.transfer_id in self._imports or not self._inbox_has_room(self._limits.window_bytes):
+        if handle.transfer_id in self._imports or not self._inbox.has_room(self._limits.window_bytes):
             return
         self.counters.prefetches += 1
         self._begin(handle, (0, tokens), timeout_s, None)
@@ -158,7 +160,7 @@ class Imports:
             part.link.divert(known)
             if not part.done:
                 self._peers.send(part.link, Cancel(part.pull_id))
-        self._empty_inbox(known)
+        self._inbox.empty(known)
         if known.load is not None:
             error = finished(known.load, error)
             self.counters.ok += error is None
@@ -248,9 +250,7 @@ class Imports:
             write_frame(frame, payload, known.load)
         else:
             part.link.keep()
-            known.inbox.append((frame, payload))
-            known.inbox_bytes += size
-            self.counters.inbox_bytes += size
+            self._inbox.put(known, frame, payload, size)
         if known.complete and known.load is not None:
             self._end(known)
         elif known.complete:
@@ -260,7 +260,7 @@ class Imports:
 
     def _grant(self, known: Import, part: Part) -> None:
         """Return credit: for a load what it has consumed, for a prefetch as much as the inbox has room for."""
-        if not part.wants_grant or (known.load is None and not self._inbox_has_room(part.owed_bytes)):
+        if not part.wants_grant or (known.load is None and not self._inbox.has_room(part.owed_bytes)):
             return
         known.progress_s = time.monotonic()
         part.grant()
@@ -275,19 +275,6 @@ class Imports:
             known.told_s = now
             for part in waiting:
                 self._peers.send(part.link, Credit(part.pull_id, part.granted_bytes))
-
-    def _inbox_has_room(self, more_bytes: int) -> bool:
-        """Whether the inbox holds `more_bytes` on top of what it has and what prefetches may still send
-        unasked.
-        """
-        prefetching = sum(each.load is None and not each.complete for each in self._imports.values())
-        granted = prefetching * self._limits.window_bytes
-        return self.counters.inbox_bytes + granted + more_bytes <= self._limits.inbox_bytes
-
-    def _empty_inbox(self, known: Import) -> None:
-        self.counters.inbox_bytes -= known.inbox_bytes
-        known.inbox_bytes = 0
-        known.inbox.clear()
 
     def check(self) -> None:
         """End what is late, go on with what had to pause; to be called every TURN_S or more often."""
