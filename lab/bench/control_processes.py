@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -110,7 +111,7 @@ async def running(size: int, before: Callable[[str], Awaitable[None]] | None = N
             await control.start_monitor()
             await control.start_scheduler()
             for url in (control.monitor_url, control.scheduler_url):
-                await until(lambda url=url: healthy(f"{url}/health"), f"{url} answers")
+                await until(partial(healthy, f"{url}/health"), f"{url} answers")
             sockets = Sockets()
             stack.callback(sockets.close)
             feed = ClusterFeed(
