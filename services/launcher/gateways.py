@@ -7,7 +7,7 @@ from gateway.auth import load_keys
 from gateway.settings import GatewaySettings
 from gateway.table import make_table
 from services.launcher import ports
-from services.launcher.cluster_file import GatewaySection
+from services.launcher.cluster_sections import GatewaySection
 from services.launcher.spec import Plan
 
 TABLE = "gateways.table"  # in the data folder, made anew at each start of the suite

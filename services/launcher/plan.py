@@ -12,7 +12,9 @@ from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import cluster_token, ports
-from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection
+from services.launcher.addresses import Addresses, scheduler_port
+from services.launcher.cluster_file import LOCAL, Cluster
+from services.launcher.cluster_sections import InstanceSection
 from services.launcher.dashboard_program import dashboard_command
 from services.launcher.faults import describe
 from services.launcher.gateways import own_ports, settings_of_process
@@ -52,8 +54,7 @@ class _Planner:
         self._where = cluster.places(where)
         self._data_dir = data_dir
         self._here = _own_host(cluster, host_name)
-        self._control = cluster.hosts.get(cluster.control, "127.0.0.1")
-        self._base = cluster.ports
+        self._at = Addresses(cluster)
         self._database = cluster.database_url or f"sqlite:///{(data_dir / 'polyphase.db').resolve()}"
         imitated = all(entry.extra.get("engine") == "emulated" for entry in cluster.instances)
         self._env = child_environment(cluster.model, imitated)
@@ -74,35 +75,18 @@ class _Planner:
             model=c.served_model_name or c.model,
             processes=tuple(processes),
             instance_ids=tuple(spec.name for spec in instances),
-            api_url=self._api_url,
-            gateway_urls=self._gateway_urls,
-            monitor_url=self._monitor_urls,
-            scheduler_urls=tuple(self._http(self._scheduler_port(i)) for i in range(c.scheduler.count)),
-            predictor_url=self._predictor_url,
-            planner_url=self._planner_url,
+            api_url=self._at.api_url,
+            gateway_urls=self._at.gateway_urls,
+            monitor_url=self._at.monitor_urls,
+            scheduler_urls=self._at.scheduler_urls,
+            predictor_url=self._at.predictor_url,
+            planner_url=self._at.planner_url,
             dashboard_url=f"http://127.0.0.1:{c.dashboard.port}" if with_dashboard else "",
             runs_control=runs_control,
             api_keys=bool(c.gateway.extra.get("api_keys_file")),
         )
         ports.check_distinct(plan.port_uses)
         return plan
-
-    @property
-    def _gateway_host(self) -> str:
-        return self._cluster.gateway.host or self._control
-
-    @property
-    def _api_url(self) -> str:
-        return f"http://{self._reached(self._gateway_host)}:{self._cluster.gateway.port}"
-
-    @property
-    def _gateway_urls(self) -> tuple[str, ...]:
-        host = self._reached(self._gateway_host)
-        return tuple(f"http://{host}:{port}" for port in own_ports(self._cluster.gateway, self._base))
-
-    def _reached(self, host: str) -> str:
-        """Where to find one that listens on `host`."""
-        return self._control if host in ("0.0.0.0", "::") else host
 
     def _control_plane(self) -> list[ProcessSpec]:
         c = self._cluster
@@ -115,15 +99,15 @@ class _Planner:
 
     def _monitor(self, index: int, name: str, scrape: tuple[ScrapeTarget, ...]) -> ProcessSpec:
         offset = monitor_ports(self._cluster)[index]
-        port = self._base + offset
+        port = self._at.base + offset
         values = {
             "monitor_id": name,
             "lease_s": LEASE_S if self._cluster.monitors > 1 else 0.0,
-            "http_host": self._control,
+            "http_host": self._at.control,
             "http_port": port,
             "database_url": self._database,
-            "heartbeat_address": self._zmq(offset + 1),
-            "broadcast_address": self._zmq(offset + 2),
+            "heartbeat_address": self._at.zmq(offset + 1),
+            "broadcast_address": self._at.zmq(offset + 2),
             "policies": self._cluster.policies,
             "scrape": scrape,
             "expected_instances": self._cluster.expected_instances,
@@ -132,80 +116,80 @@ class _Planner:
         settings = self._settings(MonitorSettings, "monitor", self._cluster.monitor.extra, values)
         uses = (port, port + 1, port + 2)
         env = self._cluster.monitor.env
-        return self._process(name, "services.cluster_monitor", settings, self._control, port, uses, env)
+        return self._process(name, "services.cluster_monitor", settings, self._at.control, port, uses, env)
 
     def _scheduler(self, index: int, name: str) -> ProcessSpec:
-        c, offset = self._cluster, self._scheduler_port(index)
-        port = self._base + offset
+        c, offset = self._cluster, scheduler_port(index)
+        port = self._at.base + offset
         values = {
             "scheduler_id": f"scheduler-{index}",
-            "http_host": self._control,
+            "http_host": self._at.control,
             "http_port": port,
-            "rpc_address": self._zmq(offset + 1),
-            "broadcast_address": self._zmqs(2),
-            "monitor_url": self._monitor_urls,
-            "predictor_urls": tuple(self._http(offset) for offset in self._predictor_ports),
+            "rpc_address": self._at.zmq(offset + 1),
+            "broadcast_address": self._at.zmqs(2),
+            "monitor_url": self._at.monitor_urls,
+            "predictor_urls": tuple(self._at.http(offset) for offset in self._at.predictor_ports),
             "database_url": self._database,
             **self._traced,
         }
         settings = self._settings(SchedulerSettings, "scheduler", c.scheduler.extra, values)
         uses = (port, port + 1)
-        return self._process(name, "services.global_scheduler", settings, self._control, port, uses, c.scheduler.env)
+        return self._process(name, "services.global_scheduler", settings, self._at.control, port, uses, c.scheduler.env)
 
     def _gateway(self, index: int, name: str) -> ProcessSpec:
         c = self._cluster
-        addresses = tuple(self._zmq(self._scheduler_port(i) + 1) for i in range(c.scheduler.count))
+        addresses = tuple(self._at.zmq(scheduler_port(i) + 1) for i in range(c.scheduler.count))
         values = {
-            "host": self._gateway_host,
+            "host": self._at.gateway_host,
             "port": c.gateway.port,
             "schedulers": addresses,
             "model": c.model,
             "served_model_name": c.served_model_name,
             "max_model_len": c.max_model_len,
-            "predictors": tuple(self._zmq(offset + 1) for offset in self._predictor_ports),
+            "predictors": tuple(self._at.zmq(offset + 1) for offset in self._at.predictor_ports),
             **self._traced,
         }
-        extra = settings_of_process(c.gateway, index, self._base, self._data_dir)
+        extra = settings_of_process(c.gateway, index, self._at.base, self._data_dir)
         settings = self._settings(GatewaySettings, "gateway", extra, values)
-        own = own_ports(c.gateway, self._base)[index]
+        own = own_ports(c.gateway, self._at.base)[index]
         uses = tuple(dict.fromkeys((c.gateway.port, own) if index == 0 else (own,)))  # the first speaks for all
-        return self._process(name, "gateway", settings, self._gateway_host, own, uses, c.gateway.env)
+        return self._process(name, "gateway", settings, self._at.gateway_host, own, uses, c.gateway.env)
 
     def _predictor(self, index: int, name: str) -> ProcessSpec:
-        section, offset = self._cluster.predictor, self._predictor_ports[index]
-        port = self._base + offset
+        section, offset = self._cluster.predictor, self._at.predictor_ports[index]
+        port = self._at.base + offset
         values = {
-            "host": self._control,
+            "host": self._at.control,
             "port": port,
-            "rpc_address": self._zmq(offset + 1),
+            "rpc_address": self._at.zmq(offset + 1),
             "model": self._cluster.model,
             **self._curve,
         }
         settings = self._settings(PredictorSettings, "predictor", section.extra, values)
-        return self._process(name, "predictor", settings, self._control, port, (port, port + 1), section.env)
+        return self._process(name, "predictor", settings, self._at.control, port, (port, port + 1), section.env)
 
     def _planner(self) -> ProcessSpec:
-        port, section = self._base + ports.PLANNER, self._cluster.planner
+        port, section = self._at.base + ports.PLANNER, self._cluster.planner
         values = {
-            "http_host": self._control,
+            "http_host": self._at.control,
             "http_port": port,
-            "monitor_url": self._monitor_urls,
-            "broadcast_address": self._zmqs(2),
+            "monitor_url": self._at.monitor_urls,
+            "broadcast_address": self._at.zmqs(2),
             "database_url": self._database,
             **self._curve,
         }
         settings = self._settings(PlannerSettings, "planner", section.extra, values)
-        return self._process("planner", "services.planner", settings, self._control, port, (port,), section.env)
+        return self._process("planner", "services.planner", settings, self._at.control, port, (port,), section.env)
 
     def _dashboard(self) -> ProcessSpec:
         c, port = self._cluster, self._cluster.dashboard.port
         env = {
-            "POLYPHASE_DASHBOARD_MONITOR_URL": self._monitor_urls,
-            "POLYPHASE_DASHBOARD_SCHEDULER_URL": self._http(self._scheduler_port(0)),
-            "POLYPHASE_DASHBOARD_GATEWAY_URL": self._api_url,
-            "POLYPHASE_DASHBOARD_GATEWAY_URLS": json.dumps(self._gateway_urls),
-            "POLYPHASE_DASHBOARD_PREDICTOR_URL": self._predictor_url,
-            "POLYPHASE_DASHBOARD_PLANNER_URL": self._planner_url,
+            "POLYPHASE_DASHBOARD_MONITOR_URL": self._at.monitor_urls,
+            "POLYPHASE_DASHBOARD_SCHEDULER_URL": self._at.http(scheduler_port(0)),
+            "POLYPHASE_DASHBOARD_GATEWAY_URL": self._at.api_url,
+            "POLYPHASE_DASHBOARD_GATEWAY_URLS": json.dumps(self._at.gateway_urls),
+            "POLYPHASE_DASHBOARD_PREDICTOR_URL": self._at.predictor_url,
+            "POLYPHASE_DASHBOARD_PLANNER_URL": self._at.planner_url,
             "POLYPHASE_DASHBOARD_CLUSTER_TOKEN_FILE": str(cluster_token.file_in(self._data_dir)),
         }
         if c.dashboard.login:
@@ -218,7 +202,7 @@ class _Planner:
         """Ports follow from the whole file, so that every host comes to the same ones."""
         entries = [(entry, name) for entry in self._cluster.instances for name in entry.ids]
         ranks = [ports.ranks_of(entry.extra) for entry, _ in entries]
-        firsts = ports.instance_ports(self._base, ranks)
+        firsts = ports.instance_ports(self._at.base, ranks)
         default = self._cluster.control or LOCAL
         # Those of other hosts, too: what is wrong with one is told on each.
         specs = [self._instance(*one, *at) for one, *at in zip(entries, firsts, ranks, strict=True)]
@@ -240,9 +224,9 @@ class _Planner:
             "http_port": first + 1,
             "kv_port": first + 2,
             "max_model_len": self._cluster.max_model_len,
-            "monitor_url": self._monitor_urls,
-            "heartbeat_address": self._zmqs(1),
-            "broadcast_address": self._zmqs(2),
+            "monitor_url": self._at.monitor_urls,
+            "heartbeat_address": self._at.zmqs(1),
+            "broadcast_address": self._at.zmqs(2),
             "lossy_kv": self._cluster.gateway.lossy_kv,
             "emulated_links": self._links.get(name, {}),
             **self._traced,
@@ -270,42 +254,11 @@ class _Planner:
             name,
             (sys.executable, "-P", "-m", module),
             {**self._env, **settings.to_environment(), **env},
-            f"http://{self._reached(host)}:{http}/health",
+            f"http://{self._at.reached(host)}:{http}/health",
             tuple(PortUse(name, host, port) for port in uses),
             module if not env and forkable(settings) else "",
             settings,
         )
-
-    @property
-    def _predictor_ports(self) -> tuple[int, ...]:
-        return tuple(ports.PREDICTORS + 2 * index for index in range(len(self._cluster.predictor.names)))
-
-    @property
-    def _predictor_url(self) -> str:
-        """The first one's, for those who look at one."""
-        return self._http(ports.PREDICTORS) if self._cluster.predictor.enabled else ""
-
-    @property
-    def _planner_url(self) -> str:
-        return self._http(ports.PLANNER) if self._cluster.planner.enabled else ""
-
-    @staticmethod
-    def _scheduler_port(index: int) -> int:
-        return ports.SCHEDULERS + 2 * index
-
-    @property
-    def _monitor_urls(self) -> str:
-        """Of all monitors, as `shared.wire.addresses` reads them."""
-        return ",".join(self._http(offset) for offset in monitor_ports(self._cluster))
-
-    def _zmqs(self, number: int) -> str:
-        return ",".join(self._zmq(offset + number) for offset in monitor_ports(self._cluster))
-
-    def _http(self, offset: int) -> str:
-        return f"http://{self._control}:{self._base + offset}"
-
-    def _zmq(self, offset: int) -> str:
-        return f"tcp://{self._control}:{self._base + offset}"
 
 
 def _own_host(cluster: Cluster, name: str) -> str:

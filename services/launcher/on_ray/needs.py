@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.launcher.cluster_file import InstanceSection
+from services.launcher.cluster_sections import InstanceSection
 from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest, PolyphaseError

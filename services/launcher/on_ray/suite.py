@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
-from services.launcher.cluster_file import Cluster, InstanceSection
+from services.launcher.cluster_file import Cluster
+from services.launcher.cluster_sections import InstanceSection
 from services.launcher.elsewhere import Elsewhere, Running
 from services.launcher.keeper import Changed
 from services.launcher.on_ray.connection import connected, placed_at

@@ -9,8 +9,14 @@ import yaml
 from lab.simulate.deployment import load_deployment
 from lab.simulate.from_cluster import read_cluster
 from lab.simulate.not_simulated import ENGINE_ARGS, NOT_SIMULATED
-from services.launcher import cluster_file
-from services.launcher.cluster_file import GatewaySection, InstanceSection, MonitorSection, SchedulerSection, Section
+from services.launcher.cluster_sections import (
+    COMMON,
+    GatewaySection,
+    InstanceSection,
+    MonitorSection,
+    SchedulerSection,
+    Section,
+)
 from shared.cost.rates_file import Kind
 from shared.domain.policies import KINDS, PolicySet
 from tests.lab.simulate.test_from_cluster import DEFAULTS, calibration
@@ -85,7 +91,7 @@ POLICIES: dict[str, Any] = {
 
 
 def settable(section: type[Section]) -> set[str]:
-    return set(section.settings.model_fields) - section.derived - cluster_file._COMMON
+    return set(section.settings.model_fields) - section.derived - COMMON
 
 
 def read(folder: Path, section: type[Section], said: dict[str, Any]) -> Any:

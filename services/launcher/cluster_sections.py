@@ -1,0 +1,175 @@
+"""The sections of a cluster file: what may be said of each process, and what follows from the rest of the file."""
+
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from gateway.settings import GatewaySettings
+from predictor.settings import PredictorSettings
+from services.cluster_monitor.settings import MonitorSettings
+from services.global_scheduler.settings import SchedulerSettings
+from services.launcher.faults import unknown
+from services.planner.settings import PlannerSettings
+from services.worker.settings import WorkerSettings
+from shared.domain.instance import Role
+from shared.domain.kv import Codec
+from shared.domain.policies import KINDS
+from shared.runtime.settings import ServiceSettings
+
+_MOVED = frozenset(  # from the sections into `policies`: they are one for the cluster
+    kind + suffix for kind in KINDS for suffix in ("", "_parameters")
+)
+_AT_THE_TOP = frozenset({"curve_public", "curve_secret", "cluster_token", "database_url", "model"})
+COMMON = _AT_THE_TOP | {"monitor_url", "broadcast_address", "cluster_token_file"}
+
+
+class Section(BaseModel):
+    """One process's part of the file: our keys, and any setting of it that the launcher does not derive."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    settings: ClassVar[type[ServiceSettings]] = ServiceSettings
+    derived: ClassVar[frozenset[str]] = frozenset()  # settings that follow from the rest of the file
+
+    enabled: bool = True
+    env: dict[str, str] = {}  # further environment of the process
+
+    @model_validator(mode="after")
+    def _known_keys(self) -> Self:
+        faults = [f"{key}: {fault}" for key in self.extra if (fault := self._fault_of(key))]
+        if faults:
+            raise ValueError("\n".join(faults))
+        return self
+
+    def _fault_of(self, key: str) -> str:
+        """Why a key may not stand here; empty if it may."""
+        choices = (set(self.settings.model_fields) - self.derived - COMMON) | set(type(self).model_fields)
+        if key in _MOVED:
+            kind = key.removesuffix("_parameters")
+            return f"it belongs to the whole cluster: write `policies: {{{kind}: …}}` at the top"
+        if key in choices:
+            return ""
+        if key in _AT_THE_TOP:
+            return "it belongs to the whole cluster: write it at the top of the file"
+        if key in self.settings.model_fields:
+            return "it follows from the rest of the file, and is not to be given"
+        return unknown("key", key, choices)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The settings of the process that the file gives."""
+        return self.model_extra or {}
+
+
+class LauncherSection(BaseModel):
+    """How patient `polyphase up` is with its processes, in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    start_s: float = Field(300.0, gt=0)  # the longest a process may take to become healthy
+    hang_s: float = Field(6.0, ge=0)  # so long without a healthy answer it is killed and started again; 0: never
+
+
+class GatewaySection(Section):
+    """The API. `extra`: GatewaySettings."""
+
+    settings = GatewaySettings
+    derived = frozenset(
+        {"schedulers", "served_model_name", "max_model_len", "gateway_id", "predictors"}
+        | {"process", "own_port", "shared_table"}
+    )
+
+    host: str = ""  # default: the address of the control host
+    port: int = Field(8000, gt=0, lt=65536)
+    processes: int = Field(1, gt=0, le=16)  # that listen on it together
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes that this section stands for."""
+        return _numbered("gateway", self.processes) if self.enabled else ()
+
+    @property
+    def lossy_kv(self) -> bool:
+        """Whether KV of any request may be sent with a lossy codec."""
+        classes = self.extra.get("slo")
+        rows = classes.values() if isinstance(classes, dict) else ()
+        named = [each.get("lossy_kv") for each in rows if isinstance(each, dict)]
+        return any(codec.lossy and codec in (self.extra.get("kv_codec"), *named) for codec in Codec)
+
+
+class SchedulerSection(Section):
+    """The global schedulers, all alike. `extra`: SchedulerSettings."""
+
+    settings = SchedulerSettings
+    derived = frozenset({"scheduler_id", "http_host", "http_port", "rpc_address", "predictor_urls"})
+
+    count: int = Field(1, gt=0, le=16)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes that this section stands for."""
+        return _numbered("scheduler", self.count)
+
+
+class MonitorSection(Section):
+    """The cluster monitor. `extra`: MonitorSettings."""
+
+    settings = MonitorSettings
+    derived = frozenset(
+        {"monitor_id", "http_host", "http_port", "heartbeat_address", "policies", "expected_instances"}
+    ) | {"advertise_url", "scrape"}
+
+
+class PredictorSection(Section):
+    """The length predictors, all alike. `extra`: PredictorSettings."""
+
+    settings = PredictorSettings
+    derived = frozenset({"host", "port", "rpc_address"})
+
+    count: int = Field(1, gt=0, le=16)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes that this section stands for."""
+        return _numbered("predictor", self.count) if self.enabled else ()
+
+
+class PlannerSection(Section):
+    """The planner. `extra`: PlannerSettings."""
+
+    settings = PlannerSettings
+    derived = frozenset({"http_host", "http_port"})
+
+
+class DashboardSection(BaseModel):
+    """The web page."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = True
+    port: int = Field(8501, gt=0, lt=65536)
+    login: bool = False  # with the gateway's keys (`gateway.api_keys_file`) that have a role
+    env: dict[str, str] = {}
+
+
+class InstanceSection(Section):
+    """One instance, or `count` alike ones, named id-0, id-1, … `extra`: WorkerSettings."""
+
+    settings = WorkerSettings
+    derived = frozenset(
+        {"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "emulated_links", "lossy_kv"}
+    )
+
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    role: Role
+    host: str = ""  # a name of `hosts`; default: the control host
+    count: int = Field(1, gt=0, le=1024)
+    resources: dict[str, float] = {}  # of Ray, with --on ray: what its node must have besides CPUs and accelerators
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The instances that this entry stands for."""
+        return _numbered(self.id, self.count)
+
+
+def _numbered(name: str, count: int) -> tuple[str, ...]:
+    return (name,) if count == 1 else tuple(f"{name}-{index}" for index in range(count))
