@@ -101,11 +101,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         args = _arguments(settings)
         config = VllmConfig(model_config=AsyncEngineArgs.from_cli_args(args).create_model_config())
         grammars = stack.enter_context(Grammars(config, settings))
-        curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
-        sockets = Sockets(curve)
-        stack.callback(sockets.close)
-        keep = (*settings.schedulers, *settings.predictors)
-        clients = stack.enter_context(RpcClients(sockets, keep=keep))
+        clients = _clients(stack, settings)
         schedulers = SchedulerClient(clients, settings.schedulers, settings.gateway_id)
         registry = CollectorRegistry()
         describe_process(registry)
@@ -120,9 +116,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         lengths = LengthClient(clients, settings, metrics.predictions)
         stack.push_async_callback(lengths.close)
         lines = Lines(keys.weights, TableLedger(table, keys.names) if table is not None else None)
-        for name, slo in settings.slo.items():
-            if slo.when_full is WhenFull.DELAY:
-                metrics.waiting.labels(slo=name).set_function(partial(lines.waiting, name))
+        _tell_of_waiting(settings, metrics, lines)
         pace = Pace()
         jobs = runner or Pipeline(settings, clients, schedulers, reporter, lengths, lines)
         core = ClusterCore(settings, jobs, pace, metrics.requests.gaps)
@@ -137,17 +131,45 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         if settings.lean_streams:
             serve_plain_streams(app.state, direct=surface.bodies_pass(app))
         edge = Edge(app, settings, keys, metrics, admission, rates)
-        edge.open[READY] = ready_of(schedulers)
-        edge.open["/metrics"] = exposing(registry, app)
+        _open_beside(edge, app, settings, schedulers, registry, llm)
         if tracer is not None:
             edge.traced = TracedRequests(tracer, settings.served_model_name or settings.model, SERVED)
-        if settings.lean_streams:
-            edge.short = ShortWay(app).of
-            edge.open["/health"] = health_of(llm)
         edge.on_refused = core.on_refused = reporter.refused
         yield edge
         await core.close()  # what it cuts off is reported, too
         await reporter.leave()
+
+
+def _clients(stack: AsyncExitStack, settings: GatewaySettings) -> RpcClients:
+    """Calls to schedulers, predictors and instances, until the stack is closed."""
+    curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
+    sockets = Sockets(curve)
+    stack.callback(sockets.close)
+    keep = (*settings.schedulers, *settings.predictors)
+    return stack.enter_context(RpcClients(sockets, keep=keep))
+
+
+def _tell_of_waiting(settings: GatewaySettings, metrics: GatewayMetrics, lines: Lines) -> None:
+    """How many wait, of each class of which some may."""
+    for name, slo in settings.slo.items():
+        if slo.when_full is WhenFull.DELAY:
+            metrics.waiting.labels(slo=name).set_function(partial(lines.waiting, name))
+
+
+def _open_beside(
+    edge: Edge,
+    app: FastAPI,
+    settings: GatewaySettings,
+    schedulers: SchedulerClient,
+    registry: CollectorRegistry,
+    llm: ClusterLLM,
+) -> None:
+    """What is answered without vLLM's server."""
+    edge.open[READY] = ready_of(schedulers)
+    edge.open["/metrics"] = exposing(registry, app)
+    if settings.lean_streams:
+        edge.short = ShortWay(app).of
+        edge.open["/health"] = health_of(llm)
 
 
 async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:

@@ -1,12 +1,9 @@
 """Assembles one instance: engine, KV side, prefill and decode services, roles, telemetry, HTTP."""
 
-import secrets
-import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -15,20 +12,17 @@ from prometheus_client import CollectorRegistry
 
 from services.worker.chunk_size import ChunkSize
 from services.worker.details import Details, routes
-from services.worker.engines.base import Engine, EngineInfo
-from services.worker.engines.cache_events import CacheSink
-from services.worker.engines.policies import CurrentRates
+from services.worker.engine_start import start_engine
+from services.worker.engines.base import Engine
 from services.worker.finishing import finish
 from services.worker.handlers import handlers
+from services.worker.instance_info import instance_info
 from services.worker.jobs.codecs import Codecs
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
-from services.worker.kv.control import DirectControl, KvControl, SocketControl
-from services.worker.kv.events import KvEvents
-from services.worker.kv.ledger import ExportLedger
-from services.worker.kv.port import ConnectorPort, KvPort
+from services.worker.kv.port import KvPort
 from services.worker.listening import listen
 from services.worker.live_rates import LEARN_S, KnownRates, LiveRates
 from services.worker.metrics import WorkerMetrics
@@ -38,7 +32,6 @@ from services.worker.settings import WorkerSettings
 from services.worker.telemetry import HEARTBEAT_S, Telemetry
 from services.worker.transfer_metrics import TransferMetrics
 from shared.domain.instance import InstanceInfo
-from shared.domain.kv import KvHandle, default_staging
 from shared.runtime.http import service_app
 from shared.runtime.logs import LogTail, get_log
 from shared.runtime.tasks import Background, background
@@ -126,10 +119,10 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         sockets = Sockets(curve)
         stack.callback(sockets.close)
         roles, known, prefixes = RoleState(settings.role), KnownRates(), PrefixFeed(generation)
-        engine, engine_info, kv = await _start_engine(settings, generation, known.step, prefixes.take, stack)
+        engine, engine_info, kv = await start_engine(settings, generation, known.step, prefixes.take, stack)
         tasks = await stack.enter_async_context(background())
         kv.start(tasks)
-        info = _instance_info(settings, engine_info, generation)
+        info = instance_info(settings, engine_info, generation)
         rates = LiveRates(settings, info, engine.steps, engine.set_chunk_size)
         known.rates = rates
         dispatcher = Dispatcher(_seed(settings, generation))
@@ -137,24 +130,9 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens)
         transfers = TransferMetrics(registry, rates.transferred)
         decode = DecodeService(engine, kv, roles, transfers.ended)
-
-        async def release_of(peer: bytes) -> None:
-            await kv.release_of(peer)
-            await decode.drop_of(peer)
-
-        answers = handlers(prefill, decode, roles, kv)
-        tracer = await stack.enter_async_context(tracing(settings.tracing, "worker", settings.instance_id, registry))
-        if tracer is not None:
-            from services.worker.tracing import traced
-
-            answers = traced(answers, tracer, settings.instance_id, lambda: rates.chunk.tokens)
-        server = RpcServer(
-            sockets,
-            settings.address(settings.rpc_port),
-            {**answers, PREFIXES: prefixes.prefixes},
-            on_peer_gone=lambda peer: tasks.start("release what a gone peer held", release_of(peer)),
+        server = await _answering(
+            stack, settings, registry, sockets, tasks, prefill, decode, roles, kv, prefixes, lambda: rates.chunk.tokens
         )
-        await stack.enter_async_context(server)
         policies = FollowedPolicies(engine)
         telemetry = await _telemetry(
             settings, info, roles, engine, kv, prefill, decode, rates, policies, dispatcher, sockets, stack, tasks
@@ -167,125 +145,44 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         yield Instance(info, telemetry, roles, engine, policies, rates.chunk, transfers, details)
 
 
+async def _answering(
+    stack: AsyncExitStack,
+    settings: WorkerSettings,
+    registry: CollectorRegistry,
+    sockets: Sockets,
+    tasks: Background,
+    prefill: PrefillService,
+    decode: DecodeService,
+    roles: RoleState,
+    kv: KvPort,
+    prefixes: PrefixFeed,
+    chunk_tokens: Callable[[], int],
+) -> RpcServer:
+    """Take calls, until the stack is closed."""
+    answers = handlers(prefill, decode, roles, kv)
+    tracer = await stack.enter_async_context(tracing(settings.tracing, "worker", settings.instance_id, registry))
+    if tracer is not None:
+        from services.worker.tracing import traced
+
+        answers = traced(answers, tracer, settings.instance_id, chunk_tokens)
+
+    async def release_of(peer: bytes) -> None:
+        await kv.release_of(peer)
+        await decode.drop_of(peer)
+
+    server = RpcServer(
+        sockets,
+        settings.address(settings.rpc_port),
+        {**answers, PREFIXES: prefixes.prefixes},
+        on_peer_gone=lambda peer: tasks.start("release what a gone peer held", release_of(peer)),
+    )
+    return await stack.enter_async_context(server)
+
+
 def _seed(settings: WorkerSettings, generation: int) -> int | str:
     """Each start of each instance draws its own random numbers, unless told which."""
     given = settings.policy_seed
     return f"{settings.instance_id}:{generation}" if given is None else given
-
-
-async def _start_engine(
-    settings: WorkerSettings, generation: int, rates: CurrentRates, on_cache: CacheSink, stack: AsyncExitStack
-) -> tuple[Engine, EngineInfo, KvPort]:
-    # Each engine imports what the other does without: vLLM and torch, or the cost model.
-    if settings.engine == "emulated":
-        from services.worker.engines.emulated import EmulatedEngine
-        from services.worker.kv.emulated import EmulatedPort
-
-        emulated = EmulatedEngine(settings, rates, on_cache)
-        stack.push_async_callback(emulated.close)
-        info = await emulated.start()
-        return emulated, info, EmulatedPort(_handle_template(settings, info, generation), emulated.link)
-    from services.worker.engines.vllm import VllmEngine
-
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="polyphase-"))
-    events_address, control_key = f"ipc://{Path(folder) / 'events'}", secrets.token_hex(16)
-    events = await stack.enter_async_context(KvEvents(events_address))
-    controls = [
-        f"ipc://{Path(folder) / f'control-{rank}'}" for rank in range(settings.ranks if settings.ranks > 1 else 0)
-    ]
-    config = _connector_config(settings, generation, events_address, control_key) | {"controls": controls}
-    engine = VllmEngine(settings, config, rates, on_cache)
-    stack.push_async_callback(engine.close)
-    info = await engine.start()
-    control: KvControl
-    if (rank := engine.rank) is not None:
-        control = DirectControl(rank)
-    else:
-        curve = (settings.curve_public, settings.curve_secret) if settings.curve_public else None
-        control = await stack.enter_async_context(SocketControl(controls, control_key, curve))
-    token_bytes = _token_bytes(settings, info)
-    ledger = ExportLedger(settings.staging_bytes or _staging_bytes(info, token_bytes), settings.ranks)
-    template = _handle_template(settings, info, generation)
-    return engine, info, ConnectorPort(control, events, template, ledger, token_bytes)
-
-
-def _connector_config(settings: WorkerSettings, generation: int, events: str, control_key: str) -> dict[str, Any]:
-    """What the connector in the engine's ranks has to know."""
-    from services.worker.fingerprint import fingerprint
-
-    return {
-        "endpoints": list(settings.kv_endpoints),
-        "events": events,
-        "control_key": control_key,
-        "instance_id": settings.instance_id,
-        "generation": generation,
-        "fingerprint": fingerprint(settings.model),
-        "staging_bytes": settings.staging_bytes,
-        "inbox_bytes": settings.inbox_bytes,
-        "lease_s": settings.lease_s,
-        "connections": settings.kv_connections,
-        "nixl_trusted": settings.kv_nixl_trusted,
-        "pull_timeout_s": settings.pull_timeout_s,
-        "lossy": settings.lossy_kv,
-        "curve_public": settings.curve_public,
-        "curve_secret": settings.curve_secret,
-        "fault": settings.kv_fault,
-    }
-
-
-def _token_bytes(settings: WorkerSettings, engine: EngineInfo) -> int:
-    """KV of one token on the rank that holds most layers; with more ranks than heads, neighbours hold the same one."""
-    kv = engine.compatibility.geometry
-    heads = max(1, kv.kv_heads // settings.tensor_parallel)
-    layers = max(engine.stages or (kv.layers,))
-    return int(2 * layers * heads * kv.head_dim * (4 if settings.dtype == "float32" else 2))
-
-
-def _staging_bytes(engine: EngineInfo, token_bytes: int) -> int:
-    """Of the rank that holds the most: no more than each rank makes of its caches."""
-    cached = engine.total_blocks * engine.block_size * token_bytes
-    return default_staging(cached, engine.max_model_len * token_bytes)
-
-
-def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int) -> KvHandle:
-    return KvHandle(
-        transfer_id="",
-        instance_id=settings.instance_id,
-        generation=generation,
-        fingerprint=info.compatibility.fingerprint,
-        endpoints=settings.kv_endpoints,
-        tokens=0,
-        dtype=settings.dtype,
-        stages=info.stages,
-    )
-
-
-def _instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int) -> InstanceInfo:
-    info = InstanceInfo(
-        instance_id=settings.instance_id,
-        generation=generation,
-        model=settings.model,
-        compatibility=engine.compatibility,
-        accelerator=settings.accelerator,
-        dtype=settings.dtype,
-        tensor_parallel=settings.tensor_parallel,
-        block_size=engine.block_size,
-        total_blocks=engine.total_blocks,
-        max_model_len=engine.max_model_len,
-        chunk_size=settings.step_tokens,
-        rpc=settings.address(settings.rpc_port),
-        http=f"http://{settings.advertise_host or settings.host}:{settings.http_port}",
-        kv_endpoints=settings.kv_endpoints,
-        max_seqs=settings.max_seqs,
-        rates=engine.rates,
-        pipeline_parallel=settings.pipeline_parallel,
-    )
-    if not settings.rates_file:
-        return info
-    from shared.cost.rates_file import Calibration, Kind, merged_rates
-
-    found = Calibration.read(Path(settings.rates_file)).of(Kind.of(info, settings.threads))
-    return msgspec.structs.replace(info, rates=merged_rates(info.rates, found.rates))
 
 
 async def _telemetry(

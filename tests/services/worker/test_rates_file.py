@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from services.worker.app import _instance_info
 from services.worker.engines.base import EngineInfo
+from services.worker.instance_info import instance_info
 from services.worker.settings import WorkerSettings
 from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind
 from shared.domain.instance import Compatibility, KvGeometry
@@ -32,7 +32,7 @@ def info(rates_file: str, **more: Any) -> Any:
     }
     compatibility = Compatibility("abc", "vllm", "1", 2, KvGeometry(6, 2, 64))
     engine = EngineInfo(compatibility, 100, 2048, 32, Rates(price_per_hour=2.0))
-    return _instance_info(WorkerSettings(**values), engine, 7)
+    return instance_info(WorkerSettings(**values), engine, 7)
 
 
 @pytest.fixture
