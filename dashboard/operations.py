@@ -11,6 +11,7 @@ from dashboard.records import AuditEntry, InstanceRow
 from dashboard.units import duration
 from shared.domain.instance import InstanceState, Role
 from shared.errors import OutcomeUnknown, PolyphaseError
+from shared.wire.clients.http import unanswered
 
 
 class Action(StrEnum):
@@ -43,6 +44,17 @@ class Outcome:
 
     state: str
     text: str
+
+
+def fate(error: BaseException | None) -> tuple[str, str]:
+    """What became of a change that a service was asked for: a state as `Outcome` has it, and what was said of it."""
+    if error is None:
+        return "succeeded", ""
+    if not isinstance(error, PolyphaseError):
+        return "failed", f"{type(error).__name__}: {error}"
+    if unanswered(error):
+        return "unknown", error.message
+    return "refused" if 400 <= error.http_status < 500 else "failed", error.message
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from dashboard.operations import Outcome
+from dashboard.operations import Outcome, fate
 from dashboard.plan.records import Flip, PlanSearch, Proposal
 from dashboard.units import duration
-from shared.errors import PolyphaseError
-from shared.wire.clients.http import unanswered
-
-REFUSALS = range(400, 500)  # what the planner answers when it understood and will not
 
 
 class Act(StrEnum):
@@ -57,15 +53,14 @@ class Deed:
         words = _WORDS[self.wish.act]
         if not self.future.done():
             return Outcome("running", f"{words.doing}: {duration(max(0.0, now_s - self.started_s))} so far.")
-        error = self.future.exception()
-        if error is None:
-            return Outcome("succeeded", words.done)
-        said = error.message if isinstance(error, PolyphaseError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, PolyphaseError) and unanswered(error):
-            return Outcome("unknown", f"{words.doing}: whether it was done is unknown, the lists below tell. {said}")
-        if isinstance(error, PolyphaseError) and error.http_status in REFUSALS:
-            return Outcome("refused", f"{words.doing} was refused by the planner: {said}")
-        return Outcome("failed", f"{words.doing} failed: {said}")
+        state, said = fate(self.future.exception())
+        texts = {
+            "succeeded": words.done,
+            "unknown": f"{words.doing}: whether it was done is unknown, the lists below tell. {said}",
+            "refused": f"{words.doing} was refused by the planner: {said}",
+            "failed": f"{words.doing} failed: {said}",
+        }
+        return Outcome(state, texts[state])
 
 
 def accept(proposal: Proposal) -> Wish:

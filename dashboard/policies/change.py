@@ -11,13 +11,12 @@ import streamlit as st
 import yaml
 
 from dashboard.console import Console
-from dashboard.operations import Outcome
+from dashboard.operations import Outcome, fate
 from dashboard.records import PoliciesInForce
 from dashboard.session import Acting
 from dashboard.units import duration
 from shared.domain.route import PolicySpec
-from shared.errors import InvalidRequest, PolyphaseError
-from shared.wire.clients.http import unanswered
+from shared.errors import InvalidRequest
 
 FILE = "as the cluster file says"
 
@@ -58,15 +57,14 @@ class Changing:
         words = self.change.words
         if not self.future.done():
             return Outcome("running", f"Changing {words}: {duration(max(0.0, now_s - self.started_s))} so far.")
-        error = self.future.exception()
-        if error is None:
-            return Outcome("succeeded", f"Changed {words}. Who follows already is told below.")
-        said = error.message if isinstance(error, PolyphaseError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, PolyphaseError) and unanswered(error):
-            return Outcome("unknown", f"Whether {words} was changed is unknown; the list below tells. {said}")
-        if isinstance(error, PolyphaseError) and 400 <= error.http_status < 500:
-            return Outcome("refused", f"{words} was refused: {said}")
-        return Outcome("failed", f"{words} failed: {said}")
+        state, said = fate(self.future.exception())
+        texts = {
+            "succeeded": f"Changed {words}. Who follows already is told below.",
+            "unknown": f"Whether {words} was changed is unknown; the list below tells. {said}",
+            "refused": f"{words} was refused: {said}",
+            "failed": f"{words} failed: {said}",
+        }
+        return Outcome(state, texts[state])
 
 
 class ChangeSession(Acting[Change, Changing]):

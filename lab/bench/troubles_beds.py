@@ -1,6 +1,6 @@
 """The suites on which `polyphase bench troubles` stages its troubles, and what their classes of requests promise."""
 
-from lab.chaos.clusters import Testbed
+from lab.chaos.clusters import EMULATED_ENGINE, REAL_ENGINE, SPLIT, Testbed
 from services.launcher.watch import Limits
 from shared.domain.job import Slo
 
@@ -18,15 +18,6 @@ CLASSES = {
     for one in (Slo("default", 1.5, 0.2), Slo("instant", 0.03, 0.2), Slo("swift", 1.5, 0.02), Slo("batch", 600.0, 1.0))
 }
 _SLO = {name: {"ttft_s": one.ttft_s, "tpot_s": one.tpot_s} for name, one in CLASSES.items() if name != "batch"}
-_SPLIT = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
-_EMULATED = {
-    "engine": "emulated",
-    "accelerator": "A100-SXM-80",
-    "emulated_step_s": 0.04,
-    "emulated_prefill_s_per_token": 0.0002,
-    "chunk_size": 128,
-    "kv_cache_bytes": 2048 * _MIB,
-}
 _SMALL_KV = 512 * _MIB  # 4,096 tokens of an emulated Llama-3-8B
 
 EMULATED = Testbed(
@@ -36,9 +27,9 @@ EMULATED = Testbed(
         "monitor": {"slo_windows_s": [WINDOW_S, 60.0]},
         "scheduler": {"count": 2},
         "planner": {"enabled": False},
-        "policies": _SPLIT,
+        "policies": SPLIT,
         "gateway": {"slo": _SLO, "job_timeout_s": JOB_S, "max_queued_jobs": QUEUED, "patience_s": 3.0},
-        "instance_defaults": _EMULATED,
+        "instance_defaults": EMULATED_ENGINE,
         "instances": [
             {"id": "prefill", "count": 2, "role": "prefill"},
             {"id": "decode", "count": 3, "role": "decode", "kv_cache_bytes": _SMALL_KV},
@@ -58,19 +49,10 @@ REAL = Testbed(
     cluster={
         "monitor": {"slo_windows_s": [WINDOW_S, 60.0]},
         "gateway": {"dtype": "float32", "slo": _SLO},
-        "policies": _SPLIT,
+        "policies": SPLIT,
         "predictor": {"enabled": False},
         "planner": {"enabled": False},
-        "instance_defaults": {
-            "engine": "vllm",
-            "accelerator": "cpu",
-            "dtype": "float32",
-            "kv_cache_bytes": 192 * _MIB,
-            "staging_bytes": 128 * _MIB,
-            "inbox_bytes": 128 * _MIB,
-            "threads": 1,
-            "chunk_size": 256,
-        },
+        "instance_defaults": REAL_ENGINE,
         "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "role": "decode"}],
     },
     prompts=(),

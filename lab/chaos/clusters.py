@@ -15,8 +15,8 @@ _MIB = 1 << 20
 
 # Times at which two cores have enough left to look at what happens; blocks for all users at once.
 # Every job passes both kinds of instances: it is hand-overs that are to be disturbed.
-_SPLIT = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
-_EMULATED = {
+SPLIT = {"placement": "least_load", "split": "full", "dispatch": "power_of_two"}
+EMULATED_ENGINE = {
     "engine": "emulated",
     "accelerator": "A100-SXM-80",
     "emulated_step_s": 0.04,
@@ -24,7 +24,7 @@ _EMULATED = {
     "chunk_size": 128,
     "kv_cache_bytes": 2048 * _MIB,
 }
-_REAL = {
+REAL_ENGINE = {
     "engine": "vllm",
     "accelerator": "cpu",
     "dtype": "float32",
@@ -83,8 +83,8 @@ EMULATED = Testbed(
     title="two gateways, two schedulers, 2 prefill and 3 decode instances; EMULATED engines",
     cluster={
         "scheduler": {"count": 2},
-        "policies": _SPLIT,
-        "instance_defaults": _EMULATED,
+        "policies": SPLIT,
+        "instance_defaults": EMULATED_ENGINE,
         "instances": [{"id": "prefill", "count": 2, "role": "prefill"}, {"id": "decode", "count": 3, "role": "decode"}],
     },
     prompts=(8, 90, 300, 900),
@@ -103,10 +103,10 @@ KEYED = Testbed(
     name="keyed",
     title="one gateway, one scheduler, 1 prefill and 2 decode instances, CurveZMQ keys; EMULATED engines",
     cluster={
-        "policies": _SPLIT,
+        "policies": SPLIT,
         "predictor": {"enabled": False},
         "planner": {"enabled": False},
-        "instance_defaults": _EMULATED,
+        "instance_defaults": EMULATED_ENGINE,
         "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
     },
     prompts=(8, 90, 300, 900),
@@ -121,10 +121,10 @@ REAL = Testbed(
     title="one gateway, one scheduler, 2 prefill and 2 decode instances; vLLM on the CPU, unlike block sizes",
     cluster={
         "gateway": {"dtype": "float32"},
-        "policies": _SPLIT,
+        "policies": SPLIT,
         "predictor": {"enabled": False},
         "planner": {"enabled": False},
-        "instance_defaults": _REAL,
+        "instance_defaults": REAL_ENGINE,
         "instances": [
             {"id": "prefill-0", "role": "prefill", "block_size": 32},
             {"id": "prefill-1", "role": "prefill", "block_size": 128},

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from services.launcher.cluster_file import CLUSTERS
+from services.launcher.cluster_sections import with_defaults
 from services.launcher.faults import describe, unknown
 from services.launcher.places import Places, read_places
 from services.worker.settings import ChunkSetting
@@ -181,13 +182,7 @@ class SimFile(_Part):
     @model_validator(mode="before")
     @classmethod
     def _apply_defaults(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not isinstance(data.get("instances"), list):
-            return data
-        defaults = data.get("instance_defaults")
-        if not isinstance(defaults, dict):
-            return data
-        merged = [{**defaults, **entry} if isinstance(entry, dict) else entry for entry in data["instances"]]
-        return {**data, "instances": merged}
+        return with_defaults(data)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -16,6 +16,7 @@ from services.launcher.cluster_sections import (
     PlannerSection,
     PredictorSection,
     SchedulerSection,
+    with_defaults,
 )
 from services.launcher.faults import describe, meant, unknown
 from services.launcher.model_source import resolve_model, resolve_path, shipped_or_own
@@ -65,13 +66,7 @@ class Cluster(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _apply_defaults(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not isinstance(data.get("instances"), list):
-            return data
-        defaults = data.get("instance_defaults")
-        if not isinstance(defaults, dict):
-            return data
-        merged = [{**defaults, **entry} if isinstance(entry, dict) else entry for entry in data["instances"]]
-        return {**data, "instances": merged}
+        return with_defaults(data)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

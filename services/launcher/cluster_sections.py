@@ -171,5 +171,16 @@ class InstanceSection(Section):
         return _numbered(self.id, self.count)
 
 
+def with_defaults(data: Any) -> Any:
+    """The mapping of a file with what its `instance_defaults` say in each of its `instances`; else as it is."""
+    if not isinstance(data, dict) or not isinstance(data.get("instances"), list):
+        return data
+    defaults = data.get("instance_defaults")
+    if not isinstance(defaults, dict):
+        return data
+    merged = [{**defaults, **entry} if isinstance(entry, dict) else entry for entry in data["instances"]]
+    return {**data, "instances": merged}
+
+
 def _numbered(name: str, count: int) -> tuple[str, ...]:
     return (name,) if count == 1 else tuple(f"{name}-{index}" for index in range(count))

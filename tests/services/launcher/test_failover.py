@@ -19,7 +19,7 @@ from services.launcher import cluster_token
 from services.launcher.suite import Suite, until
 from shared.errors import OutcomeUnknown, PolyphaseError, Standby
 from shared.wire.clients.monitor import MonitorClient
-from tests.services.launcher.test_up import running
+from tests.services.launcher.up import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 MOST_S = 10.0  # on a busy machine; what it took is printed

@@ -8,66 +8,28 @@ import pty
 import re
 import signal
 import struct
-import sys
 import termios
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
-import yaml
 
-from services.launcher.ports import free_range
 from services.launcher.suite import Suite
+from tests.services.launcher.up import POLYPHASE, running
+from tests.services.launcher.up import polyphase as command
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
-POLYPHASE = [sys.executable, "-m", "services.launcher.cli"]
-START_S = 300.0
-NARROW = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
-
-
-def cluster(folder: Path) -> Path:
-    base = free_range()
-    content = {
-        "name": "looked at",
-        "model": "models/demo",
-        "served_model_name": "m",
-        "ports": base,
-        "launcher": {"hang_s": 0},  # a monitor that is frozen stays so
-        "gateway": {"port": base + 240},
-        "dashboard": {"enabled": False},
-        "predictor": {"enabled": False},
-        "planner": {"enabled": False},
-        "instance_defaults": {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30},
-        "instances": [{"id": "p", "role": "prefill", "count": 2}, {"id": "d", "role": "decode", "count": 2}],
-    }
-    file = folder / "cluster.yaml"
-    file.write_text(yaml.safe_dump(content))
-    return file
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
-    """One for all tests of this file, after a few requests."""
-    folder = tmp_path_factory.mktemp("suite")
-    data = folder / "data"
-    words = ["up", "--cluster", str(cluster(folder)), "--data-dir", str(data)]
-    launcher = await asyncio.create_subprocess_exec(*POLYPHASE, *words, stdout=asyncio.subprocess.PIPE)
-    try:
-        assert launcher.stdout is not None
-        async with asyncio.timeout(START_S):
-            while b"Ctrl-C" not in (line := await launcher.stdout.readline()):
-                assert line, "polyphase up ended"
-        suite = Suite(data)
+    """One for all tests of this file, after a few requests; a monitor that is frozen stays so."""
+    async with running(tmp_path_factory.mktemp("suite"), name="looked at", launcher={"hang_s": 0}) as (_, suite):
         await asyncio.gather(*(ask(suite, f"mine-{number}", 10 * number) for number in range(1, 5)))
         yield suite
-    finally:
-        if launcher.returncode is None:
-            launcher.terminate()
-        await launcher.wait()
 
 
 async def ask(suite: Suite, request_id: str, tokens: int) -> dict[str, Any]:
@@ -82,17 +44,7 @@ async def ask(suite: Suite, request_id: str, tokens: int) -> dict[str, Any]:
 
 async def polyphase(suite: Suite, *words: str) -> tuple[int, str]:
     """Exit code and output; no line is wider than 80 columns."""
-    process = await asyncio.create_subprocess_exec(
-        *POLYPHASE,
-        *words,
-        "--data-dir",
-        str(suite.data_dir),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=NARROW,
-    )
-    output, _ = await process.communicate()
-    return process.returncode or 0, output.decode()
+    return await command(*words, "--data-dir", str(suite.data_dir), COLUMNS="80", NO_COLOR="1")
 
 
 async def test_status_and_top(suite: Suite) -> None:

@@ -4,9 +4,7 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,64 +12,12 @@ import httpx
 import psutil
 import pytest
 import pytest_asyncio
-import yaml
 
-from services.launcher.ports import free_range
 from services.launcher.process import KILL_S, STOP_S
 from services.launcher.suite import Suite, until
+from tests.services.launcher.up import Up, polyphase, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
-START_S = 200.0
-Up = tuple[asyncio.subprocess.Process, Suite]
-
-
-def cluster(folder: Path, **changes: Any) -> Path:
-    base = free_range()
-    content = {
-        "name": "test",
-        "model": "models/demo",
-        "served_model_name": "m",
-        "ports": base,
-        "gateway": {"port": base + 240},
-        "dashboard": {"enabled": False},
-        "predictor": {"enabled": False},
-        "planner": {"enabled": False},
-        "instance_defaults": {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30},
-        "instances": [{"id": "p", "role": "prefill", "count": 2}, {"id": "d", "role": "decode", "count": 2}],
-        **changes,
-    }
-    file = folder / "cluster.yaml"
-    file.write_text(yaml.safe_dump(content))
-    return file
-
-
-async def polyphase(*words: str, **environment: str) -> tuple[int, str]:
-    command = [sys.executable, "-c", "from services.launcher.cli import main; main()", *words]
-    process = await asyncio.create_subprocess_exec(
-        *command, env={**os.environ, **environment}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    output, _ = await process.communicate()
-    return process.returncode or 0, output.decode()
-
-
-@asynccontextmanager
-async def running(folder: Path, **changes: Any) -> AsyncIterator[Up]:
-    """`polyphase up` of a cluster file with these changes."""
-    file, data = cluster(folder, **changes), folder / "data"
-    command = [sys.executable, "-c", "from services.launcher.cli import main; main()", "up"]
-    process = await asyncio.create_subprocess_exec(
-        *command, "--cluster", str(file), "--data-dir", str(data), stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(START_S):
-            while b"Ctrl-C" not in (line := await process.stdout.readline()):
-                assert line, "polyphase up ended"
-        yield process, Suite(data)
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
 
 
 async def ask(suite: Suite) -> httpx.Response:

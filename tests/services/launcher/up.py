@@ -1,0 +1,71 @@
+"""`polyphase up`, and the command beside it, as processes of their own."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from services.launcher.ports import free_range
+from services.launcher.suite import Suite
+
+START_S = 300.0
+POLYPHASE = [sys.executable, "-m", "services.launcher.cli"]
+Up = tuple[asyncio.subprocess.Process, Suite]
+
+
+def cluster(folder: Path, **changes: Any) -> Path:
+    """A file with two prefill and two decode instances, emulated, and with these keys."""
+    base = free_range()
+    content = {
+        "name": "test",
+        "model": "models/demo",
+        "served_model_name": "m",
+        "ports": base,
+        "gateway": {"port": base + 240},
+        "dashboard": {"enabled": False},
+        "predictor": {"enabled": False},
+        "planner": {"enabled": False},
+        "instance_defaults": {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 1 << 30},
+        "instances": [{"id": "p", "role": "prefill", "count": 2}, {"id": "d", "role": "decode", "count": 2}],
+        **changes,
+    }
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+async def polyphase(*words: str, **environment: str) -> tuple[int, str]:
+    """The command's exit code and output."""
+    process = await asyncio.create_subprocess_exec(
+        *POLYPHASE,
+        *words,
+        env={**os.environ, **environment},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    return process.returncode or 0, output.decode()
+
+
+@asynccontextmanager
+async def running(folder: Path, **changes: Any) -> AsyncIterator[Up]:
+    """`polyphase up` of a cluster file with these changes."""
+    file, data = cluster(folder, **changes), folder / "data"
+    process = await asyncio.create_subprocess_exec(
+        *POLYPHASE, "up", "--cluster", str(file), "--data-dir", str(data), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(START_S):
+            while b"Ctrl-C" not in (line := await process.stdout.readline()):
+                assert line, "polyphase up ended"
+        yield process, Suite(data)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
