@@ -47,7 +47,7 @@ RUN useradd --create-home --uid 10001 polyphase \
  && mkdir /keys /api-keys /database-keys /data /cache /models \
  && chown polyphase:polyphase /keys /api-keys /database-keys /data /cache /models
 COPY . .
-RUN chmod -R a+rX . && pip install -q --no-deps --no-build-isolation -e . && rm -rf /root/.cache
+RUN chmod -R a+rX . && pip install -q --no-cache-dir --no-deps --no-build-isolation -e .
 USER polyphase
 ENTRYPOINT ["python3", "-m", "services.launcher.container"]
 CMD ["polyphase", "--help"]
