@@ -149,11 +149,15 @@ async def _watch(suite: Suite, samples: Samples, until_s: float) -> None:
     while time.monotonic() < until_s:
         for name, pid in _pids(suite).items():
             try:
-                value = await asyncio.to_thread(lambda pid=pid: psutil.Process(pid).memory_full_info().pss)
+                value = await asyncio.to_thread(_pss_bytes, pid)
             except psutil.Error:
                 continue
             samples.pss_bytes.setdefault(name, []).append(value)
         await asyncio.sleep(SAMPLE_S)
+
+
+def _pss_bytes(pid: int) -> int:
+    return int(psutil.Process(pid).memory_full_info().pss)
 
 
 def _pids(suite: Suite) -> dict[str, int]:
