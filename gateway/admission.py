@@ -86,7 +86,7 @@ class Admissions:
         """callers: all that there may be; none where everybody is let in. table: of the processes of the port."""
 
         def counted(kind: Kind) -> Counts:
-            return OwnCounts() if table is None else TableCounts(table, kind, callers or ("",))
+            return OwnCounts() if table is None else TableCounts(table, kind)
 
         self._yields = {name for name, one in settings.slo.items() if one.when_full is WhenFull.DELAY}
         self._delayed = Admission(settings, counted(Kind.DELAYED), len(callers), delayed=True)

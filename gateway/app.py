@@ -21,7 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from gateway import surface
 from gateway.admission import Admissions
-from gateway.auth import LOOPBACK, KeyRing, load_keys
+from gateway.auth import LOOPBACK, REREAD_S, KeyRing
 from gateway.connection import StreamProtocol
 from gateway.core import ClusterCore, JobRunner
 from gateway.counts import TableLedger
@@ -64,7 +64,7 @@ OWN_TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"  # has vLLM make traces of its
 
 async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> None:
     """Serve until SIGTERM or SIGINT; `runner` takes the pipeline's place. Raises InvalidRequest for bad settings."""
-    keys = KeyRing(load_keys(settings.api_keys_file) if settings.api_keys_file else ())
+    keys = KeyRing.of_file(settings.api_keys_file)
     keys.require_classes(settings.slo)
     if keys.open and settings.host not in LOOPBACK:
         raise InvalidRequest(f"listening on {settings.host} needs API keys (api_keys_file); without, only loopback")
@@ -112,10 +112,11 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         reporter = Reporter(schedulers, metrics, recorder)
         tasks.start("reports", reporter.run())
         tasks.start("grammars", grammars.watch())
+        tasks.every("api keys", REREAD_S, keys.reread)
         tasks.every("rpc clients", SWEEP_S, clients.sweep)
         lengths = LengthClient(clients, settings, metrics.predictions)
         stack.push_async_callback(lengths.close)
-        lines = Lines(keys.weights, TableLedger(table, keys.names) if table is not None else None)
+        lines = Lines(keys.weights, TableLedger(table) if table is not None else None)
         _tell_of_waiting(settings, metrics, lines)
         pace = Pace()
         jobs = runner or Pipeline(settings, clients, schedulers, reporter, lengths, lines)
@@ -123,7 +124,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         stack.push_async_callback(core.close)
         admission = Admissions(settings, keys.names, table)
         metrics.queued.set_function(lambda: admission.own_jobs)
-        rates = OwnRates() if table is None else TableRates(table, keys.keys)
+        rates = OwnRates() if table is None else TableRates(table)
         llm = ClusterLLM(config, core, grammars)
         stack.callback(llm.shutdown)
         tracer = await stack.enter_async_context(tracing(settings.tracing, "gateway", settings.gateway_id, registry))

@@ -110,6 +110,7 @@ class SharedTable:
         self.integers = memoryview(self._map).cast("q")
         self.floats = memoryview(self._map).cast("d")
         self._fence = Lock()
+        self._known_rows: dict[str, int] = {}
         self._clear()
 
     def close(self) -> None:
@@ -127,6 +128,12 @@ class SharedTable:
         Rows are found by the digest of the name, from where it points onwards, and are never given up: processes that
         read the file of keys at different times agree on them.
         """
+        known = self._known_rows.get(caller)
+        if known is None:
+            known = self._known_rows[caller] = self._find_row(caller)
+        return known
+
+    def _find_row(self, caller: str) -> int:
         digest = blake2b(caller.encode(), digest_size=16, person=b"caller").digest()
         high, low = (int.from_bytes(half, sys.byteorder, signed=True) for half in (digest[:8], digest[8:]))
         high = high or 1  # zero: a row that nobody has

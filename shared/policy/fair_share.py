@@ -82,12 +82,13 @@ class _Caller:
 class Shares:
     """Virtual token counters of the callers of one gateway. Times are seconds of any one clock.
 
+    weights: may change; a caller's is read at each of its requests.
     With a `ledger` a caller is charged for what others have served it, too, from its first request here.
     No method costs more than O(log n) in the number of callers, amortised.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> None:
-        self._weights = dict(weights or {})
+        self._weights = weights or {}
         self._callers: dict[str, _Caller] = {}
         self._ledger = ledger
         self._now = float("-inf")
@@ -99,6 +100,7 @@ class Shares:
         if one is None:
             one = self._callers[caller] = _Caller(self._weights.get(caller, 1.0))
             one.elsewhere = self._ledger.elsewhere(caller) if self._ledger is not None else 0.0
+        one.weight = self._weights.get(caller, 1.0)
         self._now = now
         self._charged(caller)
         if not one.open:
