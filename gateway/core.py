@@ -197,7 +197,7 @@ class ClusterCore:
         return JobSpec(
             job_id=request.request_id,
             prompt_token_ids=prompt,
-            generation=Generation(msgspec.msgpack.encode(params), who.arrived_s, request.cache_salt or ""),
+            generation=Generation(msgspec.msgpack.encode(params), who.arrived_s, who.salted(request.cache_salt or "")),
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt),
             carry=carry,
             local_only=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,

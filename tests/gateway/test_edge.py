@@ -70,6 +70,21 @@ async def test_a_key_brings_its_class_and_is_kept_to_those_it_may_use() -> None:
         assert answer.json()["error"]["code"] == "slo_class_not_allowed"
 
 
+async def test_a_request_has_the_cache_salt_of_its_key() -> None:
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(caller.get().cache_salt)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    (secret, key), (other_secret, other) = create_key("salted"), create_key("plain")
+    async with edge(app, keys=(replace(key, cache_salt="s"), other)) as client:  # type: ignore[arg-type]
+        for each in (secret, other_secret):
+            await client.post("/v1/completions", content=b"x", headers={"Authorization": f"Bearer {each}"})
+    assert seen == ["s", ""]
+
+
 @pytest.mark.parametrize("streams", [True, False])
 async def test_a_refusal_for_load_is_a_429_that_says_when_in_streams_too(streams: bool) -> None:
     async def refused(scope: Any, receive: Any, send: Any) -> None:
