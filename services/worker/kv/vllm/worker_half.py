@@ -144,6 +144,7 @@ class WorkerHalf:
             identity=ExportIdentity(s.generation, s.fingerprint, s.control_key),
             staging_bytes=staging_bytes,
             lease_s=s.lease_s,
+            lease_renewals=s.lease_renewals,
             limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes, connections=s.connections),
             lossy=s.lossy,
             curve=(s.curve_public, s.curve_secret) if s.curve_public else None,

@@ -60,6 +60,10 @@ class Puller:
         """Tell the exporters that this rank needs nothing of the handle."""
         self._command(lambda: self._imports.confirm(handle))
 
+    def renew(self, handle: KvHandle) -> None:
+        """Renew the lease of what is going to be pulled and is not yet."""
+        self._command(lambda: self._imports.renew(handle))
+
     def stop(self) -> None:
         """End all imports, the thread and the links."""
         self._stopping = True
