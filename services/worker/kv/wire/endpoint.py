@@ -110,7 +110,14 @@ class KvEndpoint:
             on_death=self._thread_ended,
             control_address=settings.control,
         )
-        self._puller = Puller(self._importing, import_, self._ended, settings.limits, on_death=self._thread_ended)
+        self._puller = Puller(
+            self._importing,
+            import_,
+            self._ended,
+            settings.limits,
+            on_death=self._thread_ended,
+            enter=self._copies.enter,
+        )
         self._copies.start(self._thread_ended)
         self._server.start()
         self._puller.start()
