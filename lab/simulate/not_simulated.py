@@ -38,6 +38,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "kv_nixl_trusted": "what a link carries is the file's `network`, whatever moves it",
         "kv_connections": "what a link carries is the file's `network`, over however many connections",
         "lease_s": _LATE_KV,
+        "lease_renewals": _LATE_KV,
         "pull_timeout_s": _LATE_KV,
         "kv_fault": _NO_FAULTS,
     },
