@@ -21,6 +21,7 @@ from shared.runtime.logs import get_log
 from shared.runtime.process_metrics import describe_process
 from shared.runtime.server import Server
 from shared.runtime.stray import nothing_stray
+from shared.runtime.wire_version import HTTP_HEADER, OURS
 
 log = get_log(__name__)
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -65,7 +66,9 @@ def service_app(
 
 
 class Guard:
-    """Refuses every call that may change something and does not show the cluster's secret; without one all of them."""
+    """Refuses every call that may change something and does not show the cluster's secret, without one all of them;
+    and those whose sender has an incompatible wire version. People's tools need state none.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -81,7 +84,10 @@ class Guard:
             await self._app(scope, receive, send)
             return
         what = f"{scope.get('method', scope['type'])} {scope['path']}"
-        fault = fault_of(what, self._token, Headers(scope=scope).getlist("authorization"))
+        headers = Headers(scope=scope)
+        fault = fault_of(what, self._token, headers.getlist("authorization"))
+        if fault is None and (version := headers.get(HTTP_HEADER)) is not None:
+            fault = OURS.check_http(version, "the caller")
         if fault is None:
             await self._app(scope, receive, send)
             return
