@@ -1,8 +1,9 @@
 """vLLM's front end over a ClusterCore, and what of a client's wishes passes it."""
 
 import copy
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm import SamplingParams
@@ -10,12 +11,15 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 
 from gateway.core import ClusterCore
 from gateway.detokenising import read_only_ends
 from gateway.grammars import Grammars
 from gateway.turns import after_prompt
+from shared.runtime.logs import get_log
 
+log = get_log(__name__)
 # How KV moves is ours to say; the rest of vllm_xargs is for an operator's logits processors.
 _OURS = ("kv_", "ec_")
 # Not passed on: which rank of an engine, ahead of whom, with which adapter, session or hints.
@@ -41,6 +45,7 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         self._grammars = grammars
         self.input_processor.structured_outputs_config = None  # it would try them on the event loop
         core.attach(self.output_processor)
+        _process_each(self.output_processor, core.output_failed)
 
     async def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **how: Any) -> Any:
         """Every job comes through here. Raises VLLMValidationError, which is a 400."""
@@ -66,3 +71,31 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
         """Nothing is held for a request before it is a job; vLLM would submit one to free it."""
+
+
+def _process_each(processor: OutputProcessor, failed: Callable[[str, Exception], None]) -> None:
+    """Have vLLM's output processor end the request whose output raises, and that request alone.
+
+    vLLM takes the outputs of all requests in one loop, in one task: what one of them raises ends the task, and with it
+    the front end (0.32: AsyncLLM's `output_handler`). Should that task die all the same, this process can answer
+    nothing any more, and ends.
+    """
+    process = processor.process_outputs
+
+    def process_each(outputs: list[Any], *timestamp_and_stats: Any, **more: Any) -> OutputProcessorOutput:
+        ended: list[str] = []
+        for output in outputs:
+            try:
+                ended += process([output], *timestamp_and_stats, **more).reqs_to_abort
+            except Exception as error:
+                failed(output.request_id, error)
+        return OutputProcessorOutput(request_outputs=[], reqs_to_abort=ended)
+
+    processor.process_outputs = process_each
+    processor.propagate_error = _end_process
+
+
+def _end_process(error: BaseException) -> None:
+    """At once: open streams break off, and the launcher starts another. Answers would be errors, one and all."""
+    log.critical("vLLM's output handler died; the process ends", exc_info=error)
+    os._exit(os.EX_SOFTWARE)

@@ -13,7 +13,7 @@ from shared.domain.rates import Rates
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.timeline import RequestTimeline
 
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 
 
 class PlaceRequest(msgspec.Struct):
