@@ -24,6 +24,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from gateway.admission import Seat, Ticket
 from gateway.context import caller
+from gateway.fields import refuse_request
 from gateway.gaps import Gaps
 from gateway.job import Job, JobSpec
 from gateway.pace import Pace
@@ -206,6 +207,11 @@ class ClusterCore:
         queue.put(GracefulHTTPError(error.message, HTTPStatus(error.http_status)))
         self.cancel(one for one in ended if one != request_id)
 
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for this request: adding it, or another of its n, has failed."""
+        if (state := self._requests.request_states.get(request_id)) is not None:
+            self.cancel(self._forget(state))
+
     def _forget(self, state: Any) -> list[str]:
         """Take a request out of the output processor, with the others of its n; the ids of all.
 
@@ -235,6 +241,8 @@ class ClusterCore:
             log.error("the end of a job crashed; its client may wait in vain", job_id=job_id, exc_info=error)
 
     def _spec(self, request: EngineCoreRequest) -> JobSpec:
+        """Raises InvalidRequest for what the cluster cannot do."""
+        refuse_request(request)
         params = cast(SamplingParams, request.sampling_params)
         carry = _can_carry(params)
         if not carry and params.seed is None and params.temperature > 0:
@@ -246,7 +254,9 @@ class ClusterCore:
         return JobSpec(
             job_id=request.request_id,
             prompt_token_ids=prompt,
-            generation=Generation(msgspec.msgpack.encode(params), who.arrived_s, request.cache_salt or ""),
+            generation=Generation(
+                msgspec.msgpack.encode(params), who.arrived_s, request.cache_salt or "", *_reasoning(request)
+            ),
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt),
             carry=carry,
             local_only=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
@@ -297,6 +307,14 @@ class ClusterCore:
 
 def _nobody(_: TokenStep) -> None:
     """Takes no step: the job has not begun."""
+
+
+def _reasoning(request: EngineCoreRequest) -> tuple[bool | None, bytes]:
+    """What an engine needs of a reasoning model's prompt: nothing, where it is not to hold to a grammar."""
+    if request.sampling_params.structured_outputs is None:
+        return None, b""
+    arguments = request.reasoning_parser_kwargs
+    return request.reasoning_ended, b"" if arguments is None else msgspec.msgpack.encode(arguments)
 
 
 def _can_carry(params: SamplingParams) -> bool:

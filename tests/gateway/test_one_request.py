@@ -224,7 +224,7 @@ async def test_a_job_whose_output_failed_has_failed_and_its_engine_stops(
     await _idle(api)
 
 
-@pytest.mark.parametrize("step", ["_spec", "_start", "_stream_of"])
+@pytest.mark.parametrize("step", ["_spec", "_start", "_stream_of", "add_request_async"])
 async def test_a_job_that_does_not_start_leaves_nothing(api: Api, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     monkeypatch.setattr(api.app.state.engine_client._core, step, boom)
     async with asyncio.timeout(5):
