@@ -73,6 +73,8 @@ async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> N
             vllm.envs.enable_envs_cache()  # it asks for the environment's some thirty times a request
         server = http_server(app, settings.host, settings.port, settings.drain_s)
         server.on_started, server.holds_signals = settle, True
+        vllm_app: Any = app.app
+        vllm_app.state.server = server  # vLLM's handler of a dead engine ends it
         await server.serve(sockets_of(settings))
     server.raise_signals()
 

@@ -24,6 +24,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from gateway.admission import Seat, Ticket
 from gateway.context import caller
+from gateway.fields import refuse_request
 from gateway.gaps import Gaps
 from gateway.job import Job, JobSpec
 from gateway.pace import Pace
@@ -91,18 +92,29 @@ class ClusterCore:
         await after_prompt(request.prompt_token_ids)
         if not self._requests.has_request(request.request_id):
             return  # one of n, of which another has failed meanwhile
-        spec = self._spec(request)
+        ticket, seat = caller.get().ticket, None
         try:
-            seat = caller.get().ticket.start(len(spec.prompt_token_ids))
-        except PolyphaseError as error:
-            self.on_refused(spec.slo.name, error.code)
-            self._fail(spec.job_id, error, caller.get().ticket)
-            return
+            spec = self._spec(request)
+            try:
+                seat = ticket.start(len(spec.prompt_token_ids))
+            except PolyphaseError as error:
+                self.on_refused(spec.slo.name, error.code)
+                raise
+            self._start(request.request_id, spec, seat)
+        except Exception as error:  # the request is registered: raised from here it would stay so for ever
+            if seat is not None and request.request_id not in self._jobs:
+                seat.leave()
+            if not isinstance(error, PolyphaseError):
+                log.error("a job did not start", job_id=request.request_id, exc_info=error)
+                error = _internal(error)
+            self._fail(request.request_id, error, ticket)
+
+    def _start(self, request_id: str, spec: JobSpec, seat: Seat) -> None:
         deadline_s = time.monotonic() + self._settings.job_timeout_s
         if spec.slo.when_full is WhenFull.DELAY:
             deadline_s += self._settings.slo[spec.slo.name].queue_s
         job = Job(spec, _nobody, self._settings.gateway_id, deadline_s, gaps=self._gaps)
-        job.siblings = self._requests.request_states[request.request_id].parent_req
+        job.siblings = self._requests.request_states[request_id].parent_req
         if (trace := request_trace.get()) is not None:
             tokens = len(spec.prompt_token_ids)
             job.trace = trace.open(spec.job_id, spec.arrived_s, tokens, spec.max_tokens, spec.slo.name)
@@ -114,7 +126,10 @@ class ClusterCore:
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
         """End jobs whose client has its answer: the output processor has found a stop string in it."""
         for request_id in request_ids:
-            self._stopped(request_id)
+            try:
+                self._stopped(request_id)
+            except Exception as error:  # vLLM's output handler calls, for all requests
+                self.output_failed(request_id, error)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Give up jobs whose client is gone."""
@@ -129,6 +144,15 @@ class ClusterCore:
         self._ready.clear()
         outputs, self._outputs = self._outputs, []
         return EngineCoreOutputs(outputs=outputs)
+
+    def output_failed(self, request_id: str, error: Exception) -> None:
+        """A step of this request could not be made into output: the request ends with an error, and no other does."""
+        log.error("the output of a request failed", job_id=request_id, exc_info=error)
+        running = self._jobs.get(request_id)
+        self._fail(request_id, _internal(error))
+        if running is not None:
+            running.job.broke(PolyphaseError.code)
+            self.cancel((request_id,))
 
     def _stopped(self, request_id: str) -> None:
         if running := self._jobs.get(request_id):
@@ -161,24 +185,55 @@ class ClusterCore:
             self._fail(job_id, error, running.seat.ticket)
         except Exception as error:  # the boundary: a client must never wait for a job that crashed
             log.error("job crashed", job_id=job_id, exc_info=error)
-            self._fail(job_id, PolyphaseError(f"internal error: {type(error).__name__}"), running.seat.ticket)
+            self._fail(job_id, _internal(error), running.seat.ticket)
 
-    def _fail(self, request_id: str, error: PolyphaseError, ticket: Ticket) -> None:
+    def _fail(self, request_id: str, error: PolyphaseError, ticket: Ticket | None = None) -> None:
         """Give a request's handler the error; vLLM turns it into a status, or an event in a stream that has begun.
 
-        The handler is then through with the request: of n jobs the others end, too.
+        The handler is then through with the request: of n jobs the others end, too. Raises nothing.
         """
-        if error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
+        if ticket is not None and error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
             ticket.refusal = error  # the edge answers: the front end knows no Retry-After
-        if (running := self._jobs.get(request_id)) is not None and running.stream is not None:
-            running.stream.advance()  # what it has is its client's
+        if ticket is not None and (running := self._jobs.get(request_id)) is not None and running.stream is not None:
+            try:
+                running.stream.advance()  # what it has is its client's
+            except Exception as crash:
+                log.error("the rest of a stream was lost", job_id=request_id, exc_info=crash)
         state = self._requests.request_states.get(request_id)
         if state is None or state.queue is None:
             return
-        whole = state.parent_req.request_id if state.parent_req is not None else request_id
-        ended = self._requests.abort_requests([whole], internal=True)
-        state.queue.put(GracefulHTTPError(error.message, HTTPStatus(error.http_status)))
+        queue = state.queue
+        ended = self._forget(state)
+        queue.put(GracefulHTTPError(error.message, HTTPStatus(error.http_status)))
         self.cancel(one for one in ended if one != request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for this request: adding it, or another of its n, has failed."""
+        if (state := self._requests.request_states.get(request_id)) is not None:
+            self.cancel(self._forget(state))
+
+    def _forget(self, state: Any) -> list[str]:
+        """Take a request out of the output processor, with the others of its n; the ids of all.
+
+        No last output is made of them: that may be what fails.
+        """
+        requests, parent = self._requests, state.parent_req
+        ids = {state.request_id, *(parent.child_requests if parent is not None else ())}
+        states = [known for one in ids if (known := requests.request_states.get(one)) is not None]
+        for each in states:
+            each.queue = None
+        try:
+            requests.abort_requests([parent.request_id if parent is not None else state.request_id], internal=True)
+        except Exception as error:
+            log.error("vLLM could not abort a request", job_id=state.request_id, exc_info=error)
+        for each in states:  # what was half finished when it failed
+            if requests.request_states.pop(each.request_id, None) is not None:
+                others = requests.external_req_ids.get(each.external_req_id, [])
+                if each.request_id in others:
+                    others.remove(each.request_id)
+                if not others:
+                    requests.external_req_ids.pop(each.external_req_id, None)
+        return [each.request_id for each in states]
 
     def _ended(self, job_id: str, task: asyncio.Task[None]) -> None:
         self._jobs.pop(job_id).seat.leave()
@@ -186,6 +241,8 @@ class ClusterCore:
             log.error("the end of a job crashed; its client may wait in vain", job_id=job_id, exc_info=error)
 
     def _spec(self, request: EngineCoreRequest) -> JobSpec:
+        """Raises InvalidRequest for what the cluster cannot do."""
+        refuse_request(request)
         params = cast(SamplingParams, request.sampling_params)
         carry = _can_carry(params)
         if not carry and params.seed is None and params.temperature > 0:
@@ -197,7 +254,12 @@ class ClusterCore:
         return JobSpec(
             job_id=request.request_id,
             prompt_token_ids=prompt,
-            generation=Generation(msgspec.msgpack.encode(params), who.arrived_s, who.salted(request.cache_salt or "")),
+            generation=Generation(
+                msgspec.msgpack.encode(params),
+                who.arrived_s,
+                who.salted(request.cache_salt or ""),
+                *_reasoning(request),
+            ),
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt),
             carry=carry,
             local_only=params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None,
@@ -211,10 +273,18 @@ class ClusterCore:
         if stream is not None:
             submitted.set(None)
             most_s = spec.slo.tpot_s * self._settings.stream_interval_share
-            stream.bind(spec.job_id, self._requests, self._stopped, most_s)
+            stream.bind(spec.job_id, self._requests, self._stopped, self.output_failed, most_s)
         return stream
 
     def _emit(self, running: _Running, step: TokenStep) -> None:
+        """Hand a step on. Raises what is wrong with it, and then the job has not finished."""
+        try:
+            self._take(running, step)
+        except Exception:
+            running.job.finish_reason = ""
+            raise
+
+    def _take(self, running: _Running, step: TokenStep) -> None:
         job, stream = running.job, running.stream
         if not running.left and (job.phase is Phase.DECODE or step.finish_reason):
             running.left = True
@@ -242,6 +312,14 @@ def _nobody(_: TokenStep) -> None:
     """Takes no step: the job has not begun."""
 
 
+def _reasoning(request: EngineCoreRequest) -> tuple[bool | None, bytes]:
+    """What an engine needs of a reasoning model's prompt: nothing, where it is not to hold to a grammar."""
+    if request.sampling_params.structured_outputs is None:
+        return None, b""
+    arguments = request.reasoning_parser_kwargs
+    return request.reasoning_ended, b"" if arguments is None else msgspec.msgpack.encode(arguments)
+
+
 def _can_carry(params: SamplingParams) -> bool:
     """Whether later tokens depend on earlier ones only as context, so that any engine can go on from them."""
     return not (
@@ -260,11 +338,22 @@ def _can_carry(params: SamplingParams) -> bool:
     )
 
 
-def _logprobs(data: bytes) -> LogprobsLists:
+def _rows(data: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids and log probabilities by position and candidate, ranks by position."""
     rows = decode_rows(data)
-    return LogprobsLists(np.array(rows.ids), np.array(rows.values, dtype=np.float32), np.array(rows.ranks))
+    ids = np.frombuffer(rows.ids, "<i4").reshape(-1, rows.candidates)
+    values = np.frombuffer(rows.values, "<f4").reshape(-1, rows.candidates)
+    return ids, values, np.frombuffer(rows.ranks, "<i4")
+
+
+def _logprobs(data: bytes) -> LogprobsLists:
+    return LogprobsLists(*_rows(data))
 
 
 def _prompt_logprobs(data: bytes) -> LogprobsTensors:
-    rows = decode_rows(data)
-    return LogprobsTensors(torch.tensor(rows.ids), torch.tensor(rows.values), torch.tensor(rows.ranks))
+    return LogprobsTensors(*(torch.tensor(part) for part in _rows(data)))
+
+
+def _internal(error: BaseException) -> PolyphaseError:
+    """A bug of ours, as its client is told of it: the details are for the log."""
+    return PolyphaseError(f"internal error: {type(error).__name__}")

@@ -67,6 +67,7 @@ class Job:
     failed_instances: list[str] = field(default_factory=list)
     asked: Asked = field(default_factory=Asked)  # for the length of its answer
     gaps: Gaps = field(default_factory=Gaps)  # where the gaps between its tokens are counted
+    broken: str = ""  # code of what ended it in the gateway, while its engine was well
     siblings: Any = None  # what vLLM knows of the request, where it is one of several answers to it
     trace: JobTrace | None = None  # where it is traced
     prefill_instance: str = ""
@@ -186,6 +187,10 @@ class Job:
         """The front end found a stop string: the client has its answer, whatever its engine produced after it."""
         self.finish_reason = "stop"
 
+    def broke(self, code: str) -> None:
+        """What its engine gave could not be handed on. It is to be cancelled, and has failed with this code."""
+        self.finish_reason, self.broken = "", code
+
     def _skip(self, step: TokenStep) -> TokenStep:
         """Drop the tokens of a second run that the client has; they must be the same."""
         known = self.tokens[self._replayed : self._replayed + len(step.tokens)]
@@ -224,6 +229,7 @@ class Job:
         if self.finished:
             self.phase, outcome = Phase.COMPLETED, self.finish_reason
         else:
+            outcome = self.broken or outcome
             self.phase = Phase.CANCELLED if outcome == "cancelled" else Phase.FAILED
         self.timeline.ended_s = time.time()
         self.timeline.outcome = outcome

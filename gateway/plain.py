@@ -7,6 +7,7 @@ token ids, echo, several answers. All others take vLLM's own path.
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
@@ -14,12 +15,13 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
-from vllm.exceptions import GenerationError
+from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.outputs import RequestOutput
 
 from gateway.chunks import DONE, Chunks, Usage
 from gateway.context import caller
 from gateway.stream import PlainStream, submitted
+from shared.errors import PolyphaseError
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)
@@ -156,8 +158,12 @@ async def _generate(
     except GenerationError as error:
         yield _error(serving._convert_generation_error_to_streaming_response(error))
     except Exception as error:
-        foreseen = getattr(error, "http_status", None) is not None
-        log.warning("a stream failed", request_id=request_id, error=str(error), exc_info=None if foreseen else error)
+        if getattr(error, "http_status", None) is None:  # a bug: what it says is for the log
+            log.error("a stream failed", request_id=request_id, exc_info=error)
+            internal = PolyphaseError(f"internal error: {type(error).__name__}")
+            error = GracefulHTTPError(internal.message, HTTPStatus(internal.http_status))
+        else:
+            log.warning("a stream failed", request_id=request_id, error=str(error))
         yield _error(serving.create_streaming_error_response(error))
     finally:
         submitted.set(None)  # a request that follows on this connection may inherit the task's context

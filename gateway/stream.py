@@ -16,6 +16,7 @@ from gateway.connection import BodyWriter
 
 KEPT_PIECES = 256
 Stopped = Callable[[str], None]  # ends the job of a request whose answer has hit a stop string
+Failed = Callable[[str, Exception], None]  # ends a request whose output raised that error
 
 
 class PlainStream:
@@ -37,6 +38,7 @@ class PlainStream:
         self._usual = True  # it is read in vLLM's way alone
         self._outputs: Any  # its OutputProcessor
         self._stopped: Stopped
+        self._failed: Failed
         self._tokens: list[int] = []
         self._finish: FinishReason | None = None
         self._stop_reason: int | str | None = None
@@ -48,7 +50,7 @@ class PlainStream:
         self.served_s = 0.0  # when it last was, by the event loop's clock
         self.most_s = 0.0  # that tokens may wait for others
 
-    def bind(self, request_id: str, outputs: Any, stopped: Stopped, most_s: float) -> None:
+    def bind(self, request_id: str, outputs: Any, stopped: Stopped, failed: Failed, most_s: float) -> None:
         """Take the place of vLLM's output processor for this request. It is registered there."""
         self.most_s = most_s
         self._state = outputs.request_states[request_id]
@@ -57,7 +59,7 @@ class PlainStream:
         self._usual = not isinstance(self._detokenizer, FastIncrementalDetokenizer) or bool(self._detokenizer.stop)
         self._chunks = self._make()
         self._outputs = outputs
-        self._stopped = stopped
+        self._stopped, self._failed = stopped, failed
 
     def take(self, tokens: list[int], finish: FinishReason | None, stop_reason: int | str | None) -> None:
         """A step of its engine."""
@@ -169,12 +171,17 @@ class PlainStream:
         return self._state.prompt_len, self._detokenizer.num_output_tokens()
 
     def fail(self, error: Exception) -> None:
-        """Have the response end with that error."""
-        self._state.queue.put(error)
+        """What it took could not be made into events: have the response end with an error, and the job."""
+        self._failed(self._state.request_id, error)
 
     def _catch_up(self) -> None:
-        if self._end is None and self.counted[1] > self._told_tokens:
-            self.send()
+        if self._end is not None:
+            return
+        try:
+            if self.counted[1] > self._told_tokens:
+                self.send()
+        except Exception as error:  # its connection calls; others' connections are not to hear of it
+            self.fail(error)
 
     def _events(self, text: str, end: tuple[str, int | str | None] | None = None) -> bytes:
         prompt_tokens, tokens = self.counted

@@ -30,6 +30,7 @@ IMPURE = {"asyncio", "time", "socket", "httpx", "zmq", "sqlalchemy", "threading"
 VLLM = {
     "gateway/app.py",
     "gateway/core.py",
+    "gateway/fields.py",
     "gateway/grammar_process.py",
     "gateway/grammars.py",
     "gateway/llm.py",

@@ -231,9 +231,21 @@ class _Planner:
             "emulated_links": self._links.get(name, {}),
             **self._traced,
         }
-        settings = self._settings(WorkerSettings, f"instances.{entry.id}", entry.extra, values)
+        extra = self._with_parser(entry.extra)
+        settings = self._settings(WorkerSettings, f"instances.{entry.id}", extra, values)
         uses = tuple(range(first, first + 2 + ranks))
         return self._process(name, "services.worker", settings, host, first + 1, uses, entry.env)
+
+    def _with_parser(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """With the gateway's reasoning parser, unless the instance names its own: where structured output begins is
+        the engine's to find, and what part of an answer is reasoning the gateway's.
+        """
+        options, own = self._cluster.gateway.extra.get("vllm_args"), extra.get("engine_args", {})
+        if extra.get("engine", "vllm") != "vllm" or not isinstance(options, dict) or not isinstance(own, dict):
+            return extra
+        named = {str(name).replace("-", "_"): value for name, value in options.items()}
+        parsers = {name: named[name] for name in ("reasoning_parser", "reasoning_parser_plugin") if named.get(name)}
+        return {**extra, "engine_args": {**parsers, **own}} if parsers else extra
 
     def _settings(self, kind: type[Settings], at: str, extra: dict[str, Any], values: dict[str, Any]) -> Settings:
         asks = kind is not GatewaySettings  # what it changes it changes over ZeroMQ, and its own callers have API keys

@@ -119,12 +119,17 @@ class LengthPrediction(msgspec.Struct, frozen=True):
 class Generation(msgspec.Struct, frozen=True):
     """What an engine needs of a request beside its tokens; whoever is between them hands it on.
 
-    `sampling` is the front end's sampling parameters, encoded. `arrived_s` is unix seconds.
+    `sampling` is the front end's sampling parameters, encoded. `arrived_s` is unix seconds. Of structured outputs:
+    `reasoning_ended` says whether the prompt ends outside of reasoning, so that the grammar holds from the first token
+    (None: the engine looks), and `reasoning` is the arguments of the engine's reasoning parser, encoded; empty where
+    the front end has no such parser.
     """
 
     sampling: bytes
     arrived_s: float
     cache_salt: str = ""
+    reasoning_ended: bool | None = None
+    reasoning: bytes = b""
 
 
 class JobView(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Log probabilities as plain lists on the wire: no tensor library is needed to carry them."""
+"""Log probabilities on the wire: packed numbers, whose shape travels with them."""
 
 import msgspec
 
@@ -6,12 +6,14 @@ import msgspec
 class LogprobRows(msgspec.Struct, array_like=True, gc=False):
     """One row a token position: candidate ids, their log probabilities, and the rank of the chosen one.
 
-    Shapes: ids and values [positions][candidates], ranks [positions].
+    Little-endian: ids int32 and values float32 of shape [positions][candidates], ranks int32 [positions]. There may be
+    no positions: the prompt of one token has none.
     """
 
-    ids: list[list[int]]
-    values: list[list[float]]
-    ranks: list[int]
+    candidates: int
+    ids: bytes
+    values: bytes
+    ranks: bytes
 
 
 _decoder = msgspec.msgpack.Decoder(LogprobRows)

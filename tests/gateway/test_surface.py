@@ -126,13 +126,9 @@ async def test_a_refused_request_that_speaks_of_kv_makes_no_job(api: Api) -> Non
     assert not api.cluster.prefill.prefills
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [{"X-Data-Parallel-Rank": "3"}, {"X-Data-Parallel-Rank": "x"}, {"X-Session-Id": "s"}, {"X-Vllm-Priority": "-9"}],
-)
-async def test_ranks_sessions_and_priorities_are_ignored(api: Api, headers: dict[str, str]) -> None:
+async def test_a_session_is_a_hint_without_effect(api: Api) -> None:
     body = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
-    response = await api.client.post("/v1/completions", json={**body, "priority": -9}, headers=headers)
+    response = await api.client.post("/v1/completions", json={**body, "priority": 0}, headers={"X-Session-Id": "s"})
     assert response.json()["choices"][0]["token_ids"] == answer(PROMPT, 6)
 
 

@@ -15,7 +15,7 @@ from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats,
 from services.worker.engines.cache_events import CacheSink
 from services.worker.engines.emulated_cache import EmulatedCache
 from services.worker.engines.emulated_lane import EmulatedLane
-from services.worker.engines.emulated_scheduler import EmulatedScheduler
+from services.worker.engines.emulated_scheduler import EmulatedScheduler, refusal
 from services.worker.engines.policies import CurrentRates, EnginePolicies
 from services.worker.engines.step_log import StepLog
 from services.worker.kv.emulated import EmulatedLink
@@ -30,6 +30,7 @@ from shared.domain.job import LengthPrediction
 from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
+from shared.wire.messages import TokenStep
 
 log = get_log(__name__)
 
@@ -81,7 +82,13 @@ class EmulatedEngine:
         return EmulatedLane(scheduler, self._duration, self.steps)
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
-        """Queue it in the lane with the fewest; it starts when it is its turn and its prompt fits."""
+        """Queue it in the lane with the fewest; it starts when it is its turn and its prompt fits.
+
+        The sink of a request that it cannot compute is called before this returns.
+        """
+        if why := refusal(request):
+            sink(TokenStep([], finish_reason="refused", stop_reason=why))
+            return
         lane = min(self._lanes, key=lambda one: len(one.scheduler.known))
         lane.scheduler.add(request, sink)
         lane.wake()

@@ -32,12 +32,27 @@ def token_at(position: int) -> int:
 
 
 class _Sampling(msgspec.Struct):
-    """Of the sampling parameters what decides when an answer ends, beside max_tokens; the client's own names."""
+    """The sampling parameters that matter here, by vLLM's names: when an answer ends, beside max_tokens, and which
+    wishes an engine without a model cannot fulfil.
+    """
 
     stop_token_ids: list[int] = []
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
 
 
 _SAMPLING = msgspec.msgpack.Decoder(_Sampling)
+_WISHES = ("logprobs", "prompt_logprobs", "logprob_token_ids")
+
+
+def refusal(request: EngineRequest) -> str:
+    """Why an emulated engine cannot compute this request; empty where it can."""
+    sampling = _sampling(request)
+    wishes = [f"{name} {wish}" for name in _WISHES if (wish := getattr(sampling, name)) is not None]
+    if not wishes:
+        return ""
+    return f"{', '.join(wishes)}: an emulated engine has no model and no log probabilities: leave them out"
 
 
 def answer_tokens(request: EngineRequest) -> tuple[int, str]:
@@ -53,11 +68,15 @@ def answer_tokens(request: EngineRequest) -> tuple[int, str]:
 
 
 def _stops(request: EngineRequest) -> frozenset[int]:
-    """What is no sampling parameters says nothing of them: nothing else of these matters here."""
+    return frozenset(_sampling(request).stop_token_ids)
+
+
+def _sampling(request: EngineRequest) -> _Sampling:
+    """The defaults where the request holds no sampling parameters."""
     try:
-        return frozenset(_SAMPLING.decode(request.generation.sampling).stop_token_ids)
+        return _SAMPLING.decode(request.generation.sampling)
     except msgspec.MsgspecError:
-        return frozenset()
+        return _Sampling()
 
 
 @dataclass(slots=True, eq=False)

@@ -162,7 +162,7 @@ class VllmEngine:
         self._scheduler = self._core.engine_core.scheduler
         self._seam = SchedulerSeam(self._scheduler, self.policies, self._rates)
         self._observer = StepObserver(self._scheduler, self.steps, own_cpu=s.computes_here, stages=s.pipeline_parallel)
-        self._requests = CoreRequests(config.model_config)
+        self._requests = CoreRequests(config)
         self._cache.attach(self._scheduler, self._loop)
         self._snapshot()
         return engine_info(s, config, self._stats.total_blocks)

@@ -13,10 +13,12 @@ from shared.wire.messages import TokenStep
 
 
 class CoreRequests:
-    """Makes them for one model, vLLM's ModelConfig."""
+    """Makes them for one engine, by its VllmConfig."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, config: Any) -> None:
+        self._model = config.model_config
+        self._parses_reasoning = bool(config.structured_outputs_config.reasoning_parser)
+        self._limits_reasoning = config.reasoning_config is not None and config.reasoning_config.enabled
         self._sampling = msgspec.msgpack.Decoder(SamplingParams)
 
     def make(self, request: EngineRequest) -> EngineCoreRequest:
@@ -45,6 +47,8 @@ class CoreRequests:
             lora_request=None,
             cache_salt=request.generation.cache_salt or None,
             data_parallel_rank=None,
+            reasoning_ended=request.generation.reasoning_ended,
+            reasoning_parser_kwargs=_reasoning_arguments(request),
         )
 
     def _check(self, request: EngineRequest, params: SamplingParams) -> None:
@@ -57,6 +61,22 @@ class CoreRequests:
         if not 0 <= min(prompt) <= max(prompt) < model.get_vocab_size():
             raise ValueError(f"token ids are 0 to {model.get_vocab_size() - 1}")
         params.verify(model, None, None, None)
+        generation = request.generation
+        if generation.reasoning and generation.reasoning_ended is not True and not self._parses_reasoning:
+            raise ValueError(
+                "structured output after reasoning: this instance has no reasoning parser and would begin the output "
+                "at once: set engine_args: {reasoning_parser: ...} to the gateway's"
+            )
+        if params.thinking_token_budget is not None and not self._limits_reasoning:
+            raise ValueError(
+                f"thinking_token_budget {params.thinking_token_budget}: this instance has no reasoning parser: set "
+                "engine_args: {reasoning_parser: ...}, or leave the budget out"
+            )
+
+
+def _reasoning_arguments(request: EngineRequest) -> dict[str, Any] | None:
+    packed = request.generation.reasoning
+    return msgspec.msgpack.decode(packed, type=dict[str, Any]) if packed else None
 
 
 def token_step(output: Any) -> TokenStep:

@@ -341,3 +341,16 @@ def test_one_process_of_the_gateway_is_as_if_there_were_no_others(
 def test_what_follows_from_the_number_of_processes_cannot_be_said(key: str) -> None:
     with pytest.raises(ValidationError, match=f"{key}: it follows from the rest"):
         cluster(gateway={"processes": 2, key: 1})
+
+
+def test_engines_have_the_gateways_reasoning_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where structured output begins is theirs to find. One of an instance's own stays."""
+    instances = [
+        {"id": "p", "role": "prefill"},
+        {"id": "d", "role": "decode", "engine_args": {"reasoning_parser": "own", "seed": 1}},
+        {"id": "e", "role": "decode", "engine": "emulated"},
+    ]
+    gateway = {"vllm_args": {"reasoning-parser": "qwen3", "tool_call_parser": "hermes"}}
+    plan = make_plan(cluster(instances=instances, gateway=gateway), tmp_path)
+    found = {name: loaded(WorkerSettings, process(plan, name), monkeypatch).engine_args for name in ("p", "d", "e")}
+    assert found == {"p": {"reasoning_parser": "qwen3"}, "d": {"reasoning_parser": "own", "seed": 1}, "e": {}}

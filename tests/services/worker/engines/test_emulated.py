@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.worker.engines.base import EngineRequest
+from services.worker.engines.base import EngineRequest, failure
 from services.worker.engines.emulated import EmulatedEngine
 from services.worker.engines.emulated_scheduler import answer_tokens, token_at
 from services.worker.settings import WorkerSettings
@@ -19,6 +19,7 @@ from shared.cost.library import Library
 from shared.cost.models import bundled_geometry
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle, TransferOutcome
+from shared.errors import InvalidRequest
 from shared.wire.messages import TokenStep
 from shared.wire.steps import StepRecord
 
@@ -249,3 +250,20 @@ def test_why_an_answer_ends_is_said() -> None:
     stops = Generation(msgspec.msgpack.encode({"stop_token_ids": [token_at(22)]}), 1.0)
     assert answer_tokens(msgspec.structs.replace(request("a", 20, 50), generation=stops)) == (3, "stop")
     assert answer_tokens(msgspec.structs.replace(request("a", 20, 2), generation=stops)) == (2, "length")
+
+
+@pytest.mark.parametrize(
+    "wish", [{"logprobs": 0}, {"logprobs": 5}, {"prompt_logprobs": 20}, {"logprob_token_ids": [1]}]
+)
+async def test_log_probabilities_are_refused_with_the_reason(wish: dict[str, Any]) -> None:
+    asked = msgspec.structs.replace(
+        request("a", 20, 50), generation=Generation(msgspec.msgpack.encode({"max_tokens": 50, **wish}), 1.0)
+    )
+    steps: list[TokenStep] = []
+    async with engine() as running:
+        running.submit(asked, steps.append)
+        (step,) = steps
+        error = failure("job", step)
+        assert isinstance(error, InvalidRequest)
+        assert "an emulated engine has no model and no log probabilities" in error.message
+        assert running.stats().waiting == 0
