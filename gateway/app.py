@@ -44,6 +44,7 @@ from gateway.settings import GatewaySettings
 from gateway.short_way import ShortWay, health_of
 from gateway.table import shared_table
 from gateway.tracing import TracedRequests
+from gateway.validation import stop_at_first_errors
 from shared.domain.job import WhenFull
 from shared.errors import InvalidRequest
 from shared.runtime.collecting import settle
@@ -174,6 +175,7 @@ def _open_beside(
 
 async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
     """vLLM's API server without an engine in the process."""
+    stop_at_first_errors()
     with keeping_levels():
         app: FastAPI = build_app(args, _TASKS, llm.model_config)
     surface.trim(app)

@@ -60,6 +60,7 @@ class GatewaySettings(TracedSettings):
     api_keys_file: Path | None = None
     max_body_bytes: int = Field(4 << 20, gt=0)
     body_timeout_s: float = Field(30.0, gt=0)  # for all of a body to come
+    max_items_per_body: int = Field(4096, gt=0)  # messages, parts, tools, prompts, ...; beyond it the answer is 400
     max_queued_jobs: int = Field(512, gt=0)  # jobs that do not decode yet; beyond it the answer is 429
     max_queued_tokens: int = Field(1 << 20, gt=0)  # prompt tokens of those
     max_delayed_jobs: int = Field(8192, gt=0)  # the same two of the classes that yield
