@@ -69,7 +69,8 @@ def require_few_items(path: str, body: bytes, limit: int, max_model_len: int) ->
     of `prompt` and `tokens` are bounded by the model's context instead. Bodies that are no JSON are counted alike.
     """
     weight = INPUT_WEIGHT if path == RESPONSES else 1
-    if _separators(body) * weight <= limit:
+    separators = _separators(body)
+    if separators * weight <= limit and separators <= max_model_len:
         return
     try:
         lists = _lists.decode(body)

@@ -13,6 +13,7 @@ class Caller:
 
     arrived_s: unix seconds at which all of its body was there. tier: OpenAI's `service_tier` that it is served as;
     empty where its body names none, or a header names its class. body: the short way to its connection, if any.
+    body_bytes: the size of what was sent.
     """
 
     ticket: Ticket
@@ -20,6 +21,7 @@ class Caller:
     arrived_s: float
     tier: str = ""
     body: BodyWriter | None = None
+    body_bytes: int = 0
 
 
 # vLLM's handlers carry no headers down to the engine; a context variable follows the request's task.

@@ -127,7 +127,8 @@ class Edge:
                         slo, tier = self._of_tier(asked.tier, key, slo)
                     ticket.move(self.admission.of(slo))
                     ticket.claim(asked.jobs)
-                    caller.set(Caller(ticket, slo, time.time(), tier, scope.get("extensions", {}).get(EXTENSION)))
+                    writer = scope.get("extensions", {}).get(EXTENSION)
+                    caller.set(Caller(ticket, slo, time.time(), tier, writer, len(body)))
                     receive = _replay(body, receive)
                     if self.short is not None:
                         app = self.short(scope, headers, body) or app

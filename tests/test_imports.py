@@ -34,6 +34,7 @@ VLLM = {
     "gateway/grammars.py",
     "gateway/llm.py",
     "gateway/plain.py",
+    "gateway/validation.py",
     "gateway/short_way.py",
     "gateway/stream.py",
     "gateway/surface.py",

@@ -58,3 +58,15 @@ async def test_too_many_items_are_refused_with_both_numbers(api: Api, path: str,
     answer = await api.client.post(path, json={"model": "demo", **body})
     assert answer.status_code in (400, 413), answer.text
     assert "max_items_per_body allows 4096" in answer.json()["error"]["message"] or answer.status_code == 413
+
+
+async def test_a_text_that_cannot_fit_the_model_is_not_tokenised(api: Api) -> None:
+    fits = await api.client.post("/tokenize", json={"model": "demo", "prompt": "Hello"})
+    assert fits.status_code == 200, fits.text
+    for body in ({"prompt": "a " * 80_000}, {"messages": [{"role": "user", "content": "a " * 80_000}]}):
+        answer = await api.client.post("/tokenize", json={"model": "demo", **body})
+        assert answer.status_code == 400, answer.text
+        assert "maximum context length is 2048" in answer.text
+    answer = await api.client.post("/detokenize", json={"model": "demo", "tokens": [5] * 2049})
+    assert answer.status_code == 400, answer.text
+    assert "2049 token ids; the model takes 2048" in answer.text
