@@ -33,11 +33,15 @@ class Counts(Protocol):
         """The jobs of one caller."""
         ...
 
+    def tokens_of(self, caller: str) -> int:
+        """The prompt tokens of one caller."""
+        ...
+
     def add_jobs(self, caller: str, jobs: int) -> None:
         """So many more, or less."""
         ...
 
-    def add_tokens(self, tokens: int) -> None:
+    def add_tokens(self, caller: str, tokens: int) -> None:
         """So many more, or less."""
         ...
 
@@ -57,6 +61,7 @@ class OwnCounts:
         self.own_jobs = 0
         self.tokens = 0
         self._by_caller: Counter[str] = Counter()
+        self._tokens_by_caller: Counter[str] = Counter()
         self._drain = Drain(time.monotonic())
 
     @property
@@ -68,6 +73,10 @@ class OwnCounts:
         """The jobs of one caller."""
         return self._by_caller[caller]
 
+    def tokens_of(self, caller: str) -> int:
+        """The prompt tokens of one caller."""
+        return self._tokens_by_caller[caller]
+
     def add_jobs(self, caller: str, jobs: int) -> None:
         """So many more, or less."""
         self.own_jobs += jobs
@@ -75,9 +84,12 @@ class OwnCounts:
         if not self._by_caller[caller]:
             del self._by_caller[caller]
 
-    def add_tokens(self, tokens: int) -> None:
+    def add_tokens(self, caller: str, tokens: int) -> None:
         """So many more, or less."""
         self.tokens += tokens
+        self._tokens_by_caller[caller] += tokens
+        if not self._tokens_by_caller[caller]:
+            del self._tokens_by_caller[caller]
 
     def left(self) -> None:
         """One job waits no longer."""
@@ -100,6 +112,9 @@ class TableCounts:
         self._lefts = tuple(table.first(each, kind, Field.LEFT) for each in everyone)
         rows = {caller: table.row(caller) for caller in callers}
         self._of = {name: tuple(table.waiting(row, each, kind) for each in everyone) for name, row in rows.items()}
+        self._tokens_of = {
+            name: tuple(table.waiting_tokens(row, each, kind) for each in everyone) for name, row in rows.items()
+        }
         self._mine = table.process
         self._drain = Drain(time.monotonic())
         self._tell()
@@ -123,15 +138,20 @@ class TableCounts:
         """The jobs of one caller."""
         return self._sum(self._of[caller])
 
+    def tokens_of(self, caller: str) -> int:
+        """The prompt tokens of one caller."""
+        return self._sum(self._tokens_of[caller])
+
     def add_jobs(self, caller: str, jobs: int) -> None:
         """So many more, or less."""
         self._words[self._jobs[self._mine]] += jobs
         self._words[self._of[caller][self._mine]] += jobs
         self._table.settle()
 
-    def add_tokens(self, tokens: int) -> None:
+    def add_tokens(self, caller: str, tokens: int) -> None:
         """So many more, or less."""
         self._words[self._tokens[self._mine]] += tokens
+        self._words[self._tokens_of[caller][self._mine]] += tokens
         self._table.settle()
 
     def left(self) -> None:

@@ -134,3 +134,53 @@ def test_the_head_stays_the_head_until_it_leaves() -> None:
     assert len(line) == 1
     assert line.remove("b1", "b")
     assert line.head() is None
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["came", "left", "charge", "over"]), st.floats(0, 6)))
+)
+def test_the_least_counter_is_the_one_that_a_look_at_everybody_finds(steps: list[tuple[str, str, float]]) -> None:
+    made, now, opened, asked = Shares(), 0.0, dict.fromkeys("abcd", 0), dict.fromkeys("abcd", float("-inf"))
+    known: set[str] = set()
+    for caller, what, wait_s in steps:
+        now += wait_s
+        if what == "came":
+            made.came(caller, now)
+            opened[caller] += 1
+            asked[caller] = now
+            known.add(caller)
+        elif what == "left" and opened[caller]:
+            made.left(caller, now)
+            opened[caller] -= 1
+            asked[caller] = now
+        elif what == "charge" and caller in known:
+            made.charge(caller, 3000, 0)
+        elif what == "over" and caller in known:
+            active = [name for name in known if opened[name] or now - asked[name] <= ACTIVE_S]
+            others = [made.tokens(name) for name in active if name != caller]
+            assert made.over(caller, now) == bool(others and made.tokens(caller) > min(others) + SLACK_TOKENS)
+
+
+class Counted(Shares):
+    """Counts how many callers it looks at."""
+
+    looks = 0
+
+    def _while_active(self, name: str) -> float | None:
+        self.looks += 1
+        return super()._while_active(name)
+
+
+def test_a_request_looks_at_a_few_callers_however_many_ask() -> None:
+    made = Counted()
+    for number in range(5000):
+        made.came(str(number), 0.0)
+        made.charge(str(number), number % 97, 0)
+    made.over("17", 0.0)  # the first look puts right what has changed since it came
+    made.looks = 0
+    for number in range(1000):
+        made.came(str(number), 1.0)
+        made.charge(str(number), 100, 0)
+        made.over(str(number), 1.0)
+        made.left(str(number), 1.0)
+    assert made.looks <= 1000 * 12
