@@ -43,7 +43,9 @@ from gateway.served import SERVED
 from gateway.settings import GatewaySettings
 from gateway.short_way import ShortWay, health_of
 from gateway.table import shared_table
+from gateway.tokenising import SLOTS, share_threads
 from gateway.tracing import TracedRequests
+from gateway.validation import bound_tokenize_texts, stop_at_first_errors
 from shared.domain.job import WhenFull
 from shared.errors import InvalidRequest
 from shared.runtime.collecting import settle
@@ -130,6 +132,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         llm = ClusterLLM(config, core, grammars)
         stack.callback(llm.shutdown)
         tracer = await stack.enter_async_context(tracing(settings.tracing, "gateway", settings.gateway_id, registry))
+        share_threads(llm.renderer, args.renderer_num_workers, keys.weights)
         app = await _vllm_app(args, llm)
         if settings.lean_streams:
             serve_plain_streams(app.state, direct=surface.bodies_pass(app))
@@ -177,6 +180,8 @@ def _open_beside(
 
 async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
     """vLLM's API server without an engine in the process."""
+    stop_at_first_errors()
+    bound_tokenize_texts()
     with keeping_levels():
         app: FastAPI = build_app(args, _TASKS, llm.model_config)
     surface.trim(app)
@@ -192,6 +197,7 @@ def _arguments(settings: GatewaySettings) -> Any:
         "served-model-name": settings.served_model_name or settings.model,
         "dtype": settings.dtype,
         "max-model-len": settings.max_model_len,
+        "renderer-num-workers": SLOTS,
         **settings.vllm_args,
     }
     words = ["--disable-uvicorn-access-log", "--disable-log-stats"]

@@ -32,11 +32,15 @@ class Counts(Protocol):
         """The jobs of one caller."""
         ...
 
+    def tokens_of(self, caller: str) -> int:
+        """The prompt tokens of one caller."""
+        ...
+
     def add_jobs(self, caller: str, jobs: int) -> None:
         """So many more, or less."""
         ...
 
-    def add_tokens(self, tokens: int) -> None:
+    def add_tokens(self, caller: str, tokens: int) -> None:
         """So many more, or less."""
         ...
 
@@ -56,6 +60,7 @@ class OwnCounts:
         self.own_jobs = 0
         self.tokens = 0
         self._by_caller: Counter[str] = Counter()
+        self._tokens_by_caller: Counter[str] = Counter()
         self._drain = Drain(time.monotonic())
 
     @property
@@ -67,6 +72,10 @@ class OwnCounts:
         """The jobs of one caller."""
         return self._by_caller[caller]
 
+    def tokens_of(self, caller: str) -> int:
+        """The prompt tokens of one caller."""
+        return self._tokens_by_caller[caller]
+
     def add_jobs(self, caller: str, jobs: int) -> None:
         """So many more, or less."""
         self.own_jobs += jobs
@@ -74,9 +83,12 @@ class OwnCounts:
         if not self._by_caller[caller]:
             del self._by_caller[caller]
 
-    def add_tokens(self, tokens: int) -> None:
+    def add_tokens(self, caller: str, tokens: int) -> None:
         """So many more, or less."""
         self.tokens += tokens
+        self._tokens_by_caller[caller] += tokens
+        if not self._tokens_by_caller[caller]:
+            del self._tokens_by_caller[caller]
 
     def left(self) -> None:
         """One job waits no longer."""
@@ -99,6 +111,7 @@ class TableCounts:
         self._tokens = tuple(table.first(each, kind, Field.TOKENS) for each in everyone)
         self._lefts = tuple(table.first(each, kind, Field.LEFT) for each in everyone)
         self._of: dict[str, tuple[int, ...]] = {}
+        self._tokens_of: dict[str, tuple[int, ...]] = {}
         self._mine = table.process
         self._drain = Drain(time.monotonic())
         self._tell()
@@ -122,15 +135,20 @@ class TableCounts:
         """The jobs of one caller."""
         return self._sum(self._places(caller))
 
+    def tokens_of(self, caller: str) -> int:
+        """The prompt tokens of one caller."""
+        return self._sum(self._token_places(caller))
+
     def add_jobs(self, caller: str, jobs: int) -> None:
         """So many more, or less."""
         self._words[self._jobs[self._mine]] += jobs
         self._words[self._places(caller)[self._mine]] += jobs
         self._table.settle()
 
-    def add_tokens(self, tokens: int) -> None:
+    def add_tokens(self, caller: str, tokens: int) -> None:
         """So many more, or less."""
         self._words[self._tokens[self._mine]] += tokens
+        self._words[self._token_places(caller)[self._mine]] += tokens
         self._table.settle()
 
     def left(self) -> None:
@@ -154,6 +172,15 @@ class TableCounts:
         if found is None:
             row, everyone = self._table.row(caller), range(self._table.processes)
             found = self._of[caller] = tuple(self._table.waiting(row, each, self._kind) for each in everyone)
+        return found
+
+    def _token_places(self, caller: str) -> tuple[int, ...]:
+        found = self._tokens_of.get(caller)
+        if found is None:
+            row, everyone = self._table.row(caller), range(self._table.processes)
+            found = self._tokens_of[caller] = tuple(
+                self._table.waiting_tokens(row, each, self._kind) for each in everyone
+            )
         return found
 
     def _sum(self, places: tuple[int, ...]) -> int:

@@ -101,6 +101,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "max_body_bytes": _BODIES,
         "body_timeout_s": _BODIES,
         "max_jobs_a_body": _BODIES,
+        "max_items_per_body": _BODIES,
         "jobs_at_once": _BODIES,
         "attempts": _NO_FAULTS,
     },

@@ -123,6 +123,10 @@ def test_jobs_of_either_kind_are_counted_apart_and_what_leaves_everywhere_is_one
     assert [each.jobs for each in (*counts, yields)] == [5, 5, 1]
     assert [each.own_jobs for each in (*counts, yields)] == [2, 3, 1]
     assert counts[0].of("a") == 5
+    counts[0].add_tokens("a", 20)
+    counts[1].add_tokens("a", 30)
+    yields.add_tokens("a", 7)
+    assert [(each.tokens, each.tokens_of("a")) for each in (*counts, yields)] == [(50, 50), (50, 50), (7, 7)]
     counts[0].left()
     alone = counts[1].left_per_s()
     counts[1].left()
@@ -130,7 +134,7 @@ def test_jobs_of_either_kind_are_counted_apart_and_what_leaves_everywhere_is_one
     assert counts[0].left_per_s() == pytest.approx(2 * alone, rel=0.1)
     assert yields.left_per_s() == 0.0
     table.close()
-    assert (counts[1].jobs, counts[1].of("a")) == (3, 3)
+    assert (counts[1].jobs, counts[1].of("a"), counts[1].tokens_of("a")) == (3, 3, 30)
     other.close()
 
 
