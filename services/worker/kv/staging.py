@@ -130,11 +130,14 @@ class StagingPool:
 
     def commit(self, transfer_id: str, segments: Sequence[Segment | CodedSegment], size_bytes: int, last: bool) -> int:
         """An admitted chunk has been copied, after those admitted before it; returns the pool's staged bytes. Raises
-        KvError with the reason when the transfer ended meanwhile.
+        KvError with the reason when the transfer ended meanwhile, or INTERNAL when tokens before this chunk are
+        missing: the transfer has failed, and so many others have ended since then that its reason is forgotten.
         """
         with self._lock:
             reason = self._ended.get(transfer_id)
-            if reason is None:
+            held = self._transfers.get(transfer_id)
+            gap = bool(segments) and segments[0].token_start != (held.token_end if held is not None else 0)
+            if reason is None and not gap:
                 self._copied(transfer_id)
                 transfer = self._transfer(transfer_id)
                 transfer.segments.extend(segments)
@@ -145,6 +148,9 @@ class StagingPool:
         if reason is not None:
             self._give_back(transfer_id, size_bytes)
             raise KvError(reason)
+        if gap:
+            self.abandon(transfer_id, size_bytes)
+            raise KvError(KvFault.INTERNAL, f"nothing is staged before token {segments[0].token_start}")
         self._on_change()
         return total
 

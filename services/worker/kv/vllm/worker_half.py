@@ -190,6 +190,7 @@ class WorkerHalf:
             copies.freed(),
             self.zero_imports,
             self._codec,
+            null_slots=layout.block_size,  # vLLM's null block is number 0
         )
         return Load(start.request_id, start.handle, start.start, start.end, destination, start.timeout_s)
 

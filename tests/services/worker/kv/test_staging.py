@@ -95,6 +95,18 @@ def test_leases_end_and_are_renewed_by_readers() -> None:
     assert (pool.staged_bytes, pool.leases_expired) == (100, 1)
 
 
+def test_a_later_chunk_of_a_transfer_whose_failure_is_forgotten_is_never_pulled_as_its_first() -> None:
+    pool = StagingPool(250, 10)
+    with pytest.raises(KvError):
+        stage(pool, "a", 0, 5, 300, last=False)
+    for number in range(10_000):
+        pool.release(f"somebody else's {number}")
+    with pytest.raises(KvError, match="before token 5"):
+        stage(pool, "a", 5, 9)
+    assert fault_of(pool, "a") is KvFault.INTERNAL
+    assert (pool.staged_bytes, len(pool)) == (0, 0)
+
+
 def test_an_importer_that_waits_renews_a_lease_a_bounded_number_of_times() -> None:
     clock = Clock()
     pool = StagingPool(1000, 10, clock=clock, renewals=3)
