@@ -5,12 +5,22 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gateway.settings import GatewaySettings
 from tests.ports import free_port
+
+
+class Application:
+    """Answers nothing; behind it is an application with a state, as vLLM's has."""
+
+    app = SimpleNamespace(state=SimpleNamespace())
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
 
 
 async def test_it_takes_leave_before_the_signal_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +30,7 @@ async def test_it_takes_leave_before_the_signal_ends_the_process(monkeypatch: py
 
     @asynccontextmanager
     async def running(*_: Any) -> AsyncIterator[Any]:
-        yield lambda scope, receive, send: receive()
+        yield Application()
         told.append("leave")
 
     monkeypatch.setattr(gateway, "running", running)
