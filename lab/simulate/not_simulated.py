@@ -101,6 +101,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "body_timeout_s": _BODIES,
         "max_jobs_a_body": _BODIES,
         "jobs_at_once": _BODIES,
+        "max_prompt_logprobs": _BODIES,
         "attempts": _NO_FAULTS,
     },
 }
