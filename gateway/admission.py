@@ -23,7 +23,8 @@ class Admission:
     """Bounds what was admitted and does not decode yet, by `counts`: of all gateway processes of the port.
 
     It counts first and looks then, so that of two processes that count at once neither overlooks the other.
-    With several callers none of them may hold more than its share of the jobs, so that there is room for the others.
+    With several callers none of them may hold more than its share of the jobs and of the tokens, so that there is room
+    for the others.
     Of one body only some jobs are in the cluster at once without decoding, so that others find short queues there.
     """
 
@@ -32,6 +33,7 @@ class Admission:
         self._max_jobs = settings.max_delayed_jobs if delayed else settings.max_queued_jobs
         self._max_tokens = settings.max_delayed_tokens if delayed else settings.max_queued_tokens
         self._jobs_a_caller = max(1, int(self._max_jobs * share))
+        self._tokens_a_caller = int(self._max_tokens * share)
         self.counts = counts
         self.jobs_a_body = min(settings.max_jobs_a_body, self._jobs_a_caller)
         self.jobs_at_once = settings.jobs_at_once
@@ -56,23 +58,26 @@ class Admission:
             said = f"{held} jobs of {caller!r} wait to be computed or to decode; {jobs} more are over its share"
             raise Busy(said, retry_after_s=self._retry_after_s(over * waiting / max(1, held)))
 
-    def take_tokens(self, tokens: int) -> None:
-        """Raises Busy. A job that nobody is before always passes."""
+    def take_tokens(self, caller: str, tokens: int) -> None:
+        """Raises Busy. A job that nobody is before passes; the first one of a caller may be over its share."""
         counts = self.counts
-        counts.add_tokens(tokens)
-        waiting = counts.tokens - tokens
-        if waiting and waiting + tokens > self._max_tokens:
-            counts.add_tokens(-tokens)
+        counts.add_tokens(caller, tokens)
+        waiting, held = counts.tokens - tokens, counts.tokens_of(caller) - tokens
+        if waiting and (over := waiting + tokens - self._max_tokens) > 0:
+            counts.add_tokens(caller, -tokens)
             said = f"{waiting} prompt tokens wait; {tokens} more are over {self._max_tokens}"
-            over = (waiting + tokens - self._max_tokens) * counts.jobs / waiting
-            raise Busy(said, retry_after_s=self._retry_after_s(over))
+            raise Busy(said, retry_after_s=self._retry_after_s(over * counts.jobs / waiting))
+        if held and (over := held + tokens - self._tokens_a_caller) > 0:
+            counts.add_tokens(caller, -tokens)
+            said = f"{held} prompt tokens of {caller!r} wait; {tokens} more are over its share, {self._tokens_a_caller}"
+            raise Busy(said, retry_after_s=self._retry_after_s(over * counts.jobs / held))
 
     def give_back(self, caller: str, jobs: int, tokens: int = 0) -> None:
         """These wait no longer."""
         if jobs:
             self.counts.add_jobs(caller, -jobs)
         if tokens:
-            self.counts.add_tokens(-tokens)
+            self.counts.add_tokens(caller, -tokens)
 
     def _retry_after_s(self, jobs: float) -> float:
         """Until so many have left at the present rate, from a second to a minute."""
@@ -86,7 +91,7 @@ class Admissions:
         """callers: all that there may be; none where everybody is let in. table: of the processes of the port."""
 
         def counted(kind: Kind) -> Counts:
-            return OwnCounts() if table is None else TableCounts(table, kind, callers or ("",))
+            return OwnCounts() if table is None else TableCounts(table, kind)
 
         self._yields = {name for name, one in settings.slo.items() if one.when_full is WhenFull.DELAY}
         self._delayed = Admission(settings, counted(Kind.DELAYED), len(callers), delayed=True)
@@ -159,7 +164,7 @@ class Ticket:
     def start(self, prompt_tokens: int) -> "Seat":
         """Turn a claim into a job; a job beyond what was claimed is a claim of its own. Raises Busy."""
         self.claim(1)
-        self.admission.take_tokens(prompt_tokens)
+        self.admission.take_tokens(self.caller, prompt_tokens)
         self._claimed -= 1
         return Seat(self, prompt_tokens)
 

@@ -21,7 +21,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from gateway import surface
 from gateway.admission import Admissions
-from gateway.auth import LOOPBACK, KeyRing, load_keys
+from gateway.auth import LOOPBACK, REREAD_S, KeyRing
 from gateway.connection import StreamProtocol
 from gateway.core import ClusterCore, JobRunner
 from gateway.counts import TableLedger
@@ -43,7 +43,9 @@ from gateway.served import SERVED
 from gateway.settings import GatewaySettings
 from gateway.short_way import ShortWay, health_of
 from gateway.table import shared_table
+from gateway.tokenising import SLOTS, share_threads
 from gateway.tracing import TracedRequests
+from gateway.validation import bound_tokenize_texts, stop_at_first_errors
 from shared.domain.job import WhenFull
 from shared.errors import InvalidRequest
 from shared.runtime.collecting import settle
@@ -64,7 +66,7 @@ OWN_TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"  # has vLLM make traces of its
 
 async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> None:
     """Serve until SIGTERM or SIGINT; `runner` takes the pipeline's place. Raises InvalidRequest for bad settings."""
-    keys = KeyRing(load_keys(settings.api_keys_file) if settings.api_keys_file else ())
+    keys = KeyRing.of_file(settings.api_keys_file)
     keys.require_classes(settings.slo)
     if keys.open and settings.host not in LOOPBACK:
         raise InvalidRequest(f"listening on {settings.host} needs API keys (api_keys_file); without, only loopback")
@@ -114,10 +116,11 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         reporter = Reporter(schedulers, metrics, recorder)
         tasks.start("reports", reporter.run())
         tasks.start("grammars", grammars.watch())
+        tasks.every("api keys", REREAD_S, keys.reread)
         tasks.every("rpc clients", SWEEP_S, clients.sweep)
         lengths = LengthClient(clients, settings, metrics.predictions)
         stack.push_async_callback(lengths.close)
-        lines = Lines(keys.weights, TableLedger(table, keys.names) if table is not None else None)
+        lines = Lines(keys.weights, TableLedger(table) if table is not None else None)
         _tell_of_waiting(settings, metrics, lines)
         pace = Pace()
         jobs = runner or Pipeline(settings, clients, schedulers, reporter, lengths, lines)
@@ -125,10 +128,11 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         stack.push_async_callback(core.close)
         admission = Admissions(settings, keys.names, table)
         metrics.queued.set_function(lambda: admission.own_jobs)
-        rates = OwnRates() if table is None else TableRates(table, keys.keys)
+        rates = OwnRates() if table is None else TableRates(table)
         llm = ClusterLLM(config, core, grammars)
         stack.callback(llm.shutdown)
         tracer = await stack.enter_async_context(tracing(settings.tracing, "gateway", settings.gateway_id, registry))
+        share_threads(llm.renderer, args.renderer_num_workers, keys.weights)
         app = await _vllm_app(args, llm)
         if settings.lean_streams:
             serve_plain_streams(app.state, direct=surface.bodies_pass(app))
@@ -176,6 +180,8 @@ def _open_beside(
 
 async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
     """vLLM's API server without an engine in the process."""
+    stop_at_first_errors()
+    bound_tokenize_texts()
     with keeping_levels():
         app: FastAPI = build_app(args, _TASKS, llm.model_config)
     surface.trim(app)
@@ -191,6 +197,7 @@ def _arguments(settings: GatewaySettings) -> Any:
         "served-model-name": settings.served_model_name or settings.model,
         "dtype": settings.dtype,
         "max-model-len": settings.max_model_len,
+        "renderer-num-workers": SLOTS,
         **settings.vllm_args,
     }
     words = ["--disable-uvicorn-access-log", "--disable-log-stats"]

@@ -1,23 +1,60 @@
 """API keys: hashed at rest, compared in constant time, each with its own rate."""
 
 from collections.abc import Collection
+from pathlib import Path
 
 from shared.errors import InvalidRequest, Unauthorized
 from shared.runtime.keys import LOOPBACK, ApiKey, create_key, digest_of, load_keys
+from shared.runtime.logs import get_log
+
+log = get_log(__name__)
+REREAD_S = 1.0  # a key that was taken out of the file opens nothing after that time
 
 __all__ = ["LOOPBACK", "ApiKey", "KeyRing", "create_key", "digest_of", "load_keys"]
 
 
 class KeyRing:
-    """Answers whose key a request carries. Without keys everybody is let in."""
+    """Answers whose key a request carries. A ring that was made without keys lets everybody in.
 
-    def __init__(self, keys: tuple[ApiKey, ...]) -> None:
+    weights: of each caller, one mapping that follows the file.
+    """
+
+    def __init__(self, keys: tuple[ApiKey, ...], file: Path | None = None) -> None:
+        """file: where the keys are from, for `reread`."""
+        self._file = file
+        self._version = _version_of(file)
+        self._classes: Collection[str] | None = None
+        self.open = not keys  # for good: a file that is emptied must not let everybody in
+        self.weights: dict[str, float] = {}
+        self._replace(keys)
+
+    @classmethod
+    def of_file(cls, file: Path | None) -> "KeyRing":
+        """The keys of a file, or an open ring where there is none. Raises InvalidRequest for a bad file."""
+        return cls(load_keys(file) if file else (), file)
+
+    def reread(self) -> None:
+        """Follow the file if it has changed. A file that is missing or wrong leaves the keys as they were."""
+        version = _version_of(self._file)
+        if self.open or self._file is None or version == self._version:
+            return
+        self._version = version
+        try:
+            fresh = KeyRing(load_keys(self._file))
+            fresh.require_classes(self._classes if self._classes is not None else fresh._named_classes())
+        except InvalidRequest as error:
+            log.error("the changed keys file is not used; the former keys stay valid", error=str(error))
+            return
+        self._replace(fresh.keys)
+        log.info("keys file read again", file=str(self._file), keys=len(self._by_digest))
+
+    def _replace(self, keys: tuple[ApiKey, ...]) -> None:
         self._by_digest = {key.digest: key for key in keys}
+        self.weights.clear()
+        self.weights.update((key.name, key.weight) for key in keys)
 
-    @property
-    def open(self) -> bool:
-        """Whether no key is needed."""
-        return not self._by_digest
+    def _named_classes(self) -> set[str]:
+        return {slo for key in self.keys for slo in (key.slo, *key.classes)}
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
@@ -29,13 +66,9 @@ class KeyRing:
         """Who may call, one a key."""
         return tuple(key.name for key in self.keys)
 
-    @property
-    def weights(self) -> dict[str, float]:
-        """Of each caller."""
-        return {key.name: key.weight for key in self._by_digest.values()}
-
     def require_classes(self, known: Collection[str]) -> None:
-        """Raises InvalidRequest for a key with a class that there is not."""
+        """Raises InvalidRequest for a key with a class that there is not, now; later `reread` refuses such a file."""
+        self._classes = known
         for key in self._by_digest.values():
             for slo in (key.slo, *key.classes):
                 if slo not in known:
@@ -56,3 +89,11 @@ class KeyRing:
         if key is None:
             raise Unauthorized("wrong API key")
         return key
+
+
+def _version_of(file: Path | None) -> tuple[int, int, int]:
+    try:
+        state = file.stat() if file is not None else None
+    except OSError:
+        state = None
+    return (state.st_mtime_ns, state.st_ino, state.st_size) if state is not None else (0, 0, 0)

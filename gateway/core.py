@@ -267,7 +267,10 @@ class ClusterCore:
             job_id=request.request_id,
             prompt_token_ids=prompt,
             generation=Generation(
-                msgspec.msgpack.encode(params), who.arrived_s, request.cache_salt or "", *_reasoning(request)
+                msgspec.msgpack.encode(params),
+                who.arrived_s,
+                who.salted(request.cache_salt or ""),
+                *_reasoning(request),
             ),
             max_tokens=params.max_tokens or self._settings.max_model_len - len(prompt),
             carry=carry,

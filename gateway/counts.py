@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable
 from math import exp
 from typing import Protocol
 
@@ -33,11 +32,15 @@ class Counts(Protocol):
         """The jobs of one caller."""
         ...
 
+    def tokens_of(self, caller: str) -> int:
+        """The prompt tokens of one caller."""
+        ...
+
     def add_jobs(self, caller: str, jobs: int) -> None:
         """So many more, or less."""
         ...
 
-    def add_tokens(self, tokens: int) -> None:
+    def add_tokens(self, caller: str, tokens: int) -> None:
         """So many more, or less."""
         ...
 
@@ -57,6 +60,7 @@ class OwnCounts:
         self.own_jobs = 0
         self.tokens = 0
         self._by_caller: Counter[str] = Counter()
+        self._tokens_by_caller: Counter[str] = Counter()
         self._drain = Drain(time.monotonic())
 
     @property
@@ -68,6 +72,10 @@ class OwnCounts:
         """The jobs of one caller."""
         return self._by_caller[caller]
 
+    def tokens_of(self, caller: str) -> int:
+        """The prompt tokens of one caller."""
+        return self._tokens_by_caller[caller]
+
     def add_jobs(self, caller: str, jobs: int) -> None:
         """So many more, or less."""
         self.own_jobs += jobs
@@ -75,9 +83,12 @@ class OwnCounts:
         if not self._by_caller[caller]:
             del self._by_caller[caller]
 
-    def add_tokens(self, tokens: int) -> None:
+    def add_tokens(self, caller: str, tokens: int) -> None:
         """So many more, or less."""
         self.tokens += tokens
+        self._tokens_by_caller[caller] += tokens
+        if not self._tokens_by_caller[caller]:
+            del self._tokens_by_caller[caller]
 
     def left(self) -> None:
         """One job waits no longer."""
@@ -89,17 +100,18 @@ class OwnCounts:
 
 
 class TableCounts:
-    """Of all processes of a table. `callers`: all that there may be."""
+    """Of all processes of a table."""
 
-    def __init__(self, table: SharedTable, kind: Kind, callers: Iterable[str]) -> None:
+    def __init__(self, table: SharedTable, kind: Kind) -> None:
         everyone = range(table.processes)
+        self._kind = kind
         self._table = table
         self._words = table.integers
         self._jobs = tuple(table.first(each, kind, Field.JOBS) for each in everyone)
         self._tokens = tuple(table.first(each, kind, Field.TOKENS) for each in everyone)
         self._lefts = tuple(table.first(each, kind, Field.LEFT) for each in everyone)
-        rows = {caller: table.row(caller) for caller in callers}
-        self._of = {name: tuple(table.waiting(row, each, kind) for each in everyone) for name, row in rows.items()}
+        self._of: dict[str, tuple[int, ...]] = {}
+        self._tokens_of: dict[str, tuple[int, ...]] = {}
         self._mine = table.process
         self._drain = Drain(time.monotonic())
         self._tell()
@@ -121,17 +133,22 @@ class TableCounts:
 
     def of(self, caller: str) -> int:
         """The jobs of one caller."""
-        return self._sum(self._of[caller])
+        return self._sum(self._places(caller))
+
+    def tokens_of(self, caller: str) -> int:
+        """The prompt tokens of one caller."""
+        return self._sum(self._token_places(caller))
 
     def add_jobs(self, caller: str, jobs: int) -> None:
         """So many more, or less."""
         self._words[self._jobs[self._mine]] += jobs
-        self._words[self._of[caller][self._mine]] += jobs
+        self._words[self._places(caller)[self._mine]] += jobs
         self._table.settle()
 
-    def add_tokens(self, tokens: int) -> None:
+    def add_tokens(self, caller: str, tokens: int) -> None:
         """So many more, or less."""
         self._words[self._tokens[self._mine]] += tokens
+        self._words[self._token_places(caller)[self._mine]] += tokens
         self._table.settle()
 
     def left(self) -> None:
@@ -149,29 +166,43 @@ class TableCounts:
         for offset, value in enumerate(self._drain.state):
             self._table.floats[at + offset] = value
 
+    def _places(self, caller: str) -> tuple[int, ...]:
+        """Where the processes count the jobs of a caller: of a key that came later, from its first request on."""
+        found = self._of.get(caller)
+        if found is None:
+            row, everyone = self._table.row(caller), range(self._table.processes)
+            found = self._of[caller] = tuple(self._table.waiting(row, each, self._kind) for each in everyone)
+        return found
+
+    def _token_places(self, caller: str) -> tuple[int, ...]:
+        found = self._tokens_of.get(caller)
+        if found is None:
+            row, everyone = self._table.row(caller), range(self._table.processes)
+            found = self._tokens_of[caller] = tuple(
+                self._table.waiting_tokens(row, each, self._kind) for each in everyone
+            )
+        return found
+
     def _sum(self, places: tuple[int, ...]) -> int:
         words = self._words
         return sum([words[at] for at in places])
 
 
 class TableLedger:
-    """What callers were served by all processes of a table. `callers`: all that there may be."""
+    """What callers were served by all processes of a table."""
 
-    def __init__(self, table: SharedTable, callers: Iterable[str]) -> None:
-        self._floats = table.floats
-        rows = {caller: table.row(caller) for caller in callers or ("",)}
-        others = [each for each in range(table.processes) if each != table.process]
-        self._own = {caller: table.served(row, table.process) for caller, row in rows.items()}
-        self._others = {caller: tuple(table.served(row, each) for each in others) for caller, row in rows.items()}
+    def __init__(self, table: SharedTable) -> None:
+        self._table = table
+        self._others = [each for each in range(table.processes) if each != table.process]
 
     def note(self, caller: str, tokens: float) -> None:
         """It was served so much more here."""
-        self._floats[self._own[caller]] += tokens
+        self._table.floats[self._table.served(self._table.row(caller), self._table.process)] += tokens
 
     def elsewhere(self, caller: str) -> float:
         """What the others have served it."""
-        floats = self._floats
-        return sum([floats[at] for at in self._others[caller]])
+        table, row = self._table, self._table.row(caller)
+        return sum([table.floats[table.served(row, each)] for each in self._others])
 
 
 class Drain:

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any
 
 from gateway.admission import Admissions, Ticket
-from gateway.asked import asked_of
+from gateway.asked import asked_of, require_few_items
 from gateway.auth import ApiKey, KeyRing
 from gateway.connection import EXTENSION
 from gateway.context import Caller, caller
@@ -119,13 +119,17 @@ class Edge:
                 if scope["method"] == "POST":
                     ticket = stack.enter_context(self.admission.of(slo).admit(key.name if key else ""))
                     body = await self._read(receive, headers)
+                    limits = self._settings
+                    require_few_items(scope["path"], body, limits.max_items_per_body, limits.max_model_len)
                     asked, tier = asked_of(body), ""
                     await after_body(body)
                     if asked.tier is not None and scope["path"] in TIERED and SLO_HEADER not in headers:
                         slo, tier = self._of_tier(asked.tier, key, slo)
                     ticket.move(self.admission.of(slo))
                     ticket.claim(asked.jobs)
-                    caller.set(Caller(ticket, slo, time.time(), tier, scope.get("extensions", {}).get(EXTENSION)))
+                    writer = scope.get("extensions", {}).get(EXTENSION)
+                    salt = key.cache_salt if key else ""
+                    caller.set(Caller(ticket, slo, time.time(), tier, writer, salt, len(body)))
                     receive = _replay(body, receive)
                     if self.short is not None:
                         app = self.short(scope, headers, body) or app

@@ -1,7 +1,6 @@
 """The rate of each API key, in this process alone or in all that share its port."""
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,17 +56,16 @@ class OwnRates:
 
 
 class TableRates:
-    """Of all processes of a table. `keys`: all that there may be."""
+    """Of all processes of a table."""
 
-    def __init__(self, table: SharedTable, keys: Iterable[ApiKey]) -> None:
+    def __init__(self, table: SharedTable) -> None:
         self._table = table
-        self._rows = {key.name: table.row(key.name) for key in keys if key.requests_per_s}
 
     def take(self, key: ApiKey) -> None:
         """One request of the key. Raises Busy, also where a process stopped in the midst of this."""
         if not key.requests_per_s:
             return
-        floats, row = self._table.floats, self._rows[key.name]
+        floats, row = self._table.floats, self._table.row(key.name)
         with self._table.locked():
             now = time.monotonic()
             bucket = _full(key, now)

@@ -2,8 +2,8 @@
 
 Layout, in words of eight bytes, native order: a head; SLOT_WORDS for each process, in which it alone writes; then for
 each caller of an API key a row of its digest (two words), the level of its rate's bucket and when that was (float
-seconds of the monotonic clock), and for each process the jobs of it that wait, by Kind, and the tokens that it
-was served (a float).
+seconds of the monotonic clock), and for each process the jobs of it that wait and their prompt tokens,
+each by Kind, and the tokens that it was served (a float).
 
 An aligned word is read and written at once, so counters need no lock: a process adds to its own before it looks at the
 sum of all, so of two that ask for the last place at once none or one gets it, never both. A bucket is changed under the
@@ -26,11 +26,11 @@ from threading import Lock
 from gateway.settings import GatewaySettings
 from shared.errors import Busy, InvalidRequest
 
-MAGIC, VERSION = b"PPgwtab\n", 1
+MAGIC, VERSION = b"PPgwtab\n", 2
 MOST_PROCESSES = 16
 HEAD_WORDS, ROW_WORDS = 8, 4  # of a row: before the counters
 KINDS, KIND_WORDS = 2, 8
-PART_WORDS = KINDS + 1  # of a row: for each process
+PART_WORDS = 2 * KINDS + 1  # of a row: for each process
 SLOT_WORDS = KINDS * KIND_WORDS
 LOCK_S = 0.05  # it is held for microseconds, and longer only by one that is not running just then
 _WORD = 8
@@ -110,6 +110,7 @@ class SharedTable:
         self.integers = memoryview(self._map).cast("q")
         self.floats = memoryview(self._map).cast("d")
         self._fence = Lock()
+        self._known_rows: dict[str, int] = {}
         self._clear()
 
     def close(self) -> None:
@@ -127,6 +128,12 @@ class SharedTable:
         Rows are found by the digest of the name, from where it points onwards, and are never given up: processes that
         read the file of keys at different times agree on them.
         """
+        known = self._known_rows.get(caller)
+        if known is None:
+            known = self._known_rows[caller] = self._find_row(caller)
+        return known
+
+    def _find_row(self, caller: str) -> int:
         digest = blake2b(caller.encode(), digest_size=16, person=b"caller").digest()
         high, low = (int.from_bytes(half, sys.byteorder, signed=True) for half in (digest[:8], digest[8:]))
         high = high or 1  # zero: a row that nobody has
@@ -146,9 +153,13 @@ class SharedTable:
         """Where a row counts the jobs of a process."""
         return row + ROW_WORDS + PART_WORDS * process + kind
 
+    def waiting_tokens(self, row: int, process: int, kind: Kind) -> int:
+        """Where a row counts the prompt tokens of those jobs."""
+        return row + ROW_WORDS + PART_WORDS * process + KINDS + kind
+
     def served(self, row: int, process: int) -> int:
         """Where a row has the tokens that a process has served, a float."""
-        return row + ROW_WORDS + PART_WORDS * process + KINDS
+        return row + ROW_WORDS + PART_WORDS * process + 2 * KINDS
 
     def settle(self) -> None:
         """What this process has written is seen by the others before it reads on."""

@@ -146,6 +146,12 @@ class NotConnected(PeerLost):
     code = "not_connected"
 
 
+class WireVersionMismatch(NotConnected):
+    """The peer has an incompatible wire version: nothing of the call was carried out. The message names both."""
+
+    code = "wire_version_mismatch"
+
+
 class WrongRole(PolyphaseError):
     """The instance is draining or has another role by now; place the job again."""
 
@@ -181,6 +187,7 @@ _ALL: tuple[type[PolyphaseError], ...] = (
     OutcomeUnknown,
     PeerLost,
     NotConnected,
+    WireVersionMismatch,
     WrongRole,
     EngineFailed,
 )

@@ -36,6 +36,12 @@ _plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structl
 structlog.configure(processors=[*structlog.get_config()["processors"][:-1], _plain])
 
 
+@pytest.fixture(autouse=True)
+def fresh_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/metrics` of services within a test is of the moment; that it is kept for a while has a test of its own."""
+    monkeypatch.setattr("shared.runtime.http.METRICS_KEPT_S", 0.0)
+
+
 @pytest.fixture(scope="session")
 def library() -> Library:
     return Library.built_in()

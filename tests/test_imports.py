@@ -35,6 +35,7 @@ VLLM = {
     "gateway/grammars.py",
     "gateway/llm.py",
     "gateway/plain.py",
+    "gateway/validation.py",
     "gateway/short_way.py",
     "gateway/stream.py",
     "gateway/surface.py",

@@ -138,4 +138,26 @@ REAL = Testbed(
     gateways=1,
 )
 
-TESTBEDS: dict[str, Testbed] = {bed.name: bed for bed in (EMULATED, PAIR, KEYED, REAL)}
+LEASE_S = 2.0
+# Blocks for one long prompt, an inbox too small for a prefetch, and a short lease: decodes wait, and their staged KV.
+NARROW = Testbed(
+    name="narrow",
+    title="one gateway, one scheduler, 1 prefill and 1 decode instance with few blocks; vLLM on the CPU",
+    cluster={
+        "gateway": {"dtype": "float32"},
+        "policies": SPLIT,
+        "predictor": {"enabled": False},
+        "planner": {"enabled": False},
+        "instance_defaults": {**REAL_ENGINE, "inbox_bytes": _MIB, "lease_s": LEASE_S},
+        "instances": [
+            {"id": "prefill", "role": "prefill"},
+            {"id": "decode", "role": "decode", "kv_cache_bytes": 14 * _MIB},
+        ],
+    },
+    prompts=(12, 200, 600, 1500),
+    answer_tokens=24,
+    users=2,
+    gateways=1,
+)
+
+TESTBEDS: dict[str, Testbed] = {bed.name: bed for bed in (EMULATED, PAIR, KEYED, REAL, NARROW)}

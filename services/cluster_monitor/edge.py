@@ -43,7 +43,15 @@ class _Edge(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class GeometryIn(_Edge):
+class _OfService(_Edge):
+    """A body that another service of the cluster sends. Its wire version was checked before; fields that are not known
+    here are optional ones of a later release.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class GeometryIn(_OfService):
     """KvGeometry."""
 
     layers: Positive
@@ -51,24 +59,25 @@ class GeometryIn(_Edge):
     head_dim: Positive
 
 
-class CompatibilityIn(_Edge):
+class CompatibilityIn(_OfService):
     """Compatibility."""
 
     fingerprint: Text
     engine: Text
     engine_version: Text
-    wire_version: Count
+    wire_version: Annotated[int, Field(ge=0, le=255)]
     geometry: GeometryIn
+    min_wire_version: Annotated[int, Field(ge=0, le=255)] = 0
 
 
-class PartialPrefillIn(_Edge):
+class PartialPrefillIn(_OfService):
     """PartialPrefillCost."""
 
     k_p: Seconds
     b_p: Finite
 
 
-class ChunkedIn(_Edge):
+class ChunkedIn(_OfService):
     """ChunkedCost."""
 
     k_ctxp: Finite
@@ -76,7 +85,7 @@ class ChunkedIn(_Edge):
     b_c: Finite
 
 
-class HuaweiIn(_Edge):
+class HuaweiIn(_OfService):
     """HuaweiCost."""
 
     p1: Finite
@@ -89,7 +98,7 @@ class HuaweiIn(_Edge):
     p8: Finite
 
 
-class StepFormIn(_Edge):
+class StepFormIn(_OfService):
     """StepForm."""
 
     fixed_s: Finite
@@ -101,7 +110,7 @@ class StepFormIn(_Edge):
     steps: Count = 0
 
 
-class StepRatesIn(_Edge):
+class StepRatesIn(_OfService):
     """StepRates."""
 
     prefill: StepFormIn
@@ -112,7 +121,7 @@ class StepRatesIn(_Edge):
 Pace = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class LinkRateIn(_Edge):
+class LinkRateIn(_OfService):
     """LinkRate."""
 
     bytes_s: Pace
@@ -121,14 +130,14 @@ class LinkRateIn(_Edge):
     coded: Annotated[dict[Text, Pace], Field(max_length=256)] = {}
 
 
-class CodecRateIn(_Edge):
+class CodecRateIn(_OfService):
     """CodecRate."""
 
     encode_bytes_s: Pace
     decode_bytes_s: Pace
 
 
-class RatesIn(_Edge):
+class RatesIn(_OfService):
     """Rates."""
 
     prefill: PartialPrefillIn | None = None
@@ -141,7 +150,7 @@ class RatesIn(_Edge):
     weight: Pace = 1.0
 
 
-class Registration(_Edge):
+class Registration(_OfService):
     """InstanceInfo and the role at the moment."""
 
     role: RoleName
@@ -168,7 +177,7 @@ class Registration(_Edge):
         return msgspec.convert(self.model_dump(exclude={"role"}), InstanceInfo)
 
 
-class LeaveIn(_Edge):
+class LeaveIn(_OfService):
     """Body of a leave: which process of the instance stops."""
 
     generation: Count
@@ -204,7 +213,7 @@ class FlipIn(OperationIn):
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
 
 
-class OutcomeIn(_Edge):
+class OutcomeIn(_OfService):
     """Ended. `job_id` tells whether it was counted already: deliveries are repeated when their answer is lost."""
 
     job_id: Annotated[str, Field(max_length=256)] = ""
@@ -235,7 +244,7 @@ class OutcomeIn(_Edge):
         return Ended(**{**self.model_dump(exclude={"job_id", "phase", "failed"}), "how": how})
 
 
-class DemandSecondIn(_Edge):
+class DemandSecondIn(_OfService):
     """DemandSecond."""
 
     source: Name
@@ -262,7 +271,7 @@ class DemandSecondIn(_Edge):
         return DemandSecond(**self.model_dump())
 
 
-class NewsIn(_Edge):
+class NewsIn(_OfService):
     """What a scheduler says. revision: of the policies that it goes by; trouble: why not by a newer one that it heard
     of. gateways: for how many seconds each was silent there; left: those that stopped in good order, as the scheduler
     itself does where it is `leaving`.
@@ -283,7 +292,7 @@ def _of_plans(kind: EventKind) -> EventKind:
     return kind
 
 
-class HappenedIn(_Edge):
+class HappenedIn(_OfService):
     """An event that another service tells of: what became of a plan. subject: which one it is."""
 
     event_id: Name

@@ -59,6 +59,14 @@ _add_bench("engine", "Prefill orders and decode admissions, changed on a real en
 _add_bench("live", "The simulator beside a live cluster, calibrated on it: means, and which policy is better.")
 
 
+@bench_app.command("soak")
+def bench_soak(
+    minutes: Annotated[float, typer.Option(min=0.5, help="Beside hostile clients.")] = 20.0, as_json: Json = False
+) -> None:
+    """Well-behaved clients beside hostile ones: failures, gaps, memory and descriptors over time (root)."""
+    _measure("soak", as_json, minutes)
+
+
 @bench_app.command("predictor")
 def bench_predictor(
     part: Annotated[list[str] | None, typer.Option(help="bayes, latency, worth or modes; may be repeated.")] = None,

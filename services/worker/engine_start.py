@@ -71,6 +71,7 @@ def _connector_config(settings: WorkerSettings, generation: int, events: str, co
         "staging_bytes": settings.staging_bytes,
         "inbox_bytes": settings.inbox_bytes,
         "lease_s": settings.lease_s,
+        "lease_renewals": settings.lease_renewals,
         "connections": settings.kv_connections,
         "nixl_trusted": settings.kv_nixl_trusted,
         "pull_timeout_s": settings.pull_timeout_s,
@@ -105,4 +106,5 @@ def _handle_template(settings: WorkerSettings, info: EngineInfo, generation: int
         tokens=0,
         dtype=settings.dtype,
         stages=info.stages,
+        lease_s=settings.lease_s,
     )

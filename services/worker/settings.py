@@ -73,7 +73,8 @@ class WorkerSettings(TracedSettings):
     kv_transport: Literal["tcp", "zeromq", "nixl"] = "tcp"
     kv_nixl_trusted: bool = False  # the networks that UCX uses reach nobody but this cluster: NIXL between hosts
     kv_connections: int = Field(1, ge=1, le=16)  # to each exporter's rank, for imports of 8 MB and more
-    lease_s: float = Field(30.0, gt=0)
+    lease_s: float = Field(30.0, gt=0)  # staged KV that no decode instance pulls, or waits to pull, is kept for so long
+    lease_renewals: int = Field(120, ge=0)  # of one transfer's lease, a third of it apart, while its decode waits
     pull_timeout_s: float = Field(10.0, gt=0)
     lossy_kv: bool = False  # some class of requests allows it: codecs are loaded and measured at the start, not later
     kv_fault: str = ""  # fault injection for tests: see services.worker.kv

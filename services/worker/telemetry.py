@@ -13,7 +13,7 @@ from services.worker.live_rates import LiveRates
 from services.worker.policies import FollowedPolicies
 from shared.domain.instance import InstanceInfo, InstanceLoad
 from shared.domain.policies import PolicySet
-from shared.errors import Incompatible, PolyphaseError
+from shared.errors import Incompatible, PolyphaseError, WireVersionMismatch
 from shared.runtime.logs import get_log
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
@@ -139,7 +139,7 @@ class Telemetry:
             await self._monitor.register(self.info, self._roles.role)
             self._known, self._heard_mono = True, now_mono
             self.refused = self._trouble = ""
-        except Incompatible as error:
+        except (Incompatible, WireVersionMismatch) as error:
             if self.refused != error.message:
                 log.error("the cluster refuses this instance", reason=error.message)
             self.refused = error.message

@@ -53,6 +53,7 @@ class Compatibility(msgspec.Struct, frozen=True):
     engine_version: str
     wire_version: int
     geometry: KvGeometry
+    min_wire_version: int = 0  # the oldest that it speaks with; 0: its own
 
 
 class InstanceInfo(msgspec.Struct, frozen=True):

@@ -70,6 +70,7 @@ class KvHandle(msgspec.Struct, frozen=True):
     dtype: str
     codec: Codec = Codec.RAW
     stages: tuple[int, ...] = ()  # layers of each pipeline stage of the exporter, in order; empty: one stage of all
+    lease_s: float = 0.0  # staged KV that is neither pulled nor renewed is kept for so long; 0: for ever
 
 
 class TransferOutcome(StrEnum):

@@ -1,5 +1,6 @@
 """The HTTP shell of every service but the gateway: health, metrics, and our errors as JSON."""
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -21,11 +22,13 @@ from shared.runtime.logs import get_log
 from shared.runtime.process_metrics import describe_process
 from shared.runtime.server import Server
 from shared.runtime.stray import nothing_stray
+from shared.runtime.wire_version import HTTP_HEADER, OURS
 
 log = get_log(__name__)
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 SHUTDOWN_S = 5
 READY = "/ready"
+METRICS_SHARE, METRICS_KEPT_S = 0.01, 1.0
 _ASKED = ("/health", READY)
 
 
@@ -54,18 +57,21 @@ def service_app(
     app.add_middleware(Health, service=service, trouble=trouble, unready=unready, standing=standing)
     series = CollectorRegistry() if registry is None else registry
     describe_process(series)
+    exposition = Exposition(series)
 
     # Like every route of ours on the event loop: in FastAPI's thread pool they would read what the loop changes.
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text format."""
-        return Response(generate_latest(series), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
 
 class Guard:
-    """Refuses every call that may change something and does not show the cluster's secret; without one all of them."""
+    """Refuses every call that may change something and does not show the cluster's secret, without one all of them;
+    and those whose sender has an incompatible wire version. People's tools need state none.
+    """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -81,7 +87,10 @@ class Guard:
             await self._app(scope, receive, send)
             return
         what = f"{scope.get('method', scope['type'])} {scope['path']}"
-        fault = fault_of(what, self._token, Headers(scope=scope).getlist("authorization"))
+        headers = Headers(scope=scope)
+        fault = fault_of(what, self._token, headers.getlist("authorization"))
+        if fault is None and (version := headers.get(HTTP_HEADER)) is not None:
+            fault = OURS.check_http(version, "the caller")
         if fault is None:
             await self._app(scope, receive, send)
             return
@@ -91,12 +100,35 @@ class Guard:
         await response(scope, receive, send)
 
 
+class Exposition:
+    """A registry as text, made on the event loop and therefore kept for a while: anyone may ask for it, without a key.
+
+    However often that is done, making it takes METRICS_SHARE of the loop's time, and it is METRICS_KEPT_S old at most.
+    """
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._until_s = float("-inf")
+        self._text = b""
+
+    def text(self) -> bytes:
+        """Prometheus text format."""
+        began_s = self._clock()
+        if began_s >= self._until_s:
+            self._text = generate_latest(self._registry)
+            took_s = self._clock() - began_s
+            self._until_s = began_s + min(METRICS_KEPT_S, took_s / METRICS_SHARE)
+        return self._text
+
+
 def exposing(registry: CollectorRegistry, app: ASGIApp) -> ASGIApp:
     """What answers GET of a registry, on the event loop: its series read what that changes. Else `app` answers."""
+    exposition = Exposition(registry)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "GET":
-            await Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
+            await Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
         else:
             await app(scope, receive, send)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -20,7 +20,8 @@ class ApiKey:
     """A key as it is kept: `digest` is SHA-256 of the secret. `requests_per_s` 0 means no limit.
 
     slo: the class of requests that name none. classes: those that it may name; empty for all. weight: of its share of a
-    full cluster. role: what its holder may do at the dashboard, one of `ROLES`.
+    full cluster. role: what its holder may do at the dashboard, one of `ROLES`. cache_salt: prefixes are shared only
+    with keys of the same salt, so that no other key can measure by TTFT what its holder has sent; empty: with all keys.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ApiKey:
     classes: tuple[str, ...] = ()
     weight: float = 1.0
     role: str = ""
+    cache_salt: str = field(default="", repr=False)
 
     def may_use(self, slo: str) -> bool:
         """Whether its requests may be of that class."""
@@ -60,6 +62,8 @@ def load_keys(file: Path) -> tuple[ApiKey, ...]:
             raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a SHA-256 digest and a rate of 0 or more")
         if not key.weight > 0:
             raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a weight above 0, not {key.weight}")
+        if not isinstance(key.cache_salt, str):
+            raise InvalidRequest(f"keys file {file}: key {key.name!r} needs text as its cache_salt")
         if key.role not in ROLES:
             known = f"{LOOK}, {OPERATE}, or none"
             raise InvalidRequest(f"keys file {file}: key {key.name!r} has the role {key.role!r}; known: {known}")

@@ -17,13 +17,15 @@ import zmq
 
 from shared.domain.cluster import ClusterDelta
 from shared.domain.policies import PolicySet
-from shared.errors import Conflict
+from shared.errors import Conflict, WireVersionMismatch
+from shared.runtime.logs import get_log
 from shared.wire.addresses import several
 from shared.wire.connections import Connection
 from shared.wire.envelope import MALFORMED
 from shared.wire.sealed import opened, sealed
 from shared.wire.sockets import LoopSocket, Sockets, whole_messages
 
+log = get_log(__name__)
 Value = TypeVar("Value")
 CHANGES, WHOLE, POLICIES = b"changes", b"whole", b"policies"
 _STRANGER = b"stranger:"  # and an instance's id
@@ -46,6 +48,7 @@ class ClusterPublisher:
             socket.close()
             raise
         self.on_wanted = on_wanted
+        self._header = sockets.wire.header
         self._socket = LoopSocket(socket, self._told, whole_messages(socket))
         self._encoder = msgspec.msgpack.Encoder()
         self.epoch = 0  # see `ClusterFeed`
@@ -72,7 +75,7 @@ class ClusterPublisher:
         self._socket.close()
 
     def _send(self, topic: bytes, value: object) -> None:
-        body = sealed(self.epoch.to_bytes(_EPOCH_BYTES, "big") + self._encoder.encode(value))
+        body = sealed(self._header + self.epoch.to_bytes(_EPOCH_BYTES, "big") + self._encoder.encode(value))
         self.sent_bytes += len(body)
         self._socket.send([topic, body])
 
@@ -107,6 +110,8 @@ class ClusterFeed:
 
         `address`: one, or several as `several` reads them.
         """
+        self._wire = sockets.wire
+        self._address = address
         self.dropped: Counter[str] = Counter()
         self.received_bytes = 0  # of what concerns the cluster
         self._on_delta = on_delta
@@ -149,9 +154,8 @@ class ClusterFeed:
             self.dropped["frame"] += 1
             return
         topic, message = frames
-        body = opened(message)
-        if body is None or len(body) < _EPOCH_BYTES:
-            self.dropped["garbage"] += 1
+        body = self._open(message)
+        if body is None:
             return
         if not self._speaks(int.from_bytes(body[:_EPOCH_BYTES], "big")):
             self.dropped["old monitor"] += 1
@@ -164,6 +168,21 @@ class ClusterFeed:
             self._topics[topic](body[_EPOCH_BYTES:])
         except MALFORMED:
             self.dropped["garbage"] += 1
+
+    def _open(self, message: bytes) -> memoryview | None:
+        """Epoch and body of a message; None for one that is dropped."""
+        try:
+            body = opened(message)
+            body = None if body is None else self._wire.body(body, "a monitor")
+        except WireVersionMismatch as error:
+            if not self.dropped["wire_version"]:
+                log.warning("messages of a monitor are dropped", address=self._address, reason=error.message)
+            self.dropped["wire_version"] += 1
+            return None
+        if body is None or len(body) < _EPOCH_BYTES:
+            self.dropped["garbage"] += 1
+            return None
+        return body
 
     def _speaks(self, epoch: int) -> bool:
         """Whether the monitor of that epoch is to be listened to."""

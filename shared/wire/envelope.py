@@ -1,13 +1,16 @@
 """What one ZeroMQ message of the RPC helper holds: a short list of envelopes.
 
 Everything that is due to one peer in one turn of the event loop leaves as one message. So an engine step that
-yields tokens for fifty jobs of one gateway is one message, not fifty.
+yields tokens for fifty jobs of one gateway is one message, not fifty. In front of them is the version of the sender,
+see `shared.runtime.wire_version`.
 """
 
 from enum import IntEnum
 from typing import Annotated
 
 import msgspec
+
+from shared.runtime.wire_version import OURS, WireVersions
 
 
 class Kind(IntEnum):
@@ -64,18 +67,18 @@ def encode_body(value: object) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(value))
 
 
-def pack(envelopes: list[Envelope]) -> bytes:
+def pack(envelopes: list[Envelope], wire: WireVersions = OURS) -> bytes:
     """One message."""
-    return _encoder.encode(envelopes)
+    return wire.header + _encoder.encode(envelopes)
 
 
-def pack_batches(envelopes: list[Envelope]) -> list[tuple[list[Envelope], bytes]]:
+def pack_batches(envelopes: list[Envelope], wire: WireVersions = OURS) -> list[tuple[list[Envelope], bytes]]:
     """As one message, or as several where that would be a large one: together they may exceed what a peer takes."""
-    message = _encoder.encode(envelopes)
+    message = pack(envelopes, wire)
     if len(message) <= _BATCH_BYTES or len(envelopes) == 1:
         return [(envelopes, message)]
     middle = len(envelopes) // 2
-    return pack_batches(envelopes[:middle]) + pack_batches(envelopes[middle:])
+    return pack_batches(envelopes[:middle], wire) + pack_batches(envelopes[middle:], wire)
 
 
 def reset(last_call: int) -> Envelope:
@@ -83,7 +86,13 @@ def reset(last_call: int) -> Envelope:
     return Envelope(Kind.RESET, 0, "", 0.0, encode_body(last_call))
 
 
-def unpack(frame: bytes) -> list[Envelope]:
-    """The envelopes of a message. Raises one of MALFORMED on anything else."""
-    envelopes: list[Envelope] = _decoder.decode(frame)
+def unpack(frame: bytes, wire: WireVersions = OURS, who: str = "the peer") -> list[Envelope]:
+    """The envelopes of a message of `who`. Raises WireVersionMismatch when its sender has an incompatible version, one
+    of MALFORMED on anything else.
+    """
+    body = wire.body(frame, who)
+    if body is None:
+        _decoder.decode(frame)
+        raise wire.mismatch(who, "a wire_version of 11 or earlier, which messages did not state")
+    envelopes: list[Envelope] = _decoder.decode(body)
     return envelopes

@@ -13,8 +13,6 @@ from shared.domain.rates import Rates
 from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.timeline import RequestTimeline
 
-WIRE_VERSION = 12
-
 
 class PlaceRequest(msgspec.Struct):
     """Ask for a route. `exclude` names instances that just failed this job."""

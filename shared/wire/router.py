@@ -34,6 +34,7 @@ class Peer:
     due: list[Envelope] = field(default_factory=list)  # in this turn of the loop
     backlog: deque[bytes] = field(default_factory=deque)  # messages that could not be sent
     backlog_bytes: int = 0
+    refused: bool = False  # for its wire version, and the log has said so
 
 
 class _Received(NamedTuple):
@@ -58,6 +59,7 @@ class Router:
         self._on_message = on_message
         self._on_lost = on_lost
         self._dropped = dropped
+        self._wire = sockets.wire
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, list[Peer]] = {}  # by descriptor, those that are open
         self._peers: dict[bytes, Peer] = {}
@@ -91,7 +93,7 @@ class Router:
             envelopes, peer.due = peer.due, []
             if not envelopes:  # lost or given up since
                 continue
-            for _, message in pack_batches(envelopes):
+            for _, message in pack_batches(envelopes, self._wire):
                 if peer.backlog or not self._send(peer, message):
                     self._keep(peer, message)
             if peer.backlog_bytes > BACKLOG_BYTES:
@@ -137,7 +139,7 @@ class Router:
 
     def _give_up(self, peer: Peer) -> None:
         """It does not read: instead of what waits for it, tell it what it has lost, for when it does again."""
-        message = pack([reset(peer.last_call)])
+        message = pack([reset(peer.last_call)], self._wire)
         peer.due.clear()
         peer.backlog = deque([message])
         peer.backlog_bytes = len(message)

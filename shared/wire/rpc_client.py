@@ -9,7 +9,15 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from shared.errors import DeadlineExceeded, InvalidRequest, NotConnected, PeerLost, PolyphaseError, from_code
+from shared.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NotConnected,
+    PeerLost,
+    PolyphaseError,
+    WireVersionMismatch,
+    from_code,
+)
 from shared.wire.connections import Connection
 from shared.wire.envelope import (
     ALL_CALLS,
@@ -56,6 +64,7 @@ class RpcClient:
 
     def __init__(self, sockets: Sockets, address: str) -> None:
         self.address = address
+        self._wire = sockets.wire
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._pending: dict[int, _Pending] = {}
@@ -100,7 +109,8 @@ class RpcClient:
         """Call and wait for the reply; items arrive through `on_item`, in order, before it.
 
         Cancelling the awaiting task cancels the call at the peer. Raises the peer's error, PeerLost when the
-        connection breaks, NotConnected when there is none, DeadlineExceeded after `timeout_s`, InvalidRequest when the
+        connection breaks, NotConnected when there is none, WireVersionMismatch, which is one of these, when the peer
+        has an incompatible version, DeadlineExceeded after `timeout_s`, InvalidRequest when the
         request is too large. Whenever it raises anything but the last, or NotConnected, the call may have been carried
         out all the same, its reply crossing ours: what it left at the peer is the caller's to free.
         """
@@ -154,7 +164,7 @@ class RpcClient:
         if self._closed or not self.connected or not self._outgoing:
             return
         outgoing, self._outgoing = self._outgoing, []
-        left = pack_batches(outgoing)
+        left = pack_batches(outgoing, self._wire)
         while left:
             envelopes, message = left[0]
             try:
@@ -170,7 +180,10 @@ class RpcClient:
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
-            envelopes = unpack(frames[-1])
+            envelopes = unpack(frames[-1], self._wire, self.address)
+        except WireVersionMismatch as mismatch:  # which the peer has found, too: it has carried out nothing
+            self._fail(lambda _, pending: pending.sent, mismatch)
+            return
         except MALFORMED as error:
             # Nobody knows what it held: perhaps the only reply to one of the calls.
             self._fail_sent(ALL_CALLS, f"{self.address} sent a malformed message: {error}")

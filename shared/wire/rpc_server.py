@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from shared.errors import Busy, DeadlineExceeded, InvalidRequest, PolyphaseError
+from shared.errors import Busy, DeadlineExceeded, InvalidRequest, PolyphaseError, WireVersionMismatch
 from shared.runtime.logs import get_log
 from shared.wire.envelope import (
     ALL_CALLS,
@@ -114,12 +114,19 @@ class RpcServer:
         envelopes, cause = None, "frame"
         if len(frames) == 1 and len(frames[0]) <= MAX_MESSAGE_BYTES:
             try:
-                envelopes = unpack(frames[0])
+                envelopes = unpack(frames[0], self._sockets.wire, "a caller")
             except MALFORMED:
                 cause = "garbage"
+            except WireVersionMismatch as error:
+                cause = "wire_version"
+                if not peer.refused:
+                    peer.refused = True
+                    log.warning("calls of a peer are refused", address=self._address, reason=error.message)
         if envelopes is None:
             self.dropped[cause] += 1
-            self._router.queue(peer, reset(ALL_CALLS))  # there may have been calls in it: nobody shall wait for them
+            # There may have been calls in it, and nobody shall wait for them. A caller of an incompatible version reads
+            # no more of this than the header, which says why.
+            self._router.queue(peer, reset(ALL_CALLS))
             return
         for envelope in envelopes:
             self._accept(peer, envelope)

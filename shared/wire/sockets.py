@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import zmq
 
 from shared.runtime.logs import get_log
+from shared.runtime.wire_version import OURS, WireVersions
 
 log = get_log(__name__)
 Message = TypeVar("Message")
@@ -37,9 +38,13 @@ class Curve:
 
 
 class Sockets:
-    """Makes sockets with the limits that every one of ours has. Owns the ZeroMQ context."""
+    """Makes sockets with the limits that every one of ours has. Owns the ZeroMQ context.
 
-    def __init__(self, curve: Curve | None = None) -> None:
+    `wire`: the version that all messages over these sockets state, and the versions that are taken.
+    """
+
+    def __init__(self, curve: Curve | None = None, wire: WireVersions = OURS) -> None:
+        self.wire = wire
         # One I/O thread: a connection's events come before its messages only in the order of one thread.
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)

@@ -27,7 +27,7 @@ def main(path: str, process: str, max_jobs: str) -> None:
         say(error=error.message)
         return
     admissions = Admissions(settings, CALLERS, table)
-    rates = TableRates(table, [ApiKey("a", "", requests_per_s=0.001, burst=40)])
+    rates = TableRates(table)
     tickets: list[Ticket] = []
     say(ready=True)
     for line in sys.stdin:

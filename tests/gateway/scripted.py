@@ -84,6 +84,7 @@ class Front:
         self.script = script
         self.tokenizer = self.state.openai_serving_chat.renderer.tokenizer
         self.plain = False  # whether ours wrote the last stream
+        self.cache_salt = ""  # of the key of whoever sends the requests
         self._admissions = Admissions(api.settings, ())
 
     @contextmanager
@@ -138,7 +139,7 @@ class Front:
     @contextmanager
     def _asking(self, body: FakeBody | None) -> Iterator[None]:
         with self._admissions.of("default").admit("") as ticket:
-            caller.set(Caller(ticket, "default", time.time(), body=body))
+            caller.set(Caller(ticket, "default", time.time(), body=body, cache_salt=self.cache_salt))
             yield
 
     async def _generator(self, body: dict[str, Any]) -> Any:

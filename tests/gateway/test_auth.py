@@ -1,5 +1,6 @@
 """API keys."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,64 @@ def test_a_role_at_the_dashboard_is_one_that_there_is(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump([{**entry, "role": "admin"}]))
     with pytest.raises(InvalidRequest, match=r"'anna' has the role 'admin'; known: look, operate"):
         load_keys(file)
+
+
+def _write(file: Path, *keys: ApiKey, text: str = "") -> None:
+    file.write_text(text or yaml.safe_dump([{"name": k.name, "digest": k.digest, "weight": k.weight} for k in keys]))
+
+
+def test_a_key_that_leaves_the_file_opens_nothing_and_a_new_one_opens(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    (first, kept), (second, revoked), (third, added) = (create_key(name) for name in ("kept", "revoked", "added"))
+    _write(file, kept, revoked)
+    ring = KeyRing.of_file(file)
+    weights = ring.weights
+    assert ring.identify(f"Bearer {second}") == revoked
+    _write(file, kept, replace(added, weight=3.0))
+    ring.reread()
+    with pytest.raises(Unauthorized, match="wrong API key"):
+        ring.identify(f"Bearer {second}")
+    assert ring.identify(f"Bearer {first}") == kept
+    assert ring.identify(f"Bearer {third}").name == "added"  # type: ignore[union-attr]
+    assert weights == {"kept": 1.0, "added": 3.0}
+
+
+def test_a_ring_that_had_keys_never_opens_to_everybody(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    _, key = create_key("only")
+    _write(file, key)
+    ring = KeyRing.of_file(file)
+    _write(file, text="[]")
+    ring.reread()
+    assert not ring.open
+    with pytest.raises(Unauthorized):
+        ring.identify("")
+
+
+@pytest.mark.parametrize("text", ["{", "- 5", "- {name: a, digest: x}", ""])
+def test_a_file_that_turned_bad_or_is_missing_leaves_the_keys_as_they_were(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys.yaml"
+    secret, key = create_key("kept")
+    _write(file, key)
+    ring = KeyRing.of_file(file)
+    if text:
+        _write(file, text=text)
+    else:
+        file.unlink()
+    ring.reread()
+    assert ring.identify(f"Bearer {secret}") == key
+    newer, other = create_key("newer")
+    _write(file, other)
+    ring.reread()
+    assert ring.identify(f"Bearer {newer}") == other
+
+
+def test_a_reread_key_needs_a_class_that_there_is(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    secret, key = create_key("kept")
+    _write(file, key)
+    ring = KeyRing.of_file(file)
+    ring.require_classes(["default"])
+    _write(file, text=yaml.safe_dump([{"name": key.name, "digest": key.digest, "slo": "nope"}]))
+    ring.reread()
+    assert ring.identify(f"Bearer {secret}") == key

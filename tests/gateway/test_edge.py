@@ -15,7 +15,7 @@ from gateway.edge import Edge
 from gateway.metrics import GatewayMetrics
 from gateway.rates import OwnRates
 from gateway.settings import GatewaySettings, SloClass
-from shared.errors import Overloaded
+from shared.errors import Busy, Overloaded
 from tests.gateway.api import until
 
 
@@ -68,6 +68,21 @@ async def test_a_key_brings_its_class_and_is_kept_to_those_it_may_use() -> None:
         answer = await client.post("/v1/completions", headers={**headers, "X-Polyphase-Slo": "default"})
         assert answer.status_code == 403
         assert answer.json()["error"]["code"] == "slo_class_not_allowed"
+
+
+async def test_a_request_has_the_cache_salt_of_its_key() -> None:
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(caller.get().cache_salt)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    (secret, key), (other_secret, other) = create_key("salted"), create_key("plain")
+    async with edge(app, keys=(replace(key, cache_salt="s"), other)) as client:  # type: ignore[arg-type]
+        for each in (secret, other_secret):
+            await client.post("/v1/completions", content=b"x", headers={"Authorization": f"Bearer {each}"})
+    assert seen == ["s", ""]
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -209,6 +224,25 @@ async def test_of_several_callers_none_takes_all_the_room() -> None:
         app.go.set()
         assert {(await post).status_code for post in welcome} == {200}
         assert [(await post).status_code for post in many].count(200) == 5
+
+
+def test_of_several_callers_none_takes_all_the_room_for_tokens() -> None:
+    settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo", max_queued_tokens=1000)
+    admission = Admissions(settings, ("greedy", "modest")).of("default")
+    seats = [admission.admit("greedy").start(120) for _ in range(4)]
+    for _ in range(2):
+        with pytest.raises(
+            Busy, match="480 prompt tokens of 'greedy' wait; 120 more are over its share, 500"
+        ) as refused:
+            admission.admit("greedy").start(120)
+        assert refused.value.retry_after_s
+    big = admission.admit("modest").start(515)  # its first one may be over the share
+    with pytest.raises(Busy, match="995 prompt tokens wait"):
+        admission.admit("modest").start(6)
+    for seat in (*seats, big):
+        seat.leave()
+    counts = admission.counts
+    assert (counts.tokens, counts.tokens_of("greedy"), counts.tokens_of("modest")) == (0, 0, 0)
 
 
 async def test_a_body_that_does_not_come_gives_its_place_back() -> None:

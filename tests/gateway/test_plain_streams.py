@@ -184,3 +184,17 @@ async def test_what_waits_at_the_end_goes_out_with_it(front: Front) -> None:
     seen = await front.seen(body_of("completions"), one_by_one(tokens), direct=True, full_after=2)
     assert text_of(seen.events) == "one two three four five six seven"
     assert len(seen.events) == 1 + 2 + 1 + 1
+
+
+async def test_requests_of_keys_with_unlike_salts_share_no_prefix(front: Front) -> None:
+    salts = []
+    for of_key, of_request in (("", None), ("a", None), ("b", None), ("a", "own"), ("", "own"), ("a", None)):
+        front.cache_salt = of_key
+        more = {"cache_salt": of_request} if of_request else {}
+        await front.seen(body_of("chat", **more), [[TokenStep([300], "length")]])
+        salts.append(front.script.jobs[0].spec.generation.cache_salt)
+    assert salts[0] == ""
+    assert salts[4] == "own"
+    assert salts[1] == salts[5]
+    assert len(set(salts)) == 5
+    assert not any(salt in ("a", "b") for salt in salts), "workers see no key's salt"

@@ -115,14 +115,18 @@ def test_a_number_is_one_process_alone(path: Path) -> None:
 
 def test_jobs_of_either_kind_are_counted_apart_and_what_leaves_everywhere_is_one_rate(path: Path) -> None:
     table, other = SharedTable(path, 0), SharedTable(path, 1)
-    counts = [TableCounts(each, Kind.OTHERS, ("a",)) for each in (table, other)]
-    yields = TableCounts(table, Kind.DELAYED, ("a",))
+    counts = [TableCounts(each, Kind.OTHERS) for each in (table, other)]
+    yields = TableCounts(table, Kind.DELAYED)
     counts[0].add_jobs("a", 2)
     counts[1].add_jobs("a", 3)
     yields.add_jobs("a", 1)
     assert [each.jobs for each in (*counts, yields)] == [5, 5, 1]
     assert [each.own_jobs for each in (*counts, yields)] == [2, 3, 1]
     assert counts[0].of("a") == 5
+    counts[0].add_tokens("a", 20)
+    counts[1].add_tokens("a", 30)
+    yields.add_tokens("a", 7)
+    assert [(each.tokens, each.tokens_of("a")) for each in (*counts, yields)] == [(50, 50), (50, 50), (7, 7)]
     counts[0].left()
     alone = counts[1].left_per_s()
     counts[1].left()
@@ -130,13 +134,13 @@ def test_jobs_of_either_kind_are_counted_apart_and_what_leaves_everywhere_is_one
     assert counts[0].left_per_s() == pytest.approx(2 * alone, rel=0.1)
     assert yields.left_per_s() == 0.0
     table.close()
-    assert (counts[1].jobs, counts[1].of("a")) == (3, 3)
+    assert (counts[1].jobs, counts[1].of("a"), counts[1].tokens_of("a")) == (3, 3, 30)
     other.close()
 
 
 def test_what_each_process_has_served_a_caller_the_others_know_until_it_ends(path: Path) -> None:
     tables = [SharedTable(path, number) for number in (0, 1)]
-    first, second = (TableLedger(table, ("a", "b")) for table in tables)
+    first, second = (TableLedger(table) for table in tables)
     first.note("a", 3.0)
     first.note("a", 4.5)
     second.note("b", 1.0)
@@ -150,7 +154,7 @@ def test_what_each_process_has_served_a_caller_the_others_know_until_it_ends(pat
 def test_what_one_process_took_of_a_keys_rate_the_other_has_not(path: Path) -> None:
     key = ApiKey("a", "", requests_per_s=0.5, burst=2)
     tables = [SharedTable(path, number) for number in (0, 1)]
-    rates = [TableRates(table, [key, ApiKey("free", "")]) for table in tables]
+    rates = [TableRates(table) for table in tables]
     rates[0].take(key)
     rates[1].take(key)
     with pytest.raises(Busy, match=r"'a' is over its 0\.5 requests/s") as refused:

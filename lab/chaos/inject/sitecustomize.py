@@ -7,6 +7,7 @@ theirs after they began.
 CHAOS_LINKS: JSON of address → address of the proxy that stands before it, of ZeroMQ, or of KV over TCP (`kv://`).
 CHAOS_SWITCHES: a file of SWITCHES that the bench changes while the process runs: seconds by which its clock is off, and
 whether its database is read-only. CHAOS_WIRE_VERSION: the wire version that the process claims to speak.
+CHAOS_MIN_WIRE_VERSION: the oldest version that it speaks with; by default that one.
 """
 
 import json
@@ -104,9 +105,11 @@ def _install() -> None:
     zmq.Socket.connect = _connect_by_proxy  # type: ignore[method-assign, assignment]
     socket.socket.connect_ex = _connect_kv_by_proxy  # type: ignore[method-assign, assignment]
     if version := os.environ.get("CHAOS_WIRE_VERSION"):
-        from shared.wire import messages
+        from shared.runtime import wire_version as wire
 
-        messages.WIRE_VERSION = int(version)
+        wire.WIRE_VERSION = int(version)
+        wire.MIN_WIRE_VERSION = int(os.environ.get("CHAOS_MIN_WIRE_VERSION", version))
+        wire.OURS = wire.WireVersions(wire.WIRE_VERSION, wire.MIN_WIRE_VERSION)
 
 
 if __name__ == "sitecustomize":  # imported by Python itself, not by who wants to know the layout of the switches

@@ -1,15 +1,18 @@
-"""Rolling replacement by the same version, and refusal of any other."""
+"""Rolling replacement by the same version or a compatible one, and refusal of any other."""
 
 from lab.chaos.arena import Arena
+from lab.chaos.client import Ending, Reply, send
 from lab.chaos.scenario import Scenario
 from services.launcher.ports import free_range
 from services.launcher.process import Child
 from services.launcher.suite import until
 from shared.domain.instance import Role
 from shared.errors import NotFound
+from shared.runtime.wire_version import OURS
 from shared.wire.clients.worker import WorkerAdmin
 
 _STRANGER = "stranger"
+_OTHER = "200"  # a wire version
 _JOIN_S = 15.0
 
 
@@ -32,7 +35,7 @@ async def rolling_gateways(arena: Arena) -> None:
 
 async def other_wire(arena: Arena) -> None:
     """An instance that speaks another wire version."""
-    await _refused(arena, {"CHAOS_WIRE_VERSION": "999"}, "wire_version")
+    await _refused(arena, {"CHAOS_WIRE_VERSION": _OTHER}, "wire_version")
 
 
 async def other_model(arena: Arena) -> None:
@@ -40,9 +43,38 @@ async def other_model(arena: Arena) -> None:
     await _refused(arena, {"POLYPHASE_WORKER_EMULATED_MODEL": "Llama-2-13B"}, "fingerprint")
 
 
+async def other_wire_gateway(arena: Arena) -> None:
+    """A gateway of another wire version reaches no scheduler. Its clients are told to come again, and not that their
+    requests are wrong.
+    """
+    spec, port = arena.spec(arena.named("gateway")[0]), free_range(size=1)
+    own = {"POLYPHASE_GATEWAY_PORT": str(port), "POLYPHASE_GATEWAY_GATEWAY_ID": _STRANGER, "CHAOS_WIRE_VERSION": _OTHER}
+    await arena.strangers.start(_STRANGER, spec.argv, {**spec.env, **own})
+    replies: list[Reply] = []
+
+    async def answered() -> bool:
+        replies.append(await send(("127.0.0.1", port), arena.asks[0]))
+        return replies[-1].ending is not Ending.UNREACHABLE
+
+    await until(answered, _JOIN_S, "the gateway to answer")
+    reply = replies[-1]
+    unavailable = "503" in (str(reply.status), reply.code)  # the code where a stream has begun
+    if not unavailable or f"wire_version {_OTHER} " not in reply.error:
+        raise AssertionError(f"a gateway of another wire version answers {reply.status} {reply.code}: {reply.error}")
+
+
+async def next_wire(arena: Arena) -> None:
+    """An instance of the next wire version, which still speaks with the present one, joins and gets work."""
+    await _joins(arena, {"CHAOS_WIRE_VERSION": str(OURS.version + 1), "CHAOS_MIN_WIRE_VERSION": str(OURS.version)})
+
+
 async def newcomer(arena: Arena) -> None:
     """One more of the same version joins, gets work, and dies without a word."""
-    child, admin = await _start(arena, {})
+    await _joins(arena, {})
+
+
+async def _joins(arena: Arena, env: dict[str, str]) -> None:
+    child, admin = await _start(arena, env)
     async with admin:
         await arena.roles.ready(_STRANGER, timeout_s=_JOIN_S)
         await until(lambda: _works(admin), _JOIN_S, "the newcomer to get work")
@@ -92,6 +124,8 @@ VERSIONS = (
         "rolling-gateways", "both gateways are replaced, one at a time", rolling_gateways, breaks=True, bound_s=60.0
     ),
     Scenario("other-wire", "an instance of another wire version wants to join", other_wire),
+    Scenario("other-wire-gateway", "a gateway of another wire version wants to serve", other_wire_gateway),
+    Scenario("next-wire", "an instance of the next wire version joins, gets work, and is killed", next_wire),
     Scenario("other-model", "an instance of another model wants to join", other_model),
     Scenario("newcomer", "one more instance joins, gets work, and is killed", newcomer),
 )

@@ -36,7 +36,7 @@ def secret_keys(options: RenderOptions, groups: Sequence[Group]) -> list[str]:
 
 def secret(cluster: Cluster, options: RenderOptions, groups: Sequence[Group], password: str, where: str) -> Manifest:
     """In clear: whoever asks for it looks after it. Raises InvalidRequest that names all that the file lacks."""
-    said = {key: value for group in groups for key, value in group.secret_values.items()}
+    said = _values(groups, where)
     said["database-url"] = cluster.database_url
     said["cluster-token"] = cluster.cluster_token.get_secret_value()
     said["postgres-password"] = password
@@ -53,3 +53,15 @@ def secret(cluster: Cluster, options: RenderOptions, groups: Sequence[Group], pa
         raise InvalidRequest(f"{where}: database_url: pods share no file: it has to be postgresql://…")
     body = {"type": "Opaque", "stringData": {key: said[key] for key in keys}}
     return manifest("v1", "Secret", options.secret, options.namespace, body)
+
+
+def _values(groups: Sequence[Group], where: str) -> dict[str, str]:
+    """What the file says of secrets. Raises InvalidRequest for a key of two values."""
+    found: dict[str, str] = {}
+    for group in groups:
+        for key, value in group.secret_values.items():
+            if found.setdefault(key, value) != value:
+                raise InvalidRequest(
+                    f"{where}: {group.name}: {key} differs from another group's, and the Secret has one {key} for all"
+                )
+    return found

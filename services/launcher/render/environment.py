@@ -1,7 +1,9 @@
 """The environment of a pod: what the plan says, what the file adds, what is secret, what is each pod's own."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from services.launcher.cluster_file import Cluster
 from services.launcher.render.options import RenderOptions
@@ -11,7 +13,53 @@ from services.worker.settings import WorkerSettings
 SECRETS_OF_ALL = ("curve_public", "curve_secret", "database_url")  # between pods there is no way without
 DATABASE_URL = "_DATABASE_URL"
 _OWN_URL = "postgresql://polyphase@postgres/polyphase"  # the password is in PGPASSWORD
-_SECRET = re.compile(r"(SECRET|TOKEN|PASSWORD|API_KEY|CURVE_PUBLIC|DATABASE_URL)$")
+_SHARED_SECRET = re.compile(r"(SECRET|TOKEN|PASSWORD|API_KEY|CURVE_PUBLIC|DATABASE_URL)$")  # one value for all pods
+_SECRET_PART = re.compile(r"(secret|token|password|passwd|key|credentials?|headers|authorization)$", re.IGNORECASE)
+_USER_IN_URL = re.compile(r"://[^/\s@\"']+@")
+# Variables of other programs that hold no secret; every other one goes into the Secret. A name that ends like that of a
+# secret, and a value with a URL's user information, are secret whatever stands here.
+_PLAIN_BEGINNINGS = ("CUDA_", "FI_", "GLOO_", "KMP_", "NCCL_", "NIXL_", "OMP_", "TRITON_", "UCX_", "VLLM_")
+_PLAIN = {
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "ASCEND_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "NVIDIA_DRIVER_CAPABILITIES",
+    "NVIDIA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LD_LIBRARY_PATH",
+    "PATH",
+    "PYTHONUNBUFFERED",
+    "TZ",
+    "ALL_PROXY",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+    "NO_PROXY",
+    "all_proxy",
+    "https_proxy",
+    "http_proxy",
+    "no_proxy",
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_PROTOCOL",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_SERVICE_NAME",
+    "OTEL_TRACES_SAMPLER",
+    "OTEL_TRACES_SAMPLER_ARG",
+}
 _NAMES = ("INSTANCE_ID", "SCHEDULER_ID", "GATEWAY_ID", "MONITOR_ID")  # a pod goes by its own name
 _HOSTS = ("host", "http_host")
 _TOKEN, _TOKEN_FILE = "_CLUSTER_TOKEN", "_CLUSTER_TOKEN_FILE"  # on one machine in a file, here in the Secret
@@ -45,16 +93,51 @@ def secrets_of(spec: ProcessSpec) -> dict[str, str]:
     return {**found, **dict.fromkeys(sorted(asks), "cluster-token")}
 
 
-def apart(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """What anybody may read; the Secret's keys of what nobody may; and by those keys the values."""
-    plain, keys, values = {}, {}, {}
+def apart(
+    environment: Mapping[str, str], group: str, plain: Collection[str] = ()
+) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """What anybody may read; the Secret's keys of what nobody may; and by those keys the values.
+
+    plain: further names of variables without secrets. A variable whose name says that it is a secret has one key for
+    all groups, such as `hf-token`; any other has a key of its group's own.
+    """
+    readable, keys, values = {}, {}, {}
     for name, value in environment.items():
-        if _SECRET.search(name):
-            key = re.sub(r"^POLYPHASE_[A-Z]+_", "", name).lower().replace("_", "-")
-            keys[name], values[key] = key, value
-        else:
-            plain[name] = value
-    return plain, keys, values
+        if _is_plain(name, value, plain):
+            readable[name] = value
+            continue
+        key = re.sub(r"^POLYPHASE_[A-Z]+_", "", name).lower().replace("_", "-")
+        keys[name] = key if _SHARED_SECRET.search(name) else f"{group}-{key}"
+        values[keys[name]] = value
+    return readable, keys, values
+
+
+def _is_plain(name: str, value: str, plain: Collection[str]) -> bool:
+    if _USER_IN_URL.search(value):
+        return False
+    if name in plain:
+        return True
+    if _SHARED_SECRET.search(name) or (_SECRET_PART.search(name) and not name.startswith(OURS)):
+        return False
+    if name.startswith(OURS):  # a setting: its name is known, its value may be a mapping of anything
+        return not any(_SECRET_PART.search(key) and text for key, text in _texts(value))
+    return name in _PLAIN or name.startswith(_PLAIN_BEGINNINGS)
+
+
+def _texts(value: str) -> Iterator[tuple[str, str]]:
+    """Key and text of every text within a value that is JSON."""
+    try:
+        waiting: list[tuple[str, Any]] = [("", json.loads(value))]
+    except ValueError:
+        return
+    while waiting:
+        key, part = waiting.pop()
+        if isinstance(part, dict):
+            waiting += part.items()
+        elif isinstance(part, list):
+            waiting += [(key, each) for each in part]
+        elif isinstance(part, str):
+            yield key, part
 
 
 def own(

@@ -134,7 +134,7 @@ def _group(
     first, component = specs[0], _component(specs[0])
     found = {spec.name: _environment(cluster, spec, first, book, where) for spec in specs}
     _require_alike(found, where)
-    plain, secrets, values = apart(found[first.name])
+    plain, secrets, values = apart(found[first.name], name, options.plain)
     secrets |= secrets_of(first)
     more, fields = own(first, component, len(specs), options)
     if options.postgres.enabled:

@@ -48,6 +48,7 @@ class RenderOptions(_Part):
     images: dict[str, str] = {"NVIDIA": "polyphase:gpu"}  # of instances, by their accelerator's vendor; else `image`
     pull_secrets: tuple[str, ...] = ()
     secret: str = Field("polyphase", pattern=_NAME)  # the Secret that holds keys, tokens and the database's URL
+    plain: tuple[str, ...] = ()  # variables of `env` that hold no secret, beside the usual ones
     model: str = ""  # as pods find it, where the file names a folder of this machine
     models: ModelVolume = ModelVolume()
     postgres: Postgres = Postgres()

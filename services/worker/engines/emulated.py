@@ -29,7 +29,8 @@ from shared.domain.instance import Compatibility
 from shared.domain.job import LengthPrediction
 from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.runtime.logs import get_log
-from shared.wire.messages import WIRE_VERSION, TokenStep
+from shared.runtime.wire_version import OURS
+from shared.wire.messages import TokenStep
 
 log = get_log(__name__)
 
@@ -72,7 +73,7 @@ class EmulatedEngine:
             self._tasks.append(asyncio.get_running_loop().create_task(lane.run(), name="emulated-engine"))
             self._tasks[-1].add_done_callback(_stop_with_engine)
         named = f"emulated:{geometry.name}"
-        compatibility = Compatibility(named, "emulated", "1", WIRE_VERSION, geometry.kv_geometry())
+        compatibility = Compatibility(named, "emulated", "1", OURS.version, geometry.kv_geometry(), OURS.minimum)
         longest = min(s.max_model_len, each * s.block_size) if lanes > 1 else s.max_model_len
         return EngineInfo(compatibility, each * lanes, longest, s.block_size, _rates(s, shop, kind))
 

@@ -18,7 +18,7 @@ from services.worker.kv.wire.importing import DTYPES
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvGeometry
 from shared.domain.rates import Rates
-from shared.wire.messages import WIRE_VERSION
+from shared.runtime.wire_version import OURS
 
 CPU_WORKER = "services.worker.engines.vllm_cpu_worker.SeededCpuWorker"
 
@@ -78,7 +78,8 @@ def engine_info(settings: WorkerSettings, config: VllmConfig, blocks: int) -> En
         fingerprint=fingerprint(model.model),
         engine="vllm",
         engine_version=vllm_version,
-        wire_version=WIRE_VERSION,
+        wire_version=OURS.version,
+        min_wire_version=OURS.minimum,
         geometry=geometry,
     )
     codecs = codec_speeds(geometry, DTYPES[settings.dtype]) if settings.lossy_kv else {}

@@ -10,7 +10,7 @@ import msgspec
 from services.worker.engines.base import FAILED, Engine, EngineRequest, failure
 from services.worker.jobs.roles import RoleState
 from services.worker.kv import lossy_salt
-from services.worker.kv.port import KvPort
+from services.worker.kv.port import ExpectedImport, KvPort
 from shared.domain.instance import Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
@@ -26,6 +26,7 @@ class _Decode:
     request: DecodeRequest
     context_tokens: int
     uncomputed: int
+    imported: ExpectedImport | None
     started: bool = False
     told: bool = False  # how its KV came here
 
@@ -122,16 +123,17 @@ class DecodeService:
     async def _admitted(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
         self._sequence += 1
         request_id = f"{request.job.job_id}#d{self._sequence}"
-        job = self._active[request_id] = _Decode(request, request.prompt_tokens, _to_prefill(request))
+        imported = self._kv.expect(request.handle) if request.handle is not None else None
+        job = self._active[request_id] = _Decode(request, request.prompt_tokens, _to_prefill(request), imported)
         try:
             return await self._run(request_id, job, call)
         finally:
             del self._active[request_id]
             self._engine.abort(request_id)
-            if request.handle is not None:
-                if job.started and not job.told and (report := self._kv.known_report(request.handle.transfer_id)):
-                    self._on_transfer(request.handle, report)  # its client has enough, or is gone
-                self._kv.forget(request.handle.transfer_id)
+            if imported is not None:
+                if job.started and not job.told and (report := self._kv.known_report(imported)):
+                    self._on_transfer(imported.handle, report)  # its client has enough, or is gone
+                self._kv.end(imported)
 
     async def _run(self, request_id: str, job: _Decode, call: ServerCall) -> DecodeReply:
         request = job.request
@@ -160,12 +162,11 @@ class DecodeService:
         return DecodeReply(await self._transfer(job), queued_s, started_s, ended_s)
 
     async def _transfer(self, job: _Decode) -> TransferReport:
-        handle = job.request.handle
-        if handle is None:
+        if job.imported is None:
             return TransferReport(TransferOutcome.LOCAL)
-        report = await self._kv.import_report(handle.transfer_id)
+        report = await self._kv.import_report(job.imported)
         job.told = True
-        self._on_transfer(handle, report)
+        self._on_transfer(job.imported.handle, report)
         return report
 
 

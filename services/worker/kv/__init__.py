@@ -22,7 +22,8 @@ How a worker uses it
             "fingerprint": "…",                         # Compatibility.fingerprint
             # Optional, with their defaults.
             "staging_bytes": None,                      # bound of one rank's export pool; None: by its KV
-            "lease_s": 60.0,                            # staged KV that nobody pulls lives this long
+            "lease_s": 60.0,                            # staged KV that is neither pulled nor renewed lives this long
+            "lease_renewals": 120,                      # of one transfer's lease, by importers that wait for blocks
             "pull_timeout_s": 10.0,                     # an import without progress for so long fails
             "connect_timeout_s": 2.0,                   # an exporter that cannot be reached fails this fast
             "inbox_bytes": 64 << 20,                    # bound of one rank's prefetched KV
@@ -79,6 +80,8 @@ How a worker uses it
         await control.prefetch(handle, keep_s=600.0)
         # Forget a prefetch.
         await control.drop(transfer_id)
+        # Have the exporter keep what a decode cannot pull yet; again every third of the handle's `lease_s`.
+        await control.renew(handle)
         # tuple[RankStats, ...] in rank order.
         await control.stats()
 

@@ -16,6 +16,7 @@ from services.worker.kv.wire.frames import (
     Prefetch,
     RankStats,
     Release,
+    RenewLease,
     Stats,
     decode_answer,
     encode_message,
@@ -42,6 +43,9 @@ class KvControl(Protocol):
     async def drop(self, transfer_id: str) -> None:
         """Forget a prefetch. An import that the engine has begun goes on."""
 
+    async def renew(self, handle: KvHandle) -> None:
+        """Have the exporter keep the handle while a decode waits for blocks to pull it into. Best effort."""
+
     async def stats(self) -> tuple[RankStats, ...]:
         """State of every rank, in rank order."""
         ...
@@ -57,6 +61,9 @@ class Rank(Protocol):
         """See KvControl."""
 
     def drop(self, transfer_id: str) -> None:
+        """See KvControl."""
+
+    def renew(self, handle: KvHandle) -> None:
         """See KvControl."""
 
     def stats(self) -> RankStats:
@@ -83,6 +90,10 @@ class DirectControl:
     async def drop(self, transfer_id: str) -> None:
         """See KvControl."""
         self._rank.drop(transfer_id)
+
+    async def renew(self, handle: KvHandle) -> None:
+        """See KvControl."""
+        self._rank.renew(handle)
 
     async def stats(self) -> tuple[RankStats, ...]:
         """See KvControl."""
@@ -143,12 +154,16 @@ class SocketControl:
         """See KvControl."""
         await self._call(Drop(transfer_id), timeout_s)
 
+    async def renew(self, handle: KvHandle, timeout_s: float = _TIMEOUT_S) -> None:
+        """See KvControl."""
+        await self._call(RenewLease(handle), timeout_s)
+
     async def stats(self, timeout_s: float = _TIMEOUT_S) -> tuple[RankStats, ...]:
         """See KvControl."""
         answers = await self._call(Stats(), timeout_s)
         return tuple(answer.stats or RankStats() for answer in answers)
 
-    async def _call(self, operation: Release | Prefetch | Drop | Stats, timeout_s: float) -> list[Answer]:
+    async def _call(self, operation: Release | Prefetch | Drop | RenewLease | Stats, timeout_s: float) -> list[Answer]:
         self._last_call += 1
         call = self._last_call
         message = encode_message(Control(call, self._key, operation))

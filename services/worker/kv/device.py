@@ -10,7 +10,8 @@ so events order them, and the engine's thread waits for none:
 - what an import writes comes after all that the model was given before the import began, and the model goes on after
   it, in the step that first may read it.
 
-Every rank has streams of its own on its own device. On a CPU an operation is done when its call returns.
+Every rank has streams of its own on its own device, which is the current one of its threads. On a CPU an operation is
+done when its call returns.
 """
 
 import logging
@@ -41,6 +42,9 @@ class Copies(Protocol):
     def slabs(self) -> list[Bytes]:
         """See HostMemory."""
         ...
+
+    def enter(self) -> None:
+        """The first thing that the puller's thread does: what it issues is for the cache's device."""
 
     def start(self, on_death: Death) -> None:
         """Before the first `stage`. `on_death(thread, error)` is called when a bug ends a thread."""
@@ -82,6 +86,9 @@ class HostCopies:
         """See HostMemory."""
         return self._memory.slabs
 
+    def enter(self) -> None:
+        """See Copies."""
+
     def start(self, on_death: Death) -> None:
         """See Copies."""
 
@@ -115,6 +122,11 @@ class HostCopies:
 
 class Device(Protocol):
     """What is used of a device: streams and events as `torch.cuda` has them, memory, and copies."""
+
+    def enter(self) -> None:
+        """The calling thread's current device is this one: a new thread has device 0, where its first call would make a
+        context of half a GiB, whichever device the cache is on.
+        """
 
     def stream(self) -> Any:
         """A new stream."""
@@ -177,6 +189,10 @@ class DeviceCopies:
     def slabs(self) -> list[Bytes]:
         """See HostMemory."""
         return self._memory.slabs
+
+    def enter(self) -> None:
+        """See Copies."""
+        self._device.enter()
 
     def start(self, on_death: Death) -> None:
         """See Copies."""
@@ -254,6 +270,7 @@ class DeviceCopies:
 
     def _run(self, on_death: Death) -> None:
         try:
+            self._device.enter()
             self._deliver()
         except Exception as error:
             _log.exception("the thread that waits for copies of KV ended")

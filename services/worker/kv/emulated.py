@@ -6,14 +6,13 @@ from types import MappingProxyType
 
 import msgspec
 
+from services.worker.kv.port import ExpectedImport
 from shared.cost.catalogue import bytes_of
 from shared.cost.geometry import ModelGeometry
 from shared.cost.network import rate_of
 from shared.cost.transfer import Link, wire_bytes
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.runtime.tasks import Background
-
-_KEPT = 1000  # reports that nobody asked for
 
 
 class EmulatedLink:
@@ -37,7 +36,7 @@ class EmulatedLink:
         self._slowdown = slowdown
         self._width = bytes_of(dtype)
         self._free_s: dict[Link, float] = {}  # monotonic time from which a path, or the port, is idle
-        self._reports: dict[str, TransferReport] = {}
+        self._reports: dict[str, TransferReport | None] = {}  # of expected imports; None: it has not begun
 
     def pull(self, handle: KvHandle, held_tokens: int = 0) -> float:
         """Begin an import of what is not held here; seconds until all of it is here."""
@@ -50,20 +49,19 @@ class EmulatedLink:
             self._free_s[link] = max(self._free_s.get(link, 0.0), now) + takes_s
             waits_s = self._free_s[link] - now + link.latency_s
         started_s = time.time()
-        self._reports[handle.transfer_id] = TransferReport(
-            TransferOutcome.PULLED, tokens, int(moved), started_s, started_s + waits_s, transport="emulated"
-        )
-        if len(self._reports) > _KEPT:
-            del self._reports[next(iter(self._reports))]
+        if handle.transfer_id in self._reports:
+            self._reports[handle.transfer_id] = TransferReport(
+                TransferOutcome.PULLED, tokens, int(moved), started_s, started_s + waits_s, transport="emulated"
+            )
         return waits_s
 
-    def report(self, transfer_id: str) -> TransferReport:
-        """What became of an import."""
-        return self._reports.pop(transfer_id, TransferReport(TransferOutcome.PULLED))
+    def expect(self, transfer_id: str) -> None:
+        """Keep the report of that import until it is forgotten."""
+        self._reports[transfer_id] = None
 
     def known(self, transfer_id: str) -> TransferReport | None:
-        """The same, if it has begun."""
-        return self._reports.pop(transfer_id, None)
+        """What became of an expected import, if it has begun."""
+        return self._reports.get(transfer_id)
 
     def forget(self, transfer_id: str) -> None:
         """Nobody will ask."""
@@ -102,16 +100,24 @@ class EmulatedPort:
         """No chunk is ever staged ahead of the rest."""
 
     def forget(self, transfer_id: str) -> None:
-        """Nothing else is kept."""
-        self._link.forget(transfer_id)
+        """No callback is kept."""
 
-    async def import_report(self, transfer_id: str) -> TransferReport:
+    def expect(self, handle: KvHandle) -> ExpectedImport:
+        """See KvPort. Nothing is staged, so there is no lease."""
+        self._link.expect(handle.transfer_id)
+        return ExpectedImport(handle)
+
+    def end(self, expected: ExpectedImport) -> None:
+        """See KvPort."""
+        self._link.forget(expected.handle.transfer_id)
+
+    async def import_report(self, expected: ExpectedImport) -> TransferReport:
         """What the engine did."""
-        return self._link.report(transfer_id)
+        return self.known_report(expected) or TransferReport(TransferOutcome.PULLED)
 
-    def known_report(self, transfer_id: str) -> TransferReport | None:
+    def known_report(self, expected: ExpectedImport) -> TransferReport | None:
         """What the engine has done by now."""
-        return self._link.known(transfer_id)
+        return self._link.known(expected.handle.transfer_id)
 
     async def release(self, transfer_ids: list[str]) -> None:
         """Nothing is staged."""

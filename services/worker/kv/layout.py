@@ -83,8 +83,8 @@ class StridedLayout:
 
 
 def strided_layout(cache: torch.Tensor, head_dim: int, block_size: int) -> StridedLayout:
-    """The layout of a GPU backend's cache, from its shape. Raises LayoutError where the shape is ambiguous or
-    unknown.
+    """The layout of a GPU backend's cache, from its shape, which does not tell heads from slots of K and V: see
+    `vllm.layers.check_specs`. Raises LayoutError where the shape is ambiguous or unknown.
 
     vLLM 0.32: [block, head, offset, K then V], any strides (NHD and HND differ in strides only). Before it:
     [2, block, offset, head, dim] (FlashAttention) and [block, 2, offset, head, dim] (FlashInfer, Triton).
@@ -101,6 +101,11 @@ def strided_layout(cache: torch.Tensor, head_dim: int, block_size: int) -> Strid
     if len(shape) == 5 and shape[2] == block_size and shape[4] == head_dim and (shape[0] == 2) != (shape[1] == 2):
         axis = 0 if shape[0] == 2 else 1
         return StridedLayout(lambda c: c.select(axis, 0), lambda c: c.select(axis, 1), block_size, shape[3], head_dim)
+    if len(shape) == 4 and shape[3] == 2 * head_dim and shape[2] < block_size and block_size % shape[2] == 0:
+        raise LayoutError(
+            f"the attention backend splits blocks of {block_size} tokens into ones of {shape[2]}, and KV of whole "
+            f"blocks can be transferred; set block_size: {shape[2]}"
+        )
     raise LayoutError(f"unknown KV cache shape {shape} for block size {block_size} and head_dim {head_dim}")
 
 

@@ -1,7 +1,9 @@
 """The KV side of an instance as its prefill and decode services use it."""
 
 import asyncio
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -17,7 +19,17 @@ from shared.runtime.tasks import Background
 log = get_log(__name__)
 _REFRESH_S = 0.25
 _REPORT_S = 1.0  # the engine may end a short job before the ranks' events are here
-_KEPT = 1000  # reports that nobody asked for
+_RENEW_SHARE = 1 / 3  # of a lease: two renewals may be lost before it ends
+
+
+@dataclass(slots=True, eq=False)
+class ExpectedImport:
+    """An import of a decode that runs here: from `expect` to `end` its reports are kept and its lease is renewed."""
+
+    handle: KvHandle
+    pulls: list[PullEnded] = field(default_factory=list)  # one a rank, once it has ended there
+    complete: asyncio.Event = field(default_factory=asyncio.Event)  # every rank has reported
+    renew_s: float = 0.0  # on the port's clock, when the lease is renewed next
 
 
 class KvPort(Protocol):
@@ -54,18 +66,26 @@ class KvPort(Protocol):
         ...
 
     def forget(self, transfer_id: str) -> None:
-        """No more interest in callbacks or reports of that transfer."""
+        """Never call back for that export."""
         ...
 
     def start(self, tasks: Background) -> None:
         """Begin what runs in the background."""
         ...
 
-    async def import_report(self, transfer_id: str) -> TransferReport:
+    def expect(self, handle: KvHandle) -> ExpectedImport:
+        """A decode that imports the handle begins. Until its import has begun the exporter's lease is renewed."""
+        ...
+
+    def end(self, expected: ExpectedImport) -> None:
+        """The decode is over, however it ended: what its import reports from now on is dropped. Idempotent."""
+        ...
+
+    async def import_report(self, expected: ExpectedImport) -> TransferReport:
         """What became of an import; asked for after the engine is done with the job."""
         ...
 
-    def known_report(self, transfer_id: str) -> TransferReport | None:
+    def known_report(self, expected: ExpectedImport) -> TransferReport | None:
         """The same, if all of it is known by now."""
         ...
 
@@ -90,7 +110,13 @@ class ConnectorPort:
     """The port of an engine with our connector: events from its ranks, control to them."""
 
     def __init__(
-        self, control: KvControl, events: KvEvents, template: KvHandle, ledger: ExportLedger, token_bytes: int
+        self,
+        control: KvControl,
+        events: KvEvents,
+        template: KvHandle,
+        ledger: ExportLedger,
+        token_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`template`: a handle whose transfer id, tokens and codec are replaced. `token_bytes`: KV of one token on the
         rank that holds the most.
@@ -100,11 +126,11 @@ class ConnectorPort:
         self._template = template
         self._ledger = ledger
         self._token_bytes = token_bytes
+        self._clock = clock
         self._staged: dict[int, int] = {}
         self.nixl_failures = 0
         self._callbacks: dict[str, Callable[[], None]] = {}
-        self._pulls: dict[str, list[PullEnded]] = {}
-        self._reports: dict[str, asyncio.Event] = {}  # who waits for the last of them
+        self._imports: dict[str, ExpectedImport] = {}  # by transfer id, of decodes that run
 
     @property
     def staged_bytes(self) -> int:
@@ -133,14 +159,24 @@ class ConnectorPort:
         self._callbacks[transfer_id] = callback
 
     def forget(self, transfer_id: str) -> None:
-        """Drop the callback and the reports."""
+        """Drop the callback."""
         self._callbacks.pop(transfer_id, None)
-        self._pulls.pop(transfer_id, None)
+
+    def expect(self, handle: KvHandle) -> ExpectedImport:
+        """See KvPort. A second decode of the same transfer takes the place of the first."""
+        expected = self._imports[handle.transfer_id] = ExpectedImport(handle, renew_s=self._clock())
+        return expected
+
+    def end(self, expected: ExpectedImport) -> None:
+        """See KvPort."""
+        if self._imports.get(expected.handle.transfer_id) is expected:
+            del self._imports[expected.handle.transfer_id]
 
     def start(self, tasks: Background) -> None:
-        """Follow events, and ask for what they do not tell."""
+        """Follow events, ask for what they do not tell, and renew the leases of imports that have not begun."""
         tasks.start("kv-events", self._follow())
         tasks.every("kv-stats", _REFRESH_S, self._refresh)
+        tasks.every("kv-leases", _REFRESH_S, self.renew_leases)
 
     async def _follow(self) -> None:
         async for event in self._events:
@@ -161,31 +197,40 @@ class ConnectorPort:
                     self._take(event)
 
     def _take(self, event: PullEnded) -> None:
-        pulls = self._pulls.setdefault(event.transfer_id, [])
-        pulls.append(event)
-        if (waiting := self._reports.get(event.transfer_id)) and len(pulls) == len(self._template.endpoints):
-            waiting.set()
-        if len(self._pulls) > _KEPT:
-            del self._pulls[next(iter(self._pulls))]
+        expected = self._imports.get(event.transfer_id)
+        if expected is None:  # its decode has ended before its pull
+            return
+        expected.pulls.append(event)
+        if len(expected.pulls) == len(self._template.endpoints):
+            expected.complete.set()
 
-    async def import_report(self, transfer_id: str) -> TransferReport:
+    async def import_report(self, expected: ExpectedImport) -> TransferReport:
         """All ranks in one: it failed if one failed, it lasted from the first start to the last end."""
-        if len(self._pulls.get(transfer_id, ())) < len(self._template.endpoints):
-            complete = self._reports[transfer_id] = asyncio.Event()
-            try:
-                async with asyncio.timeout(_REPORT_S):
-                    await complete.wait()
-            except TimeoutError:
-                log.warning("not every rank told how its import ended", transfer_id=transfer_id)
-            finally:
-                del self._reports[transfer_id]
-        return _summed(self._pulls.pop(transfer_id, []))
+        try:
+            async with asyncio.timeout(_REPORT_S):
+                await expected.complete.wait()
+        except TimeoutError:
+            log.warning("not every rank told how its import ended", transfer_id=expected.handle.transfer_id)
+        return _summed(expected.pulls)
 
-    def known_report(self, transfer_id: str) -> TransferReport | None:
+    def known_report(self, expected: ExpectedImport) -> TransferReport | None:
         """Once every rank has told."""
-        if len(self._pulls.get(transfer_id, ())) < len(self._template.endpoints):
-            return None
-        return _summed(self._pulls.pop(transfer_id))
+        return _summed(expected.pulls) if expected.complete.is_set() else None
+
+    async def renew_leases(self) -> None:
+        """Renew what is due, of imports that have not ended on any rank. A rank that pulls sends nothing for it: its
+        pull renews the lease by itself.
+        """
+        now = self._clock()
+        for expected in list(self._imports.values()):
+            if expected.pulls or not expected.handle.lease_s or now < expected.renew_s:
+                continue
+            expected.renew_s = now + max(_REFRESH_S, expected.handle.lease_s * _RENEW_SHARE)
+            try:
+                await self._control.renew(expected.handle)
+            except PolyphaseError as error:  # a rank does not answer; the next turn tries the next transfer
+                log.debug("a lease was not renewed", transfer_id=expected.handle.transfer_id, error=error.message)
+                return
 
     async def release(self, transfer_ids: list[str]) -> None:
         """Leases end by themselves, so a failure is logged and left."""

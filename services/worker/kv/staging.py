@@ -1,7 +1,8 @@
 """The export side's host pool: KV that was copied out of the engine's blocks and waits to be pulled.
 
 Bounded by bytes, leased by time. The engine's thread has room admitted, what copies commits, the server's thread reads,
-anyone may release.
+anyone may release. A lease begins again with each chunk that is staged, with each look of a pull, and with each renewal
+by an importer whose engine has no blocks for the KV yet.
 """
 
 import threading
@@ -16,6 +17,8 @@ from services.worker.kv.errors import KvError, KvFault
 from shared.domain.kv import Codec
 
 _REMEMBERED = 4096  # ended transfers whose reason is kept, so that a late pull fails at once
+LEASE_RENEWALS = 120  # of one transfer by importers that wait; 20 minutes with leases of 30 s
+_FRESH_SHARE = 5 / 6  # a lease of which more than this share is left is not renewed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Transfer:
     token_end: int = 0
     complete: bool = False
     size_bytes: int = 0
+    renewals: int = 0
     confirmed: set[int] = field(default_factory=set)
 
 
@@ -79,11 +83,15 @@ class StagingPool:
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[], None] = lambda: None,
         on_end: Callable[[str, int], None] = lambda *_: None,
+        renewals: int = LEASE_RENEWALS,
     ) -> None:
+        """`renewals`: how often importers that wait may renew the lease of one transfer."""
         self.limit_bytes = limit_bytes
         self.staging_failed = 0
         self.leases_expired = 0
+        self.leases_renewed = 0
         self._lease_s = lease_s
+        self._renewals = renewals
         self._clock = clock
         self._on_change = on_change
         self._on_end = on_end
@@ -153,6 +161,21 @@ class StagingPool:
             self._check_open(transfer_id)
             transfer = self._transfers.get(transfer_id)
             return self._transfer(transfer_id) if transfer is not None else None
+
+    def renew(self, transfer_id: str) -> bool:
+        """Begin the lease again for an importer that still waits; whether that was done. It is not for a transfer that
+        holds nothing or has ended, whose lease began just now, or that has had all its renewals.
+        """
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is None or transfer.renewals >= self._renewals:
+                return False
+            if transfer.expires_s - self._clock() > self._lease_s * _FRESH_SHARE:
+                return False
+            transfer.renewals += 1
+            self.leases_renewed += 1
+            self._transfer(transfer_id)
+        return True
 
     def confirm(self, transfer_id: str, rank: int, consumers: int) -> bool:
         """Importer `rank` needs no more of it; released, and True, once `consumers` ranks have said so."""

@@ -14,6 +14,10 @@ class TorchDevice:
         self._dtype = cache.dtype
         self._module = torch.get_device_module(cache.device)
 
+    def enter(self) -> None:
+        """See Device."""
+        self._module.set_device(self._device)
+
     def stream(self) -> Any:
         """See Device."""
         return self._module.Stream(self._device)

@@ -8,6 +8,7 @@ import httpx
 
 from shared.errors import DeadlineExceeded, PolyphaseError, Standby, Unavailable, from_code
 from shared.runtime.cluster_token import READING, bearer
+from shared.runtime.wire_version import OURS
 from shared.wire.addresses import several
 
 TIMEOUT_S = 2.0
@@ -71,7 +72,7 @@ class JsonClient:
         headers: dict[str, str] | None,
         timeout_s: float,
     ) -> httpx.Response:
-        shown = self._secret if method not in READING else {}
+        shown = {**self._secret, **OURS.http} if method not in READING else {}
         said = {**(headers or {}), **shown}
         written = {key.encode(): value.encode() for key, value in said.items()}  # names of people need not be ASCII
         failures: list[PolyphaseError] = []

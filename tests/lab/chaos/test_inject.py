@@ -96,6 +96,7 @@ with socket.create_server(("127.0.0.1", 0)) as real, socket.socket() as asking, 
 
 
 def test_another_wire_version() -> None:
-    code = "from shared.wire.messages import WIRE_VERSION; print(WIRE_VERSION)"
-    assert run(code, {"CHAOS_WIRE_VERSION": "999"}) == "999"
-    assert run(code, {}) != "999"
+    code = "from shared.runtime.wire_version import OURS; print(OURS.version, OURS.minimum)"
+    assert run(code, {"CHAOS_WIRE_VERSION": "200"}) == "200 200"
+    assert run(code, {"CHAOS_WIRE_VERSION": "200", "CHAOS_MIN_WIRE_VERSION": "12"}) == "200 12"
+    assert not run(code, {}).startswith("200")

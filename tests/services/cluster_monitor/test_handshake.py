@@ -33,6 +33,12 @@ def test_a_refusal_names_the_field_and_both_values(changes: dict[str, Any], says
     assert "as old has it" in caught.value.message
 
 
+def test_wire_versions_that_speak_with_each_other_are_let_in() -> None:
+    check(newcomer(wire_version=2, min_wire_version=1), [MEMBER])
+    with pytest.raises(Incompatible, match="min_wire_version is 2, the cluster has 0"):
+        check(newcomer(wire_version=3, min_wire_version=2), [MEMBER])
+
+
 def test_all_differences_are_named_at_once() -> None:
     with pytest.raises(Incompatible) as caught:
         check(newcomer(fingerprint="fp-2", wire_version=9), [MEMBER])

@@ -12,7 +12,8 @@ from services.cluster_monitor.edge import (
 )
 from shared.domain.instance import Compatibility, InstanceInfo, InstanceState, KvGeometry, Role
 from shared.domain.rates import UNKNOWN_STEPS, ChunkedCost, HuaweiCost, LinkRate, PartialPrefillCost, Rates
-from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound
+from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound, WireVersionMismatch
+from shared.runtime.wire_version import OURS, WireVersions
 from shared.store.reading import read_instances
 from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster, Start
@@ -158,7 +159,6 @@ async def test_an_address_where_nobody_listens_ends_as_dead(start: Start) -> Non
         {"instance_id": "a b"},
         {"kv_endpoints": ["nonsense"]},
         {"rates": {"prefill": {"k_p": -1, "b_p": 0}}},
-        {"surprise": 1},
         {"role": "boss"},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -229,3 +229,27 @@ async def test_a_chunk_size_that_an_instance_sets_itself_is_broadcast(cluster: C
     sequence = cluster.views[-1].sequence
     await until(lambda: cluster.views[-1].sequence > sequence + 5, "broadcasts go on")
     assert cluster.seen("p0").info.chunk_size == 640
+
+
+async def test_fields_of_a_later_release_are_ignored(cluster: Cluster) -> None:
+    body = {**msgspec.to_builtins(make_info("p0", free_address())), "role": "prefill", "added_later": 1}
+    body["compatibility"]["added_later"] = {"too": True}
+    assert (await request(cluster.transport, "POST", "/instances", body)).status_code == 200
+    assert [each["instance_id"] for each in await cluster.client.instances()] == ["p0"]
+
+
+async def test_services_of_an_incompatible_wire_version_are_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = WireVersions(OURS.version + 1, OURS.version + 1)
+    monkeypatch.setattr("shared.wire.clients.http.OURS", other)
+    for call in (
+        cluster.client.register(make_info("p0", free_address()), Role.PREFILL),
+        cluster.client.scheduler_news("s0", 0, ""),
+    ):
+        with pytest.raises(WireVersionMismatch, match=f"wire_version {other.version} .* wire_version {OURS.version} "):
+            await call
+    assert await cluster.client.instances() == []
+    monkeypatch.setattr("shared.wire.clients.http.OURS", WireVersions(OURS.version + 1, OURS.version))
+    await cluster.client.register(make_info("p0", free_address()), Role.PREFILL)
+    await cluster.client.scheduler_news("s0", 0, "")

@@ -3,7 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.policy.fair_share import ACTIVE_S, CREDIT_TOKENS, HEARD_S, OUTPUT_COST, SLACK_TOKENS, FairLine, Shares
+from shared.policy.fair_share import (
+    ACTIVE_S,
+    CREDIT_TOKENS,
+    LEDGER_S,
+    OUTPUT_COST,
+    SLACK_TOKENS,
+    FairLine,
+    LeastFirst,
+    Shares,
+)
 
 
 def shares(*callers: str, **weights: float) -> Shares:
@@ -52,13 +61,13 @@ def test_what_a_caller_has_had_elsewhere_counts_from_its_first_request_on() -> N
     made.came("b", 0.0)
     assert made.tokens("a") == 0.0
     ledger.others = {"a": 5000.0 + SLACK_TOKENS + 10, "b": 10.0}
-    assert not made.over("a", HEARD_S / 2), "it is looked at only so often"
-    assert made.over("a", HEARD_S)
+    assert not made.over("a", LEDGER_S / 2), "it is looked at only so often"
+    assert made.over("a", LEDGER_S)
     assert (made.tokens("a"), made.tokens("b")) == (SLACK_TOKENS + 10, 5.0)
     ledger.others = {"a": 0.0, "b": 10.0}  # one of the others was started again
-    made.came("a", 2 * HEARD_S)
+    made.came("a", 2 * LEDGER_S)
     ledger.others = {"a": 7.0, "b": 10.0}
-    made.came("a", 3 * HEARD_S)
+    made.came("a", 3 * LEDGER_S)
     assert made.tokens("a") == SLACK_TOKENS + 17
     made.charge("a", 3, 2)
     assert ledger.noted == {"a": 3 + 2 * OUTPUT_COST}
@@ -134,3 +143,65 @@ def test_the_head_stays_the_head_until_it_leaves() -> None:
     assert len(line) == 1
     assert line.remove("b1", "b")
     assert line.head() is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 9), st.sampled_from("aceg")), max_size=60))
+def test_the_least_member_is_that_of_a_search_through_all(steps: list[tuple[str, int, str]]) -> None:
+    keys = dict.fromkeys("abcde", 0)
+    members = set[str]()
+    least = LeastFirst(keys.__getitem__)
+    for name, more, without in steps:
+        keys[name] += more
+        if more == 0:
+            members.discard(name)
+        else:
+            members.add(name)
+            least.add(name)
+        found = least.first(members.__contains__, without)
+        expected = min((keys[other] for other in members if other != without), default=None)
+        assert (None if found is None else keys[found]) == expected
+        assert found != without
+
+
+def test_a_request_looks_at_few_of_many_callers() -> None:
+    looks = 0
+
+    class Counting(Ledger):
+        def elsewhere(self, caller: str) -> float:
+            nonlocal looks
+            looks += 1
+            return 0.0
+
+    made = Shares({}, Counting())
+    for number in range(10_000):
+        made.came(f"caller-{number}", number * 1e-6)
+    looks = 0
+    for number in range(100):
+        made.charge(f"caller-{number}", 50_000, 0)
+        made.over(f"caller-{number}", 1.0 + number * 1e-6)
+        made.came(f"caller-{number}", 1.0 + number * 1e-6)
+    assert looks <= 100 * 4, "each request reads the counters of itself and of those that surface"
+
+
+def test_a_line_of_many_callers_looks_at_few_of_them() -> None:
+    made = Shares({})
+    line = FairLine[str](made)
+    for number in range(5_000):
+        made.came(str(number), 0.0)
+        line.push(f"item-{number}", str(number))
+    looks = 0
+    counted = made.tokens
+
+    def tokens(caller: str) -> float:
+        nonlocal looks
+        looks += 1
+        return counted(caller)
+
+    line._callers._key = tokens
+    for number in range(1_000):
+        head = line.head()
+        assert head is not None
+        caller = head.removeprefix("item-")
+        made.charge(caller, 10 + number, 0)
+        assert line.remove(head, caller)
+    assert looks <= 1_000 * 3

@@ -1,10 +1,14 @@
-"""`/health` and `/ready`: who is well and not ready is left alone, and gets no work."""
+"""`/health` and `/ready`: who is well and not ready is left alone, and gets no work. `/metrics` is kept for a while."""
+
+from collections.abc import Iterator
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import GaugeMetricFamily
 
 from gateway.readiness import ready_of
-from shared.runtime.http import service_app
+from shared.runtime.http import Exposition, service_app
 
 
 async def ask(app: object, path: str) -> tuple[int, str]:
@@ -39,3 +43,33 @@ async def test_a_gateway_needs_a_scheduler(connected: bool, said: tuple[int, str
             self.connected = connected
 
     assert await ask(ready_of(Schedulers()), "/ready") == said  # type: ignore[arg-type]
+
+
+class Slow:
+    """Series that take so long to read, by a clock of their own."""
+
+    def __init__(self, takes_s: float) -> None:
+        self.now, self.reads, self._takes_s = 100.0, 0, takes_s
+
+    def collect(self) -> Iterator[Metric]:
+        self.now += self._takes_s
+        self.reads += 1
+        yield GaugeMetricFamily("reads", "Reads.", self.reads)
+
+
+@pytest.mark.parametrize(("takes_s", "kept_s"), [(0.004, 0.4), (0.5, 1.0)])
+def test_a_client_that_hammers_metrics_has_them_made_a_hundredth_of_the_time(
+    takes_s: float, kept_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.runtime.http.METRICS_KEPT_S", 1.0)
+    series, registry = Slow(takes_s), CollectorRegistry()
+    registry.register(series)  # type: ignore[arg-type]
+    exposition = Exposition(registry, lambda: series.now)
+    reads, began = series.reads, series.now
+    texts = {exposition.text() for _ in range(1000)}
+    assert series.reads == reads + 1
+    series.now = began + kept_s - 0.01 if takes_s < kept_s else series.now
+    assert exposition.text() in texts
+    series.now = began + kept_s + 0.01
+    assert exposition.text() not in texts
+    assert series.reads == reads + 2

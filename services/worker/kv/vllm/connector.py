@@ -55,7 +55,7 @@ class PolyphaseConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is u
         self.scheduler = (
             SchedulerHalf(settings, vllm_config.max_concurrent_batches) if role is KVConnectorRole.SCHEDULER else None
         )
-        self.worker = WorkerHalf(vllm_config, settings) if role is KVConnectorRole.WORKER else None
+        self.worker = WorkerHalf(vllm_config, settings, kv_cache_config) if role is KVConnectorRole.WORKER else None
 
     @property
     def requires_kv_delivery(self) -> bool:

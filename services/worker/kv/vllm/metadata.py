@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
+from services.worker.kv.staging import LEASE_RENEWALS
 from services.worker.kv.wire.nixl_state import NIXL_SCHEME
 from shared.domain.kv import Codec, KvHandle
 
@@ -85,6 +86,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     fingerprint: str
     staging_bytes: int | None = None
     lease_s: float = 60.0
+    lease_renewals: int = LEASE_RENEWALS
     pull_timeout_s: float = 10.0
     connect_timeout_s: float = 2.0
     inbox_bytes: int = 64 << 20

@@ -14,7 +14,7 @@ from services.worker.kv.host_memory import PinnedMemory
 from services.worker.kv.layout import CpuLayout, KvLayout, LayoutError, StridedLayout, slots_of, strided_layout
 from services.worker.kv.shards import Shards
 from services.worker.kv.torch_device import TorchDevice
-from services.worker.kv.vllm.layers import in_order, shards_of
+from services.worker.kv.vllm.layers import check_specs, in_order, shards_of, without_draft
 from services.worker.kv.vllm.metadata import ConnectorSettings, ExportChunk, ImportStart, StepMetadata
 from services.worker.kv.wire.endpoint import UNDER_WAY_BYTES, EndpointSettings, Faults, KvEndpoint, host_copies
 from services.worker.kv.wire.importing import DTYPES, ImportShape, Load, PullLimits, PullResult
@@ -23,6 +23,8 @@ from services.worker.kv.wire.serving import ExportShape
 from shared.domain.kv import default_staging
 
 if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
     from services.worker.kv.device_codec import DeviceCodec
 
 _log = logging.getLogger(__name__)
@@ -35,11 +37,12 @@ class WorkerHalf:
     engine's thread; imports end on the puller's.
     """
 
-    def __init__(self, config: VllmConfig, settings: ConnectorSettings) -> None:
+    def __init__(self, config: VllmConfig, settings: ConnectorSettings, cache: "KVCacheConfig") -> None:
         self.faults = Faults(corrupt=settings.fault == "corrupt")
         self.zero_imports = settings.fault == "zero"
         self.endpoint: KvEndpoint | None = None
         self._config = config
+        self._cache_config = cache
         self._settings = settings
         self._caches: list[torch.Tensor] = []
         self._layout: KvLayout | None = None
@@ -56,12 +59,15 @@ class WorkerHalf:
         """The engine's KV caches exist: find out their layout and open the endpoint. Raises LayoutError or
         OSError.
         """
+        caches = without_draft(self._config, caches)
+        check_specs(self._config, self._cache_config, caches)
         self._caches = in_order(caches)
         first = self._caches[0]
         if any(each.shape != first.shape or each.dtype != first.dtype for each in self._caches):
             raise LayoutError("layers have KV caches of different shapes")
         if first.dtype not in DTYPES.values():
-            raise LayoutError(f"a KV cache of {first.dtype} cannot be moved; use kv_cache_dtype auto")
+            known = ", ".join(DTYPES)
+            raise LayoutError(f"KV is stored in {first.dtype}; it can be transferred in {known}: see `dtype`")
         head_dim, block_size = self._config.model_config.get_head_size(), self._config.cache_config.block_size
         self._layout = self._find_layout(first, head_dim, block_size)
         rank = get_pp_group().rank_in_group * get_tp_group().world_size + get_tp_group().rank_in_group
@@ -144,6 +150,7 @@ class WorkerHalf:
             identity=ExportIdentity(s.generation, s.fingerprint, s.control_key),
             staging_bytes=staging_bytes,
             lease_s=s.lease_s,
+            lease_renewals=s.lease_renewals,
             limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes, connections=s.connections),
             lossy=s.lossy,
             curve=(s.curve_public, s.curve_secret) if s.curve_public else None,

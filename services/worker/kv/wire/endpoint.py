@@ -14,7 +14,7 @@ from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.events import EventSender, PullEnded, StagedChunk, StagingFailed, ThreadEnded, TransferEnded
 from services.worker.kv.host_memory import HeapMemory, PinnedMemory
 from services.worker.kv.parts import Coding, Staged
-from services.worker.kv.staging import StagingPool
+from services.worker.kv.staging import LEASE_RENEWALS, StagingPool
 from services.worker.kv.wire.frames import MAX_LIFE_S, MAX_WINDOW_BYTES, RankStats
 from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
 from services.worker.kv.wire.nixl_state import NIXL_SCHEME, NixlUse
@@ -39,6 +39,7 @@ class EndpointSettings:
     identity: ExportIdentity
     staging_bytes: int = 256 << 20
     lease_s: float = 60.0
+    lease_renewals: int = LEASE_RENEWALS
     limits: PullLimits = field(default_factory=PullLimits)
     curve: tuple[str, str] | None = None
     control: str = ""
@@ -92,7 +93,11 @@ class KvEndpoint:
         self._exporting, self._importing = self._transports()
         self._events = EventSender(settings.events)
         self._pool = StagingPool(
-            settings.staging_bytes, settings.lease_s, on_change=self._staged, on_end=self._transfer_ended
+            settings.staging_bytes,
+            settings.lease_s,
+            on_change=self._staged,
+            on_end=self._transfer_ended,
+            renewals=settings.lease_renewals,
         )
         self._server = KvServer(
             settings.address,
@@ -105,7 +110,14 @@ class KvEndpoint:
             on_death=self._thread_ended,
             control_address=settings.control,
         )
-        self._puller = Puller(self._importing, import_, self._ended, settings.limits, on_death=self._thread_ended)
+        self._puller = Puller(
+            self._importing,
+            import_,
+            self._ended,
+            settings.limits,
+            on_death=self._thread_ended,
+            enter=self._copies.enter,
+        )
         self._copies.start(self._thread_ended)
         self._server.start()
         self._puller.start()
@@ -195,6 +207,12 @@ class KvEndpoint:
         """Forget a prefetch."""
         self._puller.cancel(transfer_id, prefetch_only=True)
 
+    def renew(self, handle: KvHandle) -> None:
+        """Tell the exporters that a decode waits for blocks to pull the handle into; nothing where it is being pulled,
+        which renews its lease by itself.
+        """
+        self._puller.renew(handle)
+
     def stats(self) -> RankStats:
         """Counters and levels of both sides."""
         served, pulled, pool = self._server.counters, self._puller.counters, self._pool
@@ -205,6 +223,7 @@ class KvEndpoint:
             transfers=len(pool),
             staging_failed=pool.staging_failed,
             leases_expired=pool.leases_expired,
+            leases_renewed=pool.leases_renewed,
             serving=self._server.serving,
             sent_bytes=served.sent_bytes,
             pulls_served=served.served,

@@ -1,6 +1,6 @@
 """Messages of the KV protocol, msgpack-coded msgspec structs.
 
-Importer to exporter: `Pull`, `Credit`, `Cancel`, `Confirm`. Exporter to importer: `Frame` (followed by its
+Importer to exporter: `Pull`, `Credit`, `Cancel`, `Confirm`, `Renew`. Exporter to importer: `Frame` (followed by its
 payload as a second part), `Sent`, `Failed`, `Unread`. Worker process to its own ranks: `Control`, answered by `Answer`.
 
 A pull names the tokens and heads it wants and grants an amount of payload bytes; the exporter sends frames as
@@ -86,6 +86,13 @@ class Confirm(Message, frozen=True):
     consumers: int
 
 
+class Renew(Message, frozen=True):
+    """A decode waits for blocks and will pull the transfer, or part of it, then: its lease begins again. No answer."""
+
+    transfer_id: str
+    generation: int
+
+
 class Frame(Message, frozen=True):
     """Header of one payload: KV [layer_end - layer_start, 2, tokens, heads, head_dim] in `dtype`, coded by
     `codec`.
@@ -158,6 +165,12 @@ class Drop(Message, frozen=True):
     transfer_id: str
 
 
+class RenewLease(Message, frozen=True):
+    """Control: send `Renew` to the exporters of the handle, unless it is being pulled."""
+
+    handle: KvHandle
+
+
 class Stats(Message, frozen=True):
     """Control: report counters and levels."""
 
@@ -167,7 +180,7 @@ class Control(Message, frozen=True):
 
     call: int
     key: str
-    operation: Release | Prefetch | Drop | Stats
+    operation: Release | Prefetch | Drop | RenewLease | Stats
 
 
 class RankStats(msgspec.Struct, frozen=True):
@@ -189,6 +202,7 @@ class RankStats(msgspec.Struct, frozen=True):
     prefetches: int = 0  # begun
     staging_failed: int = 0
     leases_expired: int = 0
+    leases_renewed: int = 0  # by importers whose decodes wait for blocks
     dropped_messages: int = 0  # garbage, oversized or unknown
     events_lost: int = 0
     nixl_sent_bytes: int = 0  # of `sent_bytes`
@@ -206,9 +220,8 @@ class Answer(Message, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[Pull | Credit | Cancel | Confirm | Control] = msgspec.msgpack.Decoder(
-    Pull | Credit | Cancel | Confirm | Control
-)
+Request = Pull | Credit | Cancel | Confirm | Renew | Control
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 Reply = Frame | Sent | Failed | Unread
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -243,7 +256,7 @@ def opened(decoder: "msgspec.msgpack.Decoder[Decoded]", part: Buffer) -> Decoded
     return decoded(decoder, body) if seal == _seal(body) else None
 
 
-def decode_request(part: Buffer) -> Pull | Credit | Cancel | Confirm | Control | None:
+def decode_request(part: Buffer) -> Request | None:
     """What an importer or the worker sent; None for garbage."""
     return opened(_requests, part)
 

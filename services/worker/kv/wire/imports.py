@@ -115,6 +115,11 @@ class Imports:
         """Tell the exporters that this rank needs nothing of the handle."""
         self._peers.confirm(handle)
 
+    def renew(self, handle: KvHandle) -> None:
+        """Have the exporters keep what no import has begun to pull; a pull under way renews the lease by itself."""
+        if handle.transfer_id not in self._imports:
+            self._peers.renew(handle)
+
     def end_all(self, error: KvError) -> None:
         """End every one."""
         for each in list(self._imports.values()):

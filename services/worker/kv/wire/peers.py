@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from services.worker.kv.errors import KvError
 from services.worker.kv.shards import Source, exporting, sources, unasked
-from services.worker.kv.wire.frames import Confirm, Message, Pull, encode_message
+from services.worker.kv.wire.frames import Confirm, Message, Pull, Renew, encode_message
 from services.worker.kv.wire.importing import DTYPES, Import, ImportShape, Part, PullLimits
 from services.worker.kv.wire.transport import Link, Place, Transport
 from shared.domain.kv import KvHandle
@@ -96,6 +96,17 @@ class Peers:
                 self.send(self._link(handle.endpoints[exporter], 0), message)
         except (KvError, OSError) as error:
             _log.debug("cannot confirm %s: %s", handle.transfer_id, error)
+
+    def renew(self, handle: KvHandle) -> None:
+        """Have the exporter ranks that this rank is going to pull from keep the handle; best effort, the next renewal
+        follows soon.
+        """
+        try:
+            for source in sources(self._shape.rank, self._shape.shards, exporting(handle, self._shape.shards)):
+                link = self._link(handle.endpoints[source.rank], 0)
+                self.send(link, Renew(handle.transfer_id, handle.generation))
+        except (KvError, OSError) as error:
+            _log.debug("cannot renew the lease of %s: %s", handle.transfer_id, error)
 
     def send(self, link: Link, message: Message) -> None:
         """Send, or not when the peer takes nothing: deadlines find that out."""

@@ -27,13 +27,15 @@ class Puller:
         on_end: Callable[[PullResult], None],
         limits: PullLimits | None = None,
         on_death: Callable[[str, BaseException], None] = lambda *_: None,
+        enter: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_death(thread, error)` is called on the puller's thread when a bug ends it."""
+        """On the puller's thread `enter` is called first, and `on_death(thread, error)` when a bug ends it."""
         self._imports = Imports(transport, shape, on_end, limits or PullLimits())
         self.counters = self._imports.counters
         self._transport = transport
         self._rank = shape.rank
         self._on_death = on_death
+        self._enter = enter
         self._commands: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._stopping = self._closed = False
@@ -60,6 +62,10 @@ class Puller:
         """Tell the exporters that this rank needs nothing of the handle."""
         self._command(lambda: self._imports.confirm(handle))
 
+    def renew(self, handle: KvHandle) -> None:
+        """Renew the lease of what is going to be pulled and is not yet."""
+        self._command(lambda: self._imports.renew(handle))
+
     def stop(self) -> None:
         """End all imports, the thread and the links."""
         self._stopping = True
@@ -76,6 +82,7 @@ class Puller:
 
     def _run(self) -> None:
         try:
+            self._enter()
             while not self._stopping:
                 for link in self._transport.wait(TURN_S):
                     self._imports.receive(link)

@@ -25,6 +25,9 @@ from services.worker.kv.wire.frames import (
     Prefetch,
     Pull,
     Release,
+    Renew,
+    RenewLease,
+    Request,
     Sent,
     Unread,
     decode_request,
@@ -151,7 +154,7 @@ class KvServer:
             else:
                 self._handle(peer, request)
 
-    def _handle(self, peer: Caller, request: Pull | Credit | Cancel | Confirm | Control) -> None:
+    def _handle(self, peer: Caller, request: Request) -> None:
         match request:
             case Pull():
                 self._begin(peer, request)
@@ -166,6 +169,9 @@ class KvServer:
             case Confirm():
                 if request.generation == self._identity.generation and request.consumers <= _MAX_CONSUMERS:
                     self._pool.confirm(request.transfer_id, request.rank, request.consumers)
+            case Renew():
+                if request.generation == self._identity.generation:
+                    self._pool.renew(request.transfer_id)
             case Control():
                 self._control(peer, request)
 
@@ -261,6 +267,8 @@ class KvServer:
                     self._controls.prefetch(handle, tokens, timeout_s)
                 case Drop(transfer_id):
                     self._controls.drop(transfer_id)
+                case RenewLease(handle):
+                    self._controls.renew(handle)
                 case _:
                     stats = self._controls.stats()
         except KvError as raised:

@@ -132,7 +132,7 @@ def test_secrets_are_named_and_not_told() -> None:
     for secret in (SECRET, TOKEN, "pass-word", "hf-in-clear"):
         assert secret not in text
     assert not of_kind(rendered(), "Secret")
-    wanted = ["cluster-token", "curve-public", "curve-secret", "database-url", "hf-token", "keys.yaml"]
+    wanted = ["cluster-token", "curve-public", "curve-secret", "database-url", "hf-token", "keys.yaml", "mi300x-x"]
     assert rendered().secret_keys == wanted
     for name in KINDS:
         refs = [
@@ -142,6 +142,55 @@ def test_secrets_are_named_and_not_told() -> None:
         ]
         assert refs
         assert all(ref["name"] == "polyphase" and ref["key"] in wanted for ref in refs)
+
+
+PLANTED = {
+    "AWS_SECRET_ACCESS_KEY": "planted-1",
+    "AWS_ACCESS_KEY_ID": "planted-2",
+    "OTEL_EXPORTER_OTLP_HEADERS": "authorization=planted-3",
+    "HTTPS_PROXY": "http://user:planted-4@proxy:3128",
+    "HF_ENDPOINT": "https://planted-5@mirror/hf",
+    "GOOGLE_APPLICATION_CREDENTIALS_JSON": "planted-6",
+    "SOMETHING_UNHEARD_OF": "planted-7",
+    "VLLM_API_KEY": "planted-8",
+    "HF_TOKEN": "planted-9",
+    "DB_PASSWD": "planted-10",
+    "POLYPHASE_WORKER_ENGINE_ARGS": '{"hf_token": "planted-11"}',
+    "POLYPHASE_WORKER_MODEL": "https://user:planted-12@mirror/model",
+}
+HARMLESS = {
+    "CUDA_VISIBLE_DEVICES": "harmless-1",
+    "NCCL_DEBUG": "harmless-2",
+    "HF_HOME": "/harmless-3",
+    "MINE": "harmless-4",
+}
+
+
+def test_a_planted_secret_is_in_no_manifest_and_harmless_variables_are_plain(tmp_path: Path) -> None:
+    (first, *others) = UNLIKE["instances"]
+    parts = {part: {"env": PLANTED} for part in ("gateway", "scheduler", "monitor", "planner", "predictor")}
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("- {name: a}\n")
+    parts["gateway"]["api_keys_file"] = str(keys)  # type: ignore[assignment]
+    cluster = unlike(instances=[{**first, "env": {**PLANTED, **HARMLESS}}, *others[1:]], **parts)
+    objects = rendered(cluster, with_secrets=True, plain=("MINE",))
+    hidden = [each for each in objects.objects if each["kind"] == "Secret"]
+    shown = as_text([each for each in objects.objects if each["kind"] != "Secret"])
+    assert "planted-" not in shown
+    for value in HARMLESS.values():
+        assert value in shown
+    for value in PLANTED.values():
+        assert value in hidden[0]["stringData"].values()
+    variables = {each["name"]: each.get("valueFrom", {}) for each in container(objects, "a100")["env"]}
+    for name, value in PLANTED.items():
+        assert hidden[0]["stringData"][variables[name]["secretKeyRef"]["key"]] == value
+
+
+def test_a_secret_that_all_share_has_one_value() -> None:
+    first, second, *others = UNLIKE["instances"]
+    both = [{**first, "env": {"HF_TOKEN": "a"}}, {**second, "env": {"HF_TOKEN": "b"}}]
+    with pytest.raises(InvalidRequest, match="one hf-token for all"):
+        rendered(unlike(instances=[*both, *others]), with_secrets=True)
 
 
 def test_only_who_uses_a_secret_has_it() -> None:

@@ -135,15 +135,26 @@ async def test_an_import_takes_its_time_on_the_link() -> None:
     async with engine(emulated_link_gbps=1.0) as running:
         loop = asyncio.get_running_loop()
         began = loop.time()
+        running.link.expect("t")
         await finish(running, request("a", 33, 1, handle(32)))
         # 32 tokens of Llama-3-8B, 128 KiB each, at 0.58 of 1 Gb/s, and a millisecond.
         expected_s = 32 * 131072 / (0.58 * 1.25e8) + 1e-3
         assert loop.time() - began >= expected_s
-        report = running.link.report("t")
+        report = running.link.known("t")
+        assert report is not None
         assert report.outcome is TransferOutcome.PULLED
         assert (report.tokens, report.wire_bytes) == (32, 32 * 131072)
         assert report.ended_s - report.started_s == pytest.approx(expected_s, rel=0.01)
         assert [(s.prefill, s.decode_count) for s in steps(running)] == [((), 1)]
+
+
+async def test_only_reports_of_expected_imports_are_kept() -> None:
+    async with engine(emulated_link_gbps=1.0) as running:
+        running.link.expect("t")
+        running.link.pull(handle(32))
+        running.link.forget("t")
+        running.link.pull(handle(32))  # its decode has ended
+        assert running.link._reports == {}
 
 
 async def test_a_slowed_engine_takes_as_many_times_as_long_for_steps_and_imports() -> None:

@@ -96,8 +96,11 @@ async def test_of_imported_kv_only_the_rest_is_pulled() -> None:
     engine = EmulatedEngine(settings())
     await engine.start()
     await finish(engine, request("a", PROMPT[:130]), request("b", PROMPT, "other"))
+    engine.link.expect("t")
     await finish(engine, request("c", PROMPT, from_=handle(320)))
-    assert engine.link.report("t").tokens == 320 - 128
+    report = engine.link.known("t")
+    assert report is not None
+    assert report.tokens == 320 - 128
     await engine.close()
 
 

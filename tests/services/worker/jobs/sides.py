@@ -12,7 +12,7 @@ from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.dispatcher import Dispatcher
 from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
-from services.worker.kv.port import KvPort
+from services.worker.kv.port import ExpectedImport, KvPort
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import Generation, JobView, LengthPrediction
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
@@ -94,6 +94,7 @@ class ScriptedPort:
         self.reserved: dict[str, bytes] = {}
         self.prefetched: dict[str, float] = {}
         self.announced: dict[str, bytes] = {}
+        self.expected: list[ExpectedImport] = []
         self.full = False
         self.callbacks: dict[str, Callable[[], None]] = {}
 
@@ -109,10 +110,20 @@ class ScriptedPort:
     def forget(self, transfer_id: str) -> None:
         self.callbacks.pop(transfer_id, None)
 
-    async def import_report(self, transfer_id: str) -> TransferReport:
+    def expect(self, handle: KvHandle) -> ExpectedImport:
+        expected = ExpectedImport(handle)
+        self.expected.append(expected)
+        return expected
+
+    def end(self, expected: ExpectedImport) -> None:
+        self.expected.remove(expected)
+
+    async def import_report(self, expected: ExpectedImport) -> TransferReport:
+        assert expected in self.expected
         return TransferReport(TransferOutcome.PULLED, tokens=3)
 
-    def known_report(self, transfer_id: str) -> TransferReport | None:
+    def known_report(self, expected: ExpectedImport) -> TransferReport | None:
+        assert expected in self.expected
         return TransferReport(TransferOutcome.PULLED, tokens=3)
 
     async def release(self, transfer_ids: list[str]) -> None:

@@ -130,6 +130,19 @@ async def test_a_cancelled_decode_aborts_the_engine() -> None:
     assert side.roles.inflight == 0
 
 
+@pytest.mark.parametrize("end", ["stop", "error", "cancelled"])
+async def test_an_import_is_expected_from_the_begin_of_its_decode_to_its_end_however_that_comes(end: str) -> None:
+    side = Side(Role.DECODE)
+    task = await side.decode(decode_request(side.port.handle("t1", 3, Codec.RAW)))
+    assert [each.handle.transfer_id for each in side.port.expected] == ["t1"]
+    if end == "cancelled":
+        task.cancel()
+    else:
+        side.engine.step(TokenStep([1], end))
+    await asyncio.gather(task, return_exceptions=True)
+    assert side.port.expected == []
+
+
 async def test_a_client_that_leaves_after_its_first_token_has_had_its_transfer() -> None:
     handle = ScriptedPort().handle("t1", 3, Codec.RAW)
     for steps in (0, 1):

@@ -12,18 +12,23 @@ import torch
 class LateDevice:
     """As `services.worker.kv.device.Device`. Work begins when somebody waits for an event, or with `finish`.
 
-    deaf: streams wait for no event. `waited`: the threads that waited for the device.
+    deaf: streams wait for no event. `waited`: the threads that waited for the device. `entered`: names of those that
+    made it their current one.
     """
 
     def __init__(self, seed: int = 0, *, deaf: bool = False) -> None:
         self.deaf = deaf
         self.waited: set[threading.Thread] = set()
+        self.entered: list[str] = []
         self.broken: Exception | None = None  # what waiting for an event raises
         self.lock = threading.RLock()
         self._rng = Random(seed)
         self._streams: list[Stream] = []
         self._default = self.stream()
         self._current = threading.local()
+
+    def enter(self) -> None:
+        self.entered.append(threading.current_thread().name)
 
     def stream(self) -> "Stream":
         self._streams.append(Stream(self))

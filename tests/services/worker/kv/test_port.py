@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from typing import Any, cast
 
 import pytest
@@ -11,9 +12,11 @@ import structlog
 from services.worker.kv.control import KvControl
 from services.worker.kv.events import KvEvents, PullEnded, StagedChunk, ThreadEnded, TransferEnded
 from services.worker.kv.ledger import ExportLedger
-from services.worker.kv.port import ConnectorPort
-from shared.domain.kv import KvHandle, TransferOutcome
+from services.worker.kv.port import ConnectorPort, ExpectedImport
+from shared.domain.kv import Codec, KvHandle, TransferOutcome
+from shared.errors import DeadlineExceeded
 from shared.runtime.tasks import background
+from tests.services.worker.kv.test_staging import Clock
 
 
 class Events:
@@ -35,6 +38,13 @@ class Events:
 class Control:
     def __init__(self) -> None:
         self.released: list[str] = []
+        self.renewed: list[str] = []
+        self.silent = False
+
+    async def renew(self, handle: KvHandle) -> None:
+        if self.silent:
+            raise DeadlineExceeded("a KV endpoint did not answer RenewLease")
+        self.renewed.append(handle.transfer_id)
 
     async def stats(self) -> tuple[Any, ...]:
         return ()
@@ -43,14 +53,25 @@ class Control:
         self.released.append(transfer_id)
 
 
-def pull(rank: int, *, ok: bool = True, tokens: int = 10, error: str = "") -> PullEnded:
-    return PullEnded("t", rank, ok, error, tokens, 100, 1.0 + rank, 2.0 + rank, False)
+def pull(rank: int, *, ok: bool = True, tokens: int = 10, error: str = "", name: str = "t") -> PullEnded:
+    return PullEnded(name, rank, ok, error, tokens, 100, 1.0 + rank, 2.0 + rank, False)
 
 
-def port(events: Events, ranks: int) -> ConnectorPort:
+LEASE_S = 30.0
+
+
+def port(events: Events, ranks: int, clock: Clock | None = None) -> ConnectorPort:
     endpoints = tuple(f"tcp://127.0.0.1:{rank}" for rank in range(ranks))
-    template = KvHandle("", "d0", 1, "f", endpoints, 0, "bfloat16")
-    return ConnectorPort(cast(KvControl, Control()), cast(KvEvents, events), template, ExportLedger(1000, ranks), 10)
+    template = KvHandle("", "d0", 1, "f", endpoints, 0, "bfloat16", lease_s=LEASE_S)
+    ledger = ExportLedger(1000, ranks)
+    return ConnectorPort(
+        cast(KvControl, Control()), cast(KvEvents, events), template, ledger, 10, clock or time.monotonic
+    )
+
+
+def expected(side: ConnectorPort, name: str = "t") -> ExpectedImport:
+    """A decode of that transfer has begun."""
+    return side.expect(side.handle(name, 10, Codec.RAW))
 
 
 async def report_of(events: list[PullEnded], ranks: int, late: int = 0) -> Any:
@@ -58,9 +79,10 @@ async def report_of(events: list[PullEnded], ranks: int, late: int = 0) -> Any:
     side = port(queue, ranks)
     async with background() as tasks:
         side.start(tasks)
+        decode = expected(side)
         for event in events[: len(events) - late]:
             queue.put(event)
-        waiting = asyncio.create_task(side.import_report("t"))
+        waiting = asyncio.create_task(side.import_report(decode))
         await asyncio.sleep(0)
         for event in events[len(events) - late :]:
             queue.put(event)
@@ -85,6 +107,78 @@ async def test_one_failed_rank_means_recomputed() -> None:
 
 async def test_nothing_pulled_means_cached() -> None:
     assert (await report_of([pull(0, tokens=0)], 1)).outcome is TransferOutcome.CACHED
+
+
+async def test_pulls_that_end_after_their_decode_was_cancelled_leave_nothing_and_harm_no_other_report() -> None:
+    queue = Events()
+    side = port(queue, 1)
+    async with background() as tasks:
+        side.start(tasks)
+        long = expected(side, "long")
+        queue.put(pull(0, tokens=5000, name="long"))
+        for number in range(1000):
+            decode = expected(side, f"cancelled {number}")
+            side.end(decode)
+            queue.put(pull(0, name=f"cancelled {number}"))
+        last = expected(side, "last")
+        queue.put(pull(0, name="last"))
+        assert (await asyncio.wait_for(side.import_report(last), 5)).outcome is TransferOutcome.PULLED  # all are taken
+        assert list(side._imports.values()) == [long, last]
+        report = side.known_report(long)  # without a wait
+        assert report is not None
+        assert (report.outcome, report.tokens) == (TransferOutcome.PULLED, 5000)
+        for decode in (long, last):
+            side.end(decode)
+        assert not side._imports
+
+
+async def test_a_decode_that_ends_does_not_end_the_report_of_a_later_one_of_the_same_transfer() -> None:
+    queue = Events()
+    side = port(queue, 1)
+    async with background() as tasks:
+        side.start(tasks)
+        first, second = expected(side), expected(side)
+        side.end(first)
+        queue.put(pull(0))
+        assert (await asyncio.wait_for(side.import_report(second), 5)).outcome is TransferOutcome.PULLED
+
+
+async def test_the_lease_of_an_import_is_renewed_three_times_a_lease_until_it_ends_or_its_decode_does() -> None:
+    clock = Clock()
+    side = port(Events(), 1, clock)
+    control = cast(Control, side._control)
+    waits, pulled, cancelled = expected(side, "waits"), expected(side, "pulled"), expected(side, "cancelled")
+    for _ in range(3):
+        for _ in range(4):  # turns that come early renew nothing
+            await side.renew_leases()
+        clock.now += LEASE_S / 3
+    assert {name: control.renewed.count(name) for name in ("waits", "pulled", "cancelled")} == {
+        "waits": 3,
+        "pulled": 3,
+        "cancelled": 3,
+    }
+    side._take(pull(0, name="pulled"))
+    side.end(cancelled)
+    control.renewed.clear()
+    await side.renew_leases()
+    assert control.renewed == ["waits"]
+    assert list(side._imports.values()) == [waits, pulled]
+
+
+async def test_a_rank_that_does_not_answer_costs_one_renewal_and_nothing_else() -> None:
+    clock = Clock()
+    side = port(Events(), 1, clock)
+    control = cast(Control, side._control)
+    for name in ("a", "b"):
+        expected(side, name)
+    control.silent = True
+    await side.renew_leases()
+    control.silent = False
+    await side.renew_leases()
+    assert control.renewed == ["b"]
+    clock.now += LEASE_S / 3
+    await side.renew_leases()
+    assert control.renewed == ["b", "a", "b"]
 
 
 async def test_a_callback_that_fails_ends_neither_the_loop_nor_the_process(caplog: pytest.LogCaptureFixture) -> None:

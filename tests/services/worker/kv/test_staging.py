@@ -95,6 +95,33 @@ def test_leases_end_and_are_renewed_by_readers() -> None:
     assert (pool.staged_bytes, pool.leases_expired) == (100, 1)
 
 
+def test_an_importer_that_waits_renews_a_lease_a_bounded_number_of_times() -> None:
+    clock = Clock()
+    pool = StagingPool(1000, 10, clock=clock, renewals=3)
+    stage(pool, "a", 0, 5)
+    for _ in range(3):
+        clock.now += 8
+        assert pool.renew("a")
+        assert pool.expire() == []
+    clock.now += 8
+    assert not pool.renew("a")
+    assert (pool.leases_renewed, pool.expire()) == (3, [])
+    clock.now += 2
+    assert pool.expire() == ["a"]
+
+
+def test_renewals_that_follow_each_other_fast_count_once_and_the_unknown_get_nothing() -> None:
+    clock = Clock()
+    pool = StagingPool(1000, 10, clock=clock, renewals=3)
+    stage(pool, "a", 0, 5)
+    clock.now += 5
+    assert [pool.renew("a") for _ in range(100)] == [True] + [False] * 99
+    assert not pool.renew("never staged")
+    pool.release("a")
+    assert not pool.renew("a")
+    assert (pool.leases_renewed, len(pool)) == (1, 0)
+
+
 def test_release_is_idempotent_and_remembered() -> None:
     pool = StagingPool(1000, 10)
     stage(pool, "a", 0, 5)

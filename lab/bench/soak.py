@@ -1,0 +1,220 @@
+"""`polyphase bench soak`: well-behaved clients beside hostile ones, for long enough that a leak shows.
+
+The suite is real, its instances are emulated. Hostile clients run in a process held to `HOSTILE_CORES`. In a first,
+shorter part legal load uses the same CPU share: the gaps of the well-behaved streams in the two parts are compared.
+"""
+
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from lab.bench.cpu_quota import CpuGroup, cpu_quota
+from lab.bench.soak_clients import HOST
+from lab.bench.stream_client import StreamFailed, stream_completion
+from lab.demo.run import on_free_ports
+from services.launcher.cluster_file import Cluster
+from services.launcher.model_source import PROJECT
+from services.launcher.suite import Suite
+from services.launcher.up import running_suite
+
+MINUTES = 20.0
+USERS, ANSWER_TOKENS = 12, 48
+HOSTILE_CORES = 0.3
+BASE_SHARE = 0.2  # of the minutes, for the part with legal load
+SAMPLE_S = 5.0
+WARM_SHARE = 0.25  # of the hostile part: memory is compared from here on
+REST_S = 150.0  # descriptors must be as before within that time after the last client has left
+AIM_GROWTH, AIM_GAP_RATIO = 1.02, 1.5
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
+
+
+@dataclass(slots=True)
+class Users:
+    """What the well-behaved clients saw in one part."""
+
+    gaps_s: list[float] = field(default_factory=list)
+    streams: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def gap_p99_s(self) -> float:
+        return statistics.quantiles(self.gaps_s, n=100)[98]
+
+
+@dataclass(slots=True)
+class Samples:
+    """Proportional set size of each process in bytes, one sample every `SAMPLE_S`."""
+
+    pss_bytes: dict[str, list[int]] = field(default_factory=dict)
+
+    def growth(self) -> dict[str, float]:
+        """Median of the last tenth over the median of a tenth that begins after the warm share, by process."""
+        found = {}
+        for name, values in self.pss_bytes.items():
+            width = max(1, len(values) // 10)
+            begin = round(len(values) * WARM_SHARE)
+            found[name] = statistics.median(values[-width:]) / statistics.median(values[begin : begin + width])
+        return found
+
+
+def run_soak_bench(minutes: float = MINUTES) -> dict[str, Any]:
+    """Figures and aims. Raises Unavailable where this machine allows no CPU quota."""
+    return asyncio.run(_bench(minutes))
+
+
+def _cluster() -> Cluster:
+    engine = {"engine": "emulated", "accelerator": "A100-SXM-80", "emulated_step_s": 0.04, "kv_cache_bytes": 4 << 30}
+    return on_free_ports(
+        Cluster.model_validate(
+            {
+                "name": "soak bench (emulated instances)",
+                "model": str(PROJECT / "models" / "demo"),
+                "served_model_name": "demo",
+                "predictor": {"enabled": False},
+                "planner": {"enabled": False},
+                "dashboard": {"enabled": False},
+                "instance_defaults": engine,
+                "instances": [
+                    {"id": "prefill", "count": 2, "role": "prefill"},
+                    {"id": "decode", "count": 2, "role": "decode"},
+                ],
+            }
+        )
+    )
+
+
+async def _bench(minutes: float) -> dict[str, Any]:
+    cluster = _cluster()
+    with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as folder, cpu_quota("soak", HOSTILE_CORES) as group:
+        async with running_suite(cluster, Path(folder), Console(stderr=True)) as running:
+            suite, port = running.suite, cluster.gateway.port
+            await _part(suite, port, group, "legal", 20.0)  # what is loaded once is loaded now
+            before = await _files_at_rest(suite, {})
+            legal, _, legal_made = await _part(suite, port, group, "legal", 60.0 * minutes * BASE_SHARE)
+            hostile, samples, made = await _part(suite, port, group, "hostile", 60.0 * minutes)
+            after = await _files_at_rest(suite, before)
+            restarts = {process.name: process.restarts for process in suite.state.processes if process.restarts}
+    return _result(legal, hostile, samples, before, after, restarts, {"legal": legal_made, "hostile": made})
+
+
+async def _part(
+    suite: Suite, port: int, group: CpuGroup, kind: str, seconds: float
+) -> tuple[Users, Samples, dict[str, int]]:
+    """Well-behaved users beside a process of `kind`, for so long."""
+    users, samples, until_s = Users(), Samples(), time.monotonic() + seconds
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "lab.bench.soak_clients", kind, str(port), str(seconds), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        group.add(process.pid)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(USERS):
+                tasks.create_task(_user(port, number, users, until_s))
+            tasks.create_task(_watch(suite, samples, until_s))
+        async with asyncio.timeout(90.0):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return users, samples, json.loads(output)
+
+
+async def _user(port: int, number: int, users: Users, until_s: float) -> None:
+    turn = 0
+    while time.monotonic() < until_s:
+        turn += 1
+        message = {"role": "user", "content": f"{number} {turn} {PROMPT}"}
+        body = {"model": "demo", "messages": [message], "max_tokens": ANSWER_TOKENS, "stream": True, "ignore_eos": True}
+        try:
+            result = await stream_completion(HOST, port, body, path="/v1/chat/completions")
+            users.streams += 1
+            users.gaps_s.extend(result.gaps_s)
+        except (StreamFailed, OSError) as error:
+            users.failed.append(f"{type(error).__name__}: {error}"[:300])
+            await asyncio.sleep(0.2)
+
+
+async def _watch(suite: Suite, samples: Samples, until_s: float) -> None:
+    while time.monotonic() < until_s:
+        for name, pid in _pids(suite).items():
+            try:
+                value = await asyncio.to_thread(_pss_bytes, pid)
+            except psutil.Error:
+                continue
+            samples.pss_bytes.setdefault(name, []).append(value)
+        await asyncio.sleep(SAMPLE_S)
+
+
+def _pss_bytes(pid: int) -> int:
+    return int(psutil.Process(pid).memory_full_info().pss)
+
+
+def _pids(suite: Suite) -> dict[str, int]:
+    return {process.name: process.pid for process in suite.state.processes if process.pid}
+
+
+async def _files_at_rest(suite: Suite, wanted: Mapping[str, int]) -> dict[str, int]:
+    """Open descriptors by process, once they have stood still for some seconds or are as `wanted`."""
+    give_up, still_since, last = time.monotonic() + REST_S, time.monotonic(), dict[str, int]()
+    while time.monotonic() < give_up:
+        now = {name: psutil.Process(pid).num_fds() for name, pid in _pids(suite).items()}
+        if now == wanted:
+            return now
+        if now != last:
+            still_since, last = time.monotonic(), now
+        if not wanted and time.monotonic() - still_since > 10.0:
+            return now
+        await asyncio.sleep(1.0)
+    return last
+
+
+def _result(
+    legal: Users,
+    hostile: Users,
+    samples: Samples,
+    before: Mapping[str, int],
+    after: Mapping[str, int],
+    restarts: Mapping[str, int],
+    made: Mapping[str, Mapping[str, int]],
+) -> dict[str, Any]:
+    growth = samples.growth()
+    more_files = {name: after.get(name, 0) - count for name, count in before.items() if after.get(name) != count}
+    ratio = hostile.gap_p99_s / legal.gap_p99_s
+    figures = {
+        "streams": hostile.streams,
+        "streams_beside_legal_load": legal.streams,
+        "gap_p99_s": round(hostile.gap_p99_s, 4),
+        "gap_p99_beside_legal_load_s": round(legal.gap_p99_s, 4),
+        "longest_gap_s": round(max(hostile.gaps_s), 3),
+        "pss_growth": {name: round(value, 4) for name, value in growth.items()},
+        "pss_mib": {name: round(statistics.median(v[-3:]) / 2**20, 1) for name, v in samples.pss_bytes.items()},
+        "clients": made,
+    }
+    aims = {
+        "failed_streams": _at_most(len(hostile.failed) + len(legal.failed), 0),
+        "restarts": _at_most(sum(restarts.values()), 0),
+        "pss_growth": _at_most(max(growth.values()), AIM_GROWTH),
+        "changed_descriptors": _at_most(sum(map(abs, more_files.values())), 0),
+        "gap_p99_ratio": _at_most(ratio, AIM_GAP_RATIO),
+    }
+    notes = [f"{name}: {count:+d} descriptors" for name, count in more_files.items()]
+    return {"figures": figures, "aims": aims, "notes": notes + _some([*legal.failed, *hostile.failed])}
+
+
+def _some(failures: Sequence[str]) -> list[str]:
+    return [f"failed: {failure}" for failure in failures[:5]]
+
+
+def _at_most(got: float, want: float) -> dict[str, Any]:
+    return {"want": f"<= {want:g}", "got": round(got, 3), "met": got <= want}
