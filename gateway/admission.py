@@ -134,6 +134,7 @@ class Ticket:
         self.turns = asyncio.Semaphore(admission.jobs_at_once)
         self._claimed = 0
         self.refusal: PolyphaseError | None = None
+        self.prompt_logprobs = 0  # of its prompts so far: tokens times candidates
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ import asyncio
 import copy
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from gateway.stream_pass import StreamPass
 from gateway.tracing import request_trace
 from gateway.turns import after_prompt
 from shared.domain.job import Generation, Phase, WhenFull
-from shared.errors import Overloaded, PolyphaseError
+from shared.errors import InvalidRequest, Overloaded, PolyphaseError
 from shared.runtime.logs import get_log, in_logs
 from shared.wire.logprobs import decode_rows
 from shared.wire.messages import TokenStep
@@ -42,6 +42,7 @@ from shared.wire.messages import TokenStep
 log = get_log(__name__)
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION}
 _PIN_SEED = 0x5EED
+LOGPROBS_AT_ONCE = 1024  # values that the front end makes into objects in one turn of the event loop: some 6 ms
 
 
 class JobRunner(Protocol):
@@ -59,6 +60,8 @@ class _Running:
     stream: PlainStream | None = None
     task: asyncio.Task[None] | None = None
     left: bool = False  # its seat: it decodes
+    scoring: asyncio.Task[None] | None = None  # reads its prompt's log probabilities
+    held: list[TokenStep] = field(default_factory=list)  # steps that wait for that
 
 
 class ClusterCore:
@@ -78,10 +81,13 @@ class ClusterCore:
         self._outputs: list[EngineCoreOutput] = []
         self._ready = asyncio.Event()
         self._requests: Any = None
+        self._vocabulary = 0
 
-    def attach(self, output_processor: Any) -> None:
-        """Learn who knows the handlers that wait for jobs: the output processor of the front end."""
-        self._requests = output_processor
+    def attach(self, output_processor: Any, vocabulary: int) -> None:
+        """Learn who knows the handlers that wait for jobs: the output processor of the front end; and how many tokens
+        its model knows.
+        """
+        self._requests, self._vocabulary = output_processor, vocabulary
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         """We generate."""
@@ -179,6 +185,8 @@ class ClusterCore:
         try:
             await running.seat.turn(running.job.left_s)  # a deadline that passes here is the pipeline's to find
             await self._pipeline.run(running.job)
+            if running.scoring is not None:
+                await running.scoring
         except PolyphaseError as error:
             if not isinstance(error, Overloaded):
                 log.warning("job failed", job_id=job_id, code=error.code, error=error.message)
@@ -186,6 +194,9 @@ class ClusterCore:
         except Exception as error:  # the boundary: a client must never wait for a job that crashed
             log.error("job crashed", job_id=job_id, exc_info=error)
             self._fail(job_id, _internal(error), running.seat.ticket)
+        finally:
+            if running.scoring is not None:
+                running.scoring.cancel()
 
     def _fail(self, request_id: str, error: PolyphaseError, ticket: Ticket | None = None) -> None:
         """Give a request's handler the error; vLLM turns it into a status, or an event in a stream that has begun.
@@ -244,6 +255,7 @@ class ClusterCore:
         """Raises InvalidRequest for what the cluster cannot do."""
         refuse_request(request)
         params = cast(SamplingParams, request.sampling_params)
+        self._charge_logprobs(params, len(request.prompt_token_ids or ()))
         carry = _can_carry(params)
         if not carry and params.seed is None and params.temperature > 0:
             # A lost answer can be produced again only if the dice fall the same way.
@@ -267,6 +279,20 @@ class ClusterCore:
             caller=who.ticket.caller,
         )
 
+    def _charge_logprobs(self, params: SamplingParams, tokens: int) -> None:
+        """Raises InvalidRequest where the prompts of a body want more log probabilities than one may have."""
+        wanted = params.prompt_logprobs
+        if wanted is None:
+            return
+        candidates = (wanted if wanted >= 0 else self._vocabulary) + 1  # the prompt's own token is one
+        ticket, most = caller.get().ticket, self._settings.max_prompt_logprobs
+        ticket.prompt_logprobs += tokens * candidates
+        if ticket.prompt_logprobs > most:
+            raise InvalidRequest(
+                f"prompt_logprobs of a body: {tokens} tokens with {candidates} candidates each bring it to "
+                f"{ticket.prompt_logprobs} log probabilities, the limit is {most}: ask for fewer candidates or tokens"
+            )
+
     def _stream_of(self, spec: JobSpec) -> PlainStream | None:
         """The stream that submits this request, if it is a plain one."""
         stream = submitted.get()
@@ -284,7 +310,33 @@ class ClusterCore:
             running.job.finish_reason = ""
             raise
 
+    async def _score(self, running: _Running, logprobs: LogprobsTensors) -> None:
+        """Have vLLM take the log probabilities of a long prompt in slices, and then the steps that came meanwhile."""
+        job_id = running.job.spec.job_id
+        positions, candidates = logprobs.logprobs.shape
+        size = max(1, LOGPROBS_AT_ONCE // candidates)
+        try:
+            for start in range(0, positions, size):
+                if (state := self._requests.request_states.get(job_id)) is None:
+                    return
+                parts = (part[start : start + size] for part in (logprobs[0], logprobs[1], logprobs[2]))
+                state.logprobs_processor._update_prompt_logprobs(LogprobsTensors(*parts))
+                await asyncio.sleep(0)
+            running.scoring = None
+            for step in running.held:
+                self._take(running, step)
+        except Exception as error:
+            self.output_failed(job_id, error)
+
     def _take(self, running: _Running, step: TokenStep) -> None:
+        if running.scoring is not None:
+            running.held.append(step)
+            return
+        of_prompt = _prompt_logprobs(step.prompt_logprobs) if step.prompt_logprobs else None
+        if of_prompt is not None and of_prompt.logprobs.numel() > LOGPROBS_AT_ONCE:
+            running.held.append(msgspec.structs.replace(step, prompt_logprobs=b""))
+            running.scoring = asyncio.get_running_loop().create_task(self._score(running, of_prompt))
+            return
         job, stream = running.job, running.stream
         if not running.left and (job.phase is Phase.DECODE or step.finish_reason):
             running.left = True
@@ -300,7 +352,7 @@ class ClusterCore:
                 request_id=job.spec.job_id,
                 new_token_ids=step.tokens,
                 new_logprobs=_logprobs(step.logprobs) if step.logprobs else None,
-                new_prompt_logprobs_tensors=_prompt_logprobs(step.prompt_logprobs) if step.prompt_logprobs else None,
+                new_prompt_logprobs_tensors=of_prompt,
                 finish_reason=_REASONS[step.finish_reason] if step.finish_reason else None,
                 stop_reason=step.stop_reason,
             )

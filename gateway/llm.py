@@ -47,7 +47,7 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         self._core = core
         self._grammars = grammars
         self.input_processor.structured_outputs_config = None  # it would try them on the event loop
-        core.attach(self.output_processor)
+        core.attach(self.output_processor, config.model_config.get_vocab_size())
         _process_each(self.output_processor, core.output_failed)
 
     async def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **how: Any) -> Any:

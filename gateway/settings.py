@@ -68,6 +68,7 @@ class GatewaySettings(TracedSettings):
     caller_share: float = Field(0.5, gt=0, le=1)  # of queued jobs and tokens, for each key where there are several
     max_jobs_a_body: int = Field(128, gt=0)  # prompts times n; beyond it the answer is 400
     jobs_at_once: int = Field(16, gt=0)  # of one body, in the cluster or its lines, and not decoding yet
+    max_prompt_logprobs: int = Field(1 << 18, gt=0)  # of a body: prompt tokens times candidates; beyond it 400
     grammar_cpu_s: float = Field(2.0, gt=0)  # what it may cost to compile a grammar; beyond it the answer is 400
     lean_streams: bool = True  # plain ones written by us; off: all by vLLM's generators
     stream_interval_share: float = Field(0.5, ge=0, le=1)  # of its class's TPOT, that a token may wait under load

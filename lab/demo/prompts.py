@@ -79,6 +79,7 @@ _WORDS = (
     "what",
     "all",
 )
+_AT_ONCE = 250  # words in one call
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 150, 200, 300, 400, 512, 700, 900, 1100)
 
 
@@ -93,8 +94,10 @@ class Prompts:
     async def of(cls, api: ApiClient) -> "Prompts":
         """For the model behind an API."""
         rng = Random(7)
-        text = " ".join(rng.choice(_WORDS) + rng.choice(("", "", "", ",", ".")) for _ in range(4000))
-        tokens = await api.tokenize(text)
+        words = [rng.choice(_WORDS) + rng.choice(("", "", "", ",", ".")) for _ in range(4000)]
+        tokens: list[int] = []
+        for start in range(0, len(words), _AT_ONCE):  # a text that is longer than the model's context is refused
+            tokens += await api.tokenize(" ".join(words[start : start + _AT_ONCE]))
         return cls(tokens, await api.max_model_len())
 
     def of_length(self, tokens: int, seed: int) -> list[int]:

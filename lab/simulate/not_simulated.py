@@ -103,6 +103,7 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "max_jobs_a_body": _BODIES,
         "max_items_per_body": _BODIES,
         "jobs_at_once": _BODIES,
+        "max_prompt_logprobs": _BODIES,
         "attempts": _NO_FAULTS,
     },
 }

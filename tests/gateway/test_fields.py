@@ -99,7 +99,7 @@ def of_client(params: SamplingParams, **more: Any) -> EngineCoreRequest:
 
 def at_the_engine(request: EngineCoreRequest, *, parser: str = "any") -> EngineCoreRequest:
     """The same as an instance's vLLM gets it."""
-    core = ClusterCore(SETTINGS, SimpleNamespace(run=None), Pace())  # type: ignore[arg-type]
+    core = ClusterCore(SETTINGS, SimpleNamespace(run=None), Pace())
     with Admissions(SETTINGS, ()).of("default").admit("") as ticket:
         token = caller.set(Caller(ticket, "default", 12.5))
         try:
@@ -250,7 +250,7 @@ async def test_wishes_that_the_cluster_cannot_fulfil_are_400s(
     api: Api, path: str, wish: dict[str, Any], headers: dict[str, str]
 ) -> None:
     said = [{"role": "user", "content": "Hello"}]
-    body = {"messages": said} if path == "chat" else {"prompt": [400, 401]}
+    body: dict[str, Any] = {"messages": said} if path == "chat" else {"prompt": [400, 401]}
     url = "/v1/chat/completions" if path == "chat" else "/v1/completions"
     response = await api.client.post(url, json={"model": "demo", "max_tokens": 3, **body, **wish}, headers=headers)
     assert (response.status_code, "cannot be served" in response.text) == (400, True), response.text

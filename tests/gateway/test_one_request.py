@@ -278,6 +278,86 @@ async def test_the_prompt_of_one_token_has_no_log_probabilities(
     await _idle(api)
 
 
+async def _with_prompt_logprobs(api: Api, monkeypatch: pytest.MonkeyPatch, at_once: int) -> tuple[Any, list[int]]:
+    """The prompt log probabilities of an answer, and how many were made into objects in each turn."""
+    core = api.app.state.engine_client._core
+    start = core._start
+    sizes: list[int] = []
+
+    def started(request_id: str, spec: JobSpec, seat: Any) -> None:
+        start(request_id, spec, seat)
+        if "alone" not in request_id:
+            return
+        job, processor = core._jobs[request_id].job, _state(core, request_id).logprobs_processor
+        emit, update = job.emit, processor._update_prompt_logprobs
+        rows = _Tensors(len(spec.prompt_token_ids) - 1, 3)
+        rows.logprob_token_ids[:, 0] = spec.prompt_token_ids[1:]
+        rows.logprob_token_ids[:, 1:] = np.random.default_rng(7).integers(256, 900, (len(rows.logprobs), 2))
+        rows.logprobs[:] = np.random.default_rng(7).normal(size=rows.logprobs.shape)
+
+        def first(step: TokenStep) -> None:
+            job.emit = emit
+            emit(msgspec.structs.replace(step, prompt_logprobs=encode_prompt_logprobs(rows)))
+
+        def counted(part: Any) -> None:
+            sizes.append(part.logprobs.numel())
+            update(part)
+
+        job.emit, processor._update_prompt_logprobs = first, counted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "_start", started)
+        patch.setattr("gateway.core.LOGPROBS_AT_ONCE", at_once)
+        response = await api.complete(
+            request_id="alone", prompt=[300 + at % 200 for at in range(1000)], max_tokens=3, prompt_logprobs=2
+        )
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return (choice["prompt_logprobs"], choice["text"], choice["finish_reason"]), sizes
+
+
+async def test_log_probabilities_of_a_long_prompt_are_read_in_slices(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice a turn of the event loop; the answer is the same as in one piece, and comes after them."""
+    whole, sizes = await _with_prompt_logprobs(api, monkeypatch, 1 << 30)
+    assert sizes == [999 * 3]
+    sliced, sizes = await _with_prompt_logprobs(api, monkeypatch, 90)
+    assert sizes == [90] * 33 + [27]
+    assert sliced == whole
+    assert len(whole[0]) == 1000
+    await _idle(api)
+
+
+async def test_what_fails_in_a_slice_is_its_request_s(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.v1.engine.logprobs.LogprobsProcessor._update_prompt_logprobs", boom)
+    async with others(api):
+        with pytest.raises(AssertionError, match="internal error: Boom"):
+            await _with_prompt_logprobs(api, monkeypatch, 90)
+    await _idle(api)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": [300] * 100, "prompt_logprobs": 9}, "100 tokens with 10 candidates each bring it to 1000"),
+        (
+            {"prompt": [[300] * 40] * 3, "prompt_logprobs": 9},
+            "40 tokens with 10 candidates each bring the body to 1200",
+        ),
+        ({"prompt": [300] * 300, "echo": True, "logprobs": 2, "max_tokens": 1}, "300 tokens with 3 candidates"),
+    ],
+)
+async def test_a_body_may_want_so_many_of_them(
+    api: Api, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], said: str
+) -> None:
+    core = api.app.state.engine_client._core
+    monkeypatch.setattr(core, "_settings", api.settings.model_copy(update={"max_prompt_logprobs": 899}))
+    response = await api.complete(**body)
+    assert response.status_code == 400, response.text
+    assert said in response.json()["error"]["message"]
+    assert "the limit is 899" in response.json()["error"]["message"]
+    await _idle(api)
+
+
 async def test_a_dead_output_handler_ends_the_process() -> None:
     """At once and with an error: what it answered would be errors alone."""
     done = await asyncio.to_thread(

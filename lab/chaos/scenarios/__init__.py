@@ -9,6 +9,7 @@ from lab.chaos.scenarios.failover import FAILOVER
 from lab.chaos.scenarios.frames import FRAMES
 from lab.chaos.scenarios.kv import KV
 from lab.chaos.scenarios.links import LINKS
+from lab.chaos.scenarios.one_request import ONE_REQUEST
 from lab.chaos.scenarios.processes import PROCESSES
 from lab.chaos.scenarios.roles import ROLES
 from lab.chaos.scenarios.versions import VERSIONS
@@ -25,5 +26,6 @@ FAMILIES: dict[str, tuple[Scenario, ...]] = {
     "clocks": CLOCKS,
     "versions": VERSIONS,
     "KV": KV,
+    "one request": ONE_REQUEST,
 }
 SCENARIOS: tuple[Scenario, ...] = tuple(scenario for family in FAMILIES.values() for scenario in family)
