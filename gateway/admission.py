@@ -5,8 +5,9 @@ A body is admitted before it is read and settles with each job that it becomes: 
 """
 
 import asyncio
-from collections.abc import Collection
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
@@ -84,6 +85,44 @@ class Admission:
         return retry_after_s(jobs, self.counts.left_per_s())
 
 
+class HeldBytes:
+    """Bounds the bytes of the bodies that this process holds, each until its answer has ended.
+
+    With several callers none may hold more than its share, except for its first body.
+    """
+
+    def __init__(self, settings: GatewaySettings, callers: int) -> None:
+        self._most = settings.max_held_bytes
+        self._most_a_caller = int(self._most * (settings.caller_share if callers > 1 else 1.0))
+        self._by_caller: Counter[str] = Counter()
+        self.total = 0
+
+    @contextmanager
+    def charged(self, caller: str) -> Iterator[Callable[[int], None]]:
+        """What takes so many bytes more, and raises Busy; the block's end gives all of them back."""
+        taken = 0
+
+        def take(more: int) -> None:
+            nonlocal taken
+            held, others = self._by_caller[caller] - taken, self.total - taken
+            if others and others + taken + more > self._most:
+                raise Busy(f"bodies of {others} bytes are held; {taken + more} more are over {self._most}")
+            if held and held + taken + more > self._most_a_caller:
+                said = f"bodies of {held} bytes of {caller!r} are held; {taken + more} more are over its share"
+                raise Busy(f"{said}, {self._most_a_caller}")
+            taken += more
+            self.total += more
+            self._by_caller[caller] += more
+
+        try:
+            yield take
+        finally:
+            self.total -= taken
+            self._by_caller[caller] -= taken
+            if not self._by_caller[caller]:
+                del self._by_caller[caller]
+
+
 class Admissions:
     """One count for the classes that yield, and one for all others: whoever waits long leaves the others their room."""
 
@@ -96,6 +135,7 @@ class Admissions:
         self._yields = {name for name, one in settings.slo.items() if one.when_full is WhenFull.DELAY}
         self._delayed = Admission(settings, counted(Kind.DELAYED), len(callers), delayed=True)
         self._others = Admission(settings, counted(Kind.OTHERS), len(callers))
+        self.held_bytes = HeldBytes(settings, len(callers))
 
     def of(self, slo: str) -> Admission:
         """The one that counts jobs of that class."""

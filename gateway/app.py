@@ -22,7 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from gateway import surface
 from gateway.admission import Admissions
 from gateway.auth import LOOPBACK, REREAD_S, KeyRing
-from gateway.connection import StreamProtocol
+from gateway.connection import WRITE_TIMEOUT_S, giving_up_after
 from gateway.core import ClusterCore, JobRunner
 from gateway.counts import TableLedger
 from gateway.edge import Edge
@@ -73,7 +73,7 @@ async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> N
     async with running(settings, keys, runner) as app:
         if settings.lean_streams:
             vllm.envs.enable_envs_cache()  # it asks for the environment's some thirty times a request
-        server = http_server(app, settings.host, settings.port, settings.drain_s)
+        server = http_server(app, settings.host, settings.port, settings.drain_s, settings.write_timeout_s)
         server.on_started, server.holds_signals = settle, True
         vllm_app: Any = app.app
         vllm_app.state.server = server  # vLLM's handler of a dead engine ends it
@@ -81,7 +81,9 @@ async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> N
     server.raise_signals()
 
 
-def http_server(app: Edge, host: str, port: int, drain_s: int = SHUTDOWN_S) -> Server:
+def http_server(
+    app: Edge, host: str, port: int, drain_s: int = SHUTDOWN_S, write_timeout_s: float = WRITE_TIMEOUT_S
+) -> Server:
     """The HTTP server in front of everything; told to end it gives open requests `drain_s` seconds."""
     config = uvicorn.Config(
         app,
@@ -89,7 +91,7 @@ def http_server(app: Edge, host: str, port: int, drain_s: int = SHUTDOWN_S) -> S
         port=port,
         log_config=None,
         access_log=False,
-        http=StreamProtocol,
+        http=giving_up_after(write_timeout_s),
         ws="none",
         timeout_graceful_shutdown=drain_s,
         timeout_keep_alive=30,
@@ -188,6 +190,7 @@ async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
     await init_app_state(llm, app.state, args, _TASKS)
     surface.name_errors(app.state.anthropic_serving_messages)
     surface.name_tiers(app.state)
+    surface.release_bodies(app.state)
     return app
 
 

@@ -1,10 +1,12 @@
 """HTTP connections as plain streams need them: an event goes to the socket in one call, and only where it takes it."""
 
+from asyncio import TimerHandle
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from shared.runtime.header_limit import HeaderLimitProtocol
 
+WRITE_TIMEOUT_S = 60.0
 EXTENSION = "polyphase.body"  # of a request's ASGI scope: its Body
 
 
@@ -86,8 +88,14 @@ class Body:
 
 
 class StreamProtocol(HeaderLimitProtocol):
-    """uvicorn's protocol that gives each request a Body as the extension EXTENSION of its scope."""
+    """uvicorn's protocol that gives each request a Body as the extension EXTENSION of its scope.
 
+    A client that takes nothing of what waits for it in `write_timeout_s` is hung up on: its answer costs memory.
+    """
+
+    write_timeout_s = WRITE_TIMEOUT_S
+    _timer: TimerHandle | None = None
+    _unread_bytes = 0  # when the timer was set
     _bodies: tuple[Body, ...] = ()  # of requests that have not got all of their answer
 
     def on_headers_complete(self) -> None:
@@ -99,9 +107,36 @@ class StreamProtocol(HeaderLimitProtocol):
             extensions = cast(dict[str, Any], self.cycle.scope).setdefault("extensions", {})
             extensions[EXTENSION] = body
 
+    def pause_writing(self) -> None:
+        """The transport's buffer is over its mark."""
+        super().pause_writing()
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """All of an answer was written; the transport may have some of it still, and would keep it for ever."""
+        super().on_response_complete()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Look again in a while whether the client has taken some of what is in the buffer."""
+        if self._timer is None and (size := self.transport.get_write_buffer_size()):
+            self._unread_bytes = size
+            self._timer = self.loop.call_later(self.write_timeout_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        size = self.transport.get_write_buffer_size()
+        if size and size >= self._unread_bytes:
+            self.transport.abort()
+        elif self.flow.write_paused or self.cycle is None or self.cycle.response_complete:
+            self._watch()
+
     def resume_writing(self) -> None:
         """The transport's buffer has drained."""
         super().resume_writing()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         for body in self._bodies:
             if body.room is not None:
                 body.room()
@@ -109,6 +144,14 @@ class StreamProtocol(HeaderLimitProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody reads any more."""
         super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         bodies, self._bodies = self._bodies, ()
         for body in bodies:
             body.left()
+
+
+def giving_up_after(write_timeout_s: float) -> type[StreamProtocol]:
+    """The protocol with that time."""
+    return type("StreamProtocol", (StreamProtocol,), {"write_timeout_s": write_timeout_s})

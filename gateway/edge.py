@@ -117,8 +117,10 @@ class Edge:
                 headers = dict(scope["headers"])
                 key, slo = self._identify(headers)
                 if scope["method"] == "POST":
-                    ticket = stack.enter_context(self.admission.of(slo).admit(key.name if key else ""))
-                    body = await self._read(receive, headers)
+                    who = key.name if key else ""
+                    ticket = stack.enter_context(self.admission.of(slo).admit(who))
+                    take = stack.enter_context(self.admission.held_bytes.charged(who))
+                    body = await self._read(receive, headers, take)
                     limits = self._settings
                     require_few_items(scope["path"], body, limits.max_items_per_body, limits.max_model_len)
                     asked, tier = asked_of(body), ""
@@ -133,6 +135,7 @@ class Edge:
                     receive = _replay(body, receive)
                     if self.short is not None:
                         app = self.short(scope, headers, body) or app
+                    del body  # or it would be held until the answer has ended
             except PolyphaseError as error:
                 self._metrics.refused.labels(cause=error.code, slo=slo).inc()
                 if error.http_status in _COME_BACK:
@@ -170,14 +173,16 @@ class Edge:
         _require(key, known[tier])
         return known[tier], tier
 
-    async def _read(self, receive: Receive, headers: Headers) -> bytes:
-        """All of the body. Raises BodyTooLarge, where its length is declared before any of it; BodyTooSlow."""
+    async def _read(self, receive: Receive, headers: Headers, take: Callable[[int], None]) -> bytes:
+        """All of the body. Raises BodyTooLarge and Busy, where its length is declared before any of it; BodyTooSlow."""
         limit = self._settings.max_body_bytes
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
             raise BodyTooLarge(f"the body has {int(length)} bytes; the limit is {limit}")
         pieces: list[bytes] = []
         size, more = 0, True
+        taken = int(length) if length.isdigit() else 0
+        take(taken)
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 while more:
@@ -189,6 +194,9 @@ class Edge:
                     size += len(pieces[-1])
                     if size > limit:
                         raise BodyTooLarge(f"the body is over the limit of {limit} bytes")
+                    if size > taken:
+                        take(size - taken)
+                        taken = size
         except TimeoutError:
             raise BodyTooSlow(f"the body did not come within {self._settings.body_timeout_s:g} s") from None
         return b"".join(pieces)

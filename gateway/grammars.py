@@ -1,4 +1,9 @@
-"""Grammars of structured outputs, tried before they become jobs: away from the event loop, and within limits."""
+"""Grammars of structured outputs, tried before they become jobs: away from the event loop, and within limits.
+
+Trials cost CPU time and their verdicts memory. So trials take turns fairly between callers, equal ones are one trial,
+and verdicts are kept up to a number of bytes; that a grammar is too expensive depends on the machine's load and is kept
+for TOO_EXPENSIVE_S.
+"""
 
 import asyncio
 import hashlib
@@ -6,7 +11,9 @@ import json
 import os
 import signal
 import socket
+import time
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,12 +23,99 @@ from vllm.config import VllmConfig
 from vllm.exceptions import QueueOverflowError, VLLMValidationError
 from vllm.v1.structured_output import backend_xgrammar
 
+from gateway.context import caller
 from gateway.grammar_process import BAD, GOOD, fork_grammar_process
 from gateway.settings import GatewaySettings
+from shared.policy.fair_share import FairLine, Shares
 
+TOO_EXPENSIVE_S = 60.0
 _AT_ONCE = 2
-_KEPT = 1024
+_ENTRY_BYTES = 512  # of a verdict, beside its text: key, entry, objects
 _WALL = 6.0  # a trial may take so many times its CPU time where the machine is busy
+
+
+class _Verdicts:
+    """The verdicts that were used last, up to a number of bytes. Times are of the monotonic clock."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
+        self.total_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def of(self, key: bytes, now: float) -> bytes | None:
+        """The verdict, unless it is forgotten or no longer holds."""
+        verdict, until_s = self._kept.get(key, (b"", 0.0))
+        if now >= until_s:
+            self._forget(key)
+            return None
+        self._kept.move_to_end(key)
+        return verdict
+
+    def keep(self, key: bytes, verdict: bytes, until_s: float) -> None:
+        """For as long as it is among those used last, until then at most."""
+        self._forget(key)
+        if len(verdict) + _ENTRY_BYTES > self._most_bytes:
+            return
+        self._kept[key] = (verdict, until_s)
+        self.total_bytes += len(verdict) + _ENTRY_BYTES
+        while self.total_bytes > self._most_bytes:
+            self._forget(next(iter(self._kept)))
+
+    def _forget(self, key: bytes) -> None:
+        if (kept := self._kept.pop(key, None)) is not None:
+            self.total_bytes -= len(kept[0]) + _ENTRY_BYTES
+
+
+class _Slots:
+    """So many trials at once; of the callers that wait the one goes first whose trials have taken the least time."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._shares = Shares()
+        self._line: FairLine[tuple[asyncio.Future[None], str]] = FairLine(self._shares)
+
+    async def take(self, who: str) -> None:
+        """Wait for one. Cancelled, it leaves the line."""
+        self._shares.came(who, time.monotonic())
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = (turn, who)
+        self._line.push(waiting, who)
+        self._call()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not self._line.remove(waiting, who):
+                self._free += 1
+            self._shares.left(who, time.monotonic())
+            self._call()
+            raise
+
+    def give_back(self, who: str, took_s: float) -> None:
+        """After a trial of so long."""
+        now = time.monotonic()
+        self._shares.charge(who, max(1, int(took_s * 1e6)), 0)
+        self._shares.left(who, now)
+        self._free += 1
+        self._call()
+
+    def _call(self) -> None:
+        while self._free and (head := self._line.head()) is not None:
+            self._line.remove(head, head[1])
+            if not head[0].done():
+                self._free -= 1
+                head[0].set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class _Trial:
+    """Of one grammar, for all requests that bring it meanwhile."""
+
+    waiters: int = 0
+    begun: bool = False
+    task: "asyncio.Task[bytes]" = field(init=False)
 
 
 class Grammars:
@@ -30,9 +124,9 @@ class Grammars:
     def __init__(self, config: VllmConfig, settings: GatewaySettings) -> None:
         self._config = config
         self._cpu_s = settings.grammar_cpu_s
-        self._verdicts: OrderedDict[bytes, bytes] = OrderedDict()
-        self._trials: set[asyncio.Task[bytes]] = set()
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._verdicts = _Verdicts(settings.grammar_cache_bytes)
+        self._trials: dict[bytes, _Trial] = {}  # that wait or run
+        self._slots = _Slots(_AT_ONCE)
         said = f"the grammar is too expensive to compile: it took over {self._cpu_s:g} s, or too much memory"
         self._too_expensive = BAD + said.encode()
         self._params = msgspec.msgpack.Decoder(SamplingParams)
@@ -46,8 +140,8 @@ class Grammars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for trial in self._trials:
-            trial.cancel()
+        for trial in self._trials.values():
+            trial.task.cancel()
         self._channel.close()
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
@@ -64,34 +158,52 @@ class Grammars:
         """
         request = msgspec.msgpack.encode(SamplingParams(structured_outputs=params.structured_outputs))
         key = hashlib.sha256(request).digest()
-        verdict = self._verdicts.get(key) or await self._in_turn(key, request)
+        verdict = self._verdicts.of(key, time.monotonic()) or await self._joined(key, request)
         if not verdict.startswith(GOOD):
             raise VLLMValidationError(verdict[1:].decode(), parameter="structured_outputs")
         return self._params.decode(verdict[1:]).structured_outputs
 
-    async def _in_turn(self, key: bytes, request: bytes) -> bytes:
+    async def _joined(self, key: bytes, request: bytes) -> bytes:
+        """The verdict of the trial of this grammar that is under way, or of a new one."""
+        trial = self._trials.get(key)
+        if trial is None:
+            trial = self._trials[key] = _Trial()
+            who = caller.get(None)
+            trial.task = asyncio.get_running_loop().create_task(
+                self._in_turn(trial, key, request, who.ticket.caller if who is not None else "")
+            )
+            trial.task.add_done_callback(lambda ended: self._ended(key, trial, ended))
+        trial.waiters += 1
+        try:
+            return await asyncio.shield(trial.task)
+        finally:
+            trial.waiters -= 1
+            # A trial that has begun goes on when its clients have left: its process does, and is to be counted.
+            if not trial.waiters and not trial.begun and self._trials.get(key) is trial:
+                del self._trials[key]
+                trial.task.cancel()
+
+    async def _in_turn(self, trial: _Trial, key: bytes, request: bytes, who: str) -> bytes:
         try:
             async with asyncio.timeout(_WALL * self._cpu_s):
-                await self._slots.acquire()
+                await self._slots.take(who)
         except TimeoutError:
             raise QueueOverflowError from None
-        if key in self._verdicts:  # meanwhile, for another request
-            self._slots.release()
-            return self._verdicts[key]
-        # A trial goes on when its client has left: its process does, and is to be counted.
-        trial = asyncio.get_running_loop().create_task(self._try(request))
-        self._trials.add(trial)
-        trial.add_done_callback(lambda ended: self._ended(key, ended))
-        return await asyncio.shield(trial)
+        trial.begun = True
+        began_s = time.monotonic()
+        try:
+            verdict = await self._try(request)
+        finally:
+            self._slots.give_back(who, time.monotonic() - began_s)
+        until_s = time.monotonic() + TOO_EXPENSIVE_S if verdict == self._too_expensive else float("inf")
+        self._verdicts.keep(key, verdict, until_s)
+        return verdict
 
-    def _ended(self, key: bytes, trial: "asyncio.Task[bytes]") -> None:
-        self._trials.discard(trial)
-        self._slots.release()
-        if trial.cancelled() or trial.exception() is not None or trial.result() == self._too_expensive:
-            return
-        self._verdicts[key] = trial.result()
-        if len(self._verdicts) > _KEPT:
-            self._verdicts.popitem(last=False)
+    def _ended(self, key: bytes, trial: _Trial, task: "asyncio.Task[bytes]") -> None:
+        if self._trials.get(key) is trial:
+            del self._trials[key]
+        if not task.cancelled():
+            task.exception()  # its waiters have it; where all have left nobody misses it
 
     async def _try(self, request: bytes) -> bytes:
         ours, theirs = socket.socketpair()

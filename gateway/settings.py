@@ -61,15 +61,20 @@ class GatewaySettings(TracedSettings):
     max_body_bytes: int = Field(4 << 20, gt=0)
     body_timeout_s: float = Field(30.0, gt=0)  # for all of a body to come
     max_items_per_body: int = Field(4096, gt=0)  # messages, parts, tools, prompts, ...; beyond it the answer is 400
+    max_held_bytes: int = Field(256 << 20, gt=0)  # bodies of all requests of this process; beyond it the answer is 429
+    write_timeout_s: float = Field(60.0, gt=0)  # a client that takes nothing of its answer for so long is hung up on
     max_queued_jobs: int = Field(512, gt=0)  # jobs that do not decode yet; beyond it the answer is 429
     max_queued_tokens: int = Field(1 << 20, gt=0)  # prompt tokens of those
     max_delayed_jobs: int = Field(8192, gt=0)  # the same two of the classes that yield
     max_delayed_tokens: int = Field(1 << 24, gt=0)
-    caller_share: float = Field(0.5, gt=0, le=1)  # of queued jobs and tokens, for each key where there are several
+    caller_share: float = Field(
+        0.5, gt=0, le=1
+    )  # of queued jobs and tokens and of held bytes, for each key where there are several
     max_jobs_a_body: int = Field(128, gt=0)  # prompts times n; beyond it the answer is 400
     jobs_at_once: int = Field(16, gt=0)  # of one body, in the cluster or its lines, and not decoding yet
     max_prompt_logprobs: int = Field(1 << 18, gt=0)  # of a body: prompt tokens times candidates; beyond it 400
     grammar_cpu_s: float = Field(2.0, gt=0)  # what it may cost to compile a grammar; beyond it the answer is 400
+    grammar_cache_bytes: int = Field(32 << 20, ge=0)  # verdicts on grammars that are kept
     lean_streams: bool = True  # plain ones written by us; off: all by vLLM's generators
     stream_interval_share: float = Field(0.5, ge=0, le=1)  # of its class's TPOT, that a token may wait under load
     drain_s: int = Field(5, ge=0)  # told to end it takes no new requests, and gives those it has so long

@@ -75,6 +75,30 @@ def name_errors(messages: Any) -> None:
     messages.message_stream_converter = converted
 
 
+def release_bodies(state: Any) -> None:
+    """Have vLLM's handlers of answers let go of the copies of a body that the framework keeps with a request.
+
+    A streamed answer would hold the bytes and the parsed JSON until it has ended.
+    """
+    for serving, method in (
+        (state.openai_serving_chat, "create_chat_completion"),
+        (state.openai_serving_completion, "create_completion"),
+        (state.openai_serving_responses, "create_responses"),
+        (state.anthropic_serving_messages, "create_messages"),
+    ):
+        setattr(serving, method, _releasing(getattr(serving, method)))
+
+
+def _releasing(create: Handler) -> Handler:
+    async def released(request: Any, raw_request: Any = None) -> Any:
+        for copy in ("_body", "_json"):
+            if hasattr(raw_request, copy):
+                setattr(raw_request, copy, None)
+        return await create(request, raw_request)
+
+    return released
+
+
 def name_tiers(state: Any) -> None:
     """Have OpenAI's APIs answer the service tier that a request is served as, where it asked for one.
 

@@ -245,6 +245,46 @@ def test_of_several_callers_none_takes_all_the_room_for_tokens() -> None:
     assert (counts.tokens, counts.tokens_of("greedy"), counts.tokens_of("modest")) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("declared", [True, False])
+async def test_bytes_of_bodies_are_bounded_until_the_answers_have_ended(declared: bool) -> None:
+    async def chunked() -> Any:
+        for _ in range(4):
+            yield b"x" * 100
+
+    app = Holding()
+    async with edge(app, max_held_bytes=1000) as client:
+
+        def ask() -> "asyncio.Task[httpx.Response]":
+            return asyncio.create_task(client.post("/v1/completions", content=b"x" * 400 if declared else chunked()))
+
+        let_in = [ask() for _ in range(2)]
+        await until(lambda: app.calls == 2)
+        refused = await ask()
+        assert refused.status_code == 429
+        assert "800 bytes are held" in refused.json()["error"]["message"]
+        assert "over 1000" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"]
+        app.go.set()
+        assert [(await post).status_code for post in let_in] == [200, 200]
+        assert (await ask()).status_code == 200
+
+
+def test_of_several_callers_none_holds_all_the_bytes() -> None:
+    settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo", max_held_bytes=1000)
+    held = Admissions(settings, ("greedy", "modest")).held_bytes
+    with held.charged("greedy") as first, held.charged("greedy") as second, held.charged("modest") as other:
+        first(400)
+        with pytest.raises(Busy, match="400 bytes of 'greedy' are held; 101 more are over its share, 500"):
+            second(101)
+        other(550)  # its first one
+        with pytest.raises(Busy, match="950 bytes are held; 51 more are over 1000"), held.charged("third") as third:
+            third(51)
+    assert held.total == 0
+    with held.charged("greedy") as alone:
+        alone(5000)  # nobody is before it
+    assert held.total == 0
+
+
 async def test_a_body_that_does_not_come_gives_its_place_back() -> None:
     async def endless() -> Any:
         yield b"{"
