@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from shared.runtime.header_limit import HeaderLimitProtocol
+from shared.runtime.connections import BoundedProtocol
 
 EXTENSION = "polyphase.body"  # of a request's ASGI scope: its Body
 
@@ -85,7 +85,7 @@ class Body:
             told()
 
 
-class StreamProtocol(HeaderLimitProtocol):
+class StreamProtocol(BoundedProtocol):
     """uvicorn's protocol that gives each request a Body as the extension EXTENSION of its scope."""
 
     _bodies: tuple[Body, ...] = ()  # of requests that have not got all of their answer
