@@ -1,6 +1,7 @@
 """vLLM's front end over a ClusterCore, and what of a client's wishes passes it."""
 
 import copy
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -48,6 +49,7 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
             raise VLLMValidationError(
                 "a request id has up to 100 letters, digits, or any of _.:=+@-", parameter="request_id"
             )
+        _require_finite(params)
         params = copy.copy(params)
         params.extra_args = {
             name: value for name, value in (params.extra_args or {}).items() if not name.startswith(_OURS)
@@ -66,3 +68,13 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
 
     async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
         """Nothing is held for a request before it is a job; vLLM would submit one to free it."""
+
+
+def _require_finite(params: SamplingParams) -> None:
+    """JSON as Python reads it knows NaN and Infinity, and vLLM's comparisons let NaN pass."""
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        numbers = value.values() if isinstance(value, dict) else (value,)
+        for number in numbers:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise VLLMValidationError(f"{name} must be a finite number, got {number}", parameter=name, value=number)

@@ -14,7 +14,7 @@ from shared.runtime.settings import Name, TracedSettings
 class SloClass(BaseModel):
     """One class of requests: its targets in seconds, and what may be done to it while the cluster is full."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
     ttft_s: float = Field(2.0, gt=0)
     tpot_s: float = Field(0.2, gt=0)
