@@ -49,7 +49,8 @@ from gateway.validation import bound_tokenize_texts, stop_at_first_errors
 from shared.domain.job import WhenFull
 from shared.errors import InvalidRequest
 from shared.runtime.collecting import settle
-from shared.runtime.http import READY, SHUTDOWN_S, exposing
+from shared.runtime.connections import ConnectionLimits, Connections, bounded
+from shared.runtime.http import READY, exposing
 from shared.runtime.logs import get_log, keeping_levels
 from shared.runtime.process_metrics import describe_process
 from shared.runtime.server import Server
@@ -61,6 +62,7 @@ from shared.wire.sockets import Curve, Sockets
 
 log = get_log(__name__)
 _TASKS = ("generate",)
+_CUT_OFF_S = 1  # for the connections to close once `drain_s` is over
 OWN_TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"  # has vLLM make traces of its own, which ours know nothing of
 
 
@@ -73,28 +75,47 @@ async def serve(settings: GatewaySettings, runner: JobRunner | None = None) -> N
     async with running(settings, keys, runner) as app:
         if settings.lean_streams:
             vllm.envs.enable_envs_cache()  # it asks for the environment's some thirty times a request
-        server = http_server(app, settings.host, settings.port, settings.drain_s, settings.write_timeout_s)
+        connections = Connections(_connection_limits(settings))
+        server = http_server(app, settings.host, settings.port, connections, settings.write_timeout_s)
         server.on_started, server.holds_signals = settle, True
         vllm_app: Any = app.app
         vllm_app.state.server = server  # vLLM's handler of a dead engine ends it
+
+        async def drain() -> None:
+            if settings.processes > 1:  # the kernel gives new connections to the processes that stay
+                server.servers[0].close()
+            await connections.drain(settings.drain_s)
+
+        server.drain = drain
         await server.serve(sockets_of(settings))
     server.raise_signals()
 
 
+def _connection_limits(settings: GatewaySettings) -> ConnectionLimits:
+    return ConnectionLimits(
+        head_s=settings.head_timeout_s,
+        idle_s=settings.idle_timeout_s,
+        most=settings.max_connections,
+        most_an_address=settings.max_connections_an_address,
+        proxies=frozenset(settings.proxy_addresses),
+    )
+
+
 def http_server(
-    app: Edge, host: str, port: int, drain_s: int = SHUTDOWN_S, write_timeout_s: float = WRITE_TIMEOUT_S
+    app: Edge, host: str, port: int, connections: Connections | None = None, write_timeout_s: float = WRITE_TIMEOUT_S
 ) -> Server:
-    """The HTTP server in front of everything; told to end it gives open requests `drain_s` seconds."""
+    """The HTTP server in front of everything."""
+    if connections is None:
+        connections = Connections(ConnectionLimits())
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
         log_config=None,
         access_log=False,
-        http=giving_up_after(write_timeout_s),
+        http=bounded(giving_up_after(write_timeout_s), connections),
         ws="none",
-        timeout_graceful_shutdown=drain_s,
-        timeout_keep_alive=30,
+        timeout_graceful_shutdown=_CUT_OFF_S,
     )
     return Server(config)
 

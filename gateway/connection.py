@@ -4,7 +4,7 @@ from asyncio import TimerHandle
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from shared.runtime.header_limit import HeaderLimitProtocol
+from shared.runtime.connections import BoundedProtocol
 
 WRITE_TIMEOUT_S = 60.0
 EXTENSION = "polyphase.body"  # of a request's ASGI scope: its Body
@@ -87,14 +87,14 @@ class Body:
             told()
 
 
-class StreamProtocol(HeaderLimitProtocol):
+class StreamProtocol(BoundedProtocol):
     """uvicorn's protocol that gives each request a Body as the extension EXTENSION of its scope.
 
     A client that takes nothing of what waits for it in `write_timeout_s` is hung up on: its answer costs memory.
     """
 
     write_timeout_s = WRITE_TIMEOUT_S
-    _timer: TimerHandle | None = None
+    _write_timer: TimerHandle | None = None
     _unread_bytes = 0  # when the timer was set
     _bodies: tuple[Body, ...] = ()  # of requests that have not got all of their answer
 
@@ -119,12 +119,12 @@ class StreamProtocol(HeaderLimitProtocol):
 
     def _watch(self) -> None:
         """Look again in a while whether the client has taken some of what is in the buffer."""
-        if self._timer is None and (size := self.transport.get_write_buffer_size()):
+        if self._write_timer is None and (size := self.transport.get_write_buffer_size()):
             self._unread_bytes = size
-            self._timer = self.loop.call_later(self.write_timeout_s, self._look)
+            self._write_timer = self.loop.call_later(self.write_timeout_s, self._look)
 
     def _look(self) -> None:
-        self._timer = None
+        self._write_timer = None
         size = self.transport.get_write_buffer_size()
         if size and size >= self._unread_bytes:
             self.transport.abort()
@@ -134,9 +134,9 @@ class StreamProtocol(HeaderLimitProtocol):
     def resume_writing(self) -> None:
         """The transport's buffer has drained."""
         super().resume_writing()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
         for body in self._bodies:
             if body.room is not None:
                 body.room()
@@ -144,9 +144,9 @@ class StreamProtocol(HeaderLimitProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody reads any more."""
         super().connection_lost(exc)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
         bodies, self._bodies = self._bodies, ()
         for body in bodies:
             body.left()

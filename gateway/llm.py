@@ -1,6 +1,7 @@
 """vLLM's front end over a ClusterCore, and what of a client's wishes passes it."""
 
 import copy
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -56,6 +57,7 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
             raise VLLMValidationError(
                 "a request id has up to 100 letters, digits, or any of _.:=+@-", parameter="request_id"
             )
+        _require_finite(params)
         try:
             refuse_arguments(how)
             refuse_sampling(params)
@@ -127,3 +129,13 @@ def _end_process(error: BaseException) -> None:
     """At once: open streams break off, and the launcher starts another. Answers would be errors, one and all."""
     log.critical("vLLM's output handler died; the process ends", exc_info=error)
     os._exit(os.EX_SOFTWARE)
+
+
+def _require_finite(params: SamplingParams) -> None:
+    """JSON as Python reads it knows NaN and Infinity, and vLLM's comparisons let NaN pass."""
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        numbers = value.values() if isinstance(value, dict) else (value,)
+        for number in numbers:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise VLLMValidationError(f"{name} must be a finite number, got {number}", parameter=name, value=number)

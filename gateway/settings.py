@@ -14,7 +14,7 @@ from shared.runtime.settings import Name, TracedSettings
 class SloClass(BaseModel):
     """One class of requests: its targets in seconds, and what may be done to it while the cluster is full."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
     ttft_s: float = Field(2.0, gt=0)
     tpot_s: float = Field(0.2, gt=0)
@@ -77,7 +77,12 @@ class GatewaySettings(TracedSettings):
     grammar_cache_bytes: int = Field(32 << 20, ge=0)  # verdicts on grammars that are kept
     lean_streams: bool = True  # plain ones written by us; off: all by vLLM's generators
     stream_interval_share: float = Field(0.5, ge=0, le=1)  # of its class's TPOT, that a token may wait under load
-    drain_s: int = Field(5, ge=0)  # told to end it takes no new requests, and gives those it has so long
+    drain_s: int = Field(5, ge=0)  # at SIGTERM new requests get 503, and open ones may end within this time
+    head_timeout_s: float = Field(10.0, gt=0)  # for the line and headers of a request to come
+    idle_timeout_s: float = Field(75.0, gt=0)  # how long a connection without a request is kept after an answer
+    max_connections: int = Field(16384, gt=0)  # open at once, of one process; fewer where it may open fewer files
+    max_connections_an_address: int = Field(4096, ge=0)  # of those, from one address; 0: no limit
+    proxy_addresses: tuple[str, ...] = ("127.0.0.1", "::1")  # of reverse proxies: without that limit per address
     job_timeout_s: float = Field(600.0, gt=0)
     patience_s: float = Field(10.0, gt=0)  # how long a job waits for a scheduler or an instance to come back
     attempts: int = Field(4, gt=0)

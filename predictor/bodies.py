@@ -15,7 +15,7 @@ TokenCount = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 class PredictBody(BaseModel):
     """Either `prompt`, or the last `prompt_token_ids` of the served model with the whole `prompt_tokens`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid", strict=True, frozen=True)
 
     prompt: str | None = None
     prompt_token_ids: list[TokenCount] | None = Field(default=None, max_length=1 << 20)
@@ -49,7 +49,7 @@ class PredictBody(BaseModel):
 class Observation(BaseModel):
     """One finished answer; see `predictor.reality.Answer`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid", strict=True, frozen=True)
 
     prompt_tokens: TokenCount
     output_tokens: TokenCount
@@ -66,7 +66,7 @@ class Observation(BaseModel):
 class UseBody(BaseModel):
     """Who is to answer: see `PredictorSettings.use`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid", strict=True, frozen=True)
 
     use: Literal["auto", "classifier", "observed"]
 

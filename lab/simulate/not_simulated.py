@@ -17,6 +17,7 @@ _LOG = "what is logged, not what is done"
 _SEED = "draws follow the simulation's own seed"
 _NO_FAULTS = "nothing fails in the simulation of a cluster file"
 _LINES = "all requests are of the class default; where that one yields, its line may be as long as the trace"
+_CONNECTIONS = "requests of a trace come without connections"
 _BODIES = "each request of a trace is one job of known lengths, and has no body"
 _PREDICTOR = "whether lengths are predicted, how well and how soon, is a simulation file's `prediction`"
 _MEMORY = "prefetched KV that has no room is pulled again; in a simulation it always has room"
@@ -80,6 +81,11 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "log_level": _LOG,
         "tracing": _LOG,
         "drain_s": "no gateway of a simulation is told to end",
+        "head_timeout_s": _CONNECTIONS,
+        "idle_timeout_s": _CONNECTIONS,
+        "max_connections": _CONNECTIONS,
+        "max_connections_an_address": _CONNECTIONS,
+        "proxy_addresses": _CONNECTIONS,
         "predict": _PREDICTOR,
         "predict_wait_s": _PREDICTOR,
         "predict_timeout_s": _PREDICTOR,

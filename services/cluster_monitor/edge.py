@@ -40,7 +40,7 @@ KindName = Annotated[EventKind, Field(strict=False)]
 
 
 class _Edge(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid", frozen=True, strict=True)
 
 
 class _OfService(_Edge):

@@ -3,10 +3,11 @@
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from services.cluster_monitor.routes import Monitor, Who
 from services.cluster_monitor.state import State
+from shared.domain.numbers import infinite_in
 from shared.domain.route import PolicySpec
 
 router = APIRouter()
@@ -15,10 +16,17 @@ router = APIRouter()
 class PolicyIn(BaseModel):
     """PolicySpec."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid", frozen=True)
 
     name: str
     parameters: dict[str, Any] = {}
+
+    @field_validator("parameters")
+    @classmethod
+    def _finite(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        if where := infinite_in(parameters):
+            raise ValueError(f"{where} must be a finite number")
+        return parameters
 
 
 @router.get("/policies")

@@ -12,7 +12,7 @@ from shared.runtime.settings import ServiceSettings
 class ScrapeTarget(BaseModel):
     """A process that does not register here. `url`: of its HTTP server, without a path."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
     service: str
     process: str

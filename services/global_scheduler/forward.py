@@ -41,8 +41,8 @@ class Forwarder:
 async def deliver(queues: Sequence[Waiting], send: Callable[[Sequence[Batch]], Awaitable[None]]) -> bool:
     """Send a batch of each queue in one message. Whether the receiver was there.
 
-    What it refuses is halved until the items at fault stand alone, and those are dropped. After SENDS messages nothing
-    is halved any more: what is refused then is dropped whole.
+    What it refuses, or what cannot be encoded, is halved until the items at fault stand alone, and those are dropped.
+    After SENDS messages nothing is halved any more: what is refused then is dropped whole.
     """
     pieces = [[(queue, item) for queue in queues for item in queue.take()]]
     sends = 0

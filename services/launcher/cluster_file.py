@@ -22,6 +22,7 @@ from services.launcher.faults import describe, meant, unknown
 from services.launcher.model_source import resolve_model, resolve_path, shipped_or_own
 from services.launcher.places import Places, read_places
 from shared.cost.network_file import NetworkEntry
+from shared.domain.numbers import infinite_in
 from shared.errors import InvalidRequest
 from shared.runtime.cluster_token import checked
 from shared.runtime.settings import Tracing
@@ -33,7 +34,7 @@ CLUSTERS = Path(__file__).parent / "clusters"
 class Cluster(BaseModel):
     """The whole file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid", protected_namespaces=())
 
     name: str
     model: str  # a folder or a Hugging Face name
@@ -139,6 +140,8 @@ def load_cluster(file: Path) -> Cluster:
     data = yaml.safe_load(text)
     if not isinstance(data, dict):
         raise InvalidRequest(f"{file}: expected a mapping of keys at the top")
+    if where := infinite_in(data):
+        raise InvalidRequest(f"{file}: {where}: must be a finite number")
     try:
         cluster = Cluster.model_validate(data)
     except ValidationError as error:

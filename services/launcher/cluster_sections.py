@@ -26,7 +26,7 @@ COMMON = _AT_THE_TOP | {"monitor_url", "broadcast_address", "cluster_token_file"
 class Section(BaseModel):
     """One process's part of the file: our keys, and any setting of it that the launcher does not derive."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="allow")
     settings: ClassVar[type[ServiceSettings]] = ServiceSettings
     derived: ClassVar[frozenset[str]] = frozenset()  # settings that follow from the rest of the file
 
@@ -63,7 +63,7 @@ class Section(BaseModel):
 class LauncherSection(BaseModel):
     """How patient `polyphase up` is with its processes, in seconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
     start_s: float = Field(300.0, gt=0)  # the longest a process may take to become healthy
     hang_s: float = Field(6.0, ge=0)  # so long without a healthy answer it is killed and started again; 0: never
@@ -143,7 +143,7 @@ class PlannerSection(Section):
 class DashboardSection(BaseModel):
     """The web page."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
     enabled: bool = True
     port: int = Field(8501, gt=0, lt=65536)

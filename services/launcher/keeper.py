@@ -113,22 +113,18 @@ class Keeper:
         """Start; then start again whenever it ends. Raises StartFailed if the first start of a vital one fails."""
         if self._spec.module and self._starter.forks is not None:
             self._set(State.WAITING, note="for the engine's import")
-        try:
-            while True:
-                async with self._starter.turn(self._spec):
-                    fault = await self._start()
-                if fault and not self.was_ready.is_set():
-                    self._set(State.FAILED, pid=0, note=fault)
-                    if not self.vital:
-                        return
-                    raise StartFailed(self._failure(fault))
-                if not fault:
-                    self.was_ready.set()
-                    fault = await self._run()
-                await self._pause(fault)
-        finally:
-            if self._health is not None:
-                self._health.close()
+        while True:
+            async with self._starter.turn(self._spec):
+                fault = await self._start()
+            if fault and not self.was_ready.is_set():
+                self._set(State.FAILED, pid=0, note=fault)
+                if not self.vital:
+                    return
+                raise StartFailed(self._failure(fault))
+            if not fault:
+                self.was_ready.set()
+                fault = await self._run()
+            await self._pause(fault)
 
     async def restart(self, env: dict[str, str]) -> None:
         """Kill it; the next start has `env` too, and follows at once."""

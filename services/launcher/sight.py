@@ -119,11 +119,7 @@ async def _without_monitor(state: SuiteState, fault: str) -> Seen:
 
 
 async def _health(url: str) -> str:
-    health = HttpHealth(url)
-    try:
-        return await health.ask(ASK_S)
-    finally:
-        health.close()
+    return await HttpHealth(url).ask(ASK_S)
 
 
 async def _self(http: httpx.AsyncClient, process: RunningProcess) -> dict[str, Any]:

@@ -12,7 +12,7 @@ MOST_ADDED = 256  # instances that a question may add: the links between all of 
 
 
 class _Edge(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid", frozen=True)
 
 
 class Added(_Edge):

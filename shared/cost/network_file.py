@@ -16,7 +16,7 @@ INSIDE_EFFICIENCY = 0.8  # of PCIe or NVLink, where a file says nothing
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
 
 class LinkEntry(_Part):

@@ -5,6 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from shared.domain.kv import Codec
+from shared.domain.numbers import Finite
 
 PREDICTED_FROM = 256  # tokens of a prompt: a length predictor looks at no more, its head and its tail
 HEAD_SHARE = 4  # one in so many of them is the head's
@@ -59,9 +60,9 @@ class Slo(msgspec.Struct, frozen=True):
     """
 
     name: str = "default"
-    ttft_s: float = 2.0
-    tpot_s: float = 0.2
-    weight: float = 1.0
+    ttft_s: Finite = 2.0
+    tpot_s: Finite = 0.2
+    weight: Finite = 1.0
     when_full: WhenFull = WhenFull.NEVER
     lossy_kv: Codec = Codec.RAW
 
@@ -77,10 +78,10 @@ class LengthPrediction(msgspec.Struct, frozen=True):
     bucket: int
     lower_tokens: int
     upper_tokens: int
-    confidence: float
+    confidence: Finite
     source: str  # "classifier" or "observed"
     width_tokens: int = 0
-    shares: tuple[float, ...] = ()
+    shares: tuple[Finite, ...] = ()
     most_tokens: int = 0
     model: str = ""
     classified: int = -1
@@ -126,7 +127,7 @@ class Generation(msgspec.Struct, frozen=True):
     """
 
     sampling: bytes
-    arrived_s: float
+    arrived_s: Finite
     cache_salt: str = ""
     reasoning_ended: bool | None = None
     reasoning: bytes = b""

@@ -24,7 +24,7 @@ Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
 
 class DeviceEntry(_Part):

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from shared.errors import InvalidRequest, PolyphaseError, TokenMissing
 from shared.runtime.cluster_token import OPEN, READING, fault_of
 from shared.runtime.collecting import settle
-from shared.runtime.header_limit import HeaderLimitProtocol
+from shared.runtime.connections import BoundedProtocol, ConnectionLimits, Connections, bounded
 from shared.runtime.logs import get_log
 from shared.runtime.process_metrics import describe_process
 from shared.runtime.server import Server
@@ -209,7 +209,7 @@ def serve(app: FastAPI, host: str, port: int) -> None:
         log_config=None,
         access_log=False,
         loop="uvloop",
-        http=HeaderLimitProtocol,
+        http=bounded(BoundedProtocol, Connections(ConnectionLimits())),
         ws="none",
         timeout_graceful_shutdown=SHUTDOWN_S,
     )

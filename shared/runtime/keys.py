@@ -1,6 +1,7 @@
 """API keys as they are kept: hashed, in one YAML file that the gateway and the dashboard read."""
 
 import hashlib
+import math
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,9 @@ def load_keys(file: Path) -> tuple[ApiKey, ...]:
     for key in keys:
         if len(key.digest) != 64 or key.requests_per_s < 0:
             raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a SHA-256 digest and a rate of 0 or more")
+        for name, value in (("requests_per_s", key.requests_per_s), ("burst", key.burst), ("weight", key.weight)):
+            if not math.isfinite(value):
+                raise InvalidRequest(f"keys file {file}: key {key.name!r}: {name} must be a finite number, not {value}")
         if not key.weight > 0:
             raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a weight above 0, not {key.weight}")
         if not isinstance(key.cache_salt, str):

@@ -2,11 +2,12 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager, suppress
 
 import uvicorn
 
+_FORCED_S = 0.2  # after a second signal
 TICK_S = 1.0  # the header `date` tells seconds
 
 
@@ -14,10 +15,12 @@ class Server(uvicorn.Server):
     """Use like uvicorn's. Ends as soon as `should_exit` is set, by whomever: a signal does so, too.
 
     on_started: called once it serves. holds_signals: one that has told it to end, and ends the process by its usual
-    effect, is raised again by `raise_signals`; else by `serve`, and what stands around that never ends.
+    effect, is raised again by `raise_signals`; else by `serve`, and what stands around that never ends. drain: awaited
+    when it is to end, while it still listens; a second SIGINT ends the wait.
     """
 
     on_started: Callable[[], None] | None = None
+    drain: Callable[[], Awaitable[None]] | None = None
     holds_signals = False
     _held: tuple[int, ...] = ()
     _loop: asyncio.AbstractEventLoop | None = None
@@ -58,3 +61,8 @@ class Server(uvicorn.Server):
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._told.wait()
+        if self.drain is not None:
+            draining = asyncio.ensure_future(self.drain())
+            while not draining.done() and not self.force_exit:
+                await asyncio.wait([draining], timeout=_FORCED_S)
+            draining.cancel()

@@ -24,7 +24,7 @@ class Tracing(BaseModel):
     `traceparent`, that says whether its trace is kept. queue_spans: so many wait at most, more are dropped and counted.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
     endpoint: str = Field(pattern=OTLP)
     sample: float = Field(1.0, ge=0, le=1)
@@ -34,7 +34,7 @@ class Tracing(BaseModel):
 class ServiceSettings(BaseSettings):
     """Base of every process's settings. Subclasses set `env_prefix`; nested values are JSON."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
     log_level: str = "INFO"
     # Keys of the cluster for CurveZMQ, both or none; needed for anything that leaves a host.

@@ -11,6 +11,7 @@ from typing import Any
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)
+FAILURES = 5  # of a step in a row, and the process ends
 _PHASE = random.random()
 _EARLY = 0.1  # of a period: timers may fire a moment before their time
 
@@ -28,8 +29,11 @@ class Background:
         task.add_done_callback(self._ended)
 
     def every(self, name: str, period_s: float, step: Callable[[], Awaitable[None] | None]) -> None:
-        """Call `step` every `period_s` seconds. Those of one period have their turn together: a wake-up costs, too."""
-        self.start(name, _repeat(period_s, step))
+        """Call `step` every `period_s` seconds. Those of one period have their turn together: a wake-up costs, too.
+
+        A step that raises is called again after a period; after FAILURES in a row the task fails, and the process ends.
+        """
+        self.start(name, _repeat(name, period_s, step))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -54,11 +58,19 @@ async def background() -> AsyncIterator[Background]:
         await tasks.close()
 
 
-async def _repeat(period_s: float, step: Callable[[], Awaitable[None] | None]) -> None:
+async def _repeat(name: str, period_s: float, step: Callable[[], Awaitable[None] | None]) -> None:
     loop = asyncio.get_running_loop()
+    failures = 0
     while True:
-        result = step()
-        if result is not None:
-            await result
+        try:
+            result = step()
+            if result is not None:
+                await result
+            failures = 0
+        except Exception as error:  # the boundary: what one step met is often gone by the next
+            failures += 1
+            if failures == FAILURES:
+                raise
+            log.error("a background step failed; it is tried again", task=name, failures=failures, exc_info=error)
         left_s = period_s - (loop.time() - _PHASE * period_s) % period_s  # no two processes at the same time
         await asyncio.sleep(left_s if left_s > _EARLY * period_s else left_s + period_s)

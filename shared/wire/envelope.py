@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from shared.domain.numbers import Finite
 from shared.runtime.wire_version import OURS, WireVersions
 
 
@@ -37,7 +38,7 @@ class Envelope(msgspec.Struct, array_like=True, gc=False):
     kind: int
     call: int
     method: str
-    timeout_s: float
+    timeout_s: float  # checked by the server, which answers a bad one with an error
     body: msgspec.Raw
 
 
@@ -46,7 +47,7 @@ class ErrorBody(msgspec.Struct):
 
     code: str
     message: str
-    retry_after_s: float | None = None
+    retry_after_s: Finite | None = None
 
 
 NO_BODY = msgspec.Raw(msgspec.msgpack.encode(None))

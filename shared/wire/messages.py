@@ -8,6 +8,7 @@ import msgspec
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.job import Generation, JobView, LengthPrediction, Phase
 from shared.domain.kv import Codec, KvHandle, TransferReport
+from shared.domain.numbers import Finite
 from shared.domain.prompt import length, whole
 from shared.domain.rates import Rates
 from shared.domain.route import InstanceRef, PolicySpec, Reason
@@ -32,7 +33,7 @@ class JobReport(msgspec.Struct):
     job_id: str
     gateway_id: str
     phase: Phase
-    arrived_s: float
+    arrived_s: Finite
     prompt_tokens: int
     output_tokens: int = 0
     prefill_instance: str = ""
@@ -40,8 +41,8 @@ class JobReport(msgspec.Struct):
     split: int = 0
     slo: str = "default"
     outcome: str = ""  # finish reason, or the code of the error
-    ttft_s: float | None = None
-    tpot_s: float | None = None
+    ttft_s: Finite | None = None
+    tpot_s: Finite | None = None
     slo_met: bool | None = None
     timeline: RequestTimeline | None = None
     max_tokens: int = 0
@@ -131,9 +132,9 @@ class PrefillReply(msgspec.Struct):
     finish_reason: str = ""  # "stop" when the first token ends the answer
     stop_reason: int | str | None = None
     logprobs: bytes = b""
-    queued_s: float = 0.0  # time at which the engine got it
-    started_s: float = 0.0
-    ended_s: float = 0.0
+    queued_s: Finite = 0.0  # time at which the engine got it
+    started_s: Finite = 0.0
+    ended_s: Finite = 0.0
     reasons: tuple[Reason, ...] = ()
     codec: Reason | None = None  # why the KV is coded as it is, where there was a choice
 
@@ -163,7 +164,7 @@ class PrefetchRequest(msgspec.Struct):
     """
 
     handle: KvHandle
-    keep_s: float = 600.0
+    keep_s: Finite = 600.0
 
 
 class DecodeRequest(msgspec.Struct):
@@ -206,9 +207,9 @@ class DecodeReply(msgspec.Struct):
     """The end of a decode; all tokens and the finish reason came as items before it."""
 
     transfer: TransferReport
-    queued_s: float = 0.0
-    started_s: float = 0.0
-    ended_s: float = 0.0
+    queued_s: Finite = 0.0
+    started_s: Finite = 0.0
+    ended_s: Finite = 0.0
 
 
 class PrefixesRequest(msgspec.Struct):
@@ -221,7 +222,7 @@ class DrainRequest(msgspec.Struct):
     epoch, here and below: of the monitor that asks; one that is not the last any more is refused.
     """
 
-    timeout_s: float
+    timeout_s: Finite
     epoch: int = 0
 
 
@@ -229,7 +230,7 @@ class DrainReply(msgspec.Struct):
     """`drained` is False when work was left at the timeout; the instance goes on draining."""
 
     drained: bool
-    duration_s: float
+    duration_s: Finite
     remaining: int
 
 
@@ -250,7 +251,7 @@ class FlipReply(msgspec.Struct):
     """How long the change itself took."""
 
     role: Role
-    duration_s: float
+    duration_s: Finite
 
 
 class Heartbeat(msgspec.Struct, array_like=True):

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from shared.domain.numbers import Finite
+
 
 class StepRecord(msgspec.Struct, frozen=True):
     """One engine step that computed something.
@@ -12,9 +14,9 @@ class StepRecord(msgspec.Struct, frozen=True):
     """
 
     number: int  # counts up from 0 while the instance lives
-    ended_s: float  # unix time
-    seconds: float
-    cpu_s: float  # of it, what the engine's own thread computed; 0 where that says nothing (emulated, remote ranks)
+    ended_s: Finite  # unix time
+    seconds: Finite
+    cpu_s: Finite  # of it, what the engine's own thread computed; 0 where that says nothing (emulated, remote ranks)
     prefill: tuple[tuple[int, int], ...]
     decode_count: int
     decode_context_tokens: int

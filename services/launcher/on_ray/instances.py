@@ -82,8 +82,6 @@ class RayInstance:
         if self.status.pid:
             with suppress(TimeoutError, *_LOST):
                 await asyncio.wait_for(_future(self._actor.stop.remote(STOP_S)), STOP_S + _ASK_S)
-        if self._health is not None:
-            self._health.close()
         ray.kill(self._actor, no_restart=True)
         remove_placement_group(self._group)
         self._set(State.STOPPED, pid=0)
@@ -117,8 +115,6 @@ class RayInstance:
     def _arrived(self, about: dict[str, Any]) -> None:
         again = 0 if self._at is None else 1
         self._at = (about["node"], about["pid"])
-        if self._health is not None:
-            self._health.close()
         self._health = HttpHealth(f"{about['url']}/health")
         restarts = self.status.restarts + again
         self._set(State.STARTING, pid=about["pid"], restarts=restarts, log=Path(about["log"]), note=self._where(about))

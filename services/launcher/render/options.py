@@ -13,7 +13,7 @@ _NAME = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
 
 class ModelVolume(_Part):

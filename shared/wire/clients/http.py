@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import httpx
 
-from shared.errors import DeadlineExceeded, PolyphaseError, Standby, Unavailable, from_code
+from shared.errors import DeadlineExceeded, InvalidRequest, PolyphaseError, Standby, Unavailable, from_code
 from shared.runtime.cluster_token import READING, bearer
 from shared.runtime.wire_version import OURS
 from shared.wire.addresses import several
@@ -95,9 +95,13 @@ class JsonClient:
         self, method: str, url: str, body: Any, params: Any, headers: dict[bytes, bytes], timeout_s: float
     ) -> httpx.Response:
         try:
-            response = await self._http.request(
+            request = self._http.build_request(
                 method, url, json=body, params=params, headers=headers, timeout=timeout_s
             )
+        except (ValueError, TypeError, RecursionError) as error:  # an infinite number, half a surrogate pair
+            raise InvalidRequest(f"{method} {url}: the body cannot be encoded as JSON: {error}") from error
+        try:
+            response = await self._http.send(request)
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"{method} {url}: no answer in {timeout_s} s") from error
         except (httpx.HTTPError, AttributeError) as error:

@@ -1,15 +1,19 @@
 """Handing on: what a receiver refuses costs only what is at fault."""
 
 import asyncio
+import json
+import math
 from collections.abc import Sequence
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
-from services.global_scheduler.forward import SENDS, Batch, deliver
+from services.global_scheduler.forward import SENDS, Batch, Forwarder, deliver
 from services.global_scheduler.waiting import BATCH, ForwardMetrics, Waiting
 from shared.errors import InvalidRequest, Unavailable
+from shared.wire.clients.http import JsonClient
 
 
 class Receiver:
@@ -90,3 +94,20 @@ async def test_nothing_is_lost_when_the_receiver_goes_meanwhile(away_from: int, 
         [n for n in range(16) if n != 6 or 6 in left[0]],
         list(range(BATCH, BATCH + 4)),
     ]
+
+
+async def test_an_item_that_cannot_be_encoded_costs_nothing_but_itself() -> None:
+    registry, taken = CollectorRegistry(), list[int]()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        taken.extend(item["n"] for item in json.loads(request.content))
+        return httpx.Response(200, json={})
+
+    waiting = Waiting("monitor", ForwardMetrics(registry))
+    for number in range(10):
+        waiting.add({"n": number, "ttft_s": math.inf if number == 3 else 1.0})
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    await Forwarder(waiting, JsonClient(http, ("http://monitor",)), "/outcomes").step()
+    assert taken == [n for n in range(10) if n != 3]
+    assert not waiting
+    assert 'forward_dropped_total{cause="refused",to="monitor"} 1.0' in generate_latest(registry).decode()

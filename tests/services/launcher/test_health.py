@@ -1,4 +1,4 @@
-"""Asking for health over a kept connection, of servers that answer, are slow, close, or are gone."""
+"""Asking for health over new connections, of servers that answer, are slow, close, or are gone."""
 
 import asyncio
 import subprocess
@@ -33,33 +33,32 @@ async def serving(serve: Serve) -> AsyncIterator[str]:
         server.close()
 
 
-async def test_the_connection_is_kept() -> None:
+@pytest.mark.parametrize("answer", [OK, OK.replace(b"1.1", b"1.0"), b"HTTP/1.0 200 OK\r\n\r\nok"])
+async def test_each_question_opens_a_connection(answer: bytes) -> None:
     connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal connections
         connections += 1
-        while request := await reader.readuntil(b"\r\n\r\n"):
+        while request := await reader.readuntil(b"\r\n\r\n"):  # it would answer more on one connection
             assert request.startswith(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1:")
-            writer.write(OK)
+            writer.write(answer)
 
     async with serving(serve) as url:
         health = HttpHealth(url)
         assert [await health.ask(10) for _ in range(3)] == [""] * 3
-        health.close()
-    assert connections == 1
+    assert connections == 3
 
 
-@pytest.mark.parametrize("answer", [OK, OK.replace(b"1.1", b"1.0"), b"HTTP/1.0 200 OK\r\n\r\nok"])
-async def test_one_that_was_closed_meanwhile_is_opened_again(answer: bytes) -> None:
+async def test_a_process_that_takes_no_new_connections_is_not_well() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(answer)
+        writer.write(OK)
 
     async with serving(serve) as url:
         health = HttpHealth(url)
-        assert [await health.ask(10) for _ in range(3)] == [""] * 3
-        health.close()
+        assert await health.ask(10) == ""
+    assert "ConnectionRefusedError" in await health.ask(10)
 
 
 async def test_what_is_not_well_says_why() -> None:
@@ -70,7 +69,6 @@ async def test_what_is_not_well_says_why() -> None:
     async with serving(serve) as url:
         health = HttpHealth(url)
         assert await health.ask(10) == "HTTP 503 stuck"
-        health.close()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +98,6 @@ async def test_one_that_does_not_answer_is_asked_anew_over_another_connection() 
         health = HttpHealth(url)
         assert await health.ask(0.1) == "no answer within 0.1 s"
         assert await health.ask(10) == ""
-        health.close()
     assert connections == 2
 
 

@@ -154,9 +154,6 @@ class Never:
         self.clock_s += self.takes_s.pop(0) if self.takes_s else 0.0
         return "no answer"
 
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 @pytest.mark.parametrize(
     ("takes_s", "asked"),

@@ -1,0 +1,262 @@
+"""Limits on HTTP connections: a deadline for each request's head, an idle time, and how many may be open.
+
+A connection costs a descriptor before any key is read, so these limits hold for clients without a key. When a limit on
+the number is reached, the connection that has waited longest for a request is closed to make room: a client that sends
+nothing shuts nobody out. Only while all of them are busy is a new one refused, with 503. `RESERVED` more are still
+read, so that health checks are answered over a new connection then; anything else that they ask is refused.
+"""
+
+import asyncio
+import json
+import resource
+from asyncio import Transport
+from collections import Counter
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from shared.runtime.header_limit import HeaderLimitProtocol
+from shared.runtime.logs import get_log
+
+log = get_log(__name__)
+HEALTH = "/health"
+PROBES = frozenset({HEALTH, "/ready", "/metrics"})  # answered beyond the limit; while draining only HEALTH
+RESERVED = 32
+_FILES = 256  # descriptors that a process keeps for everything but these connections
+_RETRY_S = 2
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """head_s: from the opening of a connection, or the first byte of a later request, to the end of the head.
+
+    idle_s: how long a connection is kept after an answer. most: open at once. most_an_address: of them from one
+    address, 0 for no limit; it does not hold for those in `proxies`.
+    """
+
+    head_s: float = 10.0
+    idle_s: float = 75.0
+    most: int = 16384
+    most_an_address: int = 0
+    proxies: frozenset[str] = frozenset()
+
+
+class Connections:
+    """The open HTTP connections of one process."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        room = limits.most if files == resource.RLIM_INFINITY else max(1, files - min(_FILES, files // 2) - RESERVED)
+        self.limits = limits
+        self.most = min(limits.most, room)
+        if self.most < limits.most:
+            log.warning("fewer connections than set: the process may open too few files", most=self.most, files=files)
+        self.draining = False
+        self._addresses: Counter[str] = Counter()
+        self._open: set[BoundedProtocol] = set()
+        # In the order in which they began to wait: those without any request yet are closed first.
+        self._silent: dict[BoundedProtocol, None] = {}
+        self._kept: dict[BoundedProtocol, None] = {}
+        self._busy: set[BoundedProtocol] = set()
+        self._quiet = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, connection: "BoundedProtocol", address: str) -> str:
+        """Count a new connection. Why it may ask for nothing but health; empty where it may ask for anything."""
+        said = ""
+        most = self.limits.most_an_address if address not in self.limits.proxies else 0
+        if most and self._addresses[address] >= most and not self._make_room(address):
+            said = f"{address} has {self._addresses[address]} connections in use; the limit for one address is {most}"
+        elif len(self._open) >= self.most and not self._make_room():
+            said = f"all of the {self.most} connections that this server takes are in use"
+        self._open.add(connection)
+        self._silent[connection] = None
+        self._addresses[address] += 1
+        return said
+
+    @property
+    def overfull(self) -> bool:
+        """Whether even the reserve is in use."""
+        return len(self._open) > self.most + RESERVED
+
+    def begin(self, connection: "BoundedProtocol") -> None:
+        """It has a request."""
+        self._silent.pop(connection, None)
+        self._kept.pop(connection, None)
+        self._busy.add(connection)
+
+    def rest(self, connection: "BoundedProtocol") -> None:
+        """Its request is answered, and it may have another."""
+        self._end(connection)
+        if connection in self._open:
+            self._kept[connection] = None
+
+    def remove(self, connection: "BoundedProtocol", address: str) -> None:
+        """It is closed, or about to be."""
+        if connection not in self._open:
+            return
+        self._open.discard(connection)
+        self._silent.pop(connection, None)
+        self._kept.pop(connection, None)
+        self._end(connection)
+        self._addresses[address] -= 1
+        if not self._addresses[address]:
+            del self._addresses[address]
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests and wait for the open ones, for so long at most."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                while self._busy:
+                    self._quiet.clear()
+                    await self._quiet.wait()
+        except TimeoutError:
+            log.warning("requests are cut off: they did not end in time", requests=len(self._busy), seconds=seconds)
+
+    def _end(self, connection: "BoundedProtocol") -> None:
+        self._busy.discard(connection)
+        if not self._busy:
+            self._quiet.set()
+
+    def _make_room(self, address: str = "") -> bool:
+        for waiting in (self._silent, self._kept):
+            for connection in waiting:
+                if not address or connection.address == address:
+                    connection.hang_up()
+                    return True
+        return False
+
+
+class BoundedProtocol(HeaderLimitProtocol):
+    """uvicorn's HTTP protocol within the limits of a `Connections`; see `bounded`."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _idle = True  # it waits for a request
+    _heading = False  # part of a head has come
+    _refusal = ""
+    address = ""
+
+    def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._those = connections
+        self.timeout_keep_alive = cast(int, self._those.limits.idle_s)  # uvicorn hands it to call_later
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        """Count it, and give it a time for its first request."""
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        self._refusal = self._those.add(self, self.address)
+        if self._refusal and self._those.overfull:
+            self._say(503, "Service Unavailable", "unavailable", self._refusal)
+            self.hang_up()
+            return
+        self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        """What comes while no request is open begins a head, or is thrown away: for both there is a time."""
+        super().data_received(data)
+        if self._idle and self._timer is None and not self.transport.is_closing():
+            self._arm()
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        self._heading = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """A request, which is refused where there is no room for it."""
+        self._disarm()
+        self._heading = self._idle = False
+        self._those.begin(self)
+        usual = self.app
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        if self._those.draining and path != HEALTH:
+            self.app = refusing("this server is about to end and takes no new requests")
+        elif self._refusal and path not in PROBES:
+            self.app = refusing(self._refusal)
+        try:
+            super().on_headers_complete()
+        finally:
+            self.app = usual
+
+    def on_response_complete(self) -> None:
+        """The answer is written."""
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:  # no other request waits for its turn
+            self._idle = True
+            self._those.rest(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed."""
+        self._disarm()
+        self._those.remove(self, self.address)
+        super().connection_lost(exc)
+
+    def hang_up(self) -> None:
+        """Close it while it waits for a request."""
+        self._disarm()
+        self._those.remove(self, self.address)
+        self.transport.close()
+
+    def _arm(self) -> None:
+        self._timer = self.loop.call_later(self._those.limits.head_s, self._late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if self._heading:
+            said = f"the request's line and headers did not come within {self._those.limits.head_s:g} s"
+            self._say(408, "Request Timeout", "head_too_slow", said)
+        self.hang_up()
+
+    def _say(self, status: int, phrase: str, code: str, message: str) -> None:
+        body = _error(status, code, message)
+        retry = f"retry-after: {_RETRY_S}\r\n" if status == 503 else ""
+        head = (
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n{retry}"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+
+
+def bounded(protocol: type[BoundedProtocol], connections: Connections) -> type[asyncio.Protocol]:
+    """`protocol` within these limits, for `uvicorn.Config(http=…)`."""
+
+    def made(*args: Any, **kwargs: Any) -> BoundedProtocol:
+        return protocol(*args, connections=connections, **kwargs)
+
+    return cast(type[asyncio.Protocol], made)  # uvicorn only calls it
+
+
+def refusing(message: str) -> Callable[..., Awaitable[None]]:
+    """An application that answers 503 with Retry-After and has the connection closed."""
+    body = _error(503, "unavailable", message)
+
+    async def app(scope: Any, receive: Any, send: Send) -> None:
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"retry-after", b"%d" % _RETRY_S),
+            (b"connection", b"close"),
+        ]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
+def _error(status: int, code: str, message: str) -> bytes:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
