@@ -9,10 +9,10 @@ from typing import Any
 from gateway.gaps import Gaps
 from gateway.lengths import Asked, LengthClient
 from gateway.tracing import JobTrace
-from shared.domain.job import Generation, JobView, LengthPrediction, Phase, Slo
+from shared.domain.job import Generation, JobView, LengthPrediction, Loss, Phase, Slo
 from shared.domain.prefix import hashes_of
 from shared.domain.prompt import packed
-from shared.domain.route import Reason, Route
+from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Delayed, EngineFailed, PolyphaseError
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 from shared.wire.messages import JobReport, TokenStep
@@ -62,7 +62,7 @@ class Job:
     waited_s: float = 0.0  # without an instance, since the last token
     begun: bool = False  # it has been placed
     delays: int = 0  # how often it was told to ask again
-    losses: int = 0  # attempts that an instance lost, since the last token
+    losses: list[Loss] = field(default_factory=list)  # attempts that failed, over its whole life
     tokens: list[int] = field(default_factory=list)  # what the client already has
     failed_instances: list[str] = field(default_factory=list)
     asked: Asked = field(default_factory=Asked)  # for the length of its answer
@@ -71,6 +71,7 @@ class Job:
     trace: JobTrace | None = None  # where it is traced
     prefill_instance: str = ""
     decode_instance: str = ""
+    leg_instance: InstanceRef | None = None  # has the attempt's prefill or decode at present, or failed in it
     split: int = 0
     timeline: RequestTimeline = field(init=False)
     mark_s: float = field(init=False)  # where the stretches of the timeline end so far
@@ -86,6 +87,7 @@ class Job:
     def begin_attempt(self) -> None:
         """Start over where the client's tokens end."""
         self.attempt += 1
+        self.leg_instance = None
         self._replayed = 0
         if self.trace is not None:
             self.trace.attempt(self.mark_s)
@@ -178,7 +180,7 @@ class Job:
             timeline.last_token_s = now
             self.tokens += tokens
             self._replayed = len(self.tokens)
-            self.waited_s, self.losses = 0.0, 0
+            self.waited_s = 0.0
         self.finish_reason = step.finish_reason  # first: what takes the step may find that a stop string ended it
         self.emit(step)
 
@@ -211,6 +213,25 @@ class Job:
     def decided(self, kind: str, chosen: str, reasons: tuple[Reason, ...]) -> None:
         """Add a decision to the timeline."""
         self.timeline.decisions.append(Decision(time.time(), kind, chosen, reasons))
+
+    def lose(self) -> None:
+        """Record that the attempt failed, with the instance that had it."""
+        ref = self.leg_instance
+        generation = ref.generation if ref is not None else 0
+        self.losses.append(Loss(len(self.tokens), ref.instance_id if ref is not None else "", generation))
+
+    def open_losses(self, forgiven_tokens: int) -> int:
+        """Losses that the answer's progress has not made up for: every `forgiven_tokens` since a loss forgive one."""
+        count = last = 0
+        for loss in self.losses:
+            count = max(0, count - (loss.position - last) // forgiven_tokens) + 1
+            last = loss.position
+        return count
+
+    def lost_since(self, position: int) -> list[str]:
+        """The instances, each of its processes once, that were lost after `position` tokens of the answer or later."""
+        lost = (one for one in self.losses if one.instance_id and one.position >= position)
+        return [name for name, _ in dict.fromkeys((one.instance_id, one.generation) for one in lost)]
 
     def resumes(self, error: PolyphaseError) -> None:
         """The attempt is lost, and another one follows."""
@@ -290,4 +311,5 @@ class Job:
             self.prediction if final else None,
             self.spec.caller,
             self.asked.begun,
+            list(self.losses),
         )

@@ -102,6 +102,8 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "max_jobs_a_body": _BODIES,
         "jobs_at_once": _BODIES,
         "attempts": _NO_FAULTS,
+        "loss_forgiven_tokens": _NO_FAULTS,
+        "losses_at_one_token": _NO_FAULTS,
     },
 }
 

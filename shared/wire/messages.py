@@ -6,7 +6,7 @@
 import msgspec
 
 from shared.domain.instance import InstanceLoad, Role
-from shared.domain.job import Generation, JobView, LengthPrediction, Phase
+from shared.domain.job import Generation, JobView, LengthPrediction, Loss, Phase
 from shared.domain.kv import Codec, KvHandle, TransferReport
 from shared.domain.prompt import length, whole
 from shared.domain.rates import Rates
@@ -28,7 +28,7 @@ class JobReport(msgspec.Struct):
     """What a gateway tells of one job, as often as its phase changes.
 
     Each carries the timeline so far, the last one all of it and what was predicted of its answer's length. caller: the
-    name of its API key. asked: somebody was asked for that length.
+    name of its API key. asked: somebody was asked for that length. losses: the attempts that failed, oldest first.
     """
 
     job_id: str
@@ -50,6 +50,7 @@ class JobReport(msgspec.Struct):
     prediction: LengthPrediction | None = None
     caller: str = ""
     asked: bool = False
+    losses: list[Loss] = []
 
 
 class Refused(msgspec.Struct, frozen=True):
