@@ -13,7 +13,7 @@ from shared.domain.job import Generation, JobView, LengthPrediction, Loss, Phase
 from shared.domain.prefix import hashes_of
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, Reason, Route
-from shared.errors import Delayed, EngineFailed, PolyphaseError
+from shared.errors import Delayed, PolyphaseError
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 from shared.wire.messages import JobReport, TokenStep
 
@@ -25,8 +25,8 @@ class JobSpec:
     """What does not change. `carry`: later tokens depend on earlier ones only through the prompt.
 
     A job that can be carried goes on anywhere from prompt + tokens. One that cannot (penalties, a seed, a grammar)
-    is produced by one engine from its first token on; after a loss it is run again from the start, which yields the
-    same tokens, and the ones that the client has are not sent twice.
+    is produced by one engine from its first token on; after a loss another one runs it again from the start, is made to
+    repeat the tokens that the client has, which are not sent twice, and goes on from there.
     """
 
     job_id: str
@@ -78,7 +78,6 @@ class Job:
     leg_first_step_s: float = 0.0
     _prefix: tuple[int, ...] | None = None
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    _replayed: int = 0
 
     def __post_init__(self) -> None:
         self.timeline = RequestTimeline(self.spec.job_id, self.spec.arrived_s, len(self.spec.prompt_token_ids))
@@ -88,7 +87,6 @@ class Job:
         """Start over where the client's tokens end."""
         self.attempt += 1
         self.leg_instance = None
-        self._replayed = 0
         if self.trace is not None:
             self.trace.attempt(self.mark_s)
 
@@ -128,6 +126,11 @@ class Job:
         return self.spec.prompt + packed(self.tokens) if self.spec.carry and self.tokens else self.spec.prompt
 
     @property
+    def known(self) -> bytes:
+        """What an engine is to repeat, packed: the tokens so far, where they are not part of `prompt`."""
+        return b"" if self.spec.carry else packed(self.tokens)
+
+    @property
     def prompt_tokens(self) -> int:
         """Its length."""
         return len(self.spec.prompt_token_ids) + (len(self.tokens) if self.spec.carry else 0)
@@ -160,18 +163,12 @@ class Job:
         return self._prefix
 
     def accept(self, step: TokenStep) -> None:
-        """Take a step of an engine and hand on what the client does not have yet, exactly once."""
+        """Take a step of an engine and hand it on; engines send what the client does not have yet."""
         if self.finished:
             return
         now = time.time()
         self.leg_first_step_s = self.leg_first_step_s or now
-        tokens = step.tokens
-        if not self.spec.carry and self._replayed < len(self.tokens):
-            step = self._skip(step)
-            if not step.tokens and not step.finish_reason:
-                return
-            tokens = step.tokens
-        timeline = self.timeline
+        tokens, timeline = step.tokens, self.timeline
         if tokens:
             if timeline.first_token_s:
                 self.gaps.add(now - timeline.last_token_s)
@@ -179,7 +176,6 @@ class Job:
                 timeline.first_token_s = now
             timeline.last_token_s = now
             self.tokens += tokens
-            self._replayed = len(self.tokens)
             self.waited_s = 0.0
         self.finish_reason = step.finish_reason  # first: what takes the step may find that a stop string ended it
         self.emit(step)
@@ -187,17 +183,6 @@ class Job:
     def stop(self) -> None:
         """The front end found a stop string: the client has its answer, whatever its engine produced after it."""
         self.finish_reason = "stop"
-
-    def _skip(self, step: TokenStep) -> TokenStep:
-        """Drop the tokens of a second run that the client has; they must be the same."""
-        known = self.tokens[self._replayed : self._replayed + len(step.tokens)]
-        if step.tokens[: len(known)] != known:
-            raise EngineFailed("the second run of a lost answer took another course; it cannot go on")
-        self._replayed += len(known)
-        if len(known) == len(step.tokens):
-            return TokenStep([], step.finish_reason, step.stop_reason)
-        # Log probabilities come one row a step and token; a step that straddles the seam has one token in practice.
-        return TokenStep(step.tokens[len(known) :], step.finish_reason, step.stop_reason)
 
     def record(self, span: Span, started_s: float, ended_s: float, instance_id: str = "") -> None:
         """Add a stretch to the timeline."""

@@ -282,7 +282,7 @@ class Pipeline:
         job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
-        request = DecodeRequest(job.view(), job.prompt, job.spec.generation, handle, saved, job.wire_trace)
+        request = DecodeRequest(job.view(), job.prompt, job.spec.generation, handle, saved, job.wire_trace, job.known)
         with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
             reply = await self._call(job, instance, DECODE, request, job.accept)
         spans.decode_ended(job, instance.instance_id, reply)

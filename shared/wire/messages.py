@@ -172,7 +172,8 @@ class PrefetchRequest(msgspec.Struct):
 class DecodeRequest(msgspec.Struct):
     """Produce tokens after the `prompt`, packed, of which the KV of the first `handle.tokens` can be pulled.
 
-    `saved`: prompt tokens whose KV the instance is known to hold.
+    `saved`: prompt tokens whose KV the instance is known to hold. `known`: the tokens that the client has of an answer
+    that cannot be carried, packed; the engine repeats them, and they are not among the items.
     """
 
     job: JobView
@@ -181,9 +182,11 @@ class DecodeRequest(msgspec.Struct):
     handle: KvHandle | None = None
     saved: int = 0
     trace: str = ""
+    known: bytes = b""
 
     def __post_init__(self) -> None:
         whole(self.prompt)
+        whole(self.known)
 
     @property
     def prompt_tokens(self) -> int:

@@ -238,3 +238,10 @@ def test_why_an_answer_ends_is_said() -> None:
     stops = Generation(msgspec.msgpack.encode({"stop_token_ids": [token_at(22)]}), 1.0)
     assert answer_tokens(msgspec.structs.replace(request("a", 20, 50), generation=stops)) == (3, "stop")
     assert answer_tokens(msgspec.structs.replace(request("a", 20, 2), generation=stops)) == (2, "length")
+
+
+async def test_an_answer_begins_with_its_forced_tokens() -> None:
+    async with engine() as running:
+        forced = msgspec.structs.replace(request("again", 10, 6), forced_tokens=[7, 8, 9])
+        tokens = await finish(running, forced)
+        assert tokens["again"] == [7, 8, 9, *(token_at(at) for at in (13, 14, 15))]
