@@ -9,11 +9,11 @@ from typing import Any
 from gateway.gaps import Gaps
 from gateway.lengths import Asked, LengthClient
 from gateway.tracing import JobTrace
-from shared.domain.job import Generation, JobView, LengthPrediction, Phase, Slo
+from shared.domain.job import Generation, JobView, LengthPrediction, Loss, Phase, Slo
 from shared.domain.prefix import hashes_of
 from shared.domain.prompt import packed
-from shared.domain.route import Reason, Route
-from shared.errors import Delayed, EngineFailed, PolyphaseError
+from shared.domain.route import InstanceRef, Reason, Route
+from shared.errors import Delayed, PolyphaseError
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 from shared.wire.messages import JobReport, TokenStep
 
@@ -25,8 +25,8 @@ class JobSpec:
     """What does not change. `carry`: later tokens depend on earlier ones only through the prompt.
 
     A job that can be carried goes on anywhere from prompt + tokens. One that cannot (penalties, a seed, a grammar)
-    is produced by one engine from its first token on; after a loss it is run again from the start, which yields the
-    same tokens, and the ones that the client has are not sent twice.
+    is produced by one engine from its first token on; after a loss another one runs it again from the start, is made to
+    repeat the tokens that the client has, which are not sent twice, and goes on from there.
     """
 
     job_id: str
@@ -62,7 +62,7 @@ class Job:
     waited_s: float = 0.0  # without an instance, since the last token
     begun: bool = False  # it has been placed
     delays: int = 0  # how often it was told to ask again
-    losses: int = 0  # attempts that an instance lost, since the last token
+    losses: list[Loss] = field(default_factory=list)  # attempts that failed, over its whole life
     tokens: list[int] = field(default_factory=list)  # what the client already has
     failed_instances: list[str] = field(default_factory=list)
     asked: Asked = field(default_factory=Asked)  # for the length of its answer
@@ -72,13 +72,13 @@ class Job:
     trace: JobTrace | None = None  # where it is traced
     prefill_instance: str = ""
     decode_instance: str = ""
+    leg_instance: InstanceRef | None = None  # has the attempt's prefill or decode at present, or failed in it
     split: int = 0
     timeline: RequestTimeline = field(init=False)
     mark_s: float = field(init=False)  # where the stretches of the timeline end so far
     leg_first_step_s: float = 0.0
     _prefix: tuple[int, ...] | None = None
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
-    _replayed: int = 0
 
     def __post_init__(self) -> None:
         self.timeline = RequestTimeline(self.spec.job_id, self.spec.arrived_s, len(self.spec.prompt_token_ids))
@@ -87,7 +87,7 @@ class Job:
     def begin_attempt(self) -> None:
         """Start over where the client's tokens end."""
         self.attempt += 1
-        self._replayed = 0
+        self.leg_instance = None
         if self.trace is not None:
             self.trace.attempt(self.mark_s)
 
@@ -127,6 +127,11 @@ class Job:
         return self.spec.prompt + packed(self.tokens) if self.spec.carry and self.tokens else self.spec.prompt
 
     @property
+    def known(self) -> bytes:
+        """What an engine is to repeat, packed: the tokens so far, where they are not part of `prompt`."""
+        return b"" if self.spec.carry else packed(self.tokens)
+
+    @property
     def prompt_tokens(self) -> int:
         """Its length."""
         return len(self.spec.prompt_token_ids) + (len(self.tokens) if self.spec.carry else 0)
@@ -159,18 +164,12 @@ class Job:
         return self._prefix
 
     def accept(self, step: TokenStep) -> None:
-        """Take a step of an engine and hand on what the client does not have yet, exactly once."""
+        """Take a step of an engine and hand it on; engines send what the client does not have yet."""
         if self.finished:
             return
         now = time.time()
         self.leg_first_step_s = self.leg_first_step_s or now
-        tokens = step.tokens
-        if not self.spec.carry and self._replayed < len(self.tokens):
-            step = self._skip(step)
-            if not step.tokens and not step.finish_reason:
-                return
-            tokens = step.tokens
-        timeline = self.timeline
+        tokens, timeline = step.tokens, self.timeline
         if tokens:
             if timeline.first_token_s:
                 self.gaps.add(now - timeline.last_token_s)
@@ -178,8 +177,7 @@ class Job:
                 timeline.first_token_s = now
             timeline.last_token_s = now
             self.tokens += tokens
-            self._replayed = len(self.tokens)
-            self.waited_s, self.losses = 0.0, 0
+            self.waited_s = 0.0
         self.finish_reason = step.finish_reason  # first: what takes the step may find that a stop string ended it
         self.emit(step)
 
@@ -190,17 +188,6 @@ class Job:
     def broke(self, code: str) -> None:
         """What its engine gave could not be handed on. It is to be cancelled, and has failed with this code."""
         self.finish_reason, self.broken = "", code
-
-    def _skip(self, step: TokenStep) -> TokenStep:
-        """Drop the tokens of a second run that the client has; they must be the same."""
-        known = self.tokens[self._replayed : self._replayed + len(step.tokens)]
-        if step.tokens[: len(known)] != known:
-            raise EngineFailed("the second run of a lost answer took another course; it cannot go on")
-        self._replayed += len(known)
-        if len(known) == len(step.tokens):
-            return TokenStep([], step.finish_reason, step.stop_reason)
-        # Log probabilities come one row a step and token; a step that straddles the seam has one token in practice.
-        return TokenStep(step.tokens[len(known) :], step.finish_reason, step.stop_reason)
 
     def record(self, span: Span, started_s: float, ended_s: float, instance_id: str = "") -> None:
         """Add a stretch to the timeline."""
@@ -216,6 +203,25 @@ class Job:
     def decided(self, kind: str, chosen: str, reasons: tuple[Reason, ...]) -> None:
         """Add a decision to the timeline."""
         self.timeline.decisions.append(Decision(time.time(), kind, chosen, reasons))
+
+    def lose(self) -> None:
+        """Record that the attempt failed, with the instance that had it."""
+        ref = self.leg_instance
+        generation = ref.generation if ref is not None else 0
+        self.losses.append(Loss(len(self.tokens), ref.instance_id if ref is not None else "", generation))
+
+    def open_losses(self, forgiven_tokens: int) -> int:
+        """Losses that the answer's progress has not made up for: every `forgiven_tokens` since a loss forgive one."""
+        count = last = 0
+        for loss in self.losses:
+            count = max(0, count - (loss.position - last) // forgiven_tokens) + 1
+            last = loss.position
+        return count
+
+    def lost_since(self, position: int) -> list[str]:
+        """The instances, each of its processes once, that were lost after `position` tokens of the answer or later."""
+        lost = (one for one in self.losses if one.instance_id and one.position >= position)
+        return [name for name, _ in dict.fromkeys((one.instance_id, one.generation) for one in lost)]
 
     def resumes(self, error: PolyphaseError) -> None:
         """The attempt is lost, and another one follows."""
@@ -296,4 +302,5 @@ class Job:
             self.prediction if final else None,
             self.spec.caller,
             self.asked.begun,
+            list(self.losses),
         )

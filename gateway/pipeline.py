@@ -26,6 +26,7 @@ from shared.errors import (
     DeadlineExceeded,
     Delayed,
     EngineFailed,
+    InstancesLost,
     NotConnected,
     Overloaded,
     PolyphaseError,
@@ -123,11 +124,30 @@ class Pipeline:
         if isinstance(error, WrongRole | Busy | NotConnected):
             self._waited(job, RETRY_S, error)  # nothing was lost, but refusals in turn must not take for ever
         elif error.retriable:
-            job.losses += 1
-        if not error.retriable or job.losses >= self._settings.attempts:
+            job.lose()
+            self._refuse_killer(job, error)
+        if not error.retriable:
             raise error
         log.info("attempt failed", job_id=job.spec.job_id, attempt=job.attempt, error=error.message)
         job.resumes(error)
+
+    def _refuse_killer(self, job: Job, error: PolyphaseError) -> None:
+        """End a job that has lost too much. One that took several instances with it may be what ends them."""
+        s, count = self._settings, len(job.tokens)
+        names = job.lost_since(count)
+        where = f"at output token {count}, fewer than {s.losses_at_one_token} are allowed at one token"
+        if len(names) < s.losses_at_one_token:
+            open_losses = job.open_losses(s.loss_forgiven_tokens)
+            if open_losses < s.attempts:
+                return
+            names = job.lost_since(0)
+            where = f"up to output token {count}, fewer than {s.attempts} losses are allowed"
+        if len(names) < 2:
+            raise error
+        raise InstancesLost(
+            f"the request lost {len(names)} instances ({', '.join(names)}) {where}; it may be what ends them and is "
+            f"not tried again: send another request, or report this one; the last error was: {error.message}"
+        ) from error
 
     async def _attempt(self, job: Job, route: Route) -> None:
         job.placed(route)
@@ -262,7 +282,7 @@ class Pipeline:
         job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
-        request = DecodeRequest(job.view(), job.prompt, job.spec.generation, handle, saved, job.wire_trace)
+        request = DecodeRequest(job.view(), job.prompt, job.spec.generation, handle, saved, job.wire_trace, job.known)
         with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
             reply = await self._call(job, instance, DECODE, request, job.accept)
         spans.decode_ended(job, instance.instance_id, reply)
@@ -273,6 +293,7 @@ class Pipeline:
 
     def _broken(self, job: Job, instance: InstanceRef, what: str) -> EngineFailed:
         job.failed_instances.append(instance.instance_id)
+        job.leg_instance = instance
         return EngineFailed(f"{instance.instance_id} {what}")
 
     async def _call(
@@ -285,9 +306,10 @@ class Pipeline:
     ) -> Reply:
         """One leg, for what is left of the job's time. What fails in it is its instance's failure and no other's."""
         job.leg_first_step_s = 0.0
+        job.leg_instance = instance
         began_s = time.monotonic()
         try:
-            return await self._clients.to(instance.rpc).call(method, request, timeout_s=job.left_s, on_item=on_item)
+            reply = await self._clients.to(instance.rpc).call(method, request, timeout_s=job.left_s, on_item=on_item)
         except BaseException as error:
             spans.leg_broke_off(job, instance.instance_id, error)
             if isinstance(error, PolyphaseError):
@@ -295,3 +317,5 @@ class Pipeline:
             if isinstance(error, NotConnected):
                 self._waited(job, time.monotonic() - began_s, error)
             raise
+        job.leg_instance = None
+        return reply

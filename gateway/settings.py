@@ -85,7 +85,9 @@ class GatewaySettings(TracedSettings):
     proxy_addresses: tuple[str, ...] = ("127.0.0.1", "::1")  # of reverse proxies: without that limit per address
     job_timeout_s: float = Field(600.0, gt=0)
     patience_s: float = Field(10.0, gt=0)  # how long a job waits for a scheduler or an instance to come back
-    attempts: int = Field(4, gt=0)
+    attempts: int = Field(4, gt=0)  # losses of a job, those that its progress forgave not counted, that end it
+    loss_forgiven_tokens: int = Field(256, gt=0)  # of its answer, since its last loss, that forgive one
+    losses_at_one_token: int = Field(2, gt=0)  # instances lost without a token in between that end it
     slo: dict[str, SloClass] = BUILT_IN
     service_tiers: dict[str, str] = BUILT_IN_TIERS  # OpenAI's tier → one of `slo`
     kv_codec: Codec = Codec.RAW  # of all transfers, if it is lossy; see `slo` for one by class and link

@@ -160,6 +160,13 @@ class WrongRole(PolyphaseError):
     retriable = True
 
 
+class InstancesLost(PolyphaseError):
+    """The request lost one instance after the other; it may be what ends them, so it is not tried again."""
+
+    code = "instances_lost"
+    http_status = 422
+
+
 class EngineFailed(PolyphaseError):
     """The engine could not compute the job."""
 
@@ -189,6 +196,7 @@ _ALL: tuple[type[PolyphaseError], ...] = (
     NotConnected,
     WireVersionMismatch,
     WrongRole,
+    InstancesLost,
     EngineFailed,
 )
 BY_CODE: dict[str, type[PolyphaseError]] = {error.code: error for error in _ALL}

@@ -40,6 +40,7 @@ VLLM = {
     "gateway/stream.py",
     "gateway/surface.py",
     "services/worker/engines/vllm.py",
+    "services/worker/engines/vllm_forced.py",
     "services/worker/engines/vllm_requests.py",
     "services/worker/engines/vllm_seam.py",
     "services/worker/engines/vllm_cpu_async.py",

@@ -33,6 +33,7 @@ KINDS = (
     "gateway_returned",
     "scheduler_gone",
     "scheduler_returned",
+    "request_refused",
     "plan_proposed",
     "plan_accepted",
     "plan_refused",

@@ -13,7 +13,15 @@ from dashboard.reads import Read
 from dashboard.records import AuditEntry, EventRow
 from dashboard.tables import clickable, clicked
 
-TROUBLE = ("death", "unresponsive", "operation_failed", "gateway_gone", "scheduler_gone", "plan_failed")
+TROUBLE = (
+    "death",
+    "unresponsive",
+    "operation_failed",
+    "gateway_gone",
+    "scheduler_gone",
+    "request_refused",
+    "plan_failed",
+)
 _SIGN = {"succeeded": "✓", "running": "…", "refused": "▲", "failed": "✕"}
 
 

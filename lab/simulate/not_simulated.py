@@ -114,6 +114,8 @@ NOT_SIMULATED: Mapping[type[ServiceSettings], Mapping[str, str]] = {
         "jobs_at_once": _BODIES,
         "max_prompt_logprobs": _BODIES,
         "attempts": _NO_FAULTS,
+        "loss_forgiven_tokens": _NO_FAULTS,
+        "losses_at_one_token": _NO_FAULTS,
     },
 }
 

@@ -213,6 +213,13 @@ class FlipIn(OperationIn):
     drain_timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
 
 
+class LossIn(_OfService):
+    """An instance that a request lost, after so many tokens of its answer."""
+
+    position: Count
+    instance_id: Annotated[str, Field(max_length=128)] = ""
+
+
 class OutcomeIn(_OfService):
     """Ended. `job_id` tells whether it was counted already: deliveries are repeated when their answer is lost."""
 
@@ -237,11 +244,12 @@ class OutcomeIn(_OfService):
     transfers_failed: Count = 0
     transfer_bytes: Count = 0
     transfer_faults: Annotated[dict[Name, Count], Field(max_length=32)] = {}
+    losses: Annotated[list[LossIn], Field(max_length=32)] = []  # of a request that was refused for them
 
     def to_ended(self) -> Ended:
         """As the policy has it."""
         how = How.FAILED if self.failed and self.phase is How.COMPLETED else self.phase
-        return Ended(**{**self.model_dump(exclude={"job_id", "phase", "failed"}), "how": how})
+        return Ended(**{**self.model_dump(exclude={"job_id", "phase", "failed", "losses"}), "how": how})
 
 
 class DemandSecondIn(_OfService):

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from heapq import nlargest
 from typing import Any
@@ -46,6 +46,7 @@ class EventKind(StrEnum):
     GATEWAY_RETURNED = "gateway_returned"
     SCHEDULER_GONE = "scheduler_gone"
     SCHEDULER_RETURNED = "scheduler_returned"
+    REQUEST_REFUSED = "request_refused"  # it lost one instance after the other
     PLAN_PROPOSED = "plan_proposed"  # the planner tells of these
     PLAN_ACCEPTED = "plan_accepted"
     PLAN_REFUSED = "plan_refused"
@@ -124,6 +125,18 @@ class Events:
             return False
         self.note(kind, text, subject=subject, event_id=event_id)
         return True
+
+    def request_refused(self, job_id: str, ended_s: float, losses: Sequence[tuple[int, str]]) -> None:
+        """A request was refused because of the instances that it lost, each after so many tokens of its answer. It may
+        come twice.
+        """
+        event_id = f"request_refused:{job_id}:{ended_s:.6f}"
+        if any(row["event_id"] == event_id for row in self._rings[EventKind.REQUEST_REFUSED.value]):
+            return
+        lost = ", ".join(f"{name or 'none'} at output token {position}" for position, name in losses)
+        text = f"request {job_id} lost one instance after the other ({lost}) and is not tried again"
+        last = losses[-1][1] if losses else ""
+        self.note(EventKind.REQUEST_REFUSED, text[:2048], last, job_id=job_id, event_id=event_id)
 
     def refused(self, instance_id: str, role: str, why: str) -> None:
         """A registration was refused. Workers try ten times a second: the same words are kept once a while."""

@@ -130,6 +130,10 @@ async def take_news(monitor: Monitor, scheduler_id: Name, body: NewsIn) -> dict[
     """
     monitor.followers.hear(scheduler_id, body.revision, body.trouble)
     monitor.judge.peers.hear(scheduler_id, body.gateways, body.left, leaving=body.leaving)
+    for outcome in body.outcomes:
+        if outcome.losses:
+            lost = [(loss.position, loss.instance_id) for loss in outcome.losses]
+            monitor.events.request_refused(outcome.job_id, outcome.ended_s, lost)
     return {
         "outcomes": monitor.slo.take((outcome.job_id, outcome.to_ended()) for outcome in body.outcomes),
         "demand": monitor.demand.take(second.to_second() for second in body.demand),

@@ -6,11 +6,13 @@ from typing import Any
 
 from shared.domain.job import Phase, Slo
 from shared.domain.kv import TransferOutcome
-from shared.errors import Busy, Delayed, Overloaded
+from shared.errors import Busy, Delayed, InstancesLost, Overloaded
 from shared.timeline import RequestTimeline
 from shared.wire.messages import JobReport, Refused
 
 REFUSALS = (Busy.code, Overloaded.code, Delayed.code)  # outcomes of jobs that were turned away, not broken
+
+LOSSES_KEPT = 32  # of a request, the newest, as the monitor takes them
 
 
 def outcome_of(report: JobReport, slo: Slo, now: float) -> dict[str, Any]:
@@ -31,6 +33,10 @@ def outcome_of(report: JobReport, slo: Slo, now: float) -> dict[str, Any]:
         "output_tokens": report.output_tokens,
         "predicted": _predicted(report),
     }
+    if report.outcome == InstancesLost.code:
+        found["losses"] = [
+            {"position": loss.position, "instance_id": loss.instance_id} for loss in report.losses[-LOSSES_KEPT:]
+        ]
     return found | (_spent(report.timeline) if report.timeline is not None else {})
 
 

@@ -133,6 +133,14 @@ class Generation(msgspec.Struct, frozen=True):
     reasoning: bytes = b""
 
 
+class Loss(msgspec.Struct, frozen=True):
+    """An attempt that failed after `position` tokens of the answer. generation: of the instance's process."""
+
+    position: int
+    instance_id: str = ""  # empty where no instance had it
+    generation: int = 0
+
+
 class JobView(msgspec.Struct, frozen=True):
     """What a policy may know of a job. prefix: hashes of its prompt's blocks, see `shared.domain.prefix`.
 

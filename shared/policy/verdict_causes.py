@@ -34,6 +34,7 @@ _FAILED = {
     "unavailable": "no instance took them in time",
     "deadline_exceeded": "they took longer than they may",
     "peer_lost": "their instances were lost",
+    "instances_lost": "they lost one instance after the other",
     "engine_failed": "their engine could not compute them",
     "lost": "their gateway is gone",
 }

@@ -6,7 +6,7 @@
 import msgspec
 
 from shared.domain.instance import InstanceLoad, Role
-from shared.domain.job import Generation, JobView, LengthPrediction, Phase
+from shared.domain.job import Generation, JobView, LengthPrediction, Loss, Phase
 from shared.domain.kv import Codec, KvHandle, TransferReport
 from shared.domain.numbers import Finite
 from shared.domain.prompt import length, whole
@@ -27,7 +27,7 @@ class JobReport(msgspec.Struct):
     """What a gateway tells of one job, as often as its phase changes.
 
     Each carries the timeline so far, the last one all of it and what was predicted of its answer's length. caller: the
-    name of its API key. asked: somebody was asked for that length.
+    name of its API key. asked: somebody was asked for that length. losses: the attempts that failed, oldest first.
     """
 
     job_id: str
@@ -49,6 +49,7 @@ class JobReport(msgspec.Struct):
     prediction: LengthPrediction | None = None
     caller: str = ""
     asked: bool = False
+    losses: list[Loss] = []
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -170,7 +171,8 @@ class PrefetchRequest(msgspec.Struct):
 class DecodeRequest(msgspec.Struct):
     """Produce tokens after the `prompt`, packed, of which the KV of the first `handle.tokens` can be pulled.
 
-    `saved`: prompt tokens whose KV the instance is known to hold.
+    `saved`: prompt tokens whose KV the instance is known to hold. `known`: the tokens that the client has of an answer
+    that cannot be carried, packed; the engine repeats them, and they are not among the items.
     """
 
     job: JobView
@@ -179,9 +181,11 @@ class DecodeRequest(msgspec.Struct):
     handle: KvHandle | None = None
     saved: int = 0
     trace: str = ""
+    known: bytes = b""
 
     def __post_init__(self) -> None:
         whole(self.prompt)
+        whole(self.known)
 
     @property
     def prompt_tokens(self) -> int:

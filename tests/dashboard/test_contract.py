@@ -94,7 +94,7 @@ def test_steps() -> None:
 
 def test_found_requests() -> None:
     columns = {column.name for column in SHOWN}
-    assert set(FoundRow.__struct_fields__) - {"timeline", "prediction", "asked", "max_tokens"} <= columns
+    assert set(FoundRow.__struct_fields__) - {"timeline", "prediction", "asked", "max_tokens", "losses"} <= columns
     row = {**plain(JobReport("job", "gateway-0", Phase.DECODE, 1.0, 10)), "caller": "ann"}
     assert msgspec.convert({"rows": [row], "more": True}, Found).rows[0].caller == "ann"
 

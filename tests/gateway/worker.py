@@ -67,6 +67,7 @@ class Worker:
     stubborn: bool = False
     fetching: "asyncio.Event | None" = None  # until then prefetches last
     stop_token: int | None = None
+    twist: int = 0  # its arithmetic is a little unlike that of others
     before_token: "Callable[[int], object] | None" = None
     prefills: list[PrefillRequest] = field(default_factory=list)
     decodes: list[DecodeRequest] = field(default_factory=list)
@@ -143,12 +144,15 @@ class Worker:
             raise self.refuse
         self.decodes.append(request)
         self.timeouts.append(call.timeout_s)
-        tokens = unpacked(request.prompt)
+        tokens, known = unpacked(request.prompt), unpacked(request.known)
         try:
             for count in range(request.job.max_tokens):
                 await self._wait(count)
                 started_s = started_s or time.time()
-                tokens.append(next_token(tokens))
+                if count < len(known):
+                    tokens.append(known[count])
+                    continue
+                tokens.append(next_token(tokens) + self.twist)
                 last = count + 1 == request.job.max_tokens
                 call.send(TokenStep([tokens[-1]], "length" if last else ""))
         except asyncio.CancelledError:

@@ -34,7 +34,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     id while it is computed, coded by `export_codec` already where that is lossy and a device has the KV; with
     `import_from` set, KV of the first `import_from.tokens` prompt tokens is pulled instead of computed.
     `first_token_only` makes the engine stop after one token, whatever the sampling parameters say:
-    it does not decode here. The engine calls on its own thread: `has_room` when it is the next, whether it may enter
+    it does not decode here. The output begins with `forced_tokens`, whatever the engine would have chosen, and goes on
+    as if it had chosen them. The engine calls on its own thread: `has_room` when it is the next, whether it may enter
     now, which from then on it may; `entered` whenever it leaves the line of those that wait.
     """
 
@@ -47,6 +48,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     export_to: str = ""
     export_codec: Codec = Codec.RAW
     import_from: KvHandle | None = None
+    forced_tokens: list[int] = []
     has_room: Callable[[], bool] = _always
     entered: Callable[[], None] = _nothing
 

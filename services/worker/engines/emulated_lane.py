@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from services.worker.engines.base import deliver
-from services.worker.engines.emulated_scheduler import EmulatedScheduler, Entry, token_at
+from services.worker.engines.emulated_scheduler import EmulatedScheduler, Entry
 from services.worker.engines.step_log import StepLog
 from shared.cost.step import Batch
 from shared.wire.messages import TokenStep
@@ -66,7 +66,7 @@ class EmulatedLane:
                 entry.use.computed(entry.computed)
             if entry.missing:
                 continue  # not done with its prompt
-            token = token_at(entry.tokens)
+            token = entry.token_at(entry.tokens)
             entry.tokens += 1
             entry.left -= 1
             if not entry.left:

@@ -61,7 +61,7 @@ def answer_tokens(request: EngineRequest) -> tuple[int, str]:
     A stop token ends an answer, as with a real engine, so that clients can ask for more than they get.
     """
     first, most, stops = len(request.prompt_token_ids), request.max_tokens, _stops(request)
-    for at in range(most if stops else 0):
+    for at in range(len(request.forced_tokens), most if stops else 0):
         if token_at(first + at) in stops:
             return at + 1, "stop"
     return most, "length"
@@ -94,6 +94,11 @@ class Entry:
     ready_s: float = 0.0  # monotonic time at which that is there
     use: CacheUse | None = None  # its part in the prefix cache, while it holds blocks
     counted: bool = False  # among `prompt_tokens`
+
+    def token_at(self, position: int) -> int:
+        """A token of its sequence after the prompt."""
+        at, forced = position - len(self.request.prompt_token_ids), self.request.forced_tokens
+        return forced[at] if at < len(forced) else token_at(position)
 
     @property
     def missing(self) -> int:
@@ -240,7 +245,7 @@ class EmulatedScheduler:
             return 0
         self._cache.shrink(self.free)
         request = entry.request
-        entry.use = CacheUse(self._cache, request.prompt_token_ids, request.generation.cache_salt, token_at)
+        entry.use = CacheUse(self._cache, request.prompt_token_ids, request.generation.cache_salt, entry.token_at)
         return entry.use.begin()
 
     def _leave_cache(self, entry: Entry) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from services.worker.engines.vllm_forced import ForcedTokens
+
 # How long a rank looks for its next step without sleeping. vLLM's second keeps a core per rank from those that compute,
 # while being woken takes a tenth of a millisecond.
 _SPIN_S = 0.002
@@ -25,6 +27,10 @@ class SeededCpuWorker(CPUWorker):  # type: ignore[misc]  # vLLM is untyped here
 
         with stand_ins() if self.scheduler_config.async_scheduling else nullcontext():
             super().init_device()
+        # `ForcedTokens` needs the number of a request's tokens, not which they are: a step need not wait for the last.
+        processors = self.model_config.logits_processors or ()
+        if all(one is ForcedTokens for one in processors):
+            self.model_runner.input_batch.logitsprocs_need_output_token_ids = False
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As vLLM, with those rows drawn from everybody's generator."""

@@ -9,6 +9,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.logprobs import encode_logprobs, encode_prompt_logprobs
+from services.worker.engines.vllm_forced import FORCED
 from shared.wire.messages import TokenStep
 
 
@@ -29,7 +30,10 @@ class CoreRequests:
         if request.first_token_only:
             params.min_tokens = 0
         extra = dict(params.extra_args or {})
-        extra.pop("kv_transfer_params", None)  # only we may set them
+        for ours in ("kv_transfer_params", FORCED):  # only we may set them
+            extra.pop(ours, None)
+        if request.forced_tokens:
+            extra[FORCED] = request.forced_tokens
         if request.export_to:
             extra["kv_transfer_params"] = {
                 "export": {"transfer_id": request.export_to, "codec": request.export_codec.value}
@@ -60,6 +64,9 @@ class CoreRequests:
             raise ValueError(f"a prompt of {len(prompt)} tokens; it must have 1 to {model.max_model_len - 1}")
         if not 0 <= min(prompt) <= max(prompt) < model.get_vocab_size():
             raise ValueError(f"token ids are 0 to {model.get_vocab_size() - 1}")
+        forced = request.forced_tokens
+        if forced and not 0 <= min(forced) <= max(forced) < model.get_vocab_size():
+            raise ValueError(f"forced token ids must be 0 to {model.get_vocab_size() - 1}")
         params.verify(model, None, None, None)
         generation = request.generation
         if generation.reasoning and generation.reasoning_ended is not True and not self._parses_reasoning:

@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from services.worker.engines.base import EngineInfo
+from services.worker.engines.vllm_forced import force_known_tokens
 from services.worker.fingerprint import fingerprint
 from services.worker.kv.codec_speed import codec_speeds
 from services.worker.kv.vllm.layers import stages_of
@@ -54,6 +55,7 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
     config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if arguments["async_scheduling"] and current_platform.is_cpu():
         overlap_on_cpu(config)
+    force_known_tokens(config)
     return config
 
 

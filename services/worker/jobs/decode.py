@@ -14,6 +14,7 @@ from services.worker.kv.port import ExpectedImport, KvPort
 from shared.domain.instance import Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
+from shared.errors import EngineFailed
 from shared.policy.lengths import is_heavy
 from shared.wire.messages import DecodeReply, DecodeRequest, Predicted, PrefetchRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
@@ -29,6 +30,24 @@ class _Decode:
     imported: ExpectedImport | None
     started: bool = False
     told: bool = False  # how its KV came here
+
+
+class _KnownTokens:
+    """The beginning of an answer, which its client has: the engine gives it again, and it is not sent again."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._left = tokens
+
+    def without(self, step: TokenStep) -> TokenStep:
+        """What of the step is new. Raises EngineFailed where the engine gave other tokens than the known ones."""
+        if not self._left:
+            return step
+        count = min(len(self._left), len(step.tokens))
+        if step.tokens[:count] != self._left[:count]:
+            raise EngineFailed("the engine did not repeat the tokens that the client has; the answer cannot go on")
+        self._left = self._left[count:]
+        # Log probabilities come one row a step and token; a step that straddles the seam has one token in practice.
+        return TokenStep(step.tokens[count:], step.finish_reason, step.stop_reason)
 
 
 class DecodeService:
@@ -137,6 +156,7 @@ class DecodeService:
 
     async def _run(self, request_id: str, job: _Decode, call: ServerCall) -> DecodeReply:
         request = job.request
+        known = _KnownTokens(unpacked(request.known))
         ended: asyncio.Future[TokenStep] = asyncio.get_running_loop().create_future()
         queued_s = time.time()
         started_s = 0.0
@@ -147,9 +167,17 @@ class DecodeService:
             job.uncomputed = 0
             job.started = True
             job.context_tokens += len(output.tokens)
+            if ended.done():
+                return
             if output.finish_reason not in FAILED:
-                call.send(output)
-            if output.finish_reason and not ended.done():
+                try:
+                    new = known.without(output)
+                except EngineFailed as error:
+                    ended.set_exception(error)
+                    return
+                if new is output or new.tokens or new.finish_reason:
+                    call.send(new)
+            if output.finish_reason:
                 ended.set_result(output)
 
         self._engine.submit(_engine_request(request_id, request), step)
@@ -188,4 +216,5 @@ def _engine_request(request_id: str, request: DecodeRequest) -> EngineRequest:
         generation=generation,
         max_tokens=request.job.max_tokens,
         import_from=handle,
+        forced_tokens=unpacked(request.known),
     )

@@ -178,3 +178,16 @@ async def test_a_flood_of_one_kind_pushes_out_no_other_and_memory_is_bounded(
 async def test_bad_questions_are_a_400(cluster: Cluster) -> None:
     for query in ("limit=0", "since=-1", "since=nan", "kind=gossip"):
         assert (await request(cluster.transport, "GET", f"/events?{query}")).status_code == 400, query
+
+
+async def test_a_request_that_was_refused_for_its_losses_is_an_event_once(cluster: Cluster) -> None:
+    losses = [{"position": 3, "instance_id": "d0"}, {"position": 3, "instance_id": "d1"}]
+    ended = {"job_id": "r1", "slo": "chat", "ended_s": 10.0, "phase": "failed", "code": "instances_lost"}
+    for _ in range(2):  # a delivery whose answer was lost comes again
+        body = {"revision": 0, "outcomes": [{**ended, "losses": losses}]}
+        answer = await request(cluster.transport, "POST", "/schedulers/s0/news", body)
+        assert answer.status_code == 200
+    (event,) = await cluster.client.events(kind="request_refused")
+    assert event["job_id"] == "r1"
+    assert event["text"].count("at output token 3") == 2
+    assert all(name in event["text"] for name in ("d0", "d1"))

@@ -3,8 +3,9 @@
 import pytest
 
 from services.global_scheduler.outcomes import outcome_of
-from shared.domain.job import Phase, Slo
+from shared.domain.job import Loss, Phase, Slo
 from shared.domain.kv import TransferOutcome, TransferReport
+from shared.errors import EngineFailed, InstancesLost
 from shared.timeline import RequestTimeline, Span, SpanRecord
 from shared.wire.messages import JobReport
 
@@ -41,3 +42,14 @@ def test_faults_of_transfers_are_told_by_their_codes() -> None:
     assert (told["transfers"], told["transfers_failed"]) == (4, 3)
     assert told["transfer_bytes"] == 500
     assert told["transfer_faults"] == {"unreachable": 2, "unknown": 1}
+
+
+def test_the_losses_of_a_request_that_was_refused_for_them_are_told() -> None:
+    losses = [Loss(3, "d0", 1), Loss(3, "d1", 1)]
+    refused = JobReport("j", "g", Phase.FAILED, 10.0, 100, outcome=InstancesLost.code, losses=losses)
+    assert outcome_of(refused, Slo("chat"), 21.0)["losses"] == [
+        {"position": 3, "instance_id": "d0"},
+        {"position": 3, "instance_id": "d1"},
+    ]
+    failed = JobReport("j", "g", Phase.FAILED, 10.0, 100, outcome=EngineFailed.code, losses=losses)
+    assert "losses" not in outcome_of(failed, Slo("chat"), 21.0)

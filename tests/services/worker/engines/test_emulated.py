@@ -267,3 +267,10 @@ async def test_log_probabilities_are_refused_with_the_reason(wish: dict[str, Any
         assert isinstance(error, InvalidRequest)
         assert "an emulated engine has no model and no log probabilities" in error.message
         assert running.stats().waiting == 0
+
+
+async def test_an_answer_begins_with_its_forced_tokens() -> None:
+    async with engine() as running:
+        forced = msgspec.structs.replace(request("again", 10, 6), forced_tokens=[7, 8, 9])
+        tokens = await finish(running, forced)
+        assert tokens["again"] == [7, 8, 9, *(token_at(at) for at in (13, 14, 15))]

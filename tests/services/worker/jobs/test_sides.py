@@ -3,11 +3,13 @@
 import asyncio
 from typing import cast
 
+import msgspec
 import pytest
 
 from services.worker.engines.base import deliver
 from shared.domain.instance import Role
 from shared.domain.kv import Codec, TransferOutcome
+from shared.domain.prompt import packed
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError, Unavailable, WrongRole
 from shared.wire.messages import PrefetchRequest, PrefillRequest, PrefillStarted, TokenStep
 from shared.wire.rpc_server import ServerCall
@@ -111,6 +113,27 @@ async def test_a_decode_streams_steps_and_reports_the_transfer() -> None:
     reply = await task
     assert side.call.items == [TokenStep([1]), TokenStep([2], "stop", 7)]
     assert reply.transfer.outcome is TransferOutcome.PULLED
+
+
+async def test_the_tokens_that_a_client_has_are_forced_and_not_sent_again() -> None:
+    side = Side(Role.DECODE)
+    task = await side.decode(msgspec.structs.replace(decode_request(), known=packed([4, 5, 6])))
+    assert side.engine.requests[0].forced_tokens == [4, 5, 6]
+    for step in (TokenStep([4]), TokenStep([5]), TokenStep([6, 7]), TokenStep([8], "stop", 8)):
+        side.engine.step(step)
+    await task
+    assert side.call.items == [TokenStep([7]), TokenStep([8], "stop", 8)]
+
+
+async def test_an_engine_that_does_not_repeat_them_fails_the_attempt() -> None:
+    side = Side(Role.DECODE)
+    task = await side.decode(msgspec.structs.replace(decode_request(), known=packed([4, 5])))
+    for step in (TokenStep([4]), TokenStep([9]), TokenStep([5])):
+        side.engine.step(step)
+    with pytest.raises(EngineFailed, match="did not repeat"):
+        await task
+    assert side.call.items == []
+    assert len(side.engine.aborted) == 1
 
 
 async def test_a_local_decode_says_so() -> None:
