@@ -93,10 +93,10 @@ async def _by_turns(
         await migrated(settings.database_url)
         tasks.start("lease", lease.run())
         while True:
-            await lease.gained()
-            async with AsyncExitStack() as turn:
-                turns.state = await _act(turn, settings, turns, ends, lease, file)
-                await lease.lost()
+            turn = await lease.gained()
+            async with AsyncExitStack() as parts:
+                turns.state = await _act(parts, settings, turns, ends, turn, file)
+                await lease.lost(turn.epoch)
                 turns.state = None
 
     tasks = await stack.enter_async_context(background())
