@@ -87,6 +87,7 @@ async def _by_turns(
     store = LeaseStore(settings.database_url, NAME, settings.lease_s / 3)
     stack.push_async_callback(store.close)
     lease = turns.lease = Lease(store, settings.monitor_id, settings.url, settings.lease_s)
+    ends.on_epoch = lease.heard
     stack.push_async_callback(lease.give_back)
 
     async def take_turns() -> None:

@@ -114,6 +114,7 @@ class Telemetry:
             self._policies.revision,
             self._policies.trouble,
             self._rates.chunk.tokens,
+            self._roles.epoch,
         )
         if now_mono - self._told_mono < SAME_S and _alike(beat, self._told):
             return

@@ -11,7 +11,7 @@ from sqlalchemy.exc import OperationalError
 
 from services.cluster_monitor.lease import NAME, Lease
 from shared.errors import Standby
-from shared.store.lease import Held, LeaseStore
+from shared.store.lease import MAX_EPOCH, Held, LeaseStore
 from tests.services.control_plane import sqlite, until
 
 LENGTH_S = 0.6
@@ -148,3 +148,24 @@ async def test_the_holder_has_it_again_when_the_database_was_removed_and_made_ag
         row = await until(seen.read, "the row is there again", timeout_s=20)
         assert row.epoch >= epoch
         await seen.close()
+
+
+async def test_a_holder_takes_the_lease_again_above_an_epoch_that_the_cluster_has_obeyed(tmp_path: Path) -> None:
+    """The row was lost and the clock set back: instances would refuse the only monitor."""
+    async with monitors(tmp_path, "a") as (only,):
+        first = await asyncio.wait_for(only.lease.gained(), 20)
+        later = first.epoch + 3_600_000
+        only.lease.heard(later)
+        only.lease.heard(MAX_EPOCH + 1)  # no monitor's
+        await asyncio.wait_for(only.lease.lost(first.epoch), 20)
+        second = await asyncio.wait_for(only.lease.gained(), 20)
+        assert second.epoch == later + 1
+        second.check()
+        with pytest.raises(Standby, match="a has begun another turn"):
+            first.check()
+
+
+async def test_a_standby_takes_the_lease_above_an_epoch_that_the_cluster_has_obeyed(tmp_path: Path) -> None:
+    async with monitors(tmp_path, "a") as (only,):
+        only.lease.heard(2**50)
+        assert (await asyncio.wait_for(only.lease.gained(), 20)).epoch == 2**50 + 1

@@ -45,7 +45,7 @@ class Worker:
         self.clock, self.monitor, self.beats = clock, Monitor(), list[Heartbeat]()
         self.stats = EngineStats(free_blocks=10, total_blocks=10)
         self.news: Rates | None = None
-        self.roles = SimpleNamespace(role=Role.DECODE, draining=False, inflight=0)
+        self.roles = SimpleNamespace(role=Role.DECODE, draining=False, inflight=0, epoch=0)
         parts: dict[str, Any] = {
             "engine": SimpleNamespace(stats=lambda: self.stats, steps=SimpleNamespace(prefill_share=0.0)),
             "kv": SimpleNamespace(staged_bytes=0),
@@ -85,7 +85,7 @@ def test_an_idle_instance_says_that_it_lives_often_enough_and_no_oftener(worker:
     assert max(gaps) < 0.8 / 2  # the monitor's patience: one may be lost
 
 
-@pytest.mark.parametrize("what", ["load", "role", "draining", "rates"])
+@pytest.mark.parametrize("what", ["load", "role", "draining", "rates", "epoch"])
 def test_news_are_told_with_the_next_beat(worker: Worker, what: str) -> None:
     worker.beat_for(0.1)
     match what:
@@ -95,6 +95,8 @@ def test_news_are_told_with_the_next_beat(worker: Worker, what: str) -> None:
             worker.roles.role = Role.PREFILL
         case "draining":
             worker.roles.draining = True
+        case "epoch":
+            worker.roles.epoch = 5
         case "rates":
             worker.news = Rates(weight=2.0)
     assert worker.beat_for(0.1) == 1
