@@ -87,16 +87,17 @@ async def _by_turns(
     store = LeaseStore(settings.database_url, NAME, settings.lease_s / 3)
     stack.push_async_callback(store.close)
     lease = turns.lease = Lease(store, settings.monitor_id, settings.url, settings.lease_s)
+    ends.on_epoch = lease.heard
     stack.push_async_callback(lease.give_back)
 
     async def take_turns() -> None:
         await migrated(settings.database_url)
         tasks.start("lease", lease.run())
         while True:
-            await lease.gained()
-            async with AsyncExitStack() as turn:
-                turns.state = await _act(turn, settings, turns, ends, lease, file)
-                await lease.lost()
+            turn = await lease.gained()
+            async with AsyncExitStack() as parts:
+                turns.state = await _act(parts, settings, turns, ends, turn, file)
+                await lease.lost(turn.epoch)
                 turns.state = None
 
     tasks = await stack.enter_async_context(background())

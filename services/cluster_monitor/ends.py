@@ -1,6 +1,6 @@
 """The monitor's bound sockets: they are there while it stands by, too, so that the others need not connect first."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 
 from services.cluster_monitor.heartbeats import Heartbeats
@@ -23,6 +23,7 @@ class Ends:
         self.publisher = ClusterPublisher(self.sockets, settings.broadcast_address)
         stack.callback(self.publisher.close)
         self._beats: Heartbeats | None = None
+        self.on_epoch: Callable[[int], None] = lambda _: None  # of each heartbeat, also while the monitor is a standby
         self.subscriber = Subscriber(self.sockets, settings.heartbeat_address, Heartbeat, self._take, GATHER_S)
         stack.callback(self.subscriber.close)
 
@@ -36,5 +37,6 @@ class Ends:
             self._beats = None
 
     def _take(self, beat: Heartbeat) -> None:
+        self.on_epoch(beat.epoch)
         if self._beats is not None:
             self._beats.take(beat)

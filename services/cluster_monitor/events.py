@@ -139,7 +139,7 @@ class Events:
         self.note(EventKind.REQUEST_REFUSED, text[:2048], last, job_id=job_id, event_id=event_id)
 
     def refused(self, instance_id: str, role: str, why: str) -> None:
-        """A registration was refused. Workers try ten times a second: the same words are kept once a while."""
+        """A registration was refused. Instances try again and again: the same words are kept once a while."""
         now, said = time.monotonic(), (EventKind.REGISTRATION_REFUSED.value, instance_id, why)
         if now - self._said.get(said, -_SAME_S) < _SAME_S:
             return

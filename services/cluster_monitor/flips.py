@@ -130,8 +130,10 @@ class Operations:
         try:
             async with asyncio.timeout(asked.left_s()):
                 await run(record, entry)
+            self._turn.check()  # another monitor may act by now, and may have undone it
         except TimeoutError:
-            failure = DeadlineExceeded(f"{entry.kind} of {record.instance_id}: not done by its deadline")
+            late = DeadlineExceeded(f"{entry.kind} of {record.instance_id}: not done by its deadline")
+            failure = self._unless_over(record, entry, late)
             raise failure from None
         except PolyphaseError as error:
             failure = self._unless_over(record, entry, error)

@@ -5,6 +5,7 @@ A monitor that is alone acts always. See `shared.store.lease` for why no two act
 
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from shared.errors import Standby
 from shared.runtime.logs import get_log
-from shared.store.lease import Held, LeaseStore
+from shared.store.lease import MAX_EPOCH, Held, LeaseStore
 from shared.store.write_behind import Fence
 
 log = get_log(__name__)
@@ -22,47 +23,72 @@ _MARGIN = 0.1  # of its length, by which a holder stops before another one may b
 
 
 class Turn(Protocol):
-    """Whether this monitor may act, right now; asked before each act."""
+    """The time during which this monitor acts. `check` precedes each act, and follows it before success is reported."""
 
     @property
     def epoch(self) -> int:
-        """Which turn it is, of all monitors; 0 for one that is alone."""
+        """Which turn it is, of all monitors; 0 for a monitor without a lease."""
 
     def check(self) -> None:
-        """Raises Standby."""
+        """Raises Standby once the turn is over, or where it may be."""
 
     def fence(self) -> Fence | None:
         """For what is written to the database during this turn."""
 
 
 class Alone:
-    """There is no other one."""
+    """The turn of a single monitor, which has no lease: it does not end."""
 
     epoch = 0
 
     def check(self) -> None:
-        """It may."""
+        """It may act."""
 
     def fence(self) -> None:
         """It needs none."""
 
 
+class LeaseTurn:
+    """One turn of a lease's holder. It does not begin again, even where the same monitor takes the lease once more."""
+
+    def __init__(self, lease: "Lease", epoch: int) -> None:
+        self._lease = lease
+        self.epoch = epoch
+
+    def check(self) -> None:
+        """Raises Standby, naming the monitor that acts."""
+        self._lease.check()
+        if self._lease.epoch != self.epoch:
+            raise Standby(f"{self._lease.holder} has begun another turn meanwhile")
+
+    def fence(self) -> Fence:
+        """Lets write while it is still this turn."""
+        return self._lease.fence(self.epoch)
+
+
 class Lease:
     """Keeps or waits for the lease while `run` runs.
 
-    A holder that could not renew it in time does nothing from then on, and goes on once it could after all: nobody else
-    had it meanwhile. Where somebody has, its turn is over.
+    A holder that could not renew it in time does nothing from then on, and goes on once it could after all: no other
+    monitor had it meanwhile. Where one has, its turn is over.
+
+    A holder that receives a higher epoch than its own (`heard`) ends its turn and takes the lease again with an epoch
+    above it: instances obey no lower one. That happens where the database was lost and the clock set back.
     """
 
-    def __init__(self, store: LeaseStore, holder: str, url: str, length_s: float) -> None:
+    def __init__(
+        self, store: LeaseStore, holder: str, url: str, length_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._store = store
-        self._holder, self._url, self._length_s = holder, url, length_s
-        self._mine: Held | None = None
+        self.holder, self._url, self._length_s = holder, url, length_s
+        self._clock = clock
+        self._mine: Held | None = None  # with the number of the latest attempt, whatever became of it
         self._until_mono = 0.0  # it is surely ours
         self._seen: Held | None = None
         self._seen_mono: float | None = None  # since when it has been as it is
+        self._heard_epoch = 0
         self._trouble = ""
-        self._ours, self._others = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()  # set for a moment whenever a turn begins or ends
 
     @property
     def epoch(self) -> int:
@@ -72,21 +98,26 @@ class Lease:
     @property
     def acting(self) -> bool:
         """Whether the lease is ours at this moment."""
-        return self._mine is not None and time.monotonic() < self._until_mono
+        return self._mine is not None and self._clock() < self._until_mono
 
     def check(self) -> None:
-        """Raises Standby, naming who acts."""
+        """Raises Standby, naming the monitor that acts."""
         if not self.acting:
-            raise Standby(f"{self._holder} does not act: {self.describe()}")
+            raise Standby(f"{self.holder} does not act: {self.describe()}")
 
-    def fence(self) -> Fence:
-        """Lets write while it is still this turn."""
-        return partial(self._store.allows, epoch=self.epoch)
+    def fence(self, epoch: int) -> Fence:
+        """Lets write while it is still the turn of that epoch."""
+        return partial(self._store.allows, epoch=epoch)
+
+    def heard(self, epoch: int) -> None:
+        """A process of the cluster obeys a monitor of that epoch; above `MAX_EPOCH` none can be."""
+        if self._heard_epoch < epoch <= MAX_EPOCH:
+            self._heard_epoch = epoch
 
     def describe(self) -> str:
         """Who acts, as far as known."""
         if self.acting:
-            return f"{self._holder} at {self._url} acts"
+            return f"{self.holder} at {self._url} acts"
         if self._mine is not None:
             return f"it could not renew its lease in time{f': {self._trouble}' if self._trouble else ''}"
         if self._trouble:
@@ -95,19 +126,22 @@ class Lease:
             return "nobody acts yet"
         return f"{self._seen.holder} at {self._seen.url} acts, as far as it has seen"
 
-    async def gained(self) -> None:
-        """Wait for our turn."""
-        await self._ours.wait()
+    async def gained(self) -> LeaseTurn:
+        """Wait for our turn; the present one, if there is one."""
+        while self._mine is None:
+            await self._changed.wait()
+        return LeaseTurn(self, self._mine.epoch)
 
-    async def lost(self) -> None:
-        """Wait for its end."""
-        await self._others.wait()
+    async def lost(self, epoch: int) -> None:
+        """Wait for the end of the turn of that epoch."""
+        while self.epoch == epoch:
+            await self._changed.wait()
 
     async def run(self) -> None:
         """Until cancelled."""
         period_s = self._length_s / RENEWALS
         while True:
-            began = time.monotonic()
+            began = self._clock()
             try:
                 await (self._wait(began) if self._mine is None else self._keep(self._mine, began))
                 self._trouble = ""
@@ -117,51 +151,86 @@ class Lease:
                     log.warning("the lease's database does not answer", acting=self.acting, error=text)
                 self._trouble = text
             wait_s = period_s if self._mine is not None else period_s / 2
-            await asyncio.sleep(max(wait_s / 4, began + wait_s - time.monotonic()))
+            await asyncio.sleep(max(wait_s / 4, began + wait_s - self._clock()))
 
     async def give_back(self) -> None:
         """Let another one take over at once; to be called when nothing is done any more."""
         if self._mine is None:
             return
         mine, self._mine = self._mine, None
+        self._announce()
         try:
             await self._store.give_back(mine)
         except (SQLAlchemyError, OSError, TimeoutError) as error:
             log.warning("the lease was not given back", error=f"{type(error).__name__}: {error}"[:200])
 
     async def _keep(self, mine: Held, began: float) -> None:
-        renewed = await self._store.renew(mine)
-        if renewed is None:
-            row = await self._store.read()
-            if row is None and await self._store.put_back(mine):  # the database was removed, and made again
-                renewed = mine
-            elif row is None or row.epoch != mine.epoch:
-                self._lose(row)
-                return
-        if renewed is not None:
-            self._hold(renewed, began)
+        if self._heard_epoch > mine.epoch:
+            await self._raise_epoch(mine)
+            return
+        renewal = self._attempt(mine)
+        if await self._store.renew(renewal):
+            self._hold(renewal, began)
+            return
+        row = await self._store.read()
+        if row is None:  # the database was removed
+            await self._put_back(renewal)
+        elif row.epoch != mine.epoch:
+            self._lose(row)
+
+    def _attempt(self, before: Held) -> Held:
+        """The next attempt; the number counts whatever becomes of the attempt, so that none is used twice."""
+        self._mine = before.next_attempt()
+        return self._mine
+
+    async def _put_back(self, before: Held) -> None:
+        """Only where it is still ours: afterwards another monitor may have held a row that is lost by now, too."""
+        began = self._clock()
+        if self.acting and await self._store.put_back(row := self._attempt(before)) and self.acting:
+            self._hold(row, began)
+        elif not self.acting:
+            self._lose(None)
+
+    async def _raise_epoch(self, mine: Held) -> None:
+        """End this turn and begin one with a higher epoch than any that was received; another may take it instead."""
+        log.error(
+            "the cluster has obeyed a later monitor than this one; its turn begins anew with a higher epoch",
+            epoch=mine.epoch,
+            received=self._heard_epoch,
+        )
+        row, began = await self._store.read(), self._clock()
+        if row is None:
+            await self._put_back(mine)
+        elif row.epoch != mine.epoch:
+            self._lose(row)
+        else:
+            await self._take(row, began)
 
     async def _wait(self, began: float) -> None:
         row = await self._store.read()
         if self._seen_mono is None or row != self._seen:
-            self._seen, self._seen_mono = row, time.monotonic()
+            self._seen, self._seen_mono = row, self._clock()
         length_s = self._length_s if row is None else row.length_s
         if began - self._seen_mono < length_s and (row is None or row.holder):
             return
-        asked = time.monotonic()
-        taken = await self._store.take(row, self._holder, self._url, self._length_s)
+        await self._take(row, self._clock())
+
+    async def _take(self, row: Held | None, asked_mono: float) -> None:
+        taken = await self._store.take(row, self.holder, self._url, self._length_s, self._heard_epoch)
         if taken is None:
             return
-        self._hold(taken, asked)
+        self._hold(taken, asked_mono)
         log.warning("this monitor acts from now on", epoch=taken.epoch, before=row.holder if row is not None else "")
-        self._others.clear()
-        self._ours.set()
+        self._announce()
 
     def _hold(self, mine: Held, asked_mono: float) -> None:
         self._mine, self._until_mono = mine, asked_mono + self._length_s * (1 - _MARGIN)
 
     def _lose(self, row: Held | None) -> None:
         log.error("another monitor acts by now; this one stands by", other=row.holder if row is not None else "")
-        self._mine, self._seen, self._seen_mono = None, row, time.monotonic()
-        self._ours.clear()
-        self._others.set()
+        self._mine, self._seen, self._seen_mono = None, row, self._clock()
+        self._announce()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed.clear()

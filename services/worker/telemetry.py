@@ -1,5 +1,6 @@
 """What an instance tells the monitor: who it is, once and whenever the monitor forgot; how busy it is."""
 
+import random
 import time
 
 import msgspec
@@ -13,7 +14,7 @@ from services.worker.live_rates import LiveRates
 from services.worker.policies import FollowedPolicies
 from shared.domain.instance import InstanceInfo, InstanceLoad
 from shared.domain.policies import PolicySet
-from shared.errors import Incompatible, PolyphaseError, WireVersionMismatch
+from shared.errors import Conflict, Incompatible, PolyphaseError, WireVersionMismatch
 from shared.runtime.logs import get_log
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
@@ -22,6 +23,8 @@ from shared.wire.messages import Heartbeat
 log = get_log(__name__)
 HEARTBEAT_S = 0.1
 SAME_S = 0.25  # so often the same is told again: the monitor takes who says nothing for 0.8 s for unresponsive
+TRY_S, TRY_MAX_S = 0.1, 10.0  # between two attempts to register: at first and, doubled with each refusal, at most
+UNREACHED_MAX_S = 1.0  # at most, where no monitor acts: the cluster waits for this instance when one does again
 UNHEARD_S = 5.0  # so long without a word of the monitor, and it is asked: it says something every two seconds
 
 
@@ -58,6 +61,9 @@ class Telemetry:
         self._told_mono = 0.0
         self.refused = ""
         self._trouble = ""
+        self._failures = 0  # attempts to register since the last one that succeeded, or since something changed
+        self._attempted = roles.role  # what the last attempt said
+        self._next_mono = 0.0  # when the next attempt is due
 
     @property
     def info(self) -> InstanceInfo:
@@ -114,6 +120,7 @@ class Telemetry:
             self._policies.revision,
             self._policies.trouble,
             self._rates.chunk.tokens,
+            self._roles.epoch,
         )
         if now_mono - self._told_mono < SAME_S and _alike(beat, self._told):
             return
@@ -127,26 +134,45 @@ class Telemetry:
     def stranger(self, generation: int) -> None:
         """The monitor does not know the process of this instance that has that generation."""
         self._heard_mono = time.monotonic()
-        if generation == self._info.generation:
+        if generation == self._info.generation and self._known:
             self._known = False
+            self._failures, self._next_mono = 0, 0.0
 
     async def keep_registered(self) -> None:
-        """Register unless the monitor knows us, or if it has been silent. A refusal is kept and tried again."""
+        """Register unless the monitor knows us, or if it has been silent.
+
+        After a failure the next attempt waits: `TRY_S`, doubled with each failure up to `TRY_MAX_S`, and then drawn
+        from the upper half of that, so that instances which failed together do not return together. With another role
+        than it was refused in, and when a monitor does not know it any more, an instance attempts at once.
+        """
         now_mono = time.monotonic()
         if self._leaving or (self._known and now_mono - self._heard_mono < UNHEARD_S):
             return
+        role = self._roles.role
+        if role is not self._attempted:
+            self._attempted, self._failures = role, 0
+        elif now_mono < self._next_mono:
+            return
         try:
-            await self._monitor.register(self.info, self._roles.role)
-            self._known, self._heard_mono = True, now_mono
-            self.refused = self._trouble = ""
-        except (Incompatible, WireVersionMismatch) as error:
-            if self.refused != error.message:
-                log.error("the cluster refuses this instance", reason=error.message)
-            self.refused = error.message
+            await self._monitor.register(self.info, role)
         except PolyphaseError as error:
-            if self._trouble != error.message:  # ten tries a second, one line
+            self._failed(error)
+        else:
+            self._known, self._heard_mono = True, now_mono
+            self._failures, self._next_mono = 0, 0.0
+            self.refused = self._trouble = ""
+
+    def _failed(self, error: PolyphaseError) -> None:
+        refused = isinstance(error, Incompatible | Conflict | WireVersionMismatch)
+        if error.message != (self.refused if refused else self._trouble):  # one line, however often
+            if refused:
+                log.error("the cluster refuses this instance", reason=error.message)
+            else:
                 log.warning("registration failed; trying on", reason=error.message)
-            self._trouble = error.message
+        self.refused, self._trouble = (error.message, "") if refused else (self.refused, error.message)
+        wait_s = min(TRY_MAX_S if refused else UNREACHED_MAX_S, TRY_S * 2.0 ** min(self._failures, 16))
+        self._failures += 1
+        self._next_mono = time.monotonic() + random.uniform(wait_s / 2, wait_s)
 
 
 def _alike(beat: Heartbeat, told: Heartbeat | None) -> bool:

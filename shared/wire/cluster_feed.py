@@ -90,8 +90,9 @@ class ClusterFeed:
 
     on_policies hears of them as often as they are published. on_stranger(generation): the monitor does not know the
     process of `instance_id` that has this generation. Of several monitors one speaks at a time; one of an older epoch
-    than was heard of is not listened to any more, but for epoch 0, that of a monitor which is alone. on_epoch(epoch):
-    another one speaks from now on; where it raises Conflict, that one is not listened to either.
+    than was heard of is not listened to any more. A single monitor without a lease, of epoch 0, is always
+    listened to, and admits no older one again. on_epoch(epoch): another one speaks from now on; where it raises
+    Conflict, that one is not listened to either.
     """
 
     def __init__(
@@ -122,7 +123,8 @@ class ClusterFeed:
             self._topics[_STRANGER + instance_id.encode()] = _typed(int, on_stranger)
         self._deltas = msgspec.msgpack.Decoder(ClusterDelta)
         self._on_epoch = on_epoch
-        self._epoch = 0
+        self._epoch = 0  # the highest that was received
+        self._speaker = 0  # the epoch of the monitor that spoke last
         self._newcomer = False  # another monitor speaks, and has not told all of it yet
         addresses = several(address)
         self._sockets = [sockets.unconnected(zmq.SUB) for _ in addresses]
@@ -186,7 +188,7 @@ class ClusterFeed:
 
     def _speaks(self, epoch: int) -> bool:
         """Whether the monitor of that epoch is to be listened to."""
-        if epoch != self._epoch:
+        if epoch != self._speaker:
             if 0 < epoch < self._epoch:
                 return False
             try:
@@ -194,8 +196,8 @@ class ClusterFeed:
                     self._on_epoch(epoch)
             except Conflict:  # a later one is known by another way
                 return False
-            self._newcomer = self._newcomer or self._epoch != 0
-            self._epoch = epoch
+            self._newcomer = self._newcomer or self._speaker != 0
+            self._speaker, self._epoch = epoch, max(self._epoch, epoch)
         return True
 
     def _change(self, body: memoryview) -> None:

@@ -263,7 +263,7 @@ class Heartbeat(msgspec.Struct, array_like=True):
     only when they have changed, and every few seconds.
 
     policies_revision: of the policies that its engine goes by; policies_trouble: why not by newer ones. chunk_size: the
-    tokens of its steps at the moment; 0 says nothing.
+    tokens of its steps at the moment; 0 says nothing. epoch: the highest of a monitor that it has obeyed.
     """
 
     instance_id: str
@@ -275,3 +275,4 @@ class Heartbeat(msgspec.Struct, array_like=True):
     policies_revision: int = 0
     policies_trouble: str = ""
     chunk_size: int = 0
+    epoch: int = 0

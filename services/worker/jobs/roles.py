@@ -22,7 +22,7 @@ class RoleState:
         self._inflight = 0
         self._settled = asyncio.Event()  # nothing is left, or the drain was called off
         self.flips = 0
-        self._epoch = 0  # of the monitor that is obeyed
+        self.epoch = 0  # of the monitor that is obeyed; it never falls
 
     @property
     def inflight(self) -> int:
@@ -45,10 +45,16 @@ class RoleState:
                 self._settled.set()
 
     def obey(self, epoch: int) -> None:
-        """A monitor of that epoch speaks. Raises Conflict when a later one has spoken; 0: one that is alone."""
-        if 0 < epoch < self._epoch:
-            raise Conflict("another monitor has taken over from the one that asks; this instance does as that one says")
-        self._epoch = epoch
+        """Obey a monitor of that epoch. Raises Conflict when a later one has been obeyed.
+
+        A single monitor without a lease has epoch 0. It is obeyed, since it may have replaced several monitors, and
+        leaves the epoch as it is: a monitor that was fenced off stays so.
+        """
+        if 0 < epoch < self.epoch:
+            raise Conflict(
+                f"another monitor has taken over from the one of epoch {epoch}; this instance obeys epoch {self.epoch}"
+            )
+        self.epoch = max(self.epoch, epoch)
 
     async def drain(self, timeout_s: float) -> DrainReply:
         """Take no new jobs and wait for the accepted ones, `timeout_s` at most, or until somebody resumes.

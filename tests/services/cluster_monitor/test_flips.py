@@ -1,10 +1,11 @@
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from services.cluster_monitor.audit import Asked
 from shared.domain.instance import InstanceState, Role
-from shared.errors import Conflict, DeadlineExceeded, EngineFailed, NotFound, PolyphaseError
+from shared.errors import Conflict, DeadlineExceeded, EngineFailed, NotFound, OutcomeUnknown, PolyphaseError, Standby
 from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster, Start
 from tests.services.control_plane import until
@@ -156,3 +157,29 @@ async def test_only_known_and_living_instances(cluster: Cluster) -> None:
     await cluster.client.register(make_info("p0", free_address()), Role.PREFILL)
     with pytest.raises(Conflict, match="p0 is starting"):
         await cluster.client.drain("p0", timeout_s=1)
+
+
+@pytest.mark.parametrize("kind", ["drain", "flip", "resume"])
+async def test_a_monitor_whose_turn_ended_meanwhile_reports_no_success(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its last step was carried out, and its answer was read when another monitor acted already."""
+    worker, *_ = await cluster.workers(p0=Role.PREFILL, p1=Role.PREFILL, d0=Role.DECODE)
+
+    def check() -> None:
+        if (kind if kind == "drain" else "resume") in worker.calls:
+            raise Standby("m0 does not act: m1 at http://m1 acts")
+
+    monkeypatch.setattr(cluster.state.operations, "_turn", SimpleNamespace(epoch=0, check=check))
+    asked, operations = Asked("test"), cluster.state.operations
+    match kind:
+        case "drain":
+            done = operations.drain("p0", asked, force=False, timeout_s=1.0)
+        case "flip":
+            done = operations.flip("p0", asked, force=False, drain_timeout_s=1.0)
+        case _:
+            done = operations.resume("p0", asked)
+    with pytest.raises(OutcomeUnknown, match="is unknown: m0 does not act: m1") as unknown:
+        await done
+    assert unknown.value.operation_id == asked.operation_id
+    assert operations.describe(asked.operation_id)["result"] == "unknown"

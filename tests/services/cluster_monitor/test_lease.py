@@ -11,7 +11,7 @@ from sqlalchemy.exc import OperationalError
 
 from services.cluster_monitor.lease import NAME, Lease
 from shared.errors import Standby
-from shared.store.lease import Held, LeaseStore
+from shared.store.lease import MAX_EPOCH, Held, LeaseStore
 from tests.services.control_plane import sqlite, until
 
 LENGTH_S = 0.6
@@ -26,7 +26,7 @@ class Frail(LeaseStore):
         self._check()
         return await super().read()
 
-    async def renew(self, mine: Held) -> Held | None:
+    async def renew(self, mine: Held) -> bool:
         self._check()
         return await super().renew(mine)
 
@@ -87,7 +87,7 @@ async def test_when_the_holder_dies_the_other_takes_over(tmp_path: Path) -> None
     async with monitors(tmp_path, "a", "b") as made:
         first, other = await first_and_other(made)
         await until(lambda: "acts, as far as it has seen" in other.lease.describe(), "it has seen who acts")
-        with pytest.raises(Standby, match=f"{other.lease._holder} does not act: {first.lease._holder} at http://"):
+        with pytest.raises(Standby, match=f"{other.lease.holder} does not act: {first.lease.holder} at http://"):
             other.lease.check()
         epoch = first.lease.epoch
         first.die()
@@ -96,7 +96,7 @@ async def test_when_the_holder_dies_the_other_takes_over(tmp_path: Path) -> None
         assert other.lease.epoch > epoch
         assert not first.lease.acting  # before it has looked
         first.run()  # it was only frozen
-        await asyncio.wait_for(first.lease.lost(), 20)
+        await asyncio.wait_for(first.lease.lost(epoch), 20)
         assert first.lease.epoch == 0
 
 
@@ -114,12 +114,13 @@ async def test_who_gives_it_back_is_followed_at_once(tmp_path: Path) -> None:
 async def test_who_loses_the_database_stops_and_another_takes_over(tmp_path: Path) -> None:
     async with monitors(tmp_path, "a", "b") as made:
         first, other = await first_and_other(made)
+        epoch = first.lease.epoch
         first.store.away = True
         await until(lambda: not first.lease.acting, "it stops by itself", timeout_s=20)
         assert "could not renew" in first.lease.describe()
         await asyncio.wait_for(other.lease.gained(), 20)
         first.store.away = False
-        await asyncio.wait_for(first.lease.lost(), 20)
+        await asyncio.wait_for(first.lease.lost(epoch), 20)
         assert other.lease.acting
 
 
@@ -147,3 +148,24 @@ async def test_the_holder_has_it_again_when_the_database_was_removed_and_made_ag
         row = await until(seen.read, "the row is there again", timeout_s=20)
         assert row.epoch >= epoch
         await seen.close()
+
+
+async def test_a_holder_takes_the_lease_again_above_an_epoch_that_the_cluster_has_obeyed(tmp_path: Path) -> None:
+    """The row was lost and the clock set back: instances would refuse the only monitor."""
+    async with monitors(tmp_path, "a") as (only,):
+        first = await asyncio.wait_for(only.lease.gained(), 20)
+        later = first.epoch + 3_600_000
+        only.lease.heard(later)
+        only.lease.heard(MAX_EPOCH + 1)  # no monitor's
+        await asyncio.wait_for(only.lease.lost(first.epoch), 20)
+        second = await asyncio.wait_for(only.lease.gained(), 20)
+        assert second.epoch == later + 1
+        second.check()
+        with pytest.raises(Standby, match="a has begun another turn"):
+            first.check()
+
+
+async def test_a_standby_takes_the_lease_above_an_epoch_that_the_cluster_has_obeyed(tmp_path: Path) -> None:
+    async with monitors(tmp_path, "a") as (only,):
+        only.lease.heard(2**50)
+        assert (await asyncio.wait_for(only.lease.gained(), 20)).epoch == 2**50 + 1

@@ -7,11 +7,11 @@ import pytest
 
 from services.worker import telemetry as module
 from services.worker.engines.base import EngineStats
-from services.worker.telemetry import SAME_S, UNHEARD_S, Telemetry
+from services.worker.telemetry import SAME_S, TRY_MAX_S, UNHEARD_S, UNREACHED_MAX_S, Telemetry
 from shared.domain.instance import InstanceInfo, Role
 from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates
-from shared.errors import Incompatible, Unavailable
+from shared.errors import Conflict, Incompatible, Unavailable
 from shared.wire.messages import Heartbeat
 from tests.services.fake_worker import make_info
 
@@ -30,9 +30,11 @@ class Clock:
 class Monitor:
     def __init__(self) -> None:
         self.registered = 0
+        self.attempts = 0
         self.refusal: Exception | None = None
 
     async def register(self, info: InstanceInfo, role: Role) -> None:
+        self.attempts += 1
         if self.refusal is not None:
             raise self.refusal
         self.registered += 1
@@ -45,7 +47,7 @@ class Worker:
         self.clock, self.monitor, self.beats = clock, Monitor(), list[Heartbeat]()
         self.stats = EngineStats(free_blocks=10, total_blocks=10)
         self.news: Rates | None = None
-        self.roles = SimpleNamespace(role=Role.DECODE, draining=False, inflight=0)
+        self.roles = SimpleNamespace(role=Role.DECODE, draining=False, inflight=0, epoch=0)
         parts: dict[str, Any] = {
             "engine": SimpleNamespace(stats=lambda: self.stats, steps=SimpleNamespace(prefill_share=0.0)),
             "kv": SimpleNamespace(staged_bytes=0),
@@ -85,7 +87,7 @@ def test_an_idle_instance_says_that_it_lives_often_enough_and_no_oftener(worker:
     assert max(gaps) < 0.8 / 2  # the monitor's patience: one may be lost
 
 
-@pytest.mark.parametrize("what", ["load", "role", "draining", "rates"])
+@pytest.mark.parametrize("what", ["load", "role", "draining", "rates", "epoch"])
 def test_news_are_told_with_the_next_beat(worker: Worker, what: str) -> None:
     worker.beat_for(0.1)
     match what:
@@ -95,6 +97,8 @@ def test_news_are_told_with_the_next_beat(worker: Worker, what: str) -> None:
             worker.roles.role = Role.PREFILL
         case "draining":
             worker.roles.draining = True
+        case "epoch":
+            worker.roles.epoch = 5
         case "rates":
             worker.news = Rates(weight=2.0)
     assert worker.beat_for(0.1) == 1
@@ -106,9 +110,11 @@ async def test_it_registers_until_the_monitor_knows_it_and_again_when_it_is_a_st
     worker.monitor.refusal = Unavailable("no monitor yet")
     await worker.telemetry.keep_registered()
     worker.monitor.refusal = Incompatible("another model")
+    worker.clock.now += TRY_MAX_S
     await worker.telemetry.keep_registered()
     assert worker.telemetry.refused == "another model"
     worker.monitor.refusal = None
+    worker.clock.now += TRY_MAX_S
     for _ in range(10):
         await worker.telemetry.keep_registered()
     assert (worker.monitor.registered, worker.telemetry.refused) == (1, "")
@@ -139,6 +145,7 @@ async def test_it_is_ready_when_the_monitor_knows_it_and_it_does_not_drain(worke
     await worker.telemetry.keep_registered()
     assert "another model" in worker.telemetry.unready
     worker.monitor.refusal = None
+    worker.clock.now += TRY_MAX_S
     await worker.telemetry.keep_registered()
     assert worker.telemetry.unready == ""
     worker.roles.draining = True
@@ -151,3 +158,33 @@ async def test_a_monitor_that_goes_away_takes_nobody_out_of_service(worker: Work
     worker.clock.now += UNHEARD_S + 1
     await worker.telemetry.keep_registered()
     assert worker.telemetry.unready == ""
+
+
+@pytest.mark.parametrize(
+    ("refusal", "pause_s"),
+    [
+        (Incompatible("another model"), TRY_MAX_S),
+        (Conflict("the id is taken"), TRY_MAX_S),
+        (Unavailable("no monitor"), UNREACHED_MAX_S),
+    ],
+)
+async def test_a_refused_instance_waits_longer_each_time(worker: Worker, refusal: Exception, pause_s: float) -> None:
+    """It looks ten times a second; without pauses each look is an attempt."""
+    worker.monitor.refusal = refusal
+
+    async def attempts(seconds: float) -> int:
+        before = worker.monitor.attempts
+        for _ in range(round(seconds * 10)):
+            worker.clock.now += 0.1
+            await worker.telemetry.keep_registered()
+        return worker.monitor.attempts - before
+
+    assert await attempts(1.0) >= 2  # the first pauses are short
+    await attempts(20.0)
+    assert 600.0 / pause_s - 1 <= await attempts(600.0) <= 2 * 600.0 / pause_s
+    worker.roles.role = Role.PREFILL
+    assert await attempts(0.1) == 1  # at once, and with short pauses again
+    worker.monitor.refusal = None
+    assert await attempts(1.0) == 1
+    worker.telemetry.stranger(7)
+    assert await attempts(0.1) == 1  # at once

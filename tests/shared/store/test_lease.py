@@ -36,14 +36,15 @@ async def test_it_is_taken_kept_and_taken_over(lease: LeaseStore) -> None:
     assert first is not None
     assert await lease.read() == first
     assert await lease.take(None, "b", "http://b", LENGTH_S) is None
-    renewed = await lease.renew(first)
-    assert renewed is not None
+    renewed = first.next_attempt()
     assert renewed.renewals == 1
+    assert await lease.renew(renewed)
+    assert await lease.read() == renewed
     assert await lease.take(first, "b", "http://b", LENGTH_S) is None  # it was renewed since it was seen
     second = await lease.take(renewed, "b", "http://b", LENGTH_S)
     assert second is not None
     assert second.epoch > first.epoch
-    assert await lease.renew(renewed) is None
+    assert not await lease.renew(renewed.next_attempt())
     await lease.give_back(renewed)  # not its own any more
     assert await lease.read() == second
     await lease.give_back(second)
@@ -69,9 +70,28 @@ async def test_an_epoch_rises_whatever_the_clock_says(lease: LeaseStore) -> None
     assert next_one.epoch == ahead.epoch + 1
 
 
+async def test_an_epoch_is_above_what_was_received_from_the_cluster(lease: LeaseStore) -> None:
+    ahead = (await lease.take(None, "a", "", LENGTH_S, above_epoch=2**61)) or Held("", "", 0, 0, 0.0)
+    assert ahead.epoch == 2**61 + 1
+    later = await lease.take(ahead, "b", "", LENGTH_S, above_epoch=5)
+    assert later is not None
+    assert later.epoch == ahead.epoch + 1
+
+
+async def test_a_number_is_written_once_and_only_rises(lease: LeaseStore) -> None:
+    mine = await lease.take(None, "a", "", LENGTH_S)
+    assert mine is not None
+    first = mine.next_attempt()
+    second = first.next_attempt()
+    assert await lease.renew(second)
+    assert not await lease.renew(second)  # repeated
+    assert not await lease.renew(first)  # it has arrived late
+    assert await lease.read() == second
+
+
 async def test_after_the_row_was_lost_its_holder_has_it_again(lease: LeaseStore) -> None:
     mine = Held("a", "", 7, 3, LENGTH_S)
-    assert await lease.renew(mine) is None
+    assert not await lease.renew(mine)
     assert await lease.put_back(mine)
     assert not await lease.put_back(mine)
     assert await lease.read() == mine
@@ -133,7 +153,7 @@ async def test_a_frozen_writer_does_not_keep_it_from_others(lease: LeaseStore, u
     assert await lease.allows(connection, old.epoch)
     taken = await other.take(old, "b", "", LENGTH_S)
     assert taken is not None
-    assert await other.renew(taken) is not None
+    assert await other.renew(taken.next_attempt())
     await connection.invalidate()
     for each in (connection.close, frozen.dispose, other.close):
         await each()

@@ -106,5 +106,13 @@ async def test_a_monitor_that_another_one_has_replaced_is_refused() -> None:
     state.obey(6)
     with pytest.raises(Conflict, match="another monitor has taken over"):
         state.obey(5)
-    state.obey(0)  # one that is alone
-    state.obey(3)
+
+
+async def test_a_single_monitor_is_obeyed_and_leaves_the_fence_where_it_is() -> None:
+    state = RoleState(Role.DECODE)
+    state.obey(5)
+    state.obey(0)
+    with pytest.raises(Conflict, match="of epoch 4; this instance obeys epoch 5"):
+        state.obey(4)
+    assert state.epoch == 5
+    state.obey(5)
