@@ -204,7 +204,8 @@ def _open_beside(
 async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
     """vLLM's API server without an engine in the process."""
     stop_at_first_errors()
-    bound_tokenize_texts()
+    if (tokenizer := llm.renderer.tokenizer) is not None:
+        bound_tokenize_texts(tokenizer.max_chars_per_token)
     with keeping_levels():
         app: FastAPI = build_app(args, _TASKS, llm.model_config)
     surface.trim(app)

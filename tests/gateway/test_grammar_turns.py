@@ -1,6 +1,7 @@
 """Trials of grammars: equal ones are one, callers take turns, and what is kept is bounded by bytes."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,10 +10,9 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from gateway import grammars as module
 from gateway.context import Caller, caller
 from gateway.grammar_process import GOOD
-from gateway.grammars import Grammars, _Verdicts
+from gateway.grammars import TOO_EXPENSIVE_S, Grammars, _Verdicts
 from gateway.settings import GatewaySettings
 from tests.gateway.api import until
 
@@ -67,8 +67,8 @@ async def test_that_a_grammar_is_too_expensive_is_kept_for_a_while(monkeypatch: 
         with pytest.raises(VLLMValidationError, match="too expensive"):
             await made.ask("a+")
     assert len(made.tried) == 1
-    later = module.time.monotonic() + module.TOO_EXPENSIVE_S + 1.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: later)
+    later = time.monotonic() + TOO_EXPENSIVE_S + 1.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
     with pytest.raises(VLLMValidationError, match="too expensive"):
         await made.ask("a+")
     assert len(made.tried) == 2

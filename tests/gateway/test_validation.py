@@ -63,10 +63,13 @@ async def test_too_many_items_are_refused_with_both_numbers(api: Api, path: str,
 async def test_a_text_that_cannot_fit_the_model_is_not_tokenised(api: Api) -> None:
     fits = await api.client.post("/tokenize", json={"model": "demo", "prompt": "Hello"})
     assert fits.status_code == 200, fits.text
-    for body in ({"prompt": "a " * 80_000}, {"messages": [{"role": "user", "content": "a " * 80_000}]}):
+    longer = await api.client.post("/tokenize", json={"model": "demo", "prompt": "Hello" * 3000})
+    assert (longer.status_code, longer.json()["count"] > 2048) == (200, True)
+    chars = 2048 * api.app.state.engine_client.renderer.tokenizer.max_chars_per_token + 1
+    for body in ({"prompt": "a" * chars}, {"messages": [{"role": "user", "content": "a" * chars}]}):
         answer = await api.client.post("/tokenize", json={"model": "demo", **body})
         assert answer.status_code == 400, answer.text
-        assert "maximum context length is 2048" in answer.text
+        assert f"the text has {chars} characters" in answer.text
     answer = await api.client.post("/detokenize", json={"model": "demo", "tokens": [5] * 2049})
     assert answer.status_code == 400, answer.text
     assert "2049 token ids; the model takes 2048" in answer.text

@@ -63,7 +63,7 @@ def test_a_client_that_hammers_metrics_has_them_made_a_hundredth_of_the_time(
 ) -> None:
     monkeypatch.setattr("shared.runtime.http.METRICS_KEPT_S", 1.0)
     series, registry = Slow(takes_s), CollectorRegistry()
-    registry.register(series)  # type: ignore[arg-type]
+    registry.register(series)
     exposition = Exposition(registry, lambda: series.now)
     reads, began = series.reads, series.now
     texts = {exposition.text() for _ in range(1000)}
