@@ -339,10 +339,7 @@ async def test_what_fails_in_a_slice_is_its_request_s(api: Api, monkeypatch: pyt
     ("body", "said"),
     [
         ({"prompt": [300] * 100, "prompt_logprobs": 9}, "100 tokens with 10 candidates each bring it to 1000"),
-        (
-            {"prompt": [[300] * 40] * 3, "prompt_logprobs": 9},
-            "40 tokens with 10 candidates each bring the body to 1200",
-        ),
+        ({"prompt": [[300] * 40] * 3, "prompt_logprobs": 9}, "40 tokens with 10 candidates each bring it to 1200"),
         ({"prompt": [300] * 300, "echo": True, "logprobs": 2, "max_tokens": 1}, "300 tokens with 3 candidates"),
     ],
 )

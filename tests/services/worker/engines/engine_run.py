@@ -13,6 +13,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.vllm import VllmEngine
 from shared.domain.job import Generation, JobView
+from shared.wire.logprobs import decode_rows
 from shared.wire.messages import TokenStep
 from tests.services.worker.engines.own_engine import started
 
@@ -26,6 +27,7 @@ class Run:
         self.engine = engine
         self.times: dict[str, list[float]] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.firsts: dict[str, TokenStep] = {}
         self.ends: dict[str, asyncio.Future[TokenStep]] = {}
 
     def submit(
@@ -37,6 +39,7 @@ class Run:
 
         def sink(step: TokenStep) -> None:
             self.times[name].append(time.monotonic())
+            self.firsts.setdefault(name, step)
             self.tokens[name] += step.tokens
             if step.finish_reason:
                 self.ends[name].set_result(step)
@@ -83,6 +86,7 @@ async def refusals(run: Run) -> dict[str, Any]:
         "allowed": {"prompt": [5], "sampling": greedy(allowed_token_ids=[10**6])},
         "backend": {"prompt": [5], "sampling": guided("no such", regex="a")},
         "grammar": {"prompt": [5], "sampling": guided(grammar="root ::= (((")},
+        "budget": {"prompt": [5], "sampling": greedy(thinking_token_budget=5)},
     }
     for name, request in bad.items():
         run.submit(name, **request)
@@ -170,6 +174,21 @@ async def seeded(run: Run) -> dict[str, Any]:
     return {"ends": [end.finish_reason for end in ends], "tokens": [run.tokens[name] for name in ("whole", *cut)]}
 
 
+async def scored(run: Run) -> dict[str, list[int]]:
+    """How many positions and candidates the log probabilities of prompts have, and those of the first token."""
+    shapes = {}
+    for tokens in (1, 2, 700):
+        name = f"scored {tokens}"
+        run.submit(name, [5 + at % 900 for at in range(tokens)], 2, greedy(prompt_logprobs=3, logprobs=1))
+        await run.end(name)
+        of_prompt, of_token = decode_rows(run.firsts[name].prompt_logprobs), decode_rows(run.firsts[name].logprobs)
+        shapes[str(tokens)] = [
+            *(len(of_prompt.ranks) // 4, of_prompt.candidates, len(of_prompt.ids) // 4, len(of_prompt.values) // 4),
+            *(len(of_token.ranks) // 4, of_token.candidates, len(of_token.ids) // 4),
+        ]
+    return shapes
+
+
 async def freed(run: Run) -> dict[str, int]:
     async with asyncio.timeout(60):
         while (stats := run.engine.stats()).free_blocks < stats.total_blocks or stats.waiting or stats.running:
@@ -185,6 +204,7 @@ async def found(port: int, overlapping: bool) -> dict[str, Any]:
             "overlapping": here.engine._core.engine_core.batch_queue_size,
             "refusals": await refusals(run),
             "seeded": await seeded(run),
+            "scored": await scored(run),
             "staging": await full_staging(run),
             "grammars": await grammars(run),
             "freed": await freed(run),

@@ -22,7 +22,16 @@ def test_a_request_that_cannot_be_computed_fails_alone_and_says_why(found: dict[
     assert {name: end[0] for name, end in ends.items()} == dict.fromkeys(ends, "refused") | {"grammar": "error"}
     assert ends["too long"][1] == "a prompt of 3995 tokens; it must have 1 to 2047"
     assert "token ids are 0 to 4095" in ends["not a token"][1]
+    assert ends["budget"][1].startswith("thinking_token_budget 5: this instance has no reasoning parser")
     assert found["refusals"]["steady"] == ["length", 300]
+
+
+def test_log_probabilities_keep_their_shape_also_where_there_are_none(found: dict[str, Any]) -> None:
+    assert found["scored"] == {
+        "1": [0, 4, 0, 0, 1, 2, 2],
+        "2": [1, 4, 4, 4, 1, 2, 2],
+        "700": [699, 4, 699 * 4, 699 * 4, 1, 2, 2],
+    }
 
 
 def test_a_seed_draws_the_same_answer_however_its_prompt_was_cut(found: dict[str, Any]) -> None:
