@@ -82,6 +82,7 @@ EMULATED = Testbed(
     name="emulated",
     title="two gateways, two schedulers, 2 prefill and 3 decode instances; EMULATED engines",
     cluster={
+        "gateway": {"write_timeout_s": 4.0, "max_held_bytes": 64 * _MIB},
         "scheduler": {"count": 2},
         "policies": SPLIT,
         "instance_defaults": EMULATED_ENGINE,

@@ -1,6 +1,7 @@
 """All scenarios, a file a family of faults. The order is that of the report."""
 
 from lab.chaos.scenario import Scenario
+from lab.chaos.scenarios.bodies import BODIES
 from lab.chaos.scenarios.clients import CLIENTS
 from lab.chaos.scenarios.clocks import CLOCKS
 from lab.chaos.scenarios.control_plane import CONTROL_PLANE
@@ -20,6 +21,7 @@ FAMILIES: dict[str, tuple[Scenario, ...]] = {
     "links": LINKS,
     "frames": FRAMES,
     "clients": CLIENTS,
+    "bodies": BODIES,
     "database": DATABASE,
     "control plane": CONTROL_PLANE,
     "failover": FAILOVER,
