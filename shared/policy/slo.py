@@ -9,6 +9,8 @@ from shared.errors import InvalidRequest
 
 SLOT_S = 1.0
 SAMPLES = 64  # latencies kept a slot and class, for percentiles
+MAX_CLASSES = 64  # of which outcomes are kept apart; those of further ones count together
+OTHER = "other"  # the name of those
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ class _Slot:
 
 
 class SloWindows:
-    """Outcomes of the last while, by class, in slots of a second: memory does not grow with the request rate.
+    """Outcomes of the last while, by class, in slots of a second: memory does not grow with the request rate. The names
+    of classes come from outside, so that only the first `MAX_CLASSES` are kept apart.
 
     Attainment is exact; percentiles rest on up to 64 latencies a second and class.
     """
@@ -108,7 +111,8 @@ class SloWindows:
 
     def add(self, outcome: SloOutcome, now: float) -> None:
         """Count an outcome in the slot of the moment `now` (unix seconds) at which it is heard of."""
-        slots = self._slots.setdefault(outcome.slo, deque())
+        known = outcome.slo in self._slots or len(self._slots) < MAX_CLASSES
+        slots = self._slots.setdefault(outcome.slo if known else OTHER, deque())
         start_s = now // SLOT_S * SLOT_S
         if not slots or slots[-1].start_s < start_s:
             slots.append(_Slot(start_s))

@@ -9,6 +9,7 @@ import asyncio
 import selectors
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from hypothesis import Phase, example, given, settings
@@ -181,11 +182,13 @@ def run(connection: Connection, candidates: list[Candidate], removed_s: float | 
         if acting and acting[0].epoch not in epochs[-1:]:
             epochs.append(acting[0].epoch)
 
+    def clock(rate: float) -> float:
+        return loop.now_s * rate
+
     async def clusters() -> None:
         for number, one in enumerate(candidates):
             store = Faulty(connection, one, loop.now_s)
-            rate = one.rate
-            made.append(Lease(store, f"m{number}", "", LENGTH_S, clock=lambda rate=rate: loop.time() * rate))
+            made.append(Lease(store, f"m{number}", "", LENGTH_S, clock=partial(clock, one.rate)))
         tasks = [loop.create_task(lease.run()) for lease in made]
         if removed_s is not None:
             loop.call_later(removed_s, connection.execute, delete(leases))

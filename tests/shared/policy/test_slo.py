@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
-from shared.policy.slo import SAMPLES, SloOutcome, SloWindows, attainment, percentile
+from shared.policy.slo import MAX_CLASSES, OTHER, SAMPLES, SloOutcome, SloWindows, attainment, percentile
 
 
 def outcome(ttft: float | None, tpot: float | None, *, slo: str = "chat", failed: bool = False) -> SloOutcome:
@@ -75,3 +75,13 @@ def test_counts_are_exact_whatever_is_sampled(latencies: list[tuple[float, float
     assert report.requests == len(outcomes)
     assert report.attainment == pytest.approx(attainment(outcomes))
     assert report.ttft_s["p50"] in [ttft for ttft, _ in latencies]
+
+
+def test_classes_beyond_the_limit_count_together() -> None:
+    """Their names come from outside; without a limit each would be kept for good."""
+    windows = SloWindows((60.0,), Random(1))
+    for number in range(10 * MAX_CLASSES):
+        windows.add(outcome(0.1, 0.01, slo=f"class-{number}"), 100.0)
+    reports = {report.slo: report.requests for report in windows.reports(100.0)}
+    assert len(reports) == MAX_CLASSES + 1
+    assert (reports["class-0"], reports[OTHER]) == (1, 9 * MAX_CLASSES)
