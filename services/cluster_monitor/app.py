@@ -46,7 +46,7 @@ from shared.runtime.tasks import Background, background
 from shared.store.database import open_engine
 from shared.store.lease import LeaseStore
 from shared.store.migrate import migrated
-from shared.store.retention import Retention
+from shared.store.retention import Limit, Retention
 from shared.store.write_behind import WriteBehind
 
 log = get_log(__name__)
@@ -224,11 +224,12 @@ def _repeat(
         "flips": settings.retention_flips_s,
         "events": settings.retention_events_s,
     }
+    limits = {name: Limit(age_s, settings.retention_rows, settings.retention_bytes) for name, age_s in keep_s.items()}
     tasks.every("loads", settings.load_sample_s, history.sample)
     tasks.every("served", SERVED_S, history.sample_served)
     tasks.every("slo", settings.slo_sample_s, slo.sample)
     tasks.every(
-        "retention", settings.prune_period_s, Retention(engine, keep_s, store.ready, settings.retention_fine_s).step
+        "retention", settings.prune_period_s, Retention(engine, limits, store.ready, settings.retention_fine_s).step
     )
 
 

@@ -65,6 +65,8 @@ class MonitorSettings(ServiceSettings):
     retention_slo_s: float = Field(7 * 86_400.0, gt=0)
     retention_flips_s: float = Field(90 * 86_400.0, gt=0)
     retention_events_s: float = Field(90 * 86_400.0, gt=0)
+    retention_rows: int = Field(2_000_000, ge=1)  # of each of these tables; the oldest beyond it are deleted
+    retention_bytes: int = Field(500_000_000, ge=1)  # of each of these tables with its indexes
 
     @property
     def url(self) -> str:

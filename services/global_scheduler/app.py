@@ -28,7 +28,7 @@ from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
 from shared.runtime.tracing import tracing
 from shared.store.database import open_engine
-from shared.store.retention import Retention, close_lost
+from shared.store.retention import Limit, Retention, close_lost
 from shared.store.write_behind import WriteBehind
 from shared.wire.clients.http import JsonClient
 from shared.wire.clients.monitor import MonitorClient
@@ -86,7 +86,8 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     if monitor is not None:
         tasks.start("tell-monitor", news.run())
     tasks.start("former jobs", _close_former(settings, engine, store))
-    retention = Retention(engine, {"requests": settings.retention_s}, store.ready)
+    limit = Limit(settings.retention_s, settings.retention_rows, settings.retention_bytes)
+    retention = Retention(engine, {"requests": limit}, store.ready)
     tasks.every("retention", settings.prune_period_s, retention.step)
 
     sockets = open_sockets(stack, settings)

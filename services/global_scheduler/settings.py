@@ -24,6 +24,8 @@ class SchedulerSettings(TracedSettings):
     database_url: str = "sqlite:///polyphase.db"
     queue_rows: int = Field(20_000, ge=1)  # rows that may wait for the database
     retention_s: float = Field(7 * 86_400.0, gt=0)
+    retention_rows: int = Field(500_000, ge=1)  # the oldest requests beyond it are deleted
+    retention_bytes: int = Field(2_000_000_000, ge=1)  # of their rows and indexes
     prune_period_s: float = Field(60.0, gt=0)
     ring_jobs: int = Field(5_000, ge=1)  # newest jobs kept in memory with their timelines
 

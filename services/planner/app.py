@@ -26,7 +26,7 @@ from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import background
 from shared.store.database import open_engine
-from shared.store.retention import Retention
+from shared.store.retention import Limit, Retention
 from shared.store.write_behind import WriteBehind
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.cluster_feed import ClusterFeed
@@ -86,7 +86,8 @@ async def _start(stack: AsyncExitStack, settings: PlannerSettings, registry: Col
 
     feed = ClusterFeed(sockets, settings.broadcast_address, heard)
     stack.callback(feed.close)
-    retention = Retention(engine, {"plans": settings.retention_s, "proposals": settings.retention_s}, store.ready)
+    limit = Limit(settings.retention_s, settings.retention_rows, settings.retention_bytes)
+    retention = Retention(engine, {"plans": limit, "proposals": limit}, store.ready)
     tasks.start("write-behind", store.run())
     tasks.start("recall", _recall(engine, store, proposals, searches))
     tasks.every("tell of proposals", PERIOD_S, news.step)

@@ -35,3 +35,5 @@ class PlannerSettings(ServiceSettings):
     search_s: float = Field(600.0, gt=0)  # the longest a search may take
     prune_period_s: float = Field(60.0, gt=0)
     retention_s: float = Field(90 * 86_400.0, gt=0)  # of searches and proposals
+    retention_rows: int = Field(100_000, ge=1)  # of each of both tables; the oldest beyond it are deleted
+    retention_bytes: int = Field(500_000_000, ge=1)  # of each of both tables with its indexes

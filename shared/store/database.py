@@ -17,6 +17,7 @@ from shared.errors import InvalidRequest
 
 CONNECT_S = 3
 STATEMENT_S = 10
+LOG_BYTES = 16 << 20
 END_S = 2.0  # for the thread of a connection that came to nothing
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgres": "postgresql+asyncpg", "postgresql": "postgresql+asyncpg"}
 
@@ -93,4 +94,5 @@ def _tune_sqlite(connection: Any, _: Any) -> None:
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")  # readers and the writer do not block each other
     cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.execute(f"PRAGMA journal_size_limit={LOG_BYTES}")  # of the write-ahead log once it is written back
     cursor.close()

@@ -22,6 +22,7 @@ from shared.store.file import make, path_of
 log = get_log(__name__)
 LOCK_S = 30.0
 AGAIN_S = 1.0
+CONVERT_BYTES = 256 << 20
 _POLL_S = 0.05
 _ADVISORY_KEY = zlib.crc32(b"polyphase.migrations")
 
@@ -38,6 +39,29 @@ async def migrate(engine: AsyncEngine) -> None:
         async with engine.connect() as connection:
             await connection.run_sync(_upgrade)
             await connection.commit()
+        await _return_pages(engine)
+
+
+async def _return_pages(engine: AsyncEngine) -> None:
+    """Let a SQLite file return free pages to the disk: a file can do so once it was written anew.
+
+    A file above CONVERT_BYTES is left as it is, because writers would wait for long: its free pages are used again, so
+    it stays at the largest size that it once had. That also holds where the disk has no room for the copy.
+    """
+    path = path_of(engine)
+    if engine.dialect.name != "sqlite" or path is None:
+        return
+    async with engine.connect() as connection:
+        mode = (await connection.execute(text("PRAGMA auto_vacuum"))).scalar_one()
+        if mode or path.stat().st_size > CONVERT_BYTES:
+            return
+        await connection.rollback()
+        alone = await connection.execution_options(isolation_level="AUTOCOMMIT")  # VACUUM runs in no transaction
+        try:
+            await alone.execute(text("PRAGMA auto_vacuum=INCREMENTAL"))
+            await alone.execute(text("VACUUM"))
+        except SQLAlchemyError as error:
+            log.warning("the database file keeps its free pages", error=f"{type(error).__name__}: {error}"[:300])
 
 
 async def migrated(url: str) -> None:

@@ -50,6 +50,7 @@ requests = Table(
     Index("requests_ttft", "ttft_s"),
     Index("requests_tpot", "tpot_s"),
     Index("requests_longest", text("(updated_s - arrived_s)")),
+    Index("requests_open", "updated_s", sqlite_where=text("final IS 0"), postgresql_where=text("final IS false")),
 )
 
 instances = Table(
