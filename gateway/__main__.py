@@ -1,5 +1,9 @@
 """`python -m gateway`: the API process."""
 
+from shared.runtime.signals import end_at_sigterm
+
+end_at_sigterm()  # before the imports, which take seconds
+
 import os
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -1,5 +1,9 @@
 """Run the predictor: `python -m predictor`, settings from POLYPHASE_PREDICTOR_…"""
 
+from shared.runtime.signals import end_at_sigterm
+
+end_at_sigterm()  # before the imports, which take seconds
+
 import sys
 
 from predictor.app import build_app

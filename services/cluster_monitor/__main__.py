@@ -1,5 +1,9 @@
 """`python -m services.cluster_monitor`."""
 
+from shared.runtime.signals import end_at_sigterm
+
+end_at_sigterm()  # before the imports, which take seconds
+
 from services.cluster_monitor.app import create_app
 from services.cluster_monitor.settings import MonitorSettings
 from shared.runtime.http import serve

@@ -1,5 +1,9 @@
 """`python -m services.global_scheduler`."""
 
+from shared.runtime.signals import end_at_sigterm
+
+end_at_sigterm()  # before the imports, which take seconds
+
 from services.global_scheduler.app import create_app
 from services.global_scheduler.settings import SchedulerSettings
 from shared.runtime.http import serve

@@ -17,6 +17,7 @@ from pathlib import Path
 from services.launcher.health import HEALTH_URL, HttpHealth
 from services.launcher.process import spawn, stop_all
 from services.launcher.watch import Limits, until_ended, until_healthy
+from shared.runtime.signals import end_at_sigterm
 
 KEYS = Path("/keys")  # what `polyphase keys init` made of the cluster's keys
 START, HANG, STOP = "POLYPHASE_START_S", "POLYPHASE_HANG_S", "POLYPHASE_STOP_S"
@@ -31,6 +32,7 @@ _GUARDED = ("MONITOR", "SCHEDULER", "WORKER", "PREDICTOR", "PLANNER", "DASHBOARD
 
 def main() -> None:
     """Become the command, or run it watched where there is something to watch."""
+    end_at_sigterm()
     command = sys.argv[1:]
     for file in sorted(KEYS.glob("*.env")):
         os.environ.update(read_environment(file.read_text()))

@@ -1,5 +1,9 @@
 """`python -m services.planner`."""
 
+from shared.runtime.signals import end_at_sigterm
+
+end_at_sigterm()  # before the imports, which take seconds
+
 from services.planner.app import create_app
 from services.planner.settings import PlannerSettings
 from shared.runtime.http import serve

@@ -1,5 +1,9 @@
 """`python -m services.worker`: one instance."""
 
+from shared.runtime.signals import end_at_sigterm
+
+end_at_sigterm()  # before the imports, which take seconds
+
 import os
 
 from services.worker.settings import PP_LAYERS, WorkerSettings
