@@ -169,6 +169,15 @@ CASES = [
 ]
 
 
+# Sent by services alone, whose wire versions are compared: an unknown field is an optional one of a later release.
+OF_SERVICES = (
+    ("monitor", "POST", "/instances"),
+    ("monitor", "POST", "/instances/{instance_id}/leave"),
+    ("monitor", "POST", "/schedulers/{scheduler_id}/news"),
+    ("monitor", "POST", "/events"),
+)
+
+
 def spoilt() -> Iterator[Bad]:
     """Of each route: what is no JSON, no object, has an unknown field anywhere, or a field of another type."""
     for call, body in ROUTES.items():
@@ -183,7 +192,7 @@ def spoilt() -> Iterator[Bad]:
             yield Bad(call, {"split": {"name": "none", "surprise": 1}}, "surprise")
             yield Bad(call, {"split": {"name": 5}}, "name")
             continue
-        for where in places(body):
+        for where in places(body) if call not in OF_SERVICES else ():
             yield Bad(call, changed(body, (*where, "surprise"), 1), "surprise")
         for where in fields(body):
             wrong = {"wrong": 1} if not isinstance(at(body, where), dict) else "wrong"

@@ -106,8 +106,8 @@ async def test_an_item_that_cannot_be_encoded_costs_nothing_but_itself() -> None
     waiting = Waiting("monitor", ForwardMetrics(registry))
     for number in range(10):
         waiting.add({"n": number, "ttft_s": math.inf if number == 3 else 1.0})
-    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    await Forwarder(waiting, JsonClient(http, ("http://monitor",)), "/outcomes").step()
+    client = JsonClient("http://monitor", transport=httpx.MockTransport(answer))
+    await Forwarder(waiting, client, "/outcomes").step()
     assert taken == [n for n in range(10) if n != 3]
     assert not waiting
     assert 'forward_dropped_total{cause="refused",to="monitor"} 1.0' in generate_latest(registry).decode()
