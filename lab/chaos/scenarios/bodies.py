@@ -3,7 +3,6 @@
 import asyncio
 import socket
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from lab.chaos import rude
@@ -13,7 +12,7 @@ from lab.chaos.load import Address
 from lab.chaos.scenario import Scenario
 
 ITEMS, INPUT_ITEMS, LEGAL_ITEMS, LEGAL_INPUT_ITEMS = 60_000, 110_000, 1_300, 1_000
-TEXT_BYTES, BIG_BYTES, BIG_BODIES, MOST_GROWN_BYTES = 4 << 20, 4_100_000, 60, 400 << 20
+TEXT_BYTES = 4 << 20
 SCRAPES, SCRAPERS, PIPELINED = 40, 20, 400
 _SECONDS = 15.0
 
@@ -60,31 +59,6 @@ async def huge_tokenize(arena: Arena) -> None:
     await rude.crowd(6, one)
 
 
-async def large_bodies(arena: Arena) -> None:
-    """More bodies of 4 MB at once than a gateway may hold: some are told to come back, and memory stays bounded."""
-    name = arena.named("gateway")[0]
-    pid = arena.processes.statuses[name].pid
-    before = _rss_bytes(pid)
-    statuses: list[int] = []
-
-    async def one(_: int) -> None:
-        body = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True, "user": "p" * BIG_BYTES}
-        reply = await rude.body_of(arena.gateways[0], Ask("rude", "/v1/completions", body), _SECONDS)
-        if reply is None:
-            raise AssertionError("a large body got no answer")
-        # A refusal comes before the body was read: the client that is still sending may see a reset in its place.
-        statuses.append(reply.status or 429)
-
-    with arena.away():
-        await rude.crowd(BIG_BODIES, one)
-    grown = _rss_bytes(pid) - before
-    arena.notes.append(f"{statuses.count(429)} of {BIG_BODIES} refused, {grown >> 20} MiB more")
-    if set(statuses) - {200, 429} or not statuses.count(200):
-        raise AssertionError(f"large bodies were answered by {sorted(set(statuses))}")
-    if grown > MOST_GROWN_BYTES:
-        raise AssertionError(f"the gateway grew by {grown >> 20} MiB")
-
-
 async def unread_answers(arena: Arena) -> None:
     """Clients that ask and ask on one connection and read nothing: they are hung up on."""
 
@@ -122,14 +96,9 @@ async def hammered_metrics(arena: Arena) -> None:
     await rude.crowd(SCRAPERS, one)
 
 
-def _rss_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-
-
 BODIES = (
     Scenario("many-items", f"bodies of {INPUT_ITEMS:,} and {ITEMS:,} tiny items, and of as many as pass", many_items),
     Scenario("huge-tokenize", "six texts of 4 MB to tokenise at once", huge_tokenize),
-    Scenario("large-bodies", f"{BIG_BODIES} bodies of 4 MB at once", large_bodies, errors=True),
     Scenario("unread-answers", "clients that ask on one connection and read nothing", unread_answers),
     Scenario("hammered-metrics", f"{SCRAPERS} clients that ask for /metrics {SCRAPES} times each", hammered_metrics),
 )
