@@ -29,15 +29,29 @@ class Admission:
     Of one body only some jobs are in the cluster at once without decoding, so that others find short queues there.
     """
 
-    def __init__(self, settings: GatewaySettings, counts: Counts, callers: int, *, delayed: bool = False) -> None:
-        share = settings.caller_share if callers > 1 else 1.0
+    def __init__(
+        self, settings: GatewaySettings, counts: Counts, callers: Collection[str], *, delayed: bool = False
+    ) -> None:
+        """callers: all that there may be, now."""
+        self._callers, self._share = callers, settings.caller_share
         self._max_jobs = settings.max_delayed_jobs if delayed else settings.max_queued_jobs
         self._max_tokens = settings.max_delayed_tokens if delayed else settings.max_queued_tokens
-        self._jobs_a_caller = max(1, int(self._max_jobs * share))
-        self._tokens_a_caller = int(self._max_tokens * share)
+        self._max_jobs_a_body = settings.max_jobs_a_body
         self.counts = counts
-        self.jobs_a_body = min(settings.max_jobs_a_body, self._jobs_a_caller)
         self.jobs_at_once = settings.jobs_at_once
+
+    @property
+    def _jobs_a_caller(self) -> int:
+        return max(1, _share_of(self._max_jobs, self._share, self._callers))
+
+    @property
+    def _tokens_a_caller(self) -> int:
+        return _share_of(self._max_tokens, self._share, self._callers)
+
+    @property
+    def jobs_a_body(self) -> int:
+        """How many jobs one body may have."""
+        return min(self._max_jobs_a_body, self._jobs_a_caller)
 
     def admit(self, caller: str) -> "Ticket":
         """Let a request in, for one job as yet. Raises Busy."""
@@ -91,11 +105,16 @@ class HeldBytes:
     With several callers none may hold more than its share, except for its first body.
     """
 
-    def __init__(self, settings: GatewaySettings, callers: int) -> None:
+    def __init__(self, settings: GatewaySettings, callers: Collection[str]) -> None:
+        """callers: all that there may be, now."""
         self._most = settings.max_held_bytes
-        self._most_a_caller = int(self._most * (settings.caller_share if callers > 1 else 1.0))
+        self._callers, self._share = callers, settings.caller_share
         self._by_caller: Counter[str] = Counter()
         self.total = 0
+
+    @property
+    def _most_a_caller(self) -> int:
+        return _share_of(self._most, self._share, self._callers)
 
     @contextmanager
     def charged(self, caller: str) -> Iterator[Callable[[int], None]]:
@@ -123,19 +142,23 @@ class HeldBytes:
                 del self._by_caller[caller]
 
 
+def _share_of(most: int, share: float, callers: Collection[str]) -> int:
+    return int(most * share) if len(callers) > 1 else most
+
+
 class Admissions:
     """One count for the classes that yield, and one for all others: whoever waits long leaves the others their room."""
 
     def __init__(self, settings: GatewaySettings, callers: Collection[str], table: SharedTable | None = None) -> None:
-        """callers: all that there may be; none where everybody is let in. table: of the processes of the port."""
+        """callers: all that there may be, now; none where everybody is let in. table: of the processes of the port."""
 
         def counted(kind: Kind) -> Counts:
             return OwnCounts() if table is None else TableCounts(table, kind)
 
         self._yields = {name for name, one in settings.slo.items() if one.when_full is WhenFull.DELAY}
-        self._delayed = Admission(settings, counted(Kind.DELAYED), len(callers), delayed=True)
-        self._others = Admission(settings, counted(Kind.OTHERS), len(callers))
-        self.held_bytes = HeldBytes(settings, len(callers))
+        self._delayed = Admission(settings, counted(Kind.DELAYED), callers, delayed=True)
+        self._others = Admission(settings, counted(Kind.OTHERS), callers)
+        self.held_bytes = HeldBytes(settings, callers)
 
     def of(self, slo: str) -> Admission:
         """The one that counts jobs of that class."""

@@ -149,7 +149,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         jobs = runner or Pipeline(settings, clients, schedulers, reporter, lengths, lines)
         core = ClusterCore(settings, jobs, pace, metrics.requests.gaps)
         stack.push_async_callback(core.close)
-        admission = Admissions(settings, keys.names, table)
+        admission = Admissions(settings, keys.weights, table)  # follows the keys file
         metrics.queued.set_function(lambda: admission.own_jobs)
         rates = OwnRates() if table is None else TableRates(table)
         llm = ClusterLLM(config, core, grammars)

@@ -70,6 +70,15 @@ async def test_a_key_brings_its_class_and_is_kept_to_those_it_may_use() -> None:
         assert answer.json()["error"]["code"] == "slo_class_not_allowed"
 
 
+def test_a_key_that_is_added_brings_shares() -> None:
+    settings = GatewaySettings(schedulers=("s",), model="m", max_queued_jobs=10)
+    callers = {"a": 1.0}
+    admission = Admissions(settings, callers).of("default")
+    assert admission.jobs_a_body == 10
+    callers["b"] = 1.0
+    assert admission.jobs_a_body == 5
+
+
 async def test_a_request_has_the_cache_salt_of_its_key() -> None:
     seen = []
 

@@ -4,6 +4,7 @@ from lab.chaos.scenario import Scenario
 from lab.chaos.scenarios.bodies import BODIES
 from lab.chaos.scenarios.clients import CLIENTS
 from lab.chaos.scenarios.clocks import CLOCKS
+from lab.chaos.scenarios.connections import CONNECTIONS
 from lab.chaos.scenarios.control_plane import CONTROL_PLANE
 from lab.chaos.scenarios.database import DATABASE
 from lab.chaos.scenarios.failover import FAILOVER
@@ -22,6 +23,7 @@ FAMILIES: dict[str, tuple[Scenario, ...]] = {
     "frames": FRAMES,
     "clients": CLIENTS,
     "bodies": BODIES,
+    "connections": CONNECTIONS,
     "database": DATABASE,
     "control plane": CONTROL_PLANE,
     "failover": FAILOVER,
