@@ -66,9 +66,12 @@ def require_few_items(path: str, body: bytes, limit: int, max_model_len: int) ->
     """Raises InvalidRequest where `body` has more than `limit` items, or a prompt more token ids than the model takes.
 
     Items are elements of lists, objects within objects, and scalar fields beyond FIELDS_FREE for each object. Token ids
-    of `prompt` and `tokens` are bounded by the model's context instead. Bodies that are no JSON are counted alike.
+    of `prompt` and `tokens` are bounded by the model's context instead, unless the prompt is to be truncated. Bodies
+    that are no JSON are counted alike.
     """
     weight = INPUT_WEIGHT if path == RESPONSES else 1
+    if b'"truncate_prompt_tokens"' in body:
+        max_model_len = len(body)
     separators = _separators(body)
     if separators * weight <= limit and separators <= max_model_len:
         return
@@ -128,8 +131,9 @@ def _prompt_items(ids: bytes, limit: int, max_model_len: int) -> int:
     if bare.strip(b",") == b"[]" or not bare.strip(b"[,]"):
         longest = max(piece.partition(b"]")[0].count(b",") + 1 for piece in bare.split(b"[", limit + 2))
         if longest > max_model_len:
-            raise InvalidRequest(
-                f"a prompt has {longest} token ids; the model takes {max_model_len}: send a shorter one"
+            raise InvalidRequest(  # clients know a prompt that is too long by vLLM's words
+                f"This model's maximum context length is {max_model_len} tokens. However, a prompt has {longest} token "
+                "ids. Please reduce the length of the prompt."
             )
         return bare.count(b"[")
     return _items(ids, limit)

@@ -106,8 +106,13 @@ def test_bodies_with_many_items_are_refused_with_both_numbers(path: str, body: d
 
 @pytest.mark.parametrize("body", [{"prompt": [1] * 501}, {"prompt": [[1], [1] * 501, [1]]}, {"tokens": [1] * 501}])
 def test_token_ids_are_bounded_by_the_context(body: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="501 token ids; the model takes 500"):
+    with pytest.raises(InvalidRequest, match=r"context length is 500 tokens\. However, a prompt has 501 token ids"):
         require_few_items("/v1/completions", json.dumps(body).encode(), 100, 500)
+
+
+def test_a_prompt_that_is_to_be_truncated_may_have_more_ids_than_the_context() -> None:
+    body = {"prompt": [1] * 501, "truncate_prompt_tokens": 400}
+    require_few_items("/v1/completions", json.dumps(body).encode(), 100, 500)
 
 
 @pytest.mark.parametrize("body", [b"[" * 5000, b'{"a":' + b'"",' * 5000, b'"' * 5001, b"{" * 5000, b"\\" * 5001])

@@ -22,7 +22,7 @@ SMALL = 4096  # bytes, of the kernel's buffers at either end
 
 
 class Ticking:
-    """An engine with a step each turn of the event loop, unless its hook has it wait or fail."""
+    """An engine with a step each turn of the event loop. Its hook may have it wait or fail, or give tokens itself."""
 
     def __init__(self) -> None:
         self.jobs: list[Job] = []
@@ -33,9 +33,12 @@ class Ticking:
         self.jobs.append(job)
         try:
             while not job.finished:
+                known = len(job.tokens)
                 if self.before is not None:
                     await self.before(job)
                 await asyncio.sleep(0)
+                if len(job.tokens) != known:
+                    continue
                 last = len(job.tokens) + 1 == job.spec.max_tokens
                 job.accept(TokenStep([300 + len(job.tokens) % 90], "length" if last else ""))
         finally:

@@ -72,4 +72,4 @@ async def test_a_text_that_cannot_fit_the_model_is_not_tokenised(api: Api) -> No
         assert f"the text has {chars} characters" in answer.text
     answer = await api.client.post("/detokenize", json={"model": "demo", "tokens": [5] * 2049})
     assert answer.status_code == 400, answer.text
-    assert "2049 token ids; the model takes 2048" in answer.text
+    assert "maximum context length is 2048 tokens. However, a prompt has 2049 token ids" in answer.text
