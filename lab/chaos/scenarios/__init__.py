@@ -11,6 +11,7 @@ from lab.chaos.scenarios.failover import FAILOVER
 from lab.chaos.scenarios.frames import FRAMES
 from lab.chaos.scenarios.kv import KV
 from lab.chaos.scenarios.links import LINKS
+from lab.chaos.scenarios.losses import LOSSES
 from lab.chaos.scenarios.one_request import ONE_REQUEST
 from lab.chaos.scenarios.processes import PROCESSES
 from lab.chaos.scenarios.roles import ROLES
@@ -27,6 +28,7 @@ FAMILIES: dict[str, tuple[Scenario, ...]] = {
     "database": DATABASE,
     "control plane": CONTROL_PLANE,
     "failover": FAILOVER,
+    "losses": LOSSES,
     "clocks": CLOCKS,
     "versions": VERSIONS,
     "KV": KV,

@@ -1,4 +1,4 @@
-"""Connections that say nothing, and numbers that are none."""
+"""Connections that say nothing or too little, a gateway that ends under load, and numbers that are none."""
 
 import asyncio
 import json
@@ -6,20 +6,26 @@ from contextlib import suppress
 
 from lab.chaos import rude
 from lab.chaos.arena import Arena
-from lab.chaos.load import Address
+from lab.chaos.load import Address, fresh
 from lab.chaos.scenario import Scenario
 
 SILENT = 2000
+DRIPS = 100
 HEAD_S = 10.0  # the default of `head_timeout_s`
 _PATIENCE_S = 15.0  # beyond HEAD_S
 
 
 async def silent(arena: Arena) -> None:
     """Connections that send nothing: each is closed, and clients are served meanwhile."""
-    await _all_closed(arena, SILENT)
+    await _all_closed(arena, SILENT, b"")
 
 
-async def _all_closed(arena: Arena, count: int, head: bytes = b"") -> None:
+async def slow_heads_end(arena: Arena) -> None:
+    """Heads that never end: each is given up, however its bytes come."""
+    await _all_closed(arena, DRIPS, b"POST /v1/completions HTTP/1.1\r\nX-Slow: ")
+
+
+async def _all_closed(arena: Arena, count: int, head: bytes) -> None:
     closed = 0
 
     async def one(number: int) -> None:
@@ -50,6 +56,20 @@ async def _until_closed(address: Address, head: bytes) -> bool:
             await asyncio.gather(gone, return_exceptions=True)
             writer.transport.abort()
     return True
+
+
+async def drained_gateway(arena: Arena) -> None:
+    """SIGTERM: what it has begun ends, and what comes meanwhile is refused with Retry-After."""
+    (name, *_), address = arena.named("gateway"), arena.gateways[0]
+    ask = fresh(rude.wanting(dict(arena.asks[0].body), max_tokens=30))
+    streams = [asyncio.ensure_future(rude.body_of(address, ask, 30.0)) for _ in range(4)]
+    await asyncio.sleep(0.2)
+    old = arena.processes.stop(name)
+    replies = await asyncio.gather(*streams)
+    broken = [reply for reply in replies if reply is None or reply.status != 200 or not reply.finish_reason]
+    await arena.processes.back(old)
+    if broken:
+        raise AssertionError(f"{len(broken)} of {len(streams)} streams did not end: {broken[0]}")
 
 
 async def infinite_numbers(arena: Arena) -> None:
@@ -83,5 +103,7 @@ async def _status_of(address: Address, method: str, path: str, body: bytes) -> i
 
 CONNECTIONS = (
     Scenario("silent-connections", f"{SILENT} connections that send nothing", silent, bound_s=60.0),
+    Scenario("endless-heads", f"{DRIPS} request heads that never end", slow_heads_end, bound_s=60.0),
+    Scenario("gateway-drain", "SIGTERM to a gateway with streams", drained_gateway, errors=True, breaks=True),
     Scenario("infinite-numbers", "NaN and infinity in bodies", infinite_numbers),
 )
