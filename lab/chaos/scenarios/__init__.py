@@ -11,6 +11,7 @@ from lab.chaos.scenarios.kv import KV
 from lab.chaos.scenarios.links import LINKS
 from lab.chaos.scenarios.processes import PROCESSES
 from lab.chaos.scenarios.roles import ROLES
+from lab.chaos.scenarios.strangers import STRANGERS
 from lab.chaos.scenarios.versions import VERSIONS
 
 FAMILIES: dict[str, tuple[Scenario, ...]] = {
@@ -24,6 +25,7 @@ FAMILIES: dict[str, tuple[Scenario, ...]] = {
     "failover": FAILOVER,
     "clocks": CLOCKS,
     "versions": VERSIONS,
+    "strangers": STRANGERS,
     "KV": KV,
 }
 SCENARIOS: tuple[Scenario, ...] = tuple(scenario for family in FAMILIES.values() for scenario in family)
