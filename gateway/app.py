@@ -58,7 +58,7 @@ from shared.runtime.tasks import background
 from shared.runtime.tracing import tracing
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.rpc_clients import SWEEP_S, RpcClients
-from shared.wire.sockets import Curve, Sockets
+from shared.wire.sockets import Sockets
 
 log = get_log(__name__)
 _TASKS = ("generate",)
@@ -171,8 +171,7 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
 
 def _clients(stack: AsyncExitStack, settings: GatewaySettings) -> RpcClients:
     """Calls to schedulers, predictors and instances, until the stack is closed."""
-    curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
-    sockets = Sockets(curve)
+    sockets = Sockets.of(settings)
     stack.callback(sockets.close)
     keep = (*settings.schedulers, *settings.predictors)
     return stack.enter_context(RpcClients(sockets, keep=keep))

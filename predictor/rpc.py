@@ -11,7 +11,7 @@ from shared.domain.job import LengthPrediction
 from shared.wire.messages import PredictRequest
 from shared.wire.methods import PREDICT
 from shared.wire.rpc_server import RpcServer, ServerCall
-from shared.wire.sockets import Curve, Sockets
+from shared.wire.sockets import Sockets
 
 _OURS = 0.9  # of a call's time: the rest is for the way back, so that its caller hears why
 
@@ -30,7 +30,7 @@ async def open_rpc(settings: PredictorSettings, predictor: Predictor, metrics: M
     if not settings.rpc_address:
         yield
         return
-    sockets = Sockets(Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None)
+    sockets = Sockets.of(settings)
     try:
         async with RpcServer(sockets, settings.rpc_address, {PREDICT: predict}):
             yield

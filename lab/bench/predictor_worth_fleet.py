@@ -32,7 +32,7 @@ from shared.wire.clients.monitor import MonitorClient
 from shared.wire.messages import PredictRequest
 from shared.wire.methods import PREDICT
 from shared.wire.rpc_server import RpcServer, ServerCall
-from shared.wire.sockets import Sockets
+from shared.wire.sockets import Curve, Sockets
 
 SHORTER, SLOWER = 5, 4.0  # lengths and speeds, so that two cores carry all tokens, and a run holds many answers
 MAX_TOKENS = 512
@@ -98,13 +98,13 @@ class StandIn:
         return predictor.as_prediction(int(self._said[self.arm][number]))
 
     @asynccontextmanager
-    async def serving(self, address: str) -> AsyncIterator[None]:
-        """Answer gateways there."""
+    async def serving(self, address: str, curve: Curve | None = None) -> AsyncIterator[None]:
+        """Answer gateways there that have these keys."""
 
         async def predict(request: PredictRequest, _: ServerCall) -> LengthPrediction:
             return self.answer(request.prompt_token_ids)
 
-        sockets = Sockets()
+        sockets = Sockets(curve)
         try:
             async with RpcServer(sockets, address, {PREDICT: predict}):
                 yield

@@ -37,18 +37,20 @@ from lab.calibrate.target import Target
 from lab.demo.run import on_free_ports
 from lab.simulate.deployment import load_deployment
 from lab.simulate.workloads import WorkloadOptions, at_rate
-from services.launcher import ports
+from services.launcher import host_key, ports
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
 from shared.policy.written import from_words
+from shared.runtime.curve_key import read_pair
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment, summary
 from shared.sim.outcomes import SimResult
 from shared.sim.policy_words import with_words
 from shared.sim.prediction import Prediction
 from shared.sim.workload import Workload
+from shared.wire.sockets import Curve
 
 UNDER = (DEFAULT, "tetri_mean")
 LASTS_S, WARM_S = 60.0, 10.0  # of arrivals; before the first run, so that rates are learned
@@ -131,7 +133,9 @@ async def _served(plan: _Plan, folder: Path) -> Runs:
     address = f"tcp://127.0.0.1:{cluster.ports + ports.PREDICTORS + 1}"
     stand_in = StandIn(plan.of_arm, plan.workload.output_tokens, SEED)
     console = Console(stderr=True)
-    async with stand_in.serving(address), running_suite(_asking(cluster, address), folder, console) as running:
+    host_key.keep(cluster, folder)
+    keys = Curve(*read_pair(host_key.file_in(folder)))
+    async with stand_in.serving(address, keys), running_suite(_asking(cluster, address), folder, console) as running:
         return await running.supervisor.during(_all(plan, running, stand_in, console))
 
 

@@ -19,7 +19,7 @@ from lab.chaos.verbs import Database, Processes, Roles, Strangers, Switches
 from lab.chaos.wires import Port, Wires, ports_of, service_of, wired
 from lab.demo.client import ApiClient
 from lab.demo.prompts import Prompts
-from services.launcher import cluster_token, state_file
+from services.launcher import cluster_token, host_key, state_file
 from services.launcher.cluster_file import Cluster
 from services.launcher.keeper import Status
 from services.launcher.plan import make_plan
@@ -123,6 +123,10 @@ async def started_arena(
         plan = _with_gateways(make_plan(cluster, folder, where=bed.name), cluster, bed.gateways)
         run, rng = f"{os.getpid()}-{bed.name}-{time.monotonic_ns()}", Random(seed)
         switches = Switches(folder / "switches", [spec.name for spec in plan.processes])
+        if bed.host_key:
+            host_key.keep(cluster, folder)
+        else:
+            plan = _without_key(plan)
         plan = _injected(plan, switches, run)
         plan, wires = await stack.enter_async_context(wired(plan, rng, bed.proxied))
         here = _without(plan, bed.absent)
@@ -201,6 +205,15 @@ def _without(plan: Plan, absent: frozenset[str]) -> Plan:
         processes=tuple(spec for spec in plan.processes if spec.name not in absent),
         instance_ids=tuple(name for name in plan.instance_ids if name not in absent),
     )
+
+
+def _without_key(plan: Plan) -> Plan:
+    specs = []
+    for spec in plan.processes:
+        env = {name: value for name, value in spec.env.items() if not name.endswith("_CURVE_FILE")}
+        settings = spec.settings and spec.settings.model_copy(update={"curve_file": None})
+        specs.append(replace(spec, env=env, settings=settings))
+    return replace(plan, processes=tuple(specs))
 
 
 def _injected(plan: Plan, switches: Switches, run: str) -> Plan:

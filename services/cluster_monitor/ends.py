@@ -8,7 +8,7 @@ from services.cluster_monitor.settings import MonitorSettings
 from shared.wire.broadcast import Subscriber
 from shared.wire.cluster_feed import ClusterPublisher
 from shared.wire.messages import Heartbeat
-from shared.wire.sockets import Curve, Sockets
+from shared.wire.sockets import Sockets
 
 GATHER_S = 0.05  # heartbeats that share a wake-up: most wait for the next broadcast anyway
 
@@ -17,8 +17,7 @@ class Ends:
     """Where heartbeats come in and broadcasts go out, for the life of the process."""
 
     def __init__(self, stack: AsyncExitStack, settings: MonitorSettings) -> None:
-        curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
-        self.sockets = Sockets(curve)
+        self.sockets = Sockets.of(settings)
         stack.callback(self.sockets.close)
         self.publisher = ClusterPublisher(self.sockets, settings.broadcast_address)
         stack.callback(self.publisher.close)

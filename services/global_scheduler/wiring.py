@@ -22,7 +22,7 @@ from shared.wire.messages import PlaceRequest
 from shared.wire.methods import PLACE, REPORT
 from shared.wire.rpc_clients import SWEEP_S, RpcClients
 from shared.wire.rpc_server import RpcServer, ServerCall
-from shared.wire.sockets import Curve, Sockets
+from shared.wire.sockets import Sockets
 
 if TYPE_CHECKING:
     from shared.runtime.otlp import Tracer
@@ -33,8 +33,7 @@ ASK_AGAIN_S = 1.0  # so often whoever does not tell of its prefixes any more is 
 
 def open_sockets(stack: AsyncExitStack, settings: SchedulerSettings) -> Sockets:
     """The process's ZeroMQ context, encrypted when keys are set."""
-    curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
-    sockets = Sockets(curve)
+    sockets = Sockets.of(settings)
     stack.callback(sockets.close)
     return sockets
 

@@ -20,7 +20,7 @@ _MOVED = frozenset(  # from the sections into `policies`: they are one for the c
     kind + suffix for kind in KINDS for suffix in ("", "_parameters")
 )
 _AT_THE_TOP = frozenset({"curve_public", "curve_secret", "cluster_token", "database_url", "model"})
-COMMON = _AT_THE_TOP | {"monitor_url", "broadcast_address", "cluster_token_file"}
+COMMON = _AT_THE_TOP | {"monitor_url", "broadcast_address", "cluster_token_file", "curve_file"}
 
 
 class Section(BaseModel):

@@ -11,7 +11,7 @@ from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher import cluster_token, ports
+from services.launcher import cluster_token, host_key, ports
 from services.launcher.addresses import Addresses, scheduler_port
 from services.launcher.cluster_file import LOCAL, Cluster
 from services.launcher.cluster_sections import InstanceSection
@@ -59,7 +59,9 @@ class _Planner:
         imitated = all(entry.extra.get("engine") == "emulated" for entry in cluster.instances)
         self._env = child_environment(cluster.model, imitated)
         self._links = links_between(cluster, where)
-        self._curve = {"curve_public": cluster.curve_public, "curve_secret": cluster.curve_secret}
+        self._curve: dict[str, Any] = {"curve_file": host_key.file_in(data_dir)}
+        if cluster.curve_public:
+            self._curve = {"curve_public": cluster.curve_public, "curve_secret": cluster.curve_secret}
         self._traced = {**self._curve, "tracing": cluster.tracing}  # of those that a request passes
 
     def plan(self) -> Plan:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from services.launcher import cluster_token, display, state_file, targets
+from services.launcher import cluster_token, display, host_key, state_file, targets
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.elsewhere import Elsewhere, Running, nowhere
 from services.launcher.gateways import make_shared_table
@@ -111,6 +111,7 @@ async def running_suite(
         plan, others = (plan, nowhere(plan.instance_ids)) if ray is None else divide(cluster, plan)
         check_free(plan.port_uses)
         cluster_token.keep(cluster, data_dir)
+        host_key.keep(cluster, data_dir)
         make_shared_table(plan)
         async with _running(cluster, plan, data_dir, console, others) as suite:
             yield suite

@@ -30,7 +30,7 @@ from shared.store.retention import Limit, Retention
 from shared.store.write_behind import WriteBehind
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.cluster_feed import ClusterFeed
-from shared.wire.sockets import Curve, Sockets
+from shared.wire.sockets import Sockets
 
 log = get_log(__name__)
 AGAIN_S = 1.0
@@ -57,7 +57,7 @@ async def _start(stack: AsyncExitStack, settings: PlannerSettings, registry: Col
     engine = open_engine(settings.database_url)
     stack.push_async_callback(engine.dispose)
     store = WriteBehind(engine, registry, capacity=settings.queue_rows)
-    sockets = Sockets(Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None)
+    sockets = Sockets.of(settings)
     stack.callback(sockets.close)
     monitor = await stack.enter_async_context(MonitorClient(settings.monitor_url, token=settings.token()))
     news = PlanNews(monitor)

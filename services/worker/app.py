@@ -40,7 +40,7 @@ from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.methods import PREFIXES
 from shared.wire.rpc_server import RpcServer
-from shared.wire.sockets import Curve, Sockets
+from shared.wire.sockets import Sockets
 
 log = get_log(__name__)
 
@@ -115,8 +115,7 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
     """Start in the order of need; stop in reverse. `registry`: of its metrics."""
     generation = time.time_ns()
     async with AsyncExitStack() as stack:
-        curve = Curve(settings.curve_public, settings.curve_secret) if settings.curve_public else None
-        sockets = Sockets(curve)
+        sockets = Sockets.of(settings)
         stack.callback(sockets.close)
         roles, known, prefixes = RoleState(settings.role), KnownRates(), PrefixFeed(generation)
         engine, engine_info, kv = await start_engine(settings, generation, known.step, prefixes.take, stack)

@@ -49,8 +49,7 @@ async def start_engine(
     if (rank := engine.rank) is not None:
         control = DirectControl(rank)
     else:
-        curve = (settings.curve_public, settings.curve_secret) if settings.curve_public else None
-        control = await stack.enter_async_context(SocketControl(controls, control_key, curve))
+        control = await stack.enter_async_context(SocketControl(controls, control_key, settings.curve_pair()))
     token_bytes = _token_bytes(settings, info)
     ledger = ExportLedger(settings.staging_bytes or _staging_bytes(info, token_bytes), settings.ranks)
     template = _handle_template(settings, info, generation)
@@ -61,6 +60,7 @@ def _connector_config(settings: WorkerSettings, generation: int, events: str, co
     """What the connector in the engine's ranks has to know."""
     from services.worker.fingerprint import fingerprint
 
+    curve_public, curve_secret = settings.curve_pair() or ("", "")
     return {
         "endpoints": list(settings.kv_endpoints),
         "events": events,
@@ -76,8 +76,9 @@ def _connector_config(settings: WorkerSettings, generation: int, events: str, co
         "nixl_trusted": settings.kv_nixl_trusted,
         "pull_timeout_s": settings.pull_timeout_s,
         "lossy": settings.lossy_kv,
-        "curve_public": settings.curve_public,
-        "curve_secret": settings.curve_secret,
+        "curve_public": curve_public,
+        "curve_secret": curve_secret,
+        "encrypted": bool(settings.curve_public),
         "fault": settings.kv_fault,
     }
 

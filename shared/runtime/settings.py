@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import InvalidRequest
 from shared.runtime.cluster_token import checked, read_token
+from shared.runtime.curve_key import read_pair
 
 # Of a process, in what others are told of it: one that the monitor did not take would cost all news beside it.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@-]{1,128}$")]
@@ -40,6 +41,9 @@ class ServiceSettings(BaseSettings):
     # Keys of the cluster for CurveZMQ, both or none; needed for anything that leaves a host.
     curve_public: str = ""
     curve_secret: str = ""
+    # The key of a suite on one host, where there is no such pair: without it nobody connects to a ZeroMQ socket, or
+    # pulls KV, which is authenticated by it and not encrypted.
+    curve_file: Path | None = None
     # The cluster's secret, or the file that has it: for what changes something over HTTP, asked for and answered.
     # Without one such calls are refused here; "open": anybody may.
     cluster_token: SecretStr = SecretStr("")
@@ -54,6 +58,12 @@ class ServiceSettings(BaseSettings):
         if unknown:
             raise InvalidRequest(f"unknown settings: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         return cls()
+
+    def curve_pair(self) -> tuple[str, str] | None:
+        """The CurveZMQ pair (public, secret; Z85) of this process's sockets. Raises InvalidRequest for a bad file."""
+        if self.curve_public:
+            return self.curve_public, self.curve_secret
+        return read_pair(self.curve_file) if self.curve_file is not None else None
 
     def token(self) -> str:
         """The cluster's secret, "open", or nothing. Raises InvalidRequest that names the setting or the file."""

@@ -9,11 +9,12 @@ import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import zmq
 
 from shared.runtime.logs import get_log
+from shared.runtime.settings import ServiceSettings
 from shared.runtime.wire_version import OURS, WireVersions
 
 log = get_log(__name__)
@@ -50,6 +51,12 @@ class Sockets:
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._curve = curve
         _allow_files()
+
+    @classmethod
+    def of(cls, settings: ServiceSettings) -> Self:
+        """Of a process with these settings, with its keys. Raises InvalidRequest for a key file that cannot be used."""
+        pair = settings.curve_pair()
+        return cls(Curve(*pair) if pair else None)
 
     def bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
         """A listening socket. Raises zmq.ZMQError when the address is taken."""

@@ -15,6 +15,7 @@ from lab.chaos.scenarios.losses import LOSSES
 from lab.chaos.scenarios.one_request import ONE_REQUEST
 from lab.chaos.scenarios.processes import PROCESSES
 from lab.chaos.scenarios.roles import ROLES
+from lab.chaos.scenarios.strangers import STRANGERS
 from lab.chaos.scenarios.versions import VERSIONS
 
 FAMILIES: dict[str, tuple[Scenario, ...]] = {
@@ -31,6 +32,7 @@ FAMILIES: dict[str, tuple[Scenario, ...]] = {
     "losses": LOSSES,
     "clocks": CLOCKS,
     "versions": VERSIONS,
+    "strangers": STRANGERS,
     "KV": KV,
     "one request": ONE_REQUEST,
 }

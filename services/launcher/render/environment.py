@@ -63,6 +63,7 @@ _PLAIN = {
 _NAMES = ("INSTANCE_ID", "SCHEDULER_ID", "GATEWAY_ID", "MONITOR_ID")  # a pod goes by its own name
 _HOSTS = ("host", "http_host")
 _TOKEN, _TOKEN_FILE = "_CLUSTER_TOKEN", "_CLUSTER_TOKEN_FILE"  # on one machine in a file, here in the Secret
+_CURVE_FILE = "_CURVE_FILE"  # of one machine; here the pair of the Secret
 _LONG = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"  # the plan sets it where nobody computes
 
 
@@ -80,7 +81,8 @@ def derived(cluster: Cluster, spec: ProcessSpec) -> dict[str, str]:
     said = given(cluster, spec)
     ours = {key: value for key, value in spec.env.items() if key.startswith(OURS) and key not in said}
     long = {_LONG: "1"} if all(entry.extra.get("engine") == "emulated" for entry in cluster.instances) else {}
-    return {key: value for key, value in (ours | long).items() if not key.endswith((*_NAMES, _TOKEN, _TOKEN_FILE))}
+    left_out = (*_NAMES, _TOKEN, _TOKEN_FILE, _CURVE_FILE)
+    return {key: value for key, value in (ours | long).items() if not key.endswith(left_out)}
 
 
 def secrets_of(spec: ProcessSpec) -> dict[str, str]:

@@ -32,6 +32,7 @@ How a worker uses it
             "nixl_trusted": False,                      # NIXL with other hosts: see NixlUse
             "lossy": False,                             # load the codecs at the start, not with the first coded KV
             "curve_public": "", "curve_secret": "",     # CurveZMQ pair of the cluster (Z85)
+            "encrypted": True,                          # with a pair, TCP is TLS; False: it proves the pair and no more
             "fault": "",                                # fault injection for tests: "zero" or "corrupt"
         },
     )

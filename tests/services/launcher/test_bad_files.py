@@ -13,10 +13,15 @@ from services.launcher.preflight import preflight
 from services.launcher.up import UpOptions, cluster_of
 from shared.errors import InvalidRequest, PolyphaseError
 
-NOT_HERE = {"curve_public", "curve_secret", "monitor_url", "broadcast_address", "database_url", "model"} | {
-    "cluster_token",
-    "cluster_token_file",
-}
+NOT_HERE = {
+    "curve_public",
+    "curve_secret",
+    "curve_file",
+    "monitor_url",
+    "broadcast_address",
+    "database_url",
+    "model",
+} | {"cluster_token", "cluster_token_file"}
 HEAD = "name: bad\nmodel: models/demo\n"
 TAIL = "instances:\n  - {id: p, role: prefill}\n  - {id: d, role: decode}\n"
 

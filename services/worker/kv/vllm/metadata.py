@@ -95,6 +95,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     lossy: bool = False
     curve_public: str = ""
     curve_secret: str = ""
+    encrypted: bool = True
     nixl_trusted: bool = False
     fault: str = ""
 

@@ -154,6 +154,7 @@ class WorkerHalf:
             limits=PullLimits(s.connect_timeout_s, s.pull_timeout_s, s.inbox_bytes, connections=s.connections),
             lossy=s.lossy,
             curve=(s.curve_public, s.curve_secret) if s.curve_public else None,
+            encrypted=s.encrypted,
             control=s.controls[rank] if s.controls else "",
             nixl_trusted=s.nixl_trusted,
         )

@@ -42,6 +42,7 @@ class EndpointSettings:
     lease_renewals: int = LEASE_RENEWALS
     limits: PullLimits = field(default_factory=PullLimits)
     curve: tuple[str, str] | None = None
+    encrypted: bool = True  # with `curve`: TCP is TLS; else both sides prove that they have the pair, and that is all
     control: str = ""
     lossy: bool = False  # load the codecs before the first transfer needs one
     nixl_trusted: bool = False  # see NixlUse
@@ -126,11 +127,15 @@ class KvEndpoint:
         """One for each thread."""
         s = self._settings
         if not s.nixl:
-            return Transports(s.curve), Transports(s.curve)
+            return Transports(s.curve, encrypted=s.encrypted), Transports(s.curve, encrypted=s.encrypted)
         # Prefetched KV stays where it was read into; the rest is for what passes through.
         receiving_bytes = s.limits.inbox_bytes + MAX_WINDOW_BYTES
-        exporting = Transports(s.curve, NixlUse(s.nixl_trusted, staging=self._copies.slabs))
-        return exporting, Transports(s.curve, NixlUse(s.nixl_trusted, receiving_bytes=receiving_bytes))
+        exporting = NixlUse(s.nixl_trusted, staging=self._copies.slabs)
+        importing = NixlUse(s.nixl_trusted, receiving_bytes=receiving_bytes)
+        return (
+            Transports(s.curve, exporting, encrypted=s.encrypted),
+            Transports(s.curve, importing, encrypted=s.encrypted),
+        )
 
     @property
     def address(self) -> str:

@@ -4,7 +4,6 @@ import errno
 import math
 import os
 import socket
-import ssl
 from enum import Enum
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from services.worker.kv.wire.tcp_framing import WireError
 from services.worker.kv.wire.tcp_inbound import Inbound
 from services.worker.kv.wire.tcp_outbound import Outbound
 from services.worker.kv.wire.tcp_resolving import Told, Where, host_and_port, numeric
-from services.worker.kv.wire.tcp_streams import Connection, Untrusted, connection_of, prepared
+from services.worker.kv.wire.tcp_streams import Connection, Keys, Untrusted, connection_of, prepared
 from services.worker.kv.wire.transport import Place, Placement, Received
 
 _ATTEMPT_S = 2.0  # the longest that a connection may take to be made, keys included
@@ -69,7 +68,7 @@ class TcpLink:
 
     carrier = "tcp"
 
-    def __init__(self, address: str, loop: Loop, tls: ssl.SSLContext | None, place: Place | None, now_s: float) -> None:
+    def __init__(self, address: str, loop: Loop, keys: Keys, place: Place | None, now_s: float) -> None:
         """Raises OSError for what is no address."""
         self.address = address
         self.losses = 0
@@ -80,7 +79,7 @@ class TcpLink:
         self._named = not self._places
         self._attempts = 0
         self._loop = loop
-        self._tls = tls
+        self._keys = keys
         self._place = place
         self._state, self._since_s = _State.DOWN, now_s
         self._raw: socket.socket | None = None  # while it connects
@@ -205,7 +204,7 @@ class TcpLink:
         if error := raw.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(error, os.strerror(error))
         self._loop.unwatch(raw)
-        self._raw, self._connection = None, connection_of(raw, self._tls, server=False)
+        self._raw, self._connection = None, connection_of(raw, self._keys, server=False)
         self._inbound, self._outbound = Inbound(MAX_FRAME_BYTES, self._asked), Outbound()
         self._outbound.heartbeat()
         self._enter(_State.SHAKING)

@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import ssl
 import time
 from collections import deque
 from itertools import count
@@ -11,7 +10,7 @@ from services.worker.kv.wire.frames import Buffer
 from services.worker.kv.wire.tcp_link import Loop
 from services.worker.kv.wire.tcp_peer import Messages, TcpPeer
 from services.worker.kv.wire.tcp_resolving import host_and_port, numeric, resolve
-from services.worker.kv.wire.tcp_streams import Untrusted, connection_of, prepared
+from services.worker.kv.wire.tcp_streams import Keys, Untrusted, connection_of, prepared
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 1024
@@ -26,7 +25,7 @@ class TcpListener:
 
     seals = True
 
-    def __init__(self, address: str, loop: Loop, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, address: str, loop: Loop, keys: Keys) -> None:
         """Binds. Raises OSError."""
         scheme = address.partition("://")[0]
         host, port = host_and_port(address)
@@ -36,7 +35,7 @@ class TcpListener:
         shown = f"[{host}]" if ":" in host else host
         self.address = f"{scheme}://{shown}:{self._socket.getsockname()[1]}"
         self._loop = loop
-        self._tls = tls
+        self._keys = keys
         self._peers: dict[bytes, TcpPeer] = {}
         self._messages: Messages = deque()
         self._unread: set[TcpPeer] = set()  # those with more of which no socket tells
@@ -92,7 +91,7 @@ class TcpListener:
             made.close()
             return
         try:
-            connection = connection_of(prepared(made), self._tls, server=True)
+            connection = connection_of(prepared(made), self._keys, server=True)
         except OSError:  # gone already
             made.close()
             return

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from services.worker.kv.wire.tcp_link import Owner, Source, TcpLink
 from services.worker.kv.wire.tcp_listener import TcpListener
 from services.worker.kv.wire.tcp_resolving import Resolver, Told
-from services.worker.kv.wire.tls import TlsContexts
+from services.worker.kv.wire.tcp_streams import keys_of
 from services.worker.kv.wire.transport import Link, Place
 
 _TICK_S = 0.05  # what is due is looked at so often
@@ -20,13 +20,13 @@ _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 class TcpTransport:
     """See transport.Transport. Each link is a connection of its own.
 
-    `curve` is the cluster's key pair (public, secret; Z85): with it all traffic is TLS, and both sides prove that they
-    have the pair.
+    `curve` is the cluster's key pair (public, secret; Z85): with it both sides prove that they have the pair, and all
+    traffic is TLS. Not `encrypted`, which is for one host: they prove it in the first message, and the rest is plain.
     """
 
-    def __init__(self, curve: tuple[str, str] | None = None) -> None:
+    def __init__(self, curve: tuple[str, str] | None = None, *, encrypted: bool = True) -> None:
         """Raises ValueError for a pair that is none."""
-        self._tls = TlsContexts(curve) if curve else None
+        self._keys = keys_of(curve, encrypted=encrypted)
         self._epoll = select.epoll()
         self._owners: dict[int, Owner] = {}  # by descriptor
         self._watched: dict[Source, tuple[int, int]] = {}  # descriptor and events
@@ -42,13 +42,13 @@ class TcpTransport:
 
     def listen(self, address: str) -> TcpListener:
         """See transport.Transport."""
-        listener = TcpListener(address, self, self._tls.server if self._tls else None)
+        listener = TcpListener(address, self, self._keys)
         self._listeners.append(listener)
         return listener
 
     def connect(self, address: str, place: Place | None = None) -> TcpLink:
         """See transport.Transport."""
-        link = TcpLink(address, self, self._tls.client if self._tls else None, place, time.monotonic())
+        link = TcpLink(address, self, self._keys, place, time.monotonic())
         self._links.add(link)
         return link
 

@@ -19,10 +19,14 @@ class Transports:
     ZeroMQ's context, which has threads of its own, is made for the first address that needs it.
     """
 
-    def __init__(self, curve: tuple[str, str] | None = None, nixl: NixlUse | None = None) -> None:
-        """`curve` is the cluster's key pair. Raises ValueError for one that is none."""
+    def __init__(
+        self, curve: tuple[str, str] | None = None, nixl: NixlUse | None = None, *, encrypted: bool = True
+    ) -> None:
+        """`curve` is the cluster's key pair; `encrypted`: see TcpTransport. ZeroMQ is encrypted with any pair. Raises
+        ValueError for one that is none.
+        """
         self._curve = curve
-        tcp = TcpTransport(curve)
+        tcp = TcpTransport(curve, encrypted=encrypted)
         self._nixl = NixlTransport(tcp, nixl) if nixl is not None else None
         self._tcp = self._nixl or tcp
         self._zmq: ZmqTransport | None = None

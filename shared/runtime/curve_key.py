@@ -1,0 +1,27 @@
+"""The key of a suite on one host: the secret half of a CurveZMQ pair in a file that only its user can read.
+
+The public half follows from it. Nobody connects to a control socket of the suite without it.
+"""
+
+from pathlib import Path
+
+import zmq
+
+from shared.errors import InvalidRequest
+
+
+def new_key() -> str:
+    """A new secret half (Z85)."""
+    return zmq.curve_keypair()[1].decode()
+
+
+def read_pair(file: Path) -> tuple[str, str]:
+    """The pair (public, secret; Z85) of a key's file. Raises InvalidRequest that names the file."""
+    try:
+        secret = file.read_text().strip()
+        return zmq.curve_public(secret.encode()).decode(), secret
+    except (OSError, ValueError, zmq.ZMQError) as error:
+        reason = getattr(error, "strerror", None) or "not the secret half of a CurveZMQ pair (40 characters)"
+        raise InvalidRequest(
+            f"the key file {file} cannot be used: {reason}; remove it and start the suite again: it makes a new one"
+        ) from None
