@@ -19,10 +19,12 @@ class KeyRing:
     weights: of each caller, one mapping that follows the file.
     """
 
-    def __init__(self, keys: tuple[ApiKey, ...], file: Path | None = None) -> None:
-        """file: where the keys are from, for `reread`."""
+    def __init__(
+        self, keys: tuple[ApiKey, ...], file: Path | None = None, version: tuple[int, int, int] = (0, 0, 0)
+    ) -> None:
+        """file: where the keys are from, for `reread`; version: what the file was before they were read."""
         self._file = file
-        self._version = _version_of(file)
+        self._version = version
         self._classes: Collection[str] | None = None
         self.open = not keys  # for good: a file that is emptied must not let everybody in
         self.weights: dict[str, float] = {}
@@ -31,7 +33,8 @@ class KeyRing:
     @classmethod
     def of_file(cls, file: Path | None) -> "KeyRing":
         """The keys of a file, or an open ring where there is none. Raises InvalidRequest for a bad file."""
-        return cls(load_keys(file) if file else (), file)
+        version = _version_of(file)
+        return cls(load_keys(file) if file else (), file, version)
 
     def reread(self) -> None:
         """Follow the file if it has changed. A file that is missing or wrong leaves the keys as they were."""

@@ -67,9 +67,7 @@ class GatewaySettings(TracedSettings):
     max_queued_tokens: int = Field(1 << 20, gt=0)  # prompt tokens of those
     max_delayed_jobs: int = Field(8192, gt=0)  # the same two of the classes that yield
     max_delayed_tokens: int = Field(1 << 24, gt=0)
-    caller_share: float = Field(
-        0.5, gt=0, le=1
-    )  # of queued jobs and tokens and of held bytes, for each key where there are several
+    caller_share: float = Field(0.5, gt=0, le=1)  # of queued jobs, tokens and held bytes, for each of several keys
     max_jobs_a_body: int = Field(128, gt=0)  # prompts times n; beyond it the answer is 400
     jobs_at_once: int = Field(16, gt=0)  # of one body, in the cluster or its lines, and not decoding yet
     max_prompt_logprobs: int = Field(1 << 18, gt=0)  # of a body: prompt tokens times candidates; beyond it 400

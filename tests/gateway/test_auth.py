@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gateway import auth
 from gateway.auth import ApiKey, KeyRing, create_key, digest_of, load_keys
 from shared.errors import InvalidRequest, Unauthorized
 
@@ -150,3 +151,21 @@ def test_a_reread_key_needs_a_class_that_there_is(tmp_path: Path) -> None:
     _write(file, text=yaml.safe_dump([{"name": key.name, "digest": key.digest, "slo": "nope"}]))
     ring.reread()
     assert ring.identify(f"Bearer {secret}") == key
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys.yaml"
+    (_, kept), (secret, revoked) = create_key("kept"), create_key("revoked")
+    _write(file, kept, revoked)
+
+    def changed_meanwhile(path: Path) -> tuple[ApiKey, ...]:
+        found = load_keys(path)
+        _write(file, kept)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(auth, "load_keys", changed_meanwhile)
+        ring = KeyRing.of_file(file)
+    ring.reread()
+    with pytest.raises(Unauthorized):
+        ring.identify(f"Bearer {secret}")
