@@ -203,7 +203,7 @@ class Grammars:
         if self._trials.get(key) is trial:
             del self._trials[key]
         if not task.cancelled():
-            task.exception()  # its waiters have it; where all have left nobody misses it
+            task.exception()  # the waiters have read it, or all have left
 
     async def _try(self, request: bytes) -> bytes:
         ours, theirs = socket.socketpair()

@@ -180,7 +180,7 @@ class PlainStream:
         try:
             if self.counted[1] > self._told_tokens:
                 self.send()
-        except Exception as error:  # its connection calls; others' connections are not to hear of it
+        except Exception as error:  # its connection calls; an error must not reach other connections
             self.fail(error)
 
     def _events(self, text: str, end: tuple[str, int | str | None] | None = None) -> bytes:

@@ -1,6 +1,6 @@
 """The key of a suite on one host: the secret half of a CurveZMQ pair in a file that only its user can read.
 
-The public half follows from it. Nobody connects to a control socket of the suite without it.
+The public half follows from it. A process without it connects to no control socket of the suite.
 """
 
 from pathlib import Path

@@ -30,7 +30,7 @@ async def _ask(address: Address, path: str, **body: Any) -> Reply:
 
 
 async def many_items(arena: Arena) -> None:
-    """Bodies of tiny items: far too many are refused by their number, and as many as are allowed disturb nobody."""
+    """Bodies of tiny items: far too many are refused by their number, and as many as are allowed disturb no stream."""
     tool = {"type": "function", "function": {"name": "a"}}
     for address in arena.gateways:
         for path, body in (

@@ -1,4 +1,4 @@
-"""A process of this host that does not have the suite's key: it gets nothing, and nobody obeys it."""
+"""A process of this host that does not have the suite's key: it gets nothing, and no process obeys it."""
 
 import asyncio
 import socket

@@ -98,7 +98,7 @@ def secrets_of(spec: ProcessSpec) -> dict[str, str]:
 def apart(
     environment: Mapping[str, str], group: str, plain: Collection[str] = ()
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """What anybody may read; the Secret's keys of what nobody may; and by those keys the values.
+    """The plain variables; the Secret's key of each other variable; and by those keys the values.
 
     plain: further names of variables without secrets. A variable whose name says that it is a secret has one key for
     all groups, such as `hf-token`; any other has a key of its group's own.
