@@ -33,7 +33,8 @@ HOSTILE_CORES = 0.3
 BASE_SHARE = 0.2  # of the minutes, for the part with legal load
 SAMPLE_S = 5.0
 WARM_SHARE = 0.25  # of the hostile part: memory is compared from here on
-REST_S = 150.0  # descriptors must be as before within that time after the last client has left
+STILL_S = 85.0  # descriptors that did not change for so long are at rest: idle connections are closed after 75 s
+REST_S = 300.0  # they must come to rest within that time after the last client has left
 AIM_GROWTH, AIM_GAP_RATIO = 1.02, 1.5
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
@@ -99,10 +100,10 @@ async def _bench(minutes: float) -> dict[str, Any]:
         async with running_suite(cluster, Path(folder), Console(stderr=True)) as running:
             suite, port = running.suite, cluster.gateway.port
             await _part(suite, port, group, "legal", 20.0)  # what is loaded once is loaded now
-            before = await _files_at_rest(suite, {})
+            before = await _files_at_rest(suite)
             legal, _, legal_made = await _part(suite, port, group, "legal", 60.0 * minutes * BASE_SHARE)
             hostile, samples, made = await _part(suite, port, group, "hostile", 60.0 * minutes)
-            after = await _files_at_rest(suite, before)
+            after = await _files_at_rest(suite)
             restarts = {process.name: process.restarts for process in suite.state.processes if process.restarts}
     return _result(legal, hostile, samples, before, after, restarts, {"legal": legal_made, "hostile": made})
 
@@ -164,17 +165,13 @@ def _pids(suite: Suite) -> dict[str, int]:
     return {process.name: process.pid for process in suite.state.processes if process.pid}
 
 
-async def _files_at_rest(suite: Suite, wanted: Mapping[str, int]) -> dict[str, int]:
-    """Open descriptors by process, once they have stood still for some seconds or are as `wanted`."""
+async def _files_at_rest(suite: Suite) -> dict[str, int]:
+    """Open descriptors by process, once they have stood still."""
     give_up, still_since, last = time.monotonic() + REST_S, time.monotonic(), dict[str, int]()
-    while time.monotonic() < give_up:
+    while time.monotonic() < min(give_up, still_since + STILL_S):
         now = {name: psutil.Process(pid).num_fds() for name, pid in _pids(suite).items()}
-        if now == wanted:
-            return now
         if now != last:
             still_since, last = time.monotonic(), now
-        if not wanted and time.monotonic() - still_since > 10.0:
-            return now
         await asyncio.sleep(1.0)
     return last
 
