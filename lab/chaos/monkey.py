@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lab.chaos.arena import Arena, running_arena
-from lab.chaos.clusters import EMULATED
+from lab.chaos.clusters import OPEN
 from lab.chaos.draws import Draw, draw
 from lab.chaos.judge import BROKEN, HARM, UNCLEAN, Tally, Verdict
 from lab.chaos.recovery import died, footprint, look_behind, recovered
@@ -55,7 +55,7 @@ async def random_run(folder: Path, seconds: float, seed: int, console: Console, 
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         found.suites += 1
-        async with running_arena(EMULATED, folder / f"suite-{found.suites}", console, seed) as arena:
+        async with running_arena(OPEN, folder / f"suite-{found.suites}", console, seed) as arena:
             before, well = await calm(arena, seed), True
             while well and time.monotonic() < end_s:
                 well = await _round(arena, before, found, number)

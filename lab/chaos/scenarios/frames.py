@@ -6,7 +6,7 @@ from contextlib import ExitStack, suppress
 
 from lab.chaos import garbage
 from lab.chaos.arena import Arena
-from lab.chaos.clusters import KEYED
+from lab.chaos.clusters import KEYED, OPEN
 from lab.chaos.scenario import Scenario
 from lab.chaos.wires import Wire
 
@@ -72,13 +72,13 @@ async def replay_rpc(arena: Arena) -> None:
 
 
 FRAMES = (
-    Scenario("garbage", "noise and well-framed nonsense on every port", garbage_everywhere),
+    Scenario("garbage", "noise and well-framed nonsense on every port", garbage_everywhere, OPEN),
     Scenario("half-open", "ten connections a port that say half a word and stay for 4 s", half_open),
-    Scenario("corrupt-state", "bits flip in 30 % of heartbeats and broadcasts", corrupt_state, away_s=2.0),
-    Scenario("replay-state", "old heartbeats and broadcasts come again", replay_state, away_s=2.0),
+    Scenario("corrupt-state", "bits flip in 30 % of heartbeats and broadcasts", corrupt_state, OPEN, away_s=2.0),
+    Scenario("replay-state", "old heartbeats and broadcasts come again", replay_state, OPEN, away_s=2.0),
     Scenario(
         "corrupt-rpc", "bits flip in 0.5 % of RPC messages, with keys", corrupt_rpc, KEYED, away_s=2.0, errors=True
     ),
-    Scenario("replay-rpc", "old calls come again, twice a second", replay_rpc, away_s=1.0),
+    Scenario("replay-rpc", "old calls come again, twice a second", replay_rpc, OPEN, away_s=1.0),
     Scenario("garbage-keyed", "noise and nonsense of a stranger without the keys", garbage_everywhere, KEYED),
 )

@@ -5,7 +5,7 @@ import socket
 from contextlib import suppress
 
 from lab.chaos.arena import Arena
-from lab.chaos.clusters import HOST, HOST_REAL
+from lab.chaos.clusters import REAL
 from lab.chaos.scenario import Scenario
 from lab.chaos.wires import Port
 from services.launcher.suite import until
@@ -114,7 +114,7 @@ def _address(port: Port) -> str:
 
 
 STRANGERS = (
-    Scenario("stranger-drains", "a process without the key drains and flips every instance", drains, HOST),
-    Scenario("stranger-fences", "a process without the key sends heartbeats and listens to broadcasts", fences, HOST),
-    Scenario("stranger-kv", "a process without the key opens KV connections to every instance", opens_kv, HOST_REAL),
+    Scenario("stranger-drains", "a process without the key drains and flips every instance", drains),
+    Scenario("stranger-fences", "a process without the key sends heartbeats and listens to broadcasts", fences),
+    Scenario("stranger-kv", "a process without the key opens KV connections to every instance", opens_kv, REAL),
 )
