@@ -61,6 +61,7 @@ class Job:
     finish_reason: str = ""  # set once the client has all
     waited_s: float = 0.0  # without an instance, since the last token
     begun: bool = False  # it has been placed
+    expected_tokens: int = 0  # of its answer in all, as its scheduler reckons for the room that it keeps; 0: not known
     delays: int = 0  # how often it was told to ask again
     losses: list[Loss] = field(default_factory=list)  # attempts that failed, over its whole life
     tokens: list[int] = field(default_factory=list)  # what the client already has
@@ -153,7 +154,18 @@ class Job:
         """What policies may know. `decode_only`: its prefill is done."""
         whole = decode_only or self.spec.local_only
         spec, prompt = self.spec, self.prompt_tokens
-        return JobView(spec.job_id, prompt, self.remaining, spec.slo, self.prediction, whole, begun=self.begun)
+        expected = max(0, self.expected_tokens - (len(self.tokens) if spec.carry else 0))
+        return JobView(
+            spec.job_id,
+            prompt,
+            self.remaining,
+            spec.slo,
+            self.prediction,
+            whole,
+            begun=self.begun,
+            answer_tokens=expected,
+            can_wait=True,
+        )
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -267,6 +279,8 @@ class Job:
     def placed(self, route: Route) -> None:
         """Take in a placement."""
         self.begun = True
+        if route.answer_tokens:
+            self.expected_tokens = route.answer_tokens + (len(self.tokens) if self.spec.carry else 0)
         self.split = route.split
         self.prefill_instance = route.prefill.instance_id if route.prefill else ""
         self.decode_instance = route.decode.instance_id if route.decode else ""

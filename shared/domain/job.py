@@ -65,6 +65,7 @@ class Slo(msgspec.Struct, frozen=True):
     weight: Finite = 1.0
     when_full: WhenFull = WhenFull.NEVER
     lossy_kv: Codec = Codec.RAW
+    itl_s: Finite = 0.25
 
 
 class LengthPrediction(msgspec.Struct, frozen=True):
@@ -145,7 +146,8 @@ class JobView(msgspec.Struct, frozen=True):
     """What a policy may know of a job. prefix: hashes of its prompt's blocks, see `shared.domain.prefix`.
 
     begun: it has been placed before, so that it is not refused any more. over_share: whoever sent it has had more than
-    others who ask at the same gateway.
+    others who ask at the same gateway. answer_tokens: for which room is kept, as its scheduler said; 0: max_tokens.
+    can_wait: its gateway lets it wait for its place, whatever its class (versions before do not).
     """
 
     job_id: str
@@ -157,3 +159,5 @@ class JobView(msgspec.Struct, frozen=True):
     prefix: tuple[int, ...] = ()
     begun: bool = False
     over_share: bool = False
+    answer_tokens: int = 0
+    can_wait: bool = False

@@ -1,12 +1,16 @@
 """How long answers turn out: learned from those that ended, by what was predicted of them."""
 
-from math import log
+from collections import deque
+from math import ceil, log
 from typing import NamedTuple
 
 from shared.domain.job import JobView, LengthPrediction
 
 FIRST_TOKENS = 200.0  # of an answer, on average, before the first has ended
 RECENT = 256  # answers that a mean rests on, the newest most
+BOUND_SHARE = 0.9  # of answers are no longer than what is reckoned with for their room
+FEWEST = 16  # answers before their lengths say how long one may be
+UNSEEN_TOKENS = 1024  # before that, at most; a client that names no max_tokens has asked for all of the context
 DOUBT = 16  # answers that a prediction counts for, against what is seen of answers predicted alike
 
 
@@ -42,6 +46,29 @@ class _Seen:
         return Lengths(self._mean, 1.0 / self._inverse)
 
 
+class _Spread:
+    """How long answers of one kind have been, for a bound that most of them keep."""
+
+    __slots__ = ("_bound", "_lengths")
+
+    def __init__(self) -> None:
+        self._lengths: deque[int] = deque(maxlen=RECENT)
+        self._bound: float | None = None
+
+    def add(self, tokens: int) -> None:
+        self._lengths.append(tokens)
+        self._bound = None
+
+    def bound(self) -> float | None:
+        """The length that `BOUND_SHARE` of the last ones did not exceed; None before `FEWEST` have ended."""
+        if len(self._lengths) < FEWEST:
+            return None
+        if self._bound is None:
+            ordered = sorted(self._lengths)
+            self._bound = float(ordered[min(len(ordered) - 1, int(BOUND_SHARE * len(ordered)))])
+        return self._bound
+
+
 class _Alike:
     """Answers predicted to be in the same bucket: how long they turned out, and what was said of them on average."""
 
@@ -64,6 +91,7 @@ class Answers:
 
     def __init__(self) -> None:
         self._all = _Seen(UNKNOWN_LENGTHS, 0)
+        self._spread = _Spread()
         self._of: dict[int, _Alike] = {}  # by bucket
         self._said: dict[str, tuple[int, Lengths] | None] = {}  # of jobs under way
 
@@ -82,6 +110,7 @@ class Answers:
         said = self._said.pop(job_id, None)
         if tokens > 0:
             self._all.add(tokens)
+            self._spread.add(tokens)
             if said is not None:
                 self._of[said[0]].add(tokens, said[1])
 
@@ -100,6 +129,16 @@ class Answers:
             found = alike.corrected(found) if alike is not None else found
         most = float(max(1, job.max_tokens))
         return Lengths(min(most, found.mean), min(most, found.brief))
+
+
+    def bound(self, job: JobView) -> int:
+        """Tokens of this job's answer for which room is kept: nine in ten are no longer. At most its max_tokens."""
+        if job.prediction is not None and job.prediction.confidence > 0.0:
+            found = job.prediction.quantile(BOUND_SHARE)
+        else:
+            seen = self._spread.bound()
+            found = UNSEEN_TOKENS if seen is None else seen
+        return max(1, min(job.max_tokens, ceil(found)))
 
 
 def within(prediction: LengthPrediction) -> Lengths:

@@ -14,6 +14,7 @@ from shared.domain.rates import UNKNOWN_STEPS, LinkRate, StepForm
 from shared.policy.answers import Lengths
 from shared.policy.codec import choose_codec
 from shared.policy.harm import harm
+from shared.policy.kv_ahead import fits_after
 from shared.policy.step_budget import StepLoad, prefill_tokens
 
 ENDLESS = 1 << 30
@@ -117,7 +118,7 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
     after_s: float  # of a step of decodes with the job among them
     beside_s: float  # by which steps are longer, on average, for the prompts of others
     wait_s: float  # until the prompts that wait there are computed
-    room_s: float  # until there is room for the job's prompt, and a seat
+    room_s: float  # until there is room for the job's KV to its end, and a seat
     behind_s: float  # by which those who wait for that, too, wait longer
     memory: float  # harm of what is promised twice
     alone_s: float  # of a step of the job's decode with nobody beside it
@@ -135,11 +136,13 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
         spread_s: float = 0.0,
         limited: bool = False,
         mixed: float | None = None,
+        bound: int = 0,
     ) -> "DecodeSide":
         """As of its load. own: of the job's answer; `saved` tokens of its prompt have their KV there.
 
         others: the class of those that it would meet; its own if nobody says. spread_s: over which bound decodes come.
-        limited: steps keep to the TPOT targets of those that decode. mixed: share of steps to come with prompts in
+        bound: tokens of its answer for which room is kept; its max_tokens if nobody says.
+        limited: steps keep to the targets of those that decode. mixed: share of steps to come with prompts in
         them; as the last ones there, and its queue, say, if nobody says.
         """
         slo = job.slo if others is None else others
@@ -165,8 +168,12 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
             mixed = max(load.prefill_share, min(1.0, steps / own.brief))
         beside_s = mixed * max(0.0, full_s - step_s)
         room = 0.0, 0.0, 0.0
-        if prompt + own.mean > free or decoding >= seats:
-            room = _room(held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s)
+        fits_s = after_s * _steps_until_it_fits(view, prompt, bound or job.max_tokens)
+        if fits_s > 0.0 or prompt + own.mean > free or decoding >= seats:
+            room_s, behind_s, memory = _room(
+                held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s
+            )
+            room = max(fits_s, room_s), behind_s, memory
         return cls(
             view,
             job,
@@ -252,6 +259,13 @@ def _away(load: InstanceLoad, seats: int, decode: StepForm, tokens: float, sprea
         decode.fixed_s + decode.sequence_s * running + decode.context_s * load.context_tokens * running / load.decoding
     )
     return max(0.0, 1.0 - tokens * step_s / spread_s)
+
+
+def _steps_until_it_fits(view: InstanceView, prompt: int, answer: int) -> float:
+    """Steps until the instance has room for the job to the end of its answer, beside those that decode there."""
+    size = view.info.block_size
+    room = view.info.total_blocks * size
+    return fits_after(view.load.kv_ahead, room, prompt, min(answer, max(1, room - prompt)), size)
 
 
 def _room(

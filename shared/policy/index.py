@@ -15,6 +15,7 @@ from shared.domain.cluster import ClusterState
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.policy.assignment import Assignment
 from shared.policy.backlog import Backlog, chunked_rate, prefill_rate
+from shared.policy.kv_ahead import with_job
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import PrefixIndex
 from shared.policy.pressure import Pressures
@@ -237,4 +238,5 @@ def _with(view: InstanceView, more: Assignment) -> InstanceLoad:
         inbound_bytes=load.inbound_bytes + inbound_bytes,
         inflight=load.inflight,
         prefill_share=load.prefill_share,
+        kv_ahead=with_job(load.kv_ahead, more.decode_tokens, more.answer_tokens, block_size) if decodes else load.kv_ahead,
     )

@@ -23,6 +23,8 @@ QUEUE_S = 0.5  # of prefill that delayed classes may queue: enough to keep an in
 SLOWER = 1.1  # times an empty instance's time: a job that has no better anywhere is not refused for that
 OVER_SHARE = 0.5  # of its limits, for a caller who has had more than its share
 SOON_S, LATE_S = 0.05, 2.0  # bounds of when to ask again for a delayed job
+HOLD_S = 0.02  # a wait for room that is not worth asking again for
+HOLD_LOOK_S = 0.25  # a job that is held looks again at least so often: answers end earlier than expected, too
 
 
 class Obstacle(NamedTuple):
@@ -51,10 +53,10 @@ def decide(
     if slo.when_full is not WhenFull.DELAY:
         index.ledger.needs.asked(job, now)
     if slo.when_full is WhenFull.NEVER:
-        return route
+        return _held_back(job, route)
     found = obstacle(job, route, index, now)
     if found is None:
-        return route
+        return _held_back(job, route)
     said = f"{found.said} (SLO class {slo.name!r})"
     if slo.when_full is WhenFull.REJECT:
         index.ledger.needs.refused(slo)
@@ -62,7 +64,15 @@ def decide(
     other, seconds = _elsewhere(job, route, found, index, policies, now, rng, exclude)
     if other is None:
         raise Delayed(said, cause=found.cause, retry_after_s=min(LATE_S, max(SOON_S, seconds)))
-    return other
+    return _held_back(job, other)
+
+
+def _held_back(job: JobView, route: Route) -> Route:
+    """The route, unless its KV would find no room: then the job waits before it is computed, where nobody reads yet."""
+    if route.hold_s <= HOLD_S or not job.can_wait:
+        return route
+    said = f"room for its KV is expected in {route.hold_s:.2f} s at the earliest"
+    raise Delayed(said, cause="room", retry_after_s=min(HOLD_LOOK_S, max(SOON_S, route.hold_s)))
 
 
 def _elsewhere(
@@ -172,7 +182,8 @@ def _option(job: JobView, route: Route, index: ClusterIndex, now: float) -> Opti
         view = index.decode.get(best[2]) if best is not None else None
     if view is None:
         return None
-    decode = DecodeSide.of(view, job, own, answers.all, saved_at(index, view, job), others, limited=index.limited)
+    saved, bound = saved_at(index, view, job), answers.bound(job)
+    decode = DecodeSide.of(view, job, own, answers.all, saved, others, limited=index.limited, bound=bound)
     if route.prefill is None:
         return local(job, decode, decode.terms(0))
     computes = index.prefill.get(route.prefill.instance_id)

@@ -131,6 +131,15 @@ class Engine:
         done = min(self._glide.steps_done(now), self._glide_steps)
         return group.context_tokens + done * group.count, free - self.scheduler.memory.growth(group, done)
 
+    def progress(self, leg: Leg, now: float) -> tuple[int, int]:
+        """Context of a leg, and the output tokens that it has given here, as of the last step that has ended."""
+        group = self.scheduler.group
+        if leg.finish_step <= group.steps:
+            return leg.tokens, leg.given
+        done = min(self._glide.steps_done(now), self._glide_steps) if self._glide is not None else 0
+        steps = group.steps + done
+        return leg.base + steps, leg.wanted - (leg.finish_step - steps)
+
     def prefill_share_at(self, now: float) -> float:
         """See `InstanceLoad.prefill_share`."""
         glide = self._glide

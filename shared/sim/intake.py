@@ -162,8 +162,13 @@ class Intake:
     def _come(self, request: SimRequest, now: float) -> None:
         if self.held or self._fleet.all_full():
             self._hold(request, now)
+        elif self._lines.waiting(request):
+            self._lines.join(request, now)
         else:
-            self.admit(request, now)
+            try:
+                self.admit(request, now)
+            except Delayed as delay:
+                self._lines.join_asleep(request, delay.retry_after_s or 0.0, now)
 
     def _ask(self, request: SimRequest, now: float) -> float | None:
         """A delayed request asks for its place; in how many seconds it is to ask again, None if it need not."""
@@ -218,6 +223,7 @@ class Intake:
         if not request.job.begun:
             self._shares.charge(request.caller, request.job.prompt_tokens, 0)
             request.job = msgspec.structs.replace(request.job, begun=True)
+        request.job = msgspec.structs.replace(request.job, answer_tokens=route.answer_tokens)
         self._fleet.ledger.add(request.job, route, now)
         for assignment in assignments(request.job, route, now):
             index.book(assignment)

@@ -1,0 +1,71 @@
+"""KV memory of a decode instance over the steps to come: what its jobs will hold, and whether one more fits to its end.
+
+A job that decodes holds one token more with each step until its answer ends, and then nothing. A sum over all jobs at a
+few stretches of steps is enough to see the peak that they come to together, and is short enough for a heartbeat.
+Source: ours; the peak of future memory as in LightLLM's past-future scheduler (arXiv 2507.10150), on a grid.
+"""
+
+from collections.abc import Iterable
+
+# Ends of the stretches, in steps; the last stretch has none. Close enough that a job counts as held too long by a third.
+STRETCHES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+COUNT = len(STRETCHES)
+
+Ahead = tuple[int, ...]  # the most tokens held in each stretch; empty where nobody decodes
+
+OVERDUE_TOKENS = 16  # that an answer longer than expected is taken to go on for, at least
+OVERDUE_SHARE = 0.25  # and of what it has given
+
+
+def remaining_tokens(given: int, expected: int, most: int) -> int:
+    """Tokens to come of an answer that has given so many. expected: in all. most: its max_tokens."""
+    left = expected - given
+    if left <= 0:
+        left = max(OVERDUE_TOKENS, int(OVERDUE_SHARE * given))
+    return max(1, min(left, most - given))
+
+
+def ahead_of(jobs: Iterable[tuple[int, int]], block_size: int) -> Ahead:
+    """Of jobs with (tokens held now, tokens to come); each holds whole blocks."""
+    held = [0] * COUNT
+    for now, left in jobs:
+        for at in range(COUNT):
+            if at and left <= STRETCHES[at - 1]:
+                break
+            end = STRETCHES[at]
+            held[at] += -(-(now + (left if left < end else end)) // block_size) * block_size
+    return tuple(held) if held[0] else ()
+
+
+def with_job(ahead: Ahead, now: int, left: int, block_size: int) -> Ahead:
+    """With one more that holds so much from now on."""
+    more = ahead_of(((now, left),), block_size)
+    return tuple(map(int.__add__, ahead, more)) if ahead else more
+
+
+def fits_after(ahead: Ahead, room_tokens: int, now: int, left: int, block_size: int) -> float:
+    """Steps until a job that then holds `now` tokens, with `left` to come, fits in `room_tokens` to its end.
+
+    0: it fits at once. Where nobody decodes it always does.
+    """
+    if not ahead:
+        return 0.0
+    start = 0
+    last = COUNT
+    while last and not ahead[last - 1]:
+        last -= 1
+    while start < last:
+        begins = STRETCHES[start - 1] if start else 0
+        ends = begins + left
+        at = start
+        while at < last and (at == start or STRETCHES[at - 1] < ends):
+            most = min(left, STRETCHES[at] - begins)
+            if ahead[at] + -(-(now + most) // block_size) * block_size > room_tokens:
+                break
+            at += 1
+        else:
+            return float(begins)
+        start = at + 1  # not before what is in the way is over
+    return float(STRETCHES[last - 1]) if last else 0.0
+
+
