@@ -130,7 +130,6 @@ class Answers:
         most = float(max(1, job.max_tokens))
         return Lengths(min(most, found.mean), min(most, found.brief))
 
-
     def bound(self, job: JobView) -> int:
         """Tokens of this job's answer for which room is kept: nine in ten are no longer. At most its max_tokens."""
         if job.prediction is not None and job.prediction.confidence > 0.0:

@@ -221,6 +221,9 @@ def _with(view: InstanceView, more: Assignment) -> InstanceLoad:
     inbound_bytes = int(more.import_tokens * view.info.kv_bytes_per_token) if more.import_tokens else 0
     decodes = more.decode_tokens > 0
     free_blocks = load.free_blocks - -(-more.decode_tokens // block_size)
+    ahead = load.kv_ahead
+    if decodes:
+        ahead = with_job(ahead, more.decode_tokens, more.answer_tokens, block_size)
     return InstanceLoad(
         time_s=load.time_s,
         queued_prefill=load.queued_prefill + (more.prefill_tokens > 0),
@@ -238,5 +241,5 @@ def _with(view: InstanceView, more: Assignment) -> InstanceLoad:
         inbound_bytes=load.inbound_bytes + inbound_bytes,
         inflight=load.inflight,
         prefill_share=load.prefill_share,
-        kv_ahead=with_job(load.kv_ahead, more.decode_tokens, more.answer_tokens, block_size) if decodes else load.kv_ahead,
+        kv_ahead=ahead,
     )

@@ -7,7 +7,7 @@ Source: ours; the peak of future memory as in LightLLM's past-future scheduler (
 
 from collections.abc import Iterable
 
-# Ends of the stretches, in steps; the last stretch has none. Close enough that a job counts as held too long by a third.
+# Ends of the stretches, in steps; the last stretch has none. A job counts as there by a third too long at most.
 STRETCHES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 COUNT = len(STRETCHES)
 
@@ -67,5 +67,3 @@ def fits_after(ahead: Ahead, room_tokens: int, now: int, left: int, block_size: 
             return float(begins)
         start = at + 1  # not before what is in the way is over
     return float(STRETCHES[last - 1]) if last else 0.0
-
-

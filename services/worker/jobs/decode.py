@@ -141,7 +141,7 @@ class DecodeService:
         """Stream tokens as items, then say how it ended. Raises WrongRole, EngineFailed, InvalidRequest."""
         ended = False
         try:
-            with self._roles.job(Role.DECODE):
+            with self._roles.job(Role.DECODE, request.job.job_id):
                 reply = await self._admitted(request, call)
             ended = True
             return reply

@@ -172,14 +172,15 @@ def total(way: Way, job: JobView) -> float:
         now_s = after_s + room_s / usual.brief
         behind_s = (behind_s + stall_s) / usual.brief
         memory += over * (harm((now_s + behind_s) / slo.tpot_s) - harm(now_s / slo.tpot_s))
-    ttft_s, tpot_s = room_s + rest_s, after_s + beside_s
+    ttft_s, tpot_s, pause_s = room_s + rest_s, after_s + beside_s, 0.0
     if way.prefill is not None:
         ready_s = way.prefill.wait_s + way.prefill.own_s(way.split)
         waits_s, moves_s = transfer(way)
         arrives_s = max(ready_s + moves_s * min(1.0, way.prefill.view.info.chunk_size / way.split), waits_s + moves_s)
         if way.split == prompt:
-            ttft_s = ready_s
-            tpot_s += max(arrives_s - ready_s, room_s - ready_s) / decode.own.brief
+            pause_s = arrives_s - ready_s
+            ttft_s = max(ready_s, room_s)  # it begins so late that there is room when it is computed
+            tpot_s += pause_s / decode.own.brief
         else:
             ttft_s = max(arrives_s, room_s) + rest_s
         others += way.prefill.others(way.split, slo)
@@ -187,7 +188,7 @@ def total(way: Way, job: JobView) -> float:
             now_s = tpot_s + waits_s / usual.brief
             link = harm((now_s + moves_s / usual.brief) / slo.tpot_s) - harm(now_s / slo.tpot_s)
             others += waits_s / moves_s * link
-    return harm(ttft_s / slo.ttft_s) + harm(tpot_s / slo.tpot_s) + others + memory
+    return harm(ttft_s / slo.ttft_s) + harm(tpot_s / slo.tpot_s) + harm(pause_s / slo.itl_s) + others + memory
 
 
 def transfer(way: Way) -> tuple[float, float]:
