@@ -14,6 +14,7 @@ from shared.domain.prefix import hashes_of
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Delayed, PolyphaseError
+from shared.policy.kv_ahead import remaining_tokens
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 from shared.wire.messages import JobReport, TokenStep
 
@@ -154,7 +155,7 @@ class Job:
         """What policies may know. `decode_only`: its prefill is done."""
         whole = decode_only or self.spec.local_only
         spec, prompt = self.spec, self.prompt_tokens
-        expected = max(0, self.expected_tokens - (len(self.tokens) if spec.carry else 0))
+        given, expected = len(self.tokens) if spec.carry else 0, self.expected_tokens
         return JobView(
             spec.job_id,
             prompt,
@@ -163,7 +164,7 @@ class Job:
             self.prediction,
             whole,
             begun=self.begun,
-            answer_tokens=expected,
+            answer_tokens=remaining_tokens(given, expected, spec.max_tokens) if expected else 0,
             can_wait=True,
         )
 
