@@ -9,7 +9,7 @@ from typing import Any
 from gateway.gaps import Gaps
 from gateway.lengths import Asked, LengthClient
 from gateway.tracing import JobTrace
-from shared.domain.job import Generation, JobView, LengthPrediction, Loss, Phase, Slo
+from shared.domain.job import FirstTokenOut, Generation, JobView, LengthPrediction, Loss, Phase, Slo
 from shared.domain.prefix import hashes_of
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, Reason, Route
@@ -62,6 +62,7 @@ class Job:
     finish_reason: str = ""  # set once the client has all
     waited_s: float = 0.0  # without an instance, since the last token
     begun: bool = False  # it has been placed
+    _kept: list[TokenStep] = field(default_factory=list)  # that are handed on together with the next
     expected_tokens: int = 0  # of its answer in all, as its scheduler reckons for the room that it keeps; 0: not known
     delays: int = 0  # how often it was told to ask again
     losses: list[Loss] = field(default_factory=list)  # attempts that failed, over its whole life
@@ -183,6 +184,15 @@ class Job:
         now = time.time()
         self.leg_first_step_s = self.leg_first_step_s or now
         tokens, timeline = step.tokens, self.timeline
+        if self.phase is Phase.PREFILL and not step.finish_reason and not timeline.first_token_s and self._smooth:
+            self.tokens += tokens
+            self._kept.append(step)
+            return
+        for kept in self._kept:  # the second token is here
+            self.emit(kept)
+        kept_some, self._kept = bool(self._kept), []
+        if kept_some and self.finished:  # by a stop string
+            return
         if tokens:
             if timeline.first_token_s:
                 self.gaps.add(now - timeline.last_token_s)
@@ -193,6 +203,10 @@ class Job:
             self.waited_s = 0.0
         self.finish_reason = step.finish_reason  # first: what takes the step may find that a stop string ended it
         self.emit(step)
+
+    @property
+    def _smooth(self) -> bool:
+        return self.spec.slo.first_token is FirstTokenOut.SMOOTH
 
     def stop(self) -> None:
         """The front end found a stop string: the client has its answer, whatever its engine produced after it."""

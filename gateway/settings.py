@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.domain.job import Slo, WhenFull
+from shared.domain.job import FirstTokenOut, Slo, WhenFull
 from shared.domain.kv import Codec
 from shared.runtime.settings import Name, TracedSettings
 
@@ -21,11 +21,14 @@ class SloClass(BaseModel):
     weight: float = Field(1.0, gt=0)  # harm to it counts so much; heavier classes go first
     when_full: WhenFull = WhenFull.NEVER
     lossy_kv: Codec = Codec.RAW  # the coarsest codec its KV may be sent with where the link is slow
+    first_token: FirstTokenOut = FirstTokenOut.EARLY  # or "smooth": together with the second
     queue_s: float = Field(600.0, gt=0)  # of a class that yields: how long at most a job waits in the gateway
 
     def as_slo(self, name: str) -> Slo:
         """As policies see it."""
-        return Slo(name, self.ttft_s, self.tpot_s, self.weight, self.when_full, self.lossy_kv)
+        return Slo(
+            name, self.ttft_s, self.tpot_s, self.weight, self.when_full, self.lossy_kv, first_token=self.first_token
+        )
 
 
 BUILT_IN = {"default": SloClass(), "batch": SloClass(ttft_s=600.0, tpot_s=1.0, weight=0.1, when_full=WhenFull.DELAY)}

@@ -14,7 +14,7 @@ from shared.cost.data_file import read_yaml
 from shared.cost.memory import RESERVE_BYTES, UTILISATION
 from shared.cost.network_file import LinkEntry, NetworkEntry
 from shared.domain.instance import Role
-from shared.domain.job import WhenFull
+from shared.domain.job import FirstTokenOut, WhenFull
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
 from shared.sim.spec import FirstToken
@@ -38,6 +38,7 @@ class SloEntry(_Part):
     when_full: WhenFull = WhenFull.NEVER
     queue_s: Positive = 600.0
     lossy_kv: Codec = Codec.RAW
+    first_token: FirstTokenOut = FirstTokenOut.EARLY
 
 
 class PredictionEntry(_Part):

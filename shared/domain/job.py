@@ -53,6 +53,13 @@ class WhenFull(StrEnum):
     NEVER = "never"  # placed whatever the load
 
 
+class FirstTokenOut(StrEnum):
+    """When a client gets the first token of an answer whose prompt another instance has computed."""
+
+    EARLY = "early"  # as soon as it is there; the second follows when its KV has been handed over
+    SMOOTH = "smooth"  # together with the second: the wait is before the first token and not after it
+
+
 class Slo(msgspec.Struct, frozen=True):
     """A job's class: its targets in seconds, and what may be done to it.
 
@@ -66,6 +73,7 @@ class Slo(msgspec.Struct, frozen=True):
     when_full: WhenFull = WhenFull.NEVER
     lossy_kv: Codec = Codec.RAW
     itl_s: Finite = 0.25
+    first_token: FirstTokenOut = FirstTokenOut.EARLY
 
 
 class LengthPrediction(msgspec.Struct, frozen=True):

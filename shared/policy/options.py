@@ -5,7 +5,7 @@ from random import Random
 
 import msgspec
 
-from shared.domain.job import JobView
+from shared.domain.job import FirstTokenOut, JobView
 from shared.policy.answers import Lengths
 from shared.policy.estimate import DecodeSide, DecodeTerms, Part, PrefillSide, link_harm
 from shared.policy.harm import harm
@@ -177,9 +177,12 @@ def pair(
     hold_s = max(0.0, terms.room_s - part.ready_s)
     if part.tokens >= job.prompt_tokens:
         pause_s = arrives_s - part.ready_s
-        tpot_s += pause_s / own.brief
         ttft_s += hold_s
-        own_pause = harm(pause_s / slo.itl_s)
+        if slo.first_token is FirstTokenOut.SMOOTH:
+            ttft_s += pause_s
+        else:
+            tpot_s += pause_s / own.brief
+            own_pause = harm(pause_s / slo.itl_s)
     else:
         ttft_s = max(arrives_s, terms.room_s) + terms.rest_s
     link = link_harm(waits_s, moves_s, tpot_s, decode.usual.brief, decode.slo) if waits_s > 0.0 else 0.0
