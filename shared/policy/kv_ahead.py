@@ -48,7 +48,8 @@ def fits_after(ahead: Ahead, room_tokens: int, now: int, left: int, block_size: 
 
     0: it fits at once. Where nobody decodes it always does.
     """
-    if not ahead:
+    whole = -(-(now + left) // block_size) * block_size
+    if not ahead or max(ahead) + whole <= room_tokens:
         return 0.0
     start = 0
     last = COUNT
