@@ -153,7 +153,10 @@ class Job:
         """What policies may know. `decode_only`: its prefill is done."""
         whole = decode_only or self.spec.local_only
         spec, prompt = self.spec, self.prompt_tokens
-        return JobView(spec.job_id, prompt, self.remaining, spec.slo, self.prediction, whole, begun=self.begun)
+        begun, started = self.begun, bool(self.tokens)
+        return JobView(
+            spec.job_id, prompt, self.remaining, spec.slo, self.prediction, whole, begun=begun, started=started
+        )
 
     @property
     def prefix(self) -> tuple[int, ...]:

@@ -145,7 +145,7 @@ class JobView(msgspec.Struct, frozen=True):
     """What a policy may know of a job. prefix: hashes of its prompt's blocks, see `shared.domain.prefix`.
 
     begun: it has been placed before, so that it is not refused any more. over_share: whoever sent it has had more than
-    others who ask at the same gateway.
+    others who ask at the same gateway. started: its client has a token of the answer, and would see a pause.
     """
 
     job_id: str
@@ -157,3 +157,4 @@ class JobView(msgspec.Struct, frozen=True):
     prefix: tuple[int, ...] = ()
     begun: bool = False
     over_share: bool = False
+    started: bool = False
