@@ -167,6 +167,7 @@ class Job:
             begun=self.begun,
             answer_tokens=remaining_tokens(given, expected, spec.max_tokens) if expected else 0,
             can_wait=True,
+            started=bool(self.tokens),
         )
 
     @property

@@ -20,8 +20,9 @@ class Span(StrEnum):
     QUEUE = "queue"
     PREFILL = "prefill"
     REPLY = "reply"  # from an instance to the gateway
-    TRANSFER = "transfer"
-    DECODE_QUEUE = "decode_queue"  # until its first step there has ended, prefill included where there was none before
+    TRANSFER = "transfer"  # until its KV had come to the decode instance
+    DECODE_QUEUE = "decode_queue"  # until there was room for its KV, and from when that was there until its first step
+    # there has ended, prefill included where there was none before
     DECODE = "decode"
     LOST = "lost"  # on an instance that did not bring it to an end
 

@@ -155,7 +155,8 @@ class JobView(msgspec.Struct, frozen=True):
 
     begun: it has been placed before, so that it is not refused any more. over_share: whoever sent it has had more than
     others who ask at the same gateway. answer_tokens: for which room is kept, as its scheduler said; 0: max_tokens.
-    can_wait: its gateway lets it wait for its place, whatever its class (versions before do not).
+    can_wait: its gateway lets it wait for its place, whatever its class (versions before do not). started: its client
+    has a token of the answer, and would see a pause.
     """
 
     job_id: str
@@ -169,3 +170,4 @@ class JobView(msgspec.Struct, frozen=True):
     over_share: bool = False
     answer_tokens: int = 0
     can_wait: bool = False
+    started: bool = False

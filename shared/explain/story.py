@@ -23,6 +23,7 @@ _SPANS = {
     Span.DECODE: "{where} produced its tokens in {time}.",
     Span.LOST: "{where} did not bring it to an end: {time} are lost.",
 }
+_FOR_ROOM = "It waited {time} for room for its KV on {where}."
 _OF_WHICH = {
     Span.INTAKE: "to read it",
     Span.PLACEMENT: "until it had a place",
@@ -173,14 +174,17 @@ def _resumed(decision: Decision) -> str:
 
 
 def _spans(timeline: RequestTimeline) -> Iterator[Sentence]:
+    comes = {(span.attempt, span.started_s) for span in timeline.spans if span.span is Span.TRANSFER}
     for span in timeline.spans:
         took_s = span.ended_s - span.started_s
         if took_s >= LEAST_S:
-            yield Sentence(span.started_s - timeline.arrived_s, _told(span, took_s), {"seconds": took_s}, span.span)
+            for_room = span.span is Span.DECODE_QUEUE and (span.attempt, span.ended_s) in comes
+            text = _told(span, took_s, _FOR_ROOM if for_room else _SPANS[span.span])
+            yield Sentence(span.started_s - timeline.arrived_s, text, {"seconds": took_s}, span.span)
 
 
-def _told(span: SpanRecord, took_s: float) -> str:
-    text = _SPANS[span.span].format(where=span.instance_id or "the gateway", time=duration(took_s))
+def _told(span: SpanRecord, took_s: float, form: str) -> str:
+    text = form.format(where=span.instance_id or "the gateway", time=duration(took_s))
     return text if span.attempt < 2 else f"{text.removesuffix('.')} (attempt {span.attempt})."
 
 

@@ -15,7 +15,7 @@ from shared.policy.answers import Lengths
 from shared.policy.codec import choose_codec
 from shared.policy.harm import harm
 from shared.policy.kv_ahead import fits_after
-from shared.policy.step_budget import StepLoad, prefill_tokens
+from shared.policy.step_budget import StepLoad, gap_target_s, prefill_tokens
 
 ENDLESS = 1 << 30
 
@@ -160,7 +160,7 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
             after_s = decode.fixed_s + decode.sequence_s * (running + 1) + decode.context_s * longer
         budget = max(1, info.chunk_size - running)
         if limited:
-            budget = prefill_tokens(rates, StepLoad(running, context, slo.tpot_s), budget)
+            budget = prefill_tokens(rates, StepLoad(running, context, gap_target_s(slo)), budget)
         chunk_s = form.fixed_s + form.sequence_s * running + form.context_s * context
         full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
         steps = load.queued_prefill_tokens / budget

@@ -94,6 +94,7 @@ class _Simulation:
                 return
             if request.decode_leg is not None:
                 request.decode_leg.last_token_s = now
+                self._legs.started(request.decode_leg, now)
         request.last_token_s = now
         request.waited_s = 0.0
         if request.first_token_s < 0.0:

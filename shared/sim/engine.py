@@ -87,6 +87,11 @@ class Engine:
         self.scheduler.kv_arrived(leg)
         self._disturb(now)
 
+    def started(self, leg: Leg, now: float) -> None:
+        """The client of a leg that may wait here has its first token, from elsewhere."""
+        if self.scheduler.waiting.started(leg):
+            self._disturb(now)
+
     def sent(self, leg: Leg, now: float) -> None:
         """The KV of a prompt that was computed here has left: another prompt may begin."""
         if self.scheduler.waiting.sent(leg):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from shared.domain.job import JobView, LengthPrediction
+from shared.policy.preemption import Rank
 
 
 class LatePrediction(NamedTuple):
@@ -158,6 +159,11 @@ class Leg:
         self.cancelled = False
 
     @property
+    def started(self) -> bool:
+        """Whether it is a stream: its client has a token, given here or elsewhere."""
+        return self.last_token_s >= 0.0 or self.request.first_token_s >= 0.0
+
+    @property
     def decodes(self) -> bool:
         """Whether the request decodes here; else its prompt is only computed."""
         return self is not self.request.prefill_leg
@@ -173,6 +179,6 @@ class Leg:
         return self.tokens - self.computed
 
 
-def weight_of(leg: Leg) -> float:
-    """Of its request's class."""
-    return leg.request.job.slo.weight
+def rank_of(leg: Leg) -> Rank:
+    """By which it is served, and keeps its blocks."""
+    return leg.request.job.slo.weight, leg.started

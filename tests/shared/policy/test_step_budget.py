@@ -8,7 +8,7 @@ from shared.domain.job import JobView, LengthPrediction, Slo
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.policy.answers import within
 from shared.policy.estimate import DecodeSide
-from shared.policy.step_budget import FLOOR_TOKENS, MARGIN, StepLoad, prefill_tokens
+from shared.policy.step_budget import FLOOR_TOKENS, MARGIN, StepLoad, gap_target_s, prefill_tokens
 from tests.shared.policy.views import decode
 
 NOTHING = StepForm(0.0)
@@ -34,6 +34,11 @@ def test_by_example() -> None:
 )
 def test_without_a_reason_nothing_is_held_back(load: StepLoad, known: StepRates | None) -> None:
     assert prefill_tokens(known, load, 512) == 512
+
+
+def test_the_tighter_of_the_mean_and_the_gap_target_counts() -> None:
+    for slo in (Slo(tpot_s=0.1), Slo(tpot_s=5.0)):
+        assert gap_target_s(slo) == min(slo.tpot_s, getattr(slo, "itl_s", slo.tpot_s))
 
 
 def test_prompts_always_get_on() -> None:
