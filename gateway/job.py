@@ -9,7 +9,7 @@ from typing import Any
 from gateway.gaps import Gaps
 from gateway.lengths import Asked, LengthClient
 from gateway.tracing import JobTrace
-from shared.domain.job import FirstTokenOut, Generation, JobView, LengthPrediction, Loss, Phase, Slo
+from shared.domain.job import FirstTokenOut, Generation, JobView, LengthPrediction, Loss, Phase, Slo, itl_met
 from shared.domain.prefix import hashes_of
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, Reason, Route
@@ -70,6 +70,8 @@ class Job:
     failed_instances: list[str] = field(default_factory=list)
     asked: Asked = field(default_factory=Asked)  # for the length of its answer
     gaps: Gaps = field(default_factory=Gaps)  # where the gaps between its tokens are counted
+    streamed: bool = False  # a plain stream reports when its tokens leave (`delivered`); else they leave as they come
+    delivered_s: float = 0.0  # when tokens last left for the client
     broken: str = ""  # code of what ended it in the gateway, while its engine was well
     siblings: Any = None  # what vLLM knows of the request, where it is one of several answers to it
     trace: JobTrace | None = None  # where it is traced
@@ -84,7 +86,8 @@ class Job:
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
-        self.timeline = RequestTimeline(self.spec.job_id, self.spec.arrived_s, len(self.spec.prompt_token_ids))
+        spec = self.spec
+        self.timeline = RequestTimeline(spec.job_id, spec.arrived_s, len(spec.prompt_token_ids), itl_s=spec.slo.itl_s)
         self.mark_s = self.spec.arrived_s
 
     def begin_attempt(self) -> None:
@@ -202,12 +205,30 @@ class Job:
             timeline.last_token_s = now
             self.tokens += tokens
             self.waited_s = 0.0
+            if not self.streamed:
+                self._count_gap(now, len(tokens))
         self.finish_reason = step.finish_reason  # first: what takes the step may find that a stop string ended it
         self.emit(step)
 
     @property
     def _smooth(self) -> bool:
         return self.spec.slo.first_token is FirstTokenOut.SMOOTH
+
+    def delivered(self, tokens: int) -> None:
+        """The newest `tokens` of the answer leave for the client, in one event."""
+        self._count_gap(time.time(), tokens)
+
+    def _count_gap(self, now: float, tokens: int) -> None:
+        before_s, self.delivered_s = self.delivered_s, now
+        if not before_s:
+            return
+        timeline, gap_s = self.timeline, now - before_s
+        timeline.gaps += 1
+        if gap_s > timeline.itl_s:
+            timeline.gaps_over += 1
+        if gap_s > timeline.longest_gap_s:
+            timeline.longest_gap_s, timeline.longest_gap_at_s = gap_s, now
+            timeline.longest_gap_after = len(self.tokens) - tokens
 
     def stop(self) -> None:
         """The front end found a stop string: the client has its answer, whatever its engine produced after it."""
@@ -312,6 +333,7 @@ class Job:
         met = None
         if self.phase is Phase.COMPLETED:
             met = ttft is not None and ttft <= slo.ttft_s and (tpot is None or tpot <= slo.tpot_s)
+            met = met and itl_met(timeline.gaps, timeline.gaps_over)
         return JobReport(
             self.spec.job_id,
             self.gateway_id,
@@ -333,4 +355,7 @@ class Job:
             self.spec.caller,
             self.asked.begun,
             list(self.losses),
+            timeline.longest_gap_s if timeline.gaps else None,
+            timeline.gaps,
+            timeline.gaps_over,
         )

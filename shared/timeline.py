@@ -47,7 +47,12 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class RequestTimeline(msgspec.Struct):
-    """All of it. Times are unix seconds."""
+    """All of it. Times are unix seconds.
+
+    gaps: between the deliveries of its tokens to the client, of which gaps_over exceeded the target itl_s. The longest
+    of them took longest_gap_s, ended at longest_gap_at_s, and the client had longest_gap_after tokens during it. A gap
+    ends when the tokens after it are handed to the client's connection; tokens that share an event share a gap.
+    """
 
     job_id: str
     arrived_s: float
@@ -60,6 +65,12 @@ class RequestTimeline(msgspec.Struct):
     spans: list[SpanRecord] = []
     decisions: list[Decision] = []
     transfers: list[TransferReport] = []
+    itl_s: float = 0.0
+    gaps: int = 0
+    gaps_over: int = 0
+    longest_gap_s: float = 0.0
+    longest_gap_at_s: float = 0.0
+    longest_gap_after: int = 0
 
     @property
     def ttft_s(self) -> float | None:

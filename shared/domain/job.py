@@ -10,6 +10,9 @@ from shared.domain.numbers import Finite
 PREDICTED_FROM = 256  # tokens of a prompt: a length predictor looks at no more, its head and its tail
 HEAD_SHARE = 4  # one in so many of them is the head's
 OPEN_END = 2**31 - 1  # upper end of a range that has none
+ITL_LEAST_S = 0.25  # a class that names no target for gaps has this one, or `ITL_FACTOR` times that of its TPOT
+ITL_FACTOR = 1.25
+ITL_SPARED = 100  # of so many gaps of a stream one may exceed the target: the target is for the 99th percentile
 LOST = "lost"  # outcome of a failed job whose gateway is gone; a later word of the job itself takes its place
 
 
@@ -27,6 +30,19 @@ def _stretch(lower: int, upper: int) -> tuple[float, float]:
         upper = 2 * max(1, lower)
     upper = max(upper, lower + 1)
     return max(float(lower), min(1.0, upper / 2)), float(upper)
+
+
+def default_itl_s(tpot_s: float) -> float:
+    """The target for gaps between tokens of a class that names none: 0.25 s, or 1.25 times its TPOT if that is more."""
+    return max(ITL_LEAST_S, ITL_FACTOR * tpot_s)
+
+
+def itl_met(gaps: int, over: int) -> bool:
+    """Whether a stream with so many gaps between deliveries, of which `over` exceed the target, meets it.
+
+    One gap in a hundred may exceed it, rounded down: of fewer than 100 gaps none may.
+    """
+    return over * ITL_SPARED <= gaps
 
 
 class Phase(StrEnum):
@@ -63,7 +79,9 @@ class FirstTokenOut(StrEnum):
 class Slo(msgspec.Struct, frozen=True):
     """A job's class: its targets in seconds, and what may be done to it.
 
-    weight: harm to it counts so much; heavier classes go first. lossy_kv: the coarsest codec its KV may be sent with.
+    itl_s: for the 99th percentile of the gaps between the tokens of a stream (`itl_met`); 0 stands for the default,
+    which takes its place at once. weight: harm to it counts so much; heavier classes go first. lossy_kv: the coarsest
+    codec its KV may be sent with.
     """
 
     name: str = "default"
@@ -72,8 +90,18 @@ class Slo(msgspec.Struct, frozen=True):
     weight: Finite = 1.0
     when_full: WhenFull = WhenFull.NEVER
     lossy_kv: Codec = Codec.RAW
-    itl_s: Finite = 0.25
+    itl_s: Finite = 0.0
     first_token: FirstTokenOut = FirstTokenOut.EARLY
+
+    def __post_init__(self) -> None:
+        if not self.itl_s > 0.0:
+            msgspec.structs.force_setattr(self, "itl_s", default_itl_s(self.tpot_s))
+
+    def slower(self, factor: float) -> "Slo":
+        """The same class with all targets so many times as long."""
+        return msgspec.structs.replace(
+            self, ttft_s=factor * self.ttft_s, tpot_s=factor * self.tpot_s, itl_s=factor * self.itl_s
+        )
 
 
 class LengthPrediction(msgspec.Struct, frozen=True):

@@ -56,7 +56,13 @@ class Explanation(msgspec.Struct, frozen=True):
 
 def explain(timeline: RequestTimeline) -> Explanation:
     """A request in sentences, also of one that is under way."""
-    found = [*_arrival(timeline), *_decisions(timeline), *_spans(timeline), *_transfers(timeline)]
+    found = [
+        *_arrival(timeline),
+        *_decisions(timeline),
+        *_spans(timeline),
+        *_transfers(timeline),
+        *_longest_gap(timeline),
+    ]
     found.sort(key=lambda one: one.at_s if one.at_s is not None else 0.0)
     return Explanation(_headline(timeline), tuple(found))
 
@@ -89,6 +95,9 @@ def _course(timeline: RequestTimeline) -> Iterator[str]:
     yield f"the first token after {duration(ttft_s)}" + (f", of which {longest}" if longest else "")
     if tpot_s is not None:
         yield f"{count(timeline.output_tokens, 'token')}, one each {duration(tpot_s)}"
+    if timeline.gaps:
+        after = f"after token {timeline.longest_gap_after:,}"
+        yield f"the longest gap between two of them {duration(timeline.longest_gap_s)}, {after}"
     if (attempts := max((span.attempt for span in timeline.spans), default=1)) > 1:
         yield f"{attempts} attempts"
 
@@ -102,6 +111,25 @@ def _longest(timeline: RequestTimeline) -> str:
     took_s = min(longest.ended_s, timeline.first_token_s) - longest.started_s
     where = longest.instance_id or "the gateway"
     return f"{duration(took_s)} {_OF_WHICH[longest.span].format(where=where)}" if took_s >= LEAST_S else ""
+
+
+def _longest_gap(timeline: RequestTimeline) -> Iterator[Sentence]:
+    """When the client waited longest for its next token, where the request was meanwhile, and how often it did."""
+    if not timeline.gaps:
+        return
+    gap_s, ended_s, after = timeline.longest_gap_s, timeline.longest_gap_at_s, timeline.longest_gap_after
+    began_s = ended_s - gap_s
+    said = f"The longest gap between its tokens, {duration(gap_s)}, came between token {after:,} and the next"
+    parts = [
+        f"{duration(inside_s)} {_OF_WHICH[span.span].format(where=span.instance_id or 'the gateway')}"
+        for span in sorted(timeline.spans, key=lambda one: one.started_s)
+        if (inside_s := min(span.ended_s, ended_s) - max(span.started_s, began_s)) >= LEAST_S
+    ]
+    if parts:
+        said += f": {', '.join(parts)}"
+    over = f"{count(timeline.gaps_over, 'gap')} of {timeline.gaps:,} exceeded the target of {duration(timeline.itl_s)}"
+    figures: dict[str, float | str] = {"gap_s": gap_s, "after_tokens": after, "gaps_over": timeline.gaps_over}
+    yield Sentence(began_s - timeline.arrived_s, f"{said}. {over}.", figures)
 
 
 def _arrival(timeline: RequestTimeline) -> Iterator[Sentence]:
