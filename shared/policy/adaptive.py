@@ -235,7 +235,8 @@ def _choice(
     decode = best.decode.view
     if best.prefill is None:
         return Choice(decode, reasons, hold_s=best.hold_s)
-    return Choice(best.prefill.view, reasons, decode=decode, split=best.split, hold_s=best.hold_s)
+    lead = int(best.begins_s / best.decode.after_s) if best.decode.after_s > 0.0 else 0
+    return Choice(best.prefill.view, reasons, decode=decode, split=best.split, lead_steps=lead, hold_s=best.hold_s)
 
 
 def _compared(best: Option, index: ClusterIndex) -> dict[str, float | str]:

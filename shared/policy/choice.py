@@ -20,7 +20,7 @@ class Choice(msgspec.Struct, frozen=True):
     """The chosen instance and why it was chosen. A struct, because it is made once a decision and cheaply.
 
     A placement may name the decode instance that belongs to it, too, the split between both, and the work to count
-    until the job is complete. hold_s: see `Route`.
+    until the job is complete. lead_steps, hold_s: see `Route`.
     """
 
     instance: InstanceView
@@ -28,6 +28,7 @@ class Choice(msgspec.Struct, frozen=True):
     decode: InstanceView | None = None
     work: Work | None = None
     split: int | None = None
+    lead_steps: int = 0
     hold_s: float = 0.0
 
     @property

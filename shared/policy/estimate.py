@@ -25,6 +25,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
     tokens: int
     ready_s: float  # from now until they are computed, the queue included
+    begins_s: float  # until the first chunk is, when a decode instance may take blocks for all of them
     last_share: float  # of them, computed in the last chunk
     others: float  # harm to those who come after
 
@@ -68,7 +69,8 @@ class PrefillSide(msgspec.Struct, frozen=True, gc=False):
         wait_s, target, chunk = self.wait_s, others.ttft_s, self.chunk
         ready_s = wait_s + self.own_s(tokens)
         harmed = self.jobs * (harm(ready_s / target) - harm(wait_s / target)) if self.jobs else 0.0
-        return Part(tokens, ready_s, chunk / tokens if chunk < tokens else 1.0, harmed)
+        begins_s = ready_s if tokens <= chunk else wait_s + self.own_s(chunk)
+        return Part(tokens, ready_s, begins_s, chunk / tokens if chunk < tokens else 1.0, harmed)
 
 
 def usual_wait_s(prefills: Sequence[PrefillSide]) -> float:

@@ -37,10 +37,17 @@ def ahead_of(jobs: Iterable[tuple[int, int]], block_size: int) -> Ahead:
     return tuple(held) if held[0] else ()
 
 
-def with_job(ahead: Ahead, now: int, left: int, block_size: int) -> Ahead:
-    """With one more that holds so much from now on."""
-    more = ahead_of(((now, left),), block_size)
-    return tuple(map(int.__add__, ahead, more)) if ahead else more
+def with_job(ahead: Ahead, now: int, left: int, block_size: int, after: int = 0) -> Ahead:
+    """With one more that begins to decode `after` steps from now. What it holds then is kept for it until then, too: how
+    fast the steps before that are depends on the prompts in them.
+    """
+    held = list(ahead) if ahead else [0] * COUNT
+    for at in range(COUNT):
+        if at and after + left <= STRETCHES[at - 1]:
+            break
+        gone = max(0, STRETCHES[at] - after)
+        held[at] += -(-(now + (left if left < gone else gone)) // block_size) * block_size
+    return tuple(held)
 
 
 def fits_after(ahead: Ahead, room_tokens: int, now: int, left: int, block_size: int) -> float:

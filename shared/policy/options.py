@@ -17,8 +17,8 @@ ROUNDING = 1e-9  # by which sums in another order may differ
 class Option(msgspec.Struct, frozen=True, gc=False):
     """One way to serve the job, and what it would come to. In `total` harm to others counts by their weight.
 
-    own_pause: harm of a pause between the first token and the second. hold_s: after which the job should begin, so that
-    its KV finds room when it is computed.
+    own_pause: harm of a pause between the first token and the second. begins_s: until its KV may take blocks. hold_s:
+    after which the job should begin, so that its KV finds room when it is computed.
     """
 
     total: float
@@ -30,6 +30,7 @@ class Option(msgspec.Struct, frozen=True, gc=False):
     own_ttft: float
     own_tpot: float
     own_pause: float
+    begins_s: float
     hold_s: float
     others_prefill: float
     others_link: float
@@ -157,6 +158,7 @@ def local(job: JobView, decode: DecodeSide, terms: DecodeTerms) -> Option:
         own_ttft,
         own_tpot,
         0.0,
+        0.0,
         terms.room_s,
         0.0,
         0.0,
@@ -174,7 +176,7 @@ def pair(
     # Chunks leave while the prompt is computed; the last one after it.
     arrives_s = max(part.ready_s + moves_s * part.last_share, waits_s + moves_s)
     own_pause = 0.0
-    hold_s = max(0.0, terms.room_s - part.ready_s)
+    hold_s = max(0.0, terms.room_s - part.begins_s)
     if part.tokens >= job.prompt_tokens:
         pause_s = arrives_s - part.ready_s
         ttft_s += hold_s
@@ -199,6 +201,7 @@ def pair(
         own_ttft,
         own_tpot,
         own_pause,
+        part.begins_s,
         hold_s,
         part.others,
         link,

@@ -157,6 +157,7 @@ class _Case:
             prefill_saved=self._saved(prefill, split),
             decode_saved=self._saved(decode, self.job.prompt_tokens),
             answer_tokens=self.index.ledger.answers.bound(self.job),
+            lead_steps=placed.lead_steps,
             hold_s=placed.hold_s,
         )
 

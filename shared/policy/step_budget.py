@@ -1,8 +1,9 @@
 """How many prompt tokens a step may compute beside decodes, so that their next tokens come in time.
 
-The rule: a step with prompts takes at most 0.9 × the least of the TPOT and gap targets of the streams in it and of
-those that are about to join it. TPOT is a mean, but prompts may be in every step, so it limits each of them; the p99
-of the gaps (`itl_s`) limits a step where it is the tighter target.
+The rule: a step with prompts takes at most 0.6 × the least of the TPOT and gap targets of the streams in it, of those
+that are about to join it, and of its prompts that are to decode here: where requests decode, a stream that is handed
+over may come at any moment, and would wait for the step under way. TPOT is a mean, but prompts may be in every step,
+so it limits each of them; the p99 of the gaps (`itl_s`) limits a step where it is the tighter target.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import ClassVar, Protocol
 from shared.domain.job import Slo
 from shared.domain.rates import StepRates
 
-MARGIN = 0.9  # of the tightest target: predictions err, and a step is not all of the gap between two tokens
+MARGIN = 0.6  # of the tightest target: a stream that is handed over waits for the step under way and then for its own
 FLOOR_TOKENS = 32  # prompts always get on
 
 
@@ -44,8 +45,9 @@ class StepLoad:
     """What the coming step has to do anyhow.
 
     decodes: how many, of `context_tokens` in all; streams whose KV is on its way to this engine, and the next one that
-    waits for room here, count among them. gap_s: the least `gap_target_s` among them. before_tokens: computed tokens
-    of the prompt under way, the most if there are several.
+    waits for room here, count among them. gap_s: the least `gap_target_s` among them and the prompts that are to
+    decode here; infinite without any. before_tokens: computed tokens of the prompt under way, the most if there are
+    several.
     """
 
     decodes: int
@@ -59,19 +61,25 @@ def gap_target_s(slo: Slo) -> float:
     return min(slo.tpot_s, getattr(slo, "itl_s", slo.tpot_s))
 
 
-def prefill_tokens(rates: StepRates | None, load: StepLoad, most: int) -> int:
-    """The most prompt tokens, up to `most`, with which the predicted step takes at most 0.9 × `gap_s`.
-
-    At least 32, or `most` if that is less. Without decodes or rates it is `most`. Solves
-    `mixed_s(x, before, decodes, context) = 0.9 × gap_s`, a quadratic in x.
+def joining_gap_s(slo: Slo, waited_s: float, *, here: bool) -> float:
+    """What is left of that for a stream that was handed over and has waited so long; of a step, half of it where its
+    KV is not here yet, because its own step is the one after that.
     """
-    if rates is None or load.decodes <= 0 or most <= FLOOR_TOKENS:
+    left_s = gap_target_s(slo) - waited_s
+    return left_s if here else left_s / 2.0
+
+
+def prefill_tokens(rates: StepRates | None, load: StepLoad, most: int) -> int:
+    """The most prompt tokens, up to `most`, with which the predicted step takes at most 0.6 × `gap_s`.
+
+    At least 32, or `most` if that is less. Without a target or rates it is `most`. Solves
+    `mixed_s(x, before, decodes, context) = 0.6 × gap_s`, a quadratic in x.
+    """
+    if rates is None or load.gap_s == inf or most <= FLOOR_TOKENS:
         return most
-    form = rates.mixed
+    form = rates.mixed if load.decodes else rates.prefill
     fixed_s = form.fixed_s + form.sequence_s * load.decodes + form.context_s * load.context_tokens
     left_s = MARGIN * load.gap_s - fixed_s
-    if left_s == inf:
-        return most
     if left_s <= 0.0:
         return FLOOR_TOKENS
     square = max(0.0, form.position_s) / 2.0

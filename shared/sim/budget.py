@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from math import inf
 
 from shared.domain.rates import StepRates
-from shared.policy.step_budget import StepLoad, gap_target_s, prefill_tokens
+from shared.policy.step_budget import StepLoad, gap_target_s, joining_gap_s, prefill_tokens
 from shared.sim.group import DecodeGroup
 from shared.sim.request import Leg
 from shared.sim.spec import EngineLimits
@@ -17,19 +17,31 @@ def prompt_budget(
     running: Iterable[Leg],
     prefilling: dict[Leg, None],
     coming: Iterable[Leg],
+    arrived: Iterable[Leg],
     stream: Leg | None,
+    next_prompt: Leg | None,
+    now: float,
 ) -> int:
     """What the decodes leave of the step's tokens, or less for the sake of their TPOT and gap targets, and of those of
-    the streams that are about to join: of `coming`, whose KV is under way, and of the next that waits.
+    the streams that are about to join: of `coming`, whose KV is under way, and of the next that waits; and for the
+    sake of those that may be handed over while prompts are computed that are to decode here.
     """
     most = limits.batched_tokens - group.count
     if not limits.step_budget:
         return most
+    here = [leg for leg in arrived if leg.started]
     joining = [leg for leg in coming if leg.started]
     joining += [stream] if stream is not None else []
-    decodes = (leg for leg in running if leg not in prefilling)
-    gap_s = min((gap_target_s(leg.request.job.slo) for leg in (*decodes, *joining)), default=inf)
+    prompts = [leg for leg in prefilling if leg.decodes]
+    if not prompts and next_prompt is not None and next_prompt.decodes:
+        prompts = [next_prompt]
+    gaps_s = [
+        gap_target_s(leg.request.job.slo) for leg in (*prompts, *(leg for leg in running if leg not in prefilling))
+    ]
+    gaps_s += [joining_gap_s(leg.request.job.slo, now - leg.last_token_s, here=True) for leg in here]
+    gaps_s += [joining_gap_s(leg.request.job.slo, now - leg.last_token_s, here=False) for leg in joining]
+    joining += here
     before = max((leg.computed for leg in prefilling), default=0)
     context = group.context_tokens + sum(leg.tokens for leg in joining)
-    load = StepLoad(group.count + len(joining), context, gap_s, before)
+    load = StepLoad(group.count + len(joining), context, min(gaps_s, default=inf), before)
     return prefill_tokens(rates, load, most)

@@ -78,8 +78,13 @@ class Engine:
         self._share = PrefillShare()
 
     def add(self, leg: Leg, now: float) -> None:
-        """Queue a leg."""
+        """Queue a leg. KV that is to come begins to come at once, if there is room for it beside the step under way."""
         self.scheduler.add(leg)
+        if leg.remote and self._glide is not None and not self._look_steps:
+            if self.scheduler.admit_beside(self._glide_steps, now):
+                return
+        elif leg.started and self._chunks:
+            self.scheduler.admit_streams(now)
         self._disturb(now)
 
     def kv_arrived(self, leg: Leg, now: float) -> None:

@@ -100,8 +100,18 @@ class Scheduler:
                 self._preempting |= self._make_room()
         else:
             self._preempting = self._make_room()
-            coming, stream = (*self.awaiting, *self.arrived), self.waiting.stream
-            budget = prompt_budget(self._limits, self._rates, self.group, self.running, self.prefilling, coming, stream)
+            budget = prompt_budget(
+                self._limits,
+                self._rates,
+                self.group,
+                self.running,
+                self.prefilling,
+                self.awaiting,
+                self.arrived,
+                self.waiting.stream,
+                self.waiting.peek(),
+                now,
+            )
             self._prefill(budget, now)
         return self._chunks
 
@@ -165,6 +175,11 @@ class Scheduler:
             self.awaiting[self.waiting.pop()] = None
             self._admitted(leg, now)
         return True
+
+    def admit_streams(self, now: float) -> None:
+        """The same during a step that computes prompts, whose decodes have their blocks already."""
+        if not self._preempting:
+            self._admit(0, now, streams=True)
 
     def cancel(self, leg: Leg) -> bool:
         """Forget a leg. True when it runs: then it leaves with the next plan."""

@@ -6,6 +6,7 @@ the youngest prompt of the lightest class gives its blocks up, or the youngest s
 is computed again. The simulator's scheduler does the same in virtual time.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -153,11 +154,13 @@ class EmulatedScheduler:
         self.waiting.follow(policies)
 
     def add(self, request: EngineRequest, sink: Sink) -> None:
-        """One has come."""
+        """One has come. A stream's KV begins to come at once, if there is room for it beside the step under way."""
         imports = request.import_from is not None
         entry = Entry(request, sink, len(request.prompt_token_ids), *answer_tokens(request), imports=imports)
         self.known[request.request_id] = entry
         self.waiting.add(entry)
+        if entry.started and imports:
+            self._admit(0, time.monotonic(), streams=True)
 
     def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
         """How long the answer of a request will be."""
@@ -231,10 +234,17 @@ class EmulatedScheduler:
         load = StepLoad(
             len(decodes) + len(joining),
             sum(entry.computed for entry in decodes) + sum(entry.tokens for entry in joining),
-            min((gap_target_s(entry.request.job.slo) for entry in (*decodes, *joining)), default=inf),
+            min((gap_target_s(entry.request.job.slo) for entry in (*decodes, *joining, *self._prompts())), default=inf),
             max((entry.computed for entry in self.running if not entry.decodes), default=0),
         )
         return prefill_tokens(self._rates(), load, most)
+
+    def _prompts(self) -> list[Entry]:
+        """Those that are computed here, or the next one, and are to decode here."""
+        prompts = [entry for entry in self.running if not entry.decodes]
+        if not prompts and len(self.waiting):
+            prompts = [self.waiting.peek()]
+        return [entry for entry in prompts if entry.request.decodes]
 
     def _admit(self, budget: int, now: float, *, streams: bool) -> int:
         """Take in what may enter, with `streams` nothing but streams. What is left of the budget."""
