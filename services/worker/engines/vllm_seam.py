@@ -258,7 +258,7 @@ class SchedulerSeam:
         if len(inside) < seats or self._started(request):
             return True
         coming = sum(one.status != RequestStatus.RUNNING and self._started(one) for one in inside.values())
-        return len(self._scheduler.running) + coming < seats
+        return bool(len(self._scheduler.running) + coming < seats)
 
     def _started(self, request: Request) -> bool:
         """Whether it is a stream: its client has a token, given here or elsewhere, or one is under way to it."""
