@@ -27,6 +27,8 @@ async def test_the_first_token_comes_from_prefill_and_decode_carries_on() -> Non
         assert tokens_of(steps) == answer(PROMPT, 8)
         assert steps[-1].finish_reason == "length"
         (decode,) = cluster.decodes[0].decodes
+        assert not cluster.prefill.prefills[0].job.started
+        assert decode.job.started, "its client has a token"
         assert unpacked(decode.prompt) == PROMPT + answer(PROMPT, 1)
         assert decode.job.max_tokens == 7
         assert decode.handle is not None
@@ -47,6 +49,7 @@ async def test_a_partial_split_computes_a_prefix_and_drops_its_token(split: int)
         assert unpacked(prefill.prompt) == PROMPT[:split]
         assert not prefill.want_token
         (decode,) = cluster.decodes[0].decodes
+        assert not decode.job.started
         assert unpacked(decode.prompt) == PROMPT
         assert decode.job.max_tokens == 6
 
@@ -125,6 +128,7 @@ async def test_a_lost_decode_instance_costs_no_token_and_doubles_none(carry: boo
         assert job.attempt == 2
         assert "d0" in cluster.places[-1].exclude
         second = cluster.prefill.prefills[1]
+        assert second.job.started, "a resumed job goes before prompts without a token"
         got = second.prompt_tokens - len(PROMPT)  # of the lost instance's last tokens some may not have arrived
         assert 1 <= got <= 5 if carry else got == 0
         assert unpacked(second.prompt) == PROMPT + answer(PROMPT, got)

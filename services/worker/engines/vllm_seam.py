@@ -155,8 +155,10 @@ class SchedulerSeam:
         scheduler.running[:] = heaviest_first(scheduler.running, self._rank)
         self._order_coming()
         scheduler.max_num_scheduled_tokens = self._chunk_size
-        if not self._cuts_prompts:
-            return
+        self._prompts_left, self._streams_left = self._chunk_size, 0
+        under_way = any(request.is_prefill_chunk for request in scheduler.running)
+        if not self._cuts_prompts or not (under_way or scheduler.kv_holding_waiting or len(self._entrance)):
+            return  # no prompt is cut: the usual step of nothing but decodes
         needed, streams, load = self._load()
         most = max(0, self._chunk_size - needed)
         self._prompts_left = prefill_tokens(self._rates(), load, most) if self.policies.step_budget else most
@@ -256,7 +258,7 @@ class SchedulerSeam:
         if len(inside) < seats or self._started(request):
             return True
         coming = sum(one.status != RequestStatus.RUNNING and self._started(one) for one in inside.values())
-        return len(self._scheduler.running) + coming < seats
+        return bool(len(self._scheduler.running) + coming < seats)
 
     def _started(self, request: Request) -> bool:
         """Whether it is a stream: its client has a token, given here or elsewhere, or one is under way to it."""

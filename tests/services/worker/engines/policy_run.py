@@ -247,6 +247,25 @@ async def streams(run: WatchedEngine) -> dict[str, Any]:
     }
 
 
+async def pressure(run: WatchedEngine) -> dict[str, Any]:
+    """Blocks run out under a prompt that is computed slowly and a stream that came after it."""
+    asked = make_prompt(100, 3)
+    run.submit("one of pressure", asked, 1, first_token_only=True, export_to="pressure")
+    await run.end("one of pressure")
+    kv = KvHandle("pressure", "e", 1, "f", run.settings.kv_endpoints, 100, run.settings.dtype)
+    run.engine.set_chunk_size(4)
+    before = run.preemptions
+    async with run.at_once():
+        run.submit("slow prompt", make_prompt(560, 9), 3)  # 18 of 24 blocks
+    await run.until(lambda: "slow prompt" in run.entered)
+    asked = asked + run.tokens["one of pressure"]
+    run.submit("growing stream", asked, 250, import_from=kv, started=True)
+    await run.end("slow prompt", "growing stream")
+    run.engine.set_chunk_size(128)
+    times = {name: run.entered.count(name) for name in ("slow prompt", "growing stream")}
+    return {"entered": times, "preemptions": run.preemptions - before}
+
+
 async def grammar(run: WatchedEngine) -> dict[str, Any]:
     """One that waits for its grammar at the head of the line is passed, and holds nothing that another one needs."""
     run.follow(Fcfs(), ReserveStatic())
@@ -287,6 +306,7 @@ async def found(port: int, overlapping: bool) -> dict[str, Any]:
             budget,
             chunks,
             streams,
+            pressure,
             grammar,
         ):
             answers[scenario.__name__] = await scenario(run)

@@ -114,6 +114,12 @@ def test_a_stream_decodes_in_the_step_after_its_kv_came_beside_a_long_prompt(fou
     assert streams["same"]
 
 
+def test_a_prompt_gives_its_blocks_up_before_a_younger_stream(found: dict[str, Any]) -> None:
+    pressure = found["pressure"]
+    assert pressure["preemptions"] >= 1
+    assert pressure["entered"] == {"slow prompt": pressure["preemptions"] + 1, "growing stream": 1}
+
+
 def test_a_chunk_size_is_changed_between_two_steps_up_to_what_the_engine_was_started_for(found: dict[str, Any]) -> None:
     chunks = found["chunks"]
     assert chunks["of 128"] == chunks["of 1024"] == [128, 72]
