@@ -14,7 +14,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
 import numpy as np
 import yaml
 from rich.console import Console
@@ -99,7 +98,7 @@ def slowed(scenario: Scenario, folder: Path) -> Slowed:
 
 def slowed_slo(factor: float) -> Slo:
     """The scenarios' targets, `factor` times as long."""
-    return msgspec.structs.replace(SLO, ttft_s=factor * SLO.ttft_s, tpot_s=factor * SLO.tpot_s)
+    return SLO.slower(factor)
 
 
 def cluster_into(folder: Path, scenario: Scenario, factor: float) -> Path:
@@ -122,7 +121,7 @@ def cluster_into(folder: Path, scenario: Scenario, factor: float) -> Path:
         "name": f"bench policies ({scenario.cluster})",
         "model": str(folder / "model"),
         "max_model_len": CONTEXT,
-        "gateway": {"slo": {"default": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}}},
+        "gateway": {"slo": {"default": slo.targets}},
         "instance_defaults": {"engine": "emulated", "emulated_model": "Llama-3-8B", "emulated_slowdown": factor},
         "instances": entries,
     }
@@ -135,7 +134,7 @@ def _attained(scenario: Scenario, rate: float, folder: Path) -> bool:
     deployment = load_deployment(cluster_into(folder, scenario, 1.0))
     run = replace(deployment.run, policies=ADAPTIVE.policies())
     workload = scenario.workload(rate, max(FEWEST, round(LASTS_S * rate)))
-    return attainment(simulate(workload, deployment.instances, run).outcomes, SLO).both >= TARGET
+    return attainment(simulate(workload, deployment.instances, run).outcomes, SLO).every >= TARGET
 
 
 async def _measured(one: Slowed, folder: Path) -> tuple[dict[str, tuple[Replay, Means]], dict[str, float]]:
@@ -171,10 +170,9 @@ def simulated(one: Slowed, variant: Variant) -> tuple[Means, float]:
     deployment, rng = load_deployment(one.file), Random(SEED)
     known = [learned(spec, rng, noise=0.0, start_off=1.0) for spec in deployment.instances]
     result = simulate(one.workload, known, replace(deployment.run, policies=variant.policies()))
-    return Means.of_summary(summary(result, one.slo)), attainment(result.outcomes, one.slo).both
+    return Means.of_summary(summary(result, one.slo)), attainment(result.outcomes, one.slo).every
 
 
 def share_within(samples: Sequence[Sample], slo: Slo) -> float:
     """The share of requests within their targets."""
-    met = [one.ttft_s <= slo.ttft_s and (one.tpot_s or 0.0) <= slo.tpot_s for one in samples]
-    return sum(met) / len(met)
+    return sum(one.met(slo) for one in samples) / len(samples)

@@ -52,7 +52,7 @@ class Scenario:
         """
         run, workload = with_words(run_of(self.cluster), policy), self.workload(rate, requests)
         result = simulate(workload if head is None else workload.head(head), instances(self.cluster), run)
-        return attainment(result.outcomes, SLO).both
+        return attainment(result.outcomes, SLO).every
 
     def workload(self, rate: float, requests: int) -> Workload:
         """Poisson arrivals."""
