@@ -105,6 +105,12 @@ def seen(label: str, samples: Sequence[Sample], flips: Sequence[Any], events: Se
     failed = sum(row["result"] != "succeeded" for row in flips)
     noticed = [row["time_s"] - began_s for row in events]
     phases = SETTING.phases
+    longest = [gap_s for sample in samples if (gap_s := sample.longest_gap_s) is not None]
     return Seen(
-        label, shares(at_s, met, phases), shares(at_s, met, phases, SETTLE_S), failed, *told(phases, made, noticed)
+        label,
+        shares(at_s, met, phases),
+        shares(at_s, met, phases, SETTLE_S),
+        failed,
+        *told(phases, made, noticed),
+        float(np.percentile(longest, 90)) if longest else 0.0,
     )
