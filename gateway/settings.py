@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.domain.job import FirstTokenOut, Slo, WhenFull, default_itl_s
+from shared.domain.job import FirstTokenOut, Slo, WhenFull, default_itl_s, tight_gaps
 from shared.domain.kv import Codec
 from shared.runtime.settings import Name, TracedSettings
 
@@ -31,11 +31,8 @@ class SloClass(BaseModel):
 
     @model_validator(mode="after")
     def _gaps_at_least_mean(self) -> Self:
-        if self.itl_s is not None and self.itl_s < self.tpot_s:
-            raise ValueError(
-                f"itl_s must be at least tpot_s ({self.tpot_s:g}), got {self.itl_s:g}: gaps of tpot_s on average "
-                "have a 99th percentile above it; raise itl_s or lower tpot_s"
-            )
+        if self.itl_s is not None and (wrong := tight_gaps(self.itl_s, self.tpot_s)):
+            raise ValueError(wrong)
         return self
 
     def as_slo(self, name: str) -> Slo:

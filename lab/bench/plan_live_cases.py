@@ -11,7 +11,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import msgspec
 import yaml
 
 from lab.bench.live_clusters import SERVICES, model_with_context
@@ -92,7 +91,7 @@ def slower(workload: Workload, factor: float) -> Workload:
 
 def slower_slo(slo: Slo, factor: float) -> Slo:
     """Targets so many times as long."""
-    return msgspec.structs.replace(slo, ttft_s=factor * slo.ttft_s, tpot_s=factor * slo.tpot_s)
+    return slo.slower(factor)
 
 
 def file_of(one: Planned, factor: float, folder: Path, more: Mapping[str, Any] | None = None) -> Path:

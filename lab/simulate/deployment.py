@@ -70,6 +70,7 @@ def _run(read: SimFile, file: Path) -> RunSpec:
             tpot_s=read.slo.tpot_s,
             when_full=read.slo.when_full,
             lossy_kv=read.slo.lossy_kv,
+            itl_s=read.slo.itl_s or 0.0,
             first_token=read.slo.first_token,
         ),
         delay_s=read.slo.queue_s,

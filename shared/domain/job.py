@@ -37,6 +37,16 @@ def default_itl_s(tpot_s: float) -> float:
     return max(ITL_LEAST_S, ITL_FACTOR * tpot_s)
 
 
+def tight_gaps(itl_s: float, tpot_s: float) -> str:
+    """What is wrong with a target for gaps below that for their mean; empty where nothing is."""
+    if itl_s >= tpot_s:
+        return ""
+    return (
+        f"itl_s must be at least tpot_s ({tpot_s:g}), got {itl_s:g}: gaps of tpot_s on average have a 99th percentile "
+        "above it; raise itl_s or lower tpot_s"
+    )
+
+
 def itl_met(gaps: int, over: int) -> bool:
     """Whether a stream with so many gaps between deliveries, of which `over` exceed the target, meets it.
 
@@ -96,6 +106,11 @@ class Slo(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.itl_s > 0.0:
             msgspec.structs.force_setattr(self, "itl_s", default_itl_s(self.tpot_s))
+
+    @property
+    def targets(self) -> dict[str, float]:
+        """As a cluster file has them."""
+        return {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "itl_s": self.itl_s}
 
     def slower(self, factor: float) -> "Slo":
         """The same class with all targets so many times as long."""

@@ -38,7 +38,7 @@ def ahead_of(jobs: Iterable[tuple[int, int]], block_size: int) -> Ahead:
 
 
 def with_job(ahead: Ahead, now: int, left: int, block_size: int, after: int = 0) -> Ahead:
-    """With one more that begins to decode `after` steps from now. What it holds then is kept for it until then, too: how
+    """With one more that begins to decode `after` steps from now. What it holds then is kept for it before, too: how
     fast the steps before that are depends on the prompts in them.
     """
     held = list(ahead) if ahead else [0] * COUNT

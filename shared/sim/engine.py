@@ -12,9 +12,10 @@ from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission
 from shared.policy.prefill_share import PrefillShare
 from shared.sim.events import NEVER
-from shared.sim.glide import Glide
+from shared.sim.glide import Glide, Segment
 from shared.sim.memory import KvMemory
 from shared.sim.outcomes import Gaps
+from shared.sim.pauses import without_first
 from shared.sim.request import Leg
 from shared.sim.scheduler import Chunk, Scheduler
 from shared.sim.spec import EngineLimits
@@ -190,10 +191,11 @@ class Engine:
         assert glide is not None
         self._glide, self._look_steps = None, 0
         now = glide.end_s(steps)
-        self.tally.glide(glide, steps, self.scheduler.group.count, len(self.scheduler.fresh))
+        runs = glide.runs(steps)
+        self.tally.glide(glide, runs, self.scheduler.group.count, len(self.scheduler.fresh))
         self.tally.busy_s += now - glide.start_s
         self._share.plain(steps)
-        self._end_decodes(steps, glide.start_s + glide.first_step_s, now)
+        self._end_decodes(runs, glide.start_s + glide.first_step_s, now)
 
     def _end_step(self, now: float) -> None:
         chunks, self._chunks = self._chunks, []
@@ -204,16 +206,25 @@ class Engine:
             self._decodes = False
             self._share.mixed()
             self.tally.decodes(took_s, self.scheduler.group.count, len(self.scheduler.fresh))
-            self._end_decodes(1, now, now)
+            self._end_decodes(((1, took_s, took_s),), now, now)
         for leg, tokens in chunks:
             self._end_chunk(leg, tokens, now)
 
-    def _end_decodes(self, steps: int, first_s: float, now: float) -> None:
-        """`first_s`: the end of the first of the steps, which gives fresh legs their first token here."""
+    def _end_decodes(self, runs: tuple[Segment, ...], first_s: float, now: float) -> None:
+        """`runs`: the steps. `first_s`: the end of the first of them, which gives fresh legs their first token here."""
         scheduler = self.scheduler
+        steps, pauses = sum(run[0] for run in runs), scheduler.group.pauses
         fresh, scheduler.fresh = scheduler.fresh, []
-        for leg in fresh:
-            self._token(leg, first_s)
+        if fresh:
+            for leg in fresh:
+                pauses.leave(leg)  # the gap that ends now is longer than the step
+                self._token(leg, first_s)
+            pauses.add(((1, runs[0][1], runs[0][1]),))
+            for leg in fresh:
+                pauses.join(leg)
+            runs = without_first(runs)
+        if runs:
+            pauses.add(runs)
         scheduler.memory.grow(scheduler.group, steps)
         self.tally.peak(scheduler.memory)
         for leg in scheduler.group.advance(steps):
@@ -243,7 +254,10 @@ class Engine:
 
     def _token(self, leg: Leg, now: float) -> None:
         if leg.last_token_s >= 0.0:
-            self.tally.gaps.add(now - leg.last_token_s)
+            gap_s = now - leg.last_token_s
+            self.tally.gaps.add(gap_s)
+            if not leg.cancelled:
+                leg.request.paused(gap_s, int(gap_s > leg.request.job.slo.itl_s))
         leg.last_token_s = now
         if not leg.cancelled:
             self._events.token(leg, now)
@@ -276,13 +290,14 @@ class Tally:
         if count > fresh:
             self.gaps.add(took_s, count - fresh)
 
-    def glide(self, glide: Glide, steps: int, count: int, fresh: int) -> None:
-        """`steps` decode steps of one batch; only in the first of them any are fresh."""
+    def glide(self, glide: Glide, runs: tuple[Segment, ...], count: int, fresh: int) -> None:
+        """The decode steps `runs` of one batch; only in the first of them any are fresh."""
+        steps = sum(run[0] for run in runs)
         self.steps += steps
         self.decode_tokens += steps * count
         if fresh:
             self.gaps.add(glide.first_step_s, -fresh)
-        for length, first, last in glide.runs(steps):
+        for length, first, last in runs:
             self.gaps.add((first + last) / 2.0, length * count)
 
     def peak(self, memory: KvMemory) -> None:

@@ -5,7 +5,7 @@ from random import Random
 
 import msgspec
 
-from shared.domain.job import WhenFull
+from shared.domain.job import WhenFull, itl_met
 from shared.domain.route import Route
 from shared.errors import Delayed, InvalidRequest, Overloaded, Unavailable
 from shared.policy.assignment import assignments
@@ -246,7 +246,8 @@ class Intake:
             return None
         slo, first_s, more = request.job.slo, request.first_token_s, self._record.output_tokens(request.row) - 1
         in_time = status is Status.COMPLETED and first_s - request.arrived_s <= slo.ttft_s
-        return in_time and (more < 1 or now - first_s <= slo.tpot_s * more)
+        steady = more < 1 or now - first_s <= slo.tpot_s * more
+        return in_time and steady and itl_met(max(0, more), request.gaps_over)
 
     def _begin(self, request: SimRequest, route: Route, now: float) -> None:
         job = request.job

@@ -104,6 +104,9 @@ class Record:
         if status is not Status.COMPLETED:
             return
         rows.last_token_s[row] = now + self._run.token_s
+        if rows.output_tokens[row] > 1:
+            rows.longest_gap_s[row] = request.longest_gap_s
+            rows.gaps_over[row] = request.gaps_over
         rows.split_tokens[row] = request.split
         computed = request.decode if request.prefill is None else request.prefill
         if computed is not None:

@@ -34,10 +34,12 @@ class SimRequest:
         "decode",
         "decode_leg",
         "first_token_s",
+        "gaps_over",
         "job",
         "kv_sent",
         "last_token_s",
         "late",
+        "longest_gap_s",
         "output_left",
         "over",
         "prefill",
@@ -74,6 +76,8 @@ class SimRequest:
         self.waited_s = 0.0  # so, before that, since its last token
         self.first_token_s = -1.0
         self.last_token_s = -1.0  # as far as it is known: while it decodes, its engine knows better
+        self.longest_gap_s = 0.0  # between two of its tokens; while it decodes, its engine knows better
+        self.gaps_over = 0  # of those, longer than its class's target
         self.late: LatePrediction | None = None
         self.begin(job, output_tokens)
 
@@ -100,6 +104,11 @@ class SimRequest:
             self.job = msgspec.structs.replace(self.job, prediction=self.late.prediction)
             self.late = None
 
+    def paused(self, longest_s: float, over: int) -> None:
+        """It had gaps between tokens: the longest, and how many exceeded its class's target."""
+        self.longest_gap_s = max(self.longest_gap_s, longest_s)
+        self.gaps_over += over
+
     @property
     def decode_tokens(self) -> int:
         """Output tokens that are left to the decode instance."""
@@ -120,6 +129,8 @@ class Leg:
         "cancelled",
         "computed",
         "finish_step",
+        "joined_at",
+        "joined_over",
         "lane",
         "last_token_s",
         "left",
@@ -154,6 +165,7 @@ class Leg:
         self.blocks = 0
         self.base = 0  # while decoding: context less the group's steps
         self.finish_step = 0  # while decoding: the group's step after which it is done
+        self.joined_at = self.joined_over = 0  # of `Pauses`
         self.wanted = left
         self.lane: int | None = None
         self.cancelled = False

@@ -285,8 +285,10 @@ class Scheduler:
             self._chunks = [chunk for chunk in self._chunks if chunk[0] is not leg]
         else:
             self.group.leave(leg)
-            leg.last_token_s = self._now if leg.last_token_s >= 0.0 else leg.last_token_s
-            self.fresh = [fresh for fresh in self.fresh if fresh is not leg]
+            if leg in self.fresh:  # its last token is older than the last step
+                self.fresh.remove(leg)
+            elif leg.last_token_s >= 0.0:
+                leg.last_token_s = self._now
             if self.memory.reserved:
                 self.memory.reserved = self.group.blocks_for(1)
         self.memory.release(leg)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,15 +55,18 @@ def test_macro_steps_are_exact(
         policies=Policies(LeastLoad(), split, PowerOfTwo()),
         prefill_order=order,
         decode_admission=admission,
-        slo=Slo(ttft_s=1.0, tpot_s=0.06),
+        slo=Slo(ttft_s=1.0, tpot_s=0.06, itl_s=0.07),
         prediction=Prediction(width_tokens=20, buckets=4, accuracy=0.8) if predicted else None,
     )
     work = workload(*sorted(requests))
     macro, steps = (simulate(work, specs, replace(run, stepwise=stepwise)) for stepwise in (False, True))
-    for name in ("first_token_s", "last_token_s"):
+    for name in ("first_token_s", "last_token_s", "longest_gap_s"):
         assert getattr(macro.outcomes, name) == pytest.approx(
             getattr(steps.outcomes, name), rel=1e-9, abs=1e-9, nan_ok=True
         )
+    assert macro.outcomes.gaps_over.tolist() == steps.outcomes.gaps_over.tolist()
+    if macro.outcomes.completed.all() and macro.gaps.count:
+        assert np.nanmax(macro.outcomes.longest_gap_s) == pytest.approx(macro.gaps.percentile_s(1.0), rel=0.006)
     for one, other in zip(macro.instances, steps.instances, strict=True):
         assert (one.preemptions, one.steps, one.decode_tokens) == (other.preemptions, other.steps, other.decode_tokens)
 
