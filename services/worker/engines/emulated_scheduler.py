@@ -22,7 +22,7 @@ from shared.domain.job import LengthPrediction
 from shared.domain.kv import KvHandle
 from shared.policy.admission_gate import Blocks, Decoding
 from shared.policy.preemption import Rank, heaviest_first, victim
-from shared.policy.step_budget import StepLoad, gap_target_s, prefill_tokens
+from shared.policy.step_budget import StepLoad, gap_target_s, joining_gap_s, prefill_tokens
 
 _TOKENS = 997  # a prime, so that the tokens of two positions rarely agree
 _FIRST = 300  # below it tokenizers keep their special tokens and single bytes
@@ -94,6 +94,7 @@ class Entry:
     blocks: int = 0
     imports: bool = False  # takes its KV from elsewhere, when it enters; once
     ready_s: float = 0.0  # monotonic time at which that is there
+    came_s: float = 0.0  # monotonic time at which it came
     use: CacheUse | None = None  # its part in the prefix cache, while it holds blocks
     counted: bool = False  # among `prompt_tokens`
 
@@ -156,7 +157,14 @@ class EmulatedScheduler:
     def add(self, request: EngineRequest, sink: Sink) -> None:
         """One has come. A stream's KV begins to come at once, if there is room for it beside the step under way."""
         imports = request.import_from is not None
-        entry = Entry(request, sink, len(request.prompt_token_ids), *answer_tokens(request), imports=imports)
+        entry = Entry(
+            request,
+            sink,
+            len(request.prompt_token_ids),
+            *answer_tokens(request),
+            imports=imports,
+            came_s=time.monotonic(),
+        )
         self.known[request.request_id] = entry
         self.waiting.add(entry)
         if entry.started and imports:
@@ -181,7 +189,7 @@ class EmulatedScheduler:
         self._chunks = []
         self._take_arrived(now)
         preempted = self._make_room()
-        budget = self._budget()
+        budget = self._budget(now)
         for streams in (True, False):
             budget, more = self._go_on(budget, streams=streams)
             preempted |= more
@@ -223,7 +231,7 @@ class EmulatedScheduler:
                 preempted = True
         return preempted
 
-    def _budget(self) -> int:
+    def _budget(self, now: float) -> int:
         """Prompt tokens of the coming step."""
         most = max(0, self.chunk_size - sum(entry.decodes for entry in self.running))
         if not self.policies.step_budget:
@@ -231,10 +239,12 @@ class EmulatedScheduler:
         decodes = [entry for entry in self.running if entry.decodes and entry.request.decodes]
         joining = [entry for entry in self.coming if entry.started]
         joining += [entry] if (entry := self.waiting.stream) is not None else []
+        gaps_s = [gap_target_s(entry.request.job.slo) for entry in (*decodes, *self._prompts())]
+        gaps_s += [joining_gap_s(entry.request.job.slo, now - entry.came_s, here=False) for entry in joining]
         load = StepLoad(
             len(decodes) + len(joining),
             sum(entry.computed for entry in decodes) + sum(entry.tokens for entry in joining),
-            min((gap_target_s(entry.request.job.slo) for entry in (*decodes, *joining, *self._prompts())), default=inf),
+            min(gaps_s, default=inf),
             max((entry.computed for entry in self.running if not entry.decodes), default=0),
         )
         return prefill_tokens(self._rates(), load, most)

@@ -9,6 +9,7 @@ chunk that it is about to schedule, is therefore wrapped: prompts get the tokens
 leave.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
@@ -23,7 +24,7 @@ from services.worker.engines.policies import CurrentRates, EnginePolicies
 from shared.domain.job import LengthPrediction
 from shared.policy.admission_gate import Blocks, Decoding
 from shared.policy.preemption import Rank, heaviest_first
-from shared.policy.step_budget import FLOOR_TOKENS, StepLoad, gap_target_s, prefill_tokens
+from shared.policy.step_budget import FLOOR_TOKENS, StepLoad, gap_target_s, joining_gap_s, prefill_tokens
 
 _HOLDING = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
@@ -97,6 +98,7 @@ class SchedulerSeam:
         self._rates = rates
         self._most = self._chunk_size = int(scheduler.max_num_scheduled_tokens)
         self._requests: dict[str, EngineRequest] = {}  # all that the engine has
+        self._came: dict[str, float] = {}  # when, monotonic
         self.policies = policies
         self._entrance: Entrance[Request] = Entrance(
             policies, rates, self._request_of, lambda request: request.num_tokens, self._inside, self._blocks
@@ -138,6 +140,7 @@ class SchedulerSeam:
     def expect(self, request: EngineRequest) -> None:
         """The scheduler is about to get it."""
         self._requests[request.request_id] = request
+        self._came[request.request_id] = time.monotonic()
 
     def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
         """How long the answer of a request will be."""
@@ -147,6 +150,7 @@ class SchedulerSeam:
     def forget(self, request_id: str) -> None:
         """The scheduler has it no more."""
         self._requests.pop(request_id, None)
+        self._came.pop(request_id, None)
         self._queue.inside.pop(request_id, None)
 
     def before_step(self) -> None:
@@ -199,8 +203,8 @@ class SchedulerSeam:
         """Tokens that decodes take, those included that join with the coming step; prompt tokens of streams that are
         computed again; and what the decodes and the prompts under way are.
         """
-        needed = streams = context = before = 0
-        gaps_s: list[float] = []  # targets of the decodes
+        needed = streams = context = before = decodes = 0
+        gaps_s: list[float] = []  # targets of the decodes, and of prompts that are to decode here
         for request in self._scheduler.running:
             computed, asked = request.num_computed_tokens, self._request_of(request)
             left = self._left(request)
@@ -209,13 +213,19 @@ class SchedulerSeam:
             if left > 1 + len(request.spec_token_ids) or not asked.decodes:
                 before = max(before, computed)
                 streams += left if self._started(request) else 0
+                gaps_s += [gap_target_s(asked.job.slo)] if asked.decodes else []
                 continue
             needed += left
             context += computed
+            decodes += 1
             gaps_s.append(gap_target_s(asked.job.slo))
+        now_mono = time.monotonic()
         for request in self._joining():
             context += request.num_tokens
-            gaps_s.append(gap_target_s(self._request_of(request).job.slo))
+            decodes += 1
+            waited_s = now_mono - self._came.get(request.request_id, now_mono)
+            here = self._has_come(request) and request.status != RequestStatus.WAITING
+            gaps_s.append(joining_gap_s(self._request_of(request).job.slo, waited_s, here=here))
         for request in self._scheduler.kv_holding_waiting:
             missing, ready = _missing(request), self._has_come(request)
             if missing > 1:
@@ -223,13 +233,17 @@ class SchedulerSeam:
                 streams += missing if ready and self._started(request) else 0
             elif ready:
                 needed += 1 + self._scheduler.num_spec_tokens
-        if len(self._entrance) and self._imports(self._entrance.peek()):
-            needed += 1  # while vLLM has no token left it does not look who waits, not even for KV
+        if len(self._entrance):
+            first = self._request_of(self._entrance.peek())
+            if self._imports(self._entrance.peek()):
+                needed += 1  # while vLLM has no token left it does not look who waits, not even for KV
+            elif first.decodes:
+                gaps_s.append(gap_target_s(first.job.slo))
         stream = self._entrance.stream
         if stream is not None and not self._imports(stream):
             blocks = self._blocks()
             streams += stream.num_tokens if stream.num_tokens <= blocks.free * blocks.size_tokens else 0
-        return needed, streams, StepLoad(len(gaps_s), context, min(gaps_s, default=inf), before)
+        return needed, streams, StepLoad(decodes, context, min(gaps_s, default=inf), before)
 
     def _joining(self) -> list[Request]:
         """Those that decode soon: streams whose KV is under way, the next one that waits for room, and all others
