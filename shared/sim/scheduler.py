@@ -149,15 +149,11 @@ class Scheduler:
         if self.arrived:
             return True
         leg = self.waiting.peek()
-        if leg is None or self._limits.step_budget:
-            return leg is not None
-        return self.memory.could_start(leg, self._limits.batched_tokens - self.group.count)
+        return leg is not None and self.memory.could_start(leg)
 
     def _waiters_may_change(self) -> bool:
         """Whether steps of the same batch may be enough for another one to start: each has to be looked at then."""
-        by_itself = self._gate is not None and self._gate.may_open_by_itself()
-        # With a budget chunks shrink as contexts grow, and a smaller one may find its blocks.
-        return self._preempting or by_itself or self._limits.step_budget
+        return self._preempting or (self._gate is not None and self._gate.may_open_by_itself())
 
     def admit_beside(self, steps: int, now: float) -> bool:
         """Reserve blocks for waiting legs whose KV is elsewhere, while the group takes its `steps` steps.

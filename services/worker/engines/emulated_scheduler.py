@@ -267,7 +267,7 @@ class EmulatedScheduler:
             handle, held = entry.request.import_from, self._find_cached(entry)
             if entry.imports and handle is not None:
                 computed = max(held, min(handle.tokens, entry.tokens - 1))
-                if not self._hold(entry, computed):
+                if not self._fits(entry) or not self._hold(entry, computed):
                     self._leave_cache(entry)
                     return budget
                 entry.computed, entry.imports = computed, False
@@ -276,7 +276,7 @@ class EmulatedScheduler:
                 self.coming[self.waiting.take()] = None
                 continue
             tokens = min(entry.missing - held, budget)
-            if tokens <= 0 or not self._hold(entry, held + tokens):
+            if tokens <= 0 or not self._fits(entry) or not self._hold(entry, held + tokens):
                 self._leave_cache(entry)
                 return budget
             entry.computed = held
@@ -309,6 +309,12 @@ class EmulatedScheduler:
             entry.counted = True
             self.prompt_tokens += len(entry.request.prompt_token_ids)
             self.hit_tokens += held
+
+    def _fits(self, entry: Entry) -> bool:
+        """Whether there is room for all that it has to compute now. vLLM asks for it, too
+        (`scheduler_reserve_full_isl`): one that enters with less would soon be preempted again.
+        """
+        return min(-(-entry.tokens // self._settings.block_size), self.total) - entry.blocks <= self.free
 
     def _hold(self, entry: Entry, tokens: int) -> bool:
         """Blocks for `tokens` tokens in all; all that there are will do for one that is longer. False: too few."""

@@ -94,13 +94,14 @@ def test_decisions_know_of_the_budget(budget: bool) -> None:
     assert known == [budget]
 
 
-def test_a_chunk_that_shrinks_until_its_blocks_are_free_is_not_overlooked() -> None:
-    # Of nine blocks the first holds seven while it has 97 to 112 tokens. Its 0.1 ms for each of them leave the second
-    # 34 to 32 prompt tokens: three blocks, and two from 111 tokens on.
+def test_a_prompt_does_not_start_before_all_of_it_fits() -> None:
+    # Of nine blocks the first holds seven while it has 97 to 112 tokens. The second needs four, of which its first
+    # chunk would take two or three.
     work = workload((0.0, 80, 60), (0.33, 60, 2))
     limits = EngineLimits(64, 8, 16, step_budget=True)
     specs = [instance("d", Role.DECODE, kv_tokens=144, limits=limits, rates=RATES)]
     run = RunSpec(policies=Policies(LeastLoad(), NoSplit(), PowerOfTwo()), slo=Slo(ttft_s=1.0, tpot_s=0.06))
     macro, steps = (simulate(work, specs, replace(run, stepwise=each)) for each in (False, True))
     assert macro.outcomes.first_token_s == pytest.approx(steps.outcomes.first_token_s)
-    assert macro.instances[0].preemptions == steps.instances[0].preemptions == 1  # it began, and had to give way
+    assert macro.instances[0].preemptions == steps.instances[0].preemptions == 0
+    assert macro.outcomes.first_token_s[1] > macro.outcomes.last_token_s[0]

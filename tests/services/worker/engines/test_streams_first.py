@@ -152,10 +152,23 @@ def test_no_prompt_takes_the_blocks_that_a_stream_waits_for(kind: Kind) -> None:
 
 
 @BOTH
+def test_nothing_enters_before_all_of_it_fits(kind: Kind) -> None:
+    run = kind(12)
+    run.come(Come("runs", 97, 10))
+    for _ in range(3):
+        run.step()  # 7 of 12 blocks
+    run.come(Come("prompt", 100, 2))  # 7 blocks, of which the first chunk would take 4
+    steps = [run.step() for _ in range(20)]
+    ended = next(at for at, (_, decodes) in enumerate(steps) if "runs" not in decodes)
+    assert all(not chunks for chunks, _ in steps[:ended])
+    assert steps[ended][0] == [("prompt", CHUNK)]
+
+
+@BOTH
 def test_a_stream_that_is_computed_again_goes_before_prompts_under_way(kind: Kind) -> None:
     run = kind(24)
-    run.come(Come("a", 150, 300))
-    run.come(Come("b", 150, 300))
+    run.come(Come("a", 150, 220))
+    run.come(Come("b", 150, 220))
     preempted: str | None = None
     for _ in range(400):
         chunks, decodes = run.step()
