@@ -158,6 +158,7 @@ def _requests(rng: Random, now: float) -> Any:
             "outcome": "peer_lost" if rng.random() < 0.0005 else "stop",
             "ttft_s": ttft_s,
             "tpot_s": rng.lognormvariate(-3.0, 0.3),
+            "longest_gap_s": rng.lognormvariate(-2.0, 0.8),
             "slo_met": ttft_s < 0.8,
             "timeline": TIMELINE,
         }
@@ -173,9 +174,9 @@ def _served(rng: Random, now: float) -> Any:
                         name: rng.random() for name in ("queue", "prefill", "transfer", "decode_queue", "decode")
                     }
                     ttft_s, tpot_s = rng.lognormvariate(-1.0, 0.8), rng.lognormvariate(-3.0, 0.3)
-                    one.add(
-                        Ended(slo, How.COMPLETED, start_s, "stop", 1, ttft_s, tpot_s, 1.0, 0.1, 900, 200, "", seconds)
-                    )
+                    gaps = {"itl_target_s": 0.25, "longest_gap_s": rng.lognormvariate(-2.0, 0.8), "gaps": 199}
+                    times = (ttft_s, tpot_s, 1.0, 0.1)
+                    one.add(Ended(slo, How.COMPLETED, start_s, "stop", 1, *times, 900, 200, "", seconds, **gaps))
                 counts = {
                     name: getattr(one, name) for name in set(served.columns.keys()) & set(Served.__struct_fields__)
                 }

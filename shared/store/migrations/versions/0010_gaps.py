@@ -8,32 +8,25 @@ down_revision = "0009"
 branch_labels = None
 depends_on = None
 
-_COLUMNS = {
-    "requests": (
-        lambda: sa.Column("longest_gap_s", sa.Double()),
-        lambda: sa.Column("gaps", sa.Integer(), nullable=False, server_default="0"),
-        lambda: sa.Column("gaps_over", sa.Integer(), nullable=False, server_default="0"),
-    ),
-    "served": (
-        lambda: sa.Column("itl_met", sa.Integer(), nullable=False, server_default="0"),
-        lambda: sa.Column("itl_target_s", sa.Double(), nullable=False, server_default="0"),
-    ),
-    "slo_windows": tuple(
-        lambda name=name: sa.Column(name, sa.Double())
-        for name in ("itl_attainment", "gap_p50_s", "gap_p90_s", "gap_p99_s")
-    ),
-}
+_WINDOWS = ("itl_attainment", "gap_p50_s", "gap_p90_s", "gap_p99_s")
 
 
 def upgrade() -> None:
-    for table, columns in _COLUMNS.items():
-        for column in columns:
-            op.add_column(table, column())
+    op.add_column("requests", sa.Column("longest_gap_s", sa.Double()))
+    for name in ("gaps", "gaps_over"):
+        op.add_column("requests", sa.Column(name, sa.Integer(), nullable=False, server_default="0"))
     op.create_index("requests_gap", "requests", ["longest_gap_s"])
+    op.add_column("served", sa.Column("itl_met", sa.Integer(), nullable=False, server_default="0"))
+    op.add_column("served", sa.Column("itl_target_s", sa.Double(), nullable=False, server_default="0"))
+    for name in _WINDOWS:
+        op.add_column("slo_windows", sa.Column(name, sa.Double()))
 
 
 def downgrade() -> None:
+    for name in _WINDOWS:
+        op.drop_column("slo_windows", name)
+    for name in ("itl_met", "itl_target_s"):
+        op.drop_column("served", name)
     op.drop_index("requests_gap", "requests")
-    for table, columns in _COLUMNS.items():
-        for column in columns:
-            op.drop_column(table, column().name)
+    for name in ("longest_gap_s", "gaps", "gaps_over"):
+        op.drop_column("requests", name)

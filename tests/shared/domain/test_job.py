@@ -33,7 +33,7 @@ def test_one_gap_in_a_hundred_may_be_longer(gaps: int, over: int, met: bool) -> 
 
 
 def test_settings() -> None:
-    named = GatewaySettings(schedulers=("a",), model="m", slo={"chat": {"tpot_s": 0.05, "itl_s": 0.1}})  # type: ignore[dict-item]
+    named = GatewaySettings(schedulers=("a",), model="m", slo={"chat": {"tpot_s": 0.05, "itl_s": 0.1}})
     assert named.slo["chat"].as_slo("chat").itl_s == 0.1
     assert named.slo["batch"].as_slo("batch").itl_s == 1.25
     for bad in (0.0, -1.0, float("inf"), float("nan")):
