@@ -53,7 +53,7 @@ class MonitorSettings(ServiceSettings):
 
     slo_windows_s: tuple[float, ...] = (60.0, 300.0)
 
-    database_url: str = "sqlite:///polyphase.db"
+    database_url: str = Field("sqlite:///polyphase.db", repr=False)
     queue_rows: int = Field(20_000, ge=1)  # rows that may wait for the database
     load_sample_s: float = Field(1.0, gt=0)
     slo_sample_s: float = Field(10.0, gt=0)

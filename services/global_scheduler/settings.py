@@ -21,7 +21,7 @@ class SchedulerSettings(TracedSettings):
     monitor_url: str = "http://127.0.0.1:8200"  # empty: outcomes are not forwarded
     predictor_urls: tuple[str, ...] = ()  # each replica is told of all lengths
 
-    database_url: str = "sqlite:///polyphase.db"
+    database_url: str = Field("sqlite:///polyphase.db", repr=False)
     queue_rows: int = Field(20_000, ge=1)  # rows that may wait for the database
     retention_s: float = Field(7 * 86_400.0, gt=0)
     retention_rows: int = Field(500_000, ge=1)  # the oldest requests beyond it are deleted
