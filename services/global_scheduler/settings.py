@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from shared.policy.prefix_index import MAX_BLOCKS
 from shared.runtime.settings import Name, TracedSettings
 
 
@@ -28,6 +29,8 @@ class SchedulerSettings(TracedSettings):
     retention_bytes: int = Field(2_000_000_000, ge=1)  # of their rows and indexes
     prune_period_s: float = Field(60.0, gt=0)
     ring_jobs: int = Field(5_000, ge=1)  # newest jobs kept in memory with their timelines
+    # Blocks of 64 tokens known to be in prefix caches, each counted once for each instance that holds it.
+    prefix_blocks: int = Field(MAX_BLOCKS, ge=1)
 
     # Open jobs of which nobody tells for so long end here; gateways name theirs every 3 s (gateway.reports.REFRESH_S).
     lost_after_s: float = Field(10.0, gt=0)
