@@ -211,14 +211,6 @@ LONG_CONTEXT = Testbed(
     timed=True,
     memory_bytes=256 * _MIB,  # an allocator's arenas of bodies of 4 MB and of 131,072 tokens
 )
-LOGPROBS = replace(
-    REAL,
-    name="logprobs",
-    title=f"{REAL.title}; the gateway's event loop is timed",
-    users=16,
-    timed=True,
-    memory_bytes=256 * _MIB,
-)
 
 KEPT_ROWS = 2_000
 BACKLOG = replace(
@@ -228,5 +220,5 @@ BACKLOG = replace(
     cluster={**EMULATED.cluster, "scheduler": {"count": 2, "retention_rows": KEPT_ROWS, "prune_period_s": 2.0}},
 )
 
-_BEDS = (EMULATED, PAIR, KEYED, REAL, NARROW, OPEN, OPEN_PAIR, CALLERS, LONG_CONTEXT, LOGPROBS, BACKLOG)
+_BEDS = (EMULATED, PAIR, KEYED, REAL, NARROW, OPEN, OPEN_PAIR, CALLERS, LONG_CONTEXT, BACKLOG)
 TESTBEDS: dict[str, Testbed] = {bed.name: bed for bed in _BEDS}
