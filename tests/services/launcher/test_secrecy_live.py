@@ -108,7 +108,7 @@ class Live:
         """A call of the API; its answer is kept for the search."""
         authorization = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-            sent = {"content": body} if isinstance(body, bytes) else {"json": body}
+            sent: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
             url = f"{self.suite.state.api_url}{path}"
             answer = await http.request(method, url, headers={**authorization, **headers}, **sent)
         self.planted.keep(f"{method} {path}", answer.content + str(answer.headers).encode())

@@ -53,7 +53,7 @@ def test_the_environment_of_a_process_has_all_of_them(kind: type[ServiceSettings
 def test_what_is_wrong_repeats_no_secret(kind: type[ServiceSettings]) -> None:
     for name, value in values_of(kind).items():
         with pytest.raises(ValidationError) as error:
-            kind(**{**values_of(kind), name: [value]}, log_level=["planted-5"], unknown="planted-6")
+            kind(**{**values_of(kind), name: [value], "log_level": ["planted-5"], "unknown": "planted-6"})
         assert "planted" not in str(error.value)
 
 
@@ -68,7 +68,7 @@ def test_what_is_wrong_with_several_settings_together_repeats_no_secret() -> Non
 )
 def test_an_endpoint_that_cannot_be_is_refused_and_not_repeated(endpoint: str) -> None:
     with pytest.raises(ValidationError, match=r"tracing\.endpoint") as error:
-        GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="m", tracing={"endpoint": endpoint})  # type: ignore[arg-type]
+        GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="m", tracing={"endpoint": endpoint})
     assert "planted" not in str(error.value)
 
 
