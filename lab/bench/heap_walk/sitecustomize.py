@@ -112,8 +112,12 @@ def _walk() -> dict[str, Any]:
         one[0] += walked(found, seen)
         one[1] += _entries(name, found)
     everything = gc.get_objects()
-    seen |= {id(seen), id(everything)}
-    return {"garbage": garbage, "kept": kept, "python": sum(kept[name][0] for name in kept) + walked(everything, seen)}
+    seen.add(id(seen))
+    return {
+        "garbage": garbage,
+        "kept": kept,
+        "python": sum(kept[name][0] for name in kept) + walked(everything, seen) - sys.getsizeof(everything),
+    }
 
 
 def _answer(folder: Path, number: str) -> None:
