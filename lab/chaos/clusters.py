@@ -220,5 +220,9 @@ BACKLOG = replace(
     cluster={**EMULATED.cluster, "scheduler": {"count": 2, "retention_rows": KEPT_ROWS, "prune_period_s": 2.0}},
 )
 
-_BEDS = (EMULATED, PAIR, KEYED, REAL, NARROW, OPEN, OPEN_PAIR, CALLERS, LONG_CONTEXT, BACKLOG)
+LOGPROBS = replace(
+    REAL, name="logprobs", title=f"{REAL.title}; 16 users", users=16, timed=True, memory_bytes=256 * _MIB
+)
+
+_BEDS = (EMULATED, PAIR, KEYED, REAL, NARROW, OPEN, OPEN_PAIR, CALLERS, LONG_CONTEXT, BACKLOG, LOGPROBS)
 TESTBEDS: dict[str, Testbed] = {bed.name: bed for bed in _BEDS}

@@ -7,7 +7,7 @@ from typing import Any
 from lab.chaos import rude
 from lab.chaos.arena import Arena
 from lab.chaos.client import Ask, Ending, Reply
-from lab.chaos.clusters import CALLERS, CONTEXT, LONG_CONTEXT, MEMORY_BYTES, QUEUED_TOKENS, secret_of
+from lab.chaos.clusters import CALLERS, CONTEXT, LOGPROBS, LONG_CONTEXT, MEMORY_BYTES, QUEUED_TOKENS, secret_of
 from lab.chaos.load import Address, fresh
 from lab.chaos.recovery import footprint
 from lab.chaos.scenario import Scenario
@@ -22,9 +22,11 @@ _FIT = QUEUED_TOKENS // 2 // GREEDY_TOKENS
 _SHARE_S = 2.0  # that the prompts of a key's share at both gateways take the prefill instances: others wait behind them
 
 HELD_AIM_S, HELD_MOST_S = 0.05, 0.1  # CPU time of a turn of the event loop: the aim, and what fails
-MESSAGES, PARTS, TOOLS, INPUT_ITEMS = 4_095, 4_093, 2_046, 1_000  # as many as `max_items_per_body` allows
+MESSAGES, PARTS, TOOLS, INPUT_ITEMS = 4_095, 4_093, 2_046, 800  # as many as `max_items_per_body` allows
 PROPERTIES = 500
 _CALM_S, _HELD_ROUNDS, _HELD_ANSWER_S = 3.0, 5, 20.0
+_TOKENS_OF_LOGPROBS = 950  # times 21 candidates: just within the limit of a body
+_LOGPROBS_S = 2.0  # that an instance on a CPU takes for them: the streams that it serves wait
 _WORD = " fox"  # a token of the demo's model
 
 
@@ -129,6 +131,12 @@ async def held_loop(arena: Arena) -> None:
     )
 
 
+async def held_loop_by_logprobs(arena: Arena) -> None:
+    """The most log probabilities of prompts that a body may ask for."""
+    body = {"prompt": [400] * _TOKENS_OF_LOGPROBS, "prompt_logprobs": 20, "max_tokens": 1}
+    await _hold(arena, {"prompt log probabilities": (_COMPLETE, body, 200)})
+
+
 def _wanted(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
@@ -181,5 +189,13 @@ ONE_REQUEST = (
     ),
     Scenario(
         "held-loop", "the largest bodies that are allowed, beside 16 streams", held_loop, LONG_CONTEXT, bound_s=90.0
+    ),
+    Scenario(
+        "held-loop-logprobs",
+        "the most prompt log probabilities of a body, beside 16 streams",
+        held_loop_by_logprobs,
+        LOGPROBS,
+        away_s=_LOGPROBS_S,
+        bound_s=90.0,
     ),
 )
