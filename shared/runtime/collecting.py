@@ -1,4 +1,4 @@
-"""Python's search for cycles of garbage, and memory that nothing uses, in processes that live long and may not pause."""
+"""Python's search for cycles of garbage, and memory that nothing uses, in processes that live long."""
 
 import ctypes
 import gc
