@@ -12,7 +12,7 @@ import msgspec
 from shared.errors import InvalidRequest
 
 FIELDS_FREE = 16  # for each object: so many scalar fields on average do not count as items
-INPUT_WEIGHT = 4  # an item of a Responses `input` is tried against some thirty types
+INPUT_WEIGHT = 5  # an item of a Responses `input` is tried against some thirty types
 RESPONSES = "/v1/responses"
 _WHITE = b" \t\r\n"
 _LITERALS = b"0123456789+-.eEtrufalsn"  # of numbers, true, false, null

@@ -84,7 +84,7 @@ class GatewaySettings(TracedSettings):
     caller_share: float = Field(0.5, gt=0, le=1)  # of queued jobs, tokens and held bytes, for each of several keys
     max_jobs_a_body: int = Field(128, gt=0)  # prompts times n; beyond it the answer is 400
     jobs_at_once: int = Field(16, gt=0)  # of one body, in the cluster or its lines, and not decoding yet
-    max_prompt_logprobs: int = Field(1 << 18, gt=0)  # of a body: prompt tokens times candidates; beyond it 400
+    max_prompt_logprobs: int = Field(20_000, gt=0)  # of a body: prompt tokens times candidates; beyond it 400
     grammar_cpu_s: float = Field(2.0, gt=0)  # what it may cost to compile a grammar; beyond it the answer is 400
     grammar_cache_bytes: int = Field(32 << 20, ge=0)  # verdicts on grammars that are kept
     lean_streams: bool = True  # plain ones written by us; off: all by vLLM's generators

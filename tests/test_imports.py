@@ -14,14 +14,15 @@ FILES = sorted(file for package in TOP for file in (ROOT / package).rglob("*.py"
 SHARED: dict[str, set[str]] = {
     "domain": set(),
     "errors": set(),
+    "secrecy": set(),
     "timeline": {"domain"},
     "palette": {"domain", "timeline"},
     "policy": {"domain", "errors"},
     "explain": {"domain", "timeline"},
-    "cost": {"domain", "errors"},
+    "cost": {"domain", "errors", "secrecy"},
     "sim": {"policy", "cost", "domain", "timeline", "errors"},
     "plan": {"sim", "policy", "cost", "domain", "errors"},
-    "runtime": {"errors"},
+    "runtime": {"errors", "secrecy"},
     "wire": {"domain", "timeline", "errors", "runtime"},
     "store": {"domain", "timeline", "errors", "runtime"},
 }

@@ -1,7 +1,8 @@
 """`polyphase bench soak`: well-behaved clients beside hostile ones, for long enough that a leak shows.
 
-The suite is real, its instances are emulated. Hostile clients run in a process held to `HOSTILE_CORES`. In a first,
-shorter part legal load uses the same CPU share: the gaps of the well-behaved streams in the two parts are compared.
+The suite is real, its instances are emulated. Hostile clients run in a process held to `HOSTILE_CORES`. Shorter parts
+with legal load, of the same CPU share, lie between theirs: the gaps of the well-behaved streams in neighbouring parts
+are compared.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from services.launcher.up import running_suite
 MINUTES = 20.0
 USERS, ANSWER_TOKENS = 12, 48
 HOSTILE_CORES = 0.3
-BASE_SHARE = 0.2  # of the minutes, for the part with legal load
+ROUNDS, BASE_SHARE = 5, 0.2  # each of a part with legal load, so long beside the hostile part that follows
 SAMPLE_S = 5.0
 WARM_SHARE = 0.25  # of the hostile part: memory is compared from here on
 STILL_S = 85.0  # descriptors that did not change for so long are at rest: idle connections are closed after 75 s
@@ -57,6 +58,16 @@ class Samples:
     """Proportional set size of each process in bytes, one sample every `SAMPLE_S`."""
 
     pss_bytes: dict[str, list[int]] = field(default_factory=dict)
+
+    def extend(self, other: "Samples") -> None:
+        """Those of a part that followed."""
+        for name, values in other.pss_bytes.items():
+            self.pss_bytes.setdefault(name, []).extend(values)
+
+    def by_minute(self) -> dict[str, list[int]]:
+        """MiB, one value a minute."""
+        each = max(1, round(60.0 / SAMPLE_S))
+        return {name: [value >> 20 for value in values[::each]] for name, values in self.pss_bytes.items()}
 
     def growth(self) -> dict[str, float]:
         """Median of the last tenth over the median of a tenth that begins after the warm share, by process."""
@@ -101,11 +112,19 @@ async def _bench(minutes: float) -> dict[str, Any]:
             suite, port = running.suite, cluster.gateway.port
             await _part(suite, port, group, "legal", 20.0)  # what is loaded once is loaded now
             before = await _files_at_rest(suite)
-            legal, _, legal_made = await _part(suite, port, group, "legal", 60.0 * minutes * BASE_SHARE)
-            hostile, samples, made = await _part(suite, port, group, "hostile", 60.0 * minutes)
+            legal: list[Users] = []
+            hostile: list[Users] = []
+            samples, made = Samples(), dict[str, dict[str, int]]()
+            for _ in range(ROUNDS):
+                seconds = 60.0 * minutes / ROUNDS
+                for kind, seen, lasts_s in (("legal", legal, BASE_SHARE * seconds), ("hostile", hostile, seconds)):
+                    users, part, counts = await _part(suite, port, group, kind, lasts_s)
+                    seen.append(users)
+                    samples.extend(part)
+                    _count(made.setdefault(kind, {}), counts)
             after = await _files_at_rest(suite)
             restarts = {process.name: process.restarts for process in suite.state.processes if process.restarts}
-    return _result(legal, hostile, samples, before, after, restarts, {"legal": legal_made, "hostile": made})
+    return _result(legal, hostile, samples, before, after, restarts, made)
 
 
 async def _part(
@@ -176,9 +195,14 @@ async def _files_at_rest(suite: Suite) -> dict[str, int]:
     return last
 
 
+def _count(into: dict[str, int], counts: Mapping[str, int]) -> None:
+    for name, count in counts.items():
+        into[name] = into.get(name, 0) + count
+
+
 def _result(
-    legal: Users,
-    hostile: Users,
+    legal: Sequence[Users],
+    hostile: Sequence[Users],
     samples: Samples,
     before: Mapping[str, int],
     after: Mapping[str, int],
@@ -187,26 +211,28 @@ def _result(
 ) -> dict[str, Any]:
     growth = samples.growth()
     more_files = {name: after.get(name, 0) - count for name, count in before.items() if after.get(name) != count}
-    ratio = hostile.gap_p99_s / legal.gap_p99_s
+    ratios = [one.gap_p99_s / other.gap_p99_s for one, other in zip(hostile, legal, strict=True)]
     figures = {
-        "streams": hostile.streams,
-        "streams_beside_legal_load": legal.streams,
-        "gap_p99_s": round(hostile.gap_p99_s, 4),
-        "gap_p99_beside_legal_load_s": round(legal.gap_p99_s, 4),
-        "longest_gap_s": round(max(hostile.gaps_s), 3),
+        "streams": sum(users.streams for users in hostile),
+        "streams_beside_legal_load": sum(users.streams for users in legal),
+        "gap_p99_s": [round(users.gap_p99_s, 4) for users in hostile],
+        "gap_p99_beside_legal_load_s": [round(users.gap_p99_s, 4) for users in legal],
+        "longest_gap_s": round(max(max(users.gaps_s) for users in hostile), 3),
+        "longest_gap_beside_legal_load_s": round(max(max(users.gaps_s) for users in legal), 3),
         "pss_growth": {name: round(value, 4) for name, value in growth.items()},
-        "pss_mib": {name: round(statistics.median(v[-3:]) / 2**20, 1) for name, v in samples.pss_bytes.items()},
+        "pss_mib": samples.by_minute(),
         "clients": made,
     }
+    failed = [failure for users in (*legal, *hostile) for failure in users.failed]
     aims = {
-        "failed_streams": _at_most(len(hostile.failed) + len(legal.failed), 0),
+        "failed_streams": _at_most(len(failed), 0),
         "restarts": _at_most(sum(restarts.values()), 0),
         "pss_growth": _at_most(max(growth.values()), AIM_GROWTH),
         "changed_descriptors": _at_most(sum(map(abs, more_files.values())), 0),
-        "gap_p99_ratio": _at_most(ratio, AIM_GAP_RATIO),
+        "gap_p99_ratio": _at_most(statistics.median(ratios), AIM_GAP_RATIO),
     }
     notes = [f"{name}: {count:+d} descriptors" for name, count in more_files.items()]
-    return {"figures": figures, "aims": aims, "notes": notes + _some([*legal.failed, *hostile.failed])}
+    return {"figures": figures, "aims": aims, "notes": notes + _some(failed)}
 
 
 def _some(failures: Sequence[str]) -> list[str]:

@@ -5,8 +5,8 @@ How it is built
 
 *Testbeds* (`clusters`) are clusters on free ports of this machine: "emulated" (every service real, the engines
 emulated; two gateways and two schedulers), "keyed" (the same, smaller, with CurveZMQ), "real" (vLLM on the CPU,
-unlike block sizes). One running suite serves all scenarios of its testbed in turn; when one of them leaves it unwell,
-the next gets a fresh one.
+unlike block sizes), and variants of these. One running suite serves all scenarios of its testbed in turn; when one of
+them leaves it unwell, the next gets a fresh one.
 
 *Nothing of the product knows of this.* A plan is what `polyphase up` would run; its processes get three more
 environment variables and `inject/` on their PYTHONPATH. By that alone
@@ -14,8 +14,9 @@ environment variables and `inject/` on their PYTHONPATH. By that alone
 - every connection between two processes goes by a proxy of its own (`wires`, `proxy`), which can cut, stall, slow,
   corrupt, lose, swap and replay; it knows the framing of ZeroMQ (`zmtp`) and of KV over TCP (`kv_framing`), so that a
   flipped bit arrives in a well-framed message;
-- a process's wall clock can jump and its SQLite refuse writes, while it runs; a stranger can claim another wire
-  version.
+- a process's wall clock can jump and its SQLite refuse writes or lose the answers to them, while it runs; a stranger
+  can claim another wire version;
+- the longest time of CPU that a gateway's event loop is held is measured.
 
 Everything else is done from outside: signals, the monitor's own API, a second connection that locks the database, a
 limit on file sizes for a full disk (the kernel refuses the writes: root is not needed), rude clients, garbage on

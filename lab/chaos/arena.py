@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+import yaml
 from rich.console import Console
 
 from lab.chaos.client import Ask
-from lab.chaos.clusters import Testbed, second_gateway_port
+from lab.chaos.clusters import Testbed, second_gateway_port, secret_of
 from lab.chaos.judge import Right
 from lab.chaos.load import Address, Load, learn, palette
-from lab.chaos.verbs import Database, Processes, Roles, Strangers, Switches
+from lab.chaos.verbs import Database, LoopTimes, Processes, Roles, Strangers, Switches
 from lab.chaos.wires import Port, Wires, ports_of, service_of, wired
 from lab.demo.client import ApiClient
 from lab.demo.prompts import Prompts
@@ -29,6 +30,7 @@ from services.launcher.suite import Suite
 from services.launcher.supervisor import Supervisor, supervising
 from services.launcher.watch import Limits
 from shared.domain.instance import Role
+from shared.runtime.keys import digest_of
 
 INJECT = Path(__file__).parent / "inject"
 RUN = "CHAOS_RUN"  # names, in the environment of every process, the run that it belongs to
@@ -53,6 +55,7 @@ class Arena:
     switches: Switches
     database: Database
     strangers: Strangers
+    loop_times: LoopTimes
     gateways: tuple[Address, ...]
     run: str
     rng: Random
@@ -106,7 +109,9 @@ class Arena:
 async def running_arena(bed: Testbed, folder: Path, console: Console, seed: int) -> AsyncIterator[Arena]:
     """The testbed, started, its right answers known. Raises StartFailed or Unavailable."""
     async with started_arena(bed, folder, console, seed) as arena:
-        arena.asks = palette(await _prompts(arena.plan, bed), bed.answer_tokens)
+        api_key = secret_of(bed.api_keys[0] if bed.api_keys else "")
+        asks = palette(await _prompts(arena.plan, bed, api_key), bed.answer_tokens)
+        arena.asks = tuple(replace(ask, api_key=api_key) for ask in asks)
         arena.right = await learn(arena.gateways[0], arena.asks)
         yield arena
 
@@ -127,7 +132,9 @@ async def started_arena(
             host_key.keep(cluster, folder)
         else:
             plan = _without_key(plan)
-        plan = _injected(plan, switches, run)
+        loop_times = LoopTimes(folder / "loop-times")
+        plan = _injected(_with_keys(plan, bed.api_keys, folder / "keys.yaml"), switches, run)
+        plan = _timed(plan, loop_times) if bed.timed else plan
         plan, wires = await stack.enter_async_context(wired(plan, rng, bed.proxied))
         here = _without(plan, bed.absent)
         logs, began = folder / "logs", time.monotonic()
@@ -137,7 +144,7 @@ async def started_arena(
         with console.status(f"starting {bed.name}: {bed.title}"):
             await supervisor.started()
             await supervisor.during(suite.wait_ready(here.instance_ids, START_S))
-        arena = _arena(bed, cluster, plan, suite, supervisor, wires, switches, run, rng, folder)
+        arena = _arena(bed, cluster, plan, suite, supervisor, wires, switches, loop_times, run, rng, folder)
         console.print(f"[dim]{bed.title}: ready after {time.monotonic() - began:.0f} s[/]")
         stack.push_async_callback(arena.restore)
         yield arena
@@ -151,6 +158,7 @@ def _arena(
     supervisor: Supervisor,
     wires: Wires,
     switches: Switches,
+    loop_times: LoopTimes,
     run: str,
     rng: Random,
     folder: Path,
@@ -170,14 +178,15 @@ def _arena(
         switches=switches,
         database=Database(folder / "polyphase.db", processes, writers),
         strangers=Strangers(folder / "logs"),
+        loop_times=loop_times,
         run=run,
         rng=rng,
         gateways=tuple((port.host, port.port) for port in ports if port.service == "gateway"),
     )
 
 
-async def _prompts(plan: Plan, bed: Testbed) -> dict[int, list[int]]:
-    async with ApiClient(plan.api_url, plan.model) as api:
+async def _prompts(plan: Plan, bed: Testbed, api_key: str) -> dict[int, list[int]]:
+    async with ApiClient(plan.api_url, plan.model, api_key) as api:
         prompts = await Prompts.of(api)
     return {length: prompts.of_length(length, seed=length) for length in bed.prompts}
 
@@ -214,6 +223,28 @@ def _without_key(plan: Plan) -> Plan:
         settings = spec.settings and spec.settings.model_copy(update={"curve_file": None})
         specs.append(replace(spec, env=env, settings=settings))
     return replace(plan, processes=tuple(specs))
+
+
+def _with_keys(plan: Plan, names: tuple[str, ...], file: Path) -> Plan:
+    """The plan whose gateways take these API keys; as it is without any."""
+    if not names:
+        return plan
+    file.write_text(yaml.safe_dump([{"name": name, "digest": digest_of(secret_of(name))} for name in names]))
+    return _for_gateways(plan, {"POLYPHASE_GATEWAY_API_KEYS_FILE": str(file)})
+
+
+def _timed(plan: Plan, loop_times: LoopTimes) -> Plan:
+    return _for_gateways(plan, {"CHAOS_LOOP_TIMES": str(loop_times.file)})
+
+
+def _for_gateways(plan: Plan, more: dict[str, str]) -> Plan:
+    return replace(
+        plan,
+        processes=tuple(
+            replace(spec, env={**spec.env, **more}) if service_of(spec) == "gateway" else spec
+            for spec in plan.processes
+        ),
+    )
 
 
 def _injected(plan: Plan, switches: Switches, run: str) -> Plan:

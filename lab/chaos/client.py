@@ -30,13 +30,14 @@ class Ending(StrEnum):
 class Ask:
     """A request. `key` names its kind: requests of one key have one right answer.
 
-    slo: its class, "" for the default.
+    slo: its class, "" for the default. api_key: the secret that it is sent with, "" for none.
     """
 
     key: str
     path: str
     body: dict[str, Any]
     slo: str = ""
+    api_key: str = ""
 
     @property
     def streams(self) -> bool:
@@ -101,6 +102,7 @@ def encode(ask: Ask) -> bytes:
     payload = json.dumps(ask.body).encode()
     head = f"POST {ask.path} HTTP/1.1\r\nHost: chaos\r\nContent-Type: application/json\r\nConnection: close\r\n"
     head += f"X-Polyphase-SLO: {ask.slo}\r\n" if ask.slo else ""
+    head += f"Authorization: Bearer {ask.api_key}\r\n" if ask.api_key else ""
     return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
 
 

@@ -12,6 +12,7 @@ from services.launcher.model_source import PROJECT
 MODEL = PROJECT / "models" / "demo"
 _SECOND_GATEWAY, _GATEWAY, _DASHBOARD = 239, 240, 241  # offsets in a range of free ports
 _MIB = 1 << 20
+MEMORY_BYTES = 64 * _MIB  # an allocator's arenas, rings that fill
 
 # Times at which two cores have enough left to look at what happens; blocks for all users at once.
 # Every job passes both kinds of instances: it is hand-overs that are to be disturbed.
@@ -42,7 +43,8 @@ class Testbed:
 
     absent: instances of the file that nobody starts. host_key: with the key of one host, as `polyphase up` has it;
     without it scenarios show what the messages themselves withstand. proxied: purposes of the links that a proxy stands
-    on.
+    on. api_keys: the names of the gateways' keys, of which the steady users have the first. timed: the gateways' event
+    loops are timed (`verbs.LoopTimes`). memory_bytes: what a process may have kept beyond what it had at first.
     """
 
     name: str
@@ -57,6 +59,9 @@ class Testbed:
     kv_transport: str = "tcp"
     absent: frozenset[str] = frozenset()
     proxied: frozenset[str] = ALL_LINKS
+    api_keys: tuple[str, ...] = ()
+    timed: bool = False
+    memory_bytes: int = MEMORY_BYTES
 
     def build(self) -> Cluster:
         """The cluster on ports that nobody uses."""
@@ -74,6 +79,11 @@ class Testbed:
         gateway = {"port": base + _GATEWAY, **self.cluster.get("gateway", {})}
         defaults = {"kv_transport": self.kv_transport, **self.cluster.get("instance_defaults", {})}
         return Cluster.model_validate({**fixed, **self.cluster, "gateway": gateway, "instance_defaults": defaults})
+
+
+def secret_of(name: str) -> str:
+    """The secret of a testbed's API key; empty for no key."""
+    return f"pp-chaos-{name}" if name else ""
 
 
 def second_gateway_port(cluster: Cluster) -> int:
@@ -165,5 +175,54 @@ NARROW = Testbed(
 )
 
 OPEN = replace(EMULATED, name="open", title=f"{EMULATED.title}, without keys", host_key=False)
+OPEN_PAIR = replace(PAIR, name="open-pair", title=f"{PAIR.title}, without keys", host_key=False)
 
-TESTBEDS: dict[str, Testbed] = {bed.name: bed for bed in (EMULATED, PAIR, KEYED, REAL, NARROW, OPEN)}
+QUEUED_TOKENS = 16_384  # at each gateway; half of it for a key
+CALLERS = replace(
+    EMULATED,
+    name="callers",
+    title="two gateways with two API keys, two schedulers, 2 prefill and 3 decode instances; EMULATED engines",
+    cluster={
+        **EMULATED.cluster,
+        "gateway": {**EMULATED.cluster["gateway"], "max_queued_tokens": QUEUED_TOKENS},
+        "instance_defaults": {**EMULATED_ENGINE, "chunk_size": 1_024},
+    },
+    api_keys=("users", "greedy"),
+)
+
+CONTEXT = 131_072
+# Engines that compute a prompt of the whole context in a few steps, and no KV to send: the gateway alone is looked at.
+LONG_CONTEXT = Testbed(
+    name="long-context",
+    title=f"one gateway whose event loop is timed, a context of {CONTEXT:,} tokens; EMULATED engines",
+    cluster={
+        "max_model_len": CONTEXT,
+        "policies": {"placement": "least_load", "split": "none", "dispatch": "power_of_two"},
+        "predictor": {"enabled": False},
+        "planner": {"enabled": False},
+        "instance_defaults": {**EMULATED_ENGINE, "chunk_size": 65_536, "emulated_prefill_s_per_token": 1e-7},
+        "instances": [{"id": "prefill", "role": "prefill"}, {"id": "decode", "count": 2, "role": "decode"}],
+    },
+    prompts=(8, 90, 300),
+    answer_tokens=24,
+    users=16,
+    gateways=1,
+    proxied=frozenset(),
+    timed=True,
+    memory_bytes=256 * _MIB,  # an allocator's arenas of bodies of 4 MB and of 131,072 tokens
+)
+
+KEPT_ROWS = 2_000
+BACKLOG = replace(
+    EMULATED,
+    name="backlog",
+    title=f"{EMULATED.title}; the database keeps {KEPT_ROWS:,} requests",
+    cluster={**EMULATED.cluster, "scheduler": {"count": 2, "retention_rows": KEPT_ROWS, "prune_period_s": 2.0}},
+)
+
+LOGPROBS = replace(
+    REAL, name="logprobs", title=f"{REAL.title}; 16 users", users=16, timed=True, memory_bytes=256 * _MIB
+)
+
+_BEDS = (EMULATED, PAIR, KEYED, REAL, NARROW, OPEN, OPEN_PAIR, CALLERS, LONG_CONTEXT, BACKLOG, LOGPROBS)
+TESTBEDS: dict[str, Testbed] = {bed.name: bed for bed in _BEDS}

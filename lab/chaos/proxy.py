@@ -8,6 +8,7 @@ import asyncio
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
@@ -97,9 +98,12 @@ class Proxy:
         """Let this share of all messages, both ways, pass after the next one."""
         self.weather.swap = share
 
-    def replay(self, *, back: bool = True) -> int:
-        """Send again, in order, what went there lately, and with `back` what came back; how many messages that were."""
-        count = sum(pipe.replay() for pipe in list(self._pipes) if back or pipe.onward)
+    def replay(self, *, back: bool = True, changed: Callable[[bytes], bytes] = bytes) -> int:
+        """Send again, in order, what went there lately, and with `back` what came back; how many messages that were.
+
+        changed: what becomes of each message, framing included.
+        """
+        count = sum(pipe.replay(changed) for pipe in list(self._pipes) if back or pipe.onward)
         self.replayed += count
         return count
 
@@ -205,11 +209,11 @@ class _Pipe:
         """End the connection rudely."""
         _reset(self._writer)
 
-    def replay(self) -> int:
+    def replay(self, changed: Callable[[bytes], bytes]) -> int:
         """Send the remembered messages again, between two others."""
         if self._due.full():
             return 0
-        again = b"".join(self._sent)
+        again = b"".join(changed(message) for message in self._sent)
         if again:
             self._due.put_nowait((0.0, again))
         return len(self._sent)

@@ -20,7 +20,6 @@ RECOVER_S = 10.0
 _POLL_S = 0.1
 _RATE_SHARE = 0.6  # of the calm rate, over _WINDOW_S: with few users chance alone moves it by a fifth or so
 _WINDOW_S = 1.0
-_MEMORY_BYTES = 64 << 20  # a process may have kept so much more: an allocator's arenas, rings that fill
 _FILES = 12  # kept-alive HTTP connections come and go
 
 
@@ -153,7 +152,7 @@ async def _ghosts(arena: Arena, since_s: float) -> list[str]:
 def _grown(arena: Arena, before: Footprint) -> list[str]:
     now, grown = footprint(arena), []
     for name, size in now.memory_bytes.items():
-        if size > before.memory_bytes.get(name, size) + _MEMORY_BYTES:
+        if size > before.memory_bytes.get(name, size) + arena.bed.memory_bytes:
             grown.append(f"{name}: {(size - before.memory_bytes[name]) >> 20} MiB more memory")
     for name, count in now.files.items():
         if count > before.files.get(name, count) + _FILES:

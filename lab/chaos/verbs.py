@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lab.chaos.inject.sitecustomize import SWITCHES
+from lab.chaos.inject.sitecustomize import LOOP_TIME, LOST, READ_ONLY, SWITCHES
 from services.launcher.keeper import State, Status
 from services.launcher.process import Child, spawn, stop_all
 from services.launcher.suite import Suite, until
@@ -158,10 +158,15 @@ class Switches:
     def read_only(self, *names: str) -> None:
         """SQLite refuses their writes."""
         for name in names:
-            self._set(name, self._now[name][0], 1)
+            self._set(name, self._now[name][0], READ_ONLY)
+
+    def lose_answers(self, *names: str) -> None:
+        """SQLite carries out what they change of leases, and they do not learn of it."""
+        for name in names:
+            self._set(name, self._now[name][0], LOST)
 
     def writable(self, *names: str) -> None:
-        """SQLite takes their writes again."""
+        """SQLite takes their writes again, and answers."""
         for name in names:
             self._set(name, self._now[name][0], 0)
 
@@ -174,6 +179,25 @@ class Switches:
         self._now[name] = (offset_s, read_only)
         with self._files[name].open("r+b" if self._files[name].exists() else "wb") as file:
             file.write(SWITCHES.pack(offset_s, read_only))
+
+
+class LoopTimes:
+    """The longest turn of the gateway's event loop, as `inject/sitecustomize.py` times it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was."""
+        with self.file.open("r+b" if self.file.exists() else "wb") as file:
+            file.write(LOOP_TIME.pack(0.0))
+
+    @property
+    def longest_s(self) -> float:
+        """CPU seconds since the last reset; at most LOOP_BEAT_S too much."""
+        longest_s: float = LOOP_TIME.unpack(self.file.read_bytes())[0]
+        return longest_s
 
 
 class Database:

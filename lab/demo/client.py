@@ -65,10 +65,13 @@ class Ask:
 class ApiClient:
     """Use as an async context manager."""
 
-    def __init__(self, base_url: str, model: str) -> None:
+    def __init__(self, base_url: str, model: str, api_key: str = "") -> None:
         self.model = model
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(base_url=base_url, timeout=TIMEOUT_S, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(
+            base_url=base_url, headers=headers, timeout=TIMEOUT_S, limits=limits, trust_env=False
+        )
 
     async def __aenter__(self) -> Self:
         return self

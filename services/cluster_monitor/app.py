@@ -118,7 +118,8 @@ async def _act(
     audit = Audit(store, metrics, events.operated)
     registry.on_change(events.changed)
     registry.on_gone(lambda record, how, why: events.note(EventKind(how), why, record.instance_id, record.role.value))
-    history = History(registry, store)
+    # A verdict's window is made of the steps that are kept.
+    history = History(registry, store, max(settings.served_late_s, min(settings.slo_windows_s)))
     slo = SloService(settings.slo_windows_s, store, history.ended)
     demand = DemandService(events, metrics)
     count_detections(registry, metrics)

@@ -9,7 +9,7 @@ import msgspec
 from services.cluster_monitor.record import Record
 from services.cluster_monitor.registry import Registry
 from shared.policy.load_history import LoadBook, Seen
-from shared.policy.served import Ended, Served, ServedBook, Slot
+from shared.policy.served import KEPT_S, Ended, Served, ServedBook, Slot
 from shared.store.tables import instances, load_steps, loads, served
 from shared.store.write_behind import WriteBehind
 
@@ -24,13 +24,13 @@ class History:
     A monitor's life has rows of its own, so that another one's in the same step add to them.
     """
 
-    def __init__(self, registry: Registry, store: WriteBehind) -> None:
+    def __init__(self, registry: Registry, store: WriteBehind, served_s: float = KEPT_S) -> None:
         self._registry = registry
         self._store = store
         self._life = uuid.uuid4().hex[:12]
         self._loads = LoadBook()
         self._samples = 0
-        self.served = ServedBook()
+        self.served = ServedBook(served_s)
         registry.on_change(lambda record, _: self._write(record, record.state.value))
         registry.on_gone(lambda record, how, _: self._write(record, how))
 

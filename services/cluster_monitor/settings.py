@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import SettingsConfigDict
 
 from shared.domain.instance import Role
+from shared.policy.served import KEPT_S
 from shared.runtime.settings import ServiceSettings
 
 
@@ -52,8 +53,9 @@ class MonitorSettings(ServiceSettings):
     expected_instances: dict[str, Role] = Field(default_factory=dict)  # of the cluster file: who never came is missing
 
     slo_windows_s: tuple[float, ...] = (60.0, 300.0)
+    served_late_s: float = Field(KEPT_S, gt=0)  # an end that is told later counts as of so long ago
 
-    database_url: str = "sqlite:///polyphase.db"
+    database_url: str = Field("sqlite:///polyphase.db", repr=False)
     queue_rows: int = Field(20_000, ge=1)  # rows that may wait for the database
     load_sample_s: float = Field(1.0, gt=0)
     slo_sample_s: float = Field(10.0, gt=0)

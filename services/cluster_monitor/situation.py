@@ -50,7 +50,7 @@ class Judge:
         self._classifier = False  # has answered in this life: where there is none nobody misses it
         self._left: set[str] = set()
         self._last: tuple[float, Verdict] | None = None
-        registry.on_gone(lambda record, *_: self._left.add(record.instance_id))
+        registry.on_gone(self._gone)
         registry.on_change(lambda record, _: self._left.discard(record.instance_id))
 
     def verdict(self, policies: PolicySet) -> Verdict:
@@ -89,6 +89,10 @@ class Judge:
             schedulers=self._schedulers(policies),
             predictions=self._predictions(ended.predicted),
         )
+
+    def _gone(self, record: Record, *_: str) -> None:
+        if record.instance_id in self._expected:  # others come under new names without end
+            self._left.add(record.instance_id)
 
     def _schedulers(self, policies: PolicySet) -> tuple[Peer, ...]:
         behind = self._followers.behind(policies)

@@ -63,7 +63,7 @@ async def _start(stack: AsyncExitStack, settings: SchedulerSettings, registry: C
     metrics, forwarded = SchedulerMetrics(registry), ForwardMetrics(registry)
     monitor = await _to_monitor(stack, settings)
     lengths = await _to_predictors(stack, settings, forwarded)
-    placer = Placer(metrics, settings.policy_seed, _open_journal(stack, settings))
+    placer = Placer(metrics, settings.policy_seed, _open_journal(stack, settings), settings.prefix_blocks)
     name, ring = settings.scheduler_id, settings.ring_jobs
     demand = DemandTeller(name, placer)
     outcomes, seconds = Waiting("monitor", forwarded), Waiting("demand", forwarded, capacity=KEPT)

@@ -13,6 +13,7 @@ from shared.domain.prefix import PrefixDelta
 from shared.domain.route import Route
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.policy.decider import Decider
+from shared.policy.prefix_index import MAX_BLOCKS
 from shared.runtime.logs import get_log
 from shared.wire.messages import PlaceRequest
 
@@ -24,6 +25,7 @@ class Begun(msgspec.Struct, tag=True):
     """The first entry."""
 
     seed: int
+    prefix_blocks: int = MAX_BLOCKS
 
 
 class Heard(msgspec.Struct, tag=True):
@@ -140,7 +142,7 @@ def replay(path: Path) -> Iterator[tuple[Decided, Decided]]:
     first = next(entries, None)
     if not isinstance(first, Begun):
         raise InvalidRequest(f"{path} does not begin like a decision log")
-    decider = Decider(first.seed)
+    decider = Decider(first.seed, first.prefix_blocks)
     for entry in entries:
         if isinstance(entry, Decided):
             yield entry, _again(decider, entry)

@@ -1,5 +1,7 @@
 """What the scheduler counts: placements. Series of requests are the gateway's, who sees all of each."""
 
+from collections.abc import Collection
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from shared.domain.instance import Role
@@ -7,6 +9,7 @@ from shared.domain.route import Route
 from shared.errors import Overloaded, PolyphaseError
 from shared.runtime.bound import Bound
 
+GONE_SERIES = 1_000  # of instances that are gone: beyond so many all of theirs are removed
 _DECISION_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 5e-3, 2e-2, 0.1)
 
 
@@ -36,6 +39,11 @@ class SchedulerMetrics:
     def refusal(self, slo: str, error: PolyphaseError) -> None:
         """Count one question that got no route."""
         self._refused.labels(error.code, slo, error.cause if isinstance(error, Overloaded) else "").inc()
+
+    def keep(self, instance_ids: Collection[str]) -> None:
+        """These instances are there. New ones come under new names without end, each with series of its own."""
+        if len(self._chosen) > GONE_SERIES + len(Role) * len(instance_ids):
+            self._chosen.keep(lambda labels: labels[0] in instance_ids)
 
     def placed(self, route: Route, duration_s: float) -> None:
         """Count one decision."""

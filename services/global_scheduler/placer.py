@@ -15,7 +15,7 @@ from shared.domain.route import Route
 from shared.errors import Overloaded, PolyphaseError
 from shared.policy.decider import Decider
 from shared.policy.ledger import WorkloadLedger
-from shared.policy.prefix_index import PrefixIndex
+from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
 from shared.policy.split import Freedom
 from shared.policy.written import in_words
 from shared.runtime.logs import get_log
@@ -28,25 +28,33 @@ REFUSED_KEPT = 10_000
 class Placer:
     """Answers PLACE. `seed` None: other random numbers at each start."""
 
-    def __init__(self, metrics: SchedulerMetrics, seed: int | None, journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        metrics: SchedulerMetrics,
+        seed: int | None,
+        journal: Journal | None = None,
+        prefix_blocks: int = MAX_BLOCKS,
+    ) -> None:
         seed = secrets.randbits(63) if seed is None else seed
-        self._decider = Decider(seed)
+        self._decider = Decider(seed, prefix_blocks)
         self._metrics = metrics
         self._journal = journal
         self._heard_s = 0.0
         self.on_policies: Callable[[], None] = lambda: None  # called when `followed` is another
         self._refused: dict[str, int] = {}  # jobs that have no place yet, and how often they asked
         if journal is not None:
-            journal.add(Begun(seed))
+            journal.add(Begun(seed, prefix_blocks))
 
     def hear(self, delta: ClusterDelta) -> bool:
         """Take a broadcast of the monitor: what has changed, and the policies in force. False where one before it is
         missing; it is as if it had not come then.
         """
-        now, before = time.time(), self.followed
+        now, before, moves = time.time(), self.followed, self.moves
         if not self._decider.hear(delta, now):
             return False
         self._heard_s = now
+        if self.moves != moves:
+            self._metrics.keep({view.info.instance_id for view in self.view.instances})
         if self._journal is not None:
             self._journal.add(Heard(delta, now))
         if delta.policies is not None and self.followed != before:

@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from shared.policy.prefix_index import MAX_BLOCKS
 from shared.runtime.settings import Name, TracedSettings
 
 
@@ -21,13 +22,15 @@ class SchedulerSettings(TracedSettings):
     monitor_url: str = "http://127.0.0.1:8200"  # empty: outcomes are not forwarded
     predictor_urls: tuple[str, ...] = ()  # each replica is told of all lengths
 
-    database_url: str = "sqlite:///polyphase.db"
+    database_url: str = Field("sqlite:///polyphase.db", repr=False)
     queue_rows: int = Field(20_000, ge=1)  # rows that may wait for the database
     retention_s: float = Field(7 * 86_400.0, gt=0)
     retention_rows: int = Field(500_000, ge=1)  # the oldest requests beyond it are deleted
     retention_bytes: int = Field(2_000_000_000, ge=1)  # of their rows and indexes
     prune_period_s: float = Field(60.0, gt=0)
     ring_jobs: int = Field(5_000, ge=1)  # newest jobs kept in memory with their timelines
+    # Blocks of 64 tokens known to be in prefix caches, each counted once for each instance that holds it.
+    prefix_blocks: int = Field(MAX_BLOCKS, ge=1)
 
     # Open jobs of which nobody tells for so long end here; gateways name theirs every 3 s (gateway.reports.REFRESH_S).
     lost_after_s: float = Field(10.0, gt=0)

@@ -67,6 +67,14 @@ def bench_soak(
     _measure("soak", as_json, minutes)
 
 
+@bench_app.command("growth")
+def bench_growth(
+    minutes: Annotated[float, typer.Option(min=0.5, help="The most that the load takes.")] = 20.0, as_json: Json = False
+) -> None:
+    """What grows in a scheduler and a monitor with requests, and where that ends: their heaps are walked."""
+    _measure("growth", as_json, minutes)
+
+
 @bench_app.command("predictor")
 def bench_predictor(
     part: Annotated[list[str] | None, typer.Option(help="bayes, latency, worth or modes; may be repeated.")] = None,

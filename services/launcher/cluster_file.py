@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
 
 from services.launcher.cluster_sections import (
@@ -20,7 +19,7 @@ from services.launcher.cluster_sections import (
 )
 from services.launcher.faults import describe, meant, unknown
 from services.launcher.model_source import resolve_model, resolve_path, shipped_or_own
-from services.launcher.places import Places, read_places
+from services.launcher.places import Places, read_with_places
 from shared.cost.network_file import NetworkEntry
 from shared.domain.numbers import infinite_in
 from shared.errors import InvalidRequest
@@ -40,9 +39,9 @@ class Cluster(BaseModel):
     model: str  # a folder or a Hugging Face name
     served_model_name: str = ""
     max_model_len: int = Field(2048, gt=0)
-    database_url: str = ""  # default: SQLite in the data folder
+    database_url: str = Field("", repr=False)  # default: SQLite in the data folder
     curve_public: str = ""
-    curve_secret: str = ""
+    curve_secret: str = Field("", repr=False)
     cluster_token: SecretStr = SecretStr("")  # default: made at the first start, kept in the data folder
     ports: int = Field(18100, gt=1023, lt=65536)  # the first of the suite's own ports
     hosts: dict[str, str] = {}  # name → address, where there is more than this machine
@@ -136,8 +135,7 @@ def load_cluster(file: Path) -> Cluster:
         text = file.read_text()
     except (OSError, UnicodeError) as error:
         raise InvalidRequest(f"{file}: cannot be read: {error}") from error
-    places = read_places(file, text)
-    data = yaml.safe_load(text)
+    data, places = read_with_places(file, text)
     if not isinstance(data, dict):
         raise InvalidRequest(f"{file}: expected a mapping of keys at the top")
     if where := infinite_in(data):

@@ -31,7 +31,7 @@ class Section(BaseModel):
     derived: ClassVar[frozenset[str]] = frozenset()  # settings that follow from the rest of the file
 
     enabled: bool = True
-    env: dict[str, str] = {}  # further environment of the process
+    env: dict[str, str] = Field({}, repr=False)  # further environment of the process
 
     @model_validator(mode="after")
     def _known_keys(self) -> Self:
@@ -148,7 +148,7 @@ class DashboardSection(BaseModel):
     enabled: bool = True
     port: int = Field(8501, gt=0, lt=65536)
     login: bool = False  # with the gateway's keys (`gateway.api_keys_file`) that have a role
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field({}, repr=False)
 
 
 class InstanceSection(Section):

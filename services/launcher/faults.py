@@ -8,6 +8,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from services.launcher.places import Places
+from shared.runtime.settings import OTLP
+from shared.secrecy import may_be_secret, shown_key
 
 _SHORT = 60  # letters of a value that is shown
 _KNOWN = " Known: "
@@ -17,7 +19,7 @@ _PLAIN = {"a valid ": "a ", "a integer": "a whole number", "a dictionary": "a ma
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """`unknown key 'prot'; did you mean port? Known: …`"""
     choices = sorted(known)
-    return f"unknown {what} {name!r}{meant(name, choices)}{_KNOWN}{', '.join(choices) or 'none'}"
+    return f"unknown {what} {shown_key(name)!r}{meant(name, choices)}{_KNOWN}{', '.join(choices) or 'none'}"
 
 
 def meant(name: str, known: Sequence[str]) -> str:
@@ -32,7 +34,7 @@ def describe(where: object, error: ValidationError, at: str = "", kind: type[Bas
     told: dict[str, None] = {}  # one in `instance_defaults` is told once, not for each instance
     for fault in _first_causes(error.errors()):
         path = (*(at.split(".") if at else ()), *fault["loc"])
-        for text in _texts(fault, kind):
+        for text in _texts(fault, path, kind):
             told[_place(places, path, text)] = None
     return "\n".join(_listed_once(told))
 
@@ -66,9 +68,10 @@ def _place(places: Places, path: Sequence[str | int], text: str) -> str:
     return places.tell(key, rest) if colon and " " not in key else places.tell((), text)
 
 
-def _texts(fault: Any, kind: type[BaseModel] | None) -> list[str]:
-    """What one fault says; a check of ours may have found several."""
+def _texts(fault: Any, path: tuple[str | int, ...], kind: type[BaseModel] | None) -> list[str]:
+    """What one fault says; a check of ours may have found several. path: of the key at fault, in the whole file."""
     message, given = str(fault["msg"]), fault["input"]
+    shown = _shown(path, given)
     match fault["type"]:
         case "value_error":
             return message.removeprefix("Value error, ").split("\n")
@@ -78,18 +81,20 @@ def _texts(fault: Any, kind: type[BaseModel] | None) -> list[str]:
             return [unknown("key", str(fault["loc"][-1]), _keys_at(kind, fault["loc"][:-1]))]
         case "literal_error" | "enum":
             choices = [each.strip("' ") for each in str(fault["ctx"]["expected"]).replace(" or ", ", ").split(",")]
-            return [f"must be one of {', '.join(choices)}, not {_shown(given)}{_near(given, choices)}"]
+            return [f"must be one of {', '.join(choices)}, not {shown}{_near(given, choices)}"]
         case "string_type" if isinstance(given, bool | int | float):
-            return [f"must be text, not {_shown(given)}: write it in quotes"]
+            return [f"must be text, not {shown}: write it in quotes"]
+        case "string_pattern_mismatch" if fault["ctx"]["pattern"] == OTLP:
+            return [f"must be http://HOST:PORT, or grpc://HOST:PORT, or the same over TLS (https, grpcs), not {shown}"]
         case "string_pattern_mismatch":
-            return [f"{_shown(given)} will not do: letters, digits, '_', '.' and '-', the first a letter or digit"]
+            return [f"{shown} will not do: letters, digits, '_', '.' and '-', the first a letter or digit"]
         case "too_short":
             return ["at least one is needed"]
         case "path_type":
-            return [f"must be a path, not {_shown(given)}"]
+            return [f"must be a path, not {shown}"]
         case _ if given is None:
             return ["nothing is given: give it, or leave the key out"]
-    return [f"{_plain(message)}, not {_shown(given)}"]
+    return [f"{_plain(message)}, not {shown}"]
 
 
 def _near(given: object, choices: Sequence[str]) -> str:
@@ -105,7 +110,21 @@ def _plain(message: str) -> str:
     return said.partition(" or instance of ")[0]
 
 
-def _shown(given: object) -> str:
+def _shown(path: tuple[str | int, ...], given: object) -> str:
+    """The value, shortened; of a mapping, a list and what may be a secret only what kind of value it is."""
+    match given:
+        case dict():
+            return "a mapping"
+        case list() | tuple():
+            return "a list"
+        case bool() if may_be_secret(path, given):
+            return "true or false"
+        case int() | float() if may_be_secret(path, given):
+            return "a number"
+        case str() if may_be_secret(path, given):
+            return "the text that is given"
+        case _ if may_be_secret(path, given):
+            return f"a {type(given).__name__}"
     text = repr(given)
     return text if len(text) <= _SHORT else f"{text[:_SHORT]}…"
 

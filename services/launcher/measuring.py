@@ -14,6 +14,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "overhead": ("bench.overhead", "run_overhead_bench"),
     "kv": ("bench.kv", "run_kv_bench"),
     "soak": ("bench.soak", "run_soak_bench"),
+    "growth": ("bench.growth", "run_growth_bench"),
     "streams": ("bench.streams", "run_streams_bench"),
     "kv_engines": ("bench.kv_engines", "run_kv_engines_bench"),
     "control": ("bench.control", "run_control_bench"),

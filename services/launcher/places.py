@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from shared.errors import InvalidRequest
+from shared.secrecy import shown_key, yaml_fault
 
 Path_ = tuple[str, ...]  # keys from the top; of a list its places, counted from 0
 _DEFAULTS = "instance_defaults"
@@ -29,7 +30,7 @@ class Places:
         while path and text.partition(": ")[1] and self._has(longer := (*path, *self._first(text))):
             path, text = longer, text.partition(": ")[2]
         path = self._where_written(path)
-        named = ".".join(self._by_id(path))
+        named = ".".join(map(shown_key, self._by_id(path)))
         if option := self.overruled.get(named):
             return f"{option}: {text}"
         line = self._line(path)
@@ -76,12 +77,8 @@ def read_places(file: Path | str, text: str) -> Places:
     """Of a YAML text. Raises InvalidRequest where it is no YAML, or a key is there twice: YAML would keep the last."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        said = ", ".join(part for part in (error.context, error.problem) if part)
-        raise InvalidRequest(f"{file}{f':{mark.line + 1}' if mark else ''}: this is not YAML: {said}") from error
     except yaml.YAMLError as error:
-        raise InvalidRequest(f"{file}: this is not YAML: {error}") from error
+        raise InvalidRequest(yaml_fault(file, error)) from error
     lines: dict[Path_, int] = {}
     twice: list[tuple[Path_, int]] = []
     if root is not None:
@@ -89,10 +86,22 @@ def read_places(file: Path | str, text: str) -> Places:
     places = Places(str(file), lines, _ids(root))
     if twice:
         told = [
-            f"{file}:{line}: {'.'.join(path)}: it is here twice, first in line {lines[path]}" for path, line in twice
+            f"{file}:{line}: {'.'.join(map(shown_key, path))}: it is here twice, first in line {lines[path]}"
+            for path, line in twice
         ]
         raise InvalidRequest("\n".join(told))
     return places
+
+
+def read_with_places(file: Path | str, text: str) -> tuple[Any, Places]:
+    """What a YAML text says, and where. Raises InvalidRequest as `read_places`, and for a value that cannot be read."""
+    places = read_places(file, text)
+    try:
+        return yaml.safe_load(text), places
+    except yaml.YAMLError as error:
+        raise InvalidRequest(yaml_fault(file, error)) from error
+    except ValueError as error:  # of a date or a number that is none
+        raise InvalidRequest(f"{file}: a date or a number in it cannot be read: write it in quotes") from error
 
 
 def _walk(node: yaml.Node, path: Path_, lines: dict[Path_, int], twice: list[tuple[Path_, int]]) -> None:

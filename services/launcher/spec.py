@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.settings import GatewaySettings
@@ -28,7 +28,7 @@ class ProcessSpec:
 
     name: str
     argv: tuple[str, ...]
-    env: dict[str, str]
+    env: dict[str, str] = field(repr=False)
     health_url: str = ""
     ports: tuple[PortUse, ...] = ()
     module: str = ""

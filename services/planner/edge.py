@@ -16,6 +16,7 @@ from shared.errors import InvalidRequest, NotFound, PolyphaseError
 from shared.plan.asked import Asked, Wanted
 from shared.plan.inventory import Inventory
 from shared.plan.inventory_file import checked
+from shared.secrecy import yaml_fault
 from shared.sim.made import made
 from shared.sim.workload import Workload
 
@@ -157,5 +158,5 @@ def _content(text: str) -> dict[str, Any]:
             if depth > _DEEPEST:
                 raise InvalidRequest(f"inventory: nested more than {_DEEPEST} deep")
     except yaml.YAMLError as error:
-        raise InvalidRequest(f"inventory: not valid YAML: {error}") from error
+        raise InvalidRequest(yaml_fault("inventory", error)) from error
     return parse_yaml(text, "inventory")

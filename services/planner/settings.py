@@ -16,7 +16,7 @@ class PlannerSettings(ServiceSettings):
     http_port: int = Field(8500, ge=0, le=65535)
     monitor_url: str = "http://127.0.0.1:8200"
     broadcast_address: str = "tcp://127.0.0.1:8203"
-    database_url: str = "sqlite:///polyphase.db"
+    database_url: str = Field("sqlite:///polyphase.db", repr=False)
 
     auto: bool = False  # proposals are applied without being asked about
     target: float = Field(0.9, gt=0, lt=1)  # SLO attainment at which a rate counts as served

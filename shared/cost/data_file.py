@@ -6,6 +6,7 @@ from typing import Any
 import yaml
 
 from shared.errors import InvalidRequest
+from shared.secrecy import yaml_fault
 
 # The C loader reads the same documents some ten times faster; it is missing where PyYAML was built without libyaml.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -25,7 +26,9 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     try:
         content = yaml.load(text, Loader=_LOADER)
     except yaml.YAMLError as error:
-        raise InvalidRequest(f"{where}: not valid YAML: {error}") from error
+        raise InvalidRequest(yaml_fault(where, error)) from error
+    except ValueError as error:  # of a date or a number that is none
+        raise InvalidRequest(f"{where}: a date or a number in it cannot be read: write it in quotes") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -22,16 +22,19 @@ from shared.policy.ledger import WorkloadLedger
 from shared.policy.load_tracker import LoadTracker
 from shared.policy.overload import decide
 from shared.policy.placement import Policies
-from shared.policy.prefix_index import PrefixIndex, saved_tokens, wants_prefixes
+from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex, saved_tokens, wants_prefixes
 from shared.policy.split import Freedom, freedom
 
 
 class Decider:
-    """Times are unix seconds, and do not go back by more than clocks do. Policies come with the broadcasts."""
+    """Times are unix seconds, and do not go back by more than clocks do. Policies come with the broadcasts.
 
-    def __init__(self, seed: int) -> None:
+    prefix_blocks: of all instances' prefix caches, the most that is known.
+    """
+
+    def __init__(self, seed: int, prefix_blocks: int = MAX_BLOCKS) -> None:
         self._rng = Random(seed)
-        self._live = LoadTracker()
+        self._live = LoadTracker(prefix_blocks)
         self._following = Following(ROUTING, _routing)
 
     def hear(self, delta: ClusterDelta, now: float) -> bool:

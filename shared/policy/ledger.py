@@ -66,6 +66,7 @@ class WorkloadLedger:
         self._entries: dict[str, _Entry] = {}
         self._slots: dict[str, int] = {}
         self._jobs: list[dict[str, _Entry]] = []  # unfinished ones by slot, oldest first
+        self._free: list[int] = []  # slots of instances that are gone
         self.scores: NDArray[np.float64] = np.zeros(16)  # by slot: Q of the paper
         self.tokens: NDArray[np.float64] = np.zeros(16)  # by slot: prompt and predicted tokens of unfinished jobs
         self._rotations: dict[str, Rotation] = {}
@@ -144,9 +145,10 @@ class WorkloadLedger:
     def settle(self, view: ClusterView, now: float) -> None:
         """Forget work whose completion was missed: on instances that are gone or idle, or older than an hour.
 
-        For every broadcast: O(instances) and what is forgotten. Work that stays is not looked at.
+        For every broadcast: O(instances) and what is forgotten. Work that stays is not looked at. The slots of
+        instances that are not in `view` are given to others.
         """
-        if not self._entries:
+        if not self._entries and len(self._slots) <= len(view.instances):
             return
         busy = {v.info.instance_id: v.load.inflight > 0 for v in view.instances if v.state is not InstanceState.DEAD}
         for instance_id, slot in self._slots.items():
@@ -158,6 +160,9 @@ class WorkloadLedger:
                 if now - entry.time_s <= kept_s:
                     break
                 self.complete(job_id)
+        known = {v.info.instance_id for v in view.instances}
+        for instance_id in [one for one in self._slots if one not in known]:
+            self._free.append(self._slots.pop(instance_id))  # without jobs its sums are 0
 
     def score(self, instance_id: str) -> float:
         """Sum of the unfinished jobs' scores there."""
@@ -171,7 +176,9 @@ class WorkloadLedger:
 
     def slot(self, instance_id: str) -> int:
         """Position of an instance in `scores` and `tokens`."""
-        slot = self._slots.setdefault(instance_id, len(self._slots))
+        slot = self._slots.get(instance_id)
+        if slot is None:
+            slot = self._slots[instance_id] = self._free.pop() if self._free else len(self._jobs)
         if slot == len(self._jobs):
             self._jobs.append({})
             if slot >= len(self.scores):

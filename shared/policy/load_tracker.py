@@ -15,7 +15,7 @@ from shared.errors import Unavailable
 from shared.policy.assignment import Assignment
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
-from shared.policy.prefix_index import PrefixIndex
+from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
 
 REACH_S = 0.03  # time a job takes from the decision into the instance's load
 FORGET_S = 1.0  # an assignment older than this is in every load, whatever the clocks of the hosts say
@@ -40,9 +40,9 @@ class LoadTracker:
     another role or state.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix_blocks: int = MAX_BLOCKS) -> None:
         self.ledger = WorkloadLedger()
-        self.prefixes = PrefixIndex()
+        self.prefixes = PrefixIndex(max_blocks=prefix_blocks)
         self.moves = 0
         self._state = ClusterState()
         self._index: ClusterIndex | None = None

@@ -9,7 +9,8 @@ from shared.domain.instance import InstanceView
 from shared.domain.job import JobView
 from shared.domain.prefix import BLOCK_TOKENS, PrefixDelta
 
-MAX_BLOCKS = 1_000_000  # over all instances: some 200 MB when no two of them hold the same
+MAX_BLOCKS = 1_000_000  # over all instances: some 130 MB
+_FEW = 8  # so many holders of a block are kept in a tuple, which takes a quarter of a dict's memory
 _GIVE_UP = 64  # one in so many blocks of the instance with the most is forgotten at a time: to find it takes a while
 
 
@@ -25,7 +26,7 @@ class _Held:
         self.blocks: dict[int, None] = {}
 
 
-_Holders = _Held | dict[_Held, None]  # most blocks have one holder
+_Holders = _Held | tuple[_Held, ...] | dict[_Held, None]  # most blocks have one holder, or two: prefill and decode
 
 
 class PrefixIndex:
@@ -118,7 +119,7 @@ class PrefixIndex:
         while low < high:
             middle = (low + high + 1) // 2
             found = known.get(prefix[middle - 1])
-            if found is not None and (len(found) if isinstance(found, dict) else 1) >= holders:
+            if found is not None and (1 if isinstance(found, _Held) else len(found)) >= holders:
                 low = middle
             else:
                 high = middle - 1
@@ -134,8 +135,12 @@ class PrefixIndex:
             self._holders[block] = held
         elif isinstance(others, dict):
             others[held] = None
+        elif isinstance(others, _Held):
+            self._holders[block] = (others, held)
+        elif len(others) < _FEW:
+            self._holders[block] = (*others, held)
         else:
-            self._holders[block] = {others: None, held: None}
+            self._holders[block] = dict.fromkeys((*others, held))
         return True
 
     def _remove(self, held: _Held, block: int) -> None:
@@ -146,12 +151,15 @@ class PrefixIndex:
 
     def _unlink(self, held: _Held, block: int) -> None:
         others = self._holders[block]
-        if not isinstance(others, dict):
+        if isinstance(others, _Held):
             del self._holders[block]
             return
-        del others[held]
-        if len(others) == 1:
-            self._holders[block] = next(iter(others))
+        if isinstance(others, dict):
+            del others[held]
+            if len(others) > _FEW:
+                return
+        left = tuple(one for one in others if one is not held)
+        self._holders[block] = left if len(left) > 1 else left[0]
 
     def _make_room(self, wanting: _Held) -> bool:
         """Have the one with the most forget some; False when that is the one who wants more."""
@@ -190,4 +198,4 @@ def wants_prefixes(policy: object) -> bool:
 def _each(holders: _Holders | None) -> dict[_Held, None] | tuple[_Held, ...]:
     if holders is None:
         return ()
-    return holders if isinstance(holders, dict) else (holders,)
+    return (holders,) if isinstance(holders, _Held) else holders

@@ -9,7 +9,7 @@ from shared.domain.job import itl_met
 from shared.policy.log_histogram import Histogram, merged, observe
 
 STEPS_S = (10, 60)
-KEPT_S = 3_600.0  # what is told later than that is counted as of then
+KEPT_S = 600.0  # what is told later than that is counted as of then
 CLASSES = 64  # names come from clients' keys; what comes beyond is counted as one class
 OTHER = "other"
 
@@ -194,9 +194,13 @@ Slot = tuple[int, int, str]  # a step's length and beginning, in unix seconds, a
 
 
 class ServedBook:
-    """Requests in steps of each length. `now` is unix seconds."""
+    """Requests in steps of each length. `now` is unix seconds.
 
-    def __init__(self) -> None:
+    kept_s: how late a request may be told of and still count in the step in which it ended; steps are kept for so long.
+    """
+
+    def __init__(self, kept_s: float = KEPT_S) -> None:
+        self._kept_s = kept_s
         self._slots: dict[Slot, Served] = {}
         self._changed: set[Slot] = set()
         self._classes: set[str] = set()
@@ -206,7 +210,7 @@ class ServedBook:
         if ended.slo not in self._classes and len(self._classes) < CLASSES:
             self._classes.add(ended.slo)
         slo = ended.slo if ended.slo in self._classes else OTHER
-        at_s = min(max(ended.ended_s, now - KEPT_S), now)
+        at_s = min(max(ended.ended_s, now - self._kept_s), now)
         for step_s in STEPS_S:
             slot = step_s, int(at_s // step_s) * step_s, slo
             self._slots.setdefault(slot, Served()).add(ended)
@@ -216,7 +220,7 @@ class ServedBook:
         """The steps in which something was counted since the last time; what is old is forgotten then."""
         found = [(slot, self._slots[slot]) for slot in sorted(self._changed)]
         self._changed.clear()
-        old = [slot for slot in self._slots if slot[1] + 2 * slot[0] < now - KEPT_S]
+        old = [slot for slot in self._slots if slot[1] + 2 * slot[0] < now - self._kept_s]
         for slot in old:
             del self._slots[slot]
         return found

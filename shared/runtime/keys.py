@@ -3,12 +3,14 @@
 import hashlib
 import math
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from shared.errors import InvalidRequest
+from shared.secrecy import shown_key, yaml_fault
 
 PREFIX = "pp-"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that may be listened on without keys
@@ -55,9 +57,15 @@ def load_keys(file: Path) -> tuple[ApiKey, ...]:
     """Keys of a YAML file: a list of mappings with ApiKey's fields. Raises InvalidRequest naming what is wrong."""
     try:
         entries = yaml.safe_load(file.read_text()) or []
-        keys = tuple(ApiKey(**{**entry, "classes": tuple(entry.get("classes", ()))}) for entry in entries)
-    except (OSError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise InvalidRequest(f"keys file {file}: {error}") from error
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequest(f"keys file {file}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
+    except yaml.YAMLError as error:
+        raise InvalidRequest(yaml_fault(f"keys file {file}", error)) from error
+    except ValueError as error:
+        raise InvalidRequest(
+            f"keys file {file}: a date or a number in it cannot be read: write it in quotes"
+        ) from error
+    keys = tuple(_key_of(file, number, entry) for number, entry in enumerate(_entries_of(file, entries), start=1))
     for key in keys:
         if len(key.digest) != 64 or key.requests_per_s < 0:
             raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a SHA-256 digest and a rate of 0 or more")
@@ -72,3 +80,27 @@ def load_keys(file: Path) -> tuple[ApiKey, ...]:
             known = f"{LOOK}, {OPERATE}, or none"
             raise InvalidRequest(f"keys file {file}: key {key.name!r} has the role {key.role!r}; known: {known}")
     return keys
+
+
+def _entries_of(file: Path, entries: object) -> list[dict[str, Any]]:
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise InvalidRequest(
+            f"keys file {file}: must be a list of mappings, each with the `name` and `digest` of a key"
+        )
+    return entries
+
+
+def _key_of(file: Path, number: int, entry: dict[str, Any]) -> ApiKey:
+    """One key. number: of the entry, from 1, for messages: these name keys of the mapping and no values."""
+    known = [each.name for each in fields(ApiKey)]
+    if unknown := [shown_key(str(key)) for key in entry if key not in known]:
+        raise InvalidRequest(
+            f"keys file {file}: entry {number}: unknown key {unknown[0]!r}; known: {', '.join(known)}; "
+            "a secret has no place here: `polyphase keys add` writes its digest"
+        )
+    if missing := [key for key in ("name", "digest") if not isinstance(entry.get(key), str)]:
+        raise InvalidRequest(f"keys file {file}: entry {number}: {missing[0]} must be given, as text")
+    classes = entry.get("classes", ())
+    if not isinstance(classes, list | tuple):
+        raise InvalidRequest(f"keys file {file}: entry {number}: classes must be a list")
+    return ApiKey(**{**entry, "classes": tuple(classes)})

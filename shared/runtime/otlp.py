@@ -4,6 +4,7 @@ The provider is our own and not the global one, so that libraries that look for 
 """
 
 import asyncio
+import logging
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,15 @@ from shared.runtime.logs import get_log
 from shared.runtime.settings import Tracing
 
 log = get_log(__name__)
+
+
+def _without_header(record: logging.LogRecord) -> bool:
+    """The SDK repeats a header that it cannot read, and its value is a secret mostly."""
+    record.msg, record.args = "OTEL_EXPORTER_OTLP_HEADERS: a header of it is no NAME=VALUE, and is not sent", ()
+    return True
+
+
+logging.getLogger("opentelemetry.util.re").addFilter(_without_header)
 EXPORT_S = 5.0  # a batch may take so long, tries included; then it is lost
 PERIOD_S = 5.0  # between two batches, unless one is full before
 BATCH_SPANS = 512

@@ -4,8 +4,9 @@ import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import InvalidRequest
@@ -25,22 +26,37 @@ class Tracing(BaseModel):
     `traceparent`, that says whether its trace is kept. queue_spans: so many wait at most, more are dropped and counted.
     """
 
-    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    endpoint: str = Field(pattern=OTLP)
+    endpoint: str = Field(pattern=OTLP, repr=False)
     sample: float = Field(1.0, ge=0, le=1)
     queue_spans: int = Field(8192, ge=512)
+
+    @field_validator("endpoint")
+    @classmethod
+    def _usable(cls, endpoint: str) -> str:
+        where = urlsplit(endpoint)
+        try:
+            known = where.port is None or where.port > 0
+        except ValueError:
+            known = False
+        if not known:
+            raise ValueError("its port must be a number between 1 and 65535")
+        if where.scheme.startswith("grpc") and where.username is not None:
+            raise ValueError("OTLP over gRPC knows no user in the endpoint: give OTEL_EXPORTER_OTLP_HEADERS instead")
+        return endpoint
 
 
 class ServiceSettings(BaseSettings):
     """Base of every process's settings. Subclasses set `env_prefix`; nested values are JSON."""
 
-    model_config = SettingsConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
+    # Errors do not repeat values: what is wrong with a whole object would repeat its keys and passwords, too.
+    model_config = SettingsConfigDict(allow_inf_nan=False, frozen=True, extra="forbid", hide_input_in_errors=True)
 
     log_level: str = "INFO"
     # Keys of the cluster for CurveZMQ, both or none; needed for anything that leaves a host.
     curve_public: str = ""
-    curve_secret: str = ""
+    curve_secret: str = Field("", repr=False)
     # The key of a suite on one host, where there is no such pair: without it nobody connects to a ZeroMQ socket, or
     # pulls KV, which is authenticated by it and not encrypted.
     curve_file: Path | None = None

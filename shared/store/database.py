@@ -26,8 +26,8 @@ def parse_url(url: str) -> URL:
     """The URL with the driver that we use for it. Raises InvalidRequest for what is no URL, or of another kind."""
     try:
         parsed = make_url(url)
-    except ArgumentError as error:
-        raise InvalidRequest(f"{url!r} is no database URL: sqlite:///PATH or postgresql://USER:…@HOST/NAME") from error
+    except (ArgumentError, ValueError):  # which repeats a part of it; it may have a password
+        raise InvalidRequest("this is no database URL: sqlite:///PATH or postgresql://USER:…@HOST:PORT/NAME") from None
     driver = _DRIVERS.get(parsed.get_backend_name())
     if driver is None:
         raise InvalidRequest(f"database URL must start with sqlite: or postgresql:, not {parsed.drivername}:")

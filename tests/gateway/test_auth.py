@@ -54,6 +54,29 @@ def test_a_broken_keys_file_names_itself(tmp_path: Path, text: str) -> None:
         load_keys(file)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- {name: a, key: pp-planted}",
+        "- {name: a, pp:pp-planted}",
+        "- {name: a, digest: pp-planted}",
+        "- {name: a, digest: {pp-planted}",
+        "- {name: a, cache_salt: *pp-planted}",
+        "- {name: a, cache_salt: !pp-planted x}",
+        "- name: a\n  key: pp-planted\n digest: b",
+        "- pp-planted",
+        "pp-planted",
+        "a: pp-planted",
+    ],
+)
+def test_what_is_wrong_with_a_keys_file_repeats_no_secret_of_it(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"keys\.yaml") as error:
+        load_keys(file)
+    assert "planted" not in error.value.message
+
+
 def test_a_key_may_have_a_class_of_its_own_and_be_kept_to_some(tmp_path: Path) -> None:
     _, key = create_key("nightly")
     file = tmp_path / "keys.yaml"

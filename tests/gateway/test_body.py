@@ -70,7 +70,7 @@ TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "ob
         ("/v1/completions", {"prompt": [[1] * 500] * 60}),
         ("/v1/completions", {"prompt": ["a"] * 60}),
         ("/detokenize", {"tokens": [1] * 500}),
-        (RESPONSES, {"input": [MESSAGE] * 24}),
+        (RESPONSES, {"input": [MESSAGE] * 19}),
         (RESPONSES, {"input": "a" * 10_000}),
     ],
 )
@@ -94,7 +94,7 @@ def test_bodies_with_few_items_pass(path: str, body: dict[str, Any]) -> None:
         ("/v1/completions", {"prompt": [[1]] * 101}),
         ("/v1/completions", {"prompt": [[]] * 101}),
         ("/v1/completions", {"prompt": "a", "stop_token_ids": [1] * 101}),
-        (RESPONSES, {"input": [MESSAGE] * 26}),
+        (RESPONSES, {"input": [MESSAGE] * 21}),
         (RESPONSES, {"input": [{}] * 5000}),
     ],
 )

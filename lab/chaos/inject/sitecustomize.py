@@ -6,7 +6,8 @@ theirs after they began.
 
 CHAOS_LINKS: JSON of address → address of the proxy that stands before it, of ZeroMQ, or of KV over TCP (`kv://`).
 CHAOS_SWITCHES: a file of SWITCHES that the bench changes while the process runs: seconds by which its clock is off, and
-whether its database is read-only. CHAOS_WIRE_VERSION: the wire version that the process claims to speak.
+what is wrong with its database. CHAOS_LOOP_TIMES: a file of LOOP_TIME into which the process writes the longest time of
+CPU that its uvloop was held. CHAOS_WIRE_VERSION: the wire version that the process claims to speak.
 CHAOS_MIN_WIRE_VERSION: the oldest version that it speaks with; by default that one.
 """
 
@@ -20,9 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import uvloop
 import zmq
 
-SWITCHES = struct.Struct("<dQ")  # clock offset in seconds; 1: the database is read-only
+SWITCHES = struct.Struct("<dQ")  # clock offset in seconds; what is wrong with the database
+READ_ONLY, LOST = 1, 2  # it refuses writes; it carries out what is changed of leases, and the answer is lost
+LOOP_TIME = struct.Struct("<d")  # CPU seconds
+LOOP_BEAT_S = 0.002
 
 
 class _Switches:
@@ -79,11 +84,15 @@ class _Cursor(sqlite3.Cursor):
     """Makes SQLite itself refuse writes, with its own error, while the switch says so."""
 
     def execute(self, *arguments: Any) -> Any:
-        super().execute(f"PRAGMA query_only={_switches.read()[1]}")
-        return super().execute(*arguments)
+        mode = _switches.read()[1]
+        super().execute(f"PRAGMA query_only={int(mode == READ_ONLY)}")
+        done = super().execute(*arguments)
+        if mode == LOST and arguments[0].lstrip().upper().startswith("UPDATE LEASES"):
+            raise sqlite3.OperationalError("disk I/O error")
+        return done
 
     def executemany(self, *arguments: Any) -> Any:
-        super().execute(f"PRAGMA query_only={_switches.read()[1]}")
+        super().execute(f"PRAGMA query_only={int(_switches.read()[1] == READ_ONLY)}")
         return super().executemany(*arguments)
 
 
@@ -99,8 +108,40 @@ def _connect_switched(*arguments: Any, **named: Any) -> Any:
 _open = sqlite3.connect
 
 
+class _LoopTimer:
+    """Notes the longest CPU time between two beats of the loop: that of a turn, and LOOP_BEAT_S at most."""
+
+    def __init__(self, loop: uvloop.Loop, path: str) -> None:
+        self._loop = loop
+        with Path(path).open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), LOOP_TIME.size)
+        self._last_s = 0.0
+        loop.call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._last_s = time.thread_time()
+        self._loop.call_later(LOOP_BEAT_S, self._beat)
+
+    def _beat(self) -> None:
+        held_s = time.thread_time() - self._last_s
+        if held_s > LOOP_TIME.unpack_from(self._map)[0]:
+            LOOP_TIME.pack_into(self._map, 0, held_s)
+        self._begin()
+
+
+def _timed_loop() -> uvloop.Loop:
+    loop = _new_loop()
+    if path := os.environ.get("CHAOS_LOOP_TIMES"):
+        _LoopTimer(loop, path)
+    return loop
+
+
+_new_loop = uvloop.new_event_loop
+
+
 def _install() -> None:
     sqlite3.connect = _connect_switched
+    uvloop.new_event_loop = _timed_loop
     time.time, time.time_ns = _wrong_time, _wrong_time_ns
     zmq.Socket.connect = _connect_by_proxy  # type: ignore[method-assign, assignment]
     socket.socket.connect_ex = _connect_kv_by_proxy  # type: ignore[method-assign, assignment]

@@ -1,16 +1,33 @@
-"""One request that costs much, or goes wrong, beside others that must not notice."""
+"""One request or one API key that costs much, or goes wrong, beside others that must not notice."""
 
+import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from lab.chaos import rude
 from lab.chaos.arena import Arena
-from lab.chaos.client import Ask
+from lab.chaos.client import Ask, Ending, Reply
+from lab.chaos.clusters import CALLERS, CONTEXT, LOGPROBS, LONG_CONTEXT, MEMORY_BYTES, QUEUED_TOKENS, secret_of
+from lab.chaos.load import Address, fresh
+from lab.chaos.recovery import footprint
 from lab.chaos.scenario import Scenario
 
 _ROUNDS = 20
 _ANSWER_S = 10.0
 _PICTURE = "data:image/png;base64,aGVsbG8="
-_CHAT, _COMPLETE = "/v1/chat/completions", "/v1/completions"
+_CHAT, _COMPLETE, _RESPOND, _TOKENISE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
+
+GREEDY_TOKENS, GREEDY_MORE, GREEDY_ROUNDS = 1_900, 28, 3
+_FIT = QUEUED_TOKENS // 2 // GREEDY_TOKENS
+_SHARE_S = 2.0  # that the prompts of a key's share at both gateways take the prefill instances: others wait behind them
+
+HELD_AIM_S, HELD_MOST_S = 0.05, 0.1  # CPU time of a turn of the event loop: the aim, and what fails
+MESSAGES, PARTS, TOOLS, INPUT_ITEMS = 4_095, 4_093, 2_046, 800  # as many as `max_items_per_body` allows
+PROPERTIES = 500
+_CALM_S, _HELD_ROUNDS, _HELD_ANSWER_S = 3.0, 5, 20.0
+_TOKENS_OF_LOGPROBS = 950  # times 21 candidates: just within the limit of a body
+_LOGPROBS_S = 2.0  # that an instance on a CPU takes for them: the streams that it serves wait
+_WORD = " fox"  # a token of the demo's model
 
 
 async def _refused(arena: Arena, path: str, body: dict[str, Any], says: str) -> None:
@@ -48,8 +65,137 @@ async def images(arena: Arena) -> None:
     await _refused(arena, "/v1/messages", {"messages": said, "max_tokens": 5}, "text alone")
 
 
+async def long_prompts_of_a_key(arena: Arena) -> None:
+    """At each gateway one key sends as many long prompts as fit its share of what may wait, and many more, at once."""
+    served = 0
+    for _ in range(GREEDY_ROUNDS):
+        for replies in await asyncio.gather(*(_greedy(address) for address in arena.gateways)):
+            done = sum(reply.ending is Ending.DONE for reply in replies)
+            refused = [reply for reply in replies if reply.ending is not Ending.DONE]
+            for reply in refused:
+                if reply.status != 429 or not reply.retry_after:
+                    raise AssertionError(f"a prompt over the share was answered by {reply}")
+            if done < _FIT or not refused:
+                raise AssertionError(
+                    f"{done} of {len(replies)} long prompts of a key were served; {_FIT} fit its share"
+                )
+            served += done
+    sent = GREEDY_ROUNDS * len(arena.gateways) * (_FIT + GREEDY_MORE)
+    arena.notes.append(f"{served} of {sent} prompts of the greedy key served, the others refused with 429")
+
+
+async def _greedy(address: Address) -> list[Reply]:
+    body = {"model": "demo", "prompt": [400] * GREEDY_TOKENS, "max_tokens": 2, "ignore_eos": True}
+    ask = Ask("greedy", _COMPLETE, body, api_key=secret_of("greedy"))
+    replies = await asyncio.gather(*(rude.body_of(address, fresh(ask), _ANSWER_S) for _ in range(_FIT + GREEDY_MORE)))
+    if None in replies:
+        raise AssertionError(f"a prompt of the greedy key was not answered within {_ANSWER_S:.0f} s")
+    return [reply for reply in replies if reply is not None]
+
+
+async def held_loop(arena: Arena) -> None:
+    """The largest bodies within the limits, and some beyond them, each by itself beside the streams."""
+    said = {"role": "user", "content": "a"}
+    part, tool = {"type": "text", "text": "a"}, {"type": "function", "function": {"name": "a"}}
+    parts = [{"role": "user", "content": [part] * PARTS}]
+    context = [{"role": "user", "content": _WORD * (CONTEXT - 100)}]
+    properties = {f"p{number}": {"type": "string"} for number in range(PROPERTIES)}
+    schema = _wanted({"type": "object", "properties": properties, "required": list(properties)})
+    dear = _wanted({"type": "string", "pattern": r"^(\w{1,9999}-){1,9999}$"})
+    await _hold(
+        arena,
+        {
+            f"{MESSAGES:,} messages": (_CHAT, {"messages": [said] * MESSAGES, "max_tokens": 1}, 200),
+            f"{PARTS:,} content parts": (_CHAT, {"messages": parts, "max_tokens": 1}, 200),
+            f"{TOOLS:,} tools": (
+                _CHAT,
+                {"messages": [said], "tools": [tool] * TOOLS, "tool_choice": "none", "max_tokens": 1},
+                200,
+            ),
+            f"{INPUT_ITEMS:,} input items": (_RESPOND, {"input": [said] * INPUT_ITEMS, "max_output_tokens": 1}, 200),
+            f"{INPUT_ITEMS:,} bad input items": (_RESPOND, {"input": [{"a": 1}] * INPUT_ITEMS}, 400),
+            "4,096 input items": (_RESPOND, {"input": [said] * 4_096}, 400),
+            "4,096 bad input items": (_RESPOND, {"input": [{"a": 1}] * 4_096}, 400),
+            "a context of text": (_COMPLETE, {"prompt": _WORD * (CONTEXT - 2), "max_tokens": 1}, 200),
+            "a context of token ids": (_COMPLETE, {"prompt": [400] * (CONTEXT - 2), "max_tokens": 1}, 200),
+            "a chat of a context": (_CHAT, {"messages": context, "max_tokens": 1}, 200),
+            f"a schema of {PROPERTIES} properties": (
+                _CHAT,
+                {"messages": [said], "response_format": schema, "max_tokens": 1},
+                200,
+            ),
+            "a schema that is too expensive": (_CHAT, {"messages": [said], "response_format": dear}, 400),
+            "a context to tokenise": (_TOKENISE, {"prompt": _WORD * (CONTEXT - 2)}, 200),
+            "4 MB to tokenise": (_TOKENISE, {"prompt": "word " * 800_000}, 400),
+        },
+    )
+
+
+async def held_loop_by_logprobs(arena: Arena) -> None:
+    """The most log probabilities of prompts that a body may ask for."""
+    body = {"prompt": [400] * _TOKENS_OF_LOGPROBS, "prompt_logprobs": 20, "max_tokens": 1}
+    await _hold(arena, {"prompt log probabilities": (_COMPLETE, body, 200)})
+
+
+def _wanted(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+async def _hold(arena: Arena, bodies: Mapping[str, tuple[str, dict[str, Any], int]]) -> None:
+    """Send each, with the status that is right, and note how long it held the event loop.
+
+    Raises AssertionError that names those beyond HELD_MOST_S.
+    """
+    times = arena.loop_times
+    times.reset()
+    await asyncio.sleep(_CALM_S)
+    arena.notes.append(f"CPU time that the event loop was held: {_ms(times.longest_s)} by the streams alone")
+    longest_s, said = dict.fromkeys(bodies, 0.0), dict.fromkeys(bodies, "")
+    held_bytes = []
+    for _ in range(_HELD_ROUNDS):
+        for name, (path, body, status) in bodies.items():
+            times.reset()
+            ask = Ask("large", path, {"model": "demo", **body})
+            reply = await rude.body_of(arena.gateways[0], ask, _HELD_ANSWER_S)
+            if reply is None or reply.status != status:
+                raise AssertionError(f"{name}, for which {status} is right: {reply and (reply.status, reply.error)}")
+            longest_s[name] = max(longest_s[name], times.longest_s)
+            said[name] = f"{_ms(longest_s[name])} by {name} ({status})"
+        held_bytes.append(footprint(arena).memory_bytes[arena.named("gateway")[0]])
+    arena.notes += said.values()
+    if beyond := [name for name, seconds in longest_s.items() if seconds > HELD_AIM_S]:
+        arena.notes.append(f"beyond the aim of {_ms(HELD_AIM_S)}: {', '.join(beyond)}")
+    arena.notes.append(f"memory after each round {', '.join(f'{held >> 20}' for held in held_bytes)} MiB")
+    if (more := held_bytes[-1] - held_bytes[_HELD_ROUNDS // 2]) > MEMORY_BYTES:  # an allocator's arenas grow at first
+        raise AssertionError(f"the same bodies again and again, and the gateway has {more >> 20} MiB more memory")
+    if too_long := [said[name] for name, seconds in longest_s.items() if seconds > HELD_MOST_S]:
+        raise AssertionError(f"the event loop was held for more than {_ms(HELD_MOST_S)}: {'; '.join(too_long)}")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"
+
+
 ONE_REQUEST = (
     Scenario("one-token-prompt-logprobs", "log probabilities of a prompt of one token", one_token_prompt_logprobs),
     Scenario("many-prompt-logprobs", "294,000 log probabilities of prompts in a body", many_prompt_logprobs),
     Scenario("images", "pictures on the three APIs that take them", images),
+    Scenario(
+        "key-long-prompts",
+        "one API key sends long prompts, as many as fit its share and far more",
+        long_prompts_of_a_key,
+        CALLERS,
+        away_s=_SHARE_S,
+    ),
+    Scenario(
+        "held-loop", "the largest bodies that are allowed, beside 16 streams", held_loop, LONG_CONTEXT, bound_s=90.0
+    ),
+    Scenario(
+        "held-loop-logprobs",
+        "the most prompt log probabilities of a body, beside 16 streams",
+        held_loop_by_logprobs,
+        LOGPROBS,
+        away_s=_LOGPROBS_S,
+        bound_s=90.0,
+    ),
 )

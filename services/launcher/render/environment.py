@@ -9,13 +9,11 @@ from services.launcher.cluster_file import Cluster
 from services.launcher.render.options import RenderOptions
 from services.launcher.spec import OURS, ProcessSpec
 from services.worker.settings import WorkerSettings
+from shared.secrecy import SECRET_NAME, SHARED_SECRET, USER_IN_URL
 
 SECRETS_OF_ALL = ("curve_public", "curve_secret", "database_url")  # between pods there is no way without
 DATABASE_URL = "_DATABASE_URL"
 _OWN_URL = "postgresql://polyphase@postgres/polyphase"  # the password is in PGPASSWORD
-_SHARED_SECRET = re.compile(r"(SECRET|TOKEN|PASSWORD|API_KEY|CURVE_PUBLIC|DATABASE_URL)$")  # one value for all pods
-_SECRET_PART = re.compile(r"(secret|token|password|passwd|key|credentials?|headers|authorization)$", re.IGNORECASE)
-_USER_IN_URL = re.compile(r"://[^/\s@\"']+@")
 # Variables of other programs that hold no secret; every other one goes into the Secret. A name that ends like that of a
 # secret, and a value with a URL's user information, are secret whatever stands here.
 _PLAIN_BEGINNINGS = ("CUDA_", "FI_", "GLOO_", "KMP_", "NCCL_", "NIXL_", "OMP_", "TRITON_", "UCX_", "VLLM_")
@@ -109,20 +107,20 @@ def apart(
             readable[name] = value
             continue
         key = re.sub(r"^POLYPHASE_[A-Z]+_", "", name).lower().replace("_", "-")
-        keys[name] = key if _SHARED_SECRET.search(name) else f"{group}-{key}"
+        keys[name] = key if SHARED_SECRET.search(name) else f"{group}-{key}"
         values[keys[name]] = value
     return readable, keys, values
 
 
 def _is_plain(name: str, value: str, plain: Collection[str]) -> bool:
-    if _USER_IN_URL.search(value):
+    if USER_IN_URL.search(value):
         return False
     if name in plain:
         return True
-    if _SHARED_SECRET.search(name) or (_SECRET_PART.search(name) and not name.startswith(OURS)):
+    if SHARED_SECRET.search(name) or (SECRET_NAME.search(name) and not name.startswith(OURS)):
         return False
     if name.startswith(OURS):  # a setting: its name is known, its value may be a mapping of anything
-        return not any(_SECRET_PART.search(key) and text for key, text in _texts(value))
+        return not any(SECRET_NAME.search(key) and text for key, text in _texts(value))
     return name in _PLAIN or name.startswith(_PLAIN_BEGINNINGS)
 
 

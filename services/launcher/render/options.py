@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.launcher.faults import describe
 from shared.errors import InvalidRequest
+from shared.secrecy import yaml_fault
 
 _NAME = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123
 
@@ -70,8 +71,10 @@ class RenderOptions(_Part):
         """From a YAML file, and over that what was `given`. Raises InvalidRequest that names the file and the key."""
         try:
             data = yaml.safe_load(file.read_text()) if file is not None else {}
-        except (OSError, yaml.YAMLError) as error:
-            raise InvalidRequest(f"{file}: {error}") from error
+        except OSError as error:
+            raise InvalidRequest(f"{file}: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise InvalidRequest(yaml_fault(file, error)) from error
         if not isinstance(data, dict):
             raise InvalidRequest(f"{file}: expected a mapping of keys at the top")
         images = {**cls().images, **(data.get("images") or {}), **given.pop("images", {})}

@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from lab.chaos.client import Ask, Ending, Reply, send
+from lab.chaos.client import Ask, Ending, Reply, encode, send
 
 ASK = Ask("kind", "/v1/completions", {"stream": True})
 WHOLE = Ask("kind", "/v1/completions", {})
@@ -45,6 +45,11 @@ async def serving(*pieces: "bytes | float") -> AsyncIterator[tuple[str, int]]:
 async def reply_of(*pieces: "bytes | float", ask: Ask = ASK, hung_s: float = 5.0) -> Reply:
     async with serving(*pieces) as address:
         return await send(address, ask, hung_s)
+
+
+def test_a_request_carries_its_api_key() -> None:
+    assert b"\r\nAuthorization: Bearer secret\r\n" in encode(Ask("kind", "/", {}, api_key="secret"))
+    assert b"Authorization" not in encode(ASK)
 
 
 async def test_a_stream_that_ends_well() -> None:

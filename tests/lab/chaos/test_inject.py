@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from lab.chaos.arena import INJECT
-from lab.chaos.verbs import Switches
+from lab.chaos.verbs import LoopTimes, Switches
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,6 +69,49 @@ except sqlite3.OperationalError as error:
     assert run(code, env) == "attempt to write a readonly database"
     switches.writable("it")
     assert run(code, env) == "2"
+
+
+def test_a_lease_is_changed_and_the_answer_is_lost(tmp_path: Path) -> None:
+    switches = Switches(tmp_path / "switches", ["it"])
+    code = f"""
+import sqlite3
+connection = sqlite3.connect({str(tmp_path / "data.db")!r}, isolation_level=None)
+cursor = connection.cursor()
+cursor.execute("CREATE TABLE leases (renewals)")
+cursor.execute("INSERT INTO leases VALUES (1)")
+try:
+    cursor.execute("UPDATE leases SET renewals=2")
+except sqlite3.OperationalError as error:
+    print(error)
+print(cursor.execute("SELECT renewals FROM leases").fetchone()[0])
+"""
+    switches.lose_answers("it")
+    assert run(code, {"CHAOS_SWITCHES": str(switches.file("it"))}).splitlines() == ["disk I/O error", "2"]
+
+
+def test_the_longest_time_that_a_loop_is_held(tmp_path: Path) -> None:
+    times = LoopTimes(tmp_path / "times")
+    code = """
+import asyncio, time, uvloop
+def work(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+async def main():
+    for seconds in (0.02, 0.3, 0.02):
+        await asyncio.sleep(0.01)
+        work(seconds)
+    time.sleep(0.5)  # takes no CPU
+    await asyncio.sleep(0.01)
+with asyncio.Runner(loop_factory=lambda: uvloop.new_event_loop()) as runner:
+    runner.run(main())
+"""
+    run(code, {"CHAOS_LOOP_TIMES": str(times.file)})
+    assert 0.3 <= times.longest_s < 0.35
+    times.reset()
+    assert times.longest_s == 0.0
+    run(code, {})
+    assert times.longest_s == 0.0
 
 
 def test_addresses_are_swapped_when_a_socket_connects() -> None:

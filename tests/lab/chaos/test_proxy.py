@@ -199,3 +199,5 @@ async def test_replay_sends_whole_messages_again_in_order() -> None:
         assert [await received(router), await received(router)] == [b"one", b"two"]
         await dealer.send(b"three")
         assert await received(router) == b"three"
+        assert proxy.replay(changed=lambda message: message.replace(b"o", b"0")) == 3
+        assert [await received(router) for _ in range(3)] == [b"0ne", b"tw0", b"three"]

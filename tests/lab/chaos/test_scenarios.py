@@ -13,9 +13,13 @@ from lab.chaos.report import as_result, cells_of
 from lab.chaos.run import choose
 from lab.chaos.scenario import Outcome, Scenario
 from lab.chaos.scenarios import FAMILIES, SCENARIOS
+from lab.chaos.scenarios.failover import of_epoch
 from lab.chaos.wires import ports_of
+from lab.chaos.zmtp import Part, ZmtpSplitter
 from services.launcher.plan import make_plan
 from shared.errors import InvalidRequest
+from shared.runtime.wire_version import OURS
+from shared.wire.sealed import opened, sealed
 
 
 async def nothing(_: object) -> None:
@@ -113,3 +117,13 @@ def test_every_port_of_a_testbed_is_known_and_kv_is_spoken_to_as_it_speaks(
     ports = ports_of(plan)
     assert {port.scheme for port in ports if port.purpose == "kv"} == {"kv" if transport == "tcp" else "tcp"}
     assert len(ports) == sum(len(spec.ports) for spec in plan.processes)
+
+
+def test_a_broadcast_under_another_epoch_is_sealed_as_well() -> None:
+    body = OURS.header + (7).to_bytes(8, "big") + b"news"
+    message = Part(1, b"changes").encode() + Part(0, sealed(body)).encode()
+    topic, changed = ZmtpSplitter(0).feed(of_epoch(message, 3))[1]
+    assert isinstance(changed, Part)
+    assert topic.encode() == Part(1, b"changes").encode()
+    assert bytes(opened(changed.body) or b"") == OURS.header + (3).to_bytes(8, "big") + b"news"
+    assert of_epoch(b"\x00\x03abc", 3) == b"\x00\x03abc"

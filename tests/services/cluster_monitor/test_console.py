@@ -105,6 +105,14 @@ async def test_who_is_in_the_file_and_never_came_is_missing(start: Start, monkey
     assert found["problems"][0]["instances"] == ["d1"]
 
 
+async def test_of_those_that_left_only_names_of_the_file_are_remembered(start: Start) -> None:
+    cluster: Cluster = await start(expected_instances={"d0": "decode"})
+    workers = await cluster.workers(d0=Role.DECODE, pod0=Role.DECODE, pod1=Role.DECODE)
+    for worker in workers:
+        await cluster.client.leave(worker.info)
+    assert cluster.state.judge._left == {"d0"}
+
+
 async def test_refusals_failures_and_predictions_are_counted(cluster: Cluster) -> None:
     await cluster.workers(d0=Role.DECODE)
     refused = {

@@ -12,6 +12,7 @@ from services.global_scheduler.forward import Forwarder
 from services.global_scheduler.waiting import ForwardMetrics, Waiting
 from shared.domain.instance import Role
 from shared.domain.job import JobView, LengthPrediction, Phase, Slo
+from shared.domain.prefix import PrefixDelta
 from shared.errors import NotFound
 from shared.store.reading import read_request
 from shared.wire.clients.http import JsonClient
@@ -195,3 +196,27 @@ async def test_metrics_of_placements(scheduler: Scheduler) -> None:
     metrics = await text(scheduler.transport, "/metrics")
     assert 'polyphase_scheduler_chosen_total{instance_id="p0",role="prefill"} 1.0' in metrics
     assert "polyphase_scheduler_decision_seconds_count 1.0" in metrics
+
+
+async def test_series_of_instances_that_are_gone_are_bounded(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.global_scheduler.metrics.GONE_SERIES", 2)
+
+    async def chosen() -> list[str]:
+        metrics = (await text(scheduler.transport, "/metrics")).splitlines()
+        return [line.split('"')[1] for line in metrics if line.startswith("polyphase_scheduler_chosen_total")]
+
+    for number in range(8):
+        await scheduler.hear(**{f"p{number}": Role.PREFILL, "d0": Role.DECODE})
+        await scheduler.client.place(JobView(f"j{number}", 10, 10), timeout_s=5)
+        named = await chosen()
+        assert f"p{number}" in named
+        assert len(named) <= 2 + 2 * 2 + 1
+
+
+async def test_the_setting_bounds_what_is_known_of_prefix_caches(start: Start) -> None:
+    bounded: Scheduler = await start(prefix_blocks=100)
+    placer = bounded.state.placer
+    assert placer.tell("p0", PrefixDelta(1, 0, added=list(range(500)), starts=True))
+    assert len(placer.prefixes) == 100

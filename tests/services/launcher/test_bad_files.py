@@ -137,13 +137,13 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
     ),
     "env": (
         HEAD + "gateway:\n  env: {LEVEL: 3}\n" + TAIL,
-        "c.yaml:4: gateway.env.LEVEL: must be text, not 3: write it in quotes",
+        "c.yaml:4: gateway.env.LEVEL: must be text, not a number: write it in quotes",
     ),
     "slo": (
         HEAD + "gateway:\n  slo:\n    fast:\n      tpott_s: 1\n" + TAIL,
         "c.yaml:6: gateway.slo.fast.tpott_s: unknown key 'tpott_s'; did you mean tpot_s? Known: itl_s, lossy_kv, queue_s, tpot_s, ttft_s, weight, when_full",
     ),
-    "slo_list": (HEAD + "gateway:\n  slo: [1]\n" + TAIL, "c.yaml:4: gateway.slo: must be a mapping, not [1]"),
+    "slo_list": (HEAD + "gateway:\n  slo: [1]\n" + TAIL, "c.yaml:4: gateway.slo: must be a mapping, not a list"),
     "tier": (
         HEAD + "gateway:\n  service_tiers: {flex: slow}\n" + TAIL,
         "c.yaml:4: gateway.service_tiers.flex: no SLO class 'slow' (known: batch, default)",
@@ -165,10 +165,10 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
     ),
     "yaml": (
         HEAD + "gateway: {port: 1\n" + TAIL,
-        "c.yaml:4: this is not YAML: while parsing a flow mapping, expected ',' or '}', but got ':'",
+        "c.yaml:4: not valid YAML: while parsing a flow mapping, expected ',' or '}', but got ':'",
     ),
     "empty_instances": (HEAD + "instances: []\n", "c.yaml:3: instances: at least one is needed"),
-    "instances_map": (HEAD + "instances: {a: 1}\n", "c.yaml:3: instances: must be a list, not {'a': 1}"),
+    "instances_map": (HEAD + "instances: {a: 1}\n", "c.yaml:3: instances: must be a list, not a mapping"),
     "id": (
         HEAD + "instances:\n  - {id: 'a b', role: prefill}\n",
         "c.yaml:4: instances.a b.id: 'a b' will not do: letters, digits, '_', '.' and '-', the first a letter or digit",
@@ -177,7 +177,7 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
         HEAD + "launcher: {start: 3}\n" + TAIL,
         "c.yaml:3: launcher.start: unknown key 'start'; did you mean start_s? Known: hang_s, start_s",
     ),
-    "section_list": (HEAD + "gateway: [1]\n" + TAIL, "c.yaml:3: gateway: must be a mapping, not [1]"),
+    "section_list": (HEAD + "gateway: [1]\n" + TAIL, "c.yaml:3: gateway: must be a mapping, not a list"),
     "section_null": (HEAD + "gateway:\n" + TAIL, "c.yaml:3: gateway: nothing is given: give it, or leave the key out"),
     "checkpoint": (
         HEAD + "predictor: {checkpoint: 5}\n" + TAIL,
@@ -201,6 +201,57 @@ def test_what_is_said(tmp_path: Path, text: str, said: str) -> None:
 def shortened(line: str) -> str:
     head, known, _ = line.partition(" Known: ")
     return f"{head}{known}…" if known else head
+
+
+SECRETS = [
+    # Of a value of the wrong kind.
+    "gateway: {env: {HF_TOKEN: 271828}}\n",
+    "gateway: {env: HF_TOKEN=271828}\n",
+    "gateway: {env: [HF_TOKEN=271828]}\n",
+    "gateway:\n  - env: {HF_TOKEN: x-271828}\n",
+    "instance_defaults: {env: {HF_TOKEN: 271828}}\n",
+    "cluster_token: 271828\n",
+    "cluster_token: [x-271828]\n",
+    "cluster_token: x-271828\n",
+    "curve_secret: 271828\n",
+    "curve_public: x\ncurve_secret: x-271828\n",
+    "database_url: 271828\n",
+    "database_url: postgresql//user:x-271828@host/db\n",
+    "database_url: postgresql://user:x-271828/db\n",
+    "database_url: postgresql://user:x-271828@host:port/db\n",
+    "database_url: mysql://user:x-271828@host/db\n",
+    "database_url: [postgresql://user:x-271828@host/db]\n",
+    "tracing: {endpoint: http//user:x-271828@host}\n",
+    "tracing: {endpoint: http://user:x-271828@host:port}\n",
+    "tracing: {endpoint: grpc://user:x-271828@host:4317}\n",
+    "tracing: http://user:x-271828@host\n",
+    "monitor: {silence_s: http://user:x-271828@host}\n",
+    # A space is missing after the colon: the value is a part of the key.
+    "gateway: {env: {HF_TOKEN:271828}}\n",
+    "gateway: {env: {HF_TOKEN:271828, HF_TOKEN:271828}}\n",
+    "gateway: {vllm_args: {}, hf_token:271828}\n",
+    "? cluster_token:x-271828\n",
+    "? cluster_token=x-271828\n",
+    # Letters that mean something else in YAML, and no quotes.
+    "curve_secret: *x-271828\n",
+    "curve_secret: !x-271828 y\n",
+    "curve_secret: !x!271828 y\n",
+    "curve_secret: &x-271828 y\ncurve_public: &x-271828 y\n",
+    "curve_secret: {x-271828[\n",
+    "curve_secret: @x-271828\n",
+    "curve_secret: 'x-271828\n",
+    'curve_secret: "\\qx-271828"\n',
+    "cluster_token: 2026-99-99 # 271828\n",
+    # What is wrong is in the line beside it.
+    "gateway: {prot: 1, env: {HF_TOKEN: x-271828}}\n",
+]
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_no_secret_is_repeated(tmp_path: Path, text: str) -> None:
+    said = said_of(tmp_path, HEAD + text + TAIL)
+    assert said.startswith("c.yaml")
+    assert "271828" not in said
 
 
 def test_a_good_file_is_not_spoken_of(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_nixl_that_is_not_installed_is_named_before_anything_starts(
         ({"model": "/no/such/model"}, "model: there is no folder /no/such/model"),
         ({"gateway": {"host": "0.0.0.0"}}, "gateway.host: listening on 0.0.0.0 needs API keys: `polyphase keys add"),
         ({"gateway": {"api_keys_file": "/no/keys.yaml"}}, "gateway.api_keys_file: keys file /no/keys.yaml: "),
-        ({"database_url": "no url"}, "database_url: 'no url' is no database URL"),
+        ({"database_url": "no url"}, "database_url: this is no database URL: sqlite:///PATH or postgresql"),
         ({"database_url": "mysql://h/d"}, "database_url: database URL must start with sqlite: or postgresql:"),
         ({"database_url": "sqlite:////etc/hostname/x.db"}, "database_url: /etc/hostname is no folder"),
         ({"database_url": "sqlite:////proc"}, "database_url: /proc cannot be written"),

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from services.launcher.ports import free_range
-from services.launcher.suite import Suite
+from services.launcher.suite import POLL_S, Suite
 
 START_S = 300.0
 POLYPHASE = [sys.executable, "-m", "services.launcher.cli"]
@@ -53,17 +53,25 @@ async def polyphase(*words: str, **environment: str) -> tuple[int, str]:
 
 
 @asynccontextmanager
-async def running(folder: Path, **changes: Any) -> AsyncIterator[Up]:
-    """`polyphase up` of a cluster file with these changes."""
+async def running(
+    folder: Path, *, environment: Mapping[str, str] | None = None, output: Path | None = None, **changes: Any
+) -> AsyncIterator[Up]:
+    """`polyphase up` of a cluster file with these changes. output: a file for all that it prints, errors included."""
     file, data = cluster(folder, **changes), folder / "data"
-    process = await asyncio.create_subprocess_exec(
-        *POLYPHASE, "up", "--cluster", str(file), "--data-dir", str(data), stdout=asyncio.subprocess.PIPE
-    )
+    printed = output or folder / "up.out"
+    with printed.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(
+            *POLYPHASE,
+            *("up", "--cluster", str(file), "--data-dir", str(data)),
+            env={**os.environ, **(environment or {})},
+            stdout=out,
+            stderr=asyncio.subprocess.STDOUT if output else None,
+        )
     try:
-        assert process.stdout is not None
         async with asyncio.timeout(START_S):
-            while b"Ctrl-C" not in (line := await process.stdout.readline()):
-                assert line, "polyphase up ended"
+            while b"Ctrl-C" not in printed.read_bytes():
+                assert process.returncode is None, "polyphase up ended"
+                await asyncio.sleep(POLL_S)
         yield process, Suite(data)
     finally:
         if process.returncode is None:

@@ -34,7 +34,7 @@ async def test_what_cannot_be_is_said_as_the_planner_says_it(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"inventory": "nodes: ["}, "inventory: not valid YAML"),
+        ({"inventory": "nodes: ["}, "inventory:2: not valid YAML"),
         ({"inventory": "- 1"}, "inventory: want a mapping"),
         ({"inventory": "nodes: [{name: a, accelerator: A11}]"}, "inventory: unknown accelerator 'A11'; did you mean"),
         ({"inventory": {"nodes": []}}, "inventory: nodes:"),
@@ -43,7 +43,7 @@ async def test_what_cannot_be_is_said_as_the_planner_says_it(
         ({"inventory": "nodes: [{name: a, accelerator: A10, replicas: 2}]"}, "no link between the nodes"),
         ({"inventory": "a: &x [1]\nnodes: *x"}, "inventory: aliases"),
         ({"inventory": "x: " + "[" * 200}, "inventory: nested more than"),
-        ({"inventory": "x: " + "[" * 100_000}, "inventory: n"),  # nested, or not valid: YAML readers have limits, too
+        ({"inventory": "x: " + "[" * 100_000}, "inventory"),  # nested, or not valid: YAML readers have limits, too
         ({"inventory": 3}, "body.inventory"),
         ({"model": "Llama-9-9B"}, "model: 'Llama-9-9B' is not bundled; there are"),
         ({"workload": "luck"}, "workload: no made workload 'luck'"),

@@ -147,3 +147,14 @@ def test_pairs_have_turns_of_their_own() -> None:
     ledger.rotation("plan", weights)
     ledger.add(job(job_id="j"), Route(InstanceRef("p", 1, ""), InstanceRef("d", 1, ""), 5, "plan"))
     assert next(ledger.rotation("plan", weights).order()) == pair_key("p", "e")
+
+
+def test_instances_that_come_under_new_names_take_the_slots_of_those_that_are_gone() -> None:
+    ledger = WorkloadLedger()
+    for number in range(500):
+        name = f"d{number}"
+        ledger.add(job(job_id=name), route(name, 2.0, 5), float(number))
+        assert (ledger.score(name), ledger.tokens_at(name)) == (2.0, 5)
+        ledger.settle(view(decode(name, inflight=1)), float(number))
+    assert (len(ledger._slots), len(ledger._jobs), len(ledger)) == (1, 2, 1)
+    assert ledger.scores.sum() == 2.0

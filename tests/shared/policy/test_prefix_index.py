@@ -168,3 +168,29 @@ def test_policies_say_that_they_look_at_prefixes() -> None:
 
     assert wants_prefixes(Looks())
     assert not wants_prefixes(object())
+
+
+def test_holders_of_a_block_come_and_go_in_any_number() -> None:
+    """Few holders are kept in another way than many."""
+    block = (1,)
+    index, names = PrefixIndex(), [f"i{number}" for number in range(12)]
+    for number, name in enumerate(names):
+        index.replace(name, 1, block)
+        assert [holder for holder, _ in index.holders(block, 99)] == names[: number + 1]
+    for number, name in enumerate(names):
+        assert index.apply(name, PrefixDelta(1, 1, removed=list(block)))
+        assert [holder for holder, _ in index.holders(block, 99)] == names[number + 1 :]
+    assert (len(index), index._holders) == (0, {})
+
+
+def test_blocks_leave_with_what_engines_evict() -> None:
+    """Prompts that never come again leave nothing behind: the index holds what the instances hold."""
+    index, held, capacity = PrefixIndex(), list[int](), 200
+    index.apply("p", PrefixDelta(1, 0, starts=True))
+    for number in range(1, 1_000):
+        added = [number * 10 + block for block in range(3)]
+        held += added
+        gone, held = held[:-capacity], held[-capacity:]
+        assert index.apply("p", PrefixDelta(1, number, added, gone))
+        assert len(index) == len(index._holders) == len(held)
+    assert len(index) == capacity

@@ -79,7 +79,7 @@ def test_steps_of_time() -> None:
     ]
 
 
-@pytest.mark.parametrize(("at", "slot"), [(2_000.0, 1_000), (-99_999.0, -2_600)])
+@pytest.mark.parametrize(("at", "slot"), [(2_000.0, 1_000), (-99_999.0, 400)])
 def test_clocks_that_are_wrong(at: float, slot: int) -> None:
     book = ServedBook()
     book.add(ended(at=at), 1_000.0)
@@ -120,3 +120,17 @@ def test_time_before_first_tokens_adds_up() -> None:
     one = Served()
     one.add(ended(seconds={"queue": 0.2, "decode": 1.0}, before_first={"queue": 0.2}))
     assert total([one, one]).before_first == {"queue": 0.4}
+
+
+def test_steps_are_kept_for_as_long_as_a_request_may_be_told_late() -> None:
+    """A class that is served without a pause has a bounded number of them, however long that goes on."""
+    counts = []
+    for hours in (1, 3):
+        book = ServedBook(600.0)
+        for at in range(0, hours * 3_600, 10):
+            book.add(ended(at=float(at)), float(at))
+            book.changed(float(at))
+        counts.append(len(book._slots))
+    assert counts == [75, 75]  # 63 steps of 10 s and 12 of a minute
+    book.add(ended(at=3 * 3_600 - 500.0), 3 * 3_600.0)
+    assert book.changed(3 * 3_600.0)[0][0] == (10, 3 * 3_600 - 500, "chat")

@@ -16,3 +16,16 @@ def test_it_gives_the_metrics_own_children() -> None:
     assert registry.get_sample_value("asked_total", {"who": "a", "what": "x"}) == 3
     assert registry.get_sample_value("asked_total", {"who": "b", "what": "x"}) == 1
     assert bound.of("a", "x") is bound.of("a", "x")
+
+
+def test_children_that_are_not_wanted_leave_the_metric() -> None:
+    registry = CollectorRegistry()
+    bound = Bound(Counter("asked", "Asked.", ["who", "what"], registry=registry))
+    for who in ("a", "b"):
+        bound.of(who, "x").inc()
+    bound.keep(lambda labels: labels[0] == "b")
+    assert len(bound) == 1
+    assert registry.get_sample_value("asked_total", {"who": "a", "what": "x"}) is None
+    assert registry.get_sample_value("asked_total", {"who": "b", "what": "x"}) == 1
+    bound.of("a", "x").inc()
+    assert registry.get_sample_value("asked_total", {"who": "a", "what": "x"}) == 1

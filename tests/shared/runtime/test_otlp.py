@@ -51,6 +51,27 @@ def counted(registry: CollectorRegistry) -> dict[str, int]:
 _OUTCOMES = ("exported", "failed", "dropped")
 
 
+@pytest.mark.parametrize("headers", ["authorization planted", "authorization: Bearer planted"])
+async def test_a_header_that_cannot_be_sent_is_told_and_not_repeated(
+    collector: Collector, headers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", headers)
+    tracer, _ = make(collector.url)
+    await tracer.close()
+    assert "OTEL_EXPORTER_OTLP_HEADERS: a header of it is no NAME=VALUE" in caplog.text
+    assert "planted" not in caplog.text
+
+
+async def test_a_collector_that_is_away_is_named_without_its_password(caplog: pytest.LogCaptureFixture) -> None:
+    tracer, registry = make(f"http://user:planted@127.0.0.1:{free_port()}")
+    root = tracer.root("", "", "POST /x", 10.0, {})
+    assert root is not None
+    root.end(11.0)
+    await tracer.close()
+    assert counted(registry)["exported"] == 0
+    assert "planted" not in caplog.text
+
+
 async def test_a_clients_trace_goes_on_in_two_processes(collector: Collector) -> None:
     gateway, registry = make(collector.url)
     worker, _ = make(collector.url)

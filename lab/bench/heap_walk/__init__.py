@@ -1,0 +1,1 @@
+"""What a process of `polyphase bench growth` imports at its start: see `sitecustomize`."""
