@@ -70,7 +70,7 @@ def problem_for(kind: str, data: Path | None, inventory: Inventory | None = None
 
 def search_for(problem: Problem, seconds: float = inf) -> Search:
     """Judged as engines are that send KV when the prompt is computed: emulated ones do."""
-    return Search(problem, perf_counter, RunSpec(streaming=False), perf_counter() + seconds)
+    return Search(problem, perf_counter, RunSpec(streaming=False, step_budget=True), perf_counter() + seconds)
 
 
 def planned(kind: str, problem: Problem, seconds: float = 60.0) -> Planned:

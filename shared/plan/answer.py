@@ -71,7 +71,7 @@ def _cheapest(asked: Asked, clock: Clock, tell: Tell) -> Outcome:
 
 def _search(asked: Asked, clock: Clock, began: float, tell: Tell, helped: bool = False) -> Search:
     """Emulated engines send KV when the whole prompt is computed."""
-    run = RunSpec(streaming=asked.wanted.engine != "emulated")
+    run = RunSpec(streaming=asked.wanted.engine != "emulated", step_budget=True)
     return Search(asked.problem, clock, run, began + asked.wanted.seconds, asked.wanted.seed, tell, helped)
 
 

@@ -65,7 +65,7 @@ def joining_gap_s(slo: Slo, waited_s: float, *, here: bool) -> float:
     """What is left of that for a stream that was handed over and has waited so long; of a step, half of it where its
     KV is not here yet, because its own step is the one after that.
     """
-    left_s = gap_target_s(slo) - waited_s
+    left_s = gap_target_s(slo) - max(0.0, waited_s)
     return left_s if here else left_s / 2.0
 
 

@@ -29,19 +29,21 @@ def prompt_budget(
     most = limits.batched_tokens - group.count
     if not limits.step_budget:
         return most
+    ends = [leg for leg in prefilling if leg.missing == 1 and leg.computed]  # a token after some context: a decode
+    prompts = [leg for leg in prefilling if leg.decodes and leg not in ends]
+    if len(prefilling) == len(ends) and next_prompt is not None and next_prompt.decodes:
+        prompts = [next_prompt]
+    decodes = [leg for leg in running if leg not in prefilling]
+    decodes += [leg for leg in ends if leg.decodes]
     here = [leg for leg in arrived if leg.started]
     joining = [leg for leg in coming if leg.started]
     joining += [stream] if stream is not None else []
-    prompts = [leg for leg in prefilling if leg.decodes]
-    if not prompts and next_prompt is not None and next_prompt.decodes:
-        prompts = [next_prompt]
-    gaps_s = [
-        gap_target_s(leg.request.job.slo) for leg in (*prompts, *(leg for leg in running if leg not in prefilling))
-    ]
+    gaps_s = [gap_target_s(leg.request.job.slo) for leg in (*prompts, *decodes)]
     gaps_s += [joining_gap_s(leg.request.job.slo, now - leg.last_token_s, here=True) for leg in here]
     gaps_s += [joining_gap_s(leg.request.job.slo, now - leg.last_token_s, here=False) for leg in joining]
     joining += here
-    before = max((leg.computed for leg in prefilling), default=0)
-    context = group.context_tokens + sum(leg.tokens for leg in joining)
-    load = StepLoad(group.count + len(joining), context, min(gaps_s, default=inf), before)
-    return prefill_tokens(rates, load, most)
+    before = max((leg.computed for leg in prefilling if leg not in ends), default=0)
+    context = group.context_tokens + sum(leg.computed for leg in ends if leg.decodes)
+    context += sum(leg.tokens for leg in joining)
+    load = StepLoad(len(decodes) + len(joining), context, min(gaps_s, default=inf), before)
+    return prefill_tokens(rates, load, max(0, most - len(ends))) + len(ends)

@@ -81,10 +81,16 @@ class Engine:
     def add(self, leg: Leg, now: float) -> None:
         """Queue a leg. KV that is to come begins to come at once, if there is room for it beside the step under way."""
         self.scheduler.add(leg)
-        if leg.remote and self._glide is not None and not self._look_steps:
-            if self.scheduler.admit_beside(self._glide_steps, now):
+        glide = self._glide
+        if leg.remote and glide is not None:
+            steps = max(1, min(glide.steps_begun(now), self._glide_steps))
+            if self.scheduler.admit_beside(steps, now) and self.scheduler.has_room(self._glide_steps):
                 return
-        elif leg.started and self._chunks:
+            if steps < self._glide_steps:  # the steps after the one under way may lack what it has taken
+                self._glide_steps, self._look_steps = steps, 0
+                self.due_s = max(now, glide.end_s(steps))
+            return
+        if leg.started and self._chunks:
             self.scheduler.admit_streams(now)
         self._disturb(now)
 

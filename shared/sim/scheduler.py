@@ -172,6 +172,10 @@ class Scheduler:
             self._admitted(leg, now)
         return True
 
+    def has_room(self, steps: int) -> bool:
+        """Whether there are blocks for so many steps of the group."""
+        return self.memory.growth(self.group, steps) <= self.memory.free
+
     def admit_streams(self, now: float) -> None:
         """The same during a step that computes prompts, whose decodes have their blocks already."""
         if not self._preempting:

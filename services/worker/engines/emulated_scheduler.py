@@ -6,7 +6,6 @@ the youngest prompt of the lightest class gives its blocks up, or the youngest s
 is computed again. The simulator's scheduler does the same in virtual time.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -154,21 +153,18 @@ class EmulatedScheduler:
         self.policies = policies
         self.waiting.follow(policies)
 
-    def add(self, request: EngineRequest, sink: Sink) -> None:
-        """One has come. A stream's KV begins to come at once, if there is room for it beside the step under way."""
-        imports = request.import_from is not None
-        entry = Entry(
-            request,
-            sink,
-            len(request.prompt_token_ids),
-            *answer_tokens(request),
-            imports=imports,
-            came_s=time.monotonic(),
-        )
+    def add(self, request: EngineRequest, sink: Sink, now: float) -> None:
+        """One has come. `now`: monotonic seconds."""
+        tokens, imports = len(request.prompt_token_ids), request.import_from is not None
+        entry = Entry(request, sink, tokens, *answer_tokens(request), imports=imports, came_s=now)
         self.known[request.request_id] = entry
         self.waiting.add(entry)
-        if entry.started and imports:
-            self._admit(0, time.monotonic(), streams=True)
+
+    def begin_imports(self, now: float) -> None:
+        """Between two steps: the KV of streams begins to come, as far as there is room for it beside the step under
+        way.
+        """
+        self._admit(0, now, streams=True)
 
     def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
         """How long the answer of a request will be."""

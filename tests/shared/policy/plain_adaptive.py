@@ -47,6 +47,10 @@ class Prefill:
         steps = max(1.0, fresh / chunk) if self.view.load.queued_prefill else ceil(fresh / chunk)
         return steps * form.fixed_s + chunk_s(form, fresh, saved)
 
+    def begins_s(self, tokens: int) -> float:
+        """Until its first chunk is computed, when it takes blocks at the decode instance."""
+        return self.wait_s + self.own_s(min(tokens, self.view.info.chunk_size))
+
     def others(self, tokens: int, slo: Slo) -> float:
         after_s = self.wait_s + self.own_s(tokens)
         return self.view.load.queued_prefill * (harm(after_s / slo.ttft_s) - harm(self.wait_s / slo.ttft_s))
@@ -179,7 +183,7 @@ def total(way: Way, job: JobView) -> float:
         arrives_s = max(ready_s + moves_s * min(1.0, way.prefill.view.info.chunk_size / way.split), waits_s + moves_s)
         if way.split == prompt:
             pause_s = arrives_s - ready_s
-            ttft_s = max(ready_s, room_s)  # it begins so late that there is room when it is computed
+            ttft_s = ready_s + max(0.0, room_s - way.prefill.begins_s(way.split))  # it waits before it is computed
             tpot_s += pause_s / decode.own.brief
         else:
             ttft_s = max(arrives_s, room_s) + rest_s

@@ -21,15 +21,15 @@ def rates(fixed_s: float = 0.010, token_s: float = 0.0005, position_s: float = 0
 
 def test_by_example() -> None:
     # 90 ms less 10, 8 for the decodes and 2 for their contexts leave 70 ms: 140 tokens of half a millisecond.
-    assert prefill_tokens(rates(), StepLoad(8, 2_000, 0.1), 512) == 140
+    assert prefill_tokens(rates(), StepLoad(8, 2_000, 0.15), 512) == 140
     # 70 ms = x · 0.5 ms + 2 us · x · (1000 + x/2): x² · 1e-6 + x · 2.5e-3 − 0.07 = 0.
-    assert prefill_tokens(rates(position_s=2e-6), StepLoad(8, 2_000, 0.1, 1_000), 512) == FLOOR_TOKENS
-    assert prefill_tokens(rates(position_s=2e-7), StepLoad(8, 2_000, 0.1, 1_000), 512) == 98
+    assert prefill_tokens(rates(position_s=2e-6), StepLoad(8, 2_000, 0.15, 1_000), 512) == FLOOR_TOKENS
+    assert prefill_tokens(rates(position_s=2e-7), StepLoad(8, 2_000, 0.15, 1_000), 512) == 98
 
 
 @pytest.mark.parametrize(
     ("load", "known"),
-    [(StepLoad(0, 0, 0.001), rates()), (StepLoad(8, 100, 0.001), None), (StepLoad(8, 100), rates())],
+    [(StepLoad(0, 0), rates()), (StepLoad(8, 100, 0.001), None), (StepLoad(8, 100), rates())],
     ids=["nobody decodes", "nothing is known", "no target"],
 )
 def test_without_a_reason_nothing_is_held_back(load: StepLoad, known: StepRates | None) -> None:

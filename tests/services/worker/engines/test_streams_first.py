@@ -16,7 +16,7 @@ from shared.domain.kv import KvHandle
 from shared.domain.rates import StepForm, StepRates
 from shared.policy.decode_admission import Greedy
 from shared.policy.prefill_order import Fcfs
-from shared.policy.step_budget import FLOOR_TOKENS, gap_target_s
+from shared.policy.step_budget import FLOOR_TOKENS, MARGIN, gap_target_s
 from shared.sim.engine import Engine
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import EngineLimits
@@ -26,6 +26,7 @@ from tests.shared.sim.clusters import Linear
 
 BLOCK, CHUNK, SEATS = 16, 64, 4
 RATES = StepRates(StepForm(0.0), StepForm(0.0), StepForm(0.01, token_s=0.001))
+LATER_S = 1e9  # no stream has waited for long yet
 USUAL = Slo(tpot_s=0.1)
 HEAVY = Slo("heavy", tpot_s=0.1, weight=4.0)
 LIGHT = Slo("light", tpot_s=0.1, weight=0.5)
@@ -57,7 +58,7 @@ class Live:
         job = JobView(one.name, one.prompt, one.output, one.slo, started=one.stream)
         kv = KvHandle(one.name, "p", 1, "f", (), one.prompt - 1, "bfloat16") if one.stream else None
         asked = EngineRequest(one.name, job, [1] * one.prompt, Generation(b"", 0.0), one.output, import_from=kv)
-        self.scheduler.add(asked, lambda step: None)
+        self.scheduler.add(asked, lambda step: None, LATER_S)
 
     def step(self) -> Planned:
         self._now += 1.0
@@ -101,7 +102,7 @@ class Simulated:
     def come(self, one: Come) -> None:
         request = SimRequest(0, JobView(one.name, one.prompt, one.output, one.slo), one.output, ())
         request.split = one.prompt - 1
-        computed, last_token_s = (one.prompt - 1, 0.0) if one.stream else (0, -1.0)
+        computed, last_token_s = (one.prompt - 1, LATER_S) if one.stream else (0, -1.0)
         leg = Leg(request, one.prompt, one.output, computed, remote=one.stream, last_token_s=last_token_s)
         request.decode_leg = leg
         self.engine.scheduler.add(leg)
@@ -135,7 +136,8 @@ def test_a_stream_enters_beside_a_long_prompt_and_decodes_in_the_next_step(kind:
     run.come(Come("behind", 300, 5, slo=HEAVY))
     run.come(Come("stream", 100, 5, stream=True))
     assert run.step() == ([("long", CHUNK)], set()), "its KV is under way"
-    assert run.step() == ([("long", CHUNK - 1)], {"stream"})
+    whole = int((MARGIN * USUAL.tpot_s - 0.01) / 0.001)
+    assert run.step() == ([("long", whole)], {"stream"}), "the prompt's own class counts, too"
 
 
 @BOTH
@@ -213,12 +215,13 @@ def test_the_step_is_cut_for_a_stream_that_is_about_to_join(kind: Kind) -> None:
     run = kind(100, step_budget=True)
     run.come(Come("long", 600, 5))
     assert run.step() == ([("long", CHUNK)], set()), "nothing decodes"
-    hurry = Slo("hurry", tpot_s=0.06)
+    hurry = Slo("hurry", tpot_s=0.16)
     run.come(Come("stream", 30, 50, stream=True, slo=hurry))
-    cut = int((0.9 * gap_target_s(hurry) - 0.01) / 0.001)
+    cut = int((MARGIN * gap_target_s(hurry) / 2 - 0.01) / 0.001)
     assert FLOOR_TOKENS < cut < CHUNK
-    assert run.step() == ([("long", cut)], set())
-    assert run.step() == ([("long", cut)], {"stream"})
+    assert run.step() == ([("long", cut)], set()), "its KV is under way: this step and its own share what is left"
+    whole = int((MARGIN * USUAL.tpot_s - 0.01) / 0.001)
+    assert run.step() == ([("long", whole)], {"stream"}), "the class of the prompt counts, too"
 
 
 COMES = st.lists(
