@@ -174,9 +174,10 @@ def _served(rng: Random, now: float) -> Any:
                         name: rng.random() for name in ("queue", "prefill", "transfer", "decode_queue", "decode")
                     }
                     ttft_s, tpot_s = rng.lognormvariate(-1.0, 0.8), rng.lognormvariate(-3.0, 0.3)
-                    gaps = {"itl_target_s": 0.25, "longest_gap_s": rng.lognormvariate(-2.0, 0.8), "gaps": 199}
                     times = (ttft_s, tpot_s, 1.0, 0.1)
-                    one.add(Ended(slo, How.COMPLETED, start_s, "stop", 1, *times, 900, 200, "", seconds, **gaps))
+                    ended = Ended(slo, How.COMPLETED, start_s, "stop", 1, *times, 900, 200, "", seconds)
+                    longest_s = rng.lognormvariate(-2.0, 0.8)
+                    one.add(msgspec.structs.replace(ended, itl_target_s=0.25, longest_gap_s=longest_s, gaps=199))
                 counts = {
                     name: getattr(one, name) for name in set(served.columns.keys()) & set(Served.__struct_fields__)
                 }

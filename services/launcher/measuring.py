@@ -97,7 +97,7 @@ def _rows(title: str, rows: list[dict[str, Any]]) -> Table:
         per_s, seconds = name.endswith("_per_s"), name.endswith("_s")
         words = name.removesuffix("_per_s").removesuffix("_s").replace("_", " ")
         head = f"{words}/s" if per_s else f"{words}, s" if seconds else words
-        table.add_column(head, justify="left" if name in _WORDS else "right")
+        table.add_column(head, justify="left" if name in _WORDS else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(_cell, row.values()))
     return table

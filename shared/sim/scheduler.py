@@ -210,7 +210,8 @@ class Scheduler:
         for leg in self.running:
             if leg not in self.prefilling:
                 self.group.leave(leg)
-                leg.last_token_s = last_s
+                if leg not in self.fresh:  # else the step that would have given it a token has not ended
+                    leg.last_token_s = last_s
 
     def _queued(self, jobs: int, tokens: int) -> None:
         self.queued_jobs += jobs

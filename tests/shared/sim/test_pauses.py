@@ -15,7 +15,7 @@ from shared.sim.cluster import simulate
 from shared.sim.glide import Segment
 from shared.sim.pauses import Pauses, steps_over, without_first
 from shared.sim.request import Leg, SimRequest
-from shared.sim.spec import EngineLimits, Loss, RunSpec
+from shared.sim.spec import EngineLimits, FirstToken, Loss, RunSpec
 from tests.shared.sim.clusters import instance, pair
 from tests.shared.sim.test_time import workload
 
@@ -94,6 +94,18 @@ def test_a_gap_over_the_handover_and_one_over_a_lost_instance() -> None:
     assert again.attempts.tolist() == [2]
     assert again.gaps_over.tolist() == [3]  # the handover, the loss, the second handover
     assert again.longest_gap_s[0] > 0.5
+
+
+def test_an_instance_that_is_lost_before_the_first_token_makes_no_gap() -> None:
+    run = RunSpec(
+        policies=Policies(LeastLoad(), FullSplit(), PowerOfTwo()), first_token=FirstToken.DECODE, streaming=False
+    )
+    whole = simulate(workload((0.0, 50, 20)), pair(), run).outcomes
+    at_s = float(whole.first_token_s[0]) - 0.005  # within the step that gives it
+    lost = simulate(workload((0.0, 50, 20)), pair(), replace(run, losses=(Loss("d", at_s, at_s + 1.0),))).outcomes
+    assert lost.attempts.tolist() == [2]
+    assert lost.ttft_s[0] > 1.0
+    assert lost.gaps_over.tolist() == [0]
 
 
 def test_a_stream_that_loses_its_blocks_waits_from_its_last_token_on() -> None:
