@@ -1,9 +1,8 @@
 """How many prompt tokens a step may compute beside decodes, so that their next tokens come in time.
 
-The rule: a step with prompts takes at most 0.6 × the least of the TPOT and gap targets of the streams in it, of those
-that are about to join it, and of its prompts that are to decode here: where requests decode, a stream that is handed
-over may come at any moment, and would wait for the step under way. TPOT is a mean, but prompts may be in every step,
-so it limits each of them; the p99 of the gaps (`itl_s`) limits a step where it is the tighter target.
+The rule: a step with prompts takes at most 0.9 of the TPOT target and 0.6 of the gap target (`itl_s`) of the streams in
+it, of those that are about to join it, and of its prompts that are to decode here. Of the gap target it is less,
+because a stream that is handed over waits for the step under way, and then for its own; it may come at any moment.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import ClassVar, Protocol
 from shared.domain.job import Slo
 from shared.domain.rates import StepRates
 
-MARGIN = 0.6  # of the tightest target: a stream that is handed over waits for the step under way and then for its own
+MARGIN = 0.6  # of the least `gap_target_s`
+TPOT_FACTOR = 1.5  # of it: 0.9 of the TPOT target
 FLOOR_TOKENS = 32  # prompts always get on
 
 
@@ -57,8 +57,10 @@ class StepLoad:
 
 
 def gap_target_s(slo: Slo) -> float:
-    """How long the gap between two tokens of a stream of this class may be, in seconds."""
-    return min(slo.tpot_s, getattr(slo, "itl_s", slo.tpot_s))
+    """How long the gap between two tokens of a stream of this class may be, in seconds: its gap target, or half as much
+    again as its TPOT target, which is a mean, but prompts may be in every step.
+    """
+    return min(slo.itl_s, TPOT_FACTOR * slo.tpot_s)
 
 
 def joining_gap_s(slo: Slo, waited_s: float, *, here: bool) -> float:

@@ -39,11 +39,16 @@ def prompt_budget(
     joining = [leg for leg in coming if leg.started]
     joining += [stream] if stream is not None else []
     gaps_s = [gap_target_s(leg.request.job.slo) for leg in (*prompts, *decodes)]
-    gaps_s += [joining_gap_s(leg.request.job.slo, now - leg.last_token_s, here=True) for leg in here]
-    gaps_s += [joining_gap_s(leg.request.job.slo, now - leg.last_token_s, here=False) for leg in joining]
+    gaps_s += [joining_gap_s(leg.request.job.slo, _waited_s(leg, now), here=True) for leg in here]
+    gaps_s += [joining_gap_s(leg.request.job.slo, _waited_s(leg, now), here=False) for leg in joining]
     joining += here
     before = max((leg.computed for leg in prefilling if leg not in ends), default=0)
     context = group.context_tokens + sum(leg.computed for leg in ends if leg.decodes)
     context += sum(leg.tokens for leg in joining)
     load = StepLoad(len(decodes) + len(joining), context, min(gaps_s, default=inf), before)
     return prefill_tokens(rates, load, max(0, most - len(ends))) + len(ends)
+
+
+def _waited_s(leg: Leg, now: float) -> float:
+    """Since it was handed over; of one that was preempted here nothing is counted."""
+    return now - leg.last_token_s if leg.remote else 0.0

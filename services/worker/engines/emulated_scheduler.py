@@ -107,6 +107,10 @@ class Entry:
         """Whether it is a stream: its client has a token, given here or elsewhere."""
         return self.request.job.started or self.tokens > len(self.request.prompt_token_ids)
 
+    def waited_s(self, now: float) -> float:
+        """Since it was handed over; of one that was preempted here nothing is counted."""
+        return now - self.came_s if self.imports or self.ready_s > now else 0.0
+
     @property
     def missing(self) -> int:
         """Tokens to compute before the next one is out."""
@@ -236,7 +240,7 @@ class EmulatedScheduler:
         joining = [entry for entry in self.coming if entry.started]
         joining += [entry] if (entry := self.waiting.stream) is not None else []
         gaps_s = [gap_target_s(entry.request.job.slo) for entry in (*decodes, *self._prompts())]
-        gaps_s += [joining_gap_s(entry.request.job.slo, now - entry.came_s, here=False) for entry in joining]
+        gaps_s += [joining_gap_s(entry.request.job.slo, entry.waited_s(now), here=False) for entry in joining]
         load = StepLoad(
             len(decodes) + len(joining),
             sum(entry.computed for entry in decodes) + sum(entry.tokens for entry in joining),

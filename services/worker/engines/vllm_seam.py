@@ -223,7 +223,8 @@ class SchedulerSeam:
         for request in self._joining():
             context += request.num_tokens
             decodes += 1
-            waited_s = now_mono - self._came.get(request.request_id, now_mono)
+            handed_over = self._request_of(request).import_from is not None and not request.num_preemptions
+            waited_s = now_mono - self._came.get(request.request_id, now_mono) if handed_over else 0.0
             here = self._has_come(request) and request.status != RequestStatus.WAITING
             gaps_s.append(joining_gap_s(self._request_of(request).job.slo, waited_s, here=here))
         for request in self._scheduler.kv_holding_waiting:
