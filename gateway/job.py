@@ -170,6 +170,7 @@ class Job:
             begun=self.begun,
             answer_tokens=remaining_tokens(given, expected, spec.max_tokens) if expected else 0,
             can_wait=True,
+            waited_s=max(0.0, time.time() - spec.arrived_s),
             started=bool(self.tokens),
         )
 

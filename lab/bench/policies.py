@@ -19,6 +19,8 @@ from typing import Any
 
 from rich.console import Console
 
+from lab.bench.pauses import TABLE as PAUSES
+from lab.bench.pauses import pauses_side_by_side
 from lab.bench.policies_runs import Runs
 from lab.bench.policies_search import Bracket, Ladder, best_mean, goodput, race
 from lab.bench.scenarios import SLO, Scenario, all_scenarios
@@ -40,7 +42,9 @@ CLOSE, MORE_SEEDS = 0.05, 2  # so near the aim, or below it, a ratio is the medi
 
 @dataclass(frozen=True, slots=True)
 class PoliciesOptions:
-    """Names of scenarios (all without any), a file to keep runs in and to go on from, and processes that simulate."""
+    """Names of scenarios, all without any (`pauses` alone: those of pauses); a file to keep runs in and to go on from;
+    processes that simulate.
+    """
 
     scenarios: tuple[str, ...] = ()
     results: Path | None = None
@@ -93,6 +97,8 @@ def fixed_policies() -> tuple[str, ...]:
 def run_policies_bench(options: PoliciesOptions | None = None, console: Console | None = None) -> dict[str, Any]:
     """All scenarios, or those of that name. Returns figures, aims and notes as every bench does."""
     options, console = options or PoliciesOptions(), console or Console(stderr=True)
+    if options.scenarios == (PAUSES,):
+        return with_pauses({"figures": {}, "aims": {}, "notes": []})
     scenarios = named(options.scenarios)
     with (
         ProcessPoolExecutor(options.processes, get_context("spawn")) as pool,
@@ -103,7 +109,19 @@ def run_policies_bench(options: PoliciesOptions | None = None, console: Console 
         single = best_single([seeds[0] for seeds in found], runs, drivers)
         console.print(f"{single.policy} is the best of all: {runs.made} runs", highlight=False)
         rows = side_by_side([seeds[0] for seeds in found], single, pool)
-    return {**report(found, single), "tables": {TABLE: rows}}
+    result = {**report(found, single), "tables": {TABLE: rows}}
+    return result if options.scenarios else with_pauses(result)
+
+
+def with_pauses(result: dict[str, Any]) -> dict[str, Any]:
+    """The result, and the scenarios of pauses beside it."""
+    rows, aims, figures = pauses_side_by_side()
+    return {
+        **result,
+        "figures": {**result["figures"], **figures},
+        "aims": {**result["aims"], **aims},
+        "tables": {**result.get("tables", {}), PAUSES: rows},
+    }
 
 
 def named(names: Sequence[str]) -> list[Scenario]:

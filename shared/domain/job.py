@@ -198,8 +198,8 @@ class JobView(msgspec.Struct, frozen=True):
 
     begun: it has been placed before, so that it is not refused any more. over_share: whoever sent it has had more than
     others who ask at the same gateway. answer_tokens: for which room is kept, as its scheduler said; 0: max_tokens.
-    can_wait: its gateway lets it wait for its place, whatever its class (versions before do not). started: its client
-    has a token of the answer, and would see a pause.
+    can_wait: its gateway lets it wait for its place, whatever its class (versions before do not). waited_s: since it
+    arrived. started: its client has a token of the answer, and would see a pause.
     """
 
     job_id: str
@@ -213,4 +213,5 @@ class JobView(msgspec.Struct, frozen=True):
     over_share: bool = False
     answer_tokens: int = 0
     can_wait: bool = False
+    waited_s: float = 0.0
     started: bool = False

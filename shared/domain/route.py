@@ -50,8 +50,9 @@ class Route(msgspec.Struct, frozen=True):
     each route. `work` is for the ledger of whoever placed the job, if its policy keeps one. `wants_prefix`: the
     scheduler's policy looks at `JobView.prefix`, so that it is worth computing for the next job. prefill_saved,
     decode_saved: prompt tokens of either instance's part whose KV it is known to hold. answer_tokens: for which room
-    is kept (see `JobView`), from `lead_steps` steps of the decode instance on. hold_s: seconds after which the job
-    should begin, because there will be room for its KV then; a scheduler answers such a route with Delayed.
+    is kept (see `JobView`), from `lead_steps` steps of the decode instance on. ttft_s: predicted, without that wait.
+    hold_s: seconds after which the job should begin, because there will be room for its KV then; a scheduler answers
+    such a route with Delayed.
     """
 
     prefill: InstanceRef | None
@@ -66,4 +67,5 @@ class Route(msgspec.Struct, frozen=True):
     decode_saved: int = 0
     answer_tokens: int = 0
     lead_steps: int = 0
+    ttft_s: float = 0.0
     hold_s: float = 0.0

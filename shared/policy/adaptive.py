@@ -234,9 +234,10 @@ def _choice(
     reasons = (Reason("placement:adaptive", figures),)
     decode = best.decode.view
     if best.prefill is None:
-        return Choice(decode, reasons, hold_s=best.hold_s)
+        return Choice(decode, reasons, ttft_s=best.ttft_s - best.hold_s, hold_s=best.hold_s)
     lead = int(best.begins_s / best.decode.after_s) if best.decode.after_s > 0.0 else 0
-    return Choice(best.prefill.view, reasons, decode=decode, split=best.split, lead_steps=lead, hold_s=best.hold_s)
+    ttft_s = best.ttft_s - best.hold_s
+    return Choice(best.prefill.view, reasons, decode, None, best.split, lead, ttft_s, best.hold_s)
 
 
 def _compared(best: Option, index: ClusterIndex) -> dict[str, float | str]:

@@ -1,6 +1,5 @@
 """How long answers turn out: learned from those that ended, by what was predicted of them."""
 
-from collections import deque
 from math import ceil, log
 from typing import NamedTuple
 
@@ -8,7 +7,6 @@ from shared.domain.job import JobView, LengthPrediction
 
 FIRST_TOKENS = 200.0  # of an answer, on average, before the first has ended
 RECENT = 256  # answers that a mean rests on, the newest most
-BOUND_SHARE = 0.9  # of answers are no longer than what is reckoned with for their room
 FEWEST = 16  # answers before their lengths say how long one may be
 UNSEEN_TOKENS = 1024  # before that, at most; a client that names no max_tokens has asked for all of the context
 DOUBT = 16  # answers that a prediction counts for, against what is seen of answers predicted alike
@@ -46,27 +44,17 @@ class _Seen:
         return Lengths(self._mean, 1.0 / self._inverse)
 
 
-class _Spread:
-    """How long answers of one kind have been, for a bound that most of them keep."""
+class _Error:
+    """By how much guesses of one way were off, in tokens, on average over the last answers."""
 
-    __slots__ = ("_bound", "_lengths")
+    __slots__ = ("_count", "mean")
 
     def __init__(self) -> None:
-        self._lengths: deque[int] = deque(maxlen=RECENT)
-        self._bound: float | None = None
+        self.mean, self._count = 0.0, 0
 
-    def add(self, tokens: int) -> None:
-        self._lengths.append(tokens)
-        self._bound = None
-
-    def bound(self) -> float | None:
-        """The length that `BOUND_SHARE` of the last ones did not exceed; None before `FEWEST` have ended."""
-        if len(self._lengths) < FEWEST:
-            return None
-        if self._bound is None:
-            ordered = sorted(self._lengths)
-            self._bound = float(ordered[min(len(ordered) - 1, int(BOUND_SHARE * len(ordered)))])
-        return self._bound
+    def add(self, off: float) -> None:
+        self._count += 1
+        self.mean += (off - self.mean) / min(self._count, RECENT)
 
 
 class _Alike:
@@ -91,12 +79,16 @@ class Answers:
 
     def __init__(self) -> None:
         self._all = _Seen(UNKNOWN_LENGTHS, 0)
-        self._spread = _Spread()
+        self._asked = 0.5  # of max_tokens, what an answer comes to on average
+        self._ended = 0
+        self._guesses: dict[str, tuple[int, dict[str, float]]] = {}  # of jobs under way: max_tokens, and tokens by way
+        self._errors = {way: _Error() for way in ("all", "asked", "predicted")}
         self._of: dict[int, _Alike] = {}  # by bucket
         self._said: dict[str, tuple[int, Lengths] | None] = {}  # of jobs under way
 
     def begun(self, job: JobView) -> None:
         """A job was placed."""
+        self._guesses[job.job_id] = job.max_tokens, self._guessed(job)
         if job.prediction is None:
             self._said[job.job_id] = None
             return
@@ -108,9 +100,14 @@ class Answers:
     def ended(self, job_id: str, tokens: int) -> None:
         """It gave so many tokens; none when it failed or nobody knows."""
         said = self._said.pop(job_id, None)
+        most, guesses = self._guesses.pop(job_id, (0, dict[str, float]()))
         if tokens > 0:
+            for way, guess in guesses.items():
+                self._errors[way].add(abs(tokens - guess))
+            self._ended += 1
+            if most > 0:
+                self._asked += (min(1.0, tokens / most) - self._asked) / min(self._ended, RECENT)
             self._all.add(tokens)
-            self._spread.add(tokens)
             if said is not None:
                 self._of[said[0]].add(tokens, said[1])
 
@@ -131,13 +128,26 @@ class Answers:
         return Lengths(min(most, found.mean), min(most, found.brief))
 
     def bound(self, job: JobView) -> int:
-        """Tokens of this job's answer for which room is kept: nine in ten are no longer. At most its max_tokens."""
-        if job.prediction is not None and job.prediction.confidence > 0.0:
-            found = job.prediction.quantile(BOUND_SHARE)
+        """Tokens of this job's answer for which room is kept, at most its max_tokens.
+
+        Of the ways to guess (what is predicted, the usual length, the usual share of max_tokens) the one that was off
+        least of late: what many answers come to together counts. Before a few have ended what is predicted, or
+        max_tokens.
+        """
+        guesses = self._guessed(job)
+        if self._ended < FEWEST:
+            found = guesses.get("predicted", float(UNSEEN_TOKENS))
         else:
-            seen = self._spread.bound()
-            found = UNSEEN_TOKENS if seen is None else seen
+            way = min(guesses, key=lambda one: self._errors[one].mean)
+            found = guesses[way]
         return max(1, min(job.max_tokens, ceil(found)))
+
+    def _guessed(self, job: JobView) -> dict[str, float]:
+        most = float(max(1, job.max_tokens))
+        guesses = {"all": min(most, self._all.lengths.mean), "asked": self._asked * most}
+        if job.prediction is not None and job.prediction.confidence > 0.0:
+            guesses["predicted"] = self.expected(job).mean
+        return guesses
 
 
 def within(prediction: LengthPrediction) -> Lengths:

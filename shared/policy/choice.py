@@ -20,7 +20,7 @@ class Choice(msgspec.Struct, frozen=True):
     """The chosen instance and why it was chosen. A struct, because it is made once a decision and cheaply.
 
     A placement may name the decode instance that belongs to it, too, the split between both, and the work to count
-    until the job is complete. lead_steps, hold_s: see `Route`.
+    until the job is complete. lead_steps, ttft_s, hold_s: see `Route`.
     """
 
     instance: InstanceView
@@ -29,6 +29,7 @@ class Choice(msgspec.Struct, frozen=True):
     work: Work | None = None
     split: int | None = None
     lead_steps: int = 0
+    ttft_s: float = 0.0
     hold_s: float = 0.0
 
     @property

@@ -7,8 +7,13 @@ Source: ours; the peak of future memory as in LightLLM's past-future scheduler (
 
 from collections.abc import Iterable
 
-# Ends of the stretches, in steps; the last stretch has none. A job counts as there by a third too long at most.
-STRETCHES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+# Ends of the stretches, in steps; the last stretch has none. A job counts as there by a quarter too long at most.
+STRETCHES = (
+    *range(16, 129, 16),
+    *range(160, 257, 32),
+    *range(320, 1025, 64),
+    *(1280, 1536, 2048, 2560, 3072, 4096, 6144, 8192),
+)
 COUNT = len(STRETCHES)
 
 Ahead = tuple[int, ...]  # the most tokens held in each stretch; empty where nobody decodes

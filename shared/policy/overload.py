@@ -8,7 +8,7 @@ from random import Random
 from typing import NamedTuple
 
 from shared.domain.instance import InstanceView
-from shared.domain.job import JobView, Slo, WhenFull
+from shared.domain.job import FirstTokenOut, JobView, Slo, WhenFull
 from shared.domain.rates import UNKNOWN_STEPS
 from shared.domain.route import Route
 from shared.errors import Delayed, InvalidRequest, Overloaded, Unavailable
@@ -24,6 +24,7 @@ SLOWER = 1.1  # times an empty instance's time: a job that has no better anywher
 OVER_SHARE = 0.5  # of its limits, for a caller who has had more than its share
 SOON_S, LATE_S = 0.05, 2.0  # bounds of when to ask again for a delayed job
 HOLD_S = 0.02  # a wait for room that is not worth asking again for
+IN_TIME = 0.9  # of its TTFT target, by which a held job begins all the same
 HOLD_LOOK_S = 0.25  # a job that is held looks again at least so often: answers end earlier than expected, too
 
 
@@ -68,8 +69,15 @@ def decide(
 
 
 def _held_back(job: JobView, route: Route) -> Route:
-    """The route, unless its KV would find no room: then the job waits before it is computed, where nobody reads yet."""
+    """The route, unless its KV would find no room: then the job waits before it is computed, where nobody reads yet.
+
+    A class that wants its first token early waits only as long as that can be in time.
+    """
+    slo = job.slo
     if route.hold_s <= HOLD_S or not job.can_wait:
+        return route
+    first_s = job.waited_s + route.ttft_s
+    if slo.first_token is FirstTokenOut.EARLY and IN_TIME * slo.ttft_s - HOLD_LOOK_S < first_s <= slo.ttft_s:
         return route
     said = f"room for its KV is expected in {route.hold_s:.2f} s at the earliest"
     raise Delayed(said, cause="room", retry_after_s=min(HOLD_LOOK_S, max(SOON_S, route.hold_s)))

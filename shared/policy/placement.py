@@ -158,6 +158,7 @@ class _Case:
             decode_saved=self._saved(decode, self.job.prompt_tokens),
             answer_tokens=self.index.ledger.answers.bound(self.job),
             lead_steps=placed.lead_steps,
+            ttft_s=placed.ttft_s,
             hold_s=placed.hold_s,
         )
 

@@ -208,6 +208,8 @@ class Intake:
         over_share = self._shares.over(request.caller, now)
         if over_share is not request.job.over_share:
             request.job = msgspec.structs.replace(request.job, over_share=over_share)
+        if not request.job.begun:
+            request.job = msgspec.structs.replace(request.job, waited_s=now - request.arrived_s)
         try:
             route = decide(request.job, index, self._run.policies, now, self._rng, self._fleet.full_ids())
         except InvalidRequest:

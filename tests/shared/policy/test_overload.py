@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shared.domain.instance import ClusterView, InstanceView
-from shared.domain.job import JobView, LengthPrediction, Slo, WhenFull
+from shared.domain.job import FirstTokenOut, JobView, LengthPrediction, Slo, WhenFull
 from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.domain.route import PolicySpec, Route
@@ -257,8 +257,8 @@ def full(name: str = "d", jobs: int = 16, left: int = 500, **more: object) -> In
     return d(name, jobs, total_blocks=blocks, free_blocks=blocks - 32 * jobs, kv_ahead=ahead, **more)
 
 
-def waiting(slo: Slo = FREE, **more: object) -> JobView:
-    return JobView("j", 100, 400, slo, can_wait=True, **more)  # type: ignore[arg-type]
+def waiting(slo: Slo = FREE, answer: int = 600, **more: object) -> JobView:
+    return JobView("j", 100, answer, slo, can_wait=True, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("slo", [FREE, CHAT])
@@ -300,7 +300,7 @@ def test_what_was_just_placed_has_taken_its_room() -> None:
     index = ClusterIndex(ClusterView(1, 0.0, views), rng=Random(0))
     placed: list[Route] = []
     for number in range(20):
-        one = msgspec.structs.replace(waiting(), job_id=f"j{number}")
+        one = msgspec.structs.replace(waiting(answer=400), job_id=f"j{number}")
         try:
             route = decide(one, index, ALL, 0.0, Random(0))
         except Delayed:
@@ -314,3 +314,13 @@ def test_what_was_just_placed_has_taken_its_room() -> None:
 
 def test_fixed_policies_hold_nothing() -> None:
     assert ask(waiting(), p(), full(), policies=FIXED)
+
+
+def test_a_held_job_begins_while_its_first_token_can_still_be_in_time() -> None:
+    """Its class wants the first token early; one that is smooth waits on, and so does one that is late anyhow."""
+    late, soon = msgspec.structs.replace(waiting(), waited_s=5.0), msgspec.structs.replace(waiting(), waited_s=1.7)
+    assert ask(soon, p(), full())
+    smooth = msgspec.structs.replace(FREE, first_token=FirstTokenOut.SMOOTH)
+    for job in (late, msgspec.structs.replace(soon, slo=smooth)):
+        with pytest.raises(Delayed, match="room"):
+            ask(job, p(), full())
