@@ -124,7 +124,7 @@ class ClusterCore:
         if (trace := request_trace.get()) is not None:
             tokens = len(spec.prompt_token_ids)
             job.trace = trace.open(spec.job_id, spec.arrived_s, tokens, spec.max_tokens, spec.slo.name)
-        running = self._jobs[spec.job_id] = _Running(job, seat, self._stream_of(spec))
+        running = self._jobs[spec.job_id] = _Running(job, seat, self._stream_of(job))
         job.emit = partial(self._emit, running)
         running.task = asyncio.get_running_loop().create_task(self._run(running), name=f"job {spec.job_id}")
         running.task.add_done_callback(lambda ended: self._ended(spec.job_id, ended))
@@ -293,13 +293,14 @@ class ClusterCore:
                 f"{ticket.prompt_logprobs} log probabilities, the limit is {most}: ask for fewer candidates or tokens"
             )
 
-    def _stream_of(self, spec: JobSpec) -> PlainStream | None:
+    def _stream_of(self, job: Job) -> PlainStream | None:
         """The stream that submits this request, if it is a plain one."""
         stream = submitted.get()
         if stream is not None:
             submitted.set(None)
-            most_s = spec.slo.tpot_s * self._settings.stream_interval_share
-            stream.bind(spec.job_id, self._requests, self._stopped, self.output_failed, most_s)
+            job.streamed = True
+            most_s = job.spec.slo.tpot_s * self._settings.stream_interval_share
+            stream.bind(job.spec.job_id, self._requests, self._stopped, self.output_failed, job.delivered, most_s)
         return stream
 
     def _emit(self, running: _Running, step: TokenStep) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 from gateway.gaps import Gaps
 from gateway.lengths import Asked, LengthClient
 from gateway.tracing import JobTrace
-from shared.domain.job import Generation, JobView, LengthPrediction, Loss, Phase, Slo
+from shared.domain.job import FirstTokenOut, Generation, JobView, LengthPrediction, Loss, Phase, Slo, itl_met
 from shared.domain.prefix import hashes_of
 from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Delayed, PolyphaseError
+from shared.policy.kv_ahead import remaining_tokens
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 from shared.wire.messages import JobReport, TokenStep
 
@@ -61,12 +62,16 @@ class Job:
     finish_reason: str = ""  # set once the client has all
     waited_s: float = 0.0  # without an instance, since the last token
     begun: bool = False  # it has been placed
+    _kept: list[TokenStep] = field(default_factory=list)  # that are handed on together with the next
+    expected_tokens: int = 0  # of its answer in all, as its scheduler reckons for the room that it keeps; 0: not known
     delays: int = 0  # how often it was told to ask again
     losses: list[Loss] = field(default_factory=list)  # attempts that failed, over its whole life
     tokens: list[int] = field(default_factory=list)  # what the client already has
     failed_instances: list[str] = field(default_factory=list)
     asked: Asked = field(default_factory=Asked)  # for the length of its answer
     gaps: Gaps = field(default_factory=Gaps)  # where the gaps between its tokens are counted
+    streamed: bool = False  # a plain stream reports when its tokens leave (`delivered`); else they leave as they come
+    delivered_s: float = 0.0  # when tokens last left for the client
     broken: str = ""  # code of what ended it in the gateway, while its engine was well
     siblings: Any = None  # what vLLM knows of the request, where it is one of several answers to it
     trace: JobTrace | None = None  # where it is traced
@@ -81,7 +86,8 @@ class Job:
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
-        self.timeline = RequestTimeline(self.spec.job_id, self.spec.arrived_s, len(self.spec.prompt_token_ids))
+        spec = self.spec
+        self.timeline = RequestTimeline(spec.job_id, spec.arrived_s, len(spec.prompt_token_ids), itl_s=spec.slo.itl_s)
         self.mark_s = self.spec.arrived_s
 
     def begin_attempt(self) -> None:
@@ -153,7 +159,20 @@ class Job:
         """What policies may know. `decode_only`: its prefill is done."""
         whole = decode_only or self.spec.local_only
         spec, prompt = self.spec, self.prompt_tokens
-        return JobView(spec.job_id, prompt, self.remaining, spec.slo, self.prediction, whole, begun=self.begun)
+        given, expected = len(self.tokens) if spec.carry else 0, self.expected_tokens
+        return JobView(
+            spec.job_id,
+            prompt,
+            self.remaining,
+            spec.slo,
+            self.prediction,
+            whole,
+            begun=self.begun,
+            answer_tokens=remaining_tokens(given, expected, spec.max_tokens) if expected else 0,
+            can_wait=True,
+            waited_s=max(0.0, time.time() - spec.arrived_s),
+            started=bool(self.tokens),
+        )
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -170,6 +189,15 @@ class Job:
         now = time.time()
         self.leg_first_step_s = self.leg_first_step_s or now
         tokens, timeline = step.tokens, self.timeline
+        if self.phase is Phase.PREFILL and not step.finish_reason and not timeline.first_token_s and self._smooth:
+            self.tokens += tokens
+            self._kept.append(step)
+            return
+        for kept in self._kept:  # the second token is here
+            self.emit(kept)
+        kept_some, self._kept = bool(self._kept), []
+        if kept_some and self.finished:  # by a stop string
+            return
         if tokens:
             if timeline.first_token_s:
                 self.gaps.add(now - timeline.last_token_s)
@@ -178,8 +206,30 @@ class Job:
             timeline.last_token_s = now
             self.tokens += tokens
             self.waited_s = 0.0
+            if not self.streamed:
+                self._count_gap(now, len(tokens))
         self.finish_reason = step.finish_reason  # first: what takes the step may find that a stop string ended it
         self.emit(step)
+
+    @property
+    def _smooth(self) -> bool:
+        return self.spec.slo.first_token is FirstTokenOut.SMOOTH
+
+    def delivered(self, tokens: int) -> None:
+        """The newest `tokens` of the answer leave for the client, in one event."""
+        self._count_gap(time.time(), tokens)
+
+    def _count_gap(self, now: float, tokens: int) -> None:
+        before_s, self.delivered_s = self.delivered_s, now
+        if not before_s:
+            return
+        timeline, gap_s = self.timeline, now - before_s
+        timeline.gaps += 1
+        if gap_s > timeline.itl_s:
+            timeline.gaps_over += 1
+        if gap_s > timeline.longest_gap_s:
+            timeline.longest_gap_s, timeline.longest_gap_at_s = gap_s, now
+            timeline.longest_gap_after = len(self.tokens) - tokens
 
     def stop(self) -> None:
         """The front end found a stop string: the client has its answer, whatever its engine produced after it."""
@@ -267,6 +317,8 @@ class Job:
     def placed(self, route: Route) -> None:
         """Take in a placement."""
         self.begun = True
+        if route.answer_tokens:
+            self.expected_tokens = route.answer_tokens + (len(self.tokens) if self.spec.carry else 0)
         self.split = route.split
         self.prefill_instance = route.prefill.instance_id if route.prefill else ""
         self.decode_instance = route.decode.instance_id if route.decode else ""
@@ -282,6 +334,7 @@ class Job:
         met = None
         if self.phase is Phase.COMPLETED:
             met = ttft is not None and ttft <= slo.ttft_s and (tpot is None or tpot <= slo.tpot_s)
+            met = met and itl_met(timeline.gaps, timeline.gaps_over)
         return JobReport(
             self.spec.job_id,
             self.gateway_id,
@@ -303,4 +356,7 @@ class Job:
             self.spec.caller,
             self.asked.begun,
             list(self.losses),
+            timeline.longest_gap_s if timeline.gaps else None,
+            timeline.gaps,
+            timeline.gaps_over,
         )

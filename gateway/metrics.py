@@ -7,12 +7,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from gateway.http_series import HttpSeries
 from gateway.job import Job
 from gateway.vllm_series import RequestSeries
-from shared.domain.job import Phase
+from shared.domain.job import Phase, itl_met
 from shared.errors import Busy, Overloaded
 from shared.runtime.bound import Bound
 from shared.timeline import Span
 from shared.wire.messages import JobReport
 
+_GAP_S = (0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0)
+_TARGETS = ("ttft", "tpot", "itl", "answer")
 _SPAN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
 # Of a completed request the reason is the engine's own: stop, length or repetition (vllm.v1.engine.FinishReason).
 _REFUSED = (Busy.code, Overloaded.code)
@@ -36,11 +38,20 @@ class GatewayMetrics:
         )
         missed = Counter(
             "polyphase_slo_missed",
-            "Requests that did not meet their targets, by what they missed: ttft, tpot (or both), or any answer.",
+            "Requests that did not meet their targets, by what they missed: ttft, tpot, itl, several, or any answer.",
             ["slo", "target"],
             registry=registry,
         )
         self._slo, self._missed = Bound(slo), Bound(missed)
+        self._longest = Bound(
+            Histogram(
+                "polyphase_longest_gap_seconds",
+                "The longest gap between two deliveries of tokens of each completed answer.",
+                ["slo"],
+                buckets=_GAP_S,
+                registry=registry,
+            )
+        )
         self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
         self.queued = Gauge("polyphase_gateway_queued_jobs", "Jobs that do not decode yet.", registry=registry)
         self.reports_dropped = Counter(
@@ -84,7 +95,8 @@ class GatewayMetrics:
         for name in names:
             for met in ("yes", "no"):
                 self._slo.of(name, met)
-            for target in ("ttft", "tpot", "answer"):
+            self._longest.of(name)
+            for target in _TARGETS:
                 self._missed.of(name, target)
 
     def ended(self, job: Job, report: JobReport) -> None:
@@ -100,6 +112,8 @@ class GatewayMetrics:
             self._slo.of(report.slo, "yes" if report.slo_met else "no").inc()
             for target in _missed(job, report):
                 self._missed.of(report.slo, target).inc()
+        if report.phase is Phase.COMPLETED and report.longest_gap_s is not None:
+            self._longest.of(report.slo).observe(report.longest_gap_s)
         for span in job.timeline.spans:
             self._spans[span.span].observe(span.ended_s - span.started_s)
         if job.attempt > 1:
@@ -113,4 +127,5 @@ def _missed(job: Job, report: JobReport) -> list[str]:
     slo = job.spec.slo
     late = {"ttft": report.ttft_s is None or report.ttft_s > slo.ttft_s}
     late["tpot"] = report.tpot_s is not None and report.tpot_s > slo.tpot_s
+    late["itl"] = not itl_met(report.gaps, report.gaps_over)
     return [target for target, missed in late.items() if missed]

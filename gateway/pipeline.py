@@ -165,22 +165,34 @@ class Pipeline:
             await self._decode_somewhere(job, prefilled.decode, prefilled.handle, staged)
 
     async def _place_in_turn(self, job: Job) -> Route:
-        """A route. A job of a class that yields waits for its turn to ask, and for room, until it has begun."""
+        """A route. A job that has not begun waits for room at a decode instance before anything of it is computed, and
+        one of a class that yields for heavier classes, too. Of those that wait only the first of each class asks.
+        """
         slo, caller = job.spec.slo, job.spec.caller
         if job.begun:
             return await self._place(job)
-        if slo.when_full is not WhenFull.DELAY:
-            route = await self._place(job)
-        else:
-            queue_s = self._settings.slo[slo.name].queue_s
+        yields = slo.when_full is WhenFull.DELAY
+        route = None if yields or self._lines.waiting(slo.name) else await self._place_at_once(job)
+        if route is None:
+            queue_s = self._settings.slo[slo.name].queue_s if yields else None
             try:
-                async with asyncio.timeout(queue_s), self._lines.turn(slo.name, caller):
+                async with asyncio.timeout(queue_s) as limit, self._lines.turn(slo.name, caller):
                     route = await self._place_when_told(job)
             except TimeoutError:
+                if not limit.expired():
+                    raise
                 said = f"no room beside heavier classes for {queue_s:g} s (SLO class {slo.name!r})"
                 raise Overloaded(said, cause="queue", retry_after_s=queue_s) from None
         self._lines.shares.charge(caller, job.prompt_tokens, 0)
         return route
+
+    async def _place_at_once(self, job: Job) -> Route | None:
+        """A route; None where the job is to wait."""
+        try:
+            return await self._place(job)
+        except Delayed as delay:
+            job.delayed(delay)
+            return None
 
     async def _place_when_told(self, job: Job) -> Route:
         while True:

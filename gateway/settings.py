@@ -6,26 +6,40 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.domain.job import Slo, WhenFull
+from shared.domain.job import FirstTokenOut, Slo, WhenFull, default_itl_s, tight_gaps
 from shared.domain.kv import Codec
 from shared.runtime.settings import Name, TracedSettings
 
 
 class SloClass(BaseModel):
-    """One class of requests: its targets in seconds, and what may be done to it while the cluster is full."""
+    """One class of requests: its targets in seconds, and what may be done to it while the cluster is full.
+
+    itl_s: for the 99th percentile of the gaps between the tokens of a stream; without it 0.25, or 1.25 times `tpot_s`
+    where that is more.
+    """
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
     ttft_s: float = Field(2.0, gt=0)
     tpot_s: float = Field(0.2, gt=0)
+    itl_s: float | None = Field(None, gt=0)
     weight: float = Field(1.0, gt=0)  # harm to it counts so much; heavier classes go first
     when_full: WhenFull = WhenFull.NEVER
     lossy_kv: Codec = Codec.RAW  # the coarsest codec its KV may be sent with where the link is slow
+    first_token: FirstTokenOut = FirstTokenOut.EARLY  # or "smooth": together with the second
     queue_s: float = Field(600.0, gt=0)  # of a class that yields: how long at most a job waits in the gateway
+
+    @model_validator(mode="after")
+    def _gaps_at_least_mean(self) -> Self:
+        if self.itl_s is not None and (wrong := tight_gaps(self.itl_s, self.tpot_s)):
+            raise ValueError(wrong)
+        return self
 
     def as_slo(self, name: str) -> Slo:
         """As policies see it."""
-        return Slo(name, self.ttft_s, self.tpot_s, self.weight, self.when_full, self.lossy_kv)
+        itl_s = default_itl_s(self.tpot_s) if self.itl_s is None else self.itl_s
+        targets = self.ttft_s, self.tpot_s
+        return Slo(name, *targets, self.weight, self.when_full, self.lossy_kv, itl_s, self.first_token)
 
 
 BUILT_IN = {"default": SloClass(), "batch": SloClass(ttft_s=600.0, tpot_s=1.0, weight=0.1, when_full=WhenFull.DELAY)}

@@ -24,19 +24,22 @@ def prefill_ended(job: Job, instance_id: str, reply: PrefillReply) -> None:
 
 
 def decode_ended(job: Job, instance_id: str, reply: DecodeReply) -> None:
-    """Take in the times of a decode that has just replied, and its transfer."""
+    """Take in the times of a decode that has just replied, and its transfer: the wait until there was room for its KV,
+    the transfer itself, and the wait from when the KV was there to the end of the first step are apart.
+    """
     replied_s = time.time()
     shift_s = clock_shift_s(reply.queued_s, reply.ended_s, job.mark_s, replied_s)
     transfer = reply.transfer
     job.spent(Span.HANDOVER, reply.queued_s + shift_s, instance_id)
+    first_step_s = job.leg_first_step_s or replied_s
     if transfer.started_s:
         transfer = msgspec.structs.replace(
             transfer, started_s=transfer.started_s + shift_s, ended_s=transfer.ended_s + shift_s
         )
-        # What was not fetched beforehand is waited for from now on.
-        job.record(Span.TRANSFER, min(transfer.started_s, job.mark_s), transfer.ended_s, instance_id)
+        if transfer.started_s > job.mark_s:  # else it was fetched beforehand
+            job.spent(Span.DECODE_QUEUE, min(transfer.started_s, first_step_s), instance_id)
+        job.record(Span.TRANSFER, transfer.started_s, transfer.ended_s, instance_id)
     job.timeline.transfers.append(transfer)
-    first_step_s = job.leg_first_step_s or replied_s
     job.spent(Span.DECODE_QUEUE, min(reply.started_s + shift_s, first_step_s), instance_id)
     if job.timeline.first_token_s == first_step_s:
         job.spent(Span.REPLY, first_step_s, instance_id)

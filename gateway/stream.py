@@ -17,6 +17,7 @@ from gateway.connection import BodyWriter
 KEPT_PIECES = 256
 Stopped = Callable[[str], None]  # ends the job of a request whose answer has hit a stop string
 Failed = Callable[[str, Exception], None]  # ends a request whose output raised that error
+Delivered = Callable[[int], None]  # counts the gap that ends as so many tokens leave in one event
 
 
 class PlainStream:
@@ -39,6 +40,7 @@ class PlainStream:
         self._outputs: Any  # its OutputProcessor
         self._stopped: Stopped
         self._failed: Failed
+        self._delivered: Delivered
         self._tokens: list[int] = []
         self._finish: FinishReason | None = None
         self._stop_reason: int | str | None = None
@@ -50,9 +52,12 @@ class PlainStream:
         self.served_s = 0.0  # when it last was, by the event loop's clock
         self.most_s = 0.0  # that tokens may wait for others
 
-    def bind(self, request_id: str, outputs: Any, stopped: Stopped, failed: Failed, most_s: float) -> None:
+    def bind(
+        self, request_id: str, outputs: Any, stopped: Stopped, failed: Failed, delivered: Delivered, most_s: float
+    ) -> None:
         """Take the place of vLLM's output processor for this request. It is registered there."""
         self.most_s = most_s
+        self._delivered = delivered
         self._state = outputs.request_states[request_id]
         self._detokenizer = self._state.detokenizer
         # All text may go at once, and vLLM's fast detokeniser counts the answer's tokens alone.
@@ -66,6 +71,12 @@ class PlainStream:
         self._tokens += tokens
         self._finish, self._stop_reason = finish, stop_reason
         self._ends_with_stop_token = bool(tokens) and finish is FinishReason.STOP
+
+    def leaves(self) -> None:
+        """What it has taken is sent in this turn of the event loop, or the next."""
+        self.queued, self.held = True, False
+        if self._tokens:
+            self._delivered(len(self._tokens))
 
     def advance(self) -> None:
         """Turn the tokens taken into text, look for stop strings, and send what is new."""

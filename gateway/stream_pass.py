@@ -37,7 +37,7 @@ class StreamPass:
             self._queue(stream)
 
     def _queue(self, stream: PlainStream) -> None:
-        stream.queued, stream.held = True, False
+        stream.leaves()
         self._waiting.append(stream)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._run)

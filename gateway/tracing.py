@@ -113,6 +113,8 @@ class JobTrace:
             self._span.event("first_token", timeline.first_token_s)
         if (tpot_s := timeline.tpot_s) is not None:
             figures["polyphase.tpot_s"] = tpot_s
+        if timeline.gaps:
+            figures["polyphase.longest_gap_s"] = timeline.longest_gap_s
         self._request.error = error or self._request.error
         self._span.end(ended_s, figures, error=error)
 

@@ -20,8 +20,9 @@ class Span(StrEnum):
     QUEUE = "queue"
     PREFILL = "prefill"
     REPLY = "reply"  # from an instance to the gateway
-    TRANSFER = "transfer"
-    DECODE_QUEUE = "decode_queue"  # until its first step there has ended, prefill included where there was none before
+    TRANSFER = "transfer"  # until its KV had come to the decode instance
+    DECODE_QUEUE = "decode_queue"  # until there was room for its KV, and from when that was there until its first step
+    # there has ended, prefill included where there was none before
     DECODE = "decode"
     LOST = "lost"  # on an instance that did not bring it to an end
 
@@ -46,7 +47,12 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class RequestTimeline(msgspec.Struct):
-    """All of it. Times are unix seconds."""
+    """All of it. Times are unix seconds.
+
+    gaps: between the deliveries of its tokens to the client, of which gaps_over exceeded the target itl_s. The longest
+    of them took longest_gap_s, ended at longest_gap_at_s, and the client had longest_gap_after tokens during it. A gap
+    ends when the tokens after it are handed to the client's connection; tokens that share an event share a gap.
+    """
 
     job_id: str
     arrived_s: float
@@ -59,6 +65,12 @@ class RequestTimeline(msgspec.Struct):
     spans: list[SpanRecord] = []
     decisions: list[Decision] = []
     transfers: list[TransferReport] = []
+    itl_s: float = 0.0
+    gaps: int = 0
+    gaps_over: int = 0
+    longest_gap_s: float = 0.0
+    longest_gap_at_s: float = 0.0
+    longest_gap_after: int = 0
 
     @property
     def ttft_s(self) -> float | None:

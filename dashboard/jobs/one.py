@@ -61,6 +61,7 @@ def summary(timeline: RequestTimeline) -> str:
             ("output", f"{timeline.output_tokens} tokens"),
             ("TTFT", units.duration(timeline.ttft_s)),
             ("TPOT", units.duration(timeline.tpot_s)),
+            ("longest gap", units.duration(timeline.longest_gap_s if timeline.gaps else None)),
             ("JCT", units.duration(timeline.jct_s)),
         ]
     )

@@ -17,7 +17,13 @@ from shared.domain.job import Phase
 
 ANY = "any"
 TABLE = "requests"
-ORDERS = {"slowest_ttft": "slowest TTFT", "slowest_tpot": "slowest TPOT", "longest": "longest", "newest": "newest"}
+ORDERS = {
+    "slowest_ttft": "slowest TTFT",
+    "slowest_tpot": "slowest TPOT",
+    "longest_gap": "longest gap",
+    "longest": "longest",
+    "newest": "newest",
+}
 MISSED = {ANY: "", "missed": "true", "met": "false"}
 WITHIN = {"15 min": 900.0, "1 h": 3600.0, "24 h": 86_400.0, "ever": 0.0}
 _ROUND_S = 60.0  # so that a read a period serves all
@@ -133,6 +139,7 @@ def table(rows: Sequence[FoundRow], now_s: float) -> pd.DataFrame:
                 "SLO": row.slo + {True: " ✓ met", False: " ✕ missed", None: ""}[row.slo_met],
                 "TTFT ms": None if row.ttft_s is None else row.ttft_s * 1000,
                 "TPOT ms": None if row.tpot_s is None else row.tpot_s * 1000,
+                "longest gap ms": None if row.longest_gap_s is None else row.longest_gap_s * 1000,
                 "phase": row.phase.value,
                 "outcome": row.outcome,
                 "prefill": row.prefill_instance or units.NONE,
@@ -150,4 +157,5 @@ _COLUMNS = {
     "request": st.column_config.TextColumn(width="medium"),
     "TTFT ms": st.column_config.NumberColumn(format="%.1f"),
     "TPOT ms": st.column_config.NumberColumn(format="%.1f"),
+    "longest gap ms": st.column_config.NumberColumn(format="%.1f"),
 }

@@ -37,12 +37,27 @@ PANELS = (
             ("output_tokens_per_s", "output", look.DECODE, "solid"),
         ],
     ),
-    Panel("SLO attainment", [("attainment", "both met", look.GOOD, "solid")], target="attainment", share=True),
+    Panel("SLO attainment", [("attainment", "all met", look.GOOD, "solid")], target="attainment", share=True),
+    Panel(
+        "Each target met",
+        [
+            ("ttft_attainment", "TTFT", look.PREFILL, "solid"),
+            ("tpot_attainment", "TPOT", look.DECODE, "solid"),
+            ("itl_attainment", "ITL", look.TRANSFER, "solid"),
+        ],
+        target="attainment",
+        share=True,
+    ),
     Panel(
         "TTFT (s)", [("ttft_p50_s", "p50", look.PREFILL, "dot"), ("ttft_p99_s", "p99", look.PREFILL, "solid")], "ttft_s"
     ),
     Panel(
         "TPOT (s)", [("tpot_p50_s", "p50", look.DECODE, "dot"), ("tpot_p99_s", "p99", look.DECODE, "solid")], "tpot_s"
+    ),
+    Panel(
+        "Longest gap (s)",
+        [("gap_p50_s", "p50", look.DECODE, "dot"), ("gap_p90_s", "p90", look.DECODE, "solid")],
+        "itl_s",
     ),
     Panel(
         "Not served, a second",
@@ -106,7 +121,11 @@ def figure(found: History, zone: str, goal: float) -> go.Figure:
     """The panels, three in a row."""
     rows = -(-len(PANELS) // COLUMNS)
     height = rows * figures.PANEL_PX + (rows - 1) * figures.GAP_PX
-    drawn = make_subplots(rows=rows, cols=COLUMNS, vertical_spacing=figures.GAP_PX / height, horizontal_spacing=0.045)
+    cells: list[dict[str, object] | None] = [{} for _ in PANELS] + [None] * (rows * COLUMNS - len(PANELS))
+    specs = [cells[at : at + COLUMNS] for at in range(0, len(cells), COLUMNS)]
+    drawn = make_subplots(
+        rows=rows, cols=COLUMNS, specs=specs, vertical_spacing=figures.GAP_PX / height, horizontal_spacing=0.045
+    )
     x = figures.local(found.time_s, zone)
     targets = {**found.targets, "attainment": goal}
     titles = []

@@ -8,6 +8,8 @@ from dashboard.reads import Read
 from dashboard.records import ClusterSummary
 from shared.policy.slo import SloReport
 
+_PERCENTILES = ("p50", "p90", "p99")
+
 
 def slo(cluster: Read[ClusterSummary], slo_goal: float) -> None:
     """Attainment of each class over each window, with percentiles."""
@@ -18,9 +20,9 @@ def slo(cluster: Read[ClusterSummary], slo_goal: float) -> None:
     if not any(report.requests for report in cluster.value.slo):
         st.html(look.empty("No request has ended within the windows."))
         return
-    both = f"Both met (goal {units.share(slo_goal)})"
-    heads = ["Class", "Window", "Requests", "Targets", both, "TTFT met", "TPOT met"]
-    heads += ["TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99"]
+    every = f"All met (goal {units.share(slo_goal)})"
+    heads = ["Class", "Window", "Requests", "Targets TTFT / TPOT / ITL", every, "TTFT met", "TPOT met", "ITL met"]
+    heads += ["TTFT p50 / p90 / p99", "TPOT p50 / p90 / p99", "Longest gap p50 / p90 / p99 / worst"]
     rows = [_slo_row(report, slo_goal) for report in cluster.value.slo]
     st.html(look.page(look.table(heads, rows), stale=cluster.stale))
 
@@ -33,12 +35,18 @@ def _attained(value: float | None, goal: float) -> tuple[str, str]:
 
 
 def _slo_row(report: SloReport, goal: float) -> list[str]:
-    shares = (report.attainment, report.ttft_attainment, report.tpot_attainment)
+    shares = (report.attainment, report.ttft_attainment, report.tpot_attainment, report.itl_attainment)
     met = [look.bar("", value, *_attained(value, goal)) for value in shares]
     percentiles = [
-        " / ".join(look.text(units.duration(figures.get(p))) for p in ("p50", "p90", "p99"))
-        for figures in (report.ttft_s, report.tpot_s)
+        " / ".join(look.text(units.duration(figures.get(p))) for p in which)
+        for figures, which in (
+            (report.ttft_s, _PERCENTILES),
+            (report.tpot_s, _PERCENTILES),
+            (report.longest_gap_s, (*_PERCENTILES, "max")),
+        )
     ]
-    targets = f"{units.duration(report.ttft_target_s)} / {units.duration(report.tpot_target_s)}"
+    targets = " / ".join(
+        units.duration(target) for target in (report.ttft_target_s, report.tpot_target_s, report.itl_target_s)
+    )
     about = (units.duration(report.window_s), units.count(report.requests), targets)
     return [look.strong(report.slo), *(look.text(value) for value in about), *met, *percentiles]

@@ -22,6 +22,7 @@ _MISSED = {"missed": "true", "order": "slowest_ttft"}
 REQUESTS: dict[str, dict[str, str]] = {
     "ttft_missed": _MISSED,
     "tpot_missed": {"missed": "true", "order": "slowest_tpot"},
+    "itl_missed": {"missed": "true", "order": "longest_gap"},
     "errors": {"phase": "failed", "order": "newest"},
     "queue_long": _MISSED,
     "transfers_slow": _MISSED,
@@ -109,9 +110,15 @@ def _count(role: Role, count: Count) -> str:
 
 def _targets(cluster: Read[ClusterSummary], found: Verdict) -> str:
     goal = units.share(found.thresholds.attainment)
-    targets = {(one.ttft_target_s, one.tpot_target_s) for one in (cluster.value.slo if cluster.value else [])}
-    known = sorted((ttft, tpot) for ttft, tpot in targets if ttft is not None and tpot is not None)
+    targets = {
+        (one.ttft_target_s, one.tpot_target_s, one.itl_target_s or 0.0)
+        for one in (cluster.value.slo if cluster.value else [])
+    }
+    known = sorted((ttft, tpot, itl) for ttft, tpot, itl in targets if ttft is not None and tpot is not None)
     if not known:
         return look.tile("Targets", goal, "of requests; none has named any yet")
-    said = "; ".join(f"TTFT {units.duration(ttft)}, TPOT {units.duration(tpot)}" for ttft, tpot in known[:2])
+    said = "; ".join(
+        f"TTFT {units.duration(ttft)}, TPOT {units.duration(tpot)}" + (f", ITL {units.duration(itl)}" if itl else "")
+        for ttft, tpot, itl in known[:2]
+    )
     return look.tile("Targets", goal, f"of requests: {said}{' …' if len(known) > 2 else ''}")

@@ -158,6 +158,7 @@ def _requests(rng: Random, now: float) -> Any:
             "outcome": "peer_lost" if rng.random() < 0.0005 else "stop",
             "ttft_s": ttft_s,
             "tpot_s": rng.lognormvariate(-3.0, 0.3),
+            "longest_gap_s": rng.lognormvariate(-2.0, 0.8),
             "slo_met": ttft_s < 0.8,
             "timeline": TIMELINE,
         }
@@ -173,9 +174,10 @@ def _served(rng: Random, now: float) -> Any:
                         name: rng.random() for name in ("queue", "prefill", "transfer", "decode_queue", "decode")
                     }
                     ttft_s, tpot_s = rng.lognormvariate(-1.0, 0.8), rng.lognormvariate(-3.0, 0.3)
-                    one.add(
-                        Ended(slo, How.COMPLETED, start_s, "stop", 1, ttft_s, tpot_s, 1.0, 0.1, 900, 200, "", seconds)
-                    )
+                    times = (ttft_s, tpot_s, 1.0, 0.1)
+                    ended = Ended(slo, How.COMPLETED, start_s, "stop", 1, *times, 900, 200, "", seconds)
+                    longest_s = rng.lognormvariate(-2.0, 0.8)
+                    one.add(msgspec.structs.replace(ended, itl_target_s=0.25, longest_gap_s=longest_s, gaps=199))
                 counts = {
                     name: getattr(one, name) for name in set(served.columns.keys()) & set(Served.__struct_fields__)
                 }

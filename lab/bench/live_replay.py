@@ -110,6 +110,6 @@ async def send(target: Target, traffic: Traffic, workload: Workload, variant: Va
 def replay_simulated(scenario: Scenario, found: Calibrated, workload: Workload, variant: Variant) -> Means:
     """The same in virtual time, at the calibrated speeds and latencies."""
     specs, neighbours = specs_of(found.instances, found.calibration, Library.built_in())
-    run = RunSpec(label=variant.label, policies=variant.policies(), streaming=scenario.streaming)
+    run = RunSpec(label=variant.label, policies=variant.policies(), step_budget=True, streaming=scenario.streaming)
     result = simulate_on_hosts(workload, specs, neighbours, with_control(run, found.calibration.control))
     return Means.of_summary(summary(result, run.slo))

@@ -191,7 +191,8 @@ class Meter:
         seen = Seen.of(samples)
         line = (
             f"{load.label:14} {system.label:25} {seen.requests_per_s:5.2f} req/s, TTFT p99 {seen.ttft_p99_s:6.2f} s, "
-            f"TBT p99 {1e3 * seen.tbt_p99_s:5.0f} ms, JCT {seen.jct_mean_s:6.2f} s"
+            f"TBT p99 {1e3 * seen.tbt_p99_s:5.0f} ms, longest gap p90 {seen.longest_gap_p90_s:5.2f} s, "
+            f"JCT {seen.jct_mean_s:6.2f} s"
         )
         self._console.print(line, soft_wrap=True)
         sent = await self._sent(samples) if system.by_speed else ()

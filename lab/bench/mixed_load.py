@@ -50,12 +50,15 @@ class Seen:
     tbt_p99_s: float
     tpot_mean_s: float
     jct_mean_s: float
+    longest_gap_p90_s: float  # of the requests' longest gaps
+    longest_gap_max_s: float
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "Seen":
         """As clients saw it."""
         ttft = [sample.ttft_s for sample in samples]
         gaps = [gap for sample in samples for gap in sample.gaps_s]
+        longest = [gap_s for sample in samples if (gap_s := sample.longest_gap_s) is not None]
         tpot = [value for sample in samples if (value := sample.tpot_s) is not None]
         took_s = max(s.sent_s + s.jct_s for s in samples) - min(s.sent_s for s in samples)
         return cls(
@@ -65,6 +68,8 @@ class Seen:
             *_percentiles(gaps),
             float(np.mean(tpot)),
             float(np.mean([sample.jct_s for sample in samples])),
+            float(np.percentile(longest, 90)) if longest else 0.0,
+            max(longest, default=0.0),
         )
 
 

@@ -21,7 +21,7 @@ from shared.sim.cluster import simulate
 from shared.sim.mix import of_class, together
 from shared.sim.outcomes import SimResult, Status
 from shared.sim.policy_words import with_words
-from shared.sim.workload import Workload
+from shared.sim.workload import Times, Workload
 
 SCENARIOS = (Scenario("equal", "conversation"), Scenario("fast_slow", "conversation"), Scenario("equal", "code"))
 CONTROLLED = {
@@ -56,6 +56,7 @@ class Seen:
     kept: float
     refused: float  # share
     tokens_per_s: float
+    longest_gap_p90_s: float = float("nan")  # of the requests' longest gaps
 
 
 def run_overload_bench(scenarios: Sequence[Scenario] = SCENARIOS) -> dict[str, Any]:
@@ -105,6 +106,7 @@ def mixed(label: str, interactive: Seen, batch: Seen, alone: float) -> dict[str,
     return {
         f"{label}_interactive_attainment": interactive.attainment,
         f"{label}_interactive_refused": interactive.refused,
+        f"{label}_interactive_longest_gap_p90_s": interactive.longest_gap_p90_s,
         f"{label}_interactive_tokens_per_s": interactive.tokens_per_s,
         f"{label}_batch_tokens_per_s": batch.tokens_per_s,
         f"{label}_batch_share_of_left": batch.tokens_per_s / left,
@@ -135,7 +137,7 @@ def _seen(result: SimResult, workload: Workload, at: int, slo: Slo) -> Seen:
     assert mix is not None
     mine = mix.class_of == at
     counted = mine & (rows.arrival_s >= FROM_S) & (rows.arrival_s < LASTS_S)
-    met = rows.completed & (rows.ttft_s <= slo.ttft_s) & ((rows.tpot_s <= slo.tpot_s) | (rows.output_tokens < 2))
+    met = rows.met(slo)
     done = mine & rows.completed
     tokens = tokens_per_s(
         rows.prompt_tokens[done],
@@ -151,7 +153,14 @@ def _seen(result: SimResult, workload: Workload, at: int, slo: Slo) -> Seen:
         float(met[let_in].mean()) if let_in.any() else float("nan"),
         float(np.mean(rows.status[counted] == int(Status.REFUSED))),
         tokens,
+        percentile(rows.longest_gap_s[counted], 90),
     )
+
+
+def percentile(values: Times, share: float) -> float:
+    """Of those that are known; NaN without any."""
+    known = values[np.isfinite(values)]
+    return float(np.percentile(known, share)) if len(known) else float("nan")
 
 
 def _add(result: dict[str, Any], more: Mapping[str, Any]) -> None:

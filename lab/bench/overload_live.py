@@ -11,6 +11,7 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from lab.bench.live_clusters import SERVICES
@@ -20,6 +21,7 @@ from lab.calibrate.target import Target
 from lab.demo.run import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.up import RunningSuite, running_suite
+from shared.domain.job import default_itl_s
 
 _GIB = 1 << 30
 TTFT_S, TPOT_S = 3.0, 0.15
@@ -68,6 +70,7 @@ class _Shot:
             seen is not None
             and seen.ttft_s <= TTFT_S
             and seen.last_s - seen.ttft_s <= TPOT_S * (self.output_tokens - 1)
+            and seen.gaps_met(default_itl_s(TPOT_S))
         )
 
 
@@ -145,9 +148,11 @@ async def _send(target: Target, shot: _Shot, began: float, loop: asyncio.Abstrac
 
 def _figures(label: str, shots: Sequence[_Shot], names: tuple[str, str], alone: float) -> dict[str, float]:
     interactive = [shot for shot in shots if shot.slo == names[0] and shot.at_s >= FROM_S]
+    longest = [max(shot.seen.gaps_s) for shot in interactive if shot.seen is not None and shot.seen.gaps_s]
     used, batch = (_tokens_per_s(shots, name) for name in names)
     return {
         f"{label}_interactive_attainment": round(fmean(shot.met for shot in interactive), 4),
+        f"{label}_interactive_longest_gap_p90_s": round(float(np.percentile(longest, 90)), 4) if longest else 0.0,
         f"{label}_interactive_refused": round(fmean(shot.refused for shot in interactive), 4),
         f"{label}_batch_share_of_left": round(batch / max(1e-9, alone - used), 4),
         f"{label}_throughput_of_alone": round((batch + used) / alone, 4),

@@ -25,7 +25,8 @@ from shared.sim.workload import Workload
 
 FILE = Path(__file__).with_name("inventories") / "thunderserve.yaml"
 MODEL, CONTEXT_TOKENS = "LLaMA-30B", 2048
-SLO = Slo(ttft_s=3.0, tpot_s=0.15)
+NO_ITL_S = 3600.0  # the papers name no target for the gaps between tokens
+SLO = Slo(ttft_s=3.0, tpot_s=0.15, itl_s=NO_ITL_S)
 TRACES = {"coding": CODING, "conversation": CONVERSATION}
 INSIDE = Link(16e9, 1e-4, 0.8)
 

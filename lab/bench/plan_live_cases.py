@@ -11,7 +11,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import msgspec
 import yaml
 
 from lab.bench.live_clusters import SERVICES, model_with_context
@@ -71,7 +70,7 @@ def problem_for(kind: str, data: Path | None, inventory: Inventory | None = None
 
 def search_for(problem: Problem, seconds: float = inf) -> Search:
     """Judged as engines are that send KV when the prompt is computed: emulated ones do."""
-    return Search(problem, perf_counter, RunSpec(streaming=False), perf_counter() + seconds)
+    return Search(problem, perf_counter, RunSpec(streaming=False, step_budget=True), perf_counter() + seconds)
 
 
 def planned(kind: str, problem: Problem, seconds: float = 60.0) -> Planned:
@@ -92,7 +91,7 @@ def slower(workload: Workload, factor: float) -> Workload:
 
 def slower_slo(slo: Slo, factor: float) -> Slo:
     """Targets so many times as long."""
-    return msgspec.structs.replace(slo, ttft_s=factor * slo.ttft_s, tpot_s=factor * slo.tpot_s)
+    return slo.slower(factor)
 
 
 def file_of(one: Planned, factor: float, folder: Path, more: Mapping[str, Any] | None = None) -> Path:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from time import perf_counter
 
+from lab.bench.plan_cases import NO_ITL_S
 from lab.bench.plan_thunderserve import Part, aim
 from lab.papers.lengths import sharegpt
 from lab.papers.testbed import ACCELERATORS
@@ -35,7 +36,7 @@ _SCENARIOS = (
     (1024, 1024, 2.0),
     (2048, 256, 4.0),
 )  # prompt, output, requests a second
-_ZTE_SLO = Slo(ttft_s=2.0, tpot_s=0.1)
+_ZTE_SLO = Slo(ttft_s=2.0, tpot_s=0.1, itl_s=NO_ITL_S)
 
 
 def case_huawei(data: Path) -> Part:

@@ -127,8 +127,7 @@ def simulated_file(file: Path, workload: Workload, slo: Slo, factor: float) -> T
     deployment, slow = load_deployment(file), slower_slo(slo, factor)
     result = simulate(workload, deployment.instances, deployment.run)
     figures, out = summary(result, slow), result.outcomes
-    met = out.completed & (out.ttft_s <= slow.ttft_s) & (np.nan_to_num(out.tpot_s) <= slow.tpot_s)
-    share = float(met[later(out.arrival_s)].mean())
+    share = float(out.met(slow)[later(out.arrival_s)].mean())
     return Told(figures["ttft_mean_s"] / factor, figures["tpot_mean_s"] / factor, share)
 
 

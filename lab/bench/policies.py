@@ -1,14 +1,16 @@
 """`polyphase bench policies`: goodput of `adaptive` beside every combination of fixed policies, in twelve scenarios.
 
 Simulated, with what is known live: loads as old as broadcasts, rates learned from noisy steps, lengths foreseen three
-times in four. The best combination of each scenario, and the best over all of them, are found exactly, on the same
-ladder of rates and with the same requests as `adaptive`; what is left out was run, and missed the target where these
-meet it (see `policies_search`). Where `adaptive` is not clearly ahead, medians over three seeds count.
+times in four. A request counts as served if its TTFT, its TPOT and the gaps between its tokens are within the targets.
+The best combination of each scenario, and the best over all of them, are found exactly, on the same ladder of rates and
+with the same requests as `adaptive`; what is left out was run, and missed the target where these meet it (see
+`policies_search`). Where `adaptive` is not clearly ahead, medians over three seeds count. A table shows them side by
+side at the lower of both goodputs: TTFT, completion time, gaps, longest gaps.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,9 +19,12 @@ from typing import Any
 
 from rich.console import Console
 
+from lab.bench.pauses import TABLE as PAUSES
+from lab.bench.pauses import pauses_side_by_side
 from lab.bench.policies_runs import Runs
 from lab.bench.policies_search import Bracket, Ladder, best_mean, goodput, race
-from lab.bench.scenarios import Scenario, all_scenarios
+from lab.bench.scenarios import SLO, Scenario, all_scenarios
+from lab.bench.side_by_side import Row, of_result
 from shared.errors import InvalidRequest
 
 ADAPTIVE = "adaptive"
@@ -31,12 +36,15 @@ COARSE = 1.08  # to learn how many requests it takes
 LASTS_S, SHORT_S = 30.0, 10.0  # requests for so long at the rate of `adaptive`, and where to look for that rate
 FEWEST = 600
 AIM_SCENARIO, AIM_MEAN = 0.97, 1.15
+TABLE = "side by side, at the lower of both goodputs"
 CLOSE, MORE_SEEDS = 0.05, 2  # so near the aim, or below it, a ratio is the median of so many more seeds
 
 
 @dataclass(frozen=True, slots=True)
 class PoliciesOptions:
-    """Names of scenarios (all without any), a file to keep runs in and to go on from, and processes that simulate."""
+    """Names of scenarios, all without any (`pauses` alone: those of pauses); a file to keep runs in and to go on from;
+    processes that simulate.
+    """
 
     scenarios: tuple[str, ...] = ()
     results: Path | None = None
@@ -70,10 +78,14 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """The best fixed combination over all scenarios, and the mean of its goodput over that of `adaptive`."""
+    """The best fixed combination over all scenarios, and the mean of its goodput over that of `adaptive`.
+
+    goodput: by scenario, at least.
+    """
 
     policy: str
     mean: float
+    goodput: dict[str, float] = field(default_factory=dict)
 
 
 def fixed_policies() -> tuple[str, ...]:
@@ -85,6 +97,8 @@ def fixed_policies() -> tuple[str, ...]:
 def run_policies_bench(options: PoliciesOptions | None = None, console: Console | None = None) -> dict[str, Any]:
     """All scenarios, or those of that name. Returns figures, aims and notes as every bench does."""
     options, console = options or PoliciesOptions(), console or Console(stderr=True)
+    if options.scenarios == (PAUSES,):
+        return with_pauses({"figures": {}, "aims": {}, "notes": []})
     scenarios = named(options.scenarios)
     with (
         ProcessPoolExecutor(options.processes, get_context("spawn")) as pool,
@@ -94,7 +108,20 @@ def run_policies_bench(options: PoliciesOptions | None = None, console: Console 
         found = list(drivers.map(lambda one: seeded(one, runs, console), scenarios))
         single = best_single([seeds[0] for seeds in found], runs, drivers)
         console.print(f"{single.policy} is the best of all: {runs.made} runs", highlight=False)
-    return report(found, single)
+        rows = side_by_side([seeds[0] for seeds in found], single, pool)
+    result = {**report(found, single), "tables": {TABLE: rows}}
+    return result if options.scenarios else with_pauses(result)
+
+
+def with_pauses(result: dict[str, Any]) -> dict[str, Any]:
+    """The result, and the scenarios of pauses beside it."""
+    rows, aims, figures = pauses_side_by_side()
+    return {
+        **result,
+        "figures": {**result["figures"], **figures},
+        "aims": {**result["aims"], **aims},
+        "tables": {**result.get("tables", {}), PAUSES: rows},
+    }
 
 
 def named(names: Sequence[str]) -> list[Scenario]:
@@ -147,7 +174,30 @@ def best_single(found: Sequence[Found], runs: Runs, drivers: Executor) -> Single
     cost = {name: float(one.requests) for name, one in by_name.items()}
     brackets = {policy: {name: one.brackets[policy] for name, one in by_name.items()} for policy in fixed_policies()}
     best, of = best_mean(brackets, worth, cost, narrowed)
-    return Single(best, fmean(worth[name] * bracket.least for name, bracket in of.items()))
+    goodput = {name: bracket.least for name, bracket in of.items()}
+    return Single(best, fmean(worth[name] * served for name, served in goodput.items()), goodput)
+
+
+def side_by_side(found: Sequence[Found], single: Single, pool: Executor) -> list[Row]:
+    """In each scenario `adaptive`, the best fixed combination and the one that is best over all, at one rate."""
+    waiting = []
+    for one in found:
+        rate = min(one.adaptive, one.best_fixed) or one.adaptive
+        goodput = {ADAPTIVE: one.adaptive, one.best: one.best_fixed}
+        goodput.setdefault(single.policy, single.goodput.get(one.scenario.name, 0.0))
+        for policy, most in goodput.items():
+            waiting.append(pool.submit(_looked_at, one, policy, most, rate))
+    return [each.result() for each in waiting]
+
+
+def _looked_at(one: Found, policy: str, most: float, rate: float) -> Row:
+    head = {
+        "scenario": one.scenario.name,
+        "policy": policy,
+        "goodput_per_s": round(most, 3),
+        "rate_per_s": round(rate, 3),
+    }
+    return of_result(head, one.scenario.result(policy, rate, one.requests), SLO)
 
 
 def report(found: Sequence[Sequence[Found]], single: Single) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
 import numpy as np
 import yaml
 from rich.console import Console
@@ -25,6 +24,7 @@ from lab.bench.live_replay import Means, Replay, send
 from lab.bench.policies import named
 from lab.bench.policies_search import goodput
 from lab.bench.scenarios import SLO, TARGET, Scenario, instances, learned
+from lab.bench.side_by_side import Row, of_result, of_samples
 from lab.calibrate.target import Target
 from lab.calibrate.traffic import Sample, Traffic
 from lab.demo.run import on_free_ports
@@ -34,11 +34,13 @@ from services.launcher.up import RunningSuite, running_suite
 from shared.domain.job import Slo
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment, summary
+from shared.sim.outcomes import SimResult
 from shared.sim.workload import Workload
 
 SCENARIOS = (Scenario("equal", "conversation"), Scenario("fast_slow", "code"), Scenario("prefill_heavy", "mixed"))
 ADAPTIVE = Variant("adaptive", dict.fromkeys(PLAIN, "adaptive"))
 FIXED = Variant("fixed", {**PLAIN, "split": "cronus"})
+TABLE = "side by side, live and simulated; milliseconds as slow as the rest"
 SHARE = 0.7  # of goodput
 LASTS_S = 15.0  # of arrivals, in the time of the accelerators
 TOKENS_PER_S = 1_800.0
@@ -72,15 +74,16 @@ class Slowed:
 def run_policies_live(names: Sequence[str] = ()) -> dict[str, Any]:
     """Figures, aims and notes, as every bench gives them; of SCENARIOS without any names."""
     scenarios = named(names) if names else SCENARIOS
-    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": []}
+    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": [], "tables": {TABLE: []}}
     with tempfile.TemporaryDirectory(prefix="polyphase-policies-") as name:
         folder = Path(name)
         model_with_context(folder / "model", CONTEXT)
         for scenario in scenarios:
             one = slowed(scenario, folder)
-            pairs, shares = asyncio.run(_measured(one, folder / "state" / scenario.name))
+            pairs, shares, rows = asyncio.run(_measured(one, folder / "state" / scenario.name))
             found = judged(one, [Round((), pairs)])
             rate = {f"{one.name}_rate_per_s": one.workload.rate, f"{one.name}_times_as_slow": one.factor}
+            result["tables"][TABLE] += rows
             result["figures"] |= rate | shares | found["figures"]
             result["aims"] |= found["aims"]
             result["notes"].append(f"{one.name}: {len(one.workload)} requests a run; milliseconds as slow as the rest")
@@ -99,7 +102,7 @@ def slowed(scenario: Scenario, folder: Path) -> Slowed:
 
 def slowed_slo(factor: float) -> Slo:
     """The scenarios' targets, `factor` times as long."""
-    return msgspec.structs.replace(SLO, ttft_s=factor * SLO.ttft_s, tpot_s=factor * SLO.tpot_s)
+    return SLO.slower(factor)
 
 
 def cluster_into(folder: Path, scenario: Scenario, factor: float) -> Path:
@@ -122,7 +125,7 @@ def cluster_into(folder: Path, scenario: Scenario, factor: float) -> Path:
         "name": f"bench policies ({scenario.cluster})",
         "model": str(folder / "model"),
         "max_model_len": CONTEXT,
-        "gateway": {"slo": {"default": {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}}},
+        "gateway": {"slo": {"default": slo.targets}},
         "instance_defaults": {"engine": "emulated", "emulated_model": "Llama-3-8B", "emulated_slowdown": factor},
         "instances": entries,
     }
@@ -135,46 +138,61 @@ def _attained(scenario: Scenario, rate: float, folder: Path) -> bool:
     deployment = load_deployment(cluster_into(folder, scenario, 1.0))
     run = replace(deployment.run, policies=ADAPTIVE.policies())
     workload = scenario.workload(rate, max(FEWEST, round(LASTS_S * rate)))
-    return attainment(simulate(workload, deployment.instances, run).outcomes, SLO).both >= TARGET
+    return attainment(simulate(workload, deployment.instances, run).outcomes, SLO).every >= TARGET
 
 
-async def _measured(one: Slowed, folder: Path) -> tuple[dict[str, tuple[Replay, Means]], dict[str, float]]:
-    """By variant what was live and what was simulated; and the shares of requests within their targets."""
+Measured = tuple[dict[str, tuple[Replay, Means]], dict[str, float], list[Row]]
+
+
+async def _measured(one: Slowed, folder: Path) -> Measured:
+    """By variant what was live and what was simulated; the shares of requests within their targets; rows of a table."""
     console = Console(stderr=True)
     async with running_suite(on_free_ports(load_cluster(one.file)), folder, console) as running:
         return await running.supervisor.during(_compared(one, running, console))
 
 
-async def _compared(
-    one: Slowed, running: RunningSuite, console: Console
-) -> tuple[dict[str, tuple[Replay, Means]], dict[str, float]]:
+async def _compared(one: Slowed, running: RunningSuite, console: Console) -> Measured:
     target = Target.local(running.suite)
     traffic = await Traffic.to(target, SEED)
-    pairs, shares = {}, {}
+    pairs, shares, rows = {}, {}, list[Row]()
     for variant in one.variants:
         samples, foreign_cores = await send(target, traffic, one.workload, variant)
         await running.suite.wait_idle()
-        said, attained = await asyncio.to_thread(simulated, one, variant)
+        run = await asyncio.to_thread(simulated_run, one, variant)
+        said, attained = told(one, run)
+        head = {"scenario": one.scenario.name, "policy": variant.label}
+        rows += [
+            of_samples({**head, "run": "live"}, samples, one.slo),
+            of_result({**head, "run": "simulated"}, run, one.slo),
+        ]
         pairs[variant.label] = (Replay(Means.of(samples), foreign_cores), said)
         shares[f"{one.name}_{variant.label}_share_live"] = round(share_within(samples, one.slo), 4)
         shares[f"{one.name}_{variant.label}_share_simulated"] = round(attained, 4)
         console.print(f"{one.name}, {variant.label}: {pairs[variant.label]}", soft_wrap=True)
-    return pairs, shares
+    return pairs, shares, rows
 
 
 def simulated(one: Slowed, variant: Variant) -> tuple[Means, float]:
-    """Means, and the share of requests within their targets, of the cluster file in virtual time.
+    """Means, and the share of requests within their targets, of the cluster file in virtual time."""
+    return told(one, simulated_run(one, variant))
+
+
+def told(one: Slowed, result: SimResult) -> tuple[Means, float]:
+    """The same of a run."""
+    return Means.of_summary(summary(result, one.slo)), attainment(result.outcomes, one.slo).every
+
+
+def simulated_run(one: Slowed, variant: Variant) -> SimResult:
+    """The cluster file in virtual time.
 
     Each instance tells what it would have learned, of steps that take what they should: the papers' costs are derived
     from that, and not quite those of the catalogue.
     """
     deployment, rng = load_deployment(one.file), Random(SEED)
     known = [learned(spec, rng, noise=0.0, start_off=1.0) for spec in deployment.instances]
-    result = simulate(one.workload, known, replace(deployment.run, policies=variant.policies()))
-    return Means.of_summary(summary(result, one.slo)), attainment(result.outcomes, one.slo).both
+    return simulate(one.workload, known, replace(deployment.run, policies=variant.policies()))
 
 
 def share_within(samples: Sequence[Sample], slo: Slo) -> float:
     """The share of requests within their targets."""
-    met = [one.ttft_s <= slo.ttft_s and (one.tpot_s or 0.0) <= slo.tpot_s for one in samples]
-    return sum(met) / len(met)
+    return sum(one.met(slo) for one in samples) / len(samples)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 import yaml
 
@@ -40,7 +39,7 @@ LEAST_PROMPT = 8
 _FIRST, _DIGIT = 300, 900  # of the tokens that number a prompt
 _MIB = 1 << 20
 # As slow as the instances.
-LIVE_SLO = msgspec.structs.replace(SLO, ttft_s=SLOWER * SLO.ttft_s, tpot_s=SLOWER * SLO.tpot_s)
+LIVE_SLO = SLO.slower(SLOWER)
 _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 CLUSTER: dict[str, Any] = {
     **SERVICES,
@@ -64,7 +63,7 @@ CLUSTER: dict[str, Any] = {
 
 def cluster_into(folder: Path) -> Path:
     """The cluster file, to be started and to be simulated."""
-    slo = {"default": {"ttft_s": LIVE_SLO.ttft_s, "tpot_s": LIVE_SLO.tpot_s}}
+    slo = {"default": LIVE_SLO.targets}
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump({**CLUSTER, "gateway": {"slo": slo}}))
     return file
@@ -141,6 +140,7 @@ class Answer:
             seen is not None
             and seen.ttft_s <= slo.ttft_s
             and seen.last_s - seen.ttft_s <= slo.tpot_s * (self.output_tokens - 1)
+            and seen.gaps_met(slo.itl_s)
         )
 
 

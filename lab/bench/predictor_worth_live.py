@@ -111,7 +111,7 @@ class _Plan:
 
 def _attained(file: Path, drawn: Workload, rate: float) -> bool:
     result = simulated(file, timed(drawn, rate, LASTS_S), None, DEFAULT)
-    return attainment(result.outcomes, LIVE_SLO).both >= TARGET
+    return attainment(result.outcomes, LIVE_SLO).every >= TARGET
 
 
 def timed(drawn: Workload, rate: float, lasts_s: float) -> Workload:

@@ -120,6 +120,8 @@ def _figures(point: Point, prompt_tokens: int) -> dict[str, float]:
         "ttft_p99_s": round(point.ttft_p99_s, 2),
         "tpot_mean_s": round(point.tpot_mean_s, 4),
         "attainment": round(point.attainment, 4),
+        "longest_gap_p90_s": round(point.longest_gap_p90_s, 3),
+        "longest_gap_max_s": round(point.longest_gap_max_s, 3),
         "imbalance": round(point.imbalance, 3),
     }
 

@@ -40,6 +40,8 @@ class Point:
     tpot_mean_s: float
     attainment: float
     imbalance: float
+    longest_gap_p90_s: float  # of the requests' longest gaps
+    longest_gap_max_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,10 @@ class Case:
             median_s,
             last_s,
             float(np.nanmean(rows.tpot_s)),
-            attainment(rows, SLO).both,
+            attainment(rows, SLO).every,
             imbalance(computed),
+            float(np.nanpercentile(rows.longest_gap_s, 90)),
+            float(np.nanmax(rows.longest_gap_s)),
         )
 
 

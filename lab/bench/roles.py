@@ -13,6 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lab.bench.scenarios import MAX_TOKENS, learned
 from lab.bench.turning import Phase, attained, turning
 from lab.simulate.deployment import load_deployment
@@ -67,6 +69,7 @@ class Seen(NamedTuple):
     turned_back: int
     noticed_s: float
     settled_s: float
+    longest_gap_p90_s: float = 0.0  # of the requests' longest gaps
 
 
 def _turns(conversation: float, code: float) -> tuple[Phase, ...]:
@@ -157,6 +160,7 @@ def seen(label: str, setting: Setting, result: SimResult) -> Seen:
         attained(outcomes, SLO, phases, SETTLE_S),
         int((~outcomes.completed).sum()),
         *told(phases, flips, notices),
+        float(np.nanpercentile(outcomes.longest_gap_s, 90)),
     )
 
 
@@ -186,6 +190,7 @@ def judged(name: str, setting: Setting, runs: Sequence[Seen], result: dict[str, 
             figures[f"{name}_{one.label}_phase{number}_share"] = round(whole, 4)
             figures[f"{name}_{one.label}_phase{number}_settled_share"] = round(settled, 4)
         figures[f"{name}_{one.label}_flips"] = one.flips
+        figures[f"{name}_{one.label}_longest_gap_p90_s"] = round(one.longest_gap_p90_s, 4)
     ours = next(one for one in runs if one.label == "predictive")
     fixed = [one for one in runs if one.label not in FLIPS]
     figures[f"{name}_noticed_s"], figures[f"{name}_last_flip_s"] = round(ours.noticed_s, 1), round(ours.settled_s, 1)

@@ -17,6 +17,7 @@ from shared.domain.job import Slo
 from shared.domain.rates import StepForm, StepRates
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment
+from shared.sim.outcomes import SimResult
 from shared.sim.policy_words import with_words
 from shared.sim.prediction import Prediction
 from shared.sim.spec import InstanceSpec, RunSpec
@@ -50,9 +51,12 @@ class Scenario:
 
         head: only the first so many of them are sent, and counted.
         """
+        return attainment(self.result(policy, rate, requests, head).outcomes, SLO).every
+
+    def result(self, policy: str, rate: float, requests: int, head: int | None = None) -> SimResult:
+        """The run itself."""
         run, workload = with_words(run_of(self.cluster), policy), self.workload(rate, requests)
-        result = simulate(workload if head is None else workload.head(head), instances(self.cluster), run)
-        return attainment(result.outcomes, SLO).both
+        return simulate(workload if head is None else workload.head(head), instances(self.cluster), run)
 
     def workload(self, rate: float, requests: int) -> Workload:
         """Poisson arrivals."""

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.domain.job import itl_met
+
 
 @dataclass(frozen=True, slots=True)
 class StreamResult:
@@ -16,6 +18,10 @@ class StreamResult:
     chunks: int  # events that carried a token
     last_s: float = 0.0  # the last of those
     gaps_s: tuple[float, ...] = ()  # between one of those and the next
+
+    def gaps_met(self, itl_s: float) -> bool:
+        """Whether at most one of its gaps in a hundred exceeds the target."""
+        return itl_met(len(self.gaps_s), sum(gap_s > itl_s for gap_s in self.gaps_s))
 
 
 class StreamFailed(Exception):

@@ -10,6 +10,7 @@ from lab.bench.troubles_known import (
     Figure,
     Known,
     about_median,
+    gaps_met,
     is_refused,
     percent,
     same,
@@ -55,17 +56,20 @@ def _headline(verdict: Verdict, known: Known) -> Iterator[Figure]:
         return
     yield same("level", verdict.level, Level.GOOD)
     found = re.fullmatch(
-        r"Good: (\d+) requests? ended in the last (\d+) s(?:, TTFT met by (\S+) %, TPOT by (\S+) %)?; (.*) ready", said
+        r"Good: (\d+) requests? ended in the last (\d+) s"
+        r"(?:, TTFT met by (\S+) %, TPOT by (\S+) %, ITL by (\S+) %)?; (.*) ready",
+        said,
     )
     if found is None:
         yield same("headline", said, "Good: … ended in the last … s …")
         return
-    number, seconds, ttft, tpot, ready = found.groups()
+    number, seconds, ttft, tpot, itl, ready = found.groups()
     yield same("headline requests", number, str(verdict.requests))
     yield same("headline window", seconds, f"{verdict.window_s:.0f}")
     if ttft is not None:
         yield percent("headline TTFT", ttft, ttft_met(window, known.shots))
         yield percent("headline TPOT", tpot, tpot_met(window, known.shots))
+        yield percent("headline ITL", itl, gaps_met(window, known.shots))
     there = ", ".join(f"{count.ready} {role.value}" for role, count in known.counts.items() if count.ready)
     yield same("headline ready", ready, there)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from lab.bench.troubles_beds import CLASSES
 from lab.bench.troubles_load import Shot
 from shared.domain.instance import Role
+from shared.domain.job import itl_met
 from shared.domain.verdict import Count, Verdict
 from shared.errors import DeadlineExceeded, EngineFailed, PeerLost, Unavailable
 
@@ -20,6 +21,7 @@ STAMP_S = 1.0  # the scheduler's time of an end, later than the client's
 REFUSED_LATE_S, REFUSED_STAMP_S = 6.0, 4.5
 DOUBT_S = 30.0  # what stands still holds reports back
 BLUR_S = 0.08  # TTFT as a client measures it is so much longer than the gateway's, at most
+GAP_BLUR_S = 0.08  # a gap as a client measures it differs by so much from the gateway's, either way
 TPOT_BLUR = 0.1  # tokens that share a message: so much of TPOT, either way
 
 _STATUS = {one.code: str(one.http_status) for one in (Unavailable, PeerLost, DeadlineExceeded, EngineFailed)}
@@ -135,6 +137,16 @@ def tpot_met(window: Window, shots: Iterable[Shot]) -> Bounds:
         lambda shot: shot.done and ratio(shot) <= 1.0 - TPOT_BLUR,
         lambda shot: shot.done and ratio(shot) <= 1.0 + TPOT_BLUR,
     )
+
+
+def gaps_met(window: Window, shots: Iterable[Shot]) -> Bounds:
+    """The share of completed requests whose gaps between tokens were within their class's target."""
+
+    def within(shot: Shot, blur_s: float) -> bool:
+        limit_s = CLASSES[shot.slo].itl_s + blur_s
+        return shot.done and itl_met(len(shot.gaps_s), sum(gap_s > limit_s for gap_s in shot.gaps_s))
+
+    return _met(window, shots, lambda shot: within(shot, -GAP_BLUR_S), lambda shot: within(shot, GAP_BLUR_S))
 
 
 def _met(

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
 from lab.chaos.client import Ask, Ending, send
@@ -39,6 +40,7 @@ class Shot:
     doubt: bool = False
     ttft_s: float | None = None
     tpot_s: float | None = None
+    gaps_s: tuple[float, ...] = ()  # between two messages with tokens
 
     @property
     def done(self) -> bool:
@@ -70,6 +72,7 @@ class Clients:
         shot.ttft_s = reply.ttft_s
         if len(reply.tokens) > 1:
             shot.tpot_s = (times[-1] - times[0]) / (len(reply.tokens) - 1)
+            shot.gaps_s = tuple(after - before for before, after in pairwise(times) if after > before)
         shot.cut = reply.ending not in (Ending.DONE, Ending.ERROR)
         shot.code = (reply.code or "error") if reply.ending is Ending.ERROR else ""
         shot.ended_s = time.time()

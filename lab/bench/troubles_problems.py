@@ -16,6 +16,7 @@ from lab.bench.troubles_known import (
     Sample,
     Window,
     about_median,
+    gaps_met,
     is_failed,
     is_refused,
     percent,
@@ -93,9 +94,9 @@ def _missed(found: re.Match[str], problem: Problem, verdict: Verdict, known: Kno
     window, kind = window_of(verdict), found["kind"]
     slo = CLASSES[found["slo"] or "default"]
     shots = [shot for shot in known.shots if shot.slo == slo.name]
-    met = ttft_met(window, shots) if kind == "TTFT" else tpot_met(window, shots)
-    yield percent("share", found["share"], met)
-    yield same("target", found["target"], duration(slo.ttft_s if kind == "TTFT" else slo.tpot_s))
+    met, target_s = {"TTFT": (ttft_met, slo.ttft_s), "TPOT": (tpot_met, slo.tpot_s), "ITL": (gaps_met, slo.itl_s)}[kind]
+    yield percent("share", found["share"], met(window, shots))
+    yield same("target", found["target"], duration(target_s))
     yield from _middle(problem, verdict, shots, window)
 
 
@@ -233,7 +234,7 @@ def _fallback(found: re.Match[str], problem: Problem, verdict: Verdict, known: K
 
 
 _BADLY = r"(?P<share>\S+) % of requests (?P<kind>failed|refused) \((?P<part>\d+) of (?P<of>\d+)\)"
-_MISSED = r"(?P<kind>TTFT|TPOT) met by (?P<share>\S+) % \(target (?P<target>\S+ \w+)(?:, class (?P<slo>[\w-]+))?\)"
+_MISSED = r"(?P<kind>TTFT|TPOT|ITL) met by (?P<share>\S+) % \(target (?P<target>\S+ \w+)(?:, class (?P<slo>[\w-]+))?\)"
 _SILENT = r"(?P<number>\d+) of (?P<of>\d+) (?P<kind>gateway|scheduler)s? silent for (?P<seconds>\d+) s"
 _LESS = r"(?P<number>\d+) of (?P<of>\d+) (?P<role>prefill|decode) instances? (?P<state>dead|unresponsive|never came)"
 _QUEUES = (
@@ -257,6 +258,7 @@ _CHECKS: dict[str, tuple[str, Check]] = {
     "gateway_gone": (_SILENT, _gone),
     "ttft_missed": (_MISSED, _missed),
     "tpot_missed": (_MISSED, _missed),
+    "itl_missed": (_MISSED, _missed),
     "errors": (_BADLY, _ended_badly),
     "refusals": (_BADLY, _ended_badly),
     "kv_full": (

@@ -75,8 +75,7 @@ def lengths(kind: str, count: int, longest_tokens: int, seed: int, data: Path | 
 
 def attained(outcomes: Outcomes, slo: Slo, phases: Sequence[Phase], settle_s: float = 0.0) -> list[float]:
     """By phase the share of its requests within the SLO, those of its first `settle_s` left out."""
-    met = outcomes.completed & (outcomes.ttft_s <= slo.ttft_s) & (np.nan_to_num(outcomes.tpot_s) <= slo.tpot_s)
-    return shares(outcomes.arrival_s - outcomes.arrival_s[0], met, phases, settle_s)
+    return shares(outcomes.arrival_s - outcomes.arrival_s[0], outcomes.met(slo), phases, settle_s)
 
 
 def shares(

@@ -12,6 +12,7 @@ import httpx
 
 from lab.bench.stream_client import StreamFailed, stream_completion
 from lab.calibrate.target import Target
+from shared.domain.job import Slo, itl_met
 from shared.errors import Unavailable
 
 Result = TypeVar("Result")
@@ -43,6 +44,16 @@ class Sample:
         """None with fewer than two tokens."""
         gaps = self.shot.output_tokens - 1
         return (self.jct_s - self.ttft_s) / gaps if gaps else None
+
+    @property
+    def longest_gap_s(self) -> float | None:
+        """Between two of its events; None with fewer."""
+        return max(self.gaps_s, default=None)
+
+    def met(self, slo: Slo) -> bool:
+        """Whether TTFT, TPOT and the gaps between its events were within these targets."""
+        over = sum(gap_s > slo.itl_s for gap_s in self.gaps_s)
+        return self.ttft_s <= slo.ttft_s and (self.tpot_s or 0.0) <= slo.tpot_s and itl_met(len(self.gaps_s), over)
 
 
 class Traffic:

@@ -15,7 +15,7 @@ _Out = Annotated[Path, typer.Option("--out", help="The file to write.")]
 _Workload = Annotated[
     str, typer.Option(help="A trace file, or a made workload as `polyphase simulate --trace` takes them.")
 ]
-_Slo = Annotated[str, typer.Option(help="Targets in seconds: ttft=2,tpot=0.1.")]
+_Slo = Annotated[str, typer.Option(help="Targets in seconds: ttft=2,tpot=0.1,itl=0.25.")]
 
 
 @plan_app.callback()

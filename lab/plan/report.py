@@ -22,7 +22,7 @@ def show(console: Console, problem: Problem, outcomes: Sequence[Outcome]) -> Non
     console.print(
         f"{problem.workload.name}: {problem.workload.prompt_tokens.mean():,.0f} + "
         f"{problem.workload.output_tokens.mean():,.0f} tokens on average; SLO: TTFT {slo.ttft_s:g} s, TPOT "
-        f"{1000 * slo.tpot_s:g} ms for {100 * problem.target:g} % of the requests",
+        f"{1000 * slo.tpot_s:g} ms, ITL {1000 * slo.itl_s:g} ms for {100 * problem.target:g} % of the requests",
         markup=False,
     )
     console.print(_groups(problem, chosen))
@@ -72,6 +72,7 @@ def _promise(problem: Problem, chosen: Outcome) -> Table:
         ("SLO attainment", f"{100 * promise.attainment:.1f} %"),
         ("TTFT, mean and p90", f"{told['ttft_mean_s']:.3f} s, {told['ttft_p90_s']:.3f} s"),
         ("TPOT, mean and p90", f"{1000 * told['tpot_mean_s']:.1f} ms, {1000 * told['tpot_p90_s']:.1f} ms"),
+        ("longest gap of a stream, p90", f"{1000 * told['longest_gap_p90_s']:.0f} ms"),
         ("mean utilisation", f"{100 * told['utilisation_mean']:.0f} %"),
         ("price", f"{price:.2f} USD/h, {promise.usd_per_million:.3f} USD for a million tokens at goodput"),
     )

@@ -15,7 +15,7 @@ from lab.plan.report import show
 from lab.simulate.workloads import WorkloadOptions, make_workload
 from shared.cost.catalogue import Catalogue
 from shared.cost.kinds import Workshop
-from shared.domain.job import Slo
+from shared.domain.job import Slo, tight_gaps
 from shared.errors import InvalidRequest
 from shared.plan.answer import answered, cluster_file, figures
 from shared.plan.asked import Asked, Wanted
@@ -25,7 +25,7 @@ from shared.plan.search import Found, Outcome
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the command line says. slo: `ttft=…,tpot=…` in seconds."""
+    """What the command line says. slo: `ttft=…,tpot=…,itl=…` in seconds."""
 
     inventory: Path
     model: str
@@ -69,12 +69,12 @@ def read_asked(options: PlanOptions) -> Asked:
 
 
 def read_slo(said: str) -> Slo:
-    """Targets from `ttft=…,tpot=…`. Raises InvalidRequest that names the part."""
+    """Targets from `ttft=…,tpot=…,itl=…`. Raises InvalidRequest that names the part."""
     values: dict[str, float] = {}
     for part in said.split(","):
         key, _, value = part.partition("=")
-        if key.strip() not in ("ttft", "tpot"):
-            raise InvalidRequest(f"--slo {said!r}: no target {key.strip()!r}; known: ttft, tpot")
+        if key.strip() not in ("ttft", "tpot", "itl"):
+            raise InvalidRequest(f"--slo {said!r}: no target {key.strip()!r}; known: ttft, tpot, itl")
         try:
             values[key.strip()] = float(value)
         except ValueError as error:
@@ -82,7 +82,14 @@ def read_slo(said: str) -> Slo:
         if not 0 < values[key.strip()] < inf:
             raise InvalidRequest(f"--slo {said!r}: {key.strip()} must be positive")
     default = Slo()
-    return Slo(ttft_s=values.get("ttft", default.ttft_s), tpot_s=values.get("tpot", default.tpot_s))
+    slo = Slo(
+        ttft_s=values.get("ttft", default.ttft_s),
+        tpot_s=values.get("tpot", default.tpot_s),
+        itl_s=values.get("itl", 0.0),
+    )
+    if wrong := tight_gaps(slo.itl_s, slo.tpot_s):
+        raise InvalidRequest(f"--slo {said!r}: {wrong}")
+    return slo
 
 
 def _teller(status: Status, begin: float) -> Callable[[str, Found | None], None]:

@@ -66,7 +66,12 @@ def _run(read: SimFile, file: Path) -> RunSpec:
         label=read.name or file.stem,
         prediction=Prediction(**said.model_dump()) if said else None,
         slo=Slo(
-            ttft_s=read.slo.ttft_s, tpot_s=read.slo.tpot_s, when_full=read.slo.when_full, lossy_kv=read.slo.lossy_kv
+            ttft_s=read.slo.ttft_s,
+            tpot_s=read.slo.tpot_s,
+            when_full=read.slo.when_full,
+            lossy_kv=read.slo.lossy_kv,
+            itl_s=read.slo.itl_s or 0.0,
+            first_token=read.slo.first_token,
         ),
         delay_s=read.slo.queue_s,
         losses=tuple(Loss(entry.instance, entry.at_s, entry.back_s) for entry in read.losses),

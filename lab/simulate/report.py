@@ -35,8 +35,10 @@ _ROWS: tuple[tuple[str, str, float, str], ...] = (
         for name, unit in (("ttft", "s"), ("tpot", "ms"), ("itl", "ms"), ("jct", "s"))
         for part in ("mean", "p50", "p90", "p99")
     ),
+    *((f"longest gap {part}", f"longest_gap_{part}_s", 1000.0, "ms") for part in ("p50", "p90", "p99", "max")),
     ("SLO attainment, TTFT", "attainment_ttft", 100.0, "%"),
     ("SLO attainment, TPOT", "attainment_tpot", 100.0, "%"),
+    ("SLO attainment, ITL", "attainment_itl", 100.0, "%"),
     ("SLO attainment", "attainment", 100.0, "%"),
     ("goodput", "goodput_requests_per_s", 1.0, "requests/s"),
     ("throughput", "requests_per_s", 1.0, "requests/s"),
@@ -96,7 +98,7 @@ def in_words(deployment: Deployment, workload: Workload, runs: Sequence[Run]) ->
     traffic = (
         f"{workload.name}: {len(workload):,} requests, {workload.prompt_tokens.mean():,.0f} + "
         f"{workload.output_tokens.mean():,.0f} tokens on average, {rate}; SLO: TTFT {slo.ttft_s:g} s, "
-        f"TPOT {1000 * slo.tpot_s:g} ms"
+        f"TPOT {1000 * slo.tpot_s:g} ms, ITL {1000 * slo.itl_s:g} ms"
     )
     return f"{Path(deployment.model).name} on {listed}", traffic
 
@@ -145,6 +147,8 @@ def outcomes_table(result: SimResult) -> pd.DataFrame:
             "ttft_s": o.ttft_s,
             "tpot_s": o.tpot_s,
             "jct_s": o.jct_s,
+            "longest_gap_s": o.longest_gap_s,
+            "gaps_over": o.gaps_over,
             "prompt_tokens": o.prompt_tokens,
             "output_tokens": o.output_tokens,
             "prefill_instance": names[o.prefill_instance],

@@ -16,7 +16,7 @@ from lab.simulate.deployment import Deployment, load_deployment
 from lab.simulate.report import Run, show, write_csv
 from lab.simulate.sim_file import load_prediction
 from lab.simulate.workloads import WorkloadOptions, at_rate, make_workload
-from shared.domain.job import Slo
+from shared.domain.job import Slo, default_itl_s, tight_gaps
 from shared.errors import InvalidRequest
 from shared.sim.cluster import simulate
 from shared.sim.metrics import goodput, summary
@@ -38,6 +38,7 @@ class SimulateOptions:
     policies: tuple[str, ...] = ()
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
+    slo_itl_s: float | None = None
     accuracy: float | None = None
     prediction: Path | None = None
     calibration: Path | None = None
@@ -89,14 +90,20 @@ def run_specs(options: SimulateOptions, deployment: Deployment, workload: Worklo
 
 
 def _slo(options: SimulateOptions, said: Slo) -> Slo:
-    for name, value in (("--slo-ttft", options.slo_ttft_s), ("--slo-tpot", options.slo_tpot_s)):
+    options_of = {"ttft": options.slo_ttft_s, "tpot": options.slo_tpot_s, "itl": options.slo_itl_s}
+    for name, value in options_of.items():
         if value is not None and not value > 0:
-            raise InvalidRequest(f"{name} must be positive, not {value}")
-    return msgspec.structs.replace(
-        said,
-        ttft_s=said.ttft_s if options.slo_ttft_s is None else options.slo_ttft_s,
-        tpot_s=said.tpot_s if options.slo_tpot_s is None else options.slo_tpot_s,
-    )
+            raise InvalidRequest(f"--slo-{name} must be positive, not {value}")
+    tpot_s = said.tpot_s if options.slo_tpot_s is None else options.slo_tpot_s
+    itl_s = said.itl_s
+    if options.slo_itl_s is not None:
+        itl_s = options.slo_itl_s
+    elif said.itl_s == default_itl_s(said.tpot_s):
+        itl_s = default_itl_s(tpot_s)
+    if wrong := tight_gaps(itl_s, tpot_s):
+        raise InvalidRequest(f"--slo-itl: {wrong}")
+    ttft_s = said.ttft_s if options.slo_ttft_s is None else options.slo_ttft_s
+    return msgspec.structs.replace(said, ttft_s=ttft_s, tpot_s=tpot_s, itl_s=itl_s)
 
 
 def _run(

@@ -14,7 +14,7 @@ from shared.cost.data_file import read_yaml
 from shared.cost.memory import RESERVE_BYTES, UTILISATION
 from shared.cost.network_file import LinkEntry, NetworkEntry
 from shared.domain.instance import Role
-from shared.domain.job import WhenFull
+from shared.domain.job import FirstTokenOut, WhenFull, tight_gaps
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
 from shared.sim.spec import FirstToken
@@ -35,9 +35,17 @@ class SloEntry(_Part):
 
     ttft_s: Positive = 2.0
     tpot_s: Positive = 0.2
+    itl_s: Positive | None = None  # of the gaps between tokens; the default of an SLO class
     when_full: WhenFull = WhenFull.NEVER
     queue_s: Positive = 600.0
     lossy_kv: Codec = Codec.RAW
+    first_token: FirstTokenOut = FirstTokenOut.EARLY
+
+    @model_validator(mode="after")
+    def _gaps_at_least_mean(self) -> Self:
+        if self.itl_s is not None and (wrong := tight_gaps(self.itl_s, self.tpot_s)):
+            raise ValueError(wrong)
+        return self
 
 
 class PredictionEntry(_Part):

@@ -230,6 +230,10 @@ class OutcomeIn(_OfService):
     tpot_s: Seconds | None = None
     ttft_target_s: Seconds = 0.0
     tpot_target_s: Seconds = 0.0
+    itl_target_s: Seconds = 0.0
+    longest_gap_s: Seconds | None = None
+    gaps: Count = 0
+    gaps_over: Count = 0
     phase: HowName = How.COMPLETED
     code: Annotated[str, Field(max_length=128)] = ""
     count: Annotated[int, Field(ge=1, lt=2**31)] = 1

@@ -129,5 +129,7 @@ def _served_row(slot: Slot, one: Served, life: str) -> dict[str, Any]:
         "met": one.met,
         "ttft_target_s": one.ttft_target_s,
         "tpot_target_s": one.tpot_target_s,
+        "itl_met": one.itl_met,
+        "itl_target_s": one.itl_target_s,
         "content": msgspec.json.encode(msgspec.structs.replace(one, stages={})).decode(),
     }

@@ -101,7 +101,7 @@ def _page(
         {
             **grid.describe(),
             "series": served_columns(grid, whole, seen) | load_columns(grid, loads),
-            "targets": targets.get(busiest, {"ttft_s": None, "tpot_s": None}),
+            "targets": targets.get(busiest, _targets(())),
             "classes": {slo: served_columns(grid, points, seen) for slo, points in sorted(classes.items())},
             "class_targets": targets,
             "marks": marks,
@@ -111,7 +111,9 @@ def _page(
 
 def _targets(points: Sequence[Served]) -> dict[str, float | None]:
     last = next((one for one in reversed(points) if one.ttft_target_s), None)
-    return {"ttft_s": last.ttft_target_s if last else None, "tpot_s": last.tpot_target_s if last else None}
+    if last is None:
+        return {"ttft_s": None, "tpot_s": None, "itl_s": None}
+    return {"ttft_s": last.ttft_target_s, "tpot_s": last.tpot_target_s, "itl_s": last.itl_target_s or None}
 
 
 def served_columns(grid: Grid, points: Sequence[Served], seen: Collection[int]) -> Columns:
@@ -137,6 +139,9 @@ def _served_figures(one: Served, lasted_s: float) -> Iterable[tuple[str, float |
     for name, histogram in (("ttft", one.ttft), ("tpot", one.tpot)):
         for share in (50, 99):
             yield f"{name}_p{share}_s", quantile(histogram, share / 100)
+    for share in (50, 90, 99):
+        yield f"gap_p{share}_s", quantile(one.longest_gap, share / 100)
+    yield "itl_attainment", one.itl_met / one.judged if one.judged and one.itl_target_s else None
     for name, met in (("attainment", one.met), ("ttft_attainment", one.ttft_met), ("tpot_attainment", one.tpot_met)):
         yield name, met / one.judged if one.judged else None
     for stage in Stage:

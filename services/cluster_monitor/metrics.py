@@ -54,14 +54,27 @@ class ClusterCollector(Collector):
             "polyphase_slo_attainment_ratio", "Share of requests in time", labels=("slo", "window_s", "target")
         )
         count = GaugeMetricFamily("polyphase_slo_window_requests", "Requests in the window", labels=("slo", "window_s"))
+        gap = GaugeMetricFamily(
+            "polyphase_slo_longest_gap_seconds",
+            "Percentiles of the requests' longest gaps between tokens, and the longest of all",
+            labels=("slo", "window_s", "of"),
+        )
         for report in self._slo.reports():
             window = f"{report.window_s:g}"
             count.add_metric((report.slo, window), report.requests)
-            targets = {"ttft": report.ttft_attainment, "tpot": report.tpot_attainment, "both": report.attainment}
+            targets = {
+                "ttft": report.ttft_attainment,
+                "tpot": report.tpot_attainment,
+                "itl": report.itl_attainment,
+                "all": report.attainment,
+            }
             for target, value in targets.items():
                 if value is not None:
                     share.add_metric((report.slo, window, target), value)
-        yield from (share, count)
+            for which, seconds in report.longest_gap_s.items():
+                if seconds is not None:
+                    gap.add_metric((report.slo, window, which), seconds)
+        yield from (share, count, gap)
 
     def _sockets(self) -> Iterator[Metric]:
         dropped = CounterMetricFamily(

@@ -144,7 +144,8 @@ def _class(slo: str, one: Served) -> ClassSeen:
         return ClassSeen(slo)
     ttft, tpot = one.ttft_met / number, one.tpot_met / number
     targets = one.ttft_target_s or None, one.tpot_target_s or None
-    return ClassSeen(slo, number, ttft, tpot, *targets, _stages(one), one.before_first)
+    itl = one.itl_met / number if one.itl_target_s else None
+    return ClassSeen(slo, number, ttft, tpot, *targets, _stages(one), one.before_first, itl, one.itl_target_s or None)
 
 
 def _stages(ended: Served) -> dict[Stage, StageSeen]:

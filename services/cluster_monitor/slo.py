@@ -67,7 +67,17 @@ def _judged(ended: Ended) -> SloOutcome | None:
         return None
     failed = ended.how is not How.COMPLETED
     return SloOutcome(
-        ended.slo, ended.ended_s, ended.ttft_s, ended.tpot_s, ended.ttft_target_s, ended.tpot_target_s, failed
+        ended.slo,
+        ended.ended_s,
+        ended.ttft_s,
+        ended.tpot_s,
+        ended.ttft_target_s,
+        ended.tpot_target_s,
+        failed,
+        ended.itl_target_s,
+        ended.longest_gap_s,
+        ended.gaps,
+        ended.gaps_over,
     )
 
 
@@ -84,4 +94,8 @@ def _row(report: SloReport, now: float) -> dict[str, Any]:
         "ttft_p99_s": report.ttft_s["p99"],
         "tpot_p50_s": report.tpot_s["p50"],
         "tpot_p99_s": report.tpot_s["p99"],
+        "itl_attainment": report.itl_attainment,
+        "gap_p50_s": report.longest_gap_s["p50"],
+        "gap_p90_s": report.longest_gap_s["p90"],
+        "gap_p99_s": report.longest_gap_s["p99"],
     }

@@ -188,5 +188,8 @@ def plain(report: JobReport) -> dict[str, Any]:
         "outcome": report.outcome,
         "ttft_s": report.ttft_s,
         "tpot_s": report.tpot_s,
+        "longest_gap_s": report.longest_gap_s,
+        "gaps": report.gaps,
+        "gaps_over": report.gaps_over,
         "slo_met": report.slo_met,
     }

@@ -148,7 +148,9 @@ def requests_command(
     slo: Annotated[str, typer.Option("--class", help="Of this SLO class.")] = "",
     caller: Annotated[str, typer.Option(help="Of the API key of this name.")] = "",
     since: Annotated[str, typer.Option(help="Not older than 90s, 10m, 2h, 1d.")] = "",
-    order: Annotated[str, typer.Option(help="slowest_ttft, slowest_tpot, longest, newest.")] = "slowest_ttft",
+    order: Annotated[
+        str, typer.Option(help="slowest_ttft, slowest_tpot, longest_gap, longest, newest.")
+    ] = "slowest_ttft",
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000)] = 20,
     data_dir: DataDir = DATA_DIR,
     scheduler: Scheduler = "",

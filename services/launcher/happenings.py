@@ -238,7 +238,7 @@ def show_requests(console: Console, answer: Mapping[str, Any]) -> None:
     table.add_column("request", no_wrap=True, ratio=1)
     for column in ("arrived", "class", "outcome"):
         table.add_column(column, no_wrap=True, max_width=14, overflow="ellipsis")
-    for column in ("tokens", "TTFT", "TPOT"):
+    for column in ("tokens", "TTFT", "TPOT", "gap"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in answer["rows"]:
         table.add_row(*_cells(row))
@@ -251,7 +251,8 @@ def show_requests(console: Console, answer: Mapping[str, Any]) -> None:
 
 def _cells(row: Mapping[str, Any]) -> tuple[Text | str, ...]:
     missed = row["slo_met"] is False
-    times = [pages.NONE if row[key] is None else duration(row[key]) for key in ("ttft_s", "tpot_s")]
+    keys = ("ttft_s", "tpot_s", "longest_gap_s")
+    times = [pages.NONE if row.get(key) is None else duration(row[key]) for key in keys]
     return (
         Text(f"{'✘' if missed else ' '} {_short(row['job_id'])}", "red" if missed else ""),
         _when(float(row["arrived_s"])),

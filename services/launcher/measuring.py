@@ -40,6 +40,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "troubles": ("bench.troubles", "run_troubles_bench"),
     "chaos": ("chaos.run", "run_chaos_bench"),
 }
+_WORDS = ("scenario", "policy", "run")  # columns of tables that are words
 Bench = Callable[..., dict[str, Any]]
 
 
@@ -55,15 +56,18 @@ def find_bench(name: str) -> Bench:
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """The JSON object of a measuring command: ok iff every aim is met."""
+    """The JSON object of a measuring command: ok iff every aim is met. tables: rows by title, where it has any."""
     figures, aims = result.get("figures", {}), result.get("aims", {})
-    return {"ok": all(aim["met"] for aim in aims.values()), "figures": figures, "aims": aims}
+    tables = {"tables": result["tables"]} if result.get("tables") else {}
+    return {"ok": all(aim["met"] for aim in aims.values()), "figures": figures, "aims": aims, **tables}
 
 
 def report(console: Console, result: dict[str, Any], as_json: bool) -> bool:
     """Print a result; with `as_json` its last line is the JSON object. Whether every aim is met."""
     answer = summary(result)
     console.print(_figures(answer["figures"]))
+    for title, rows in answer.get("tables", {}).items():
+        console.print(_rows(title, rows))
     if answer["aims"]:
         console.print(_aims(answer["aims"]))
     for note in result.get("notes", ()):
@@ -85,6 +89,24 @@ def _figures(figures: dict[str, Any]) -> Table:
     for name, value in figures.items():
         table.add_row(name, f"{value:,.4g}" if isinstance(value, int | float) else str(value))
     return table
+
+
+def _rows(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    for name in rows[0] if rows else ():
+        per_s, seconds = name.endswith("_per_s"), name.endswith("_s")
+        words = name.removesuffix("_per_s").removesuffix("_s").replace("_", " ")
+        head = f"{words}/s" if per_s else f"{words}, s" if seconds else words
+        table.add_column(head, justify="left" if name in _WORDS else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.3g}" if isinstance(value, float) else str(value)
 
 
 def _aims(aims: dict[str, dict[str, Any]]) -> Table:

@@ -88,16 +88,38 @@ _FIGURES = ((1, "role"), (2, "state"), (3, "KV"), (4, "run"), (5, "wait"), (6, "
 
 
 def slo(windows: Sequence[Mapping[str, Any]]) -> Table:
-    """Attainment by class and window."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("SLO class", overflow="ellipsis", no_wrap=True, max_width=16)
-    for column in ("window", "requests", "met", "TTFT met", "p99", "TPOT met", "p99"):
+    """Attainment by class and window, beside percentiles and the longest gap between two tokens of a stream."""
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    table.add_column("\nSLO class", overflow="ellipsis", no_wrap=True, max_width=13)
+    for column in (
+        "\nwindow",
+        "\nended",
+        "\nmet",
+        "TTFT\nmet",
+        "\np99",
+        "TPOT\nmet",
+        "\np99",
+        "ITL\nmet",
+        "longest\ngap p90",
+        "\nworst",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     for one in windows:
         times = [_time(one[key]["p99"]) for key in ("ttft_s", "tpot_s")]
-        met = [share(one[key]) for key in ("attainment", "ttft_attainment", "tpot_attainment")]
-        figures = (f"{one['window_s']:g} s", f"{one['requests']:,}", met[0], met[1], times[0], met[2], times[1])
-        table.add_row(one["slo"], *figures)
+        gaps = one.get("longest_gap_s", {})  # a monitor of an earlier release knows none
+        table.add_row(
+            one["slo"],
+            f"{one['window_s']:g} s",
+            f"{one['requests']:,}",
+            share(one["attainment"]),
+            share(one["ttft_attainment"]),
+            times[0],
+            share(one["tpot_attainment"]),
+            times[1],
+            share(one.get("itl_attainment")),
+            _time(gaps.get("p90")),
+            _time(gaps.get("max")),
+        )
     return table
 
 

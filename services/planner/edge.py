@@ -1,17 +1,17 @@
 """A search as it comes in over HTTP, validated once and turned into what the planner takes. No path is ever opened."""
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from shared.cost.data_file import parse_yaml
 from shared.cost.kinds import Workshop
 from shared.cost.library import Library
 from shared.cost.models import bundled_geometry, bundled_names
-from shared.domain.job import Slo
+from shared.domain.job import Slo, tight_gaps
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
 from shared.plan.asked import Asked, Wanted
 from shared.plan.inventory import Inventory
@@ -48,6 +48,13 @@ class SloIn(_Edge):
 
     ttft_s: Seconds = 2.0
     tpot_s: Seconds = 0.1
+    itl_s: Seconds | None = None  # the default of an SLO class
+
+    @model_validator(mode="after")
+    def _gaps_at_least_mean(self) -> Self:
+        if self.itl_s is not None and (wrong := tight_gaps(self.itl_s, self.tpot_s)):
+            raise ValueError(wrong)
+        return self
 
 
 def _said_how(workload: object) -> str:
@@ -96,7 +103,7 @@ class SearchIn(_Edge):
             _require_bundled(self.model)
         inventory, name = _inventory(self.inventory, library)
         shop = Workshop(library, bundled_geometry(self.model))
-        slo = Slo(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s)
+        slo = Slo(ttft_s=self.slo.ttft_s, tpot_s=self.slo.tpot_s, itl_s=self.slo.itl_s or 0.0)
         return Asked.of(wanted, name, inventory, self.model, shop, self._workload(), slo)
 
     def _workload(self) -> Workload:

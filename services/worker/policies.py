@@ -3,6 +3,7 @@
 from services.worker.engines.base import Engine
 from services.worker.engines.policies import EnginePolicies
 from shared.domain.policies import ENGINE, PolicySet
+from shared.domain.route import PolicySpec
 from shared.policy.following import Following
 from shared.runtime.logs import get_log
 
@@ -15,7 +16,8 @@ class FollowedPolicies:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._following = Following(ENGINE, self._set)
+        # Until the first broadcast: what every engine can do.
+        self._following = Following(ENGINE, self._set, PolicySet(step_budget=PolicySpec("off")))
         self._reached = 0
 
     def hear(self, policies: PolicySet) -> None:

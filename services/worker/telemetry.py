@@ -95,6 +95,8 @@ class Telemetry:
             inbound_bytes=int(self._decodes.inbound_tokens * self._info.kv_bytes_per_token),
             inflight=self._roles.inflight,
             prefill_share=self._engine.steps.prefill_share,
+            accepted=self._roles.accepted,
+            kv_ahead=self._decodes.kv_ahead(self._info.block_size),
         )
 
     async def leave(self) -> None:

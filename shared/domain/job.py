@@ -10,6 +10,9 @@ from shared.domain.numbers import Finite
 PREDICTED_FROM = 256  # tokens of a prompt: a length predictor looks at no more, its head and its tail
 HEAD_SHARE = 4  # one in so many of them is the head's
 OPEN_END = 2**31 - 1  # upper end of a range that has none
+ITL_LEAST_S = 0.25  # a class that names no target for gaps has this one, or `ITL_FACTOR` times that of its TPOT
+ITL_FACTOR = 1.25
+ITL_SPARED = 100  # of so many gaps of a stream one may exceed the target: the target is for the 99th percentile
 LOST = "lost"  # outcome of a failed job whose gateway is gone; a later word of the job itself takes its place
 
 
@@ -27,6 +30,29 @@ def _stretch(lower: int, upper: int) -> tuple[float, float]:
         upper = 2 * max(1, lower)
     upper = max(upper, lower + 1)
     return max(float(lower), min(1.0, upper / 2)), float(upper)
+
+
+def default_itl_s(tpot_s: float) -> float:
+    """The target for gaps between tokens of a class that names none: 0.25 s, or 1.25 times its TPOT if that is more."""
+    return max(ITL_LEAST_S, ITL_FACTOR * tpot_s)
+
+
+def tight_gaps(itl_s: float, tpot_s: float) -> str:
+    """What is wrong with a target for gaps below that for their mean; empty where nothing is."""
+    if itl_s >= tpot_s:
+        return ""
+    return (
+        f"itl_s must be at least tpot_s ({tpot_s:g}), got {itl_s:g}: gaps of tpot_s on average have a 99th percentile "
+        "above it; raise itl_s or lower tpot_s"
+    )
+
+
+def itl_met(gaps: int, over: int) -> bool:
+    """Whether a stream with so many gaps between deliveries, of which `over` exceed the target, meets it.
+
+    One gap in a hundred may exceed it, rounded down: of fewer than 100 gaps none may.
+    """
+    return over * ITL_SPARED <= gaps
 
 
 class Phase(StrEnum):
@@ -53,10 +79,19 @@ class WhenFull(StrEnum):
     NEVER = "never"  # placed whatever the load
 
 
+class FirstTokenOut(StrEnum):
+    """When a client gets the first token of an answer whose prompt another instance has computed."""
+
+    EARLY = "early"  # as soon as it is there; the second follows when its KV has been handed over
+    SMOOTH = "smooth"  # together with the second: the wait is before the first token and not after it
+
+
 class Slo(msgspec.Struct, frozen=True):
     """A job's class: its targets in seconds, and what may be done to it.
 
-    weight: harm to it counts so much; heavier classes go first. lossy_kv: the coarsest codec its KV may be sent with.
+    itl_s: for the 99th percentile of the gaps between the tokens of a stream (`itl_met`); 0 stands for the default,
+    which takes its place at once. weight: harm to it counts so much; heavier classes go first. lossy_kv: the coarsest
+    codec its KV may be sent with.
     """
 
     name: str = "default"
@@ -65,6 +100,23 @@ class Slo(msgspec.Struct, frozen=True):
     weight: Finite = 1.0
     when_full: WhenFull = WhenFull.NEVER
     lossy_kv: Codec = Codec.RAW
+    itl_s: Finite = 0.0
+    first_token: FirstTokenOut = FirstTokenOut.EARLY
+
+    def __post_init__(self) -> None:
+        if not self.itl_s > 0.0:
+            msgspec.structs.force_setattr(self, "itl_s", default_itl_s(self.tpot_s))
+
+    @property
+    def targets(self) -> dict[str, float]:
+        """As a cluster file has them."""
+        return {"ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "itl_s": self.itl_s}
+
+    def slower(self, factor: float) -> "Slo":
+        """The same class with all targets so many times as long."""
+        return msgspec.structs.replace(
+            self, ttft_s=factor * self.ttft_s, tpot_s=factor * self.tpot_s, itl_s=factor * self.itl_s
+        )
 
 
 class LengthPrediction(msgspec.Struct, frozen=True):
@@ -145,7 +197,9 @@ class JobView(msgspec.Struct, frozen=True):
     """What a policy may know of a job. prefix: hashes of its prompt's blocks, see `shared.domain.prefix`.
 
     begun: it has been placed before, so that it is not refused any more. over_share: whoever sent it has had more than
-    others who ask at the same gateway.
+    others who ask at the same gateway. answer_tokens: for which room is kept, as its scheduler said; 0: max_tokens.
+    can_wait: its gateway lets it wait for its place, whatever its class (versions before do not). waited_s: since it
+    arrived. started: its client has a token of the answer, and would see a pause.
     """
 
     job_id: str
@@ -157,3 +211,7 @@ class JobView(msgspec.Struct, frozen=True):
     prefix: tuple[int, ...] = ()
     begun: bool = False
     over_share: bool = False
+    answer_tokens: int = 0
+    can_wait: bool = False
+    waited_s: float = 0.0
+    started: bool = False

@@ -83,7 +83,10 @@ class TransferOutcome(StrEnum):
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """What the importer did for one job. Times are unix seconds, 0 when it did not happen."""
+    """What the importer did for one job. Times are unix seconds, 0 when it did not happen.
+
+    ended_s: when the last of its KV had come; what was fetched beforehand may wait for the engine after that.
+    """
 
     outcome: TransferOutcome
     tokens: int = 0

@@ -18,7 +18,7 @@ class PolicySet(msgspec.Struct, frozen=True):
     dispatch: PolicySpec = PolicySpec("adaptive")
     prefill_order: PolicySpec = PolicySpec("fcfs")
     decode_admission: PolicySpec = PolicySpec("greedy")
-    step_budget: PolicySpec = PolicySpec("off")
+    step_budget: PolicySpec = PolicySpec("on")
     role_flip: PolicySpec = PolicySpec("off")
 
     def of(self, kind: str) -> PolicySpec:

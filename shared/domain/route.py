@@ -45,11 +45,14 @@ class PolicySpec(msgspec.Struct, frozen=True):
 class Route(msgspec.Struct, frozen=True):
     """A placement. `split` is the number of prompt tokens that the prefill instance computes.
 
-    split == 0: the decode instance does it all, `prefill` is None. `decode` is None when the prefill
-    instance's dispatcher is to choose it from fresher loads, by the policy `dispatch`: a live scheduler names the one
-    in force in each route. `work` is for the ledger of whoever placed the job, if its policy keeps one. `wants_prefix`:
-    the scheduler's policy looks at `JobView.prefix`, so that it is worth computing for the next job. prefill_saved,
-    decode_saved: prompt tokens of either instance's part whose KV it is known to hold.
+    split == 0: the decode instance does it all, `prefill` is None. `decode` is None when the prefill instance's
+    dispatcher is to choose it from fresher loads, by the policy `dispatch`: a live scheduler names the one in force in
+    each route. `work` is for the ledger of whoever placed the job, if its policy keeps one. `wants_prefix`: the
+    scheduler's policy looks at `JobView.prefix`, so that it is worth computing for the next job. prefill_saved,
+    decode_saved: prompt tokens of either instance's part whose KV it is known to hold. answer_tokens: for which room
+    is kept (see `JobView`), from `lead_steps` steps of the decode instance on. ttft_s: predicted, without that wait.
+    hold_s: seconds after which the job should begin, because there will be room for its KV then; a scheduler answers
+    such a route with Delayed.
     """
 
     prefill: InstanceRef | None
@@ -62,3 +65,7 @@ class Route(msgspec.Struct, frozen=True):
     wants_prefix: bool = False
     prefill_saved: int = 0
     decode_saved: int = 0
+    answer_tokens: int = 0
+    lead_steps: int = 0
+    ttft_s: float = 0.0
+    hold_s: float = 0.0

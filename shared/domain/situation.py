@@ -48,6 +48,8 @@ class ClassSeen(msgspec.Struct, frozen=True):
     tpot_target_s: float | None = None
     stages: dict[Stage, StageSeen] = {}
     before_first: dict[str, float] = {}
+    itl_met: float | None = None
+    itl_target_s: float | None = None
 
 
 class Peer(msgspec.Struct, frozen=True):

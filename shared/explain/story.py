@@ -23,6 +23,7 @@ _SPANS = {
     Span.DECODE: "{where} produced its tokens in {time}.",
     Span.LOST: "{where} did not bring it to an end: {time} are lost.",
 }
+_FOR_ROOM = "It waited {time} for room for its KV on {where}."
 _OF_WHICH = {
     Span.INTAKE: "to read it",
     Span.PLACEMENT: "until it had a place",
@@ -55,7 +56,13 @@ class Explanation(msgspec.Struct, frozen=True):
 
 def explain(timeline: RequestTimeline) -> Explanation:
     """A request in sentences, also of one that is under way."""
-    found = [*_arrival(timeline), *_decisions(timeline), *_spans(timeline), *_transfers(timeline)]
+    found = [
+        *_arrival(timeline),
+        *_decisions(timeline),
+        *_spans(timeline),
+        *_transfers(timeline),
+        *_longest_gap(timeline),
+    ]
     found.sort(key=lambda one: one.at_s if one.at_s is not None else 0.0)
     return Explanation(_headline(timeline), tuple(found))
 
@@ -88,6 +95,9 @@ def _course(timeline: RequestTimeline) -> Iterator[str]:
     yield f"the first token after {duration(ttft_s)}" + (f", of which {longest}" if longest else "")
     if tpot_s is not None:
         yield f"{count(timeline.output_tokens, 'token')}, one each {duration(tpot_s)}"
+    if timeline.gaps:
+        after = f"after token {timeline.longest_gap_after:,}"
+        yield f"the longest gap between two of them {duration(timeline.longest_gap_s)}, {after}"
     if (attempts := max((span.attempt for span in timeline.spans), default=1)) > 1:
         yield f"{attempts} attempts"
 
@@ -101,6 +111,25 @@ def _longest(timeline: RequestTimeline) -> str:
     took_s = min(longest.ended_s, timeline.first_token_s) - longest.started_s
     where = longest.instance_id or "the gateway"
     return f"{duration(took_s)} {_OF_WHICH[longest.span].format(where=where)}" if took_s >= LEAST_S else ""
+
+
+def _longest_gap(timeline: RequestTimeline) -> Iterator[Sentence]:
+    """When the client waited longest for its next token, where the request was meanwhile, and how often it did."""
+    if not timeline.gaps:
+        return
+    gap_s, ended_s, after = timeline.longest_gap_s, timeline.longest_gap_at_s, timeline.longest_gap_after
+    began_s = ended_s - gap_s
+    said = f"The longest gap between its tokens, {duration(gap_s)}, came between token {after:,} and the next"
+    parts = [
+        f"{duration(inside_s)} {_OF_WHICH[span.span].format(where=span.instance_id or 'the gateway')}"
+        for span in sorted(timeline.spans, key=lambda one: one.started_s)
+        if (inside_s := min(span.ended_s, ended_s) - max(span.started_s, began_s)) >= LEAST_S
+    ]
+    if parts:
+        said += f": {', '.join(parts)}"
+    over = f"{count(timeline.gaps_over, 'gap')} of {timeline.gaps:,} exceeded the target of {duration(timeline.itl_s)}"
+    figures: dict[str, float | str] = {"gap_s": gap_s, "after_tokens": after, "gaps_over": timeline.gaps_over}
+    yield Sentence(began_s - timeline.arrived_s, f"{said}. {over}.", figures)
 
 
 def _arrival(timeline: RequestTimeline) -> Iterator[Sentence]:
@@ -173,14 +202,17 @@ def _resumed(decision: Decision) -> str:
 
 
 def _spans(timeline: RequestTimeline) -> Iterator[Sentence]:
+    comes = {(span.attempt, span.started_s) for span in timeline.spans if span.span is Span.TRANSFER}
     for span in timeline.spans:
         took_s = span.ended_s - span.started_s
         if took_s >= LEAST_S:
-            yield Sentence(span.started_s - timeline.arrived_s, _told(span, took_s), {"seconds": took_s}, span.span)
+            for_room = span.span is Span.DECODE_QUEUE and (span.attempt, span.ended_s) in comes
+            text = _told(span, took_s, _FOR_ROOM if for_room else _SPANS[span.span])
+            yield Sentence(span.started_s - timeline.arrived_s, text, {"seconds": took_s}, span.span)
 
 
-def _told(span: SpanRecord, took_s: float) -> str:
-    text = _SPANS[span.span].format(where=span.instance_id or "the gateway", time=duration(took_s))
+def _told(span: SpanRecord, took_s: float, form: str) -> str:
+    text = form.format(where=span.instance_id or "the gateway", time=duration(took_s))
     return text if span.attempt < 2 else f"{text.removesuffix('.')} (attempt {span.attempt})."
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from shared.cost.catalogue import bytes_of
 from shared.domain.instance import Role
+from shared.domain.job import default_itl_s
 from shared.plan.compose import Composer
 from shared.plan.group import Group
 from shared.plan.plan import Plan
@@ -58,7 +59,7 @@ def tightest_slo(problem: Problem, clock: Clock) -> str:
     slo = problem.slo
     for looser in _LOOSER:
         ttft_s, tpot_s = max(slo.ttft_s, looser * fastest[0]), max(slo.tpot_s, looser * fastest[1])
-        wider = msgspec.structs.replace(slo, ttft_s=ttft_s, tpot_s=tpot_s)
+        wider = msgspec.structs.replace(slo, ttft_s=ttft_s, tpot_s=tpot_s, itl_s=max(slo.itl_s, default_itl_s(tpot_s)))
         found = _served(replace(problem, slo=wider, rate=0.0), clock)
         if found > 0.0:
             return (

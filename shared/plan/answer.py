@@ -71,7 +71,7 @@ def _cheapest(asked: Asked, clock: Clock, tell: Tell) -> Outcome:
 
 def _search(asked: Asked, clock: Clock, began: float, tell: Tell, helped: bool = False) -> Search:
     """Emulated engines send KV when the whole prompt is computed."""
-    run = RunSpec(streaming=asked.wanted.engine != "emulated")
+    run = RunSpec(streaming=asked.wanted.engine != "emulated", step_budget=True)
     return Search(asked.problem, clock, run, began + asked.wanted.seconds, asked.wanted.seed, tell, helped)
 
 
@@ -108,7 +108,7 @@ def _head(asked: Asked, chosen: Outcome) -> str:
     return (
         f"A plan by `polyphase plan`, method {chosen.method}.\n"
         f"{problem.shop.geometry.name}, {problem.workload.name}; SLO: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s, "
-        f"for {100 * problem.target:g} % of the requests.\n"
+        f"ITL {slo.itl_s:g} s, for {100 * problem.target:g} % of the requests.\n"
         f"Goodput {promise.goodput:.2f} requests/s. At {promise.rate:.2f} requests/s: mean TTFT "
         f"{figures['ttft_mean_s']:.3f} s, mean TPOT {figures['tpot_mean_s']:.4f} s, attainment "
         f"{100 * promise.attainment:.1f} %."

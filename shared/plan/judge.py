@@ -197,10 +197,7 @@ def repeated(workload: Workload, count: int) -> Workload:
 
 def settled(outcomes: Outcomes, problem: Problem) -> float:
     """The share of a run's later requests within the SLO."""
-    slo = problem.slo
-    steady = (outcomes.tpot_s <= slo.tpot_s) | (outcomes.output_tokens < 2)
-    in_time = outcomes.completed & (outcomes.ttft_s <= slo.ttft_s) & steady
-    return float(in_time[later(outcomes.arrival_s)].mean())
+    return float(outcomes.met(problem.slo)[later(outcomes.arrival_s)].mean())
 
 
 def later(arrival_s: Times) -> NDArray[np.bool_]:

@@ -53,9 +53,8 @@ def _along(search: Search, groups: Sequence[Group], routes: tuple[Route, ...]) -
 
 def _worth(search: Search, result: SimResult, estimate: Estimate) -> NDArray[np.float64]:
     """The share of each pair's requests within the SLO in a run: D, shape [p + 1, d]."""
-    slo, out = search.problem.slo, result.outcomes
-    steady = (out.tpot_s <= slo.tpot_s) | (out.output_tokens < 2)
-    met = out.completed & (out.ttft_s <= slo.ttft_s) & steady
+    out = result.outcomes
+    met = out.met(search.problem.slo)
     worth = np.full((len(estimate.prefill) + 1, len(estimate.decode)), _UNSEEN)
     for i, prefill in enumerate(estimate.prefill):
         for j, decode in enumerate(estimate.decode):

@@ -49,7 +49,7 @@ def plan_text(
         "model": target.model,
         "served_model_name": target.geometry.rsplit("/", 1)[-1],
         "max_model_len": problem.longest,
-        "gateway": {"slo": {"default": {"ttft_s": problem.slo.ttft_s, "tpot_s": problem.slo.tpot_s}}},
+        "gateway": {"slo": {"default": problem.slo.targets}},
         "policies": policies_of(plan.policies),
         "network": entry_of(places.network(spots)).model_dump(mode="json", exclude_defaults=True),
         "instance_defaults": {

@@ -59,7 +59,7 @@ class Adaptive:
     ) -> Choice | None:
         """The same; `split` and `dispatch` are fixed policies to keep to, None where the decision is free."""
         answers = index.ledger.answers
-        own, usual = answers.expected(job), answers.all
+        own, usual, bound = answers.expected(job), answers.all, answers.bound(job)
         others = index.ledger.needs.others(job.slo, now)
         holders = _holders(job, index)
         if dispatch is None:
@@ -76,7 +76,7 @@ class Adaptive:
         decodes = []
         for view in views:
             saved, share = _saved(job, index, view, holders), mixed.get(view.info.instance_id)
-            decodes.append(DecodeSide.of(view, job, own, usual, saved, others, spread_s, limited, share))
+            decodes.append(DecodeSide.of(view, job, own, usual, saved, others, spread_s, limited, share, bound))
         if split is None or not prefills:
             ways = options(job, own, prefills, decodes)
         else:
@@ -234,8 +234,10 @@ def _choice(
     reasons = (Reason("placement:adaptive", figures),)
     decode = best.decode.view
     if best.prefill is None:
-        return Choice(decode, reasons)
-    return Choice(best.prefill.view, reasons, decode=decode, split=best.split)
+        return Choice(decode, reasons, ttft_s=best.ttft_s - best.hold_s, hold_s=best.hold_s)
+    lead = int(best.begins_s / best.decode.after_s) if best.decode.after_s > 0.0 else 0
+    ttft_s = best.ttft_s - best.hold_s
+    return Choice(best.prefill.view, reasons, decode, None, best.split, lead, ttft_s, best.hold_s)
 
 
 def _compared(best: Option, index: ClusterIndex) -> dict[str, float | str]:

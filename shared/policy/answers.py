@@ -1,12 +1,14 @@
 """How long answers turn out: learned from those that ended, by what was predicted of them."""
 
-from math import log
+from math import ceil, log
 from typing import NamedTuple
 
 from shared.domain.job import JobView, LengthPrediction
 
 FIRST_TOKENS = 200.0  # of an answer, on average, before the first has ended
 RECENT = 256  # answers that a mean rests on, the newest most
+FEWEST = 16  # answers before their lengths say how long one may be
+UNSEEN_TOKENS = 1024  # before that, at most; a client that names no max_tokens has asked for all of the context
 DOUBT = 16  # answers that a prediction counts for, against what is seen of answers predicted alike
 
 
@@ -42,6 +44,19 @@ class _Seen:
         return Lengths(self._mean, 1.0 / self._inverse)
 
 
+class _Error:
+    """By how much guesses of one way were off, in tokens, on average over the last answers."""
+
+    __slots__ = ("_count", "mean")
+
+    def __init__(self) -> None:
+        self.mean, self._count = 0.0, 0
+
+    def add(self, off: float) -> None:
+        self._count += 1
+        self.mean += (off - self.mean) / min(self._count, RECENT)
+
+
 class _Alike:
     """Answers predicted to be in the same bucket: how long they turned out, and what was said of them on average."""
 
@@ -64,11 +79,16 @@ class Answers:
 
     def __init__(self) -> None:
         self._all = _Seen(UNKNOWN_LENGTHS, 0)
+        self._asked = 0.5  # of max_tokens, what an answer comes to on average
+        self._ended = 0
+        self._guesses: dict[str, tuple[int, dict[str, float]]] = {}  # of jobs under way: max_tokens, and tokens by way
+        self._errors = {way: _Error() for way in ("all", "asked", "predicted")}
         self._of: dict[int, _Alike] = {}  # by bucket
         self._said: dict[str, tuple[int, Lengths] | None] = {}  # of jobs under way
 
     def begun(self, job: JobView) -> None:
         """A job was placed."""
+        self._guesses[job.job_id] = job.max_tokens, self._guessed(job)
         if job.prediction is None:
             self._said[job.job_id] = None
             return
@@ -80,7 +100,13 @@ class Answers:
     def ended(self, job_id: str, tokens: int) -> None:
         """It gave so many tokens; none when it failed or nobody knows."""
         said = self._said.pop(job_id, None)
+        most, guesses = self._guesses.pop(job_id, (0, dict[str, float]()))
         if tokens > 0:
+            for way, guess in guesses.items():
+                self._errors[way].add(abs(tokens - guess))
+            self._ended += 1
+            if most > 0:
+                self._asked += (min(1.0, tokens / most) - self._asked) / min(self._ended, RECENT)
             self._all.add(tokens)
             if said is not None:
                 self._of[said[0]].add(tokens, said[1])
@@ -100,6 +126,28 @@ class Answers:
             found = alike.corrected(found) if alike is not None else found
         most = float(max(1, job.max_tokens))
         return Lengths(min(most, found.mean), min(most, found.brief))
+
+    def bound(self, job: JobView) -> int:
+        """Tokens of this job's answer for which room is kept, at most its max_tokens.
+
+        Of the ways to guess (what is predicted, the usual length, the usual share of max_tokens) the one that was off
+        least of late: what many answers come to together counts. Before a few have ended what is predicted, or
+        max_tokens.
+        """
+        guesses = self._guessed(job)
+        if self._ended < FEWEST:
+            found = guesses.get("predicted", float(UNSEEN_TOKENS))
+        else:
+            way = min(guesses, key=lambda one: self._errors[one].mean)
+            found = guesses[way]
+        return max(1, min(job.max_tokens, ceil(found)))
+
+    def _guessed(self, job: JobView) -> dict[str, float]:
+        most = float(max(1, job.max_tokens))
+        guesses = {"all": min(most, self._all.lengths.mean), "asked": self._asked * most}
+        if job.prediction is not None and job.prediction.confidence > 0.0:
+            guesses["predicted"] = self.expected(job).mean
+        return guesses
 
 
 def within(prediction: LengthPrediction) -> Lengths:

@@ -12,6 +12,7 @@ class Assignment:
     """Work given to an instance at `time_s` (unix seconds), perhaps not yet in the instance's load.
 
     coming: a decode whose prompt is computed elsewhere first, wholly or in part, so that it comes only then.
+    answer_tokens: of a decode, for which room is kept, from `lead_steps` of its instance on.
     """
 
     instance_id: str
@@ -22,6 +23,8 @@ class Assignment:
     job_id: str = ""
     coming: bool = False
     import_tokens: int = 0  # of KV that comes from elsewhere
+    answer_tokens: int = 0
+    lead_steps: int = 0
 
 
 def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...]:
@@ -43,6 +46,8 @@ def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...
                 job.job_id,
                 later,
                 later * max(0, route.split - saved),
+                route.answer_tokens or job.max_tokens,
+                later * route.lead_steps,
             )
         )
     return tuple(booked)

@@ -20,7 +20,7 @@ class Choice(msgspec.Struct, frozen=True):
     """The chosen instance and why it was chosen. A struct, because it is made once a decision and cheaply.
 
     A placement may name the decode instance that belongs to it, too, the split between both, and the work to count
-    until the job is complete.
+    until the job is complete. lead_steps, ttft_s, hold_s: see `Route`.
     """
 
     instance: InstanceView
@@ -28,6 +28,9 @@ class Choice(msgspec.Struct, frozen=True):
     decode: InstanceView | None = None
     work: Work | None = None
     split: int | None = None
+    lead_steps: int = 0
+    ttft_s: float = 0.0
+    hold_s: float = 0.0
 
     @property
     def ref(self) -> InstanceRef:

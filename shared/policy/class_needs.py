@@ -118,6 +118,7 @@ class ClassNeeds:
                 one.slo.ttft_s if first else min(found.ttft_s, one.slo.ttft_s),
                 one.slo.tpot_s * one.yields if first else min(found.tpot_s, one.slo.tpot_s * one.yields),
                 max(found.weight, one.slo.weight),
+                itl_s=one.slo.itl_s if first else min(found.itl_s, one.slo.itl_s),
             )
         return found
 

@@ -14,7 +14,8 @@ from shared.domain.rates import UNKNOWN_STEPS, LinkRate, StepForm
 from shared.policy.answers import Lengths
 from shared.policy.codec import choose_codec
 from shared.policy.harm import harm
-from shared.policy.step_budget import StepLoad, prefill_tokens
+from shared.policy.kv_ahead import fits_after
+from shared.policy.step_budget import StepLoad, gap_target_s, prefill_tokens
 
 ENDLESS = 1 << 30
 
@@ -24,6 +25,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
     tokens: int
     ready_s: float  # from now until they are computed, the queue included
+    begins_s: float  # until the first chunk is, when a decode instance may take blocks for all of them
     last_share: float  # of them, computed in the last chunk
     others: float  # harm to those who come after
 
@@ -67,7 +69,8 @@ class PrefillSide(msgspec.Struct, frozen=True, gc=False):
         wait_s, target, chunk = self.wait_s, others.ttft_s, self.chunk
         ready_s = wait_s + self.own_s(tokens)
         harmed = self.jobs * (harm(ready_s / target) - harm(wait_s / target)) if self.jobs else 0.0
-        return Part(tokens, ready_s, chunk / tokens if chunk < tokens else 1.0, harmed)
+        begins_s = ready_s if tokens <= chunk else wait_s + self.own_s(chunk)
+        return Part(tokens, ready_s, begins_s, chunk / tokens if chunk < tokens else 1.0, harmed)
 
 
 def usual_wait_s(prefills: Sequence[PrefillSide]) -> float:
@@ -117,7 +120,7 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
     after_s: float  # of a step of decodes with the job among them
     beside_s: float  # by which steps are longer, on average, for the prompts of others
     wait_s: float  # until the prompts that wait there are computed
-    room_s: float  # until there is room for the job's prompt, and a seat
+    room_s: float  # until there is room for the job's KV to its end, and a seat
     behind_s: float  # by which those who wait for that, too, wait longer
     memory: float  # harm of what is promised twice
     alone_s: float  # of a step of the job's decode with nobody beside it
@@ -135,11 +138,13 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
         spread_s: float = 0.0,
         limited: bool = False,
         mixed: float | None = None,
+        bound: int = 0,
     ) -> "DecodeSide":
         """As of its load. own: of the job's answer; `saved` tokens of its prompt have their KV there.
 
         others: the class of those that it would meet; its own if nobody says. spread_s: over which bound decodes come.
-        limited: steps keep to the TPOT targets of those that decode. mixed: share of steps to come with prompts in
+        bound: tokens of its answer for which room is kept; its max_tokens if nobody says.
+        limited: steps keep to the targets of those that decode. mixed: share of steps to come with prompts in
         them; as the last ones there, and its queue, say, if nobody says.
         """
         slo = job.slo if others is None else others
@@ -157,7 +162,7 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
             after_s = decode.fixed_s + decode.sequence_s * (running + 1) + decode.context_s * longer
         budget = max(1, info.chunk_size - running)
         if limited:
-            budget = prefill_tokens(rates, StepLoad(running, context, slo.tpot_s), budget)
+            budget = prefill_tokens(rates, StepLoad(running, context, gap_target_s(slo)), budget)
         chunk_s = form.fixed_s + form.sequence_s * running + form.context_s * context
         full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
         steps = load.queued_prefill_tokens / budget
@@ -165,8 +170,12 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
             mixed = max(load.prefill_share, min(1.0, steps / own.brief))
         beside_s = mixed * max(0.0, full_s - step_s)
         room = 0.0, 0.0, 0.0
-        if prompt + own.mean > free or decoding >= seats:
-            room = _room(held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s)
+        fits_s = after_s * _steps_until_it_fits(view, prompt, bound or job.max_tokens)
+        if fits_s > 0.0 or prompt + own.mean > free or decoding >= seats:
+            room_s, behind_s, memory = _room(
+                held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s
+            )
+            room = max(fits_s, room_s), behind_s, memory
         return cls(
             view,
             job,
@@ -252,6 +261,13 @@ def _away(load: InstanceLoad, seats: int, decode: StepForm, tokens: float, sprea
         decode.fixed_s + decode.sequence_s * running + decode.context_s * load.context_tokens * running / load.decoding
     )
     return max(0.0, 1.0 - tokens * step_s / spread_s)
+
+
+def _steps_until_it_fits(view: InstanceView, prompt: int, answer: int) -> float:
+    """Steps until the instance has room for the job to the end of its answer, beside those that decode there."""
+    size = view.info.block_size
+    room = view.info.total_blocks * size
+    return fits_after(view.load.kv_ahead, room, prompt, min(answer, max(1, room - prompt)), size)
 
 
 def _room(

@@ -16,11 +16,13 @@ class Following(Generic[Made]):
     a state. policies: what was heard when that was done. trouble: why what was heard last is not followed, or nothing.
     """
 
-    def __init__(self, kinds: Collection[str], make: Callable[[PolicySet], Made]) -> None:
+    def __init__(
+        self, kinds: Collection[str], make: Callable[[PolicySet], Made], first: PolicySet = PolicySet()
+    ) -> None:
         self._kinds = tuple(kinds)
         self._make = make
         self._refused: PolicySet | None = None
-        self.policies = PolicySet()
+        self.policies = first
         self.made = make(self.policies)
         self.trouble = ""
 

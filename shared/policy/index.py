@@ -15,6 +15,7 @@ from shared.domain.cluster import ClusterState
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.policy.assignment import Assignment
 from shared.policy.backlog import Backlog, chunked_rate, prefill_rate
+from shared.policy.kv_ahead import with_job
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import PrefixIndex
 from shared.policy.pressure import Pressures
@@ -220,6 +221,9 @@ def _with(view: InstanceView, more: Assignment) -> InstanceLoad:
     inbound_bytes = int(more.import_tokens * view.info.kv_bytes_per_token) if more.import_tokens else 0
     decodes = more.decode_tokens > 0
     free_blocks = load.free_blocks - -(-more.decode_tokens // block_size)
+    ahead = load.kv_ahead
+    if decodes:
+        ahead = with_job(ahead, more.decode_tokens, more.answer_tokens, block_size, more.lead_steps)
     return InstanceLoad(
         time_s=load.time_s,
         queued_prefill=load.queued_prefill + (more.prefill_tokens > 0),
@@ -237,4 +241,5 @@ def _with(view: InstanceView, more: Assignment) -> InstanceLoad:
         inbound_bytes=load.inbound_bytes + inbound_bytes,
         inflight=load.inflight,
         prefill_share=load.prefill_share,
+        kv_ahead=ahead,
     )

@@ -7,9 +7,10 @@ instance.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from random import Random
+from zlib import crc32
 
 from shared.domain.cluster import ClusterDelta, ClusterState
-from shared.domain.instance import ClusterView
+from shared.domain.instance import ClusterView, InstanceLoad
 from shared.errors import Unavailable
 from shared.policy.assignment import Assignment
 from shared.policy.index import ClusterIndex
@@ -18,10 +19,16 @@ from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
 
 REACH_S = 0.03  # time a job takes from the decision into the instance's load
 FORGET_S = 1.0  # an assignment older than this is in every load, whatever the clocks of the hosts say
+SHOWN_S = 2.0  # for so long a load says that a job has come, so that no broadcast with it is missed
 STALE_S = 1.0  # without a broadcast for so long the loads are old
 HOLD_S = 30.0  # then an assignment counts until its job ends, or for so long
 _AGAIN_S = 0.5  # between two looks at which of them are over, and at who has forgotten what
 CACHED_S = 0.1  # for so long what is made of all loads stands
+
+
+def mark_of(job_id: str) -> int:
+    """Short for a job's id, in loads: two jobs of one instance and second have the same once in billions."""
+    return crc32(job_id.encode())
 
 
 class LoadTracker:
@@ -121,16 +128,27 @@ class LoadTracker:
         view = self._state.get(instance_id)
         if view is None:
             return
-        recent = self._unseen(instance_id, view.load.time_s)
-        self.current.renew(view, (*recent, *self.ledger.coming_to(instance_id)))
+        recent, coming = self._unseen(instance_id, view.load), self.ledger.coming_to(instance_id)
+        if coming and view.load.accepted:
+            came = frozenset(view.load.accepted)
+            coming = [one for one in coming if mark_of(one.job_id) not in came]  # its report is still under way
+        self.current.renew(view, (*recent, *coming))
 
-    def _unseen(self, instance_id: str, taken_s: float) -> Iterable[Assignment]:
-        """Assignments that a load which was taken then does not show; the others are forgotten."""
+    def _unseen(self, instance_id: str, load: InstanceLoad) -> Iterable[Assignment]:
+        """Assignments that a load does not show; the others are forgotten.
+
+        A load that names the jobs which came lately shows those, however long they took to come there. Of one that
+        does not, its time has to tell.
+        """
         recent, now = self._recent.get(instance_id), self._now
         if not recent:
             return ()
-        since_s = max(min(taken_s, now) - REACH_S, now - FORGET_S)
-        recent = [a for a in recent if a.time_s > since_s]
+        if load.accepted is not None:
+            came = frozenset(load.accepted)
+            recent = [a for a in recent if a.time_s > now - FORGET_S and mark_of(a.job_id) not in came]
+        else:
+            since_s = max(min(load.time_s, now) - REACH_S, now - FORGET_S)
+            recent = [a for a in recent if a.time_s > since_s]
         if recent:
             self._recent[instance_id] = recent
         else:
@@ -151,7 +169,7 @@ class LoadTracker:
     def _rebuild(self) -> None:
         for instance_id in list(self._recent):
             view = self._state.get(instance_id)
-            self._unseen(instance_id, 0.0 if view is None else view.load.time_s)
+            self._unseen(instance_id, InstanceLoad() if view is None else view.load)
         self._cached_s = self._now
         self._build()
 

@@ -5,7 +5,7 @@ from random import Random
 
 import msgspec
 
-from shared.domain.job import JobView
+from shared.domain.job import FirstTokenOut, JobView
 from shared.policy.answers import Lengths
 from shared.policy.estimate import DecodeSide, DecodeTerms, Part, PrefillSide, link_harm
 from shared.policy.harm import harm
@@ -15,7 +15,11 @@ ROUNDING = 1e-9  # by which sums in another order may differ
 
 
 class Option(msgspec.Struct, frozen=True, gc=False):
-    """One way to serve the job, and what it would come to. In `total` harm to others counts by their weight."""
+    """One way to serve the job, and what it would come to. In `total` harm to others counts by their weight.
+
+    own_pause: harm of a pause between the first token and the second. begins_s: until its KV may take blocks. hold_s:
+    after which the job should begin, so that its KV finds room when it is computed.
+    """
 
     total: float
     prefill: PrefillSide | None
@@ -25,6 +29,9 @@ class Option(msgspec.Struct, frozen=True, gc=False):
     tpot_s: float
     own_ttft: float
     own_tpot: float
+    own_pause: float
+    begins_s: float
+    hold_s: float
     others_prefill: float
     others_link: float
     others_decode: float
@@ -142,7 +149,21 @@ def local(job: JobView, decode: DecodeSide, terms: DecodeTerms) -> Option:
     own_ttft, own_tpot = harm(ttft_s / slo.ttft_s), harm(terms.tpot_s / slo.tpot_s)
     total = own_ttft + own_tpot + decode.slo.weight / slo.weight * (terms.others + terms.memory)
     return Option(
-        total, None, decode, 0, ttft_s, terms.tpot_s, own_ttft, own_tpot, 0.0, 0.0, terms.others, terms.memory
+        total,
+        None,
+        decode,
+        0,
+        ttft_s,
+        terms.tpot_s,
+        own_ttft,
+        own_tpot,
+        0.0,
+        0.0,
+        terms.room_s,
+        0.0,
+        0.0,
+        terms.others,
+        terms.memory,
     )
 
 
@@ -154,14 +175,22 @@ def pair(
     waits_s, moves_s = decode.transfer_s(prefill, part.tokens - decode.saved)
     # Chunks leave while the prompt is computed; the last one after it.
     arrives_s = max(part.ready_s + moves_s * part.last_share, waits_s + moves_s)
+    own_pause = 0.0
+    hold_s = max(0.0, terms.room_s - part.begins_s)
     if part.tokens >= job.prompt_tokens:
-        tpot_s += (max(terms.room_s, arrives_s) - part.ready_s) / own.brief
+        pause_s = arrives_s - part.ready_s
+        ttft_s += hold_s
+        if slo.first_token is FirstTokenOut.SMOOTH:
+            ttft_s += pause_s
+        else:
+            tpot_s += pause_s / own.brief
+            own_pause = harm(pause_s / slo.itl_s)
     else:
         ttft_s = max(arrives_s, terms.room_s) + terms.rest_s
     link = link_harm(waits_s, moves_s, tpot_s, decode.usual.brief, decode.slo) if waits_s > 0.0 else 0.0
     own_ttft, own_tpot = harm(ttft_s / slo.ttft_s), harm(tpot_s / slo.tpot_s)
     harmed = part.others + link + terms.others + terms.memory
-    total = own_ttft + own_tpot + decode.slo.weight / slo.weight * harmed
+    total = own_ttft + own_tpot + own_pause + decode.slo.weight / slo.weight * harmed
     return Option(
         total,
         prefill,
@@ -171,6 +200,9 @@ def pair(
         tpot_s,
         own_ttft,
         own_tpot,
+        own_pause,
+        part.begins_s,
+        hold_s,
         part.others,
         link,
         terms.others,
@@ -191,6 +223,7 @@ def figures_of(option: Option) -> dict[str, float | str]:
         "harm": round(option.total, 6),
         "own_ttft": round(option.own_ttft, 6),
         "own_tpot": round(option.own_tpot, 6),
+        "own_pause": round(option.own_pause, 6),
         "others_prefill": round(option.others_prefill, 6),
         "others_link": round(option.others_link, 6),
         "others_decode": round(option.others_decode, 6),

@@ -8,7 +8,7 @@ from random import Random
 from typing import NamedTuple
 
 from shared.domain.instance import InstanceView
-from shared.domain.job import JobView, Slo, WhenFull
+from shared.domain.job import FirstTokenOut, JobView, Slo, WhenFull
 from shared.domain.rates import UNKNOWN_STEPS
 from shared.domain.route import Route
 from shared.errors import Delayed, InvalidRequest, Overloaded, Unavailable
@@ -23,6 +23,9 @@ QUEUE_S = 0.5  # of prefill that delayed classes may queue: enough to keep an in
 SLOWER = 1.1  # times an empty instance's time: a job that has no better anywhere is not refused for that
 OVER_SHARE = 0.5  # of its limits, for a caller who has had more than its share
 SOON_S, LATE_S = 0.05, 2.0  # bounds of when to ask again for a delayed job
+HOLD_S = 0.02  # a wait for room that is not worth asking again for
+IN_TIME = 0.9  # of its TTFT target, by which a held job begins all the same
+HOLD_LOOK_S = 0.25  # a job that is held looks again at least so often: answers end earlier than expected, too
 
 
 class Obstacle(NamedTuple):
@@ -51,10 +54,10 @@ def decide(
     if slo.when_full is not WhenFull.DELAY:
         index.ledger.needs.asked(job, now)
     if slo.when_full is WhenFull.NEVER:
-        return route
+        return _held_back(job, route)
     found = obstacle(job, route, index, now)
     if found is None:
-        return route
+        return _held_back(job, route)
     said = f"{found.said} (SLO class {slo.name!r})"
     if slo.when_full is WhenFull.REJECT:
         index.ledger.needs.refused(slo)
@@ -62,7 +65,22 @@ def decide(
     other, seconds = _elsewhere(job, route, found, index, policies, now, rng, exclude)
     if other is None:
         raise Delayed(said, cause=found.cause, retry_after_s=min(LATE_S, max(SOON_S, seconds)))
-    return other
+    return _held_back(job, other)
+
+
+def _held_back(job: JobView, route: Route) -> Route:
+    """The route, unless its KV would find no room: then the job waits before it is computed, where nobody reads yet.
+
+    A class that wants its first token early waits only as long as that can be in time.
+    """
+    slo = job.slo
+    if route.hold_s <= HOLD_S or not job.can_wait:
+        return route
+    first_s = job.waited_s + route.ttft_s
+    if slo.first_token is FirstTokenOut.EARLY and IN_TIME * slo.ttft_s - HOLD_LOOK_S < first_s <= slo.ttft_s:
+        return route
+    said = f"room for its KV is expected in {route.hold_s:.2f} s at the earliest"
+    raise Delayed(said, cause="room", retry_after_s=min(HOLD_LOOK_S, max(SOON_S, route.hold_s)))
 
 
 def _elsewhere(
@@ -172,7 +190,8 @@ def _option(job: JobView, route: Route, index: ClusterIndex, now: float) -> Opti
         view = index.decode.get(best[2]) if best is not None else None
     if view is None:
         return None
-    decode = DecodeSide.of(view, job, own, answers.all, saved_at(index, view, job), others, limited=index.limited)
+    saved, bound = saved_at(index, view, job), answers.bound(job)
+    decode = DecodeSide.of(view, job, own, answers.all, saved, others, limited=index.limited, bound=bound)
     if route.prefill is None:
         return local(job, decode, decode.terms(0))
     computes = index.prefill.get(route.prefill.instance_id)

@@ -146,15 +146,20 @@ class _Case:
 
     def _route(self, prefill: Choice | None, decode: Choice | None, split: int, reasons: tuple[Reason, ...]) -> Route:
         placed = prefill or decode
+        assert placed is not None
         return Route(
             prefill=ref_of(prefill.instance) if prefill else None,
             decode=ref_of(decode.instance) if decode else None,
             split=split,
             policy=self.policies.placement.name,
             reasons=(self._filters(), *reasons),
-            work=placed.work if placed else None,
+            work=placed.work,
             prefill_saved=self._saved(prefill, split),
             decode_saved=self._saved(decode, self.job.prompt_tokens),
+            answer_tokens=self.index.ledger.answers.bound(self.job),
+            lead_steps=placed.lead_steps,
+            ttft_s=placed.ttft_s,
+            hold_s=placed.hold_s,
         )
 
     def _saved(self, chosen: Choice | None, tokens: int) -> int:

@@ -1,16 +1,21 @@
-"""Who goes first among those that run at an engine, and who gives its KV blocks up when they run short."""
+"""Who goes first among the requests that run at an engine, and which one gives its KV blocks up when they run short."""
 
 from collections.abc import Callable, Iterable, Reversible
 from typing import TypeVar
 
 Item = TypeVar("Item")
+Rank = tuple[float, bool]  # the weight of a request's class, and whether it is a stream: its client has tokens
 
 
-def heaviest_first(running: Iterable[Item], weight: Callable[[Item], float]) -> list[Item]:
-    """Heavier classes first, and within one in the order given, which is that of admission."""
-    return sorted(running, key=weight, reverse=True)
+def heaviest_first(running: Iterable[Item], rank: Callable[[Item], Rank]) -> list[Item]:
+    """Heavier classes first, streams first within a class, and otherwise the order given, which is that of
+    admission.
+    """
+    return sorted(running, key=rank, reverse=True)
 
 
-def victim(running: Reversible[Item], weight: Callable[[Item], float]) -> Item:
-    """The youngest of the lightest class: the last by `heaviest_first`. Raises ValueError when nobody runs."""
-    return min(reversed(running), key=weight)
+def victim(running: Reversible[Item], rank: Callable[[Item], Rank]) -> Item:
+    """The last by `heaviest_first`: of the lightest class the youngest prompt without a token, or where it has none
+    the youngest stream. Raises ValueError when nothing runs.
+    """
+    return min(reversed(running), key=rank)

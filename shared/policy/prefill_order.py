@@ -15,13 +15,15 @@ class WaitingJob:
     """A job that waits at an engine.
 
     tokens: prompt tokens to compute here. before: those ahead of them, whose KV comes from elsewhere. arrived_s: when
-    its client sent it; on one clock for all that wait.
+    its client sent it; on one clock for all that wait. started: its client has tokens (a stream), so that it enters
+    before all prompts that have none.
     """
 
     job: JobView
     tokens: int
     before: int = 0
     arrived_s: float = 0.0
+    started: bool = False
 
 
 class PrefillOrder(Protocol):

@@ -5,6 +5,7 @@ from enum import StrEnum
 
 import msgspec
 
+from shared.domain.job import itl_met
 from shared.policy.log_histogram import Histogram, merged, observe
 
 STEPS_S = (10, 60)
@@ -26,7 +27,8 @@ class Ended(msgspec.Struct, frozen=True):
     """One request that ended, or `count` that were refused alike. Unix seconds, seconds, tokens.
 
     code: a finish reason, or an error's code. seconds: by kind of stretch (`shared.timeline.Span`); before_first: of
-    these, what lies before its first token. whole_s: arrival to end. predicted: who said how long its answer would be,
+    these, what lies before its first token. longest_gap_s, gaps, gaps_over: between the deliveries of its tokens, and
+    how many exceeded the target. whole_s: arrival to end. predicted: who said how long its answer would be,
     see `shared.domain.situation.Situation.predictions`.
     """
 
@@ -49,11 +51,15 @@ class Ended(msgspec.Struct, frozen=True):
     transfers_failed: int = 0
     transfer_bytes: int = 0
     transfer_faults: dict[str, int] = {}
+    itl_target_s: float = 0.0
+    longest_gap_s: float | None = None
+    gaps: int = 0
+    gaps_over: int = 0
 
 
 class Served(msgspec.Struct, omit_defaults=True):
-    """Sums over requests that ended. ttft_met, tpot_met, met: of completed and failed ones. codes: of failures and
-    refusals. `stages`: how long each kind of stretch took.
+    """Sums over requests that ended. ttft_met, tpot_met, itl_met, met (all three): of completed and failed ones.
+    longest_gap: of each request. codes: of failures and refusals. `stages`: how long each kind of stretch took.
     """
 
     completed: int = 0
@@ -81,6 +87,9 @@ class Served(msgspec.Struct, omit_defaults=True):
     transfers_failed: int = 0
     transfer_bytes: int = 0
     transfer_faults: dict[str, int] = {}
+    itl_met: int = 0
+    itl_target_s: float = 0.0  # 0 where all were counted before there was a target
+    longest_gap: Histogram = {}
 
     @property
     def judged(self) -> int:
@@ -105,6 +114,7 @@ class Served(msgspec.Struct, omit_defaults=True):
         self.output_tokens += ended.output_tokens
         if ended.ttft_target_s:
             self.ttft_target_s, self.tpot_target_s = ended.ttft_target_s, ended.tpot_target_s
+            self.itl_target_s = ended.itl_target_s
         self._time(ended)
         if ended.predicted:
             _count(self.predicted, ended.predicted, 1)
@@ -118,14 +128,18 @@ class Served(msgspec.Struct, omit_defaults=True):
         in_time = ended.ttft_s is not None and ended.ttft_s <= ended.ttft_target_s
         steady = ended.tpot_s is None or ended.tpot_s <= ended.tpot_target_s
         self.ttft_met += in_time
+        without_pause = itl_met(ended.gaps, ended.gaps_over)
         self.tpot_met += steady
-        self.met += in_time and steady
+        self.itl_met += without_pause
+        self.met += in_time and steady and without_pause
 
     def _time(self, ended: Ended) -> None:
         if ended.ttft_s is not None:
             observe(self.ttft, ended.ttft_s)
         if ended.tpot_s is not None:
             observe(self.tpot, ended.tpot_s)
+        if ended.longest_gap_s is not None:
+            observe(self.longest_gap, ended.longest_gap_s)
         if not ended.seconds:
             return
         self.timed += 1
@@ -146,6 +160,7 @@ _SUMS = (
     "output_tokens",
     "ttft_met",
     "tpot_met",
+    "itl_met",
     "met",
     "whole_s",
     "timed",
@@ -163,11 +178,13 @@ def total(parts: Iterable[Served]) -> Served:
     for one in some:
         if one.ttft_target_s:
             found.ttft_target_s, found.tpot_target_s = one.ttft_target_s, one.tpot_target_s
+            found.itl_target_s = one.itl_target_s
         for name in _BY_NAME:
             sums = getattr(found, name)
             for key, value in getattr(one, name).items():
                 sums[key] = sums.get(key, 0) + value
     found.ttft, found.tpot = merged(one.ttft for one in some), merged(one.tpot for one in some)
+    found.longest_gap = merged(one.longest_gap for one in some)
     for stage in {stage for one in some for stage in one.stages}:
         found.stages[stage] = merged(one.stages.get(stage, {}) for one in some)
     return found

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from shared.domain.job import itl_met
 from shared.errors import InvalidRequest
 
 SLOT_S = 1.0
@@ -17,7 +18,8 @@ OTHER = "other"  # the name of those
 class SloOutcome:
     """How one request of a class ended. Latencies in seconds, None when there is none to measure.
 
-    A failed request misses both targets. A cancelled one says nothing and is not to be counted.
+    gaps: between the deliveries of its tokens, of which gaps_over exceeded the target and the longest took
+    longest_gap_s. A failed request misses all targets. A cancelled one says nothing and is not to be counted.
     """
 
     slo: str
@@ -27,6 +29,10 @@ class SloOutcome:
     ttft_target_s: float
     tpot_target_s: float
     failed: bool = False
+    itl_target_s: float = 0.0
+    longest_gap_s: float | None = None
+    gaps: int = 0
+    gaps_over: int = 0
 
     @property
     def ttft_met(self) -> bool:
@@ -39,14 +45,22 @@ class SloOutcome:
         return not self.failed and (self.tpot_s is None or self.tpot_s <= self.tpot_target_s)
 
     @property
+    def itl_met(self) -> bool:
+        """At most one gap in a hundred exceeds its target (`shared.domain.job.itl_met`)."""
+        return not self.failed and itl_met(self.gaps, self.gaps_over)
+
+    @property
     def met(self) -> bool:
-        """Both."""
-        return self.ttft_met and self.tpot_met
+        """All three."""
+        return self.ttft_met and self.tpot_met and self.itl_met
 
 
 @dataclass(frozen=True, slots=True)
 class SloReport:
-    """Attainment of one class over one window: shares in 0..1, None without requests; seconds."""
+    """Attainment of one class over one window: shares in 0..1, None without requests; seconds.
+
+    longest_gap_s: of each request's longest gap; its "max" is exact.
+    """
 
     slo: str
     window_s: float
@@ -58,10 +72,13 @@ class SloReport:
     tpot_s: dict[str, float | None] = field(default_factory=dict)
     ttft_target_s: float | None = None  # of the request that ended last
     tpot_target_s: float | None = None
+    itl_attainment: float | None = None
+    longest_gap_s: dict[str, float | None] = field(default_factory=dict)  # and "max"
+    itl_target_s: float | None = None
 
 
 def attainment(outcomes: Iterable[SloOutcome]) -> float | None:
-    """Share of the outcomes that met both targets; None without any."""
+    """Share of the outcomes that met all targets; None without any."""
     counted = [outcome.met for outcome in outcomes]
     return sum(counted) / len(counted) if counted else None
 
@@ -81,12 +98,23 @@ class _Slot:
     counts: Counter[str] = field(default_factory=Counter)
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
-    targets: tuple[float, float] | None = None  # of the last one
+    gap: list[float] = field(default_factory=list)
+    longest_gap_s: float | None = None
+    targets: tuple[float, float, float] | None = None  # of the last one
 
     def add(self, outcome: SloOutcome, rng: Random) -> None:
-        self.counts.update(requests=1, ttft=int(outcome.ttft_met), tpot=int(outcome.tpot_met), both=int(outcome.met))
-        self.targets = outcome.ttft_target_s, outcome.tpot_target_s
-        for samples, value in ((self.ttft, outcome.ttft_s), (self.tpot, outcome.tpot_s)):
+        self.counts.update(
+            requests=1,
+            ttft=int(outcome.ttft_met),
+            tpot=int(outcome.tpot_met),
+            itl=int(outcome.itl_met),
+            all=int(outcome.met),
+        )
+        self.targets = outcome.ttft_target_s, outcome.tpot_target_s, outcome.itl_target_s
+        gap_s = outcome.longest_gap_s
+        if gap_s is not None:
+            self.longest_gap_s = max(gap_s, self.longest_gap_s or 0.0)
+        for samples, value in ((self.ttft, outcome.ttft_s), (self.tpot, outcome.tpot_s), (self.gap, gap_s)):
             if value is None:
                 continue
             if len(samples) < SAMPLES:
@@ -136,18 +164,22 @@ def _report(slo: str, window_s: float, slots: Sequence[_Slot]) -> SloReport:
     for slot in slots:
         counts.update(slot.counts)
     requests = counts["requests"]
-    ttft_target_s, tpot_target_s = (slots[-1].targets if slots else None) or (None, None)
+    ttft_target_s, tpot_target_s, itl_target_s = (slots[-1].targets if slots else None) or (None, None, None)
+    worst_s = max((slot.longest_gap_s for slot in slots if slot.longest_gap_s is not None), default=None)
     return SloReport(
         slo=slo,
         window_s=window_s,
         requests=requests,
         ttft_attainment=counts["ttft"] / requests if requests else None,
         tpot_attainment=counts["tpot"] / requests if requests else None,
-        attainment=counts["both"] / requests if requests else None,
+        attainment=counts["all"] / requests if requests else None,
         ttft_s=_percentiles(sorted(value for slot in slots for value in slot.ttft)),
         tpot_s=_percentiles(sorted(value for slot in slots for value in slot.tpot)),
         ttft_target_s=ttft_target_s,
         tpot_target_s=tpot_target_s,
+        itl_attainment=counts["itl"] / requests if requests else None,
+        longest_gap_s={**_percentiles(sorted(value for slot in slots for value in slot.gap)), "max": worst_s},
+        itl_target_s=itl_target_s or None,
     )
 
 

@@ -1,12 +1,19 @@
-"""How many prompt tokens a step may compute beside decodes, so that their next tokens come in time."""
+"""How many prompt tokens a step may compute beside decodes, so that their next tokens come in time.
+
+The rule: a step with prompts takes at most 0.9 of the TPOT target and 0.6 of the gap target (`itl_s`) of the streams in
+it, of those that are about to join it, and of its prompts that are to decode here. Of the gap target it is less,
+because a stream that is handed over waits for the step under way, and then for its own; it may come at any moment.
+"""
 
 from dataclasses import dataclass
 from math import inf, sqrt
 from typing import ClassVar, Protocol
 
+from shared.domain.job import Slo
 from shared.domain.rates import StepRates
 
-MARGIN = 0.9  # of the tightest target: predictions err, and a step is not all of the gap between two tokens
+MARGIN = 0.6  # of the least `gap_target_s`
+TPOT_FACTOR = 1.5  # of it: 0.9 of the TPOT target
 FLOOR_TOKENS = 32  # prompts always get on
 
 
@@ -27,7 +34,7 @@ class NoBudget:
 
 @dataclass(frozen=True, slots=True)
 class TpotBudget:
-    """Prompts give way to the TPOT targets of those that decode in the same step."""
+    """Prompts give way to the TPOT and gap targets of those that decode in the same step."""
 
     name: ClassVar[str] = "on"
     limits: ClassVar[bool] = True
@@ -37,29 +44,44 @@ class TpotBudget:
 class StepLoad:
     """What the coming step has to do anyhow.
 
-    decodes: how many, of `context_tokens` in all. tpot_s: the tightest target among them. before_tokens: computed
-    tokens of the prompt under way, the most if there are several.
+    decodes: how many, of `context_tokens` in all; streams whose KV is on its way to this engine, and the next one that
+    waits for room here, count among them. gap_s: the least `gap_target_s` among them and the prompts that are to
+    decode here; infinite without any. before_tokens: computed tokens of the prompt under way, the most if there are
+    several.
     """
 
     decodes: int
     context_tokens: float
-    tpot_s: float = inf
+    gap_s: float = inf
     before_tokens: int = 0
 
 
-def prefill_tokens(rates: StepRates | None, load: StepLoad, most: int) -> int:
-    """The most prompt tokens, up to `most`, with which the predicted step takes at most 0.9 × `tpot_s`.
-
-    Never less than 32, or `most` if that is less. Without decodes or rates it is `most`. Solves
-    `mixed_s(x, before, decodes, context) = 0.9 × tpot_s`, a quadratic in x.
+def gap_target_s(slo: Slo) -> float:
+    """How long the gap between two tokens of a stream of this class may be, in seconds: its gap target, or half as much
+    again as its TPOT target, which is a mean, but prompts may be in every step.
     """
-    if rates is None or load.decodes <= 0 or most <= FLOOR_TOKENS:
+    return min(slo.itl_s, TPOT_FACTOR * slo.tpot_s)
+
+
+def joining_gap_s(slo: Slo, waited_s: float, *, here: bool) -> float:
+    """What is left of that for a stream that was handed over and has waited so long; of a step, half of it where its
+    KV is not here yet, because its own step is the one after that.
+    """
+    left_s = gap_target_s(slo) - max(0.0, waited_s)
+    return left_s if here else left_s / 2.0
+
+
+def prefill_tokens(rates: StepRates | None, load: StepLoad, most: int) -> int:
+    """The most prompt tokens, up to `most`, with which the predicted step takes at most 0.6 × `gap_s`.
+
+    At least 32, or `most` if that is less. Without a target or rates it is `most`. Solves
+    `mixed_s(x, before, decodes, context) = 0.6 × gap_s`, a quadratic in x.
+    """
+    if rates is None or load.gap_s == inf or most <= FLOOR_TOKENS:
         return most
-    form = rates.mixed
+    form = rates.mixed if load.decodes else rates.prefill
     fixed_s = form.fixed_s + form.sequence_s * load.decodes + form.context_s * load.context_tokens
-    left_s = MARGIN * load.tpot_s - fixed_s
-    if left_s == inf:
-        return most
+    left_s = MARGIN * load.gap_s - fixed_s
     if left_s <= 0.0:
         return FLOOR_TOKENS
     square = max(0.0, form.position_s) / 2.0

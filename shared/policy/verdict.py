@@ -14,6 +14,7 @@ from shared.policy.verdict_checks import (
     results,
     standing,
     transfers,
+    worst_itl,
     worst_tpot,
     worst_ttft,
 )
@@ -26,6 +27,7 @@ _ORDER = (  # of problems of one level
     "gateway_gone",
     "ttft_missed",
     "tpot_missed",
+    "itl_missed",
     "errors",
     "refusals",
     "kv_full",
@@ -105,6 +107,8 @@ def _with_cause(problem: Problem, situation: Situation, found: Sequence[Problem]
             return why_ttft(problem, situation, found, worst_ttft(situation, limits))
         case "tpot_missed":
             return why_tpot(problem, situation, found, worst_tpot(situation, limits))
+        case "itl_missed":
+            return why_tpot(problem, situation, found, worst_itl(situation, limits))
         case "errors":
             return why_errors(problem, situation, found)
         case "refusals":
@@ -145,7 +149,8 @@ def _met(situation: Situation) -> str:
         return ""
     ttft = sum(one.requests * (one.ttft_met or 0.0) for one in judged) / total
     tpot = sum(one.requests * (1.0 if one.tpot_met is None else one.tpot_met) for one in judged) / total
-    return f", TTFT met by {100 * ttft:.0f} %, TPOT by {100 * tpot:.0f} %"
+    itl = sum(one.requests * (1.0 if one.itl_met is None else one.itl_met) for one in judged) / total
+    return f", TTFT met by {100 * ttft:.0f} %, TPOT by {100 * tpot:.0f} %, ITL by {100 * itl:.0f} %"
 
 
 def _link(stage: Stage, situation: Situation, problems: Sequence[Problem]) -> Link:

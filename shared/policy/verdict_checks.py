@@ -151,6 +151,11 @@ def missed(situation: Situation, limits: Thresholds) -> Iterator[Problem]:
         text = _missed("TPOT", _tpot_met(one), one.tpot_target_s, one.slo if several else "", limits)
         yield Problem("tpot_missed", Level.DEGRADED, text, value=_tpot_met(one), limit=limits.attainment)
 
+    one = worst_itl(situation, limits)
+    if one is not None and _itl_met(one) < limits.attainment:
+        text = _missed("ITL", _itl_met(one), one.itl_target_s, one.slo if several else "", limits)
+        yield Problem("itl_missed", Level.DEGRADED, text, value=_itl_met(one), limit=limits.attainment)
+
 
 def worst_ttft(situation: Situation, limits: Thresholds) -> ClassSeen | None:
     """The class whose TTFT target is met by the fewest; None while too little ended."""
@@ -160,6 +165,11 @@ def worst_ttft(situation: Situation, limits: Thresholds) -> ClassSeen | None:
 def worst_tpot(situation: Situation, limits: Thresholds) -> ClassSeen | None:
     """The class whose TPOT target is met by the fewest; None while too little ended."""
     return min(_judged(situation, limits), key=_tpot_met, default=None)
+
+
+def worst_itl(situation: Situation, limits: Thresholds) -> ClassSeen | None:
+    """The class whose target for the gaps between tokens is met by the fewest; None while too little ended."""
+    return min(_judged(situation, limits), key=_itl_met, default=None)
 
 
 def _judged(situation: Situation, limits: Thresholds) -> list[ClassSeen]:
@@ -179,6 +189,10 @@ def _ttft_met(one: ClassSeen) -> float:
 
 def _tpot_met(one: ClassSeen) -> float:
     return 1.0 if one.tpot_met is None else one.tpot_met
+
+
+def _itl_met(one: ClassSeen) -> float:
+    return 1.0 if one.itl_met is None else one.itl_met
 
 
 def capacity(situation: Situation, limits: Thresholds) -> Iterator[Problem]:

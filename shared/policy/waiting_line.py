@@ -8,10 +8,12 @@ from itertools import chain
 from typing import Generic, TypeVar
 
 from shared.domain.rates import StepRates
-from shared.policy.prefill_order import PrefillOrder, WaitingJob
+from shared.policy.prefill_order import PrefillOrder, Sjf, WaitingJob
 
 Item = TypeVar("Item", bound=Hashable)
 CLASS_WINDOW = 16.0
+Group = tuple[bool, float]  # whether it holds streams, and the weight of its class
+STREAMS = Sjf()  # their KV comes from elsewhere for the most part, so that they have one token to compute each
 
 
 @dataclass(slots=True, eq=False)
@@ -126,25 +128,27 @@ class _ClassLine(Generic[Item]):
 
 
 class WaitingLine(Generic[Item]):
-    """Items of a driver: heavier classes first, within one weight in a policy's order, and nobody waits for ever.
+    """Items of a driver: streams (requests whose client has tokens) before prompts without a token, and in each of the
+    two groups heavier classes first.
 
-    While a class waits, at most `CLASS_WINDOW` times the ratio of the weights are taken of heavier ones, then one of
-    it: where two classes always wait they get on in a fixed proportion. Within one weight see `_ClassLine`: there, what
+    Within a group, while a class waits, at most `CLASS_WINDOW` times the ratio of the weights are taken of heavier
+    ones, then one of it: where two classes always wait they get on in a fixed proportion. Within one weight see
+    `_ClassLine`: prompts follow the policy's order, of streams the one with the least to compute here goes first; what
     has been taken once and is put back, because it was preempted or could not start, goes before all others.
     """
 
     def __init__(self, order: PrefillOrder, rates: Callable[[], StepRates | None] = lambda: None) -> None:
         self._order = order
         self._rates = rates
-        self._lines: dict[float, _ClassLine[Item]] = {}  # by weight, the heaviest first
-        self._passed: dict[float, float] = {}  # by weight: taken of heavier ones while it waits, by their weights
-        self._held = 0.0  # the weight whose next one is held; 0: none
+        self._lines: dict[Group, _ClassLine[Item]] = {}  # streams before prompts, then the heaviest first
+        self._passed: dict[Group, float] = {}  # taken of heavier ones of its group while it waits, by their weights
+        self._held: Group | None = None  # whose next one is held
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines.values())
 
     def __iter__(self) -> Iterator[Item]:
-        """Class by class: those put back, then the others by key."""
+        """Group by group and class by class: those put back, then the others by key."""
         for line in self._lines.values():
             yield from line
 
@@ -152,13 +156,19 @@ class WaitingLine(Generic[Item]):
         """All of them, in no order."""
         return chain.from_iterable(line.everyone() for line in self._lines.values())
 
+    @property
+    def stream(self) -> Item | None:
+        """The next one of the streams; None where none waits."""
+        started = [group for group, line in self._lines.items() if group[0] and len(line)]
+        return self._lines[self._turn(started)].peek() if started else None
+
     def push(self, item: Item, waiting: WaitingJob) -> None:
         """Add one that has just come."""
-        self._of(waiting.job.slo.weight).push(item, waiting)
+        self._of((waiting.started, waiting.job.slo.weight)).push(item, waiting)
 
-    def put_back(self, item: Item, weight: float = 1.0) -> None:
+    def put_back(self, item: Item, weight: float = 1.0, *, started: bool = False) -> None:
         """Add one of that weight that has been taken before: it is the next of its class."""
-        self._of(weight).put_back(item)
+        self._of((started, weight)).put_back(item)
 
     def peek(self) -> Item:
         """The next, which stays; another one may be the next when more have come. Raises IndexError when empty."""
@@ -172,38 +182,46 @@ class WaitingLine(Generic[Item]):
     def pop(self) -> Item:
         """Take the next. Raises IndexError when empty."""
         taken = self._next()
-        self._held = 0.0
-        for weight, line in self._lines.items():
-            if weight < taken and len(line):
-                self._passed[weight] += weight / taken
+        self._held = None
+        for group, line in self._lines.items():
+            if group[0] is taken[0] and group[1] < taken[1] and len(line):
+                self._passed[group] += group[1] / taken[1]
         self._passed[taken] = 0.0
         return self._lines[taken].pop()
 
     def remove(self, item: Item) -> bool:
         """Take one out, wherever it is; False when it is not here."""
-        self._held = 0.0
+        if self._held is not None and self._lines[self._held].peek() == item:
+            self._held = None
         return any(line.remove(item) for line in self._lines.values())
 
     def reorder(self, order: PrefillOrder) -> None:
-        """Another order from now on, for those that wait, too; what they have been overtaken by still counts."""
+        """Another order of prompts from now on, for those that wait, too; what they have been overtaken by still
+        counts.
+        """
         self._order = order
-        for line in self._lines.values():
-            line.reorder(order)
+        for (started, _), line in self._lines.items():
+            if not started:
+                line.reorder(order)
 
-    def _of(self, weight: float) -> _ClassLine[Item]:
-        line = self._lines.get(weight)
+    def _of(self, group: Group) -> _ClassLine[Item]:
+        line = self._lines.get(group)
         if line is None:
-            self._lines[weight] = _ClassLine(self._order, self._rates)
-            self._passed[weight] = 0.0
-            self._lines = dict(sorted(self._lines.items(), reverse=True))
-            line = self._lines[weight]
+            self._lines[group] = _ClassLine(STREAMS if group[0] else self._order, self._rates)
+            self._passed[group] = 0.0
+            self._lines = dict(sorted(self._lines.items(), key=lambda row: row[0], reverse=True))
+            line = self._lines[group]
         return line
 
-    def _next(self) -> float:
+    def _next(self) -> Group:
         """Whose turn it is. Raises IndexError when nobody waits."""
-        if self._held:
+        if self._held is not None:
             return self._held
-        waiting = [weight for weight, line in self._lines.items() if len(line)]
+        waiting = [group for group, line in self._lines.items() if len(line)]
         if not waiting:
             raise IndexError("nobody waits")
+        return self._turn([group for group in waiting if group[0] is waiting[0][0]])
+
+    def _turn(self, waiting: list[Group]) -> Group:
+        """Of classes of one group that wait, the heaviest first."""
         return next((one for one in reversed(waiting) if self._passed[one] > CLASS_WINDOW - 1e-9), waiting[0])

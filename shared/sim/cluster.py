@@ -7,6 +7,7 @@ dispatch and KV transfer) and decoded to its end. What happens to instances on t
 from collections.abc import Callable, Sequence
 from random import Random
 
+from shared.domain.job import FirstTokenOut
 from shared.sim.auto_flips import AutoFlips
 from shared.sim.changes import Changes
 from shared.sim.events import EventLoop
@@ -89,10 +90,11 @@ class _Simulation:
         if leg.decodes:
             self._intake.decodes(request)
         else:
-            if not request.carried:
+            if not request.carried or (request.decode_tokens and request.job.slo.first_token is FirstTokenOut.SMOOTH):
                 return
             if request.decode_leg is not None:
                 request.decode_leg.last_token_s = now
+                self._legs.started(request.decode_leg, now)
         request.last_token_s = now
         request.waited_s = 0.0
         if request.first_token_s < 0.0:

@@ -12,9 +12,10 @@ from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission
 from shared.policy.prefill_share import PrefillShare
 from shared.sim.events import NEVER
-from shared.sim.glide import Glide
+from shared.sim.glide import Glide, Segment
 from shared.sim.memory import KvMemory
 from shared.sim.outcomes import Gaps
+from shared.sim.pauses import without_first
 from shared.sim.request import Leg
 from shared.sim.scheduler import Chunk, Scheduler
 from shared.sim.spec import EngineLimits
@@ -78,14 +79,30 @@ class Engine:
         self._share = PrefillShare()
 
     def add(self, leg: Leg, now: float) -> None:
-        """Queue a leg."""
+        """Queue a leg. KV that is to come begins to come at once, if there is room for it beside the step under way."""
         self.scheduler.add(leg)
+        glide = self._glide
+        if leg.remote and glide is not None:
+            steps = max(1, min(glide.steps_begun(now), self._glide_steps))
+            if self.scheduler.admit_beside(steps, now) and self.scheduler.has_room(self._glide_steps):
+                return
+            if steps < self._glide_steps:  # the steps after the one under way may lack what it has taken
+                self._glide_steps, self._look_steps = steps, 0
+                self.due_s = max(now, glide.end_s(steps))
+            return
+        if leg.started and self._chunks:
+            self.scheduler.admit_streams(now)
         self._disturb(now)
 
     def kv_arrived(self, leg: Leg, now: float) -> None:
         """The KV of an admitted leg is here."""
         self.scheduler.kv_arrived(leg)
         self._disturb(now)
+
+    def started(self, leg: Leg, now: float) -> None:
+        """The client of a leg that may wait here has its first token, from elsewhere."""
+        if self.scheduler.waiting.started(leg):
+            self._disturb(now)
 
     def sent(self, leg: Leg, now: float) -> None:
         """The KV of a prompt that was computed here has left: another prompt may begin."""
@@ -131,6 +148,15 @@ class Engine:
         done = min(self._glide.steps_done(now), self._glide_steps)
         return group.context_tokens + done * group.count, free - self.scheduler.memory.growth(group, done)
 
+    def progress(self, leg: Leg, now: float) -> tuple[int, int]:
+        """Context of a leg, and the output tokens that it has given here, as of the last step that has ended."""
+        group = self.scheduler.group
+        if leg.finish_step <= group.steps:
+            return leg.tokens, leg.given
+        done = min(self._glide.steps_done(now), self._glide_steps) if self._glide is not None else 0
+        steps = group.steps + done
+        return leg.base + steps, leg.wanted - (leg.finish_step - steps)
+
     def prefill_share_at(self, now: float) -> float:
         """See `InstanceLoad.prefill_share`."""
         glide = self._glide
@@ -171,10 +197,11 @@ class Engine:
         assert glide is not None
         self._glide, self._look_steps = None, 0
         now = glide.end_s(steps)
-        self.tally.glide(glide, steps, self.scheduler.group.count, len(self.scheduler.fresh))
+        runs = glide.runs(steps)
+        self.tally.glide(glide, runs, self.scheduler.group.count, len(self.scheduler.fresh))
         self.tally.busy_s += now - glide.start_s
         self._share.plain(steps)
-        self._end_decodes(steps, glide.start_s + glide.first_step_s, now)
+        self._end_decodes(runs, glide.start_s + glide.first_step_s, now)
 
     def _end_step(self, now: float) -> None:
         chunks, self._chunks = self._chunks, []
@@ -185,16 +212,25 @@ class Engine:
             self._decodes = False
             self._share.mixed()
             self.tally.decodes(took_s, self.scheduler.group.count, len(self.scheduler.fresh))
-            self._end_decodes(1, now, now)
+            self._end_decodes(((1, took_s, took_s),), now, now)
         for leg, tokens in chunks:
             self._end_chunk(leg, tokens, now)
 
-    def _end_decodes(self, steps: int, first_s: float, now: float) -> None:
-        """`first_s`: the end of the first of the steps, which gives fresh legs their first token here."""
+    def _end_decodes(self, runs: tuple[Segment, ...], first_s: float, now: float) -> None:
+        """`runs`: the steps. `first_s`: the end of the first of them, which gives fresh legs their first token here."""
         scheduler = self.scheduler
+        steps, pauses = sum(run[0] for run in runs), scheduler.group.pauses
         fresh, scheduler.fresh = scheduler.fresh, []
-        for leg in fresh:
-            self._token(leg, first_s)
+        if fresh:
+            for leg in fresh:
+                pauses.leave(leg)  # the gap that ends now is longer than the step
+                self._token(leg, first_s)
+            pauses.add(((1, runs[0][1], runs[0][1]),))
+            for leg in fresh:
+                pauses.join(leg)
+            runs = without_first(runs)
+        if runs:
+            pauses.add(runs)
         scheduler.memory.grow(scheduler.group, steps)
         self.tally.peak(scheduler.memory)
         for leg in scheduler.group.advance(steps):
@@ -224,7 +260,10 @@ class Engine:
 
     def _token(self, leg: Leg, now: float) -> None:
         if leg.last_token_s >= 0.0:
-            self.tally.gaps.add(now - leg.last_token_s)
+            gap_s = now - leg.last_token_s
+            self.tally.gaps.add(gap_s)
+            if not leg.cancelled:
+                leg.request.paused(gap_s, int(gap_s > leg.request.job.slo.itl_s))
         leg.last_token_s = now
         if not leg.cancelled:
             self._events.token(leg, now)
@@ -257,13 +296,14 @@ class Tally:
         if count > fresh:
             self.gaps.add(took_s, count - fresh)
 
-    def glide(self, glide: Glide, steps: int, count: int, fresh: int) -> None:
-        """`steps` decode steps of one batch; only in the first of them any are fresh."""
+    def glide(self, glide: Glide, runs: tuple[Segment, ...], count: int, fresh: int) -> None:
+        """The decode steps `runs` of one batch; only in the first of them any are fresh."""
+        steps = sum(run[0] for run in runs)
         self.steps += steps
         self.decode_tokens += steps * count
         if fresh:
             self.gaps.add(glide.first_step_s, -fresh)
-        for length, first, last in glide.runs(steps):
+        for length, first, last in runs:
             self.gaps.add((first + last) / 2.0, length * count)
 
     def peak(self, memory: KvMemory) -> None:

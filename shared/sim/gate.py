@@ -47,12 +47,27 @@ class DelayLines:
 
     def join(self, request: SimRequest, now: float) -> None:
         """The request waits for its turn, which may be now."""
+        self._push(request)
+        self._turns(request.job.slo.name, now)
+
+    def join_asleep(self, request: SimRequest, again_s: float, now: float) -> None:
+        """The same for the first of a line, which has asked already and is to ask again in so many seconds."""
+        self._push(request)
+        name = request.job.slo.name
+        self._asleep.add(name)
+        self._loop.at(now + again_s, self._wake, name)
+
+    def waiting(self, request: SimRequest) -> bool:
+        """Whether others of its class wait."""
+        line = self._lines.get(request.job.slo.name)
+        return line is not None and len(line) > 0
+
+    def _push(self, request: SimRequest) -> None:
         name = request.job.slo.name
         line = self._lines.get(name)
         if line is None:
             line = self._lines[name] = FairLine(self._shares)
         line.push(request, request.caller)
-        self._turns(name, now)
 
     def leave(self, request: SimRequest) -> bool:
         """The request gives up; False when it does not wait here."""

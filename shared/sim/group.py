@@ -2,6 +2,7 @@
 
 from heapq import heappop, heappush
 
+from shared.sim.pauses import Pauses
 from shared.sim.request import Leg
 
 
@@ -20,6 +21,7 @@ class DecodeGroup:
         self.count = 0
         self.context_tokens = 0
         self.steps = 0
+        self.pauses = Pauses()
 
     def join(self, leg: Leg) -> None:
         """From the next step on it decodes."""
@@ -30,6 +32,7 @@ class DecodeGroup:
         self.context_tokens += leg.computed
         self._joined += 1
         heappush(self._finish, (leg.finish_step, self._joined, leg))
+        self.pauses.join(leg)
 
     def leave(self, leg: Leg) -> None:
         """Take a member out; its own counts are brought up to date."""
@@ -40,6 +43,10 @@ class DecodeGroup:
         self._offsets[leg.base % self._block] -= 1
         self.count -= 1
         self.context_tokens -= leg.computed
+        if not leg.cancelled:
+            self.pauses.leave(leg)
+        if not self.count:
+            self.pauses.clear()
 
     def advance(self, steps: int) -> list[Leg]:
         """Take steps, at most `steps_to_finish`; who is done leaves, in order of joining."""

@@ -1,5 +1,6 @@
 """One simulated instance: its engines, its role, its counts, and what a broadcast says of it."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -14,6 +15,7 @@ from shared.domain.instance import (
     Role,
 )
 from shared.domain.rates import LinkRate
+from shared.policy.kv_ahead import ahead_of, remaining_tokens
 from shared.sim.engine import Engine, EngineEvents
 from shared.sim.outcomes import Gaps, InstanceUse
 from shared.sim.request import SimRequest
@@ -93,8 +95,22 @@ class SimInstance:
             inbound_bytes=self._wires.in_bytes(self.index, now),
             inflight=len(self.requests),
             prefill_share=sum(engine.prefill_share_at(now) for engine in self.engines) / len(self.engines),
+            kv_ahead=ahead_of(self._decoding(now), self.spec.limits.block_tokens),
         )
         return InstanceView(self.info, self.role, self.state, load)
+
+    def _decoding(self, now: float) -> Iterator[tuple[int, int]]:
+        """Of each that decodes here, or is to: the tokens that it holds, and those that its answer is expected to have
+        yet.
+        """
+        for request in self.requests:
+            leg = request.decode_leg
+            if leg is None or request.decode != self.index or leg.lane is None:
+                continue
+            held, given = self.engines[leg.lane].progress(leg, now)
+            job = request.job
+            given += request.carried
+            yield held, remaining_tokens(given, job.answer_tokens or job.max_tokens, job.max_tokens)
 
     def _idle_view(self) -> InstanceView:
         """An instance without work looks the same until its role or state changes."""

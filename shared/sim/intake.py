@@ -5,7 +5,7 @@ from random import Random
 
 import msgspec
 
-from shared.domain.job import WhenFull
+from shared.domain.job import WhenFull, itl_met
 from shared.domain.route import Route
 from shared.errors import Delayed, InvalidRequest, Overloaded, Unavailable
 from shared.policy.assignment import assignments
@@ -162,8 +162,13 @@ class Intake:
     def _come(self, request: SimRequest, now: float) -> None:
         if self.held or self._fleet.all_full():
             self._hold(request, now)
+        elif self._lines.waiting(request):
+            self._lines.join(request, now)
         else:
-            self.admit(request, now)
+            try:
+                self.admit(request, now)
+            except Delayed as delay:
+                self._lines.join_asleep(request, delay.retry_after_s or 0.0, now)
 
     def _ask(self, request: SimRequest, now: float) -> float | None:
         """A delayed request asks for its place; in how many seconds it is to ask again, None if it need not."""
@@ -203,6 +208,8 @@ class Intake:
         over_share = self._shares.over(request.caller, now)
         if over_share is not request.job.over_share:
             request.job = msgspec.structs.replace(request.job, over_share=over_share)
+        if not request.job.begun:
+            request.job = msgspec.structs.replace(request.job, waited_s=now - request.arrived_s)
         try:
             route = decide(request.job, index, self._run.policies, now, self._rng, self._fleet.full_ids())
         except InvalidRequest:
@@ -218,6 +225,7 @@ class Intake:
         if not request.job.begun:
             self._shares.charge(request.caller, request.job.prompt_tokens, 0)
             request.job = msgspec.structs.replace(request.job, begun=True)
+        request.job = msgspec.structs.replace(request.job, answer_tokens=route.answer_tokens)
         self._fleet.ledger.add(request.job, route, now)
         for assignment in assignments(request.job, route, now):
             index.book(assignment)
@@ -240,7 +248,8 @@ class Intake:
             return None
         slo, first_s, more = request.job.slo, request.first_token_s, self._record.output_tokens(request.row) - 1
         in_time = status is Status.COMPLETED and first_s - request.arrived_s <= slo.ttft_s
-        return in_time and (more < 1 or now - first_s <= slo.tpot_s * more)
+        steady = more < 1 or now - first_s <= slo.tpot_s * more
+        return in_time and steady and itl_met(max(0, more), request.gaps_over)
 
     def _begin(self, request: SimRequest, route: Route, now: float) -> None:
         job = request.job

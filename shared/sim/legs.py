@@ -41,6 +41,13 @@ class Legs:
         engine.kv_arrived(leg, now)
         self._wake(engine)
 
+    def started(self, leg: Leg, now: float) -> None:
+        """The client of a decode has its first token, from a prefill instance."""
+        if leg.lane is not None:
+            engine = self._engine(leg)
+            engine.started(leg, now)
+            self._wake(engine)
+
     def leave(self, instance: SimInstance, request: SimRequest, now: float) -> None:
         """The request has no leg on that instance any more."""
         if request in instance.requests:

@@ -29,20 +29,27 @@ class KvMemory:
         self.free = self.total
         self.reserved = 0
 
-    def could_start(self, leg: Leg, budget: int) -> bool:
-        """Whether `leg`, which waits, has room now."""
-        return -(-self._first(leg, 0 if leg.remote else min(leg.missing, budget)) // self._block) <= self.free
+    def could_start(self, leg: Leg) -> bool:
+        """Whether there is room for all that `leg`, which waits, has to compute now, the coming step of the decodes
+        left out. vLLM asks for it, too (`scheduler_reserve_full_isl`): one that starts with less would soon be
+        preempted again.
+        """
+        return self._whole(leg) <= self.free
+
+    def _whole(self, leg: Leg) -> int:
+        return min(-(-leg.tokens // self._block), self.total)
 
     def start(self, leg: Leg, tokens: int) -> bool:
         """Blocks for what a leg has and its first chunk of `tokens` tokens, or for all that it will ever need.
 
-        False when there are too few. Of a leg whose KV is to come `saved` tokens are here already, be they of the part
-        that comes or of the rest.
+        False when there are too few for all that it has to compute now. Of a leg whose KV is to come `saved` tokens are
+        here already, be they of the part that comes or of the rest.
         """
         if leg.remote:
             leg.saved = self._cached(leg)
             leg.computed = min(max(leg.request.split, leg.saved), leg.tokens - 1)
-        return self.hold(leg, self._first(leg, tokens))
+        fits = self._whole(leg) <= self.free - self.reserved
+        return fits and self.hold(leg, self._first(leg, tokens))
 
     def _first(self, leg: Leg, tokens: int) -> int:
         return leg.tokens + leg.left if self._reserves_output else leg.computed + tokens

@@ -3,7 +3,8 @@
 Definitions. TTFT: arrival to first token. TPOT: (last − first token's time) / (output tokens − 1), of a request with
 two tokens or more. JCT: arrival to last token. ITL: one gap between tokens. The four are of completed requests.
 A request meets a target if it completed and its time does not exceed it; with fewer than two tokens there is no TPOT to
-miss. SLO attainment counts every request of the workload: refused, impossible and unfinished ones miss.
+miss. It meets the target for ITL if at most one of its gaps in a hundred is longer. SLO attainment counts every request
+of the workload: refused, impossible and unfinished ones miss.
 """
 
 from collections.abc import Callable
@@ -23,26 +24,27 @@ _DOUBLINGS = 40  # of the search for a rate that is too high
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """Shares of all requests, 0..1, that met the target of their first token, of later tokens, and both."""
+    """Shares of all requests, 0..1, that met the target of TTFT, of TPOT, of ITL, and all three."""
 
     ttft: float
     tpot: float
-    both: float
+    itl: float
+    every: float
 
 
 def attainment(outcomes: Outcomes, slo: Slo) -> Attainment:
     """How many requests met their SLO."""
-    ttft = outcomes.completed & (outcomes.ttft_s <= slo.ttft_s)
-    tpot = outcomes.completed & ((outcomes.tpot_s <= slo.tpot_s) | (outcomes.output_tokens < 2))
-    return Attainment(float(ttft.mean()), float(tpot.mean()), float((ttft & tpot).mean()))
+    ttft, tpot, itl = outcomes.ttft_met(slo), outcomes.tpot_met(slo), outcomes.itl_met(slo)
+    return Attainment(*(float(met.mean()) for met in (ttft, tpot, itl, ttft & tpot & itl)))
 
 
 def summary(result: SimResult, slo: Slo) -> dict[str, float]:
     """A run's figures by name; the suffix is the unit, shares are 0..1, and what does not exist is NaN.
 
-    {ttft,tpot,jct,itl}_{mean,p50,p90,p99}_s; requests and how they ended; requests_per_s, output_tokens_per_s and
-    tokens_per_s (prompts of completed requests included) over the run's duration; attainment_{ttft,tpot} and
-    attainment (both); utilisation of each instance (share of the duration with a step under way) and its mean;
+    {ttft,tpot,jct,itl}_{mean,p50,p90,p99}_s; longest_gap_{mean,p50,p90,p99,max}_s, of each request's longest gap
+    between two tokens; requests and how they ended; requests_per_s, output_tokens_per_s and
+    tokens_per_s (prompts of completed requests included) over the run's duration; attainment_{ttft,tpot,itl}
+    and attainment (all three); utilisation of each instance (share of the duration with a step under way) and its mean;
     cost and what it buys, see `_cost`; resource_s: busy seconds times accelerators, summed (TetriInfer's resource
     usage time); what went over links, and how often requests were preempted, resumed and instances flipped.
     """
@@ -53,7 +55,8 @@ def summary(result: SimResult, slo: Slo) -> dict[str, float]:
         **_throughput(result),
         "attainment_ttft": met.ttft,
         "attainment_tpot": met.tpot,
-        "attainment": met.both,
+        "attainment_itl": met.itl,
+        "attainment": met.every,
         **_use(result),
         **_cost(result),
         "duration_s": result.duration_s,
@@ -63,11 +66,13 @@ def summary(result: SimResult, slo: Slo) -> dict[str, float]:
 
 def _latencies(result: SimResult) -> dict[str, float]:
     done, outcomes = result.outcomes.completed, result.outcomes
-    tpot = outcomes.tpot_s[done]
+    tpot, gaps = outcomes.tpot_s[done], outcomes.longest_gap_s[np.isfinite(outcomes.longest_gap_s)]
     figures = {
         **_spread("ttft", outcomes.ttft_s[done]),
         **_spread("tpot", tpot[np.isfinite(tpot)]),
         **_spread("jct", outcomes.jct_s[done]),
+        **_spread("longest_gap", gaps),
+        "longest_gap_max_s": float(gaps.max()) if len(gaps) else float("nan"),
         "itl_mean_s": result.gaps.mean_s,
     }
     return figures | {f"itl_p{share}_s": result.gaps.percentile_s(share / 100.0) for share in _PERCENTILES}
@@ -190,7 +195,7 @@ class _Search:
         self.tried: list[tuple[float, float]] = []
 
     def meets(self, rate: float) -> bool:
-        share = attainment(self._run(rate).outcomes, self._slo).both
+        share = attainment(self._run(rate).outcomes, self._slo).every
         self.tried.append((rate, share))
         return share >= self._target
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.domain.demand import Shift
+from shared.domain.job import ITL_SPARED, Slo
 from shared.domain.route import Reason
 from shared.sim.workload import Lengths, Times, Workload
 
@@ -32,6 +33,8 @@ class Outcomes:
     A time that never came is NaN, an instance that never was is -1 (else its position in `SimResult.instances`).
     split_tokens: prompt tokens that the prefill instance computed. transfer_s: from the prefill's end until all KV was
     at the decode instance. attempts: 1, plus one for each resume after a lost instance.
+    longest_gap_s: between two of its tokens, NaN with fewer. gaps_over: gaps longer than the target (`Slo.itl_s`) that
+    its class had in the run.
     """
 
     arrival_s: Times
@@ -46,6 +49,8 @@ class Outcomes:
     transfer_s: Times
     attempts: NDArray[np.int16]
     preemptions: NDArray[np.int16]
+    longest_gap_s: Times
+    gaps_over: Lengths
 
     @classmethod
     def empty(cls, workload: Workload) -> "Outcomes":
@@ -64,6 +69,8 @@ class Outcomes:
             transfer_s=np.zeros(n),
             attempts=np.ones(n, dtype=np.int16),
             preemptions=np.zeros(n, dtype=np.int16),
+            longest_gap_s=np.full(n, np.nan),
+            gaps_over=np.zeros(n, dtype=np.int64),
         )
 
     def __len__(self) -> int:
@@ -91,6 +98,29 @@ class Outcomes:
         gaps = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
         tpot: Times = (self.last_token_s - self.first_token_s) / gaps
         return tpot
+
+    def ttft_met(self, slo: Slo) -> NDArray[np.bool_]:
+        """Which completed with their first token in time."""
+        met: NDArray[np.bool_] = self.completed & (self.ttft_s <= slo.ttft_s)
+        return met
+
+    def tpot_met(self, slo: Slo) -> NDArray[np.bool_]:
+        """Which completed within the mean gap; with fewer than two tokens there is none to miss."""
+        met: NDArray[np.bool_] = self.completed & ((self.tpot_s <= slo.tpot_s) | (self.output_tokens < 2))
+        return met
+
+    def itl_met(self, slo: Slo) -> NDArray[np.bool_]:
+        """Which completed with at most one gap in a hundred over the target that they had in the run (`gaps_over`).
+
+        One whose longest gap is within the target of `slo` meets that in any case.
+        """
+        few = self.gaps_over * ITL_SPARED <= np.maximum(self.output_tokens - 1, 0)
+        met: NDArray[np.bool_] = self.completed & (few | (self.longest_gap_s <= slo.itl_s))
+        return met
+
+    def met(self, slo: Slo) -> NDArray[np.bool_]:
+        """Which met all three targets."""
+        return self.ttft_met(slo) & self.tpot_met(slo) & self.itl_met(slo)
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ class Record:
         mix, slo, caller = self._mix, self._run.slo, ""
         if mix is not None:
             slo, caller = mix.classes[mix.class_of[row]], mix.callers[mix.caller_of[row]]
-        job = JobView(str(row), self._prompts[row], asked, slo, known, prefix=prefix)
+        job = JobView(str(row), self._prompts[row], asked, slo, known, prefix=prefix, can_wait=True)
         request = SimRequest(row, job, output, prefix, float(self.outcomes.arrival_s[row]), caller)
         if said is not None and known is None and predictor is not None:
             request.late = LatePrediction(said, request.arrived_s + predictor.answer_s)
@@ -104,6 +104,9 @@ class Record:
         if status is not Status.COMPLETED:
             return
         rows.last_token_s[row] = now + self._run.token_s
+        if rows.output_tokens[row] > 1:
+            rows.longest_gap_s[row] = request.longest_gap_s
+            rows.gaps_over[row] = request.gaps_over
         rows.split_tokens[row] = request.split
         computed = request.decode if request.prefill is None else request.prefill
         if computed is not None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from shared.domain.job import JobView, LengthPrediction
+from shared.policy.preemption import Rank
 
 
 class LatePrediction(NamedTuple):
@@ -33,10 +34,12 @@ class SimRequest:
         "decode",
         "decode_leg",
         "first_token_s",
+        "gaps_over",
         "job",
         "kv_sent",
         "last_token_s",
         "late",
+        "longest_gap_s",
         "output_left",
         "over",
         "prefill",
@@ -73,6 +76,8 @@ class SimRequest:
         self.waited_s = 0.0  # so, before that, since its last token
         self.first_token_s = -1.0
         self.last_token_s = -1.0  # as far as it is known: while it decodes, its engine knows better
+        self.longest_gap_s = 0.0  # between two of its tokens; while it decodes, its engine knows better
+        self.gaps_over = 0  # of those, longer than its class's target
         self.late: LatePrediction | None = None
         self.begin(job, output_tokens)
 
@@ -99,6 +104,11 @@ class SimRequest:
             self.job = msgspec.structs.replace(self.job, prediction=self.late.prediction)
             self.late = None
 
+    def paused(self, longest_s: float, over: int) -> None:
+        """It had gaps between tokens: the longest, and how many exceeded its class's target."""
+        self.longest_gap_s = max(self.longest_gap_s, longest_s)
+        self.gaps_over += over
+
     @property
     def decode_tokens(self) -> int:
         """Output tokens that are left to the decode instance."""
@@ -119,6 +129,8 @@ class Leg:
         "cancelled",
         "computed",
         "finish_step",
+        "joined_at",
+        "joined_over",
         "lane",
         "last_token_s",
         "left",
@@ -153,9 +165,15 @@ class Leg:
         self.blocks = 0
         self.base = 0  # while decoding: context less the group's steps
         self.finish_step = 0  # while decoding: the group's step after which it is done
+        self.joined_at = self.joined_over = 0  # of `Pauses`
         self.wanted = left
         self.lane: int | None = None
         self.cancelled = False
+
+    @property
+    def started(self) -> bool:
+        """Whether it is a stream: its client has a token, given here or elsewhere."""
+        return self.last_token_s >= 0.0 or self.request.first_token_s >= 0.0
 
     @property
     def decodes(self) -> bool:
@@ -173,6 +191,6 @@ class Leg:
         return self.tokens - self.computed
 
 
-def weight_of(leg: Leg) -> float:
-    """Of its request's class."""
-    return leg.request.job.slo.weight
+def rank_of(leg: Leg) -> Rank:
+    """By which it is served, and keeps its blocks."""
+    return leg.request.job.slo.weight, leg.started

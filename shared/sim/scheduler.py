@@ -1,8 +1,10 @@
 """What an engine's next step computes: continuous batching with chunked prefill, paged KV and preemption.
 
-The order of work is that of vLLM's V1 scheduler: running requests first, one token budget for decodes and prefill
-chunks, then waiting requests in order, heavier SLO classes first in each; when blocks run out the youngest of the
-lightest class gives its up and is computed again. Knows no time but the `now` that policies are asked with.
+The order of work is that of vLLM's V1 scheduler under our seam, with one token budget for decodes and prefill chunks:
+decodes first, then streams that are computed again or wait at the door, then prompts under way, then prompts that wait;
+in each, heavier SLO classes go first. When blocks run out the youngest prompt of the lightest class gives its blocks
+up, or the youngest stream where the class has no prompt, and is computed again. Knows no time but the `now` that
+policies are asked with.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from shared.policy.preemption import heaviest_first, victim
 from shared.sim.budget import prompt_budget
 from shared.sim.group import DecodeGroup
 from shared.sim.memory import AdmissionGate, KvMemory
-from shared.sim.request import Leg, weight_of
+from shared.sim.request import Leg, rank_of
 from shared.sim.spec import EngineLimits
 from shared.sim.waiting import WaitingLegs
 
@@ -97,12 +99,20 @@ class Scheduler:
             if not self._chunks:
                 self._preempting |= self._make_room()
         else:
-            preempted = self._preempting = self._make_room()
-            budget = prompt_budget(self._limits, self._rates, self.group, self.running, self.prefilling)
-            if not preempted:
-                self._prefill(budget, now)
-            elif self.prefilling:
-                self._continue_prefills(budget)
+            self._preempting = self._make_room()
+            budget = prompt_budget(
+                self._limits,
+                self._rates,
+                self.group,
+                self.running,
+                self.prefilling,
+                self.awaiting,
+                self.arrived,
+                self.waiting.stream,
+                self.waiting.peek(),
+                now,
+            )
+            self._prefill(budget, now)
         return self._chunks
 
     def decodes_with(self, chunks: list[Chunk]) -> bool:
@@ -139,15 +149,11 @@ class Scheduler:
         if self.arrived:
             return True
         leg = self.waiting.peek()
-        if leg is None or self._limits.step_budget:
-            return leg is not None
-        return self.memory.could_start(leg, self._limits.batched_tokens - self.group.count)
+        return leg is not None and self.memory.could_start(leg)
 
     def _waiters_may_change(self) -> bool:
         """Whether steps of the same batch may be enough for another one to start: each has to be looked at then."""
-        by_itself = self._gate is not None and self._gate.may_open_by_itself()
-        # With a budget chunks shrink as contexts grow, and a smaller one may find its blocks.
-        return self._preempting or by_itself or self._limits.step_budget
+        return self._preempting or (self._gate is not None and self._gate.may_open_by_itself())
 
     def admit_beside(self, steps: int, now: float) -> bool:
         """Reserve blocks for waiting legs whose KV is elsewhere, while the group takes its `steps` steps.
@@ -158,11 +164,22 @@ class Scheduler:
             return False
         self.memory.reserved = self.memory.growth(self.group, steps)
         while len(self.running) < self._limits.sequences and (leg := self.waiting.next()) is not None:
+            if not self._has_seat(leg):
+                break
             if not leg.remote or not self.memory.start(leg, 0):
                 return False
             self.awaiting[self.waiting.pop()] = None
             self._admitted(leg, now)
         return True
+
+    def has_room(self, steps: int) -> bool:
+        """Whether there are blocks for so many steps of the group."""
+        return self.memory.growth(self.group, steps) <= self.memory.free
+
+    def admit_streams(self, now: float) -> None:
+        """The same during a step that computes prompts, whose decodes have their blocks already."""
+        if not self._preempting:
+            self._admit(0, now, streams=True)
 
     def cancel(self, leg: Leg) -> bool:
         """Forget a leg. True when it runs: then it leaves with the next plan."""
@@ -193,7 +210,8 @@ class Scheduler:
         for leg in self.running:
             if leg not in self.prefilling:
                 self.group.leave(leg)
-                leg.last_token_s = last_s
+                if leg not in self.fresh:  # else the step that would have given it a token has not ended
+                    leg.last_token_s = last_s
 
     def _queued(self, jobs: int, tokens: int) -> None:
         self.queued_jobs += jobs
@@ -212,6 +230,8 @@ class Scheduler:
         self.leaving.clear()
 
     def _take_arrived(self) -> None:
+        """Streams take seats before prompts, heavier classes first."""
+        self.arrived.sort(key=lambda leg: (leg.started, leg.request.job.slo.weight), reverse=True)
         while self.arrived and len(self.running) < self._limits.sequences:
             leg = self.arrived.pop(0)
             self.running[leg] = None
@@ -233,32 +253,32 @@ class Scheduler:
         return preempted
 
     def _prefill(self, budget: int, now: float) -> None:
-        """Chunks for those that run, and for those that may start, unless blocks ran out."""
-        left = self._continue_prefills(budget) if self.prefilling else budget
-        if left is not None and self.waiting.count:
-            self._admit(left, now)
+        """Chunks for those that run, and for those that may start, unless blocks ran out; streams first."""
+        for streams in (True, False):
+            if self.prefilling:
+                budget = self._continue_prefills(budget, streams=streams)
+            if self.waiting.count and not self._preempting:
+                budget = self._admit(budget, now, streams=streams)
 
-    def _continue_prefills(self, budget: int) -> int | None:
-        """What is left of the budget; None when blocks ran out and somebody was preempted."""
-        preempted = False
-        for leg in heaviest_first(self.prefilling, weight_of):
+    def _continue_prefills(self, budget: int, *, streams: bool) -> int:
+        """Chunks of the streams, or of the prompts without a token, that are being computed. What is left of the
+        budget.
+        """
+        for leg in heaviest_first([leg for leg in self.prefilling if leg.started is streams], rank_of):
             if budget <= 0:
                 break
             tokens = min(leg.missing, budget)
             while leg in self.running and not self.memory.hold(leg, leg.computed + tokens):
                 self._preempt()
-                preempted = True
+                self._preempting = True
             if leg in self.running:
                 self._chunks.append((leg, tokens))
                 budget -= tokens
-        if preempted:
-            self._preempting = True
-            return None
         return budget
 
     def _preempt(self) -> None:
-        """The youngest running request of the lightest class gives its blocks up and waits, before others of it."""
-        leg = victim(self.running, weight_of)
+        """See `victim`; it waits before the others of its class, a stream before all prompts."""
+        leg = victim(self.running, rank_of)
         del self.running[leg]
         if leg in self.prefilling:
             del self.prefilling[leg]
@@ -266,8 +286,10 @@ class Scheduler:
             self._chunks = [chunk for chunk in self._chunks if chunk[0] is not leg]
         else:
             self.group.leave(leg)
-            leg.last_token_s = self._now if leg.last_token_s >= 0.0 else leg.last_token_s
-            self.fresh = [fresh for fresh in self.fresh if fresh is not leg]
+            if leg in self.fresh:  # its last token is older than the last step
+                self.fresh.remove(leg)
+            elif leg.last_token_s >= 0.0:
+                leg.last_token_s = self._now
             if self.memory.reserved:
                 self.memory.reserved = self.group.blocks_for(1)
         self.memory.release(leg)
@@ -277,24 +299,38 @@ class Scheduler:
         self.waiting.push_front(leg)
         self._preempted(leg)
 
-    def _admit(self, budget: int, now: float) -> None:
-        while len(self.running) < self._limits.sequences and (leg := self.waiting.next()) is not None:
+    def _admit(self, budget: int, now: float, *, streams: bool) -> int:
+        """Take in what may start, with `streams` nothing but streams. What is left of the budget."""
+        while len(self.running) < self._limits.sequences:
+            if streams and self.waiting.stream is None:
+                return budget
+            leg = self.waiting.next()
+            if leg is None or (streams and not leg.started) or not self._has_seat(leg):
+                return budget
             if self._gate is not None and not self._gate.opens(leg, now, (*self.running, *self.awaiting)):
-                return
+                return budget
             if leg.remote:
                 if not self.memory.start(leg, 0):
-                    return
+                    return budget
                 self.awaiting[self.waiting.pop()] = None
                 self._admitted(leg, now)
                 continue
             if budget <= 0:
-                return
+                return budget
             self.queued_tokens += leg.saved - self.memory.take_cached(leg)
             leg.saved = 0
             tokens = min(leg.missing, budget)
             if not self.memory.start(leg, tokens):
-                return
+                return budget
             self.running[self.waiting.pop()] = None
             self.prefilling[leg] = None
             self._chunks.append((leg, tokens))
             budget -= tokens
+        return budget
+
+    def _has_seat(self, leg: Leg) -> bool:
+        """Whether one is left; a prompt leaves one for each stream whose KV is under way."""
+        if leg.started or len(self.running) + len(self.awaiting) + len(self.arrived) < self._limits.sequences:
+            return True
+        coming = sum(one.started for one in (*self.awaiting, *self.arrived))
+        return len(self.running) + coming < self._limits.sequences

@@ -9,7 +9,8 @@ from shared.sim.request import Leg
 
 
 class WaitingLegs:
-    """All legs that wait, in the policy's order; preempted ones come first. `count`: how many.
+    """All legs that wait: streams before prompts without a token, prompts in the policy's order; preempted ones come
+    first. `count`: how many.
 
     A prompt that is only computed here also waits until its KV has room among `staging_tokens`, which it holds until it
     is sent; one that is longer than all of them holds none. Nobody overtakes one that has its room. Live, a worker's
@@ -41,11 +42,23 @@ class WaitingLegs:
     def push(self, leg: Leg) -> None:
         """Add one that has just come."""
         request = leg.request
-        self._line.push(leg, WaitingJob(request.job, leg.missing, leg.computed, request.arrived_s))
+        self._line.push(leg, WaitingJob(request.job, leg.missing, leg.computed, request.arrived_s, leg.started))
 
     def push_front(self, leg: Leg) -> None:
-        """Put back at the head of its class."""
-        self._line.put_back(leg, leg.request.job.slo.weight)
+        """Put back at the head of its class, a stream at the head of the streams of its class."""
+        self._line.put_back(leg, leg.request.job.slo.weight, started=leg.started)
+
+    @property
+    def stream(self) -> Leg | None:
+        """The next stream; None where none waits."""
+        return self._line.stream
+
+    def started(self, leg: Leg) -> bool:
+        """Its client has its first token from elsewhere: it goes before all prompts. Whether it waits here."""
+        if not self._line.remove(leg):
+            return False
+        self.push(leg)
+        return True
 
     def peek(self) -> Leg | None:
         """The next one, whether its KV has room or not."""

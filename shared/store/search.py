@@ -20,6 +20,7 @@ class Order(StrEnum):
     NEWEST = "newest"
     SLOWEST_TTFT = "slowest_ttft"
     SLOWEST_TPOT = "slowest_tpot"
+    LONGEST_GAP = "longest_gap"  # between two of its tokens
     LONGEST = "longest"  # from arrival to the last that was heard of it
 
 
@@ -74,6 +75,8 @@ def _conditions(wanted: Wanted) -> list[ColumnElement[bool]]:
             found.append(requests.c.ttft_s.is_not(None))
         case Order.SLOWEST_TPOT:
             found.append(requests.c.tpot_s.is_not(None))
+        case Order.LONGEST_GAP:
+            found.append(requests.c.longest_gap_s.is_not(None))
     return found
 
 
@@ -83,6 +86,8 @@ def _order(order: Order) -> tuple[ColumnElement[Any], ...]:
             return (requests.c.ttft_s.desc(),)
         case Order.SLOWEST_TPOT:
             return (requests.c.tpot_s.desc(),)
+        case Order.LONGEST_GAP:
+            return (requests.c.longest_gap_s.desc(),)
         case Order.LONGEST:
             return ((requests.c.updated_s - requests.c.arrived_s).desc(),)
     return (requests.c.arrived_s.desc(),)

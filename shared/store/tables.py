@@ -38,6 +38,9 @@ requests = Table(
     Column("outcome", String, nullable=False),
     Column("ttft_s", Double),
     Column("tpot_s", Double),
+    Column("longest_gap_s", Double),  # between two deliveries of its tokens
+    Column("gaps", Integer, nullable=False, server_default="0"),
+    Column("gaps_over", Integer, nullable=False, server_default="0"),  # of those, longer than the class's `itl_s`
     Column("slo_met", Boolean),
     Column("timeline", Text),  # JSON of shared.timeline.RequestTimeline
     Index("requests_arrived", "arrived_s"),
@@ -49,6 +52,7 @@ requests = Table(
     Index("requests_decode", "decode_instance", "arrived_s"),
     Index("requests_ttft", "ttft_s"),
     Index("requests_tpot", "tpot_s"),
+    Index("requests_gap", "longest_gap_s"),
     Index("requests_longest", text("(updated_s - arrived_s)")),
     Index("requests_open", "updated_s", sqlite_where=text("final IS 0"), postgresql_where=text("final IS false")),
 )
@@ -117,9 +121,11 @@ served = Table(
     Column("output_tokens", BigInteger, nullable=False),
     Column("ttft_met", Integer, nullable=False),  # of completed and failed ones
     Column("tpot_met", Integer, nullable=False),
-    Column("met", Integer, nullable=False),  # both
+    Column("itl_met", Integer, nullable=False, server_default="0"),
+    Column("met", Integer, nullable=False),  # all three
     Column("ttft_target_s", Double, nullable=False),  # of the last one
     Column("tpot_target_s", Double, nullable=False),
+    Column("itl_target_s", Double, nullable=False, server_default="0"),
     Column("content", Text, nullable=False),  # JSON of shared.policy.served.Served: latencies, seconds by stage, codes
     PrimaryKeyConstraint("step_s", "time_s", "slo", "life"),
     Index("served_time", "time_s"),
@@ -139,6 +145,10 @@ slo_windows = Table(
     Column("ttft_p99_s", Double),
     Column("tpot_p50_s", Double),
     Column("tpot_p99_s", Double),
+    Column("itl_attainment", Double),
+    Column("gap_p50_s", Double),  # of the requests' longest gaps
+    Column("gap_p90_s", Double),
+    Column("gap_p99_s", Double),
     PrimaryKeyConstraint("slo", "window_s", "time_s"),
     Index("slo_windows_time", "time_s"),
 )

@@ -28,6 +28,7 @@ class JobReport(msgspec.Struct):
 
     Each carries the timeline so far, the last one all of it and what was predicted of its answer's length. caller: the
     name of its API key. asked: somebody was asked for that length. losses: the attempts that failed, oldest first.
+    longest_gap_s, gaps, gaps_over: see `shared.timeline.RequestTimeline`; None without a gap.
     """
 
     job_id: str
@@ -50,6 +51,9 @@ class JobReport(msgspec.Struct):
     caller: str = ""
     asked: bool = False
     losses: list[Loss] = []
+    longest_gap_s: Finite | None = None
+    gaps: int = 0
+    gaps_over: int = 0
 
 
 class Refused(msgspec.Struct, frozen=True):

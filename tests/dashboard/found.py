@@ -5,7 +5,13 @@ from typing import Any
 
 from shared.domain.job import Phase
 
-ORDERS = {"newest": "arrived_s", "slowest_ttft": "ttft_s", "slowest_tpot": "tpot_s", "longest": "output_tokens"}
+ORDERS = {
+    "newest": "arrived_s",
+    "slowest_ttft": "ttft_s",
+    "slowest_tpot": "tpot_s",
+    "longest_gap": "longest_gap_s",
+    "longest": "output_tokens",
+}
 
 
 def search(jobs: Sequence[dict[str, Any]], asked: dict[str, str]) -> dict[str, Any]:

@@ -92,6 +92,9 @@ def history(minutes: int, points: int, now_s: float) -> dict[str, Any]:
         "ttft_p99_s": along(0.3, 2.9),
         "tpot_p50_s": along(0.021, 0.048),
         "tpot_p99_s": along(0.03, 0.11),
+        "gap_p50_s": along(0.03, 0.08),
+        "gap_p90_s": along(0.06, 1.2),
+        **{f"{name}_attainment": [round(1.0 - 0.4 * one, 4) for one in bad] for name in ("ttft", "tpot", "itl")},
         "attainment": [round(min(1.0, 0.99 - 0.6 * one), 4) for one in bad],
         "failed_per_s": along(0, 0.3, bad),
         "cancelled_per_s": along(0, 0.2),
@@ -120,7 +123,7 @@ def history(minutes: int, points: int, now_s: float) -> dict[str, Any]:
         "step_s": step_s,
         "time_s": times,
         "series": series,
-        "targets": {"ttft_s": 2.0, "tpot_s": 0.06},
+        "targets": {"ttft_s": 2.0, "tpot_s": 0.06, "itl_s": 0.25},
         "classes": {},
         "marks": marks,
     }

@@ -109,6 +109,9 @@ def slo_reports() -> list[dict[str, Any]]:
             "tpot_s": {"p50": 0.008, "p90": 0.01, "p99": 0.03},
             "ttft_target_s": 2.0,
             "tpot_target_s": 0.2,
+            "itl_attainment": 0.95,
+            "longest_gap_s": {"p50": 0.05, "p90": 0.3, "p99": 1.1, "max": 2.4},
+            "itl_target_s": 0.25,
         }
         for name, met in (("default", 0.96), ("interactive", 0.9))
         for window_s, requests in ((60.0, 100), (300.0, 480))

@@ -25,7 +25,7 @@ def fleet(count: int, points: int = 40) -> InstanceHistory:
 def test_latencies_stand_beside_their_targets() -> None:
     figure = graphs.figure(known(), "UTC", 0.9)
     targets = {shape.y0 for shape in figure.layout.shapes if shape.y0 == shape.y1}
-    assert targets == {0.9, 2.0, 0.06}
+    assert targets == {0.9, 2.0, 0.06, 0.25}
     titles = [annotation.text for annotation in figure.layout.annotations]
     assert len(titles) == len(graphs.PANELS)
     assert any("TTFT" in title and "target 2" in title and "p99" in title for title in titles)

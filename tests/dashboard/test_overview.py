@@ -88,7 +88,7 @@ def test_attainment_below_the_goal_has_a_sign(page: AppTest, cluster: Any) -> No
     for row in cluster.slo:
         row["attainment"] = row["tpot_attainment"] = 0.02
     shown = html(page.run())
-    assert "Both met (goal 90 %)" in shown
+    assert "All met (goal 90 %)" in shown
     assert "✕ 2 %" in shown
     assert f"--c:{look.BAD};background" in shown
 

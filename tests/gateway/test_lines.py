@@ -133,3 +133,27 @@ def test_those_who_yield_leave_the_others_their_room() -> None:
         admissions.of("batch").admit("a")
     assert admissions.of("default").admit("a")
     assert admissions.jobs == len(tickets) + 1
+
+
+async def test_a_job_of_any_class_waits_for_room_and_those_behind_it_do_not_ask() -> None:
+    async with running_cluster() as cluster:
+        decodes = nobody_may(cluster, Delayed("no room", cause="room", retry_after_s=0.01))
+        jobs = [make_job(PROMPT, 5) for _ in range(3)]
+        tasks = [asyncio.create_task(cluster.pipeline.run(job)) for job, _ in jobs]
+        await until(lambda: len(cluster.places) >= 6)
+        asked = [request.job.job_id for request in cluster.places]
+        assert all(request.job.can_wait for request in cluster.places)
+        assert asked[3:] == [jobs[0][0].spec.job_id] * (len(asked) - 3), "each once, and then the first alone"
+        cluster.decodes += decodes
+        await asyncio.gather(*tasks)
+        assert all(tokens_of(steps) == answer(PROMPT, 5) for _, steps in jobs)
+
+
+def test_an_instance_is_told_how_much_of_the_answer_is_still_expected() -> None:
+    job, _ = make_job(PROMPT, 100)
+    assert job.view().answer_tokens == 0, "nothing was said of it"
+    job.expected_tokens = 40
+    job.tokens = [1] * 10
+    assert job.view().answer_tokens == 30
+    job.tokens = [1] * 80
+    assert job.view().answer_tokens == 20, "it is longer than expected: a quarter more"

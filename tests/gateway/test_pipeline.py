@@ -2,14 +2,17 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
+import msgspec
 import pytest
 
-from shared.domain.job import Phase
+from shared.domain.job import FirstTokenOut, Phase
 from shared.domain.kv import TransferOutcome
 from shared.domain.prompt import unpacked
 from shared.errors import Busy, DeadlineExceeded, PolyphaseError, Unavailable, WrongRole
 from shared.timeline import Span
+from shared.wire.messages import TokenStep
 from tests.gateway.api import until
 from tests.gateway.cluster import make_job, running_cluster, tokens_of
 from tests.gateway.worker import Worker, answer, next_token
@@ -24,6 +27,8 @@ async def test_the_first_token_comes_from_prefill_and_decode_carries_on() -> Non
         assert tokens_of(steps) == answer(PROMPT, 8)
         assert steps[-1].finish_reason == "length"
         (decode,) = cluster.decodes[0].decodes
+        assert not cluster.prefill.prefills[0].job.started
+        assert decode.job.started, "its client has a token"
         assert unpacked(decode.prompt) == PROMPT + answer(PROMPT, 1)
         assert decode.job.max_tokens == 7
         assert decode.handle is not None
@@ -44,6 +49,7 @@ async def test_a_partial_split_computes_a_prefix_and_drops_its_token(split: int)
         assert unpacked(prefill.prompt) == PROMPT[:split]
         assert not prefill.want_token
         (decode,) = cluster.decodes[0].decodes
+        assert not decode.job.started
         assert unpacked(decode.prompt) == PROMPT
         assert decode.job.max_tokens == 6
 
@@ -122,6 +128,7 @@ async def test_a_lost_decode_instance_costs_no_token_and_doubles_none(carry: boo
         assert job.attempt == 2
         assert "d0" in cluster.places[-1].exclude
         second = cluster.prefill.prefills[1]
+        assert second.job.started, "a resumed job goes before prompts without a token"
         got = second.prompt_tokens - len(PROMPT)  # of the lost instance's last tokens some may not have arrived
         assert 1 <= got <= 5 if carry else got == 0
         assert unpacked(second.prompt) == PROMPT + answer(PROMPT, got)
@@ -267,3 +274,41 @@ async def test_a_bug_of_ours_ends_the_job_in_the_status_table_too() -> None:
         await cluster.reporter.flush()
         await until(lambda: bool(cluster.reports))
         assert cluster.reports[-1].outcome == "internal_error"
+
+
+async def test_a_smooth_class_gets_its_first_token_with_the_second() -> None:
+    async with running_cluster() as cluster:
+        job, steps = make_job(PROMPT, 5)
+        job.spec = replace(job.spec, slo=msgspec.structs.replace(job.spec.slo, first_token=FirstTokenOut.SMOOTH))
+        at_decode: list[int] = []
+        for worker in cluster.decodes:
+            worker.before_token = lambda _: at_decode.append(len(steps))
+        await cluster.pipeline.run(job)
+        assert at_decode[0] == 0, "its prompt was computed, and its client had nothing yet"
+        assert tokens_of(steps) == answer(PROMPT, 5)
+        assert job.timeline.output_tokens == 5
+
+
+def test_what_is_kept_for_a_smooth_class_is_handed_on_once_and_ends_with_a_stop_string() -> None:
+    job, steps = make_job(PROMPT, 5)
+    job.spec = replace(job.spec, slo=msgspec.structs.replace(job.spec.slo, first_token=FirstTokenOut.SMOOTH))
+    job.phase = Phase.PREFILL
+    job.accept(TokenStep([1]))
+    assert (steps, job.tokens, job.timeline.first_token_s) == ([], [1], 0.0)
+    job.phase = Phase.DECODE
+
+    def ends(step: TokenStep) -> None:
+        steps.append(step)
+        job.stop()  # the first token completes a stop string
+
+    job.emit = ends
+    job.accept(TokenStep([2]))
+    assert (tokens_of(steps), job.finish_reason) == ([1], "stop")
+
+
+def test_an_answer_of_one_token_is_not_kept() -> None:
+    job, steps = make_job(PROMPT, 1)
+    job.spec = replace(job.spec, slo=msgspec.structs.replace(job.spec.slo, first_token=FirstTokenOut.SMOOTH))
+    job.phase = Phase.PREFILL
+    job.accept(TokenStep([1], "length"))
+    assert (tokens_of(steps), job.finish_reason) == ([1], "length")

@@ -56,6 +56,35 @@ def test_tokens_count_when_they_come_and_once_at_the_end(
     assert read("vllm:inter_token_latency_seconds_bucket", le="0.3") == 1
     assert read("vllm:request_decode_time_seconds_sum") == 0.75
     assert read("vllm:request_generation_tokens_sum") == 4
+    slo = {"slo": "default"}
+    assert registry.get_sample_value("polyphase_longest_gap_seconds_sum", slo) == 0.5
+    assert registry.get_sample_value("polyphase_slo_missed_total", {**slo, "target": "itl"}) == 1
+
+
+def test_gaps_between_deliveries_are_counted_against_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job("j")
+    for now, tokens in ((100.0, [1]), (100.125, [2, 3]), (100.625, [4]), (100.75, [5]), (101.125, [6])):
+        monkeypatch.setattr("gateway.job.time", SimpleNamespace(time=lambda now=now: now))
+        job.accept(TokenStep(tokens))
+    timeline = job.timeline
+    assert (timeline.itl_s, timeline.gaps, timeline.gaps_over) == (0.25, 4, 2)
+    assert (timeline.longest_gap_s, timeline.longest_gap_at_s, timeline.longest_gap_after) == (0.5, 100.625, 3)
+    job.finish_reason = "stop"
+    job.ended("stop")
+    report = job.report("stop")
+    assert (report.longest_gap_s, report.gaps, report.gaps_over, report.slo_met) == (0.5, 4, 2, False)
+
+
+def test_tokens_that_wait_for_an_event_share_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job("j")
+    job.streamed = True
+    for now, leaves in ((100.0, 1), (100.125, 0), (100.25, 2), (100.75, 1)):
+        monkeypatch.setattr("gateway.job.time", SimpleNamespace(time=lambda now=now: now))
+        job.accept(TokenStep([1]))
+        if leaves:
+            job.delivered(leaves)
+    assert (job.timeline.gaps, job.timeline.gaps_over) == (2, 1)
+    assert (job.timeline.longest_gap_s, job.timeline.longest_gap_after) == (0.5, 3)
 
 
 def test_of_several_answers_the_longest_is_counted_when_all_have_ended(registry: CollectorRegistry) -> None:

@@ -12,6 +12,7 @@ from gateway import spans
 from gateway.job import Job
 from shared.domain.kv import TransferOutcome, TransferReport
 from shared.errors import EngineFailed
+from shared.explain import explain
 from shared.timeline import RequestTimeline, Span, SpanRecord, clock_shift_s
 from shared.wire.messages import DecodeReply, PrefillReply, TokenStep
 from tests.gateway.api import Api
@@ -137,10 +138,14 @@ async def test_hosts_whose_clocks_disagree(apart_s: float, carry: bool) -> None:
     theirs_s = called_s + apart_s
     transfer = TransferReport(TransferOutcome.PULLED, 5, 100, theirs_s + 0.004, theirs_s + 0.009)
     spans.decode_ended(job, "d0", DecodeReply(transfer, theirs_s + 0.001, theirs_s + 0.015, theirs_s + 0.035))
+    of_decode = [span.span for span in job.timeline.spans if span.instance_id == "d0" and span.span is not Span.REPLY]
+    assert of_decode == [Span.HANDOVER, Span.DECODE_QUEUE, Span.TRANSFER, Span.DECODE_QUEUE, Span.DECODE]
     length = {span.span: span.ended_s - span.started_s for span in job.timeline.spans if span.instance_id}
     assert length[Span.QUEUE] == pytest.approx(0.005, abs=1e-5)
     assert length[Span.PREFILL] == pytest.approx(0.008, abs=1e-5)
-    assert length[Span.TRANSFER] == pytest.approx(0.008, abs=1e-5)  # from when it was there to be waited for
+    assert length[Span.TRANSFER] == pytest.approx(0.005, abs=1e-5)
+    for_room = next(span for span in job.timeline.spans if span.span is Span.DECODE_QUEUE)
+    assert for_room.ended_s - for_room.started_s == pytest.approx(0.003, abs=1e-5)
     for one, other in pairwise(job.timeline.spans):
         assert one.ended_s == other.started_s
     assert job.timeline.spans[0].started_s == began_s
@@ -160,6 +165,28 @@ async def test_a_transfer_that_began_during_prefill_runs_beside_it() -> None:
     assert job.timeline.spans[2].started_s == start_s + 0.02
     others = [span for span in job.timeline.spans if span.span is not Span.TRANSFER]
     assert all(one.ended_s == other.started_s for one, other in pairwise(others))
+
+
+async def test_a_wait_for_room_is_no_transfer() -> None:
+    """A link that takes no time, and an instance that computes prompts for 0.7 s before it takes the KV in."""
+    job, _ = make_job(PROMPT, 6)
+    start_s = job.mark_s - 1.0
+    job.timeline.arrived_s = job.mark_s = start_s
+    job.spent(Span.PREFILL, start_s + 0.05)
+    transfer = TransferReport(TransferOutcome.PULLED, 5, 100, start_s + 0.76, start_s + 0.76)
+    spans.decode_ended(job, "d0", DecodeReply(transfer, start_s + 0.06, start_s + 0.84, start_s + 0.9))
+    assert [(span.span, round(span.ended_s - span.started_s, 6)) for span in job.timeline.spans] == [
+        (Span.PREFILL, 0.05),
+        (Span.HANDOVER, 0.01),
+        (Span.DECODE_QUEUE, 0.7),
+        (Span.TRANSFER, 0.0),
+        (Span.DECODE_QUEUE, 0.08),
+        (Span.DECODE, 0.06),
+    ]
+    told = [sentence.text for sentence in explain(job.timeline).steps]
+    assert "It waited 0.7 s for room for its KV on d0." in told
+    assert "It waited 80 ms for its first step on d0." in told
+    assert not any("came to d0 within" in text for text in told)
 
 
 times = st.floats(0, 1e6, allow_nan=False)

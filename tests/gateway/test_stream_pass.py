@@ -17,9 +17,14 @@ class Stream:
         self.most_s = most_s
         self.pressing = pressing
         self.served: list[float] = []
+        self.events = 0  # of which gaps are counted
         self.once = asyncio.Event()
         self.failed: Exception | None = None
         self.error: Exception | None = None
+
+    def leaves(self) -> None:
+        self.queued, self.held = True, False
+        self.events += 1
 
     def advance(self) -> None:
         self.served.append(time.monotonic())
@@ -49,7 +54,7 @@ async def test_tokens_of_a_turn_go_out_together_and_at_once_where_there_is_time(
     await turns()
     serving.add(stream)
     await turns()
-    assert len(stream.served) == 2
+    assert (len(stream.served), stream.events) == (2, 2)
 
 
 async def test_under_load_tokens_wait_for_others_up_to_what_their_class_allows() -> None:
@@ -64,6 +69,7 @@ async def test_under_load_tokens_wait_for_others_up_to_what_their_class_allows()
     assert not slow.served
     await asyncio.wait_for(slow.once.wait(), 10)
     assert len(quick.served) == len(slow.served) == 1
+    assert (quick.events, slow.events) == (1, 1)
     assert quick.served[0] - began >= 0.05
     assert slow.served[0] - began >= 0.2
 

@@ -84,7 +84,7 @@ async def test_one_that_comes_later_follows_from_its_first_broadcast_on(suite: L
 
 @on_one_loop
 async def test_a_monitor_that_restarts_changes_nothing_and_goes_on(suite: LiveSuite) -> None:
-    answer = await suite.change({"split": PolicySpec("fraction", {"fraction": 0.25}), "step_budget": PolicySpec("on")})
+    answer = await suite.change({"split": PolicySpec("fraction", {"fraction": 0.25}), "step_budget": PolicySpec("off")})
     followed = [app.state.scheduler.placer.followed for app in suite.schedulers]
     heard: list[PolicySet] = []
     suite.schedulers[0].state.scheduler.placer.on_policies = lambda: heard.append(
@@ -99,7 +99,7 @@ async def test_a_monitor_that_restarts_changes_nothing_and_goes_on(suite: LiveSu
     await until(lambda: all(v.view.sequence > sequence + 2 for v in views if v.view), "heard again", timeout_s=20)
     assert [app.state.scheduler.placer.followed for app in suite.schedulers] == followed
     assert heard == []
-    assert suite.instances["p0"].engine.policies.step_budget
+    assert not suite.instances["p0"].engine.policies.step_budget
     again = await suite.change({"split": PolicySpec("none")})
     assert again["revision"] > answer["revision"]
 

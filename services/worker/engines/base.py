@@ -65,7 +65,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
         """What the order of prompts goes by. The last token is always computed here."""
         prompt = len(self.prompt_token_ids)
         before = min(self.import_from.tokens, prompt - 1) if self.import_from is not None else 0
-        return WaitingJob(self.job, prompt - before, before, self.generation.arrived_s)
+        return WaitingJob(self.job, prompt - before, before, self.generation.arrived_s, self.job.started)
 
 
 class EngineStats(msgspec.Struct, frozen=True):

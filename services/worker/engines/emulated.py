@@ -8,6 +8,7 @@ the time that `EmulatedLink` computes. What it answers is no language, and every
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 from services.worker.engine_kind import kind_of
@@ -90,7 +91,9 @@ class EmulatedEngine:
             sink(TokenStep([], finish_reason="refused", stop_reason=why))
             return
         lane = min(self._lanes, key=lambda one: len(one.scheduler.known))
-        lane.scheduler.add(request, sink)
+        now = time.monotonic()
+        lane.scheduler.add(request, sink, now)
+        lane.scheduler.begin_imports(now)
         lane.wake()
 
     def abort(self, request_id: str) -> None:

@@ -1,8 +1,9 @@
 """What an emulated engine's next step computes: continuous batching with chunked prefill, paged KV and preemption.
 
-The order of work is vLLM's with our seam: decodes and prompts under way first, heavier SLO classes before lighter ones,
-then whoever may enter; when blocks run out the youngest of the lightest class gives its up and is computed
-again. The simulator's scheduler does the same in virtual time.
+The order of work is vLLM's with our seam: decodes first, then streams that are computed again or wait at the door, then
+prompts under way, then prompts that may enter; in each, heavier SLO classes go before lighter ones. When blocks run out
+the youngest prompt of the lightest class gives its blocks up, or the youngest stream where the class has no prompt, and
+is computed again. The simulator's scheduler does the same in virtual time.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from services.worker.settings import WorkerSettings
 from shared.domain.job import LengthPrediction
 from shared.domain.kv import KvHandle
 from shared.policy.admission_gate import Blocks, Decoding
-from shared.policy.preemption import heaviest_first, victim
-from shared.policy.step_budget import StepLoad, prefill_tokens
+from shared.policy.preemption import Rank, heaviest_first, victim
+from shared.policy.step_budget import StepLoad, gap_target_s, joining_gap_s, prefill_tokens
 
 _TOKENS = 997  # a prime, so that the tokens of two positions rarely agree
 _FIRST = 300  # below it tokenizers keep their special tokens and single bytes
@@ -92,6 +93,7 @@ class Entry:
     blocks: int = 0
     imports: bool = False  # takes its KV from elsewhere, when it enters; once
     ready_s: float = 0.0  # monotonic time at which that is there
+    came_s: float = 0.0  # monotonic time at which it came
     use: CacheUse | None = None  # its part in the prefix cache, while it holds blocks
     counted: bool = False  # among `prompt_tokens`
 
@@ -99,6 +101,15 @@ class Entry:
         """A token of its sequence after the prompt."""
         at, forced = position - len(self.request.prompt_token_ids), self.request.forced_tokens
         return forced[at] if at < len(forced) else token_at(position)
+
+    @property
+    def started(self) -> bool:
+        """Whether it is a stream: its client has a token, given here or elsewhere."""
+        return self.request.job.started or self.tokens > len(self.request.prompt_token_ids)
+
+    def waited_s(self, now: float) -> float:
+        """Since it was handed over; of one that was preempted here nothing is counted."""
+        return now - self.came_s if self.imports or self.ready_s > now else 0.0
 
     @property
     def missing(self) -> int:
@@ -146,12 +157,18 @@ class EmulatedScheduler:
         self.policies = policies
         self.waiting.follow(policies)
 
-    def add(self, request: EngineRequest, sink: Sink) -> None:
-        """One has come."""
-        imports = request.import_from is not None
-        entry = Entry(request, sink, len(request.prompt_token_ids), *answer_tokens(request), imports=imports)
+    def add(self, request: EngineRequest, sink: Sink, now: float) -> None:
+        """One has come. `now`: monotonic seconds."""
+        tokens, imports = len(request.prompt_token_ids), request.import_from is not None
+        entry = Entry(request, sink, tokens, *answer_tokens(request), imports=imports, came_s=now)
         self.known[request.request_id] = entry
         self.waiting.add(entry)
+
+    def begin_imports(self, now: float) -> None:
+        """Between two steps: the KV of streams begins to come, as far as there is room for it beside the step under
+        way.
+        """
+        self._admit(0, now, streams=True)
 
     def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
         """How long the answer of a request will be."""
@@ -172,9 +189,29 @@ class EmulatedScheduler:
         self._chunks = []
         self._take_arrived(now)
         preempted = self._make_room()
-        budget = self._budget()
-        for entry in heaviest_first(self.running, _weight):
-            tokens = 0 if entry.decodes else min(entry.missing, budget)
+        budget = self._budget(now)
+        for streams in (True, False):
+            budget, more = self._go_on(budget, streams=streams)
+            preempted |= more
+            if not preempted:
+                budget = self._admit(budget, now, streams=streams)
+        return self._chunks, [entry for entry in self.running if entry.decodes]
+
+    def _take_arrived(self, now: float) -> None:
+        """Streams take seats before prompts, heavier classes first."""
+        arrived = [entry for entry in self.coming if entry.ready_s <= now]
+        for entry in sorted(arrived, key=lambda one: (one.started, one.request.job.slo.weight), reverse=True):
+            if len(self.running) < self._seats:
+                del self.coming[entry]
+                self.running[entry] = None
+
+    def _go_on(self, budget: int, *, streams: bool) -> tuple[int, bool]:
+        """Chunks of the streams, or of the prompts without a token, that are being computed. What is left of the
+        budget, and whether any request had to be preempted.
+        """
+        preempted = False
+        for entry in heaviest_first(self.running, _rank):
+            tokens = 0 if entry.decodes or entry.started is not streams else min(entry.missing, budget)
             if entry not in self.running or tokens <= 0:
                 continue
             while entry in self.running and not self._hold(entry, entry.computed + tokens):
@@ -183,61 +220,75 @@ class EmulatedScheduler:
             if entry in self.running:
                 self._chunks.append((entry, tokens))
                 budget -= tokens
-        if not preempted:
-            self._admit(budget, now)
-        return self._chunks, [entry for entry in self.running if entry.decodes]
-
-    def _take_arrived(self, now: float) -> None:
-        for entry in tuple(self.coming):
-            if entry.ready_s <= now and len(self.running) < self._seats:
-                del self.coming[entry]
-                self.running[entry] = None
+        return budget, preempted
 
     def _make_room(self) -> bool:
         """A token's room for each decode; whether anybody had to be preempted for it."""
         preempted = False
-        for entry in heaviest_first(self.running, _weight):
+        for entry in heaviest_first(self.running, _rank):
             while entry in self.running and entry.decodes and not self._hold(entry, entry.tokens):
                 self._preempt()
                 preempted = True
         return preempted
 
-    def _budget(self) -> int:
+    def _budget(self, now: float) -> int:
         """Prompt tokens of the coming step."""
         most = max(0, self.chunk_size - sum(entry.decodes for entry in self.running))
         if not self.policies.step_budget:
             return most
         decodes = [entry for entry in self.running if entry.decodes and entry.request.decodes]
+        joining = [entry for entry in self.coming if entry.started]
+        joining += [entry] if (entry := self.waiting.stream) is not None else []
+        gaps_s = [gap_target_s(entry.request.job.slo) for entry in (*decodes, *self._prompts())]
+        gaps_s += [joining_gap_s(entry.request.job.slo, entry.waited_s(now), here=False) for entry in joining]
         load = StepLoad(
-            len(decodes),
-            sum(entry.computed for entry in decodes),
-            min((entry.request.job.slo.tpot_s for entry in decodes), default=inf),
+            len(decodes) + len(joining),
+            sum(entry.computed for entry in decodes) + sum(entry.tokens for entry in joining),
+            min(gaps_s, default=inf),
             max((entry.computed for entry in self.running if not entry.decodes), default=0),
         )
         return prefill_tokens(self._rates(), load, most)
 
-    def _admit(self, budget: int, now: float) -> None:
-        while len(self.running) < self._seats and (entry := self.waiting.next()) is not None:
+    def _prompts(self) -> list[Entry]:
+        """Those that are computed here, or the next one, and are to decode here."""
+        prompts = [entry for entry in self.running if not entry.decodes]
+        if not prompts and len(self.waiting):
+            prompts = [self.waiting.peek()]
+        return [entry for entry in prompts if entry.request.decodes]
+
+    def _admit(self, budget: int, now: float, *, streams: bool) -> int:
+        """Take in what may enter, with `streams` nothing but streams. What is left of the budget."""
+        while len(self.running) < self._seats:
+            if streams and self.waiting.stream is None:
+                return budget
+            entry = self.waiting.next()
+            if entry is None or (streams and not entry.started) or not self._has_seat(entry):
+                return budget
             handle, held = entry.request.import_from, self._find_cached(entry)
             if entry.imports and handle is not None:
                 computed = max(held, min(handle.tokens, entry.tokens - 1))
-                if not self._hold(entry, computed):
+                if not self._fits(entry) or not self._hold(entry, computed):
                     self._leave_cache(entry)
-                    return
+                    return budget
                 entry.computed, entry.imports = computed, False
                 entry.ready_s = now + self._pull(handle, held)
                 self._entered(entry, held)
                 self.coming[self.waiting.take()] = None
                 continue
             tokens = min(entry.missing - held, budget)
-            if tokens <= 0 or not self._hold(entry, held + tokens):
+            if tokens <= 0 or not self._fits(entry) or not self._hold(entry, held + tokens):
                 self._leave_cache(entry)
-                return
+                return budget
             entry.computed = held
             self._entered(entry, held)
             self.running[self.waiting.take()] = None
             self._chunks.append((entry, tokens))
             budget -= tokens
+        return budget
+
+    def _has_seat(self, entry: Entry) -> bool:
+        """Whether one is left; a prompt leaves one for each stream whose KV is under way."""
+        return entry.started or len(self.running) + sum(one.started for one in self.coming) < self._seats
 
     def _find_cached(self, entry: Entry) -> int:
         """Tokens of its prompt that are in the prefix cache, from now on in use."""
@@ -259,6 +310,12 @@ class EmulatedScheduler:
             self.prompt_tokens += len(entry.request.prompt_token_ids)
             self.hit_tokens += held
 
+    def _fits(self, entry: Entry) -> bool:
+        """Whether there is room for all that it has to compute now. vLLM asks for it, too
+        (`scheduler_reserve_full_isl`): one that enters with less would soon be preempted again.
+        """
+        return min(-(-entry.tokens // self._settings.block_size), self.total) - entry.blocks <= self.free
+
     def _hold(self, entry: Entry, tokens: int) -> bool:
         """Blocks for `tokens` tokens in all; all that there are will do for one that is longer. False: too few."""
         more = min(-(-tokens // self._settings.block_size), self.total) - entry.blocks
@@ -277,8 +334,8 @@ class EmulatedScheduler:
         self._leave_cache(entry)
 
     def _preempt(self) -> None:
-        """The youngest of the lightest class gives its blocks up and waits, before others of it."""
-        entry = victim(self.running, _weight)
+        """See `victim`; it waits before the others of its class, a stream before all prompts."""
+        entry = victim(self.running, _rank)
         del self.running[entry]
         self._chunks = [chunk for chunk in self._chunks if chunk[0] is not entry]
         self._release(entry)
@@ -297,5 +354,5 @@ class EmulatedScheduler:
         return Blocks(self.free, self.total, self._settings.block_size)
 
 
-def _weight(entry: Entry) -> float:
-    return entry.request.job.slo.weight
+def _rank(entry: Entry) -> Rank:
+    return entry.request.job.slo.weight, entry.started

@@ -16,7 +16,8 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Entrance(Generic[Item]):
-    """Items are the engine's own objects; `request_of` says what was asked for each.
+    """Items are the engine's own objects; `request_of` says what was asked for each. Streams, whose clients have
+    tokens, enter before all prompts: while one does not fit, no prompt takes the room that it waits for.
 
     `inside` and `blocks` are asked when an admission policy has to decide: those that decode here, and KV memory.
     Greedy's rule, that the prompt fits, is the engine's own: it is not asked.
@@ -59,9 +60,19 @@ class Entrance(Generic[Item]):
         """One has come."""
         self._line.push(item, self._request_of(item).as_waiting())
 
+    @property
+    def stream(self) -> Item | None:
+        """The next stream that waits; None where none does."""
+        return self._line.stream
+
+    def started(self, item: Item) -> bool:
+        """Whether its client has a token, given here or elsewhere."""
+        request = self._request_of(item)
+        return request.job.started or self._tokens_of(item) > len(request.prompt_token_ids)
+
     def put_back(self, item: Item) -> None:
-        """One that has entered before waits again, before all others."""
-        self._line.put_back(item, self._request_of(item).job.slo.weight)
+        """One that has entered before waits again, before all others of its class, or of the streams of its class."""
+        self._line.put_back(item, self._request_of(item).job.slo.weight, started=self.started(item))
 
     def remove(self, item: Item) -> bool:
         """Somebody gives up; False when it is not here."""

@@ -1,10 +1,17 @@
-"""Our policies inside vLLM's scheduler: a request queue of ours in its place, and a token budget for each step.
+"""Our policies inside vLLM's scheduler: a request queue of ours in its place, and a budget for the prompts of a step.
 
 The scheduler asks its `waiting` queue for the next request; false means to it that nobody waits, so that is how the
 gate is shut. Requests that hold blocks, such as those whose KV is under way, wait in a queue of its own, and go first.
+
+The scheduler gives the tokens of a step to what runs, in order, before it looks at what waits, so that one running
+prompt would leave none to streams whose KV has come. `_reserve_prefill_lookahead` (vLLM 0.32), which it calls with each
+chunk that it is about to schedule, is therefore wrapped: prompts get the tokens that decodes and arriving streams
+leave.
 """
 
-from collections.abc import Iterable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from typing import Any
 
@@ -16,17 +23,20 @@ from services.worker.engines.entrance import Entrance
 from services.worker.engines.policies import CurrentRates, EnginePolicies
 from shared.domain.job import LengthPrediction
 from shared.policy.admission_gate import Blocks, Decoding
-from shared.policy.preemption import heaviest_first
-from shared.policy.step_budget import StepLoad, prefill_tokens
+from shared.policy.preemption import Rank, heaviest_first
+from shared.policy.step_budget import FLOOR_TOKENS, StepLoad, gap_target_s, joining_gap_s, prefill_tokens
 
 _HOLDING = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
 
 
 class EngineQueue(RequestQueue):  # type: ignore[misc]  # vLLM is untyped here
-    """vLLM's contract over an `Entrance`. Its truth is whether somebody may enter now, its length how many wait."""
+    """vLLM's contract over an `Entrance`. Its truth is whether somebody may enter now, its length how many wait.
+    `has_seat` says whether the running requests leave a seat for one.
+    """
 
-    def __init__(self, entrance: Entrance[Request]) -> None:
+    def __init__(self, entrance: Entrance[Request], has_seat: Callable[[Request], bool]) -> None:
         self._entrance = entrance
+        self._has_seat = has_seat
         self.inside: dict[str, Request] = {}  # those that were taken and did not come back
         self.shut = False  # when it was last asked, somebody waited and nobody could enter
         self.preemptions = 0
@@ -69,9 +79,9 @@ class EngineQueue(RequestQueue):  # type: ignore[misc]  # vLLM is untyped here
             self._entrance.remove(request)
 
     def __bool__(self) -> bool:
-        may_enter = self._entrance.next() is not None
-        self.shut = not may_enter and len(self) > 0
-        return may_enter
+        request = self._entrance.next()
+        self.shut = request is None and len(self) > 0
+        return request is not None and self._has_seat(request)
 
     def __len__(self) -> int:
         return len(self._entrance)
@@ -88,12 +98,19 @@ class SchedulerSeam:
         self._rates = rates
         self._most = self._chunk_size = int(scheduler.max_num_scheduled_tokens)
         self._requests: dict[str, EngineRequest] = {}  # all that the engine has
+        self._came: dict[str, float] = {}  # when, monotonic
         self.policies = policies
         self._entrance: Entrance[Request] = Entrance(
             policies, rates, self._request_of, lambda request: request.num_tokens, self._inside, self._blocks
         )
-        self._queue = EngineQueue(self._entrance)
+        self._queue = EngineQueue(self._entrance, self._has_seat)
         scheduler.waiting = self._queue
+        self._prompts_left = 0  # tokens of prompts that the step may compute yet
+        self._streams_left = 0  # of those, what streams need that are computed again
+        self._cuts_prompts = bool(scheduler.scheduler_config.enable_chunked_prefill)
+        if self._cuts_prompts:
+            self._reserve_lookahead = scheduler._reserve_prefill_lookahead
+            scheduler._reserve_prefill_lookahead = self._cut
 
     @property
     def shut(self) -> bool:
@@ -123,6 +140,7 @@ class SchedulerSeam:
     def expect(self, request: EngineRequest) -> None:
         """The scheduler is about to get it."""
         self._requests[request.request_id] = request
+        self._came[request.request_id] = time.monotonic()
 
     def predicted(self, request_id: str, prediction: LengthPrediction) -> None:
         """How long the answer of a request will be."""
@@ -132,22 +150,61 @@ class SchedulerSeam:
     def forget(self, request_id: str) -> None:
         """The scheduler has it no more."""
         self._requests.pop(request_id, None)
+        self._came.pop(request_id, None)
         self._queue.inside.pop(request_id, None)
 
     def before_step(self) -> None:
         """Say how many tokens the coming step may compute, and who goes first: vLLM preempts who runs last."""
-        running = self._scheduler.running
-        running[:] = heaviest_first(running, lambda request: self._request_of(request).job.slo.weight)
-        budget = self._chunk_size
-        if self.policies.step_budget:
-            needed, load = self._load()
-            budget = needed + prefill_tokens(self._rates(), load, max(0, budget - needed))
-        self._scheduler.max_num_scheduled_tokens = budget
+        scheduler = self._scheduler
+        scheduler.running[:] = heaviest_first(scheduler.running, self._rank)
+        self._order_coming()
+        scheduler.max_num_scheduled_tokens = self._chunk_size
+        self._prompts_left, self._streams_left = self._chunk_size, 0
+        under_way = any(request.is_prefill_chunk for request in scheduler.running)
+        if not self._cuts_prompts or not (under_way or scheduler.kv_holding_waiting or len(self._entrance)):
+            return  # no prompt is cut: the usual step of nothing but decodes
+        needed, streams, load = self._load()
+        most = max(0, self._chunk_size - needed)
+        self._prompts_left = prefill_tokens(self._rates(), load, most) if self.policies.step_budget else most
+        self._streams_left = min(streams, self._prompts_left)
 
-    def _load(self) -> tuple[int, StepLoad]:
-        """Tokens that the decodes take, and what they and the prompts under way are."""
-        needed = decodes = context = before = 0
-        tpot_s = inf
+    def _cut(self, request: Request, computed: int, tokens: int) -> int:
+        """The chunk of `tokens` tokens, after `computed` ones, that vLLM is about to schedule: as much of it as the
+        step's prompts may take. Those without a token leave to streams what these need, but for a few tokens.
+        """
+        missing = request.num_tokens_with_spec + request.num_output_placeholders - computed
+        if missing <= 1 + len(request.spec_token_ids) and self._request_of(request).decodes:
+            return int(self._reserve_lookahead(request, computed, tokens))
+        most, started = self._prompts_left, self._started(request)
+        if not started:
+            most = max(most - self._streams_left, min(FLOOR_TOKENS, most))
+        tokens = int(self._reserve_lookahead(request, computed, min(tokens, most)))
+        self._prompts_left -= tokens
+        if started:
+            self._streams_left = max(0, self._streams_left - tokens)
+        return tokens
+
+    def _order_coming(self) -> None:
+        """Of those that hold blocks and do not run: first those whose KV has come and that have one token to compute,
+        then streams, heavier classes first.
+        """
+        coming = self._scheduler.kv_holding_waiting
+        if len(coming) > 1 and isinstance(coming, deque):
+            ordered = sorted(coming, key=self._coming_rank, reverse=True)
+            coming.clear()
+            coming.extend(ordered)
+
+    def _coming_rank(self, request: Request) -> tuple[bool, bool, bool, float]:
+        ready = self._has_come(request)
+        weight, started = self._rank(request)
+        return ready and _missing(request) == 1, ready, started, weight
+
+    def _load(self) -> tuple[int, int, StepLoad]:
+        """Tokens that decodes take, those included that join with the coming step; prompt tokens of streams that are
+        computed again; and what the decodes and the prompts under way are.
+        """
+        needed = streams = context = before = decodes = 0
+        gaps_s: list[float] = []  # targets of the decodes, and of prompts that are to decode here
         for request in self._scheduler.running:
             computed, asked = request.num_computed_tokens, self._request_of(request)
             left = self._left(request)
@@ -155,15 +212,76 @@ class SchedulerSeam:
                 continue  # all of it is under way: it has no part in the coming step
             if left > 1 + len(request.spec_token_ids) or not asked.decodes:
                 before = max(before, computed)
+                streams += left if self._started(request) else 0
+                gaps_s += [gap_target_s(asked.job.slo)] if asked.decodes else []
                 continue
             needed += left
-            decodes += 1
             context += computed
-            tpot_s = min(tpot_s, asked.job.slo.tpot_s)
+            decodes += 1
+            gaps_s.append(gap_target_s(asked.job.slo))
+        now_mono = time.monotonic()
+        for request in self._joining():
+            context += request.num_tokens
+            decodes += 1
+            handed_over = self._request_of(request).import_from is not None and not request.num_preemptions
+            waited_s = now_mono - self._came.get(request.request_id, now_mono) if handed_over else 0.0
+            here = self._has_come(request) and request.status != RequestStatus.WAITING
+            gaps_s.append(joining_gap_s(self._request_of(request).job.slo, waited_s, here=here))
         for request in self._scheduler.kv_holding_waiting:
-            if request.num_computed_tokens < request.num_tokens - 1:
+            missing, ready = _missing(request), self._has_come(request)
+            if missing > 1:
                 before = max(before, request.num_computed_tokens)
-        return needed, StepLoad(decodes, context, tpot_s, before)
+                streams += missing if ready and self._started(request) else 0
+            elif ready:
+                needed += 1 + self._scheduler.num_spec_tokens
+        if len(self._entrance):
+            first = self._request_of(self._entrance.peek())
+            if self._imports(self._entrance.peek()):
+                needed += 1  # while vLLM has no token left it does not look who waits, not even for KV
+            elif first.decodes:
+                gaps_s.append(gap_target_s(first.job.slo))
+        stream = self._entrance.stream
+        if stream is not None and not self._imports(stream):
+            blocks = self._blocks()
+            streams += stream.num_tokens if stream.num_tokens <= blocks.free * blocks.size_tokens else 0
+        return needed, streams, StepLoad(decodes, context, min(gaps_s, default=inf), before)
+
+    def _joining(self) -> list[Request]:
+        """Those that decode soon: streams whose KV is under way, the next one that waits for room, and all others
+        whose KV has come.
+        """
+        found = [
+            request
+            for request in self._scheduler.kv_holding_waiting
+            if self._started(request) or (_missing(request) == 1 and self._has_come(request))
+        ]
+        stream = self._entrance.stream
+        return [*found, stream] if stream is not None else found
+
+    def _has_come(self, request: Request) -> bool:
+        """Whether its KV is not under way any more."""
+        under_way = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        return not under_way or request.request_id in self._scheduler.finished_recving_kv_req_ids
+
+    def _imports(self, request: Request) -> bool:
+        """Whether one that waits takes its KV from elsewhere; it does so once."""
+        return self._request_of(request).import_from is not None and not request.num_preemptions
+
+    def _has_seat(self, request: Request) -> bool:
+        """Whether one is left; a prompt leaves one for each stream whose KV is under way."""
+        seats, inside = self._scheduler.max_num_active_reqs, self._queue.inside
+        if len(inside) < seats or self._started(request):
+            return True
+        coming = sum(one.status != RequestStatus.RUNNING and self._started(one) for one in inside.values())
+        return bool(len(self._scheduler.running) + coming < seats)
+
+    def _started(self, request: Request) -> bool:
+        """Whether it is a stream: its client has a token, given here or elsewhere, or one is under way to it."""
+        given = request.num_output_tokens or request.num_output_placeholders
+        return bool(given) or self._request_of(request).job.started
+
+    def _rank(self, request: Request) -> Rank:
+        return self._request_of(request).job.slo.weight, self._started(request)
 
     def _left(self, request: Request) -> int:
         """Tokens that the coming step may compute of one that runs, as vLLM's scheduler counts them: with those that
@@ -194,3 +312,8 @@ class SchedulerSeam:
         pool = self._scheduler.kv_cache_manager.block_pool
         # Block 0 is vLLM's null block: it is never free and never used.
         return Blocks(pool.get_num_free_blocks(), pool.num_gpu_blocks - 1, self._scheduler.block_size)
+
+
+def _missing(request: Request) -> int:
+    """Tokens to compute before its next one; the last of a prompt is always computed here."""
+    return max(1, int(request.num_tokens - request.num_computed_tokens))

@@ -15,6 +15,7 @@ from shared.domain.instance import Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
 from shared.errors import EngineFailed
+from shared.policy.kv_ahead import ahead_of, remaining_tokens
 from shared.policy.lengths import is_heavy
 from shared.wire.messages import DecodeReply, DecodeRequest, Predicted, PrefetchRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
@@ -30,6 +31,13 @@ class _Decode:
     imported: ExpectedImport | None
     started: bool = False
     told: bool = False  # how its KV came here
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """The tokens that it holds, and those that its answer is expected to have yet."""
+        view, held = self.request.job, self.context_tokens
+        given = held - self.request.prompt_tokens
+        return held, remaining_tokens(given, view.answer_tokens or view.max_tokens, view.max_tokens)
 
 
 class _KnownTokens:
@@ -78,6 +86,10 @@ class DecodeService:
     def context_tokens(self) -> int:
         """Tokens of all of them: prompts, and what was generated here."""
         return sum(job.context_tokens for job in self._active.values())
+
+    def kv_ahead(self, block_size: int) -> tuple[int, ...]:
+        """See `InstanceLoad.kv_ahead`."""
+        return ahead_of((job.ahead for job in self._active.values()), block_size) if self._active else ()
 
     @property
     def inbound_tokens(self) -> int:
@@ -129,7 +141,7 @@ class DecodeService:
         """Stream tokens as items, then say how it ended. Raises WrongRole, EngineFailed, InvalidRequest."""
         ended = False
         try:
-            with self._roles.job(Role.DECODE):
+            with self._roles.job(Role.DECODE, request.job.job_id):
                 reply = await self._admitted(request, call)
             ended = True
             return reply

@@ -87,7 +87,17 @@ class Dispatcher:
         now = time.time()
         choice = choose_decode(self._built(policy), job, self._index.current, exclude, now, self._rng)
         instance_id = choice.instance.instance_id
-        self._index.book(Assignment(instance_id, now, decode_tokens=job.prompt_tokens, heavy=is_heavy(job)))
+        answer = job.answer_tokens or job.max_tokens
+        self._index.book(
+            Assignment(
+                instance_id,
+                now,
+                decode_tokens=job.prompt_tokens,
+                heavy=is_heavy(job),
+                job_id=job.job_id,
+                answer_tokens=answer,
+            )
+        )
         self.dispatched += 1
         return choice.ref, choice.reasons
 

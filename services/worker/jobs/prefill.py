@@ -83,7 +83,7 @@ class PrefillService:
         reply says so.
         Raises WrongRole, EngineFailed, InvalidRequest.
         """
-        with self._roles.job(Role.PREFILL):
+        with self._roles.job(Role.PREFILL, request.job.job_id):
             self._sequence += 1
             request_id = f"{request.job.job_id}#p{self._sequence}"
             job = _Prefill(request_id, request, call, request.job, decode=request.decode, queued_s=time.time())

@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shared.domain.instance import Role
 from shared.errors import Conflict, InvalidRequest, WrongRole
+from shared.policy.load_tracker import SHOWN_S, mark_of
 from shared.runtime.logs import get_log
 from shared.wire.messages import DrainReply, FlipReply
 
@@ -23,20 +25,30 @@ class RoleState:
         self._settled = asyncio.Event()  # nothing is left, or the drain was called off
         self.flips = 0
         self.epoch = 0  # of the monitor that is obeyed; it never falls
+        self._accepted: deque[tuple[float, int]] = deque()  # when (monotonic), and the mark of the job
 
     @property
     def inflight(self) -> int:
         """Jobs accepted and not finished."""
         return self._inflight
 
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """Marks of the jobs that were accepted within the last `SHOWN_S`."""
+        since_mono = time.monotonic() - SHOWN_S
+        while self._accepted and self._accepted[0][0] < since_mono:
+            self._accepted.popleft()
+        return tuple(mark for _, mark in self._accepted)
+
     @contextmanager
-    def job(self, role: Role) -> Iterator[None]:
+    def job(self, role: Role, job_id: str) -> Iterator[None]:
         """Hold a job of that role. Raises WrongRole when the instance has another one or takes no more."""
         if self.role is not role:
             raise WrongRole(f"this instance does {self.role}, not {role}")
         if self.draining:
             raise WrongRole("this instance is draining")
         self._inflight += 1
+        self._accepted.append((time.monotonic(), mark_of(job_id)))
         try:
             yield
         finally:

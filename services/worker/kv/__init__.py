@@ -67,7 +67,8 @@ How a worker uses it
    - `TransferEnded(transfer_id, rank, staged_bytes)`: that rank holds nothing of an export any more. One a rank.
    - `PullEnded(transfer_id, rank, ok, error, tokens, wire_bytes, started_s, ended_s, prefetched, transport)`: exactly
      one a rank for each request that had an import. `ok and tokens == 0`: all was cached locally and nothing was
-     pulled; the connector has told the exporter that it may release. `not ok`: the engine recomputes, and `error`
+     pulled; the connector has told the exporter that it may release. `ended_s` is when the last of the KV had come,
+     which for a prefetch may be long before the engine had blocks for it. `not ok`: the engine recomputes, and `error`
      begins with a code of `errors.KvFault`; for a request that was aborted the code is "cancelled".
    - `ThreadEnded(rank, thread, error)`: a bug ended a thread of that rank; the worker goes down and says why.
 

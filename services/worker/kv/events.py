@@ -49,7 +49,8 @@ class StagingFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class PullEnded(msgspec.Struct, frozen=True, tag=True):
-    """An import ended on a rank. Times are unix seconds; `error` begins with a KvFault unless `ok`.
+    """An import ended on a rank. Times are unix seconds; `error` begins with a KvFault unless `ok`. `ended_s` is when
+    the last of its KV had come: a prefetch may be complete long before the engine has blocks for it.
 
     `ok` with no tokens: the importer had them all, nothing was pulled.
     """

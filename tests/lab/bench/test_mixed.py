@@ -89,7 +89,7 @@ def load(label: str, share: float = 0.5) -> Load:
 
 
 def seen(**more: float) -> Seen:
-    return replace(Seen(1.0, 0.5, 0.4, 2.0, 0.05, 0.4, 0.1, 10.0), **more)
+    return replace(Seen(1.0, 0.5, 0.4, 2.0, 0.05, 0.4, 0.1, 10.0, 0.5, 0.6), **more)
 
 
 def bursts(adaptive: float, cronus: float = 2.0) -> list[Run]:

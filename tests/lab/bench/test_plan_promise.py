@@ -41,7 +41,7 @@ def pair(rate: float = 2.0, requests: int = 250, longest: int = 2_000) -> Planne
     problem = replace(problem, workload=workload, rate=rate)
     layers = problem.shop.geometry.layers
     plan = Plan((Group(Role.PREFILL, 1, (Part(1, layers),)), Group(Role.DECODE, 1, (Part(0, layers),))))
-    search = Search(problem, lambda: 0.0, RunSpec(streaming=False))
+    search = Search(problem, lambda: 0.0, RunSpec(streaming=False, step_budget=True))
     promise = search.judge.promise(plan, rate)
     return Planned("conversation", search, Outcome("by hand", plan, promise, 0.0, 0.0, 1))
 

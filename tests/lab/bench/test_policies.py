@@ -181,4 +181,10 @@ def test_it_is_a_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = find_bench("policies")(options)
     assert set(result["aims"]) == {"least_ratio_to_best_fixed", "adaptive_over_best_single"}
     assert result["figures"]["fast_slow_conversation_adaptive_per_s"] > 1.0
+    (rows,) = result["tables"].values()
+    assert rows[0]["policy"] == "adaptive"
+    assert len({row["policy"] for row in rows}) == len(rows) >= 2
+    for row in rows:
+        assert 0.0 < row["ttft_p50_s"] <= row["ttft_p90_s"] < row["jct_p90_s"]
+        assert 0.0 < row["longest_gap_p90_s"] <= row["longest_gap_max_s"]
     assert result["figures"] == find_bench("policies")(options)["figures"]  # nothing is run again

@@ -116,7 +116,7 @@ def test_without_tables_lengths_are_made_like_theirs(kind: str, tmp_path: Path) 
 
 
 def seen(goodput: float, jct_s: float, at: float = 10.0) -> Seen:
-    return Seen(goodput, at, jct_s, 2 * jct_s, 100.0, 0.9)
+    return Seen(goodput, at, jct_s, 2 * jct_s, 100.0, 0.9, 0.05, 0.2, 0.4)
 
 
 def test_figures_are_medians_over_seeds_and_gains_of_pairs() -> None:

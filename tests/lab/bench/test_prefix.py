@@ -108,7 +108,7 @@ def test_the_pooled_oracle_has_the_nodes_memory(data: Path, monkeypatch: pytest.
 
 
 def point(**more: float) -> Point:
-    return replace(Point(1.0, 900, 0.5, 0.4, 2.0, 0.02, 1.0, 1.2), **more)  # type: ignore[arg-type]
+    return replace(Point(1.0, 900, 0.5, 0.4, 2.0, 0.02, 1.0, 1.2, 0.3, 0.9), **more)  # type: ignore[arg-type]
 
 
 def test_aims_of_a_trace() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from lab.bench.troubles import TroublesOptions, choose, run_troubles_bench, with_all
 from lab.bench.troubles_beds import EMULATED, LATE, REAL
 from lab.bench.troubles_figures import figures
-from lab.bench.troubles_known import Known, Window, is_refused, share, told_as, tpot_met, ttft_met
+from lab.bench.troubles_known import Known, Window, gaps_met, is_refused, share, told_as, tpot_met, ttft_met
 from lab.bench.troubles_list import TROUBLES
 from lab.bench.troubles_load import Shot
 from lab.bench.troubles_problems import of_problem
@@ -74,6 +74,8 @@ def test_targets_met_of_what_completed() -> None:
     assert ttft_met(WINDOW, [shot(), shot(), late, failed]) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
     assert ttft_met(WINDOW, [shot(), near]) == (0.5, 1.0)
     assert tpot_met(WINDOW, [shot(), shot(tpot_s=0.3)]) == (0.5, 0.5)
+    assert gaps_met(WINDOW, [shot(gaps_s=(0.1, 0.1)), shot(gaps_s=(0.1, 0.9))]) == (0.5, 0.5)
+    assert gaps_met(WINDOW, [shot(gaps_s=(0.1, 0.3)), shot(gaps_s=(0.9, *[0.1] * 99))]) == (0.5, 1.0)
 
 
 def test_errors_by_code_and_by_status() -> None:
@@ -147,6 +149,7 @@ SAID: dict[str, dict[str, Any]] = {
     "gateway_gone": {"gateways": (Peer("gateway-0", 20.0), Peer("gateway-1", 0.1))},
     "ttft_missed": {"classes": (ClassSeen("default", 10, 0.8967, 1.0, 1.5, 0.2),)},
     "tpot_missed": {"classes": (ClassSeen("default", 10, 1.0, 0.2, 1.5, 0.2), ClassSeen("instant"))},
+    "itl_missed": {"classes": (ClassSeen("default", 10, 1.0, 1.0, 1.5, 0.2, itl_met=0.2, itl_target_s=0.25),)},
     "errors": {"failed": {"peer_lost": 2}},
     "refusals": {"refused": {"busy": 2}},
     "kv_full": {"instances": (PREFILL, decode(kv_used=0.98, waiting=4), decode(kv_used=0.2))},

@@ -17,7 +17,7 @@ from lab.chaos.scenario import Outcome, Scenario
 from services.launcher.suite import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-BED = replace(KEYED, name="small", curve=False)
+BED = replace(KEYED, name="small", curve=False, host_key=False)
 
 
 async def answers_come_again(arena: Arena) -> None:

@@ -146,15 +146,15 @@ def test_what_every_engine_goes_by(tmp_path: Path) -> None:
     said = {
         "prefill_order": {"name": "sjf", "window": 3},
         "decode_admission": {"name": "reserve_static", "end": "upper"},
-        "step_budget": True,
+        "step_budget": False,
     }
     made = load_deployment(write(tmp_path, policies=said))
     assert made.run.prefill_order == Sjf(3)
     assert made.run.decode_admission == ReserveStatic(PredictedEnd.UPPER)
-    assert made.run.step_budget
+    assert not made.run.step_budget
     plain = load_deployment(write(tmp_path))
     assert (plain.run.prefill_order, plain.run.decode_admission) == (Fcfs(), Greedy())
-    assert not plain.run.step_budget
+    assert plain.run.step_budget
     assert not any(spec.limits.step_budget or spec.limits.reserves_output for spec in plain.instances)
 
 

@@ -85,7 +85,7 @@ POLICIES: dict[str, Any] = {
     "dispatch": "random",
     "prefill_order": {"name": "sjf", "window": 4},
     "decode_admission": {"name": "reserve_dynamic", "end": "upper"},
-    "step_budget": True,
+    "step_budget": False,
     "role_flip": {"name": "idle", "for_s": 5.0},
 }
 

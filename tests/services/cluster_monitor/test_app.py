@@ -66,7 +66,13 @@ async def test_metrics_name_roles_and_states(cluster: Cluster) -> None:
 
 
 async def test_slo_outcomes_become_attainment(cluster: Cluster) -> None:
-    body = [outcome(), outcome(ttft_s=2.0), outcome(tpot_s=0.5), outcome(failed=True, ttft_s=None)]
+    gap = {"itl_target_s": 0.25, "gaps": 150}
+    body = [
+        outcome(longest_gap_s=0.9, gaps_over=1, **gap),
+        outcome(ttft_s=2.0, longest_gap_s=0.1, **gap),
+        outcome(tpot_s=0.5, longest_gap_s=0.9, gaps_over=2, **gap),
+        outcome(failed=True, ttft_s=None),
+    ]
     answer = await request(cluster.transport, "POST", NEWS, {"revision": 0, "outcomes": body})
     assert answer.json() == {"outcomes": 4, "demand": 0}
     by_window = {report["window_s"]: report for report in await cluster.client.slo()}
@@ -75,7 +81,11 @@ async def test_slo_outcomes_become_attainment(cluster: Cluster) -> None:
     assert (report["requests"], report["attainment"]) == (4, 0.25)
     assert (report["ttft_attainment"], report["tpot_attainment"]) == (0.5, 0.5)
     assert report["ttft_s"]["p50"] == 0.5
-    assert await sample(cluster, "polyphase_slo_attainment_ratio", slo="chat", window_s="60", target="both") == 0.25
+    assert (report["itl_attainment"], report["itl_target_s"]) == (0.5, None)  # the last one named none
+    assert report["longest_gap_s"] == {"p50": 0.9, "p90": 0.9, "p99": 0.9, "max": 0.9}
+    assert await sample(cluster, "polyphase_slo_attainment_ratio", slo="chat", window_s="60", target="itl") == 0.5
+    assert await sample(cluster, "polyphase_slo_longest_gap_seconds", slo="chat", window_s="60", of="max") == 0.9
+    assert await sample(cluster, "polyphase_slo_attainment_ratio", slo="chat", window_s="60", target="all") == 0.25
     assert (await cluster.client.cluster())["slo"][0]["slo"] == "chat"
 
 

@@ -22,7 +22,8 @@ NEWS = "/schedulers/s0/news"
 
 def outcome(job_id: str, **changes: Any) -> dict[str, Any]:
     base = {"job_id": job_id, "slo": "chat", "ended_s": time.time(), "ttft_s": 0.5, "tpot_s": 0.05}
-    more = {"ttft_target_s": 1, "tpot_target_s": 0.06, "prompt_tokens": 100, "output_tokens": 20}
+    more = {"ttft_target_s": 1, "tpot_target_s": 0.06, "itl_target_s": 0.25, "longest_gap_s": 0.1, "gaps": 19}
+    more |= {"prompt_tokens": 100, "output_tokens": 20}
     spent = {"seconds": {"queue": 0.1, "prefill": 0.3, "decode": 1.0, "reply": 0.1}, "whole_s": 1.5, "transfers": 1}
     return {**base, **more, **spent, **changes}
 
@@ -67,11 +68,14 @@ async def test_a_healthy_cluster_then_late_tokens_then_a_death(cluster: Cluster)
     late = await verdict(cluster)
     assert late["headline"] == "Degraded: TPOT met by 50 % (target 60 ms)"
     assert late["problems"][0]["stage"] == "decode"
+    await tell(cluster, *(outcome(f"c{n}", longest_gap_s=2.0, gaps_over=1) for n in range(20)))
+    paused = await verdict(cluster)
+    assert "ITL met by 50 % (target 0.25 s)" in paused["headline"]
     await cluster.stack.aclose()
     await until(lambda: not any(record.alive for record in cluster.state.registry.all()), "all dead")
     down = await verdict(cluster)
     assert down["level"] == "down"
-    assert {one["what"] for one in down["problems"]} == {"role_empty", "instances_dead", "tpot_missed"}
+    assert {one["what"] for one in down["problems"]} == {"role_empty", "instances_dead", "tpot_missed", "itl_missed"}
     assert worker is not None
 
 
@@ -154,7 +158,13 @@ async def test_history_outlives_the_monitor(start: Start) -> None:
     await first.wait_ready("d0", Role.DECODE)
     fields = {"free_blocks": 250, "running": 4, "waiting": 2}
     refused = {"job_id": "r", "slo": "batch", "ended_s": time.time(), "phase": "refused", "code": "busy", "count": 3}
-    await tell(first, outcome("a"), outcome("b", ttft_s=2.0), outcome("c", phase="cancelled"), refused)
+    await tell(
+        first,
+        outcome("a"),
+        outcome("b", ttft_s=2.0, longest_gap_s=0.4, gaps_over=1),
+        outcome("c", phase="cancelled"),
+        refused,
+    )
     await until(lambda: first.state.registry.get("d0").load.time_s > 0, "a heartbeat")
     await until(lambda: first.state.judge is not None and first.store.ready.is_set(), "the database")
 
@@ -197,7 +207,9 @@ async def test_history_outlives_the_monitor(start: Start) -> None:
     assert number("output_tokens_per_s", chat) == 80
     met = [value for value in chat["attainment"] if value is not None]
     assert min(met) < 1.0
-    assert page["targets"] == {"ttft_s": 1.0, "tpot_s": 0.06}
+    assert page["targets"] == {"ttft_s": 1.0, "tpot_s": 0.06, "itl_s": 0.25}
+    assert max(value for value in chat["gap_p90_s"] if value is not None) == pytest.approx(0.4, rel=0.05)
+    assert min(value for value in chat["itl_attainment"] if value is not None) < 1.0
     known = [value for value in chat["stage_decode_s"] if value is not None]
     assert known[-1] == pytest.approx(1.0)
     assert any(value and value > 0.05 for value in series["kv_used_prefill"] if value is not None)

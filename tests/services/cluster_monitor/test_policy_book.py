@@ -59,16 +59,16 @@ async def test_the_files_hold_over_the_suites_defaults_and_are_broadcast(start: 
 async def test_a_change_is_broadcast_at_once_kept_and_told_as_an_event(start: Start) -> None:
     cluster = await recalled(start, policies=FILE, broadcast_period_s=30.0)
     before = cluster.state.policies.policies
-    answer = await cluster.client.set_policies({"split": HALF, "step_budget": PolicySpec("on")}, who="anna")
+    answer = await cluster.client.set_policies({"split": HALF, "step_budget": PolicySpec("off")}, who="anna")
     await until(lambda: cluster.views and cluster.views[-1].policies.split == HALF, "broadcast before its period ends")
     now = cluster.views[-1].policies
     assert (now.revision, answer["revision"]) == (cluster.state.policies.policies.revision, now.revision)
     assert now.revision > before.revision
-    assert now == msgspec.structs.replace(before, revision=now.revision, split=HALF, step_budget=PolicySpec("on"))
+    assert now == msgspec.structs.replace(before, revision=now.revision, split=HALF, step_budget=PolicySpec("off"))
     assert answer["policies"]["split"]["changed"]["who"] == "anna"
     assert answer["policies"]["split"]["file"]["name"] == "adaptive"
     (event,) = await cluster.client.events(kind="policies_changed")
-    assert event["text"] == "by anna: split: adaptive → fraction:fraction=0.5, step_budget: off → on"
+    assert event["text"] == "by anna: split: adaptive → fraction:fraction=0.5, step_budget: on → off"
 
 
 async def test_the_same_again_is_no_change_and_null_goes_back_to_the_files(start: Start) -> None:

@@ -29,13 +29,14 @@ def state(*processes: RunningProcess) -> SuiteState:
 
 def window() -> dict[str, Any]:
     times = {"p50": 0.1234, "p99": 12.34}
-    shares = {"attainment": 0.26, "ttft_attainment": 1.0, "tpot_attainment": None}
+    shares = {"attainment": 0.26, "ttft_attainment": 1.0, "tpot_attainment": None, "itl_attainment": 0.26}
     return {
         "slo": "a-class-with-a-long-name",
         "window_s": 60.0,
         "requests": 12_345,
         "ttft_s": times,
         "tpot_s": times,
+        "longest_gap_s": {"p50": 0.1, "p90": 0.42, "p99": 1.5, "max": 12.34},
         **shares,
     }
 

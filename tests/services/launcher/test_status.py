@@ -44,7 +44,7 @@ def test_the_verdict_is_the_first_line() -> None:
 
 def test_a_terminal_gets_as_many_instances_as_it_has_room_for_a_pipe_all() -> None:
     one = seen(instances=many(200, long=True))
-    assert "… and 172 more, all ready" in shown(one, terminal=True)
+    assert "… and 173 more, all ready" in shown(one, terminal=True)
     assert len(shown(one, terminal=True).splitlines()) == 39  # and the prompt
     assert "… and 196 more, all ready" in shown(one, terminal=True, height=10)
     assert "more, all ready" not in shown(one)

@@ -24,7 +24,7 @@ STEP = StepRates(StepForm(0.01), StepForm(0.02), StepForm(0.03))
 
 
 def test_an_engine_goes_by_its_three_of_a_set() -> None:
-    assert EnginePolicies.of(PolicySet()) == EnginePolicies() == EnginePolicies(Fcfs(), Greedy(), step_budget=False)
+    assert EnginePolicies.of(PolicySet()) == EnginePolicies(Fcfs(), Greedy(), step_budget=True)
     said = PolicySet(
         7,
         prefill_order=PolicySpec("sjf", {"window": 3}),
@@ -34,6 +34,9 @@ def test_an_engine_goes_by_its_three_of_a_set() -> None:
     assert EnginePolicies.of(said) == EnginePolicies(Sjf(3), ReserveDynamic(PredictedEnd.UPPER), step_budget=True)
     with pytest.raises(InvalidRequest, match="unknown prefill order policy 'best'; known: fcfs, least_slack, ljf, sjf"):
         EnginePolicies.of(PolicySet(prefill_order=PolicySpec("best")))
+
+
+OFF = PolicySpec("off")
 
 
 class Slow:
@@ -55,9 +58,9 @@ class Slow:
 def test_a_revision_is_followed_when_the_engine_says_so() -> None:
     engine = Slow()
     followed = FollowedPolicies(cast(Any, engine))
-    followed.hear(PolicySet(3, placement=PolicySpec("single")))  # nothing for an engine
+    followed.hear(PolicySet(3, placement=PolicySpec("single"), step_budget=OFF))  # nothing for an engine
     assert followed.describe() == {"revision": 3, "trouble": ""}
-    followed.hear(PolicySet(4, prefill_order=PolicySpec("sjf")))
+    followed.hear(PolicySet(4, prefill_order=PolicySpec("sjf"), step_budget=OFF))
     assert followed.describe() == {"revision": 3, "trouble": "the engine has not come to its next step yet"}
     engine.step()
     assert followed.describe() == {"revision": 4, "trouble": ""}
@@ -73,7 +76,7 @@ def test_what_an_engine_cannot_do_is_said_once_and_the_former_policies_stay() ->
     assert [entry["event"] for entry in logs] == ["other policies are not followed"]
     assert followed.describe() == {"revision": 0, "trouble": "step_budget: not here"}
     assert engine.given == EnginePolicies()
-    followed.hear(PolicySet(6, prefill_order=PolicySpec("sjf")))
+    followed.hear(PolicySet(6, prefill_order=PolicySpec("sjf"), step_budget=OFF))
     engine.step()
     assert followed.describe() == {"revision": 6, "trouble": ""}
     assert engine.policies == EnginePolicies(Sjf())

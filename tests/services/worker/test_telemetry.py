@@ -47,13 +47,19 @@ class Worker:
         self.clock, self.monitor, self.beats = clock, Monitor(), list[Heartbeat]()
         self.stats = EngineStats(free_blocks=10, total_blocks=10)
         self.news: Rates | None = None
-        self.roles = SimpleNamespace(role=Role.DECODE, draining=False, inflight=0, epoch=0)
+        self.roles = SimpleNamespace(role=Role.DECODE, draining=False, inflight=0, epoch=0, accepted=())
         parts: dict[str, Any] = {
             "engine": SimpleNamespace(stats=lambda: self.stats, steps=SimpleNamespace(prefill_share=0.0)),
             "kv": SimpleNamespace(staged_bytes=0),
             "prefills": SimpleNamespace(queued=0, queued_tokens=0),
             "decodes": SimpleNamespace(
-                queued=0, queued_tokens=0, active=0, heavy=0, context_tokens=0, inbound_tokens=0
+                queued=0,
+                queued_tokens=0,
+                active=0,
+                heavy=0,
+                context_tokens=0,
+                inbound_tokens=0,
+                kv_ahead=lambda block_size: (),
             ),
             "rates": SimpleNamespace(
                 news=lambda now: self.news, chunk=SimpleNamespace(tokens=512), of=lambda info: info

@@ -70,6 +70,25 @@ def test_a_whole_request() -> None:
     ]
 
 
+def test_the_longest_gap_says_when_and_where() -> None:
+    timeline = disaggregated()
+    timeline.spans[4:] = [
+        SpanRecord(Span.TRANSFER, 100.63, 101.34, "decode-0"),
+        SpanRecord(Span.DECODE_QUEUE, 101.34, 101.42, "decode-0"),
+        SpanRecord(Span.DECODE, 101.42, 104.6, "decode-0"),
+    ]
+    timeline.itl_s, timeline.gaps, timeline.gaps_over = 0.25, 128, 1
+    timeline.longest_gap_s, timeline.longest_gap_at_s, timeline.longest_gap_after = 0.8, 101.42, 1
+    told = explain(timeline)
+    assert told.headline.endswith("one each 31 ms; the longest gap between two of them 0.8 s, after token 1.")
+    (gap,) = (one for one in told.steps if "longest gap" in one.text)
+    assert gap.text == (
+        "The longest gap between its tokens, 0.8 s, came between token 1 and the next: 0.71 s for its KV to come to "
+        "decode-0, 80 ms until its first step on decode-0. 1 gap of 128 exceeded the target of 0.25 s."
+    )
+    assert gap.at_s == pytest.approx(0.62)
+
+
 def test_a_request_under_way() -> None:
     timeline = disaggregated()
     timeline.outcome, timeline.ended_s, timeline.first_token_s, timeline.last_token_s = "", 0.0, 0.0, 0.0

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 
 from shared.domain.instance import Role
+from shared.domain.job import Slo
 from shared.plan.group import Group, Part
 from shared.plan.judge import TOO_MUCH, Ask, Curve, race, repeated
 from shared.plan.plan import Plan
@@ -38,7 +39,7 @@ def test_without_a_miss_there_is_no_bracket() -> None:
 
 
 COUPLED = Plan((Group(Role.DECODE, 1, (Part(0, 32),)),) * 2)
-ASKED = problem(inventory(("a", "A10", 2)))
+ASKED = problem(inventory(("a", "A10", 2)), slo=Slo(ttft_s=2.0, tpot_s=0.1, itl_s=60.0))
 
 
 def test_a_queue_that_grows_for_ever_shows() -> None:
@@ -49,6 +50,16 @@ def test_a_queue_that_grows_for_ever_shows() -> None:
     assert found.judge.attained(COUPLED, 1.6 * most) < 0.5
     goodput = found.judge.goodput(COUPLED, 0.6 * most)
     assert 0.5 * most < goodput < 1.25 * most
+
+
+def test_a_pause_counts_beside_ttft_and_tpot() -> None:
+    """Prompts of others stop the streams of a coupled group for longer than the default target for gaps."""
+    strict = search(problem(inventory(("a", "A10", 2)))).judge
+    ask = Ask(COUPLED, 2.0)
+    out, slo = strict.result(ask).outcomes, strict.problem.slo
+    assert slo.itl_s == 0.25
+    assert strict.told(ask) < search(ASKED).judge.told(ask)
+    assert out.met(slo).sum() < (out.ttft_met(slo) & out.tpot_met(slo)).sum()
 
 
 def test_the_same_run_is_made_once_and_repeats() -> None:

@@ -47,6 +47,10 @@ class Prefill:
         steps = max(1.0, fresh / chunk) if self.view.load.queued_prefill else ceil(fresh / chunk)
         return steps * form.fixed_s + chunk_s(form, fresh, saved)
 
+    def begins_s(self, tokens: int) -> float:
+        """Until its first chunk is computed, when it takes blocks at the decode instance."""
+        return self.wait_s + self.own_s(min(tokens, self.view.info.chunk_size))
+
     def others(self, tokens: int, slo: Slo) -> float:
         after_s = self.wait_s + self.own_s(tokens)
         return self.view.load.queued_prefill * (harm(after_s / slo.ttft_s) - harm(self.wait_s / slo.ttft_s))
@@ -172,14 +176,15 @@ def total(way: Way, job: JobView) -> float:
         now_s = after_s + room_s / usual.brief
         behind_s = (behind_s + stall_s) / usual.brief
         memory += over * (harm((now_s + behind_s) / slo.tpot_s) - harm(now_s / slo.tpot_s))
-    ttft_s, tpot_s = room_s + rest_s, after_s + beside_s
+    ttft_s, tpot_s, pause_s = room_s + rest_s, after_s + beside_s, 0.0
     if way.prefill is not None:
         ready_s = way.prefill.wait_s + way.prefill.own_s(way.split)
         waits_s, moves_s = transfer(way)
         arrives_s = max(ready_s + moves_s * min(1.0, way.prefill.view.info.chunk_size / way.split), waits_s + moves_s)
         if way.split == prompt:
-            ttft_s = ready_s
-            tpot_s += max(arrives_s - ready_s, room_s - ready_s) / decode.own.brief
+            pause_s = arrives_s - ready_s
+            ttft_s = ready_s + max(0.0, room_s - way.prefill.begins_s(way.split))  # it waits before it is computed
+            tpot_s += pause_s / decode.own.brief
         else:
             ttft_s = max(arrives_s, room_s) + rest_s
         others += way.prefill.others(way.split, slo)
@@ -187,7 +192,7 @@ def total(way: Way, job: JobView) -> float:
             now_s = tpot_s + waits_s / usual.brief
             link = harm((now_s + moves_s / usual.brief) / slo.tpot_s) - harm(now_s / slo.tpot_s)
             others += waits_s / moves_s * link
-    return harm(ttft_s / slo.ttft_s) + harm(tpot_s / slo.tpot_s) + others + memory
+    return harm(ttft_s / slo.ttft_s) + harm(tpot_s / slo.tpot_s) + harm(pause_s / slo.itl_s) + others + memory
 
 
 def transfer(way: Way) -> tuple[float, float]:

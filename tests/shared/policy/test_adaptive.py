@@ -66,7 +66,7 @@ def test_where_loss_is_allowed_the_transfer_counts_as_it_will_be_coded() -> None
 
 def test_reasons_name_the_terms_and_what_was_predicted() -> None:
     figures = route(asked(), p(), d(**busy(64))).reasons[-1].figures
-    terms = ("own_ttft", "own_tpot", "others_prefill", "others_link", "others_decode", "memory")
+    terms = ("own_ttft", "own_tpot", "own_pause", "others_prefill", "others_link", "others_decode", "memory")
     assert figures["harm"] == pytest.approx(sum(float(figures[term]) for term in terms), abs=1e-5)
     assert float(figures["ttft_s"]) == pytest.approx(2 * 0.02 + 800 * (1e-4 + 4e-7), rel=0.02)
     after_s = 0.02 + 65 * 1e-4 + (64 * 600 + 800 + 75) * 2e-7  # the answer is 150 tokens long, half of it on average

@@ -3,10 +3,12 @@ from random import Random
 
 import pytest
 
+from shared.domain.cluster import ClusterDelta
+from shared.domain.instance import InstanceLoad
 from shared.domain.route import InstanceRef, Route, Work
 from shared.errors import Unavailable
 from shared.policy.assignment import Assignment, assignments
-from shared.policy.load_tracker import FORGET_S, HOLD_S, LoadTracker
+from shared.policy.load_tracker import FORGET_S, HOLD_S, LoadTracker, mark_of
 from tests.shared.policy.views import decode, job, prefill, view
 
 
@@ -127,3 +129,31 @@ def test_a_bound_decode_counts_over_broadcasts_until_a_load_shows_it() -> None:
     assert decoding() == (1, 100, 40)
     live.update(shown, 40.0, rng)
     assert decoding() == (1, 0, 0)
+
+
+def test_a_load_that_names_the_jobs_that_came_shows_those_however_long_they_took() -> None:
+    live, rng = LoadTracker(), Random(0)
+    live.update(view(decode("d", time_s=10.0)), 10.0, rng)
+    for name in ("slow", "quick"):
+        live.book(Assignment("d", 10.01, decode_tokens=10, job_id=name))
+    came = (mark_of("quick"),)
+    live.update(view(decode("d", time_s=10.2, decoding=1, accepted=came)), 10.2, rng)
+    assert live.current.decode.views[0].load.decoding == 2, "one in the load, the other on its way"
+    came = (mark_of("quick"), mark_of("slow"))
+    live.update(view(decode("d", time_s=10.3, decoding=2, accepted=came)), 10.3, rng)
+    assert live.current.decode.views[0].load.decoding == 2
+
+
+def test_a_decode_that_has_come_counts_once_although_nobody_has_reported_it_yet() -> None:
+    live, rng = LoadTracker(), Random(0)
+    live.update(view(prefill("p"), decode("d", time_s=10.0)), 10.0, rng)
+    asked = job(100, 50, job_id="j")
+    route = Route(InstanceRef("p", 1, ""), InstanceRef("d", 1, ""), 100, "adaptive")
+    live.ledger.add(asked, route, 10.0)
+    for assignment in assignments(asked, route, 10.0):
+        live.book(assignment)
+    assert live.current.decode.views[0].load.decoding == 1
+    came = (mark_of("j"),)
+    live.update(view(prefill("p"), decode("d", time_s=10.1, decoding=1, accepted=came)), 10.1, rng)
+    live.hear(ClusterDelta(2, 10.2, loads={"d": InstanceLoad(time_s=10.2, decoding=1, accepted=came)}), 10.2, rng)
+    assert live.current.decode.views[0].load.decoding == 1

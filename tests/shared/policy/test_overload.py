@@ -6,16 +6,19 @@ import msgspec
 import pytest
 
 from shared.domain.instance import ClusterView, InstanceView
-from shared.domain.job import JobView, LengthPrediction, Slo, WhenFull
+from shared.domain.job import FirstTokenOut, JobView, LengthPrediction, Slo, WhenFull
 from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.domain.route import PolicySpec, Route
 from shared.errors import Delayed, Overloaded
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
+from shared.policy.assignment import assignments
+from shared.policy.choice import ref_of
 from shared.policy.dispatch import PowerOfTwo
 from shared.policy.index import ClusterIndex
+from shared.policy.kv_ahead import ahead_of
 from shared.policy.ledger import WorkloadLedger
-from shared.policy.overload import LATE_S, QUEUE_S, SOON_S, decide
+from shared.policy.overload import HOLD_LOOK_S, LATE_S, QUEUE_S, SOON_S, decide
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.split import FullSplit
 from tests.shared.policy.views import decode, prefill, view
@@ -245,3 +248,79 @@ def test_harm_to_heavier_classes_counts_by_their_weight_and_targets() -> None:
     route = ask(job, quick, d("idle"), ledger=ledger, now=10.0)
     assert route.decode is not None
     assert route.decode.instance_id == "idle"
+
+
+def full(name: str = "d", jobs: int = 16, left: int = 500, **more: object) -> InstanceView:
+    """Its memory holds so many answers to their ends, and nothing beside them for the next `left` steps."""
+    ahead = ahead_of([(506, left)] * jobs, 16)
+    blocks = sum(-(-(506 + left) // 16) for _ in range(jobs))
+    return d(name, jobs, total_blocks=blocks, free_blocks=blocks - 32 * jobs, kv_ahead=ahead, **more)
+
+
+def waiting(slo: Slo = FREE, answer: int = 600, **more: object) -> JobView:
+    return JobView("j", 100, answer, slo, can_wait=True, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slo", [FREE, CHAT])
+def test_a_job_waits_before_its_prompt_is_computed_where_its_answer_has_no_room_to_its_end(slo: Slo) -> None:
+    slo = msgspec.structs.replace(slo, ttft_s=100.0)
+    with pytest.raises(Delayed, match="room for its KV") as refused:
+        ask(waiting(slo), p(), full())
+    assert refused.value.cause == "room"
+    assert refused.value.retry_after_s == HOLD_LOOK_S
+
+
+def test_a_class_that_may_be_refused_is_refused_where_it_would_wait_too_long() -> None:
+    with pytest.raises(Overloaded, match="first token") as refused:
+        ask(waiting(CHAT), p(), full())
+    assert not isinstance(refused.value, Delayed)
+
+
+def test_a_job_goes_where_its_answer_has_room_to_its_end() -> None:
+    """The other instance decodes more at present."""
+    busier = d("e", 24, kv_ahead=ahead_of([(506, 20)] * 24, 16))
+    assert ask(waiting(), p(), full("d", 8), busier).decode == ref_of(busier)
+
+
+def test_a_job_begins_before_there_is_room_when_there_will_be_when_it_is_computed() -> None:
+    soon = full(left=40)  # about a second
+    with pytest.raises(Delayed):
+        ask(waiting(), p(), soon)
+    assert ask(waiting(), p(queue_s=4.0), soon, policies=Policies(Adaptive(), FullSplit(), AdaptiveDispatch()))
+
+
+def test_a_job_that_has_begun_and_one_whose_gateway_cannot_have_it_wait_go_on() -> None:
+    assert ask(waiting(begun=True), p(), full())
+    assert ask(msgspec.structs.replace(waiting(), can_wait=False), p(), full())
+
+
+def test_what_was_just_placed_has_taken_its_room() -> None:
+    """Of 20 at once so many are placed as fit to their ends, evenly, although no load shows any of them yet."""
+    views = p(), d("d", total_blocks=320), d("e", total_blocks=320)
+    index = ClusterIndex(ClusterView(1, 0.0, views), rng=Random(0))
+    placed: list[Route] = []
+    for number in range(20):
+        one = msgspec.structs.replace(waiting(answer=400), job_id=f"j{number}")
+        try:
+            route = decide(one, index, ALL, 0.0, Random(0))
+        except Delayed:
+            break
+        placed.append(route)
+        for assignment in assignments(one, route, 0.0):
+            index.book(assignment)
+    chosen = [route.decode.instance_id for route in placed if route.decode is not None]
+    assert (chosen.count("d"), chosen.count("e")) == (10, 10)
+
+
+def test_fixed_policies_hold_nothing() -> None:
+    assert ask(waiting(), p(), full(), policies=FIXED)
+
+
+def test_a_held_job_begins_while_its_first_token_can_still_be_in_time() -> None:
+    """Its class wants the first token early; one that is smooth waits on, and so does one that is late anyhow."""
+    late, soon = msgspec.structs.replace(waiting(), waited_s=5.0), msgspec.structs.replace(waiting(), waited_s=1.7)
+    assert ask(soon, p(), full())
+    smooth = msgspec.structs.replace(FREE, first_token=FirstTokenOut.SMOOTH)
+    for job in (late, msgspec.structs.replace(soon, slo=smooth)):
+        with pytest.raises(Delayed, match="room"):
+            ask(job, p(), full())

@@ -31,9 +31,18 @@ def test_what_is_counted() -> None:
     assert (found.ttft_met, found.tpot_met, found.met) == (2, 3, 2)
     assert (found.failures, found.refusals, found.predicted) == ({"peer_lost": 1}, {"busy": 7}, {"classifier": 1})
     assert (found.timed, found.whole_s, found.seconds) == (2, 4.5, {"queue": 2.0, "decode": 1.0})
+    assert found.itl_met == 3
     assert sum(found.stages["queue"].values()) == 2
     assert (found.transfers, found.transfers_failed) == (2, 1)
     assert (found.ttft_target_s, found.tpot_target_s) == (1.0, 0.1)
+
+
+def test_a_pause_misses_the_target_that_the_mean_meets() -> None:
+    gaps: dict[str, Any] = {"itl_target_s": 0.25, "gaps": 19}
+    found = served(ended(longest_gap_s=0.1, **gaps), ended(longest_gap_s=2.0, gaps_over=1, **gaps))
+    assert (found.tpot_met, found.itl_met, found.met, found.itl_target_s) == (2, 1, 1, 0.25)
+    assert sum(found.longest_gap.values()) == 2
+    assert total([found, served(ended(longest_gap_s=0.2, **gaps))]).itl_met == 2
 
 
 def test_parts_add_up_to_the_whole() -> None:

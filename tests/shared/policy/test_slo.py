@@ -8,8 +8,11 @@ from shared.errors import InvalidRequest
 from shared.policy.slo import MAX_CLASSES, OTHER, SAMPLES, SloOutcome, SloWindows, attainment, percentile
 
 
-def outcome(ttft: float | None, tpot: float | None, *, slo: str = "chat", failed: bool = False) -> SloOutcome:
-    return SloOutcome(slo, 0.0, ttft, tpot, 1.0, 0.1, failed)
+def outcome(
+    ttft: float | None, tpot: float | None, *, slo: str = "chat", failed: bool = False, gaps: int = 0, over: int = 0
+) -> SloOutcome:
+    longest_s = (0.5 if over else 0.1) if gaps else None
+    return SloOutcome(slo, 0.0, ttft, tpot, 1.0, 0.1, failed, 0.25, longest_s, gaps, over)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,25 @@ def outcome(ttft: float | None, tpot: float | None, *, slo: str = "chat", failed
 )
 def test_what_meets_a_target(given_: SloOutcome, ttft: bool, tpot: bool) -> None:
     assert (given_.ttft_met, given_.tpot_met, given_.met) == (ttft, tpot, ttft and tpot)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "over", "met"), [(0, 0, True), (99, 0, True), (99, 1, False), (100, 1, True), (199, 2, False)]
+)
+def test_of_a_hundred_gaps_one_may_exceed_its_target(gaps: int, over: int, met: bool) -> None:
+    given_ = outcome(0.5, 0.05, gaps=gaps, over=over)
+    assert (given_.itl_met, given_.met) == (met, met)
+
+
+def test_the_worst_gap_of_a_window_is_exact() -> None:
+    windows = SloWindows([60, 10], Random(0))
+    windows.add(outcome(0.5, 0.05, gaps=10, over=1), 100.0)
+    for _ in range(4 * SAMPLES):
+        windows.add(outcome(0.5, 0.05, gaps=10), 101.0)
+    long, short = sorted(windows.reports(115.0), key=lambda one: -one.window_s)
+    assert (long.longest_gap_s["max"], long.longest_gap_s["p90"], long.itl_target_s) == (0.5, 0.1, 0.25)
+    assert long.itl_attainment == pytest.approx(4 * SAMPLES / (4 * SAMPLES + 1))
+    assert (short.longest_gap_s["max"], short.itl_attainment) == (None, None)
 
 
 def test_attainment_is_the_share_that_met_both() -> None:

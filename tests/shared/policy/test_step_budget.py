@@ -8,7 +8,7 @@ from shared.domain.job import JobView, LengthPrediction, Slo
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.policy.answers import within
 from shared.policy.estimate import DecodeSide
-from shared.policy.step_budget import FLOOR_TOKENS, MARGIN, StepLoad, prefill_tokens
+from shared.policy.step_budget import FLOOR_TOKENS, MARGIN, StepLoad, gap_target_s, prefill_tokens
 from tests.shared.policy.views import decode
 
 NOTHING = StepForm(0.0)
@@ -21,19 +21,24 @@ def rates(fixed_s: float = 0.010, token_s: float = 0.0005, position_s: float = 0
 
 def test_by_example() -> None:
     # 90 ms less 10, 8 for the decodes and 2 for their contexts leave 70 ms: 140 tokens of half a millisecond.
-    assert prefill_tokens(rates(), StepLoad(8, 2_000, 0.1), 512) == 140
+    assert prefill_tokens(rates(), StepLoad(8, 2_000, 0.1501), 512) == 140
     # 70 ms = x · 0.5 ms + 2 us · x · (1000 + x/2): x² · 1e-6 + x · 2.5e-3 − 0.07 = 0.
-    assert prefill_tokens(rates(position_s=2e-6), StepLoad(8, 2_000, 0.1, 1_000), 512) == FLOOR_TOKENS
-    assert prefill_tokens(rates(position_s=2e-7), StepLoad(8, 2_000, 0.1, 1_000), 512) == 98
+    assert prefill_tokens(rates(position_s=2e-6), StepLoad(8, 2_000, 0.1501, 1_000), 512) == FLOOR_TOKENS
+    assert prefill_tokens(rates(position_s=2e-7), StepLoad(8, 2_000, 0.1501, 1_000), 512) == 98
 
 
 @pytest.mark.parametrize(
     ("load", "known"),
-    [(StepLoad(0, 0, 0.001), rates()), (StepLoad(8, 100, 0.001), None), (StepLoad(8, 100), rates())],
+    [(StepLoad(0, 0), rates()), (StepLoad(8, 100, 0.001), None), (StepLoad(8, 100), rates())],
     ids=["nobody decodes", "nothing is known", "no target"],
 )
 def test_without_a_reason_nothing_is_held_back(load: StepLoad, known: StepRates | None) -> None:
     assert prefill_tokens(known, load, 512) == 512
+
+
+def test_the_tighter_of_the_mean_and_the_gap_target_counts() -> None:
+    assert gap_target_s(Slo(tpot_s=0.1, itl_s=0.25)) == pytest.approx(0.15)
+    assert gap_target_s(Slo(tpot_s=0.2, itl_s=0.25)) == 0.25
 
 
 def test_prompts_always_get_on() -> None:
@@ -83,6 +88,6 @@ def test_an_estimate_counts_with_the_steps_that_targets_allow() -> None:
     )
     whole, limited = (DecodeSide.of(busy, asks, usual, usual, limited=each) for each in (False, True))
     assert whole.budget == 1_998
-    assert limited.budget == pytest.approx(MARGIN * 0.1 / 1e-4 - 250, abs=1)  # 25 ms are there anyhow
+    assert limited.budget == pytest.approx(MARGIN * 0.15 / 1e-4 - 250, abs=1)  # 25 ms are there anyhow
     assert whole.after_s + whole.beside_s > 0.2 > 0.1 > limited.after_s + limited.beside_s
     assert limited.terms(0).rest_s > whole.terms(0).rest_s, "in more steps"

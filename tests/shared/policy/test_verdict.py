@@ -68,7 +68,8 @@ def test_a_healthy_cluster() -> None:
     verdict = judge(healthy(), LIMITS)
     assert (verdict.level, verdict.problems, verdict.requests) == (Level.GOOD, (), 200)
     assert verdict.headline == (
-        "Good: 200 requests ended in the last 60 s, TTFT met by 99 %, TPOT by 98 %; 2 prefill, 4 decode ready"
+        "Good: 200 requests ended in the last 60 s, TTFT met by 99 %, TPOT by 98 %, ITL by 100 %; "
+        "2 prefill, 4 decode ready"
     )
     assert [link.stage for link in verdict.chain] == list(Stage)
     last = verdict.chain[-1]

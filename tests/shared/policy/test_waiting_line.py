@@ -132,9 +132,9 @@ def test_long_waits_and_many_who_give_up_leave_nothing_behind() -> None:
         line.push(number, job(1))
         assert line.remove(number)
     assert len(line) == 1
-    assert len(line._lines[1.0]._heap) < 200
+    assert len(line._lines[False, 1.0]._heap) < 200
     assert line.pop() == -1
-    assert not line._lines[1.0]._came
+    assert not line._lines[False, 1.0]._came
 
 
 def of_weight(weight: float) -> WaitingJob:
@@ -172,6 +172,45 @@ def test_what_is_put_back_is_the_next_of_its_class_only() -> None:
     line.put_back("light", 0.1)
     assert list(line) == ["heavy", "light", "light2"]
     assert [line.pop() for _ in range(3)] == ["heavy", "light", "light2"]
+
+
+def stream(tokens: int = 1, weight: float = 1.0) -> WaitingJob:
+    return WaitingJob(JobView("j", 10, 8, Slo(weight=weight), started=True), tokens, started=True)
+
+
+def test_streams_go_before_prompts_of_heavier_classes_and_heavier_streams_first() -> None:
+    line = WaitingLine[str](Sjf())
+    assert line.stream is None
+    line.push("heavy prompt", of_weight(8.0))
+    assert line.stream is None
+    line.push("light, computed again", stream(500, 0.1))
+    line.push("light", stream(weight=0.1))
+    line.push("light too", stream(weight=0.1))
+    line.push("heavy", stream(weight=2.0))
+    assert line.stream == "heavy"
+    line.reorder(Ljf())
+    assert list(line) == ["heavy", "light", "light too", "light, computed again", "heavy prompt"]
+    assert [line.pop() for _ in range(5)] == ["heavy", "light", "light too", "light, computed again", "heavy prompt"]
+
+
+def test_a_preempted_stream_is_the_next_of_all_and_a_preempted_prompt_is_not() -> None:
+    line = WaitingLine[str](Fcfs())
+    line.push("prompt", of_weight(1.0))
+    line.push("stream", stream())
+    line.put_back("preempted prompt")
+    line.put_back("preempted stream", started=True)
+    assert line.stream == "preempted stream"
+    assert list(line) == ["preempted stream", "stream", "preempted prompt", "prompt"]
+
+
+def test_one_that_gives_up_elsewhere_does_not_end_a_hold() -> None:
+    line = WaitingLine[str](Fcfs())
+    line.push("held", of_weight(0.1))
+    assert line.hold() == "held"
+    line.push("other", of_weight(1.0))
+    line.push("gives up", of_weight(1.0))
+    assert line.remove("gives up")
+    assert [line.pop(), line.pop()] == ["held", "other"]
 
 
 def test_nobody_comes_before_the_one_that_is_held() -> None:

@@ -12,12 +12,12 @@ from shared.policy.written import from_file, from_words, in_words
 
 
 def test_a_file_names_some_and_the_suites_defaults_hold_for_the_rest() -> None:
-    said = {"split": {"name": "fraction", "fraction": 0.5}, "prefill_order": "sjf", "step_budget": True}
+    said = {"split": {"name": "fraction", "fraction": 0.5}, "prefill_order": "sjf", "step_budget": False}
     assert from_file({}) == PolicySet()
     assert from_file(said) == PolicySet(
-        split=PolicySpec("fraction", {"fraction": 0.5}), prefill_order=PolicySpec("sjf"), step_budget=PolicySpec("on")
+        split=PolicySpec("fraction", {"fraction": 0.5}), prefill_order=PolicySpec("sjf"), step_budget=PolicySpec("off")
     )
-    assert from_file({"role_flip": False, "step_budget": False}) == PolicySet()  # YAML's off
+    assert from_file({"role_flip": False, "step_budget": True}) == PolicySet()  # YAML's off
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from shared.domain.instance import (
     Role,
 )
 from shared.domain.job import JobView, LengthPrediction
+from shared.domain.policies import PolicySet
 from shared.domain.rates import PartialPrefillCost, Rates
+from shared.domain.route import PolicySpec
 from shared.policy.index import ClusterIndex
 
 FIT = Compatibility("fp", "emulated", "1", 1, KvGeometry(2, 2, 64))
@@ -65,7 +67,7 @@ def decode(instance_id: str, **more: Any) -> InstanceView:
 
 
 def view(*instances: InstanceView, sequence: int = 1, time_s: float = 0.0) -> ClusterView:
-    return ClusterView(sequence, time_s, instances)
+    return ClusterView(sequence, time_s, instances, PolicySet(step_budget=PolicySpec("off")))
 
 
 def index(*instances: InstanceView, seed: int = 0) -> ClusterIndex:

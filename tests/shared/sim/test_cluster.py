@@ -56,6 +56,18 @@ def test_a_partial_split_computes_the_rest_at_the_decode_instance() -> None:
     assert result.kv_bytes == pytest.approx(40 * 100)
 
 
+def test_a_stream_does_not_wait_behind_a_prompt_whose_kv_has_no_room() -> None:
+    # The first request leaves no room for the second, which waits from its first chunk on. When the third comes, after
+    # it, with its first token, the second has none yet.
+    limits = EngineLimits(256, 64)
+    work = workload((0.0, 250, 300), (0.3, 1_000, 5), (0.6, 100, 20))
+    decode = instance("d0", Role.DECODE, kv_tokens=1_216, limits=limits)
+    rows = simulate(work, [*several(2, 0, limits=limits), decode]).outcomes
+    assert rows.last_token_s[0] > 3.0
+    assert rows.last_token_s[1] > rows.last_token_s[0]
+    assert rows.tpot_s[2] < 0.013
+
+
 def test_streaming_hides_the_transfer_behind_the_prefill() -> None:
     # Chunks of 256: 266 ms each; the first one's KV (25.6 ms) is over before the second one is computed.
     work = workload((0.0, 512, 2))

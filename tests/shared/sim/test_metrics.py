@@ -27,6 +27,8 @@ def outcomes() -> Outcomes:
         last_token_s=workload.arrival_s + np.array([1.0, 2.5, 2.5, 1.0, np.nan]),
         status=np.array([0, 0, 0, 0, int(Status.REFUSED)], dtype=np.int8),
         attempts=np.array([1, 2, 1, 1, 1], dtype=np.int16),
+        longest_gap_s=np.array([0.1, 0.4, 0.25, np.nan, np.nan]),
+        gaps_over=np.array([0, 1, 0, 0, 0]),
     )
 
 
@@ -42,7 +44,10 @@ def test_attainment_counts_every_request() -> None:
     met = attainment(outcomes(), SLO)
     assert met.ttft == pytest.approx(3 / 5)  # the one token that comes after exactly 1 s is in time
     assert met.tpot == pytest.approx(3 / 5)  # and has no TPOT to miss
-    assert met.both == pytest.approx(2 / 5)
+    assert met.itl == pytest.approx(3 / 5)  # of ten gaps none may be longer; one token has none
+    assert met.every == pytest.approx(2 / 5)
+    paused = replace(outcomes(), gaps_over=np.array([1, 0, 0, 0, 0]), longest_gap_s=np.full(5, 0.4))
+    assert attainment(paused, SLO).every == pytest.approx(1 / 5)
 
 
 def test_latencies_are_of_completed_requests() -> None:
@@ -52,6 +57,9 @@ def test_latencies_are_of_completed_requests() -> None:
     assert figures["jct_mean_s"] == pytest.approx((1.0 + 2.5 + 2.5 + 1.0) / 4)
     assert figures["tpot_mean_s"] == pytest.approx((0.05 + 0.05 + 0.2) / 3)  # the one-token request has none
     assert figures["tpot_p99_s"] == pytest.approx(np.percentile([0.05, 0.05, 0.2], 99))
+    assert figures["longest_gap_p50_s"] == 0.25
+    assert figures["longest_gap_max_s"] == 0.4
+    assert figures["longest_gap_p90_s"] == pytest.approx(np.percentile([0.1, 0.25, 0.4], 90))
     assert figures["itl_mean_s"] == pytest.approx(0.065)
     assert figures["itl_p50_s"] == pytest.approx(0.05, rel=0.005)
     assert figures["itl_p99_s"] == pytest.approx(0.2, rel=0.005)

@@ -10,6 +10,7 @@ from services.worker.engines.policies import EnginePolicies
 from services.worker.kv.ledger import ExportLedger
 from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView
+from shared.domain.kv import KvHandle
 from shared.policy.admission_gate import Blocks
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.sim.cluster import simulate
@@ -20,17 +21,21 @@ from shared.sim.waiting import WaitingLegs
 from tests.shared.sim.clusters import instance
 from tests.shared.sim.test_time import workload
 
-# "come" with a prompt's length; "enter": one who may; "end", "send" or "leave" with a number that picks who.
+# "come" with a prompt's length; "stream": one whose KV comes, with its context; "enter": one who may; "end", "send" or
+# "leave" with a number that picks who; "back": the last that entered is preempted.
 Step = tuple[str, int]
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["come", "come", "enter", "enter", "end", "send", "leave"]), st.integers(1, 50)),
+    st.tuples(
+        st.sampled_from(["come", "come", "stream", "enter", "enter", "end", "send", "leave", "back"]),
+        st.integers(1, 50),
+    ),
     max_size=40,
 )
 
 
-def leg(number: int, prompt: int, *, decodes: bool = False) -> Leg:
+def leg(number: int, prompt: int, *, decodes: bool = False, stream: bool = False) -> Leg:
     request = SimRequest(number, JobView(str(number), prompt, 2), 2, (), float(number))
-    made = Leg(request, prompt, 1)
+    made = Leg(request, prompt, 1, prompt - 1 if stream else 0, last_token_s=1.0 if stream else -1.0)
     if decodes:
         request.decode_leg = made
     else:
@@ -47,6 +52,12 @@ def simulated(order: PrefillOrder, staging: int, steps: list[Step]) -> list[int]
         if what == "come":
             waiting.append(leg(number, value))
             queue.push(waiting[-1])
+        elif what == "stream":
+            waiting.append(leg(number, value, decodes=True, stream=True))
+            queue.push(waiting[-1])
+        elif what == "back" and inside:
+            waiting.append(inside.pop())
+            queue.push_front(waiting[-1])
         elif what == "enter":
             if queue.next() is None:
                 entered.append(-1)
@@ -90,9 +101,23 @@ def live(order: PrefillOrder, staging: int, steps: list[Step]) -> list[int]:
         waiting.append(number)
         entrance.add(number)
 
+    def stream(number: int, prompt: int) -> None:
+        view = JobView(str(number), prompt, 2, started=True)
+        kv = KvHandle(str(number), "p", 1, "f", (), prompt, "bfloat16")
+        asked[number] = EngineRequest(
+            str(number), view, [1] * prompt, Generation(b"", float(number)), 1, import_from=kv
+        )
+        waiting.append(number)
+        entrance.add(number)
+
     for number, (what, value) in enumerate(steps):
         if what == "come":
             come(number, value)
+        elif what == "stream":
+            stream(number, value)
+        elif what == "back" and inside:
+            waiting.append(inside.pop())
+            entrance.put_back(waiting[-1])
         elif what == "enter":
             if entrance.next() is None:
                 entered.append(-1)

@@ -22,6 +22,9 @@ def request_row(job_id: str, *, phase: str = "queued", final: bool = False, **ch
         "outcome": "",
         "ttft_s": None,
         "tpot_s": None,
+        "longest_gap_s": None,
+        "gaps": 0,
+        "gaps_over": 0,
         "slo_met": None,
         "timeline": None,
     }

@@ -17,9 +17,19 @@ async def filled(engine: AsyncEngine) -> AsyncEngine:
     store = WriteBehind(engine, CollectorRegistry())
     await store._migrate()
     rows = [
-        request_row("a-1", arrived_s=1.0, caller="anna", ttft_s=0.5, tpot_s=0.1, slo_met=True, updated_s=9.0),
+        request_row(
+            "a-1", arrived_s=1.0, caller="anna", ttft_s=0.5, tpot_s=0.1, slo_met=True, updated_s=9.0, longest_gap_s=0.2
+        ),
         request_row("a-2", arrived_s=2.0, caller="bert", ttft_s=2.5, slo_met=False, updated_s=3.0),
-        request_row("b-1", arrived_s=3.0, caller="anna", decode_instance="d0", outcome="peer_lost", updated_s=3.0),
+        request_row(
+            "b-1",
+            arrived_s=3.0,
+            caller="anna",
+            decode_instance="d0",
+            outcome="peer_lost",
+            updated_s=3.0,
+            longest_gap_s=2.0,
+        ),
     ]
     for row in rows:
         store.put(requests, row)
@@ -40,6 +50,7 @@ async def filled(engine: AsyncEngine) -> AsyncEngine:
         (Wanted(missed=False), ["a-1"]),
         (Wanted(order=Order.SLOWEST_TTFT), ["a-2", "a-1"]),
         (Wanted(order=Order.SLOWEST_TPOT), ["a-1"]),
+        (Wanted(order=Order.LONGEST_GAP), ["b-1", "a-1"]),
         (Wanted(order=Order.LONGEST, limit=1), ["a-1"]),
     ],
     ids=str,
@@ -62,6 +73,7 @@ async def test_what_is_found(filled: AsyncEngine, wanted: Wanted, jobs: list[str
         Wanted(job="a"),
         Wanted(order=Order.SLOWEST_TTFT),
         Wanted(order=Order.SLOWEST_TPOT),
+        Wanted(order=Order.LONGEST_GAP),
         Wanted(order=Order.LONGEST),
     ],
     ids=str,

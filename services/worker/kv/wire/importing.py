@@ -78,7 +78,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """How an import ended. Times are unix seconds; `error` is empty when `ok`."""
+    """How an import ended. Times are unix seconds; `error` is empty when `ok`. ended_s: when all of its KV had come."""
 
     request_id: str
     transfer_id: str
@@ -231,6 +231,7 @@ class Import:
     reachable_by_s: float  # peers must be connected by then
     progress_s: float  # the last one: a frame, or a grant after which one is due
     told_s: float  # when the exporters last heard that this is still wanted
+    came_s: float = 0.0  # unix: when all of a prefetch had come, before the engine had blocks for it
     load: Load | None = None
     parts: dict[int, Part] = field(default_factory=dict)
     inbox: list[tuple[Frame, Buffer]] = field(default_factory=list)

@@ -170,7 +170,7 @@ class Imports:
             error = finished(known.load, error)
             self.counters.ok += error is None
             self.counters.failed += error is not None
-            self._on_end(known.result(known.load, str(error) if error else "", time.time()))
+            self._on_end(known.result(known.load, str(error) if error else "", known.came_s or time.time()))
             # Also after a failure: the engine recomputes, and nobody else will ask for this rank's share.
             self._peers.confirm(known.handle)
 
@@ -259,6 +259,7 @@ class Imports:
         if known.complete and known.load is not None:
             self._end(known)
         elif known.complete:
+            known.came_s = time.time()
             self._peers.confirm(known.handle)  # all is in the inbox: the exporter may free it
         else:
             self._grant(known, part)

@@ -208,6 +208,64 @@ async def chunks(run: WatchedEngine) -> dict[str, Any]:
     return found
 
 
+async def streams(run: WatchedEngine) -> dict[str, Any]:
+    """A stream comes while a long prompt is computed in chunks that take every token of a step; a heavier prompt that
+    comes with it waits behind.
+    """
+    asked = make_prompt(100, 3)
+    run.submit("whole stream", asked, 20)
+    run.submit("its export", asked, 1, first_token_only=True, export_to="stream")
+    await run.end("whole stream", "its export")
+    kv = KvHandle("stream", "e", 1, "f", run.settings.kv_endpoints, 100, run.settings.dtype)
+    scheduler, plans = run.engine._scheduler, list[tuple[bool, dict[str, int]]]()
+    schedule = scheduler.schedule
+
+    def planned(*given: Any, **more: Any) -> Any:
+        come = "stream" in scheduler.finished_recving_kv_req_ids
+        plan = schedule(*given, **more)
+        plans.append((come, dict(plan.num_scheduled_tokens)))
+        return plan
+
+    scheduler.schedule = planned
+    run.engine.set_chunk_size(32)
+    since = len(run.pulls)
+    async with run.at_once():
+        run.submit("long", make_prompt(600, 9), 3)
+        run.submit("stream", asked + run.tokens["its export"], 19, import_from=kv, started=True)
+        run.submit("heavy prompt", make_prompt(20, 4), 3, slo=Slo(weight=8.0))
+    await run.end("long", "stream", "heavy prompt")
+    scheduler.schedule = schedule
+    run.engine.set_chunk_size(128)
+    came = next(at for at, (come, _) in enumerate(plans) if come)
+    first = next(at for at, (_, tokens) in enumerate(plans) if "stream" in tokens)
+    return {
+        "entered": [name for name in run.entered if name in ("long", "stream", "heavy prompt")],
+        "pulled": [(pull.ok, pull.tokens) for pull in run.pulls[since:]],
+        "steps from its KV to its token": first - came,
+        "beside it": plans[first][1],
+        "same": run.tokens["its export"] + run.tokens["stream"] == run.tokens["whole stream"],
+    }
+
+
+async def pressure(run: WatchedEngine) -> dict[str, Any]:
+    """Blocks run out under a prompt that is computed slowly and a stream that came after it."""
+    asked = make_prompt(100, 3)
+    run.submit("one of pressure", asked, 1, first_token_only=True, export_to="pressure")
+    await run.end("one of pressure")
+    kv = KvHandle("pressure", "e", 1, "f", run.settings.kv_endpoints, 100, run.settings.dtype)
+    run.engine.set_chunk_size(4)
+    before = run.preemptions
+    async with run.at_once():
+        run.submit("slow prompt", make_prompt(560, 9), 3)  # 18 of 24 blocks
+    await run.until(lambda: "slow prompt" in run.entered)
+    asked = asked + run.tokens["one of pressure"]
+    run.submit("growing stream", asked, 250, import_from=kv, started=True)
+    await run.end("slow prompt", "growing stream")
+    run.engine.set_chunk_size(128)
+    times = {name: run.entered.count(name) for name in ("slow prompt", "growing stream")}
+    return {"entered": times, "preemptions": run.preemptions - before}
+
+
 async def grammar(run: WatchedEngine) -> dict[str, Any]:
     """One that waits for its grammar at the head of the line is passed, and holds nothing that another one needs."""
     run.follow(Fcfs(), ReserveStatic())
@@ -247,6 +305,8 @@ async def found(port: int, overlapping: bool) -> dict[str, Any]:
             imports,
             budget,
             chunks,
+            streams,
+            pressure,
             grammar,
         ):
             answers[scenario.__name__] = await scenario(run)

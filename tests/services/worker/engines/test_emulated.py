@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,15 +13,22 @@ import pytest
 from services.worker.engines.base import EngineRequest, failure
 from services.worker.engines.emulated import EmulatedEngine
 from services.worker.engines.emulated_scheduler import answer_tokens, token_at
+from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.roles import RoleState
+from services.worker.kv.emulated import EmulatedPort
 from services.worker.settings import WorkerSettings
 from shared.cost.kinds import EngineKind, Stage, Workshop
 from shared.cost.library import Library
 from shared.cost.models import bundled_geometry
+from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle, TransferOutcome
+from shared.domain.prompt import packed
 from shared.errors import InvalidRequest
-from shared.wire.messages import TokenStep
+from shared.wire.messages import DecodeRequest, TokenStep
+from shared.wire.rpc_server import ServerCall
 from shared.wire.steps import StepRecord
+from tests.services.worker.jobs.sides import Call
 
 STEP_S = 0.002
 
@@ -146,6 +153,24 @@ async def test_an_import_takes_its_time_on_the_link() -> None:
         assert (report.tokens, report.wire_bytes) == (32, 32 * 131072)
         assert report.ended_s - report.started_s == pytest.approx(expected_s, rel=0.01)
         assert [(s.prefill, s.decode_count) for s in steps(running)] == [((), 1)]
+
+
+async def test_a_wait_for_room_is_no_part_of_a_transfer_over_a_link_that_takes_no_time() -> None:
+    async with engine(kv_cache_bytes=4 * 32 * 131_072) as running:  # four blocks of 32 tokens
+        kv = handle(50)
+        service = DecodeService(running, EmulatedPort(kv, running.link), RoleState(Role.DECODE), lambda *_: None)
+        holds = asyncio.create_task(finish(running, request("holds all blocks", 70, 50)))
+        while running.stats().free_blocks > 1:
+            await asyncio.sleep(0)
+        job = JobView("stream", 51, 5, started=True)
+        asked = DecodeRequest(job, packed([2] * 51), Generation(b"", 1.0), kv)
+        decoding = asyncio.create_task(service.decode(asked, cast(ServerCall, Call())))
+        await holds
+        room_s = time.time()
+        reply = await asyncio.wait_for(decoding, 10)
+    transfer = reply.transfer
+    assert transfer.started_s == transfer.ended_s, "the link takes no time"
+    assert reply.queued_s < room_s - 0.02 < transfer.started_s <= reply.started_s, "it waited for room before that"
 
 
 async def test_only_reports_of_expected_imports_are_kept() -> None:

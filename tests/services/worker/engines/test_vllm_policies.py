@@ -103,6 +103,23 @@ def test_prompts_keep_to_the_budget_that_the_tightest_target_leaves(found: dict[
     assert budget["tokens with"] == budget["tokens without"]
 
 
+def test_a_stream_decodes_in_the_step_after_its_kv_came_beside_a_long_prompt(found: dict[str, Any]) -> None:
+    streams = found["streams"]
+    assert streams["entered"] == ["stream", "heavy prompt", "long"]
+    assert streams["pulled"] == [(True, 100)]
+    assert streams["steps from its KV to its token"] == 0, "the first step that could have it"
+    assert streams["beside it"]["stream"] == 1
+    assert streams["beside it"]["long"] > 1, "the long prompt is under way"
+    assert sum(streams["beside it"].values()) <= 32
+    assert streams["same"]
+
+
+def test_a_prompt_gives_its_blocks_up_before_a_younger_stream(found: dict[str, Any]) -> None:
+    pressure = found["pressure"]
+    assert pressure["preemptions"] >= 1
+    assert pressure["entered"] == {"slow prompt": pressure["preemptions"] + 1, "growing stream": 1}
+
+
 def test_a_chunk_size_is_changed_between_two_steps_up_to_what_the_engine_was_started_for(found: dict[str, Any]) -> None:
     chunks = found["chunks"]
     assert chunks["of 128"] == chunks["of 1024"] == [128, 72]

@@ -58,7 +58,7 @@ class WatchedEngine:
                 self.pulls.append(event)
 
     def submit(self, name: str, prompt: list[int], tokens: int = 1, **more: Any) -> None:
-        """`slo` and `sampling` are taken out of what else an EngineRequest has."""
+        """`slo`, `started` and `sampling` are taken out of what else an EngineRequest has."""
         slo, sampling = more.pop("slo", Slo()), more.pop("sampling", SamplingParams(temperature=0, ignore_eos=True))
         self.tokens[name] = []
         self.ends[name] = asyncio.get_running_loop().create_future()
@@ -73,7 +73,7 @@ class WatchedEngine:
 
         # As long as it will be: who predicts better knows nothing more.
         said = LengthPrediction(0, tokens, tokens, 1.0, "observed")
-        job = JobView(name, len(prompt), tokens, slo, prediction=said)
+        job = JobView(name, len(prompt), tokens, slo, prediction=said, started=more.pop("started", False))
         given = msgspec.msgpack.encode(sampling)
         generation = Generation(given, time.time())
         entered = partial(self._entered, name)

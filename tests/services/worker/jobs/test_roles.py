@@ -11,7 +11,7 @@ from shared.errors import Conflict, InvalidRequest, WrongRole
 
 async def test_a_job_of_another_role_is_refused() -> None:
     state = RoleState(Role.PREFILL)
-    with pytest.raises(WrongRole), state.job(Role.DECODE):
+    with pytest.raises(WrongRole), state.job(Role.DECODE, "j"):
         pass
     assert state.inflight == 0
 
@@ -26,10 +26,10 @@ async def test_a_drain_of_no_time_is_refused_and_changes_nothing(seconds: float)
 
 async def test_a_drain_waits_for_what_was_accepted_and_takes_no_more() -> None:
     state = RoleState(Role.DECODE)
-    with state.job(Role.DECODE):
+    with state.job(Role.DECODE, "j"):
         drain = asyncio.create_task(state.drain(5))
         await asyncio.sleep(0)
-        with pytest.raises(WrongRole), state.job(Role.DECODE):
+        with pytest.raises(WrongRole), state.job(Role.DECODE, "j"):
             pass
         assert not drain.done()
     reply = await asyncio.wait_for(drain, 1)
@@ -39,7 +39,7 @@ async def test_a_drain_waits_for_what_was_accepted_and_takes_no_more() -> None:
 
 async def test_a_drain_gives_up_at_its_timeout_and_says_what_is_left() -> None:
     state = RoleState(Role.DECODE)
-    with state.job(Role.DECODE):
+    with state.job(Role.DECODE, "j"):
         reply = await state.drain(0.01)
         assert not reply.drained
         assert reply.remaining == 1
@@ -54,16 +54,16 @@ async def test_a_flip_needs_a_drain_and_takes_far_less_than_ten_milliseconds() -
     await state.drain(1)
     reply = state.flip(Role.PREFILL)
     assert reply.duration_s < 0.01
-    with pytest.raises(WrongRole), state.job(Role.PREFILL):
+    with pytest.raises(WrongRole), state.job(Role.PREFILL, "j"):
         pass  # still draining until resumed
     state.resume()
-    with state.job(Role.PREFILL):
+    with state.job(Role.PREFILL, "j"):
         assert state.inflight == 1
 
 
 async def test_a_drain_whose_caller_is_gone_goes_on_in_sight_and_can_be_resumed() -> None:
     state = RoleState(Role.DECODE)
-    with state.job(Role.DECODE):
+    with state.job(Role.DECODE, "j"):
         drain = asyncio.create_task(state.drain(5))
         await asyncio.sleep(0)
         drain.cancel()
@@ -71,28 +71,28 @@ async def test_a_drain_whose_caller_is_gone_goes_on_in_sight_and_can_be_resumed(
             await drain
         assert state.draining  # what heartbeats show
         state.resume()
-        with state.job(Role.DECODE):
+        with state.job(Role.DECODE, "j"):
             assert state.inflight == 2
     assert (await state.drain(1)).drained
 
 
 async def test_a_resume_ends_a_drain_under_way_without_success() -> None:
     state = RoleState(Role.DECODE)
-    with state.job(Role.DECODE):
+    with state.job(Role.DECODE, "j"):
         drains = [asyncio.create_task(state.drain(5)) for _ in range(2)]
         await asyncio.sleep(0)
         state.resume()
         replies = [await asyncio.wait_for(drain, 1) for drain in drains]
     assert [(reply.drained, reply.remaining) for reply in replies] == [(False, 1), (False, 1)]
-    with state.job(Role.DECODE):
+    with state.job(Role.DECODE, "j"):
         assert state.inflight == 1
 
 
 async def test_jobs_that_end_while_nobody_drains_do_not_end_a_later_drain() -> None:
     state = RoleState(Role.DECODE)
-    with state.job(Role.DECODE):
+    with state.job(Role.DECODE, "j"):
         pass
-    with state.job(Role.DECODE):
+    with state.job(Role.DECODE, "j"):
         drain = asyncio.create_task(state.drain(5))
         await asyncio.sleep(0)
         assert not drain.done()

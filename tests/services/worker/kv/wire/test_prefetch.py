@@ -187,11 +187,14 @@ async def test_a_finished_prefetch_frees_the_exporter_and_waits(rig: Rig) -> Non
         await control.prefetch(rig.handle([exporter], 64), keep_s=20)
         await level(control, "inbox_bytes", kv.numel() * 4)
         await level(other, "staged_bytes", 0)
+        loaded_s = time.time()
         got = rig.load(importer, rig.handle([exporter], 64))
-        assert (await asyncio.to_thread(rig.result)).ok
+        result = await asyncio.to_thread(rig.result)
         stats = await level(control, "inbox_bytes", 0)
     assert torch.equal(got.kv, kv)
     assert (stats.pulls_ok, stats.pulling, stats.prefetches) == (1, 0, 1)
+    assert result.ok
+    assert result.started_s <= result.ended_s <= loaded_s, "the wait for the engine's blocks is no part of it"
 
 
 async def test_a_dropped_prefetch_leaves_nothing_and_the_load_pulls_for_itself(rig: Rig) -> None:
