@@ -213,5 +213,5 @@ class JobView(msgspec.Struct, frozen=True):
     over_share: bool = False
     answer_tokens: int = 0
     can_wait: bool = False
-    waited_s: float = 0.0
+    waited_s: Finite = 0.0
     started: bool = False

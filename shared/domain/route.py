@@ -4,6 +4,8 @@ from typing import Any
 
 import msgspec
 
+from shared.domain.numbers import Finite
+
 
 class Reason(msgspec.Struct, frozen=True):
     """One step of a decision, for people: `what` was weighed, with the `figures` it rested on."""
@@ -67,5 +69,5 @@ class Route(msgspec.Struct, frozen=True):
     decode_saved: int = 0
     answer_tokens: int = 0
     lead_steps: int = 0
-    ttft_s: float = 0.0
-    hold_s: float = 0.0
+    ttft_s: Finite = 0.0
+    hold_s: Finite = 0.0
