@@ -11,7 +11,7 @@ from shared.errors import NotFound
 from shared.runtime.wire_version import OURS
 from shared.wire.clients.worker import WorkerAdmin
 
-_STRANGER = "stranger"
+_STRANGER, _NEWCOMER = "stranger", "newcomer"  # that is refused, and that joins: what was in the list stays there
 _OTHER = "200"  # a wire version
 _JOIN_S = 15.0
 
@@ -74,9 +74,9 @@ async def newcomer(arena: Arena) -> None:
 
 
 async def _joins(arena: Arena, env: dict[str, str]) -> None:
-    child, admin = await _start(arena, env)
+    child, admin = await _start(arena, _NEWCOMER, env)
     async with admin:
-        await arena.roles.ready(_STRANGER, timeout_s=_JOIN_S)
+        await arena.roles.ready(_NEWCOMER, timeout_s=_JOIN_S)
         await until(lambda: _works(admin), _JOIN_S, "the newcomer to get work")
     child.kill()
     await child.wait()
@@ -84,7 +84,7 @@ async def _joins(arena: Arena, env: dict[str, str]) -> None:
 
 async def _refused(arena: Arena, env: dict[str, str], reason: str) -> None:
     """It must say itself why it was refused, and the cluster must not list it."""
-    _, admin = await _start(arena, env)
+    _, admin = await _start(arena, _STRANGER, env)
     async with admin:
         await until(lambda: _says(admin, reason), _JOIN_S, f"the refusal to name {reason}")
     if _STRANGER in await arena.suite.instances():
@@ -97,16 +97,16 @@ async def _refused(arena: Arena, env: dict[str, str], reason: str) -> None:
     raise AssertionError("the monitor knows an instance that it refused")
 
 
-async def _start(arena: Arena, env: dict[str, str]) -> tuple[Child, WorkerAdmin]:
+async def _start(arena: Arena, name: str, env: dict[str, str]) -> tuple[Child, WorkerAdmin]:
     spec, port = arena.spec(arena.decode[0]), free_range(size=3)
     own = {
-        "POLYPHASE_WORKER_INSTANCE_ID": _STRANGER,
+        "POLYPHASE_WORKER_INSTANCE_ID": name,
         "POLYPHASE_WORKER_ROLE": Role.DECODE.value,
         "POLYPHASE_WORKER_RPC_PORT": str(port),
         "POLYPHASE_WORKER_HTTP_PORT": str(port + 1),
         "POLYPHASE_WORKER_KV_PORT": str(port + 2),
     }
-    child = await arena.strangers.start(_STRANGER, spec.argv, {**spec.env, **own, **env})
+    child = await arena.strangers.start(name, spec.argv, {**spec.env, **own, **env})
     return child, WorkerAdmin(f"http://127.0.0.1:{port + 1}")
 
 
@@ -121,7 +121,12 @@ async def _works(admin: WorkerAdmin) -> bool:
 VERSIONS = (
     Scenario("rolling", "every process but the gateways is replaced, instances drained first", rolling, bound_s=90.0),
     Scenario(
-        "rolling-gateways", "both gateways are replaced, one at a time", rolling_gateways, breaks=True, bound_s=60.0
+        "rolling-gateways",
+        "both gateways are replaced, one at a time",
+        rolling_gateways,
+        errors=True,  # one that is about to end turns new requests away
+        breaks=True,
+        bound_s=60.0,
     ),
     Scenario("other-wire", "an instance of another wire version wants to join", other_wire),
     Scenario("other-wire-gateway", "a gateway of another wire version wants to serve", other_wire_gateway),
