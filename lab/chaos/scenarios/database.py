@@ -102,6 +102,9 @@ def _fill(arena: Arena) -> None:
         "outcome": "",
         "ttft_s": 0.1,
         "tpot_s": 0.04,
+        "longest_gap_s": 0.08,
+        "gaps": 23,
+        "gaps_over": 0,
         "slo_met": 1,
         "timeline": None,
     }
