@@ -13,4 +13,4 @@ def test_rates() -> None:
     rates = measure("cuda", TOKENS)
     print(f"\n{torch.cuda.get_device_name()}\n{show(rates)}")
     assert rates["export"] > 0.5 * rates["plain copy to the host"]
-    assert rates["export int4"] > rates["export"]
+    assert rates["end to end int4"] > rates["end to end"]  # a fast bus carries raw KV faster than it is coded
