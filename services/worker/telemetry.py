@@ -96,7 +96,11 @@ class Telemetry:
             inflight=self._roles.inflight,
             prefill_share=self._engine.steps.prefill_share,
             accepted=self._roles.accepted,
-            kv_ahead=self._decodes.kv_ahead(self._info.block_size),
+            kv_ahead=self._decodes.kv_ahead(
+                self._info.block_size,
+                (stats.total_blocks - stats.free_blocks) * self._info.block_size,
+                stats.waiting_tokens,
+            ),
         )
 
     async def leave(self) -> None:

@@ -12,7 +12,8 @@ class Assignment:
     """Work given to an instance at `time_s` (unix seconds), perhaps not yet in the instance's load.
 
     coming: a decode whose prompt is computed elsewhere first, wholly or in part, so that it comes only then.
-    answer_tokens: of a decode, for which room is kept, from `lead_steps` of its instance on.
+    answer_tokens: of a decode, for which room is kept, from `lead_steps` of its instance on, beside the prompt's tokens
+    but for `saved_tokens`, which the instance holds.
     """
 
     instance_id: str
@@ -25,6 +26,7 @@ class Assignment:
     import_tokens: int = 0  # of KV that comes from elsewhere
     answer_tokens: int = 0
     lead_steps: int = 0
+    saved_tokens: int = 0
 
 
 def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...]:
@@ -48,6 +50,7 @@ def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...
                 later * max(0, route.split - saved),
                 route.answer_tokens or job.max_tokens,
                 later * route.lead_steps,
+                saved,
             )
         )
     return tuple(booked)

@@ -170,7 +170,7 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
             mixed = max(load.prefill_share, min(1.0, steps / own.brief))
         beside_s = mixed * max(0.0, full_s - step_s)
         room = 0.0, 0.0, 0.0
-        fits_s = after_s * _steps_until_it_fits(view, prompt, bound or job.max_tokens)
+        fits_s = after_s * _steps_until_it_fits(view, max(1, prompt - saved), bound or job.max_tokens)
         if fits_s > 0.0 or prompt + own.mean > free or decoding >= seats:
             room_s, behind_s, memory = _room(
                 held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s

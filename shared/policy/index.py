@@ -223,7 +223,8 @@ def _with(view: InstanceView, more: Assignment) -> InstanceLoad:
     free_blocks = load.free_blocks - -(-more.decode_tokens // block_size)
     ahead = load.kv_ahead
     if decodes:
-        ahead = with_job(ahead, more.decode_tokens, more.answer_tokens, block_size, more.lead_steps)
+        held = max(1, more.decode_tokens - more.saved_tokens)
+        ahead = with_job(ahead, held, more.answer_tokens, block_size, more.lead_steps)
     return InstanceLoad(
         time_s=load.time_s,
         queued_prefill=load.queued_prefill + (more.prefill_tokens > 0),

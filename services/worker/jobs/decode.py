@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 
 import msgspec
 
@@ -87,9 +88,18 @@ class DecodeService:
         """Tokens of all of them: prompts, and what was generated here."""
         return sum(job.context_tokens for job in self._active.values())
 
-    def kv_ahead(self, block_size: int) -> tuple[int, ...]:
-        """See `InstanceLoad.kv_ahead`."""
-        return ahead_of((job.ahead for job in self._active.values()), block_size) if self._active else ()
+    def kv_ahead(self, block_size: int, used_tokens: int, waiting_tokens: int) -> tuple[int, ...]:
+        """See `InstanceLoad.kv_ahead`. used_tokens: of all blocks that are in use; where that is less than the contexts
+        come to, jobs share blocks of a common prefix, and each counts for its part. waiting_tokens: of jobs that hold
+        no blocks yet.
+        """
+        if not self._active:
+            return ()
+        held = self.context_tokens - self.queued_tokens - waiting_tokens
+        part = min(1.0, used_tokens / held) if held > 0 and used_tokens > 0 else 1.0
+        return ahead_of(
+            ((ceil(part * now), left) for now, left in (job.ahead for job in self._active.values())), block_size
+        )
 
     @property
     def inbound_tokens(self) -> int:

@@ -59,7 +59,7 @@ class Worker:
                 heavy=0,
                 context_tokens=0,
                 inbound_tokens=0,
-                kv_ahead=lambda block_size: (),
+                kv_ahead=lambda *_: (),
             ),
             "rates": SimpleNamespace(
                 news=lambda now: self.news, chunk=SimpleNamespace(tokens=512), of=lambda info: info
