@@ -85,8 +85,8 @@ class PauseScenario:
 
 def pause_scenarios() -> Iterator[PauseScenario]:
     """All of them."""
-    for name, decodes in (("equal", (8192, 8192)), ("unlike", (11_264, 5_632))):
-        fixed = tuple(_fixed(f"d{at}", "decode", tokens) for at, tokens in enumerate(decodes))
+    for name, sizes in (("equal", (8192, 8192)), ("unlike", (11_264, 5_632))):
+        fixed = tuple(_fixed(f"d{at}", "decode", tokens) for at, tokens in enumerate(sizes))
         fits = 16 + 16 if name == "equal" else 22 + 11  # streams of 6 + 500 tokens, which take 512
         yield PauseScenario(f"burst_{name}", (_fixed("p0", "prefill", 8192), *fixed), partial(_burst, fits, 500))
     for name, second in (("equal", "A100-SXM-80"), ("unlike", "L4"), ("unlike_a10", "A10")):
@@ -97,7 +97,7 @@ def pause_scenarios() -> Iterator[PauseScenario]:
         )
         yield PauseScenario(f"prompts_{name}", pair, _prompts, max_model_len=8192)
     for name, second, gib in (("equal", "A100-SXM-80", 16), ("unlike", "A10", 4)):
-        pair = tuple(
+        sized: tuple[dict[str, Any], ...] = tuple(
             {"id": f"{role[0]}{at}", "role": role, "accelerator": each, "kv_cache_bytes": size * _GIB}
             for role in ("prefill", "decode")
             for at, (each, size) in enumerate((("A100-SXM-80", 16), (second, gib)))
@@ -106,12 +106,12 @@ def pause_scenarios() -> Iterator[PauseScenario]:
             kind = "classes" if classes else "one_class"
             judged = "default" if classes else ""
             make = partial(_flood, classes)
-            yield PauseScenario(f"overload_{name}_{kind}", pair, make, judged, max_model_len=8192)
-    for name, tokens in (("equal", (8192, 8192, 8192)), ("unlike", (12_288, 8192, 4096))):
-        decodes = tuple(_fixed(f"d{at}", "decode", each) for at, each in enumerate(tokens))
+            yield PauseScenario(f"overload_{name}_{kind}", sized, make, judged, max_model_len=8192)
+    for name, kv_tokens in (("equal", (8192, 8192, 8192)), ("unlike", (12_288, 8192, 4096))):
+        decodes = tuple(_fixed(f"d{at}", "decode", size) for at, size in enumerate(kv_tokens))
         prefills = (_fixed("p0", "prefill", 8192), _fixed("p1", "prefill", 8192))
         for share in (0.85, 1.0, 1.15):
-            make = partial(_steady, share * sum(tokens))
+            make = partial(_steady, share * sum(kv_tokens))
             for predicted in (False, True):
                 word = "_predicted" if predicted else ""
                 yield PauseScenario(f"kv_{share:g}_{name}{word}", (*prefills, *decodes), make, predicted=predicted)
