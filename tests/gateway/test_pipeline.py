@@ -107,10 +107,11 @@ async def test_a_long_prompt_is_fetched_while_it_is_computed() -> None:
         assert tokens_of(steps) == answer(PROMPT, 4)
 
 
-def _dies_at(worker: Worker, count: int) -> None:
-    """Let a worker vanish before its `count`-th token."""
+def _dies_at(worker: Worker, count: int, steps: list[TokenStep]) -> None:
+    """Let a worker vanish before its `count`-th token, when the client has some of them."""
 
     async def die() -> None:
+        await until(lambda: bool(steps))
         asyncio.get_running_loop().create_task(worker.stop())
         await asyncio.Event().wait()
 
@@ -120,8 +121,8 @@ def _dies_at(worker: Worker, count: int) -> None:
 @pytest.mark.parametrize("carry", [True, False])
 async def test_a_lost_decode_instance_costs_no_token_and_doubles_none(carry: bool) -> None:
     async with running_cluster() as cluster:
-        _dies_at(cluster.decodes[0], 4)
         job, steps = make_job(PROMPT, 10, carry=carry)
+        _dies_at(cluster.decodes[0], 4, steps)
         await cluster.pipeline.run(job)
         assert tokens_of(steps) == answer(PROMPT, 10)
         assert len(cluster.decodes[1].decodes) == 1
@@ -136,9 +137,9 @@ async def test_a_lost_decode_instance_costs_no_token_and_doubles_none(carry: boo
 
 async def test_a_second_run_repeats_what_the_client_has_and_goes_on_by_its_own_arithmetic() -> None:
     async with running_cluster() as cluster:
-        _dies_at(cluster.decodes[0], 4)
-        cluster.decodes[1].twist = 1
         job, steps = make_job(PROMPT, 10, carry=False)
+        _dies_at(cluster.decodes[0], 4, steps)
+        cluster.decodes[1].twist = 1
         await cluster.pipeline.run(job)
         (second,) = cluster.decodes[1].decodes
         known = unpacked(second.known)
