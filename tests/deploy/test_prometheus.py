@@ -93,7 +93,7 @@ def content() -> dict[str, Any]:
         "accelerator": "A100-SXM-80",
         "kv_cache_bytes": 1 << 30,
         "emulated_step_s": 0.004,
-        "emulated_prefill_s_per_token": 0.0005,
+        "emulated_prefill_s_per_token": 0.002,  # a long prompt takes longer than the text of /metrics is kept
         "emulated_link_gbps": 25,
     }
     roles = {"p0": "prefill", "d0": "decode", "d1": "decode"}
@@ -115,7 +115,7 @@ async def load(urls: tuple[str, ...]) -> Sent:
         asked = [complete(http, urls[n % 2], sent, number=n) for n in range(40)]
         await asyncio.gather(*asked)
         for url in urls:
-            await leave(http, url, sent)
+            await leave(http, url, sent, token=300 + len(sent.statuses) + sent.outcomes["cancelled"])
             answer = await http.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": [1] * 9000})
             assert answer.status_code == 400
             sent.statuses["4xx"] += 1
@@ -147,9 +147,9 @@ async def complete(http: httpx.AsyncClient, url: str, sent: Sent, number: int) -
     sent.transfers += answers if most > 1 else 0
 
 
-async def leave(http: httpx.AsyncClient, url: str, sent: Sent) -> None:
+async def leave(http: httpx.AsyncClient, url: str, sent: Sent, token: int) -> None:
     """While its prompt is computed: nothing of it counts but that it was cancelled."""
-    body = {"model": MODEL, "prompt": [5] * 2000, "max_tokens": 4, "stream": True}
+    body = {"model": MODEL, "prompt": [token] * 2000, "max_tokens": 4, "stream": True}
 
     async def computing() -> bool:
         return "polyphase_gateway_queued_jobs 1.0" in (await http.get(f"{url}/metrics")).text
