@@ -41,7 +41,7 @@ REAL_ENGINE = {
 class Testbed:
     """A cluster and its load. `prompts` are lengths in tokens; some take several chunks.
 
-    absent: instances of the file that nobody starts. host_key: with the key of one host, as `polyphase up` has it;
+    absent: instances of the file that are not started. host_key: with the key of one host, as `polyphase up` has it;
     without it scenarios show what the messages themselves withstand. proxied: purposes of the links that a proxy stands
     on. api_keys: the names of the gateways' keys, of which the steady users have the first. timed: the gateways' event
     loops are timed (`verbs.LoopTimes`). memory_bytes: what a process may have kept beyond what it had at first.

@@ -53,7 +53,7 @@ class MonitorSettings(ServiceSettings):
     expected_instances: dict[str, Role] = Field(default_factory=dict)  # of the cluster file: who never came is missing
 
     slo_windows_s: tuple[float, ...] = (60.0, 300.0)
-    served_late_s: float = Field(KEPT_S, gt=0)  # an end that is told later counts as of so long ago
+    served_late_s: float = Field(KEPT_S, gt=0)  # an end that is reported later counts as of so long ago
 
     database_url: str = Field("sqlite:///polyphase.db", repr=False)
     queue_rows: int = Field(20_000, ge=1)  # rows that may wait for the database

@@ -237,7 +237,9 @@ def _choice(
         return Choice(decode, reasons, ttft_s=best.ttft_s - best.hold_s, hold_s=best.hold_s)
     lead = int(best.begins_s / best.decode.after_s) if best.decode.after_s > 0.0 else 0
     ttft_s = best.ttft_s - best.hold_s
-    return Choice(best.prefill.view, reasons, decode, None, best.split, lead, ttft_s, best.hold_s)
+    return Choice(
+        best.prefill.view, reasons, decode=decode, split=best.split, lead_steps=lead, ttft_s=ttft_s, hold_s=best.hold_s
+    )
 
 
 def _compared(best: Option, index: ClusterIndex) -> dict[str, float | str]:

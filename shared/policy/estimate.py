@@ -143,7 +143,7 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
         """As of its load. own: of the job's answer; `saved` tokens of its prompt have their KV there.
 
         others: the class of those that it would meet; its own if nobody says. spread_s: over which bound decodes come.
-        bound: tokens of its answer for which room is kept; its max_tokens if nobody says.
+        bound: tokens of its answer for which room is kept; its max_tokens where it is not known.
         limited: steps keep to the targets of those that decode. mixed: share of steps to come with prompts in
         them; as the last ones there, and its queue, say, if nobody says.
         """

@@ -16,7 +16,7 @@ STRETCHES = (
 )
 COUNT = len(STRETCHES)
 
-Ahead = tuple[int, ...]  # the most tokens held in each stretch; empty where nobody decodes
+Ahead = tuple[int, ...]  # the most tokens held in each stretch; empty where no job decodes
 
 OVERDUE_TOKENS = 16  # that an answer longer than expected is taken to go on for, at least
 OVERDUE_SHARE = 0.25  # and of what it has given
@@ -58,7 +58,7 @@ def with_job(ahead: Ahead, now: int, left: int, block_size: int, after: int = 0)
 def fits_after(ahead: Ahead, room_tokens: int, now: int, left: int, block_size: int) -> float:
     """Steps until a job that then holds `now` tokens, with `left` to come, fits in `room_tokens` to its end.
 
-    0: it fits at once. Where nobody decodes it always does.
+    0: it fits at once. Where no job decodes it always does.
     """
     whole = -(-(now + left) // block_size) * block_size
     if not ahead or max(ahead) + whole <= room_tokens:

@@ -69,7 +69,7 @@ def decide(
 
 
 def _held_back(job: JobView, route: Route) -> Route:
-    """The route, unless its KV would find no room: then the job waits before it is computed, where nobody reads yet.
+    """The route, unless its KV would find no room: then the job waits before its prompt is computed.
 
     A class that wants its first token early waits only as long as that can be in time.
     """

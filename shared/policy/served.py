@@ -9,7 +9,7 @@ from shared.domain.job import itl_met
 from shared.policy.log_histogram import Histogram, merged, observe
 
 STEPS_S = (10, 60)
-KEPT_S = 600.0  # what is told later than that is counted as of then
+KEPT_S = 600.0  # an end that is reported later than that counts as of then
 CLASSES = 64  # names come from clients' keys; what comes beyond is counted as one class
 OTHER = "other"
 
