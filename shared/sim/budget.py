@@ -17,14 +17,14 @@ def prompt_budget(
     running: Iterable[Leg],
     prefilling: dict[Leg, None],
     coming: Iterable[Leg],
-    arrived: Iterable[Leg],
+    joined: Iterable[Leg],
     stream: Leg | None,
     next_prompt: Leg | None,
     now: float,
 ) -> int:
     """What the decodes leave of the step's tokens, or less for the sake of their TPOT and gap targets, and of those of
-    the streams that are about to join: of `coming`, whose KV is under way, and of the next that waits; and for the
-    sake of those that may be handed over while prompts are computed that are to decode here.
+    the streams that join: of `joined`, whose first step here this is, of `coming`, whose KV is under way, and of the
+    next that waits; and for those that may be handed over while prompts are computed that are to decode here.
     """
     most = limits.batched_tokens - group.count
     if not limits.step_budget:
@@ -33,19 +33,18 @@ def prompt_budget(
     prompts = [leg for leg in prefilling if leg.decodes and leg not in ends]
     if len(prefilling) == len(ends) and next_prompt is not None and next_prompt.decodes:
         prompts = [next_prompt]
-    decodes = [leg for leg in running if leg not in prefilling]
-    decodes += [leg for leg in ends if leg.decodes]
-    here = [leg for leg in arrived if leg.started]
+    here = [leg for leg in joined if leg.started]
+    decodes = [leg for leg in running if leg not in prefilling and leg not in here]
+    decodes += [leg for leg in ends if leg.decodes and leg not in here]
     joining = [leg for leg in coming if leg.started]
     joining += [stream] if stream is not None else []
     gaps_s = [gap_target_s(leg.request.job.slo) for leg in (*prompts, *decodes)]
     gaps_s += [joining_gap_s(leg.request.job.slo, _waited_s(leg, now), here=True) for leg in here]
     gaps_s += [joining_gap_s(leg.request.job.slo, _waited_s(leg, now), here=False) for leg in joining]
-    joining += here
     before = max((leg.computed for leg in prefilling if leg not in ends), default=0)
     context = group.context_tokens + sum(leg.computed for leg in ends if leg.decodes)
     context += sum(leg.tokens for leg in joining)
-    load = StepLoad(len(decodes) + len(joining), context, min(gaps_s, default=inf), before)
+    load = StepLoad(len(decodes) + len(here) + len(joining), context, min(gaps_s, default=inf), before)
     return prefill_tokens(rates, load, max(0, most - len(ends))) + len(ends)
 
 

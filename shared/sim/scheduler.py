@@ -92,8 +92,7 @@ class Scheduler:
         self.memory.reserved = 0
         if self.leaving:
             self._drop_leaving()
-        if self.arrived:
-            self._take_arrived()
+        joined = self._take_arrived() if self.arrived else []
         if self._limits.prefill_first:
             self._prefill(self._limits.batched_tokens, now)
             if not self._chunks:
@@ -107,7 +106,7 @@ class Scheduler:
                 self.running,
                 self.prefilling,
                 self.awaiting,
-                self.arrived,
+                joined,
                 self.waiting.stream,
                 self.waiting.peek(),
                 now,
@@ -229,17 +228,20 @@ class Scheduler:
             self.finish(leg)
         self.leaving.clear()
 
-    def _take_arrived(self) -> None:
-        """Streams take seats before prompts, heavier classes first."""
+    def _take_arrived(self) -> list[Leg]:
+        """Streams take seats before prompts, heavier classes first. Those that have a seat now."""
         self.arrived.sort(key=lambda leg: (leg.started, leg.request.job.slo.weight), reverse=True)
+        joined = []
         while self.arrived and len(self.running) < self._limits.sequences:
             leg = self.arrived.pop(0)
+            joined.append(leg)
             self.running[leg] = None
             if leg.missing == 1:
                 self.group.join(leg)
                 self.fresh.append(leg)
             else:
                 self.prefilling[leg] = None
+        return joined
 
     def _make_room(self) -> bool:
         """Set blocks apart for the decodes of the coming step; whether anybody had to be preempted for it."""

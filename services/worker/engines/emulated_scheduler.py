@@ -92,7 +92,7 @@ class Entry:
     computed: int = 0  # of `tokens`, what is in the KV cache
     blocks: int = 0
     imports: bool = False  # takes its KV from elsewhere, when it enters; once
-    ready_s: float = 0.0  # monotonic time at which that is there
+    ready_s: float = 0.0  # monotonic time at which that is there; 0 for one that computes its KV here
     came_s: float = 0.0  # monotonic time at which it came
     use: CacheUse | None = None  # its part in the prefix cache, while it holds blocks
     counted: bool = False  # among `prompt_tokens`
@@ -109,7 +109,7 @@ class Entry:
 
     def waited_s(self, now: float) -> float:
         """Since it was handed over; of one that was preempted here nothing is counted."""
-        return now - self.came_s if self.imports or self.ready_s > now else 0.0
+        return now - self.came_s if self.imports or self.ready_s > 0.0 else 0.0
 
     @property
     def missing(self) -> int:
@@ -187,9 +187,9 @@ class EmulatedScheduler:
     def plan(self, now: float) -> tuple[list[tuple[Entry, int]], list[Entry]]:
         """Prefill chunks and decodes of the coming step."""
         self._chunks = []
-        self._take_arrived(now)
+        joined = self._take_arrived(now)
         preempted = self._make_room()
-        budget = self._budget(now)
+        budget = self._budget(joined, now)
         for streams in (True, False):
             budget, more = self._go_on(budget, streams=streams)
             preempted |= more
@@ -197,13 +197,15 @@ class EmulatedScheduler:
                 budget = self._admit(budget, now, streams=streams)
         return self._chunks, [entry for entry in self.running if entry.decodes]
 
-    def _take_arrived(self, now: float) -> None:
-        """Streams take seats before prompts, heavier classes first."""
-        arrived = [entry for entry in self.coming if entry.ready_s <= now]
+    def _take_arrived(self, now: float) -> list[Entry]:
+        """Streams take seats before prompts, heavier classes first. Those that have a seat now."""
+        arrived, joined = [entry for entry in self.coming if entry.ready_s <= now], []
         for entry in sorted(arrived, key=lambda one: (one.started, one.request.job.slo.weight), reverse=True):
             if len(self.running) < self._seats:
                 del self.coming[entry]
                 self.running[entry] = None
+                joined.append(entry)
+        return joined
 
     def _go_on(self, budget: int, *, streams: bool) -> tuple[int, bool]:
         """Chunks of the streams, or of the prompts without a token, that are being computed. What is left of the
@@ -231,8 +233,8 @@ class EmulatedScheduler:
                 preempted = True
         return preempted
 
-    def _budget(self, now: float) -> int:
-        """Prompt tokens of the coming step."""
+    def _budget(self, joined: list[Entry], now: float) -> int:
+        """Prompt tokens of the coming step, which is the first one here for those that `joined`."""
         most = max(0, self.chunk_size - sum(entry.decodes for entry in self.running))
         if not self.policies.step_budget:
             return most
@@ -241,6 +243,8 @@ class EmulatedScheduler:
         joining += [entry] if (entry := self.waiting.stream) is not None else []
         gaps_s = [gap_target_s(entry.request.job.slo) for entry in (*decodes, *self._prompts())]
         gaps_s += [joining_gap_s(entry.request.job.slo, entry.waited_s(now), here=False) for entry in joining]
+        here = [entry for entry in joined if entry.started and entry in self.running]
+        gaps_s += [joining_gap_s(entry.request.job.slo, entry.waited_s(now), here=True) for entry in here]
         load = StepLoad(
             len(decodes) + len(joining),
             sum(entry.computed for entry in decodes) + sum(entry.tokens for entry in joining),
@@ -339,7 +343,7 @@ class EmulatedScheduler:
         del self.running[entry]
         self._chunks = [chunk for chunk in self._chunks if chunk[0] is not entry]
         self._release(entry)
-        entry.computed = 0
+        entry.computed, entry.ready_s = 0, 0.0
         self.preemptions += 1
         self.waiting.put_back(entry)
 

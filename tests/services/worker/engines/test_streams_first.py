@@ -27,6 +27,7 @@ from tests.shared.sim.clusters import Linear
 BLOCK, CHUNK, SEATS = 16, 64, 4
 RATES = StepRates(StepForm(0.0), StepForm(0.0), StepForm(0.01, token_s=0.001))
 LATER_S = 1e9  # no stream has waited for long yet
+FIRST_S = 1.0  # when the first step begins: above all gap targets
 USUAL = Slo(tpot_s=0.1)
 HEAVY = Slo("heavy", tpot_s=0.1, weight=4.0)
 LIGHT = Slo("light", tpot_s=0.1, weight=0.5)
@@ -42,6 +43,7 @@ class Come:
     output: int
     stream: bool = False
     slo: Slo = USUAL
+    token_s: float = LATER_S  # when a stream was given its first token
 
 
 class Live:
@@ -58,7 +60,7 @@ class Live:
         job = JobView(one.name, one.prompt, one.output, one.slo, started=one.stream)
         kv = KvHandle(one.name, "p", 1, "f", (), one.prompt - 1, "bfloat16") if one.stream else None
         asked = EngineRequest(one.name, job, [1] * one.prompt, Generation(b"", 0.0), one.output, import_from=kv)
-        self.scheduler.add(asked, lambda step: None, LATER_S)
+        self.scheduler.add(asked, lambda step: None, one.token_s)
 
     def step(self) -> Planned:
         self._now += 1.0
@@ -102,7 +104,7 @@ class Simulated:
     def come(self, one: Come) -> None:
         request = SimRequest(0, JobView(one.name, one.prompt, one.output, one.slo), one.output, ())
         request.split = one.prompt - 1
-        computed, last_token_s = (one.prompt - 1, LATER_S) if one.stream else (0, -1.0)
+        computed, last_token_s = (one.prompt - 1, one.token_s) if one.stream else (0, -1.0)
         leg = Leg(request, one.prompt, one.output, computed, remote=one.stream, last_token_s=last_token_s)
         request.decode_leg = leg
         self.engine.scheduler.add(leg)
@@ -112,7 +114,7 @@ class Simulated:
         arrived, self.coming = self.coming, []
         for leg in arrived:
             engine.scheduler.kv_arrived(leg)
-        engine.run(engine.due_s if engine.due_s < float("inf") else 0.0)
+        engine.run(engine.due_s if engine.due_s < float("inf") else FIRST_S)
         scheduler, chunks = engine.scheduler, engine._chunks
         decodes = {leg.request.job.job_id for leg in scheduler.running if leg not in scheduler.prefilling}
         return _planned([(leg.request.job.job_id, tokens, leg.computed) for leg, tokens in chunks], decodes)
@@ -219,6 +221,17 @@ def test_the_step_is_cut_for_a_stream_that_is_about_to_join(kind: Kind) -> None:
     cut = int((MARGIN * gap_target_s(hurry) / 2 - 0.01) / 0.001)
     assert FLOOR_TOKENS < cut < CHUNK
     assert run.step() == ([("long", cut)], set()), "its KV is under way: this step and its own share what is left"
+    assert run.step() == ([("long", CHUNK - 1)], {"stream"})
+
+
+@BOTH
+def test_the_first_step_of_a_stream_that_waited_long_is_cut_and_the_next_is_not(kind: Kind) -> None:
+    run = kind(100, step_budget=True)
+    run.come(Come("long", 600, 5))
+    run.step()
+    run.come(Come("stream", 30, 50, stream=True, token_s=0.0))
+    assert run.step() == ([("long", FLOOR_TOKENS)], set()), "its KV is under way"
+    assert run.step() == ([("long", FLOOR_TOKENS)], {"stream"})
     assert run.step() == ([("long", CHUNK - 1)], {"stream"})
 
 
