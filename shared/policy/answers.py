@@ -22,13 +22,22 @@ class Lengths(NamedTuple):
 UNKNOWN_LENGTHS = Lengths(FIRST_TOKENS, FIRST_TOKENS / 4.0)
 
 
+class _Guess(NamedTuple):
+    """Of a job's answer: what is predicted, what is expected, and mean lengths by the ways to guess them."""
+
+    said: Lengths | None
+    expected: Lengths
+    by_way: dict[str, float]
+
+
 class _Seen:
     """Running means of lengths and of their inverses; they begin with what was expected, worth `count` answers."""
 
-    __slots__ = ("_count", "_inverse", "_mean")
+    __slots__ = ("_count", "_inverse", "_mean", "lengths")
 
     def __init__(self, first: Lengths, count: int) -> None:
         self._mean, self._inverse, self._count = first.mean, 1.0 / first.brief, count
+        self.lengths = first
 
     def add(self, tokens: int) -> None:
         self.mix(Lengths(tokens, tokens))
@@ -38,10 +47,7 @@ class _Seen:
         weight = 1.0 / min(self._count, RECENT)
         self._mean += (lengths.mean - self._mean) * weight
         self._inverse += (1.0 / lengths.brief - self._inverse) * weight
-
-    @property
-    def lengths(self) -> Lengths:
-        return Lengths(self._mean, 1.0 / self._inverse)
+        self.lengths = Lengths(self._mean, 1.0 / self._inverse)
 
 
 class _Error:
@@ -85,20 +91,23 @@ class Answers:
         self._errors = {way: _Error() for way in ("all", "asked", "predicted")}
         self._of: dict[int, _Alike] = {}  # by bucket
         self._said: dict[str, tuple[int, Lengths] | None] = {}  # of jobs under way
+        self._newest: tuple[JobView, _Guess] | None = None  # of the last job: one decision needs it several times
 
     def begun(self, job: JobView) -> None:
         """A job was placed."""
-        self._guesses[job.job_id] = job.max_tokens, self._guessed(job)
-        if job.prediction is None:
+        guess = self._guess(job)
+        self._guesses[job.job_id] = job.max_tokens, guess.by_way
+        said = guess.said
+        if job.prediction is None or said is None:
             self._said[job.job_id] = None
             return
-        said = within(job.prediction)
         self._said[job.job_id] = job.prediction.bucket, said
         if job.prediction.bucket not in self._of:
             self._of[job.prediction.bucket] = _Alike(said)
 
     def ended(self, job_id: str, tokens: int) -> None:
         """It gave so many tokens; none when it failed or nobody knows."""
+        self._newest = None
         said = self._said.pop(job_id, None)
         most, guesses = self._guesses.pop(job_id, (0, dict[str, float]()))
         if tokens > 0:
@@ -120,12 +129,7 @@ class Answers:
         """Of this job's answer: what is predicted, corrected by how answers predicted alike turned out; never more
         than its max_tokens.
         """
-        found = self._all.lengths
-        if job.prediction is not None:
-            alike, found = self._of.get(job.prediction.bucket), within(job.prediction)
-            found = alike.corrected(found) if alike is not None else found
-        most = float(max(1, job.max_tokens))
-        return Lengths(min(most, found.mean), min(most, found.brief))
+        return self._guess(job).expected
 
     def bound(self, job: JobView) -> int:
         """Tokens of this job's answer for which room is kept, at most its max_tokens.
@@ -134,7 +138,7 @@ class Answers:
         least of late: what many answers come to together counts. Before a few have ended what is predicted, or
         max_tokens.
         """
-        guesses = self._guessed(job)
+        guesses = self._guess(job).by_way
         if self._ended < FEWEST:
             found = guesses.get("predicted", float(UNSEEN_TOKENS))
         else:
@@ -142,16 +146,27 @@ class Answers:
             found = guesses[way]
         return max(1, min(job.max_tokens, ceil(found)))
 
-    def _guessed(self, job: JobView) -> dict[str, float]:
-        most = float(max(1, job.max_tokens))
-        guesses = {"all": min(most, self._all.lengths.mean), "asked": self._asked * most}
+    def _guess(self, job: JobView) -> "_Guess":
+        if self._newest is not None and self._newest[0] is job:
+            return self._newest[1]
+        most, usual, said = float(max(1, job.max_tokens)), self._all.lengths, None
+        found = usual
+        if job.prediction is not None:
+            alike, said = self._of.get(job.prediction.bucket), within(job.prediction)
+            found = alike.corrected(said) if alike is not None else said
+        expected = Lengths(min(most, found.mean), min(most, found.brief))
+        by_way = {"all": min(most, usual.mean), "asked": self._asked * most}
         if job.prediction is not None and job.prediction.confidence > 0.0:
-            guesses["predicted"] = self.expected(job).mean
-        return guesses
+            by_way["predicted"] = expected.mean
+        guess = _Guess(said, expected, by_way)
+        self._newest = job, guess
+        return guess
 
 
 def within(prediction: LengthPrediction) -> Lengths:
     """Of a length that is spread as predicted, evenly within a bucket; an open end counts as twice the lower one."""
-    spread = prediction.spread()
-    inverse = sum(part * log(upper / lower) / (upper - lower) for lower, upper, part in spread)
-    return Lengths(prediction.mean, 1.0 / inverse)
+    mean = inverse = 0.0
+    for lower, upper, part in prediction.spread():
+        mean += part * (lower + upper) / 2.0
+        inverse += part * log(upper / lower) / (upper - lower)
+    return Lengths(mean, 1.0 / inverse)

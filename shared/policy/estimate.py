@@ -15,7 +15,7 @@ from shared.policy.answers import Lengths
 from shared.policy.codec import choose_codec
 from shared.policy.harm import harm
 from shared.policy.kv_ahead import fits_after
-from shared.policy.step_budget import StepLoad, gap_target_s, prefill_tokens
+from shared.policy.step_budget import MARGIN, StepLoad, gap_target_s, prefill_tokens
 
 ENDLESS = 1 << 30
 
@@ -161,16 +161,19 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
             longer = context + prompt + own.mean / 2.0
             after_s = decode.fixed_s + decode.sequence_s * (running + 1) + decode.context_s * longer
         budget = max(1, info.chunk_size - running)
-        if limited:
-            budget = prefill_tokens(rates, StepLoad(running, context, gap_target_s(slo)), budget)
         chunk_s = form.fixed_s + form.sequence_s * running + form.context_s * context
         full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
+        if limited and full_s > MARGIN * (gap_s := gap_target_s(slo)):
+            budget = prefill_tokens(rates, StepLoad(running, context, gap_s), budget)
+            full_s = chunk_s + budget * (form.token_s + form.position_s * (prompt + budget) / 2.0)
         steps = load.queued_prefill_tokens / budget
         if mixed is None:
             mixed = max(load.prefill_share, min(1.0, steps / own.brief))
         beside_s = mixed * max(0.0, full_s - step_s)
         room = 0.0, 0.0, 0.0
-        fits_s = after_s * _steps_until_it_fits(view, max(1, prompt - saved), bound or job.max_tokens)
+        fits_s = 0.0
+        if load.kv_ahead:
+            fits_s = after_s * _steps_until_it_fits(view, max(1, prompt - saved), bound or job.max_tokens)
         if fits_s > 0.0 or prompt + own.mean > free or decoding >= seats:
             room_s, behind_s, memory = _room(
                 held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s

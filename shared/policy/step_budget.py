@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import inf, sqrt
 from typing import ClassVar, Protocol
 
+import msgspec
+
 from shared.domain.job import Slo
 from shared.domain.rates import StepRates
 
@@ -40,8 +42,7 @@ class TpotBudget:
     limits: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class StepLoad:
+class StepLoad(msgspec.Struct, frozen=True, gc=False):
     """What the coming step has to do anyhow.
 
     decodes: how many, of `context_tokens` in all; streams whose KV is on its way to this engine, and the next one that
