@@ -21,7 +21,9 @@ STAMP_S = 1.0  # the scheduler's time of an end, later than the client's
 REFUSED_LATE_S, REFUSED_STAMP_S = 6.0, 4.5
 DOUBT_S = 30.0  # what stands still holds reports back
 BLUR_S = 0.08  # TTFT as a client measures it is so much longer than the gateway's, at most
-GAP_BLUR_S = 0.08  # a gap as a client measures it differs by so much from the gateway's, either way
+GAP_BLUR_S = (
+    0.08  # a gap as a client measures it differs by so much from the gateway's, either way, and by its lateness
+)
 TPOT_BLUR = 0.1  # tokens that share a message: so much of TPOT, either way
 
 _STATUS = {one.code: str(one.http_status) for one in (Unavailable, PeerLost, DeadlineExceeded, EngineFailed)}
@@ -142,11 +144,11 @@ def tpot_met(window: Window, shots: Iterable[Shot]) -> Bounds:
 def gaps_met(window: Window, shots: Iterable[Shot]) -> Bounds:
     """The share of completed requests whose gaps between tokens were within their class's target."""
 
-    def within(shot: Shot, blur_s: float) -> bool:
-        limit_s = CLASSES[shot.slo].itl_s + blur_s
+    def within(shot: Shot, way: int) -> bool:
+        limit_s = CLASSES[shot.slo].itl_s + way * (GAP_BLUR_S + shot.late_s)
         return shot.done and itl_met(len(shot.gaps_s), sum(gap_s > limit_s for gap_s in shot.gaps_s))
 
-    return _met(window, shots, lambda shot: within(shot, -GAP_BLUR_S), lambda shot: within(shot, GAP_BLUR_S))
+    return _met(window, shots, lambda shot: within(shot, -1), lambda shot: within(shot, 1))
 
 
 def _met(

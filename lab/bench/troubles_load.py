@@ -12,6 +12,7 @@ from lab.chaos.client import Ask, Ending, send
 from lab.chaos.load import Address
 
 _POLITE_S = 0.3  # between an error and the next try
+_LOOK_S = 0.01  # between two looks at how late the clients themselves are
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Shot:
     ttft_s: float | None = None
     tpot_s: float | None = None
     gaps_s: tuple[float, ...] = ()  # between two messages with tokens
+    late_s: float = 0.0  # by which this process came late to what it had to do meanwhile, at worst
 
     @property
     def done(self) -> bool:
@@ -60,6 +62,15 @@ class Clients:
     addresses: Sequence[Address]
     shots: list[Shot] = field(default_factory=list)
     _rng: Random = field(default_factory=lambda: Random(7))
+    _late: list[tuple[float, float]] = field(default_factory=list)  # when, and by how much
+
+    async def watch(self) -> None:
+        """Note how late this process is, until cancelled: where cores are few, gaps grow by that on their way."""
+        while True:
+            due_s = time.time() + _LOOK_S
+            await asyncio.sleep(_LOOK_S)
+            if (late_s := time.time() - due_s) > _LOOK_S:
+                self._late.append((time.time(), late_s))
 
     async def one(self, wish: Wish, address: Address | None = None) -> Shot:
         """Send a request and wait for its end."""
@@ -76,6 +87,7 @@ class Clients:
         shot.cut = reply.ending not in (Ending.DONE, Ending.ERROR)
         shot.code = (reply.code or "error") if reply.ending is Ending.ERROR else ""
         shot.ended_s = time.time()
+        shot.late_s = max((late_s for when_s, late_s in self._late if when_s >= shot.began_s), default=0.0)
         return shot
 
     def users(self, number: int, *wishes: Wish) -> "Users":
@@ -114,10 +126,12 @@ class Users:
 
     async def __aenter__(self) -> "Users":
         self._tasks = [asyncio.create_task(self._user(number)) for number in range(self._number)]
+        self._watch = asyncio.create_task(self._clients.watch())
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
+        self._watch.cancel()
         if kind is not None:
             for task in self._tasks:
                 task.cancel()
