@@ -12,7 +12,7 @@ from shared.domain.job import JobView
 from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.prefix import PrefixDelta
 from shared.domain.route import Route
-from shared.errors import Overloaded, PolyphaseError
+from shared.errors import Overloaded, PolyphaseError, Stays
 from shared.policy.decider import Decider
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
@@ -118,12 +118,13 @@ class Placer:
         return self._decider.ledger
 
     def place(self, request: PlaceRequest) -> Route:
-        """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed."""
+        """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed, Stays."""
         started, now = time.perf_counter(), time.time()
         try:
             route = self._decider.decide(request.job, request.exclude, now)
         except PolyphaseError as error:
-            self._refuse(request.job, error)
+            if not isinstance(error, Stays):
+                self._refuse(request.job, error)
             if self._journal is not None:
                 self._journal.add(Decided.refusal(request, now, error))
             raise

@@ -341,7 +341,7 @@ class EmulatedScheduler:
         self._release(entry)
         entry.computed = 0
         self.preemptions += 1
-        self.waiting.put_back(entry)
+        self.waiting.preempted(entry)
 
     def _inside(self) -> list[Decoding]:
         return [

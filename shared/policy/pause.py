@@ -1,0 +1,44 @@
+"""A stream whose KV blocks were taken back for others: how long its pause lasts here, and whether to move it.
+
+Wherever the stream goes on, its prompt and its tokens have to be computed again, so that a move costs no more work than
+staying. What differs is how soon there is room and how long the computing takes.
+"""
+
+from collections.abc import Sequence
+
+from shared.domain.rates import UNKNOWN_STEPS, StepRates
+from shared.policy.kv_ahead import ahead_of, fits_after
+
+MOVE_SHARE = 0.5  # of the pause here, that a move may take at most: either estimate may be off by a third
+MOVE_LEAST_S = 0.1  # that a move has to save at least: less is within the age of the loads that it rests on
+PAUSE_NEWS_S = 1.0  # so often the instance tells how long the pause is expected to last, and a place is looked for
+STEADY_TOKENS = 16  # that it has to have room for beside its context: one that fits for a step only is paused again
+
+
+def pause_s(
+    others: Sequence[tuple[int, int]],
+    room_tokens: int,
+    held: int,
+    left: int,
+    block_size: int,
+    rates: StepRates | None,
+    chunk: int,
+) -> float:
+    """Seconds until a stream of `held` tokens, with `left` to come, gives its next token where it was paused.
+
+    others: (tokens held, tokens to come) of each job that has the blocks or gets them first. room_tokens: of all
+    blocks. chunk: tokens of a step.
+    """
+    rates = rates or UNKNOWN_STEPS
+    decodes, context = len(others), sum(now for now, _ in others)
+    steps = fits_after(ahead_of(others, block_size), room_tokens, held, min(left, STEADY_TOKENS), block_size)
+    room_s = steps * rates.decode_s(decodes, context)
+    budget = max(1, chunk - decodes)
+    count = -(-held // budget)
+    each = held / count
+    return room_s + sum(rates.mixed_s(each, each * at, decodes, context) for at in range(count))
+
+
+def moves(here_s: float, elsewhere_s: float) -> bool:
+    """Whether a stream that is paused for `here_s` more should go on where its next token comes in `elsewhere_s`."""
+    return elsewhere_s <= MOVE_SHARE * here_s and here_s - elsewhere_s >= MOVE_LEAST_S
