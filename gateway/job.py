@@ -349,14 +349,14 @@ class Job:
         """It leaves an instance where it has been paused for `waited_s`, and goes on by another route."""
         self.moves += 1
         self.moved_from = instance_id
-        chosen = route.decode or route.prefill
+        chosen = route.decode.instance_id if route.decode is not None else ""  # else the dispatcher is to choose it
         figures: dict[str, float | str] = {
             "from": instance_id,
             "tokens": len(self.tokens),
             "waited_s": round(waited_s, 4),
             "pause_s": round(pause.expected_s, 4),
         }
-        self.decided("move", chosen.instance_id if chosen is not None else "", (Reason("paused", figures),))
+        self.decided("move", chosen, (Reason("paused", figures),))
         if self.trace is not None:
             self.trace.moved()
 

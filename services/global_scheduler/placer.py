@@ -12,7 +12,7 @@ from shared.domain.job import JobView
 from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.prefix import PrefixDelta
 from shared.domain.route import Route
-from shared.errors import Overloaded, PolyphaseError, Stays
+from shared.errors import Overloaded, PolyphaseError
 from shared.policy.decider import Decider
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
@@ -123,7 +123,7 @@ class Placer:
         try:
             route = self._decider.decide(request.job, request.exclude, now)
         except PolyphaseError as error:
-            if not isinstance(error, Stays):
+            if not request.job.pause_s:  # else it has a place, and stays there
                 self._refuse(request.job, error)
             if self._journal is not None:
                 self._journal.add(Decided.refusal(request, now, error))

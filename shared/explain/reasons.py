@@ -77,7 +77,7 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
         "its KV memory there was taken back for other requests; it was expected to stay paused for {pause_s:s}",
         "it had been so for {waited_s:s}",
     ),
-    "sooner": ("its next token is expected in {elsewhere_s:s}, where it was paused in {pause_s:s}",),
+    "sooner": ("its next token is expected in {elsewhere_s:s}, and in {pause_s:s} where it is paused",),
     "observed": ("by answers seen before", "{expected_tokens:tokens} expected"),
 }
 LOCAL = "local: "  # goes before why no prefill instance takes part

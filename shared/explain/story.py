@@ -212,9 +212,10 @@ def _resumed(decision: Decision) -> str:
 
 def _moved(decision: Decision) -> str:
     figures = decision.reasons[0].figures if decision.reasons else {}
-    tokens, left = figures.get("tokens"), figures.get("from", "an instance")
+    tokens, left = figures.get("tokens"), figures.get("from", "its instance")
+    to = f" for {decision.chosen}" if decision.chosen else ""
     after = f" after {count(tokens, 'token')}" if isinstance(tokens, float | int) else ""
-    return f"It moved from {left} to {decision.chosen}{after}"
+    return f"It left {left}{to}{after}"
 
 
 def _spans(timeline: RequestTimeline) -> Iterator[Sentence]:

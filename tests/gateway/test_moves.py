@@ -69,7 +69,7 @@ async def test_a_move_is_no_loss_and_its_timeline_says_what_happened() -> None:
         job, _ = make_job(PROMPT, 12)
         await cluster.pipeline.run(job)
         assert (job.moves, job.losses, job.failed_instances) == (1, [], [])
-        assert _moves(job) == ["p0"]
+        assert _moves(job) == [""], "the prefill instance is to name the decode instance"
         stretches = [(span.span, span.instance_id, span.attempt) for span in job.timeline.spans]
         paused = stretches.index((Span.PAUSED, "d0", 1))
         assert stretches[paused - 1] == (Span.DECODE, "d0", 1)
@@ -77,7 +77,9 @@ async def test_a_move_is_no_loss_and_its_timeline_says_what_happened() -> None:
         assert (Span.LOST, "d0", 1) not in stretches
         told = explain(job.timeline)
         assert told.headline.endswith("; moved once because it was paused.")
-        assert any(one.text.startswith("It moved from d0 to p0 after 5 tokens: its KV memory") for one in told.steps)
+        assert any(
+            one.text.startswith("It left d0 after 5 tokens: its KV memory there was taken back") for one in told.steps
+        )
         await cluster.reporter.flush()
         await until(lambda: bool(cluster.reports) and cluster.reports[-1].phase.final)
         assert not cluster.reports[-1].losses

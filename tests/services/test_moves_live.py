@@ -53,7 +53,7 @@ async def test_paused_streams_move_to_an_instance_that_has_room(
             assert Span.PAUSED in kinds
             assert Span.LOST not in kinds
             told = [one.text for one in explain(job.timeline).steps]
-            assert any(text.startswith("It moved from d0 to ") for text in told)
+            assert any(text.startswith("It left d0 after ") for text in told)
         assert {job.decode_instance for job in moved} == {"d1"}
         for instance in (small, large):
             await until(lambda one=instance: one.roles.inflight == 0, "nothing is left behind")  # type: ignore[misc]
