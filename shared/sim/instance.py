@@ -16,7 +16,7 @@ from shared.domain.instance import (
 )
 from shared.domain.rates import LinkRate
 from shared.policy.kv_ahead import ahead_of, remaining_tokens
-from shared.policy.pause import pause_s
+from shared.policy.pause import Beside, pause_s
 from shared.sim.engine import Engine, EngineEvents
 from shared.sim.outcomes import Gaps, InstanceUse
 from shared.sim.request import Leg, SimRequest
@@ -112,18 +112,20 @@ class SimInstance:
 
     def pause_s(self, leg: Leg, now: float) -> float:
         """Seconds until the next token of a leg that was paused here is expected, as a worker estimates it."""
-        spec, others = self.spec, []
+        spec, lane, inside, first = self.spec, leg.lane or 0, [], 0
         for request in self.requests:
             other = request.decode_leg
             if other is None or other is leg or request.decode != self.index or other.lane != leg.lane:
                 continue
-            if other.blocks or other.pause > leg.pause:
-                others.append(self._ahead(request, other, now))
+            if other.blocks:
+                inside.append(self._ahead(request, other, now))
+            elif other.pause > leg.pause:
+                first += other.tokens
         limits = spec.limits
-        engine = self.engines[leg.lane or 0]
-        room = engine.scheduler.memory.total * limits.block_tokens
+        room = self.engines[lane].scheduler.memory.total * limits.block_tokens - first
+        beside = Beside.of(inside, limits.block_tokens)
         held, left = self._ahead(leg.request, leg, now)
-        return pause_s(others, room, held, left, limits.block_tokens, spec.rates.step, limits.batched_tokens)
+        return pause_s(beside, room, held, left, limits.block_tokens, spec.rates.step, limits.batched_tokens)
 
     def _ahead(self, request: SimRequest, leg: Leg, now: float) -> tuple[int, int]:
         """The tokens that it holds, and those that its answer is expected to have yet."""

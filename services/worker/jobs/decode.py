@@ -18,9 +18,11 @@ from shared.domain.prompt import unpacked
 from shared.errors import EngineFailed
 from shared.policy.kv_ahead import ahead_of, remaining_tokens
 from shared.policy.lengths import is_heavy
-from shared.policy.pause import PAUSE_NEWS_S, pause_s
+from shared.policy.pause import PAUSE_NEWS_S, Beside, pause_s
 from shared.wire.messages import DecodeReply, DecodeRequest, Pause, Predicted, PrefetchRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
+
+BESIDE_S = 0.1  # for so long what is made of all jobs stands
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +85,7 @@ class DecodeService:
         self._on_transfer = on_transfer
         self._info = info
         self._pauses = 0
+        self._beside: tuple[float, Beside] | None = None  # when (monotonic), and who has blocks here
         self._active: dict[str, _Decode] = {}
         self._prefetches: dict[str, bytes] = {}  # transfers that no job has come for yet, and who asked
         self._sequence = 0
@@ -236,18 +239,17 @@ class DecodeService:
         """The engine has given a job blocks."""
         if (job := self._active.get(request_id)) is None:
             return
-        job.inside = True
         if job.news is not None:
             self._no_news(job)
             job.call.send(TokenStep([], pause=Pause(self._pause_s(job), computing=True)))
-        job.pause = 0
+        job.inside, job.pause, self._beside = True, 0, None
 
     def _preempted(self, request_id: str) -> None:
         """The engine has taken a job's blocks back."""
         if (job := self._active.get(request_id)) is None:
             return
         self._pauses += 1
-        job.inside, job.pause = False, self._pauses
+        job.inside, job.pause, self._beside = False, self._pauses, None
         if job.request.tell_pauses and (job.started or job.request.job.started):
             self._tell_pause(job)
 
@@ -264,17 +266,18 @@ class DecodeService:
 
     def _pause_s(self, job: _Decode) -> float:
         """Seconds until the next token of a paused job is expected."""
-        info, stats = self._info(), self._engine.stats()
-        inside = sum(one.context_tokens for one in self._active.values() if one.inside)
-        used = (stats.total_blocks - stats.free_blocks) * info.block_size
-        part = min(1.0, used / inside) if inside and used > 0 else 1.0  # see `kv_ahead`
-        others = [
-            (ceil(part * one.ahead[0]), one.ahead[1])
-            for one in self._active.values()
-            if one is not job and (one.inside or one.pause > job.pause)
-        ]
-        room = stats.total_blocks * info.block_size
-        return pause_s(others, room, *job.ahead, info.block_size, info.rates.step, info.chunk_size)
+        info, now_mono = self._info(), time.monotonic()
+        if self._beside is None or now_mono - self._beside[0] > BESIDE_S:
+            self._beside = now_mono, self._have_blocks(info.block_size)
+        first = sum(one.context_tokens for one in self._active.values() if one.pause > job.pause)
+        room = self._engine.stats().total_blocks * info.block_size - first
+        return pause_s(self._beside[1], room, *job.ahead, info.block_size, info.rates.step, info.chunk_size)
+
+    def _have_blocks(self, block_size: int) -> Beside:
+        stats, inside = self._engine.stats(), [one for one in self._active.values() if one.inside]
+        held, used = sum(one.context_tokens for one in inside), (stats.total_blocks - stats.free_blocks) * block_size
+        part = min(1.0, used / held) if held and used > 0 else 1.0  # see `kv_ahead`
+        return Beside.of([(ceil(part * now), left) for now, left in (one.ahead for one in inside)], block_size)
 
     async def _transfer(self, job: _Decode) -> TransferReport:
         if job.imported is None:

@@ -13,7 +13,7 @@ from shared.policy.dispatch import PowerOfTwo
 from shared.policy.index import ClusterIndex
 from shared.policy.kv_ahead import ahead_of
 from shared.policy.overload import decide
-from shared.policy.pause import MOVE_LEAST_S, MOVE_SHARE, moves, pause_s
+from shared.policy.pause import MOVE_LEAST_S, MOVE_SHARE, Beside, moves, pause_s
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.split import FullSplit, NoSplit
 from tests.shared.policy.views import decode, prefill, view
@@ -25,21 +25,21 @@ LOCAL = Policies(LeastLoad(), NoSplit(), PowerOfTwo())
 
 
 def test_with_room_the_pause_is_the_time_of_computing_it_again() -> None:
-    assert pause_s([], 1600, 400, 100, 16, STEP, 512) == pytest.approx(0.02 + 400 * 1e-4)
-    beside = pause_s([(100, 50)], 1600, 700, 100, 16, STEP, 513)
+    assert pause_s(Beside.of([], 16), 1600, 400, 100, 16, STEP, 512) == pytest.approx(0.02 + 400 * 1e-4)
+    beside = pause_s(Beside.of([(100, 50)], 16), 1600, 700, 100, 16, STEP, 513)
     assert beside == pytest.approx(2 * 0.02 + 700 * 1e-4), "two chunks of at most 512 tokens beside a decode"
 
 
 def test_without_room_it_lasts_until_others_end() -> None:
     first, second = (700, 64), (700, 256)  # both fit, and nothing beside them
-    both = pause_s([first, second], 1600, 600, 100, 16, STEP, 512)
+    both = pause_s(Beside.of([first, second], 16), 1600, 600, 100, 16, STEP, 512)
     assert both == pytest.approx(64 * 0.02 + 2 * 0.02 + 600 * 1e-4)
-    longer = pause_s([(700, 256), second], 1600, 600, 100, 16, STEP, 512)
+    longer = pause_s(Beside.of([(700, 256), second], 16), 1600, 600, 100, 16, STEP, 512)
     assert longer == pytest.approx(256 * 0.02 + 2 * 0.02 + 600 * 1e-4)
 
 
 def test_one_that_would_fit_for_a_step_only_does_not_fit() -> None:
-    tight = pause_s([(1000, 64)], 1024 + 512, 512, 100, 16, STEP, 512)
+    tight = pause_s(Beside.of([(1000, 64)], 16), 1024 + 512, 512, 100, 16, STEP, 512)
     assert tight > 64 * 0.02, "its next tokens and those of the other one have no room"
 
 
