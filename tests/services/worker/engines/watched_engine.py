@@ -77,8 +77,8 @@ class WatchedEngine:
         job = JobView(name, len(prompt), tokens, slo, prediction=said, started=more.pop("started", False))
         given = msgspec.msgpack.encode(sampling)
         generation = Generation(given, time.time())
-        told = {"entered": partial(self._entered, name), "preempted": partial(self.paused.append, name)}
-        self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, **told, **more), sink)
+        more |= {"entered": partial(self._entered, name), "preempted": partial(self.paused.append, name)}
+        self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, **more), sink)
 
     def _entered(self, name: str) -> None:  # on the engine's thread, between two looks at the gate
         self.entered.append(name)
