@@ -92,7 +92,7 @@ class Job:
     paused: Paused | None = None  # at present
     on_pause: Callable[[Pause], None] | None = None  # told of each word of a pause, by the leg's instance
     moves: int = 0  # how often it went on elsewhere because it was paused
-    moved_from: str = ""  # where it was paused last, and is not placed again until an attempt fails
+    moved_from: str = ""  # where it was paused, and is not placed again until an attempt fails
     split: int = 0
     timeline: RequestTimeline = field(init=False)
     mark_s: float = field(init=False)  # where the stretches of the timeline end so far

@@ -122,7 +122,7 @@ class GatewayMetrics:
         for span in job.timeline.spans:
             self._spans[span.span].observe(span.ended_s - span.started_s)
         if job.attempt > 1:
-            self._resumes.inc(job.attempt - 1 - job.moves)
+            self._resumes.inc(max(0, job.attempt - 1 - job.moves))  # one may have failed as it was about to move
         if job.moves:
             self._moves.inc(job.moves)
 

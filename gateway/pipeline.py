@@ -176,6 +176,7 @@ class Pipeline:
                     self._prepare_another(job, error)
 
     def _prepare_another(self, job: Job, error: PolyphaseError) -> None:
+        job.moved_from = ""  # where it was paused may be all that is left
         if isinstance(error, WrongRole | Busy | NotConnected):
             self._waited(job, RETRY_S, error)  # nothing was lost, but refusals in turn must not take for ever
         elif error.retriable:

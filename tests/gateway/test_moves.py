@@ -197,6 +197,7 @@ async def test_a_lost_instance_after_a_move_costs_one_loss() -> None:
         assert tokens_of(steps) == answer(PROMPT, 12)
         assert (job.moves, len(job.losses)) == (1, 1)
         assert job.losses[0].instance_id == "d1"
+        assert cluster.places[-1].exclude == ("d1",), "where it was paused is no worse than other places now"
 
 
 async def test_many_pauses_leave_a_timeline_of_bounded_length() -> None:
