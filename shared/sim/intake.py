@@ -243,9 +243,9 @@ class Intake:
         if not request.job.begun:
             self._shares.charge(request.caller, request.job.prompt_tokens, 0)
             request.job = msgspec.structs.replace(request.job, begun=True)
+        self._take_place(request, route, index, now)
         if self._auto is not None and request.attempt == 1:
             self._auto.placed(request, route, now)
-        self._take_place(request, route, index, now)
         return True
 
     def _take_place(self, request: SimRequest, route: Route, index: ClusterIndex, now: float) -> None:
