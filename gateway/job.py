@@ -16,9 +16,10 @@ from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Delayed, PolyphaseError
 from shared.policy.kv_ahead import remaining_tokens
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
-from shared.wire.messages import JobReport, TokenStep
+from shared.wire.messages import JobReport, Pause, TokenStep
 
 Emit = Callable[[TokenStep], None]
+PAUSES_TOLD = 32  # of one leg, in its timeline; the time of later ones counts as decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,15 @@ class JobSpec:
     def arrived_s(self) -> float:
         """Unix seconds."""
         return self.generation.arrived_s
+
+
+@dataclass(slots=True)
+class Paused:
+    """A time without blocks. Unix seconds; 0 while it is not so yet."""
+
+    began_s: float
+    computed_s: float = 0.0  # when it had blocks again
+    ended_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +88,11 @@ class Job:
     prefill_instance: str = ""
     decode_instance: str = ""
     leg_instance: InstanceRef | None = None  # has the attempt's prefill or decode at present, or failed in it
+    pauses: list[Paused] = field(default_factory=list)  # of the leg
+    paused: Paused | None = None  # at present
+    on_pause: Callable[[Pause], None] | None = None  # told of each word of a pause, by the leg's instance
+    moves: int = 0  # how often it went on elsewhere because it was paused
+    moved_from: str = ""  # where it was paused, and is not placed again until an attempt fails
     split: int = 0
     timeline: RequestTimeline = field(init=False)
     mark_s: float = field(init=False)  # where the stretches of the timeline end so far
@@ -155,6 +170,12 @@ class Job:
         """
         return f"{self.spec.job_id}/{self._nonce}/{self.attempt}"
 
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """Instances that are not to have it now."""
+        failed = tuple(self.failed_instances)
+        return (*failed, self.moved_from) if self.moved_from and self.moved_from not in failed else failed
+
     def view(self, *, decode_only: bool = False) -> JobView:
         """What policies may know. `decode_only`: its prefill is done."""
         whole = decode_only or self.spec.local_only
@@ -187,6 +208,11 @@ class Job:
         if self.finished:
             return
         now = time.time()
+        if step.pause is not None:
+            self._heard_of_pause(step.pause, now)
+            return
+        if self.paused is not None:
+            self.end_pause(now)
         self.leg_first_step_s = self.leg_first_step_s or now
         tokens, timeline = step.tokens, self.timeline
         if self.phase is Phase.PREFILL and not step.finish_reason and not timeline.first_token_s and self._smooth:
@@ -210,6 +236,32 @@ class Job:
                 self._count_gap(now, len(tokens))
         self.finish_reason = step.finish_reason  # first: what takes the step may find that a stop string ended it
         self.emit(step)
+
+    def _heard_of_pause(self, pause: Pause, now: float) -> None:
+        if self.paused is None:
+            if pause.computing:
+                return  # a token that was under way has ended the pause
+            self.paused = Paused(now)
+        if pause.computing:
+            self.paused.computed_s = self.paused.computed_s or now
+        else:
+            self.paused.computed_s = 0.0  # its blocks were taken back once more
+        if self.on_pause is not None:
+            self.on_pause(pause)
+
+    def end_pause(self, now: float) -> None:
+        """The pause, if there is one, has ended: with a token, or with the leg."""
+        if self.paused is not None:
+            self.paused.ended_s = now
+            if len(self.pauses) < PAUSES_TOLD:
+                self.pauses.append(self.paused)
+            self.paused = None
+
+    def begin_leg(self, instance: InstanceRef) -> None:
+        """A call of an instance begins."""
+        self.leg_first_step_s = 0.0
+        self.leg_instance = instance
+        self.pauses, self.paused = [], None
 
     @property
     def _smooth(self) -> bool:
@@ -254,6 +306,19 @@ class Job:
         """Add a decision to the timeline."""
         self.timeline.decisions.append(Decision(time.time(), kind, chosen, reasons))
 
+    def spent_here(self, span: Span, until_s: float, instance_id: str) -> None:
+        """The same of a leg's time at its engine, in which pauses are stretches of their own."""
+        carved = False
+        while self.pauses and self.pauses[0].began_s < until_s:
+            pause = self.pauses.pop(0)
+            self.spent(span, pause.began_s, instance_id)
+            self.spent(Span.PAUSED, pause.computed_s or pause.ended_s, instance_id)
+            if pause.computed_s:
+                self.spent(Span.RECOMPUTED, pause.ended_s, instance_id)
+            carved = True
+        if until_s > self.mark_s or not carved:
+            self.spent(span, until_s, instance_id)
+
     def lose(self) -> None:
         """Record that the attempt failed, with the instance that had it."""
         ref = self.leg_instance
@@ -279,6 +344,21 @@ class Job:
         self.decided("resume", "", (Reason(error.code, figures),))
         if self.trace is not None:
             self.trace.failed(error)
+
+    def moving(self, instance_id: str, waited_s: float, pause: Pause, route: Route) -> None:
+        """It leaves an instance where it has been paused for `waited_s`, and goes on by another route."""
+        self.moves += 1
+        self.moved_from = instance_id
+        chosen = route.decode.instance_id if route.decode is not None else ""  # else the dispatcher is to choose it
+        figures: dict[str, float | str] = {
+            "from": instance_id,
+            "tokens": len(self.tokens),
+            "waited_s": round(waited_s, 4),
+            "pause_s": round(pause.expected_s, 4),
+        }
+        self.decided("move", chosen, (Reason("paused", figures),))
+        if self.trace is not None:
+            self.trace.moved()
 
     def ended(self, outcome: str) -> None:
         """It is over. outcome: the code of what ended it, unless it has finished."""

@@ -53,6 +53,11 @@ class GatewayMetrics:
             )
         )
         self._resumes = Counter("polyphase_resumes", "Further attempts after a failure.", registry=registry)
+        self._moves = Counter(
+            "polyphase_moves",
+            "Streams that were paused for want of KV blocks and went on elsewhere.",
+            registry=registry,
+        )
         self.queued = Gauge("polyphase_gateway_queued_jobs", "Jobs that do not decode yet.", registry=registry)
         self.reports_dropped = Counter(
             "polyphase_gateway_reports_dropped", "Final reports that no scheduler took in time.", registry=registry
@@ -117,7 +122,9 @@ class GatewayMetrics:
         for span in job.timeline.spans:
             self._spans[span.span].observe(span.ended_s - span.started_s)
         if job.attempt > 1:
-            self._resumes.inc(job.attempt - 1)
+            self._resumes.inc(max(0, job.attempt - 1 - job.moves))  # one may have failed as it was about to move
+        if job.moves:
+            self._moves.inc(job.moves)
 
 
 def _missed(job: Job, report: JobReport) -> list[str]:

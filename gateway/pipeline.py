@@ -6,7 +6,8 @@ The pipeline owns the job: its deadline, the cancellation of every leg, and the 
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -17,7 +18,7 @@ from gateway.lines import Lines
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
 from gateway.staged import StagedKv
-from shared.domain.job import LengthPrediction, Phase, WhenFull
+from shared.domain.job import JobView, LengthPrediction, Phase, WhenFull
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.prompt import beginning
 from shared.domain.route import InstanceRef, Route
@@ -33,10 +34,11 @@ from shared.errors import (
     Unavailable,
     WrongRole,
 )
+from shared.policy.pause import MOVE_LEAST_S
 from shared.runtime.logs import get_log
 from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.messages import DecodeRequest, Predicted, PrefillReply, PrefillRequest, TokenStep
+from shared.wire.messages import DecodeRequest, Pause, Predicted, PrefillReply, PrefillRequest, TokenStep
 from shared.wire.methods import DECODE, PREDICTED, PREFILL, Method
 from shared.wire.rpc_clients import RpcClients
 
@@ -47,6 +49,57 @@ Item = TypeVar("Item")
 PLACE_S = 2.0
 RETRY_S = 0.1
 RETRY_AT_MOST_S = 0.5
+
+
+class _Moving:
+    """Of a job that decodes: each time its instance says that the job is paused, a scheduler is asked for another
+    place. Once there is a better one, `route` is set and the leg ends.
+
+    Entered around the leg. A job stays where a token came meanwhile, or where its KV is being computed again.
+    """
+
+    def __init__(self, pipeline: "Pipeline", job: Job, instance: InstanceRef, leg: asyncio.Timeout) -> None:
+        self.route: Route | None = None
+        self._pipeline = pipeline
+        self._job = job
+        self._instance = instance
+        self._leg = leg
+        self._asking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._job.on_pause = self._paused
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._job.on_pause = None
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking)
+
+    def _paused(self, pause: Pause) -> None:
+        asks = self._asking is not None and not self._asking.done()
+        if asks or pause.computing or pause.expected_s < MOVE_LEAST_S or not self._pipeline.may_move(self._job):
+            return
+        self._asking = asyncio.get_running_loop().create_task(self._ask(pause))
+
+    async def _ask(self, pause: Pause) -> None:
+        job, instance_id, paused = self._job, self._instance.instance_id, self._job.paused
+        try:
+            route = await self._pipeline.place_elsewhere(job, instance_id, pause.expected_s)
+        except asyncio.CancelledError:
+            return  # by us, at the end of the leg
+        except PolyphaseError as error:
+            log.debug("a paused job stays", job_id=job.spec.job_id, instance_id=instance_id, reason=error.message)
+            return
+        if paused is None or job.paused is not paused or paused.computed_s:
+            self._pipeline.stays(job)
+            return
+        log.info("a paused job moves", job_id=job.spec.job_id, instance_id=instance_id, tokens=len(job.tokens))
+        job.moving(instance_id, time.time() - paused.began_s, pause, route)
+        self.route = route
+        self._leg.reschedule(asyncio.get_running_loop().time())
 
 
 class OutOfPatience(Unavailable):
@@ -109,18 +162,21 @@ class Pipeline:
         self._reporter.report(job, job.timeline.outcome)
 
     async def _attempts(self, job: Job) -> None:
+        route: Route | None = None
         while not job.finished:
             job.begin_attempt()
-            route = await self._place_in_turn(job)
+            route = route or await self._place_in_turn(job)
             try:
-                await self._attempt(job, route)
+                route = await self._attempt(job, route)
             except PolyphaseError as error:
+                route = None
                 if job.finished:  # the client has it all; only our record of the end is missing
                     log.warning("lost the end of a finished job", job_id=job.spec.job_id, error=error.message)
                 else:
                     self._prepare_another(job, error)
 
     def _prepare_another(self, job: Job, error: PolyphaseError) -> None:
+        job.moved_from = ""  # where it was paused may be all that is left
         if isinstance(error, WrongRole | Busy | NotConnected):
             self._waited(job, RETRY_S, error)  # nothing was lost, but refusals in turn must not take for ever
         elif error.retriable:
@@ -149,20 +205,20 @@ class Pipeline:
             f"not tried again: send another request, or report this one; the last error was: {error.message}"
         ) from error
 
-    async def _attempt(self, job: Job, route: Route) -> None:
+    async def _attempt(self, job: Job, route: Route) -> Route | None:
+        """Serve the job on a route. Another one where it was paused and goes on there."""
         job.placed(route)
         self._reporter.report(job)
         if route.prefill is None:
             assert route.decode is not None
-            await self._decode(job, route.decode, None, route.decode_saved)
-            return
+            return await self._decode(job, route.decode, None, route.decode_saved)
         async with StagedKv(self._clients, job, route.prefill) as staged:
             prefilled = await self._prefill(job, route, route.prefill, staged)
             if job.finished:
-                return
+                return None
             if prefilled.handle is None:
                 raise self._broken(job, route.prefill, "staged no KV")
-            await self._decode_somewhere(job, prefilled.decode, prefilled.handle, staged)
+            return await self._decode_somewhere(job, prefilled.decode, prefilled.handle, staged)
 
     async def _place_in_turn(self, job: Job) -> Route:
         """A route. A job that has not begun waits for room at a decode instance before anything of it is computed, and
@@ -205,19 +261,18 @@ class Pipeline:
     async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
         """Ask a scheduler for a route; while none answers or nothing is ready, ask again for `patience_s`."""
         over_share = not job.begun and self._lines.shares.over(job.spec.caller, time.monotonic())
-        view = msgspec.structs.replace(job.view(decode_only=decode_only), over_share=over_share)
-        if self._wants_prefix:
-            view = msgspec.structs.replace(view, prefix=job.prefix)
+        view = msgspec.structs.replace(self._view(job, decode_only=decode_only), over_share=over_share)
         while True:
             asked_s = time.monotonic()
             try:
-                exclude, trace = tuple(job.failed_instances), job.placement_trace
+                exclude, trace = job.excluded, job.placement_trace
                 route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S, trace=trace)
                 break
             except PolyphaseError as error:
                 if not error.retriable and not isinstance(error, DeadlineExceeded):
                     raise
                 job.failed_instances.clear()  # an instance that failed once is better than none
+                job.moved_from = ""
                 self._waited(job, time.monotonic() - asked_s, error)
                 pause_s = min(max(RETRY_S, job.waited_s / 2), RETRY_AT_MOST_S)
                 await asyncio.sleep(pause_s)
@@ -225,6 +280,30 @@ class Pipeline:
         self._wants_prefix = route.wants_prefix
         job.spent(Span.PLACEMENT, time.time())
         return route
+
+    def may_move(self, job: Job) -> bool:
+        """Whether the job goes on elsewhere when it is paused. One that cannot be carried would have to repeat its
+        tokens one by one there.
+        """
+        spec = job.spec
+        return spec.carry and not spec.local_only and bool(job.tokens) and job.moves < self._settings.moves
+
+    async def place_elsewhere(self, job: Job, instance_id: str, pause_s: float) -> Route:
+        """A route on which a job that is paused there for `pause_s` more goes on clearly sooner. Raises Stays, and what
+        a placement raises.
+        """
+        view = msgspec.structs.replace(self._view(job), pause_s=pause_s)
+        exclude = (*job.failed_instances, instance_id)
+        return await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
+
+    def stays(self, job: Job) -> None:
+        """The job does not take the place that it was given: the scheduler hears where it decodes."""
+        self._reporter.report(job)
+
+    def _view(self, job: Job, *, decode_only: bool = False) -> JobView:
+        """What a scheduler is to know of the job."""
+        view = job.view(decode_only=decode_only)
+        return msgspec.structs.replace(view, prefix=job.prefix) if self._wants_prefix else view
 
     def _waited(self, job: Job, seconds: float, error: PolyphaseError) -> None:
         """Count time without an instance. There is one patience for all of it, and a token renews it."""
@@ -246,7 +325,7 @@ class Pipeline:
             export=not (full and job.spec.carry and job.remaining <= 1),
             codec=self._settings.kv_codec,
             decode=route.decode,
-            exclude=tuple(job.failed_instances),
+            exclude=job.excluded,
             dispatch=route.dispatch,
             saved=route.prefill_saved,
             trace=job.wire_trace,
@@ -269,19 +348,20 @@ class Pipeline:
 
     async def _decode_somewhere(
         self, job: Job, instance: InstanceRef | None, handle: KvHandle, staged: StagedKv
-    ) -> None:
-        """Decode; an instance that refuses, or is not there, leaves the same KV to another one."""
+    ) -> Route | None:
+        """Decode; an instance that refuses, or is not there, leaves the same KV to another one. See `_attempt`."""
         while True:
             if instance is None:
                 instance = await self._place_decode(job)
             try:
-                await self._decode(job, instance, handle)
+                moves_to = await self._decode(job, instance, handle)
             except (WrongRole, Busy, NotConnected) as refusal:
                 self._waited(job, RETRY_S, refusal)
                 instance = None
             else:
-                staged.ended_on(instance)
-                return
+                if moves_to is None:
+                    staged.ended_on(instance)
+                return moves_to
 
     async def _place_decode(self, job: Job) -> InstanceRef:
         route = await self._place(job, decode_only=True)
@@ -290,18 +370,28 @@ class Pipeline:
         job.decided("dispatch", route.decode.instance_id, route.reasons)
         return route.decode
 
-    async def _decode(self, job: Job, instance: InstanceRef, handle: KvHandle | None, saved: int = 0) -> None:
+    async def _decode(self, job: Job, instance: InstanceRef, handle: KvHandle | None, saved: int = 0) -> Route | None:
+        """Decode to the end, or until the job is paused and goes on by the route that is returned."""
         job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
-        request = DecodeRequest(job.view(), job.prompt, job.spec.generation, handle, saved, job.wire_trace, job.known)
-        with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
-            reply = await self._call(job, instance, DECODE, request, job.accept)
+        request = DecodeRequest(
+            job.view(), job.prompt, job.spec.generation, handle, saved, job.wire_trace, job.known, tell_pauses=True
+        )
+        try:
+            async with asyncio.timeout(None) as leg, _Moving(self, job, instance, leg) as moving:
+                with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
+                    reply = await self._call(job, instance, DECODE, request, job.accept)
+        except TimeoutError:
+            if not leg.expired():
+                raise
+            return moving.route
         spans.decode_ended(job, instance.instance_id, reply)
         if handle is not None and reply.transfer.outcome is TransferOutcome.RECOMPUTED:
             log.warning("KV was recomputed", job_id=job.spec.job_id, error=reply.transfer.error)
         if not job.finished:
             raise self._broken(job, instance, "ended the job without a reason")
+        return None
 
     def _broken(self, job: Job, instance: InstanceRef, what: str) -> EngineFailed:
         job.failed_instances.append(instance.instance_id)
@@ -317,8 +407,7 @@ class Pipeline:
         on_item: Callable[[Any], None],
     ) -> Reply:
         """One leg, for what is left of the job's time. What fails in it is its instance's failure and no other's."""
-        job.leg_first_step_s = 0.0
-        job.leg_instance = instance
+        job.begin_leg(instance)
         began_s = time.monotonic()
         try:
             reply = await self._clients.to(instance.rpc).call(method, request, timeout_s=job.left_s, on_item=on_item)

@@ -100,6 +100,7 @@ class GatewaySettings(TracedSettings):
     attempts: int = Field(4, gt=0)  # losses of a job, those that its progress forgave not counted, that end it
     loss_forgiven_tokens: int = Field(256, gt=0)  # of its answer, since its last loss, that forgive one
     losses_at_one_token: int = Field(2, gt=0)  # instances lost without a token in between that end it
+    moves: int = Field(2, ge=0)  # of a stream, to another instance, because its KV blocks were taken back; 0: none
     slo: dict[str, SloClass] = BUILT_IN
     service_tiers: dict[str, str] = BUILT_IN_TIERS  # OpenAI's tier → one of `slo`
     kv_codec: Codec = Codec.RAW  # of all transfers, if it is lossy; see `slo` for one by class and link

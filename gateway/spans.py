@@ -37,13 +37,13 @@ def decode_ended(job: Job, instance_id: str, reply: DecodeReply) -> None:
             transfer, started_s=transfer.started_s + shift_s, ended_s=transfer.ended_s + shift_s
         )
         if transfer.started_s > job.mark_s:  # else it was fetched beforehand
-            job.spent(Span.DECODE_QUEUE, min(transfer.started_s, first_step_s), instance_id)
+            job.spent_here(Span.DECODE_QUEUE, min(transfer.started_s, first_step_s), instance_id)
         job.record(Span.TRANSFER, transfer.started_s, transfer.ended_s, instance_id)
     job.timeline.transfers.append(transfer)
-    job.spent(Span.DECODE_QUEUE, min(reply.started_s + shift_s, first_step_s), instance_id)
+    job.spent_here(Span.DECODE_QUEUE, min(reply.started_s + shift_s, first_step_s), instance_id)
     if job.timeline.first_token_s == first_step_s:
         job.spent(Span.REPLY, first_step_s, instance_id)
-    job.spent(Span.DECODE, min(reply.ended_s + shift_s, replied_s), instance_id)
+    job.spent_here(Span.DECODE, min(reply.ended_s + shift_s, replied_s), instance_id)
 
 
 def leg_broke_off(job: Job, instance_id: str, error: BaseException) -> None:
@@ -51,8 +51,10 @@ def leg_broke_off(job: Job, instance_id: str, error: BaseException) -> None:
     now_s = time.time()
     if job.trace is not None and isinstance(error, PolyphaseError):
         job.trace.leg_lost(instance_id, job.mark_s, now_s, error.code)
-    if job.leg_first_step_s:
-        job.spent(Span.DECODE_QUEUE, job.leg_first_step_s, instance_id)
-        job.spent(Span.DECODE, now_s, instance_id)
+    job.end_pause(now_s)
+    first_s = job.leg_first_step_s or (job.pauses[0].began_s if job.pauses else 0.0)
+    if first_s:
+        job.spent_here(Span.DECODE_QUEUE, first_s, instance_id)
+        job.spent_here(Span.DECODE, now_s, instance_id)
     else:
         job.spent(Span.LOST, now_s, instance_id)

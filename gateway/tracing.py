@@ -22,7 +22,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 _OPERATIONS = {"/v1/completions": "text_completion"}  # else "chat", by OpenTelemetry's conventions for generative AI
 _CONTEXT = {b"traceparent", b"tracestate"}
-_OWN = {Span.HANDOVER, Span.REPLY}  # stretches that no other process can tell of
+_OWN = {Span.HANDOVER, Span.REPLY, Span.PAUSED, Span.RECOMPUTED}  # stretches that no other process tells of
 
 
 class RequestTrace:
@@ -73,6 +73,10 @@ class JobTrace:
     def failed(self, error: PolyphaseError) -> None:
         """The attempt under way is lost."""
         self._end_attempt(time.time(), error.code)
+
+    def moved(self) -> None:
+        """The attempt under way ends, because the job goes on elsewhere."""
+        self._end_attempt(time.time(), "")
 
     def placing(self, began_s: float) -> str:
         """A place is asked for, once or several times: what goes with the question."""

@@ -86,6 +86,13 @@ class Delayed(Overloaded):
     code = "delayed"
 
 
+class Stays(PolyphaseError):
+    """A paused job goes on soonest where it is: nothing was placed."""
+
+    code = "stays"
+    http_status = 409
+
+
 class Unavailable(PolyphaseError):
     """Something needed is broken or missing."""
 
@@ -186,6 +193,7 @@ _ALL: tuple[type[PolyphaseError], ...] = (
     Busy,
     Overloaded,
     Delayed,
+    Stays,
     Unavailable,
     Standby,
     Conflict,

@@ -29,6 +29,8 @@ STAGE: Mapping[Span, str] = {
     Span.TRANSFER: TRANSFER,
     Span.DECODE_QUEUE: IDLE,
     Span.DECODE: DECODE,
+    Span.PAUSED: BAD,
+    Span.RECOMPUTED: PREFILL,
     Span.LOST: BAD,
 }
 # Of things that are only to be told apart, such as policies side by side: in this order, then again from the front.

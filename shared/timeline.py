@@ -24,6 +24,8 @@ class Span(StrEnum):
     DECODE_QUEUE = "decode_queue"  # until there was room for its KV, and from when that was there until its first step
     # there has ended, prefill included where there was none before
     DECODE = "decode"
+    PAUSED = "paused"  # its KV blocks were taken back for others: until there was room for them again, or it left
+    RECOMPUTED = "recomputed"  # after that, until its next token
     LOST = "lost"  # on an instance that did not bring it to an end
 
 
@@ -41,7 +43,7 @@ class Decision(msgspec.Struct, frozen=True):
     """A choice that was made for the request, with what it rested on."""
 
     time_s: float
-    kind: str  # "placement", "dispatch", "split", "resume"
+    kind: str  # "placement", "dispatch", "split", "resume", "move"
     chosen: str
     reasons: tuple[Reason, ...] = ()
 

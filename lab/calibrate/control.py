@@ -80,7 +80,8 @@ def _stay(timeline: RequestTimeline) -> SpanRecord | None:
     prefill = _span(timeline, Span.PREFILL)
     if decode is None:
         return None
-    return SpanRecord(Span.DECODE, prefill.ended_s if prefill else decode.started_s, decode.ended_s, decode.instance_id)
+    ended_s = max(span.ended_s for span in timeline.spans if span.span is Span.DECODE)  # pauses may come between
+    return SpanRecord(Span.DECODE, prefill.ended_s if prefill else decode.started_s, ended_s, decode.instance_id)
 
 
 def _added(samples: Sequence[Sample], timelines: Timelines, steps: Steps) -> list[tuple[float, float]]:

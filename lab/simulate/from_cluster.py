@@ -85,6 +85,7 @@ def _run(gateway: GatewaySettings, monitor: MonitorSettings) -> dict[str, Any]:
     return {
         "codec": gateway.kv_codec,
         "patience_s": gateway.patience_s,
+        "moves": gateway.moves,
         "job_timeout_s": gateway.job_timeout_s,
         "max_queued_jobs": gateway.max_queued_jobs,
         "max_queued_tokens": gateway.max_queued_tokens,

@@ -118,12 +118,13 @@ class Placer:
         return self._decider.ledger
 
     def place(self, request: PlaceRequest) -> Route:
-        """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed."""
+        """Decide. Raises Unavailable, InvalidRequest, Overloaded, Delayed, Stays."""
         started, now = time.perf_counter(), time.time()
         try:
             route = self._decider.decide(request.job, request.exclude, now)
         except PolyphaseError as error:
-            self._refuse(request.job, error)
+            if not request.job.pause_s:  # else it has a place, and stays there
+                self._refuse(request.job, error)
             if self._journal is not None:
                 self._journal.add(Decided.refusal(request, now, error))
             raise

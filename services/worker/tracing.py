@@ -9,7 +9,7 @@ from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.errors import PolyphaseError
 from shared.runtime.logs import in_logs
 from shared.runtime.otlp import Trace, Tracer
-from shared.wire.messages import DecodeReply, DecodeRequest, PrefillReply, PrefillRequest, PrefillStarted
+from shared.wire.messages import DecodeReply, DecodeRequest, PrefillReply, PrefillRequest, PrefillStarted, TokenStep
 from shared.wire.methods import DECODE, PREFILL
 from shared.wire.rpc_server import Handlers, ServerCall
 
@@ -70,7 +70,7 @@ class _Watched(ServerCall):
 
     def send(self, item: object) -> None:
         """As of the call."""
-        if not self.first_s:
+        if not self.first_s and not (isinstance(item, TokenStep) and item.pause is not None):
             self.first_s, self.first = time.time(), item
         self._call.send(item)
 

@@ -199,7 +199,9 @@ class JobView(msgspec.Struct, frozen=True):
     begun: it has been placed before, so that it is not refused any more. over_share: whoever sent it has had more than
     others who ask at the same gateway. answer_tokens: for which room is kept, as its scheduler said; 0: max_tokens.
     can_wait: its gateway lets it wait for its place, whatever its class (versions before do not). waited_s: since it
-    arrived. started: its client has a token of the answer, and would see a pause.
+    arrived. started: its client has a token of the answer, and would see a pause. pause_s: expected until its next
+    token where it is, because its KV blocks were taken back there; it is placed elsewhere only where it goes on clearly
+    sooner. 0: it is not paused.
     """
 
     job_id: str
@@ -215,3 +217,4 @@ class JobView(msgspec.Struct, frozen=True):
     can_wait: bool = False
     waited_s: Finite = 0.0
     started: bool = False
+    pause_s: Finite = 0.0

@@ -14,7 +14,7 @@ _NEED = "{need_tokens:tokens} of KV needed"
 _PROMPT = "it computes {tokens:tokens} of {prompt_tokens}"
 
 PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
-    "filter: ready, not excluded, context fits": ("not {excluded}, where it has just failed",),
+    "filter: ready, not excluded, context fits": ("not {excluded}, where it has just failed or was paused",),
     "local_only: one instance must compute it whole": ("one instance must compute it whole",),
     "old loads: the monitor is silent": ("by loads that were {broadcast_age_s:s} old: the monitor is silent",),
     "placement:adaptive": lambda figures: _adaptive(figures),
@@ -73,6 +73,11 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
     "considered": lambda figures: "considered: "
     + ", ".join(f"{name} {_plain(value)}" for name, value in figures.items()),
     "classifier": ("by the classifier, {confidence:%} sure", "{expected_tokens:tokens} expected"),
+    "paused": (
+        "its KV memory there was taken back for other requests; it was expected to stay paused for {pause_s:s}",
+        "it had been so for {waited_s:s}",
+    ),
+    "sooner": ("its next token is expected in {elsewhere_s:s}, and in {pause_s:s} where it is paused",),
     "observed": ("by answers seen before", "{expected_tokens:tokens} expected"),
 }
 LOCAL = "local: "  # goes before why no prefill instance takes part

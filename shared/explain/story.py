@@ -21,6 +21,8 @@ _SPANS = {
     Span.TRANSFER: "Its KV came to {where} within {time}.",
     Span.DECODE_QUEUE: "It waited {time} for its first step on {where}.",
     Span.DECODE: "{where} produced its tokens in {time}.",
+    Span.PAUSED: "It was paused for {time}: {where} took its KV memory back for other requests.",
+    Span.RECOMPUTED: "{where} computed its tokens again in {time}, until the next one was there.",
     Span.LOST: "{where} did not bring it to an end: {time} are lost.",
 }
 _FOR_ROOM = "It waited {time} for room for its KV on {where}."
@@ -34,6 +36,8 @@ _OF_WHICH = {
     Span.TRANSFER: "for its KV to come to {where}",
     Span.DECODE_QUEUE: "until its first step on {where}",
     Span.DECODE: "in decode on {where}",
+    Span.PAUSED: "paused on {where}, without KV memory",
+    Span.RECOMPUTED: "computed again on {where}",
     Span.LOST: "lost on {where}",
 }
 
@@ -98,7 +102,10 @@ def _course(timeline: RequestTimeline) -> Iterator[str]:
     if timeline.gaps:
         after = f"after token {timeline.longest_gap_after:,}"
         yield f"the longest gap between two of them {duration(timeline.longest_gap_s)}, {after}"
-    if (attempts := max((span.attempt for span in timeline.spans), default=1)) > 1:
+    moved = sum(decision.kind == "move" for decision in timeline.decisions)
+    if moved:
+        yield f"moved {'once' if moved == 1 else f'{moved} times'} because it was paused"
+    if (attempts := max((span.attempt for span in timeline.spans), default=1) - moved) > 1:
         yield f"{attempts} attempts"
 
 
@@ -169,6 +176,8 @@ def _lead(decision: Decision, prompt_tokens: int) -> str:
             return "It had to wait for its turn"
         case "resume":
             return _resumed(decision)
+        case "move":
+            return _moved(decision)
     return f"{decision.kind.capitalize()}: {chosen}" if chosen else decision.kind.capitalize()
 
 
@@ -199,6 +208,14 @@ def _resumed(decision: Decision) -> str:
     tokens = next((one.figures["tokens"] for one in decision.reasons if "tokens" in one.figures), None)
     after = f" after {count(tokens, 'token')}" if isinstance(tokens, float | int) and tokens else ""
     return f"An attempt failed{after}; another one begins"
+
+
+def _moved(decision: Decision) -> str:
+    figures = decision.reasons[0].figures if decision.reasons else {}
+    tokens, left = figures.get("tokens"), figures.get("from", "its instance")
+    to = f" for {decision.chosen}" if decision.chosen else ""
+    after = f" after {count(tokens, 'token')}" if isinstance(tokens, float | int) else ""
+    return f"It left {left}{to}{after}"
 
 
 def _spans(timeline: RequestTimeline) -> Iterator[Sentence]:

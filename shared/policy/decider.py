@@ -56,7 +56,7 @@ class Decider:
     def decide(self, job: JobView, exclude: Collection[str], now: float) -> Route:
         """A route; it counts as load until broadcasts show it, and as work until the job ends.
 
-        Raises Unavailable, InvalidRequest; Overloaded, Delayed where the job's class allows it.
+        Raises Unavailable, InvalidRequest; Overloaded, Delayed where the job's class allows it; Stays for a paused job.
         """
         route = decide(job, self._live.current, self._following.made, now, self._rng, exclude)
         self.ledger.add(job, route, now)

@@ -7,15 +7,18 @@ from collections.abc import Collection
 from random import Random
 from typing import NamedTuple
 
+import msgspec
+
 from shared.domain.instance import InstanceView
 from shared.domain.job import FirstTokenOut, JobView, Slo, WhenFull
 from shared.domain.rates import UNKNOWN_STEPS
-from shared.domain.route import Route
-from shared.errors import Delayed, InvalidRequest, Overloaded, Unavailable
+from shared.domain.route import Reason, Route
+from shared.errors import Delayed, InvalidRequest, Overloaded, Stays, Unavailable
 from shared.policy.adaptive import AdaptiveSplit, saved_at
 from shared.policy.estimate import ENDLESS, DecodeSide, PrefillSide
 from shared.policy.index import ClusterIndex
 from shared.policy.options import Option, local, pair
+from shared.policy.pause import moves
 from shared.policy.placement import Policies, place
 
 LOOKS = 3
@@ -45,10 +48,13 @@ def decide(
     A class that yields looks further where its first choice would be in the way: up to `LOOKS` times without the
     instance at fault, but never against a fixed policy for splits.
     Raises what `place` raises; Overloaded with when to come again, for a class that may be refused and would miss its
-    targets; Delayed with when to ask again, for a class that yields.
+    targets; Delayed with when to ask again, for a class that yields; Stays for a paused job that would not go on
+    clearly sooner on the route. `exclude` then names where it is paused.
     """
     route = place(job, index, policies, now, rng, exclude)
     slo = job.slo
+    if job.pause_s > 0.0:
+        return _sooner(job, route, index, now, exclude)
     if job.begun:
         return route
     if slo.when_full is not WhenFull.DELAY:
@@ -66,6 +72,21 @@ def decide(
     if other is None:
         raise Delayed(said, cause=found.cause, retry_after_s=min(LATE_S, max(SOON_S, seconds)))
     return _held_back(job, other)
+
+
+def _sooner(job: JobView, route: Route, index: ClusterIndex, now: float, exclude: Collection[str]) -> Route:
+    """The route of a paused job, with what it saves among its reasons. Raises Stays where that is too little."""
+    option = _option(job, route, index, now, exclude)
+    if option is None:
+        raise Stays("no estimate of the route is known; the job stays where it is paused")
+    elsewhere_s = max(option.ttft_s, option.decode.room_s)
+    if not moves(job.pause_s, elsewhere_s):
+        raise Stays(
+            f"the next token is expected in {job.pause_s:.2f} s where the job is paused and in {elsewhere_s:.2f} s "
+            "elsewhere; it stays"
+        )
+    figures: dict[str, float | str] = {"pause_s": round(job.pause_s, 4), "elsewhere_s": round(elsewhere_s, 4)}
+    return msgspec.structs.replace(route, reasons=(Reason("sooner", figures), *route.reasons))
 
 
 def _held_back(job: JobView, route: Route) -> Route:
@@ -179,14 +200,19 @@ def _in_the_way(job: JobView, option: Option, index: ClusterIndex, now: float) -
     return None
 
 
-def _option(job: JobView, route: Route, index: ClusterIndex, now: float) -> Option | None:
-    """The estimate of a route. Where a dispatcher is to choose the decode instance, that of the least pressed one."""
+def _option(
+    job: JobView, route: Route, index: ClusterIndex, now: float, exclude: Collection[str] = ()
+) -> Option | None:
+    """The estimate of a route. Where a dispatcher is to choose the decode instance, that of the least pressed one that
+    it may choose.
+    """
     ledger, answers = index.ledger, index.ledger.answers
     own, others = answers.expected(job), ledger.needs.others(job.slo, now)
     if route.decode is not None:
         view = index.decode.get(route.decode.instance_id)
     else:
-        best = min((keys[0] for keys in index.pressures.classes() if keys), default=None)
+        firsts = (next((key for key in keys if key[2] not in exclude), None) for keys in index.pressures.classes())
+        best = min((key for key in firsts if key is not None), default=None)
         view = index.decode.get(best[2]) if best is not None else None
     if view is None:
         return None

@@ -1,7 +1,8 @@
 """A run: requests through a cluster in virtual time, by the policies that serve them live.
 
 One request's way: it arrives and is placed (`intake`), is computed on the prefill instance, handed over (`handover`:
-dispatch and KV transfer) and decoded to its end. What happens to instances on the way (flips, losses) is in `changes`.
+dispatch and KV transfer) and decoded to its end; a stream that is paused for want of KV blocks may go on elsewhere
+(`moves`). What happens to instances on the way (flips, losses) is in `changes`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from shared.sim.handover import Handover
 from shared.sim.instance import SimInstance
 from shared.sim.intake import Intake, Patience
 from shared.sim.legs import Legs
+from shared.sim.moves import Moves
 from shared.sim.outcomes import Gaps, SimResult, Status
 from shared.sim.record import Record
 from shared.sim.request import Leg, SimRequest
@@ -60,6 +62,7 @@ class _Simulation:
         self._intake = intake = Intake(run, loop, fleet, legs, record, patience, rng, auto)
         self._handover = Handover(run, loop, fleet, legs, record, intake, patience, rng)
         self._changes = Changes(run, loop, fleet, legs, intake, self._handover, auto)
+        self._moves = Moves(run, loop, fleet, intake)
 
     def result(self) -> SimResult:
         """Handle every event in order of time."""
@@ -103,6 +106,7 @@ class _Simulation:
     def preempted(self, leg: Leg) -> None:
         """See `EngineEvents`."""
         self._record.preempted(leg.request)
+        self._moves.preempted(leg)
 
     def done(self, leg: Leg, now: float) -> None:
         """A leg is over (see `EngineEvents`)."""

@@ -69,8 +69,9 @@ class Handover:
             request.decode = None  # it was bound at placement and has died since
         if request.decode is None:
             index = self._fleet.dispatch_index(request.prefill, now)
+            without = (request.moved_from,) if request.moved_from else ()
             try:
-                choice = choose_decode(self._run.policies.dispatch, request.job, index, (), now, self._rng)
+                choice = choose_decode(self._run.policies.dispatch, request.job, index, without, now, self._rng)
             except Unavailable:
                 self._wait(request, now)
                 return

@@ -16,9 +16,10 @@ from shared.domain.instance import (
 )
 from shared.domain.rates import LinkRate
 from shared.policy.kv_ahead import ahead_of, remaining_tokens
+from shared.policy.pause import Beside, pause_s
 from shared.sim.engine import Engine, EngineEvents
 from shared.sim.outcomes import Gaps, InstanceUse
-from shared.sim.request import SimRequest
+from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import InstanceSpec, RunSpec
 from shared.sim.waiting import WaitingLegs
 from shared.sim.wires import Wires
@@ -107,10 +108,31 @@ class SimInstance:
             leg = request.decode_leg
             if leg is None or request.decode != self.index or leg.lane is None:
                 continue
-            held, given = self.engines[leg.lane].progress(leg, now)
-            job = request.job
-            given += request.carried
-            yield held, remaining_tokens(given, job.answer_tokens or job.max_tokens, job.max_tokens)
+            yield self._ahead(request, leg, now)
+
+    def pause_s(self, leg: Leg, now: float) -> float:
+        """Seconds until the next token of a leg that was paused here is expected, as a worker estimates it."""
+        spec, lane, inside, first = self.spec, leg.lane or 0, [], 0
+        for request in self.requests:
+            other = request.decode_leg
+            if other is None or other is leg or request.decode != self.index or other.lane != leg.lane:
+                continue
+            if other.blocks:
+                inside.append(self._ahead(request, other, now))
+            elif other.pause > leg.pause:
+                first += other.tokens
+        limits = spec.limits
+        room = self.engines[lane].scheduler.memory.total * limits.block_tokens - first
+        beside = Beside.of(inside, limits.block_tokens)
+        held, left = self._ahead(leg.request, leg, now)
+        return pause_s(beside, room, held, left, limits.block_tokens, spec.rates.step, limits.batched_tokens)
+
+    def _ahead(self, request: SimRequest, leg: Leg, now: float) -> tuple[int, int]:
+        """The tokens that it holds, and those that its answer is expected to have yet."""
+        held, given = self.engines[leg.lane or 0].progress(leg, now)
+        job = request.job
+        given += request.carried
+        return held, remaining_tokens(given, job.answer_tokens or job.max_tokens, job.max_tokens)
 
     def _idle_view(self) -> InstanceView:
         """An instance without work looks the same until its role or state changes."""

@@ -7,9 +7,10 @@ import msgspec
 
 from shared.domain.job import WhenFull, itl_met
 from shared.domain.route import Route
-from shared.errors import Delayed, InvalidRequest, Overloaded, Unavailable
+from shared.errors import Delayed, InvalidRequest, Overloaded, PolyphaseError, Unavailable
 from shared.policy.assignment import assignments
 from shared.policy.fair_share import Shares
+from shared.policy.index import ClusterIndex
 from shared.policy.overload import decide
 from shared.sim.auto_flips import AutoFlips
 from shared.sim.events import NEVER, EventLoop, Handler
@@ -88,6 +89,23 @@ class Intake:
         """Place the request, or let it wait until it can be."""
         if not self._place(request, now):
             self._hold(request, now)
+
+    def move(self, request: SimRequest, leg: Leg, pause_s: float, now: float) -> bool:
+        """Place a stream elsewhere whose decode leg is paused for `pause_s` more; False where it stays."""
+        index, job, given = self._fleet.index(now), request.job, int(request.carried) + leg.given
+        here = self._fleet.instance(request.decode).spec.instance_id
+        prompt, left = job.prompt_tokens + given, max(0, job.max_tokens - given)
+        job = msgspec.structs.replace(job, prompt_tokens=prompt, max_tokens=left, pause_s=pause_s, started=True)
+        try:
+            route = decide(job, index, self._run.policies, now, self._rng, self._fleet.full_ids() | {here})
+        except PolyphaseError:
+            return False
+        output_left = request.output_left - self._legs.drop(request, now)
+        request.begin(msgspec.structs.replace(job, pause_s=0.0), output_left)
+        request.moves += 1
+        request.moved_from = here
+        self._take_place(request, route, index, now)
+        return True
 
     def retry(self, now: float) -> None:
         """Something has become free, or an instance has come: who waits may try again, in order."""
@@ -225,14 +243,17 @@ class Intake:
         if not request.job.begun:
             self._shares.charge(request.caller, request.job.prompt_tokens, 0)
             request.job = msgspec.structs.replace(request.job, begun=True)
+        self._take_place(request, route, index, now)
+        if self._auto is not None and request.attempt == 1:
+            self._auto.placed(request, route, now)
+        return True
+
+    def _take_place(self, request: SimRequest, route: Route, index: ClusterIndex, now: float) -> None:
         request.job = msgspec.structs.replace(request.job, answer_tokens=route.answer_tokens)
         self._fleet.ledger.add(request.job, route, now)
         for assignment in assignments(request.job, route, now):
             index.book(assignment)
-        if self._auto is not None and request.attempt == 1:
-            self._auto.placed(request, route, now)
         self._begin(request, route, now)
-        return True
 
     def _refused(self, request: SimRequest, retry_after_s: float, now: float) -> None:
         """Its client comes again when it was told to, or not at all."""

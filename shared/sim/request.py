@@ -40,6 +40,8 @@ class SimRequest:
         "last_token_s",
         "late",
         "longest_gap_s",
+        "moved_from",
+        "moves",
         "output_left",
         "over",
         "prefill",
@@ -71,6 +73,7 @@ class SimRequest:
         self.arrived_s = arrived_s  # when its client sent it
         self.prefix = prefix
         self.attempt = 1
+        self.moves = 0  # how often it went on elsewhere because it was paused
         self.over = False
         self.waits_from_s = -1.0  # for an instance that can take it; negative while it has one
         self.waited_s = 0.0  # so, before that, since its last token
@@ -85,6 +88,7 @@ class SimRequest:
         """A new attempt, with nothing computed."""
         self.job = job
         self.output_left = output_left
+        self.moved_from = ""  # the instance where it was paused, and is not to decode now
         self.split = 0
         self.carried = False  # the prefill instance gives an output token, from which decode goes on
         self.prefill: int | None = None
@@ -134,6 +138,7 @@ class Leg:
         "lane",
         "last_token_s",
         "left",
+        "pause",
         "prefix",
         "remote",
         "request",
@@ -169,6 +174,9 @@ class Leg:
         self.wanted = left
         self.lane: int | None = None
         self.cancelled = False
+        self.pause = (
+            0  # counts up over all legs of a run: the last one that was paused is the next to have blocks again
+        )
 
     @property
     def started(self) -> bool:

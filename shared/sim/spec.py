@@ -132,6 +132,7 @@ class RunSpec:
     token; what takes longer is stopped. max_queued_jobs, max_queued_tokens: requests without a first token, and their
     prompt tokens, beyond which new ones are refused at once; those that are delayed for heavier classes are not among
     them, and wait for `delay_s` at most. returns: how often a client that was told when to come again does so.
+    moves: how often at most a stream that is paused, because its KV blocks were taken back, goes on elsewhere.
     drain_timeout_s: a flip whose drain takes longer is given up, and the instance keeps its role.
     max_tokens: what clients ask for at most, all that policies know of a length that nobody predicts; None: what they
     get.
@@ -168,6 +169,7 @@ class RunSpec:
     max_queued_tokens: int | None = None
     delay_s: float = float("inf")
     returns: int = 0
+    moves: int = 2
     drain_timeout_s: float = float("inf")
     max_tokens: int | None = None
     concurrency: int = 0

@@ -176,7 +176,8 @@ class DecodeRequest(msgspec.Struct):
     """Produce tokens after the `prompt`, packed, of which the KV of the first `handle.tokens` can be pulled.
 
     `saved`: prompt tokens whose KV the instance is known to hold. `known`: the tokens that the client has of an answer
-    that cannot be carried, packed; the engine repeats them, and they are not among the items.
+    that cannot be carried, packed; the engine repeats them, and they are not among the items. tell_pauses: the caller
+    understands items that say that the job is paused.
     """
 
     job: JobView
@@ -186,6 +187,7 @@ class DecodeRequest(msgspec.Struct):
     saved: int = 0
     trace: str = ""
     known: bytes = b""
+    tell_pauses: bool = False
 
     def __post_init__(self) -> None:
         whole(self.prompt)
@@ -197,8 +199,19 @@ class DecodeRequest(msgspec.Struct):
         return length(self.prompt)
 
 
+class Pause(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The blocks of a stream were taken back for others: its next token is expected after `expected_s`.
+
+    computing: it has blocks again, and its tokens are being computed.
+    """
+
+    expected_s: Finite
+    computing: bool = False
+
+
 class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Tokens that one engine step gave one job. The last step of a job carries its finish reason.
+    """Tokens that one engine step gave one job. The last step of a job carries its finish reason. Instead of tokens it
+    may say that the job is paused.
 
     "abort", "error" and "refused" (with the cause as `stop_reason`) stay between an engine and its worker: a gateway
     gets "stop", "length" or "repetition", or an error. `logprobs` and `prompt_logprobs` are opaque here.
@@ -209,6 +222,7 @@ class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     stop_reason: int | str | None = None
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""
+    pause: Pause | None = None
 
 
 class DecodeReply(msgspec.Struct):

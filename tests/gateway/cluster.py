@@ -1,5 +1,6 @@
 """A cluster without engines: a scheduler and workers on real sockets that follow the protocol."""
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
@@ -44,6 +45,9 @@ class Cluster:
     no_route: PolyphaseError = field(default_factory=lambda: Unavailable("no decode instance"))
     wants_prefix: bool = False
     saved: int = 0  # tokens of each prompt that its instances are said to hold
+    no_move: PolyphaseError | None = None  # the answer where a paused job is to be placed
+    on_pause: asyncio.Event = field(default_factory=asyncio.Event)  # a place was asked for a paused job
+    may_answer: asyncio.Event | None = None  # until then that question waits
 
     async def scheduler_down(self) -> None:
         await self.scheduler.__aexit__(None, None, None)
@@ -54,6 +58,12 @@ class Cluster:
 
     async def place(self, request: PlaceRequest, _: ServerCall) -> Route:
         self.places.append(request)
+        if request.job.pause_s:
+            self.on_pause.set()
+            if self.may_answer is not None:
+                await self.may_answer.wait()
+            if self.no_move is not None:
+                raise self.no_move
         usable = [worker for worker in self.decodes if worker.name not in request.exclude]
         if not usable:
             raise self.no_route

@@ -71,6 +71,7 @@ class Worker:
     before_token: "Callable[[int], object] | None" = None
     prefills: list[PrefillRequest] = field(default_factory=list)
     decodes: list[DecodeRequest] = field(default_factory=list)
+    calls: list[ServerCall] = field(default_factory=list)  # of these
     prefetched: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)  # prefetches that were cancelled
@@ -89,7 +90,15 @@ class Worker:
         self.chunked = self.stubborn = False
         self.dispatches = True
         self.fetching = None
-        for seen in (self.prefills, self.decodes, self.prefetched, self.released, self.dropped, self.timeouts):
+        for seen in (
+            self.prefills,
+            self.decodes,
+            self.calls,
+            self.prefetched,
+            self.released,
+            self.dropped,
+            self.timeouts,
+        ):
             seen.clear()
         self.cancelled.clear()
 
@@ -143,6 +152,7 @@ class Worker:
         if self.refuse:
             raise self.refuse
         self.decodes.append(request)
+        self.calls.append(call)
         self.timeouts.append(call.timeout_s)
         tokens, known = unpacked(request.prompt), unpacked(request.known)
         try:

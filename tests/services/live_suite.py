@@ -73,7 +73,7 @@ class LiveSuite:
         self.schedulers.append(app)
         self.addresses.append(settings.rpc_address)
 
-    async def start_instance(self, name: str, role: str) -> None:
+    async def start_instance(self, name: str, role: str, **more: Any) -> None:
         ports = {key: free_port() for key in ("rpc_port", "http_port", "kv_port")}
         settings = WorkerSettings(
             instance_id=name,
@@ -84,9 +84,7 @@ class LiveSuite:
             monitor_url=self.monitor_url,
             heartbeat_address=self.monitor_settings.heartbeat_address,
             broadcast_address=self.monitor_settings.broadcast_address,
-            kv_cache_bytes=1 << 30,
-            emulated_step_s=0.001,
-            **ports,  # type: ignore[arg-type]
+            **{"kv_cache_bytes": 1 << 30, "emulated_step_s": 0.001, **ports, **more},
         )
         self.instances[name] = await self.stack.enter_async_context(worker_app.running(settings, CollectorRegistry()))
 
@@ -116,8 +114,10 @@ async def serving(app: FastAPI, port: int) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def live_suite(folder: Path, schedulers: int = 2) -> AsyncIterator[LiveSuite]:
-    """With instances p0 and d0, once every scheduler knows that they are ready."""
+async def live_suite(
+    folder: Path, schedulers: int = 2, decode: dict[str, Any] | None = None
+) -> AsyncIterator[LiveSuite]:
+    """With instances p0 and d0, once every scheduler knows that they are ready. decode: settings of d0."""
     async with AsyncExitStack() as stack:
         settings = MonitorSettings(
             heartbeat_address=free_address(),
@@ -131,7 +131,7 @@ async def live_suite(folder: Path, schedulers: int = 2) -> AsyncIterator[LiveSui
         for _ in range(schedulers):
             await suite.start_scheduler()
         await suite.start_instance("p0", "prefill")
-        await suite.start_instance("d0", "decode")
+        await suite.start_instance("d0", "decode", **(decode or {}))
         await until(lambda: suite.known(2), "both instances are known to be ready", timeout_s=20)
         yield suite
 

@@ -36,7 +36,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     `first_token_only` makes the engine stop after one token, whatever the sampling parameters say:
     it does not decode here. The output begins with `forced_tokens`, whatever the engine would have chosen, and goes on
     as if it had chosen them. The engine calls on its own thread: `has_room` when it is the next, whether it may enter
-    now, which from then on it may; `entered` whenever it leaves the line of those that wait.
+    now, which from then on it may; `entered` whenever it leaves the line of those that wait; `preempted` whenever its
+    blocks are taken back and it waits again.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     forced_tokens: list[int] = []
     has_room: Callable[[], bool] = _always
     entered: Callable[[], None] = _nothing
+    preempted: Callable[[], None] = _nothing
 
     def expecting(self, prediction: LengthPrediction) -> "EngineRequest":
         """The same with this prediction of its answer's length."""

@@ -345,7 +345,7 @@ class EmulatedScheduler:
         self._release(entry)
         entry.computed, entry.ready_s = 0, 0.0
         self.preemptions += 1
-        self.waiting.put_back(entry)
+        self.waiting.preempted(entry)
 
     def _inside(self) -> list[Decoding]:
         return [

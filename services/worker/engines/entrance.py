@@ -74,6 +74,11 @@ class Entrance(Generic[Item]):
         """One that has entered before waits again, before all others of its class, or of the streams of its class."""
         self._line.put_back(item, self._request_of(item).job.slo.weight, started=self.started(item))
 
+    def preempted(self, item: Item) -> None:
+        """One that was inside has lost its blocks: it waits as one that is put back, and its worker hears of it."""
+        self.put_back(item)
+        self._request_of(item).preempted()
+
     def remove(self, item: Item) -> bool:
         """Somebody gives up; False when it is not here."""
         return self._line.remove(item)

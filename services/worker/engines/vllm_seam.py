@@ -58,16 +58,14 @@ class EngineQueue(RequestQueue):  # type: ignore[misc]  # vLLM is untyped here
     def prepend_request(self, request: Request) -> None:
         """A preempted one."""
         self.preemptions += 1
-        self._back(request)
+        self.inside.pop(request.request_id, None)
+        self._entrance.preempted(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Those that could not start, in reverse order."""
         for request in requests:
-            self._back(request)
-
-    def _back(self, request: Request) -> None:
-        self.inside.pop(request.request_id, None)
-        self._entrance.put_back(request)
+            self.inside.pop(request.request_id, None)
+            self._entrance.put_back(request)
 
     def remove_request(self, request: Request) -> None:
         """It gives up."""

@@ -12,26 +12,33 @@ from services.worker.engines.base import FAILED, Engine, EngineRequest, failure
 from services.worker.jobs.roles import RoleState
 from services.worker.kv import lossy_salt
 from services.worker.kv.port import ExpectedImport, KvPort
-from shared.domain.instance import Role
+from shared.domain.instance import InstanceInfo, Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
 from shared.errors import EngineFailed
 from shared.policy.kv_ahead import ahead_of, remaining_tokens
 from shared.policy.lengths import is_heavy
-from shared.wire.messages import DecodeReply, DecodeRequest, Predicted, PrefetchRequest, TokenStep
+from shared.policy.pause import PAUSE_NEWS_S, Beside, pause_s
+from shared.wire.messages import DecodeReply, DecodeRequest, Pause, Predicted, PrefetchRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
 
+BESIDE_S = 0.1  # for so long what is made of all jobs stands
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Decode:
     """One job here. `uncomputed`: prompt tokens to prefill here, 0 from its first token on."""
 
     request: DecodeRequest
+    call: ServerCall
     context_tokens: int
     uncomputed: int
     imported: ExpectedImport | None
     started: bool = False
     told: bool = False  # how its KV came here
+    inside: bool = False  # the engine has given it blocks
+    pause: int = 0  # counts up over all jobs: the last one that was paused is the next to have blocks again. 0: none
+    news: asyncio.TimerHandle | None = None  # of its pause, once more
 
     @property
     def ahead(self) -> tuple[int, int]:
@@ -60,15 +67,25 @@ class _KnownTokens:
 
 
 class DecodeService:
-    """Serves `decode` and `prefetch`. `on_transfer` hears of KV that came here, and how that went."""
+    """Serves `decode` and `prefetch`. `on_transfer` hears of KV that came here, and how that went; `info`: this
+    instance with its present rates.
+    """
 
     def __init__(
-        self, engine: Engine, kv: KvPort, roles: RoleState, on_transfer: Callable[[KvHandle, TransferReport], None]
+        self,
+        engine: Engine,
+        kv: KvPort,
+        roles: RoleState,
+        on_transfer: Callable[[KvHandle, TransferReport], None],
+        info: Callable[[], InstanceInfo],
     ) -> None:
         self._engine = engine
         self._kv = kv
         self._roles = roles
         self._on_transfer = on_transfer
+        self._info = info
+        self._pauses = 0
+        self._beside: tuple[float, Beside] | None = None  # when (monotonic), and who has blocks here
         self._active: dict[str, _Decode] = {}
         self._prefetches: dict[str, bytes] = {}  # transfers that no job has come for yet, and who asked
         self._sequence = 0
@@ -165,21 +182,22 @@ class DecodeService:
         self._sequence += 1
         request_id = f"{request.job.job_id}#d{self._sequence}"
         imported = self._kv.expect(request.handle) if request.handle is not None else None
-        job = self._active[request_id] = _Decode(request, request.prompt_tokens, _to_prefill(request), imported)
+        job = self._active[request_id] = _Decode(request, call, request.prompt_tokens, _to_prefill(request), imported)
         try:
-            return await self._run(request_id, job, call)
+            return await self._run(request_id, job)
         finally:
             del self._active[request_id]
+            self._no_news(job)
             self._engine.abort(request_id)
             if imported is not None:
                 if job.started and not job.told and (report := self._kv.known_report(imported)):
                     self._on_transfer(imported.handle, report)  # its client has enough, or is gone
                 self._kv.end(imported)
 
-    async def _run(self, request_id: str, job: _Decode, call: ServerCall) -> DecodeReply:
-        request = job.request
+    async def _run(self, request_id: str, job: _Decode) -> DecodeReply:
+        request, call, loop = job.request, job.call, asyncio.get_running_loop()
         known = _KnownTokens(unpacked(request.known))
-        ended: asyncio.Future[TokenStep] = asyncio.get_running_loop().create_future()
+        ended: asyncio.Future[TokenStep] = loop.create_future()
         queued_s = time.time()
         started_s = 0.0
 
@@ -202,7 +220,13 @@ class DecodeService:
             if output.finish_reason:
                 ended.set_result(output)
 
-        self._engine.submit(_engine_request(request_id, request), step)
+        def entered() -> None:
+            loop.call_soon_threadsafe(self._entered, request_id)
+
+        def preempted() -> None:
+            loop.call_soon_threadsafe(self._preempted, request_id)
+
+        self._engine.submit(_engine_request(request_id, request, entered, preempted), step)
         if request.handle is not None:
             self._prefetches.pop(request.handle.transfer_id, None)  # the engine's now, to import or to drop
         last = await ended
@@ -210,6 +234,50 @@ class DecodeService:
         if (error := failure(request.job.job_id, last)) is not None:
             raise error
         return DecodeReply(await self._transfer(job), queued_s, started_s, ended_s)
+
+    def _entered(self, request_id: str) -> None:
+        """The engine has given a job blocks."""
+        if (job := self._active.get(request_id)) is None:
+            return
+        if job.news is not None:
+            self._no_news(job)
+            job.call.send(TokenStep([], pause=Pause(self._pause_s(job), computing=True)))
+        job.inside, job.pause, self._beside = True, 0, None
+
+    def _preempted(self, request_id: str) -> None:
+        """The engine has taken a job's blocks back."""
+        if (job := self._active.get(request_id)) is None:
+            return
+        self._pauses += 1
+        job.inside, job.pause, self._beside = False, self._pauses, None
+        if job.request.tell_pauses and (job.started or job.request.job.started):
+            self._tell_pause(job)
+
+    def _tell_pause(self, job: _Decode) -> None:
+        """Now, and again while it lasts."""
+        self._no_news(job)
+        job.call.send(TokenStep([], pause=Pause(self._pause_s(job))))
+        job.news = asyncio.get_running_loop().call_later(PAUSE_NEWS_S, self._tell_pause, job)
+
+    def _no_news(self, job: _Decode) -> None:
+        if job.news is not None:
+            job.news.cancel()
+            job.news = None
+
+    def _pause_s(self, job: _Decode) -> float:
+        """Seconds until the next token of a paused job is expected."""
+        info, now_mono = self._info(), time.monotonic()
+        if self._beside is None or now_mono - self._beside[0] > BESIDE_S:
+            self._beside = now_mono, self._have_blocks(info.block_size)
+        first = sum(one.context_tokens for one in self._active.values() if one.pause > job.pause)
+        room = self._engine.stats().total_blocks * info.block_size - first
+        return pause_s(self._beside[1], room, *job.ahead, info.block_size, info.rates.step, info.chunk_size)
+
+    def _have_blocks(self, block_size: int) -> Beside:
+        stats, inside = self._engine.stats(), [one for one in self._active.values() if one.inside]
+        held, used = sum(one.context_tokens for one in inside), (stats.total_blocks - stats.free_blocks) * block_size
+        part = min(1.0, used / held) if held and used > 0 else 1.0  # see `kv_ahead`
+        return Beside.of([(ceil(part * now), left) for now, left in (one.ahead for one in inside)], block_size)
 
     async def _transfer(self, job: _Decode) -> TransferReport:
         if job.imported is None:
@@ -226,7 +294,9 @@ def _to_prefill(request: DecodeRequest) -> int:
     return max(0, request.prompt_tokens - 1 - max(imported, request.saved))
 
 
-def _engine_request(request_id: str, request: DecodeRequest) -> EngineRequest:
+def _engine_request(
+    request_id: str, request: DecodeRequest, entered: Callable[[], None], preempted: Callable[[], None]
+) -> EngineRequest:
     handle, generation = request.handle, request.generation
     if handle is not None and handle.codec.lossy:
         # Blocks that hold approximate KV must never be found by a request that wants exact ones.
@@ -239,4 +309,6 @@ def _engine_request(request_id: str, request: DecodeRequest) -> EngineRequest:
         max_tokens=request.job.max_tokens,
         import_from=handle,
         forced_tokens=unpacked(request.known),
+        entered=entered,
+        preempted=preempted,
     )

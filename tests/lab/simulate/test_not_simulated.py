@@ -66,6 +66,7 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
         "max_queued_tokens": (4096, {}),
         "job_timeout_s": (60.0, {}),
         "patience_s": (1.0, {}),
+        "moves": (0, {}),
         "slo": ({"default": {"ttft_s": 0.5}}, {}),
         "kv_codec": ("int8", {}),
     },

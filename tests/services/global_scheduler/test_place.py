@@ -9,7 +9,7 @@ from shared.domain.instance import InstanceState, Role
 from shared.domain.job import JobView, Phase
 from shared.domain.policies import ROUTING, PolicySet
 from shared.domain.route import PolicySpec
-from shared.errors import InvalidRequest, PeerLost, Unavailable
+from shared.errors import InvalidRequest, PeerLost, Stays, Unavailable
 from tests.ports import free_address
 from tests.services.control_plane import text, until
 from tests.services.global_scheduler.conftest import Scheduler, Start, report
@@ -55,6 +55,22 @@ async def test_exclusion(scheduler: Scheduler) -> None:
     assert (route.prefill, route.split) == (None, 0)
     with pytest.raises(Unavailable, match="just failed this job"):
         await scheduler.client.place(job(), exclude=("d0",), timeout_s=5)
+
+
+async def test_a_paused_job_that_stays_is_neither_placed_nor_refused(scheduler: Scheduler) -> None:
+    await scheduler.hear(**{**CLUSTER, "d1": Role.DECODE})
+    await scheduler.client.place(job(), timeout_s=5)
+    with capture_logs() as lines:
+        with pytest.raises(Stays):
+            await scheduler.client.place(job(begun=True, pause_s=0.001), exclude=("d0",), timeout_s=5)
+        with pytest.raises(Unavailable):
+            await scheduler.client.place(job(begun=True, pause_s=60.0), exclude=("d0", "d1"), timeout_s=5)
+        route = await scheduler.client.place(job(begun=True, pause_s=60.0), exclude=("d0",), timeout_s=5)
+    assert route.reasons[0].what == "sooner"
+    assert not [line for line in lines if line["event"] in ("no placement", "placed after all")]
+    metrics = await text(scheduler.transport, "/metrics")
+    assert "polyphase_scheduler_refused_total{" not in metrics
+    assert 'polyphase_scheduler_placements_total{kind="full"} 2.0' in metrics
 
 
 async def test_nobody_there_and_impossible_are_kept_apart(scheduler: Scheduler) -> None:

@@ -94,7 +94,10 @@ def test_every_entry_is_written_somewhere() -> None:
             "0.2 s until it would be through, as at p-0",
         ),
         (Reason("filter: ready, not excluded, context fits", {"broadcast": 4, "instances": 2}), ""),
-        (Reason("filter: ready, not excluded, context fits", {"excluded": "p-0"}), "not p-0, where it has just failed"),
+        (
+            Reason("filter: ready, not excluded, context fits", {"excluded": "p-0"}),
+            "not p-0, where it has just failed or was paused",
+        ),
         (Reason("local: no prefill instance is ready"), "without a prefill instance: no prefill instance is ready"),
         (Reason("split:full", {"tokens": 800, "prompt_tokens": 800}), "it computes 800 tokens of 800"),
         (

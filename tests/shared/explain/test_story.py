@@ -115,6 +115,32 @@ def test_a_lost_attempt() -> None:
     assert "decode-1 produced its tokens in 2 s (attempt 2)." in texts
 
 
+def test_a_pause_and_a_move() -> None:
+    timeline = disaggregated()
+    figures: dict[str, float | str] = {"from": "decode-0", "tokens": 12, "waited_s": 0.5, "pause_s": 4.0}
+    sooner: dict[str, float | str] = {"pause_s": 4.0, "elsewhere_s": 0.25}
+    timeline.decisions = [
+        Decision(102.0, "move", "decode-1", (Reason("paused", figures),)),
+        Decision(102.1, "placement", "prefill-0", (Reason("sooner", sooner),)),
+    ]
+    timeline.spans += [
+        SpanRecord(Span.PAUSED, 101.0, 101.25, "decode-0"),
+        SpanRecord(Span.RECOMPUTED, 101.25, 101.5, "decode-0"),
+        SpanRecord(Span.PAUSED, 101.5, 102.0, "decode-0"),
+        SpanRecord(Span.DECODE, 102.0, 104.0, "decode-1", 2),
+    ]
+    told = explain(timeline)
+    assert told.headline.endswith("; moved once because it was paused.")
+    texts = [one.text for one in told.steps]
+    assert "It was paused for 0.25 s: decode-0 took its KV memory back for other requests." in texts
+    assert "decode-0 computed its tokens again in 0.25 s, until the next one was there." in texts
+    assert (
+        "It left decode-0 for decode-1 after 12 tokens: its KV memory there was taken back for other requests; it was "
+        "expected to stay paused for 4 s; it had been so for 0.5 s."
+    ) in texts
+    assert ("Prefill went to prefill-0: its next token is expected in 0.25 s, and in 4 s where it is paused.") in texts
+
+
 @pytest.mark.parametrize(
     ("decision", "said"),
     [

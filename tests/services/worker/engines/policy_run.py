@@ -71,6 +71,8 @@ async def small_kv(run: WatchedEngine) -> dict[str, Any]:
         found[name] = {
             "preemptions": run.preemptions - before,
             "told": run.engine.stats().preemptions - told,
+            "paused": sum(each in names for each in run.paused),
+            "entered": sum(each in names for each in run.entered),
             "tokens": [run.tokens[each] for each in names],
         }
     run.follow()

@@ -20,7 +20,7 @@ from services.worker.settings import WorkerSettings
 from shared.cost.kinds import EngineKind, Stage, Workshop
 from shared.cost.library import Library
 from shared.cost.models import bundled_geometry
-from shared.domain.instance import Role
+from shared.domain.instance import InstanceInfo, Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.prompt import packed
@@ -28,6 +28,7 @@ from shared.errors import InvalidRequest
 from shared.wire.messages import DecodeRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
 from shared.wire.steps import StepRecord
+from tests.services.fake_worker import make_info
 from tests.services.worker.jobs.sides import Call
 
 STEP_S = 0.002
@@ -91,6 +92,10 @@ async def finish(running: EmulatedEngine, *requests: EngineRequest) -> dict[str,
     async with asyncio.timeout(10):
         await asyncio.gather(*(event.wait() for event in ended.values()))
     return tokens
+
+
+def _unmeasured() -> InstanceInfo:
+    return make_info("d0", "tcp://a:1")
 
 
 def steps(running: EmulatedEngine) -> tuple[StepRecord, ...]:
@@ -158,7 +163,9 @@ async def test_an_import_takes_its_time_on_the_link() -> None:
 async def test_a_wait_for_room_is_no_part_of_a_transfer_over_a_link_that_takes_no_time() -> None:
     async with engine(kv_cache_bytes=4 * 32 * 131_072) as running:  # four blocks of 32 tokens
         kv = handle(50)
-        service = DecodeService(running, EmulatedPort(kv, running.link), RoleState(Role.DECODE), lambda *_: None)
+        service = DecodeService(
+            running, EmulatedPort(kv, running.link), RoleState(Role.DECODE), lambda *_: None, _unmeasured
+        )
         holds = asyncio.create_task(finish(running, request("holds all blocks", 70, 50)))
         while running.stats().free_blocks > 1:
             await asyncio.sleep(0)

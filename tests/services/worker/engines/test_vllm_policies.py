@@ -55,7 +55,14 @@ def test_reserving_admissions_preempt_less_than_greedy(found: dict[str, Any]) ->
 
 def test_preemptions_are_counted(found: dict[str, Any]) -> None:
     runs = {name: run for name, run in found["small_kv"].items() if name != "alone"}
-    assert {name: run["told"] for name, run in runs.items()} == {name: run["preemptions"] for name, run in runs.items()}
+    counted = {name: run["preemptions"] for name, run in runs.items()}
+    assert {name: run["told"] for name, run in runs.items()} == counted
+
+
+def test_a_request_is_told_each_time_that_it_loses_its_blocks_and_has_some_again(found: dict[str, Any]) -> None:
+    for name, run in found["small_kv"].items():
+        if name != "alone":
+            assert (run["paused"], run["entered"]) == (run["preemptions"], 8 + run["preemptions"])
 
 
 def test_whole_prompts_are_ordered_where_they_decode_and_wait_for_the_gate(found: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ class WatchedEngine:
         self.engine = engine
         self.settings = settings
         self.entered: list[str] = []
+        self.paused: list[str] = []  # each time that one lost its blocks
         self.ended: list[str] = []
         self.tokens: dict[str, list[int]] = {}
         self.first_s: dict[str, float] = {}
@@ -76,8 +77,8 @@ class WatchedEngine:
         job = JobView(name, len(prompt), tokens, slo, prediction=said, started=more.pop("started", False))
         given = msgspec.msgpack.encode(sampling)
         generation = Generation(given, time.time())
-        entered = partial(self._entered, name)
-        self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, entered=entered, **more), sink)
+        more |= {"entered": partial(self._entered, name), "preempted": partial(self.paused.append, name)}
+        self.engine.submit(EngineRequest(name, job, prompt, generation, tokens, **more), sink)
 
     def _entered(self, name: str) -> None:  # on the engine's thread, between two looks at the gate
         self.entered.append(name)
