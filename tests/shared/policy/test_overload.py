@@ -19,7 +19,7 @@ from shared.policy.index import ClusterIndex
 from shared.policy.kv_ahead import ahead_of
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.overload import HOLD_LOOK_S, LATE_S, QUEUE_S, SOON_S, decide
-from shared.policy.placement import LeastLoad, Policies
+from shared.policy.placement import LeastLoad, Policies, place
 from shared.policy.split import FullSplit
 from tests.shared.policy.views import decode, prefill, view
 
@@ -30,12 +30,13 @@ BATCH = Slo("batch", 600.0, 1.0, 0.1, WhenFull.DELAY)
 FREE = Slo("free", 2.0, 0.1, 1.0, WhenFull.NEVER)
 
 
-def rates() -> Rates:
-    """Steps of 20 ms, 0.1 ms a prompt token, 0.1 ms a decode."""
+def rates(slower: float = 1.0) -> Rates:
+    """Steps of 20 ms, 0.1 ms a prompt token, 0.1 ms a decode, or so many times that."""
+    fixed_s, token_s, more = slower * 0.02, slower * 1e-4, {"sequence_s": slower * 1e-4, "context_s": slower * 2e-7}
     step = StepRates(
-        StepForm(0.02, 1e-4, 1e-9),
-        StepForm(0.02, sequence_s=1e-4, context_s=2e-7),
-        StepForm(0.02, 1e-4, 1e-9, sequence_s=1e-4, context_s=2e-7),
+        StepForm(fixed_s, token_s, slower * 1e-9),
+        StepForm(fixed_s, **more),
+        StepForm(fixed_s, token_s, slower * 1e-9, **more),
     )
     return Rates(step=step)
 
@@ -280,6 +281,19 @@ def test_a_job_goes_where_its_answer_has_room_to_its_end() -> None:
     """The other instance decodes more at present."""
     busier = d("e", 24, kv_ahead=ahead_of([(506, 20)] * 24, 16))
     assert ask(waiting(), p(), full("d", 8), busier).decode == ref_of(busier)
+
+
+@pytest.mark.parametrize("factor", [3.0, 8.0])
+def test_a_job_does_not_wait_for_the_best_instance_where_another_one_meets_its_targets(factor: float) -> None:
+    """Those behind the job would wait, too. The other takes 60 ms a token, or 160 of the 100 that are allowed."""
+    fast, slow = full(left=8), decode("slow", rates=rates(factor), total_blocks=40_000, max_seqs=256)
+    index = ClusterIndex(ClusterView(1, 0.0, (p(), fast, slow)), rng=Random(0))
+    assert place(waiting(), index, ALL, 0.0, Random(0)).decode == ref_of(fast)
+    if factor == 3.0:
+        assert decide(waiting(), index, ALL, 0.0, Random(0)).decode == ref_of(slow)
+    else:
+        with pytest.raises(Delayed, match="room"):
+            decide(waiting(), index, ALL, 0.0, Random(0))
 
 
 def test_a_job_begins_before_there_is_room_when_there_will_be_when_it_is_computed() -> None:
