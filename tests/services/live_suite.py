@@ -73,7 +73,7 @@ class LiveSuite:
         self.schedulers.append(app)
         self.addresses.append(settings.rpc_address)
 
-    async def start_instance(self, name: str, role: str) -> None:
+    async def start_instance(self, name: str, role: str, **more: Any) -> None:
         ports = {key: free_port() for key in ("rpc_port", "http_port", "kv_port")}
         settings = WorkerSettings(
             instance_id=name,
@@ -87,6 +87,7 @@ class LiveSuite:
             kv_cache_bytes=1 << 30,
             emulated_step_s=0.001,
             **ports,  # type: ignore[arg-type]
+            **more,
         )
         self.instances[name] = await self.stack.enter_async_context(worker_app.running(settings, CollectorRegistry()))
 

@@ -112,6 +112,23 @@ async def test_a_wrong_change_reaches_nobody(suite: LiveSuite) -> None:
     assert [app.state.scheduler.placer.followed for app in suite.schedulers] == before
 
 
+async def test_the_weights_of_instances_reach_the_policy(tmp_path: Path) -> None:
+    async with live_suite(tmp_path, schedulers=1) as suite:
+        await suite.start_instance("p1", "prefill", weight=4.0)
+        await until(lambda: suite.known(3), "the second prefill instance is known to be ready", timeout_s=20)
+        await suite.change({"placement": PolicySpec("weighted"), "split": PolicySpec("full")})
+        placed: list[str] = []
+        with pipelines(suite) as (gateway,):
+            for _ in range(10):
+                job, _steps = make_job(list(range(200)), 2)
+                await gateway.run(job)
+                figures = [
+                    r.figures for d in job.timeline.decisions for r in d.reasons if r.what.startswith("placement")
+                ]
+                placed.append(str(figures[0]["chosen"]))
+        assert (placed.count("p0"), placed.count("p1")) == (2, 8)
+
+
 def documented() -> Iterator[tuple[str, set[str]]]:
     """The table of docs/deciding.md: a kind and the policies that it names."""
     for line in (DOCS / "deciding.md").read_text().splitlines():
