@@ -50,13 +50,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One paper: its rows, its charts, and how it was set up here."""
+    """One paper: its rows, its charts, how it was set up here, and what of it is otherwise or not here."""
 
     name: str  # short, for names in the JSON and in `prose.yaml`
     title: str
     rows: tuple[Row, ...]
     charts: tuple[Chart, ...] = ()
     setup: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
 
 
 def gain(key: str, where: str, what: str, claimed: float, ours: float, unit: str = "%") -> Row:
