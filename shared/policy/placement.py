@@ -93,7 +93,7 @@ def _chosen(
     held = [view for view in full if usable(view, context, exclude)]
     if held and not any(usable(view, context, without) for view in index.prefill.views):
         soonest_s = min(queued_prefill_s(view) / view.load.queued_prefill for view in held)
-        said = f"the prefill instances have {most} requests each (split: {split.name})"
+        said = f"each prefill instance has at least {most} requests (split: {split.name})"
         raise Delayed(said, cause="prefills", retry_after_s=min(HELD_S[1], max(HELD_S[0], soonest_s)))
     return _placed(job, index, policies, now, rng, without)
 
