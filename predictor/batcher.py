@@ -1,7 +1,8 @@
 """Micro-batches of prompts for the classifier: an answer by the deadline or an error, never a late answer.
 
-TetriInfer 3.3.2: prompts are computed together as long as they take at most 512 tokens, padding included; a longer one
-is computed alone. Fewer go together where the oldest would come too late otherwise.
+Source: TetriInfer 5.2.2: prompts are computed together, padded to the longest of them; one beyond the cutting limit of
+512 tokens runs alone. Ours: a batch has at most `batch_tokens` with padding, because on a processor that is busy with
+one prompt more tokens take longer in proportion; and fewer where the oldest would come too late otherwise.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
@@ -17,7 +18,8 @@ from shared.errors import Busy, DeadlineExceeded, Unavailable
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)
-PADDED_TOKENS = 512
+CUTTING_TOKENS = 512
+BATCH_TOKENS = 512
 NEWEST = 0.2  # weight of the newest batch in the running means of how long batches take, and how many are in one
 Q = TypeVar("Q")
 Q_in = TypeVar("Q_in", contravariant=True)
@@ -55,12 +57,14 @@ class _Computed(Generic[Q]):
 class Batcher(Generic[Q]):
     """Queries of one event loop, computed in one thread, the oldest first; at most `depth` wait.
 
+    batch_tokens: padded tokens of a batch of several; 0 sets no such bound.
     `run` has to be under way. Queries to a model that was replaced meanwhile are still its own.
     """
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, batch_tokens: int = BATCH_TOKENS) -> None:
         self.largest = 0  # queries in one batch so far
         self._depth = depth
+        self._batch_tokens = batch_tokens or inf
         self._waiting: deque[_Item[Q]] = deque()
         self._computing = False
         self._some = asyncio.Event()
@@ -120,11 +124,11 @@ class Batcher(Generic[Q]):
         self._waiting = deque(item for item in self._waiting if not item.answer.done())
         return [item for item in self._waiting if item.model is self._waiting[0].model]
 
-    def _most_tokens(self, oldest: _Item[Q]) -> int:
+    def _most_tokens(self, oldest: _Item[Q]) -> float:
         """Padded tokens of a batch that is ready by the oldest query's deadline, so far as earlier ones tell."""
         if not self._token_s:
-            return PADDED_TOKENS
-        return min(PADDED_TOKENS, max(1, int((oldest.deadline_s - monotonic()) / self._token_s)))
+            return self._batch_tokens
+        return min(self._batch_tokens, max(1.0, (oldest.deadline_s - monotonic()) / self._token_s))
 
     def _deliver(self, done: _Computed[Q]) -> None:
         count = len(done.items)
@@ -145,7 +149,7 @@ class Batcher(Generic[Q]):
                 item.answer.set_result(answer)
 
 
-def _compute(items: list[_Item[Q]], most_tokens: int) -> _Computed[Q]:
+def _compute(items: list[_Item[Q]], most_tokens: float) -> _Computed[Q]:
     """In the thread: the oldest, with those after it that fit beside it; an error is the error of all of them."""
     began_s = monotonic()
     chosen = [items[0]]
@@ -160,7 +164,7 @@ def _compute(items: list[_Item[Q]], most_tokens: int) -> _Computed[Q]:
     return _Computed(tuple(chosen), tuple(answers), padded, monotonic() - began_s)
 
 
-def _fitting(items: list[_Item[Q]], most_tokens: int) -> list[_Item[Q]]:
+def _fitting(items: list[_Item[Q]], most_tokens: float) -> list[_Item[Q]]:
     chosen: list[_Item[Q]] = []
     longest = 0
     for item in items:
@@ -168,8 +172,10 @@ def _fitting(items: list[_Item[Q]], most_tokens: int) -> list[_Item[Q]]:
             break
         item.ids = item.ids or item.model.encode(item.query)
         padded = max(longest, len(item.ids))
-        if chosen and padded * (len(chosen) + 1) > most_tokens:
+        if chosen and (len(item.ids) > CUTTING_TOKENS or padded * (len(chosen) + 1) > most_tokens):
             continue
         chosen.append(item)
         longest = padded
+        if longest > CUTTING_TOKENS:
+            break
     return chosen

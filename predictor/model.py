@@ -1,4 +1,7 @@
-"""The classifier: OPT over the ends of a prompt (TetriInfer section 3.3.2). Imports torch."""
+"""The classifier: OPT for sequence classification (TetriInfer 3.3.2), over the ends of a prompt. Imports torch.
+
+The paper classifies the whole prompt; that the ends decide is ours.
+"""
 
 import warnings
 from collections.abc import Sequence

@@ -45,7 +45,7 @@ class Predictor:
 
     def __init__(self, settings: PredictorSettings, load: Callable[[PredictorSettings], Loaded] | None = None) -> None:
         self.observed = ObservedLengths(settings.buckets, settings.half_life_observations)
-        self.batcher: Batcher[Query] = Batcher(settings.queue_depth)
+        self.batcher: Batcher[Query] = Batcher(settings.queue_depth, settings.batch_tokens)
         self.state = CheckpointState.MISSING
         self.error = ""
         self.use: Use = settings.use

@@ -26,6 +26,8 @@ class PredictorSettings(ServiceSettings):
     use: Literal["auto", "classifier", "observed"] = "auto"
     # What the classifier has not answered by then, observed lengths answer; a request may ask for less or more.
     timeout_ms: float = Field(default=250.0, gt=0, le=60_000)
+    # Of a batch of several prompts, padding included; 0: as many as wait, but a prompt of more than 512 tokens alone.
+    batch_tokens: int = Field(default=512, ge=0, le=1 << 20)
     queue_depth: int = Field(default=512, ge=0, le=10_000)
     threads: int = Field(default=1, ge=1, le=256)
     device: str = "auto"  # auto: a GPU where there is one; or "cpu", "cuda", "cuda:1"

@@ -21,6 +21,8 @@ from lab.demo.client import ApiClient
 from shared.domain.route import PolicySpec
 
 ORDERS = (FCFS, SJF, "ljf", "least_slack")
+OURS = {STATIC: {"reserve_all": True}}
+OVERTAKING = {SJF: {"overtake": True}, "ljf": {"overtake": True}}  # instead of batches: as `least_slack`
 ADMISSIONS = (GREEDY, STATIC, DYNAMIC)
 ROUNDS = 3
 FITTING = 6  # requests at once that the KV holds at their full lengths
@@ -89,7 +91,9 @@ class Meter:
         at_once: int = 0,
     ) -> Run:
         """One load under these policies, on an engine that has nothing else to do."""
-        await self._engine.follow(PolicySpec(order), PolicySpec(admission))
+        await self._engine.follow(
+            PolicySpec(order, OVERTAKING.get(order, {})), PolicySpec(admission, OURS.get(admission, {}))
+        )
         before = await self._engine.preemptions()
         self._runs += 1
         served = await send(self._api, wanted, f"e{self._runs}", at_once)

@@ -69,10 +69,10 @@ LOW_HIGH = System(
 HIGH_LOW = System(
     "high_low", "the fast one prefills, the slow one decodes", FAST_PREFILLS, _named("least_load", "full")
 )
-CRONUS = System("cronus", "slow prefills a part", SLOW_PREFILLS, _named("least_load", "cronus"))
+BALANCED = System("balanced", "slow prefills a part", SLOW_PREFILLS, _named("least_load", "balanced"))
 ADAPTIVE = System("adaptive", "the default policies", SLOW_PREFILLS, _named("adaptive", "adaptive", "adaptive"))
 LEAST_LOAD = System("data_parallel_least_load", "the same, by measured backlog", COUPLED, _named("least_load", "none"))
-SYSTEMS = (DATA_PARALLEL, LOW_HIGH, HIGH_LOW, CRONUS, ADAPTIVE, LEAST_LOAD)
+SYSTEMS = (DATA_PARALLEL, LOW_HIGH, HIGH_LOW, BALANCED, ADAPTIVE, LEAST_LOAD)
 
 
 @dataclass(frozen=True, slots=True)

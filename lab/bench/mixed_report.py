@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from lab.bench.mixed_load import METRICS, Load, Seen
-from lab.bench.mixed_pair import ADAPTIVE, CRONUS, DATA_PARALLEL, HIGH_LOW, LOW_HIGH, SYSTEMS, System
+from lab.bench.mixed_pair import ADAPTIVE, BALANCED, DATA_PARALLEL, HIGH_LOW, LOW_HIGH, SYSTEMS, System
 from lab.bench.mixed_sim import Means
 from lab.bench.replayed import Result
 
@@ -99,13 +99,13 @@ def _throughput(table: Table) -> tuple[dict[str, float], dict[str, dict[str, Any
     aims = {
         "throughput_over_data_parallel": at_least(OVER_DATA_PARALLEL, ratios[DATA_PARALLEL.label]),
         "throughput_over_better_disaggregation": at_least(OVER_DISAGGREGATED, min(disaggregated, default=None)),
-        "throughput_over_cronus": at_least(1.0 / NOISE, ratios[CRONUS.label]),
+        "throughput_over_balanced": at_least(1.0 / NOISE, ratios[BALANCED.label]),
     }
     return figures, aims
 
 
 def _at_rate(table: Table) -> Any:
-    """A function of the load: adaptive over data-parallel and over Cronus there."""
+    """A function of the load: adaptive over data-parallel and over `balanced` there."""
 
     def of(load: str) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         if load == "burst":
@@ -114,7 +114,7 @@ def _at_rate(table: Table) -> Any:
         aims: dict[str, dict[str, Any]] = {}
         wanted = {"tbt_p99": TBT_SHARE, "jct_mean": JCT_SHARE, "ttft_p99": TTFT_SHARE}
         for metric, most in wanted.items():
-            for other, bound in ((DATA_PARALLEL, most), (CRONUS, NOISE)):
+            for other, bound in ((DATA_PARALLEL, most), (BALANCED, NOISE)):
                 got, base = (table.get(load, system, f"{metric}_s") for system in (ADAPTIVE, other))
                 name = f"{load}_{metric}_over_{other.label}"
                 ratio = got / base if got is not None and base else None

@@ -30,7 +30,7 @@ TABLE = "pauses"
 ADAPTIVE = "placement=adaptive+split=adaptive+dispatch=adaptive"
 SIMPLE = {
     "full": "placement=least_load+split=full+power_of_two",
-    "cronus": "placement=least_load+cronus+power_of_two",
+    "balanced": "placement=least_load+balanced+power_of_two",
     "none": "placement=least_load+split=none+power_of_two",
 }
 SEEDS = (1, 2, 3)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,7 +25,7 @@ from shared.domain.kv import Codec
 from shared.plan.group import Group
 from shared.plan.inventory import Inventory
 from shared.plan.methods.registry import method
-from shared.plan.methods.simple import COUPLED
+from shared.plan.methods.simple import COUPLED, SPLIT
 from shared.plan.plan import Plan, routes_of
 from shared.plan.problem import Problem
 from shared.plan.reschedule import rescheduled, survivors
@@ -34,11 +35,17 @@ from shared.sim.arrivals import synthetic
 Part = tuple[dict[str, float], dict[str, dict[str, Any]], list[str]]  # figures, aims, notes
 _SIZES = {16: ("a40", "a6000-0", "3090ti-0"), 24: ("a40", "a6000-0", "a6000-1", "a5000-0", "3090ti-0")}
 _PAPER_S = {16: 21.0, 24: 36.0, 32: 54.0}
+_OVER_DISTSERVE = {"coding": 1.5, "conversation": 2.1}
+_HOME = 8  # A100 of the in-house server
 _CONVERGED = 0.98  # of the goodput in the end
 
 
 def case_32(data: Path) -> Part:
-    """The paper's inventory: time, goodput beside the paper's plan and beside 8 A100, groups by workload."""
+    """The paper's inventory: time, goodput beside the paper's plan and beside 8 A100, groups by workload.
+
+    The paper's gains of 1.5 and 2.1 (5.2, Fig 9) are in throughput and against DistServe, which splits the phases. Its
+    comparison with vLLM, which serves coupled, is in latency deadlines alone.
+    """
     figures: dict[str, float] = {}
     aims: dict[str, dict[str, Any]] = {}
     notes: list[str] = []
@@ -47,7 +54,7 @@ def case_32(data: Path) -> Part:
         problem = thunderserve(data, kind)
         found, curve = followed(problem)
         paper = paper_goodput(problem, kind)
-        home = home_goodput(data, kind)
+        split, coupled = home_split_goodput(data, kind), home_coupled_goodput(data, kind)
         converged_s = next(at for at, goodput in curve if goodput >= _CONVERGED * found.promise.goodput)
         roles = found.plan.roles
         shares[kind] = prefill_share(found.plan.groups)
@@ -55,7 +62,8 @@ def case_32(data: Path) -> Part:
             f"{kind}_goodput_requests_per_s": found.promise.goodput,
             f"{kind}_paper_plan_routes_requests_per_s": paper["routes"],
             f"{kind}_paper_plan_adaptive_requests_per_s": paper["adaptive"],
-            f"{kind}_8_a100_requests_per_s": home,
+            f"{kind}_8_a100_split_requests_per_s": split,
+            f"{kind}_8_a100_coupled_requests_per_s": coupled,
             f"{kind}_converged_s": converged_s,
             f"{kind}_took_s": found.took_s,
             f"{kind}_prefill_groups": roles[Role.PREFILL],
@@ -65,9 +73,9 @@ def case_32(data: Path) -> Part:
         gain = found.promise.goodput / max(paper.values())
         aims[f"{kind}: converged, s"] = aim("<= 5", f"{converged_s:.1f}", converged_s <= 5.0)
         aims[f"{kind}: against the paper's plan"] = aim(">= 1", f"{gain:.2f} x", gain >= 1.0)
-        over = found.promise.goodput / home if home else float("inf")
-        aims[f"{kind}: against coupled on 8 A100"] = aim(
-            "> 1 (paper: 1.5 coding, 2.1 conversation)", f"{over:.2f} x", over > 1.0
+        over = found.promise.goodput / split if split else float("inf")
+        aims[f"{kind}: against phases split on 8 A100"] = aim(
+            f"> 1 (paper: {_OVER_DISTSERVE[kind]:g}, in throughput)", f"{over:.2f} x", over > 1.0
         )
         listed = ", ".join(f"{one.role.value} {one.words(problem.inventory)} {one.layout}" for one in found.plan.groups)
         notes.append(f"{kind}: {listed}")
@@ -199,10 +207,36 @@ def paper_goodput(problem: Problem, kind: str) -> dict[str, float]:
     }
 
 
-def home_goodput(data: Path, kind: str) -> float:
-    """Coupled serving on the in-house server: 8 A100 as four groups of two, or as its best method has it."""
-    problem = problem_of(cluster({"home": ("A100-SXM-80", 8)}, 100.0), MODEL, requests(data, kind), SLO, Codec.INT4)
-    return solved(problem, "coupled").promise.goodput
+def home_split_goodput(data: Path, kind: str) -> float:
+    """Phases split on the in-house server, as DistServe does: the best of all numbers of prefill and decode groups.
+
+    Groups of a phase are alike, of one size, in the layout that does most; the estimate chooses three, the simulator
+    one of them. Requests go through both phases (`SPLIT`).
+    """
+    problem = _home(data, kind)
+    search = Search(problem, perf_counter)
+    layouts = search.estimator.layouts
+    made: list[tuple[Group, ...]] = []
+    for prefill_size, decode_size in product((1, 2, 4), repeat=2):
+        prefill = layouts.best({0: prefill_size}, Role.PREFILL)
+        decode = layouts.best({0: decode_size}, Role.DECODE)
+        if prefill is None or decode is None:
+            continue
+        for prefills in range(1, _HOME // prefill_size + 1):
+            decodes = (_HOME - prefills * prefill_size) // decode_size
+            if decodes:
+                made.append((prefill,) * prefills + (decode,) * decodes)
+    made.sort(key=lambda groups: -search.estimator.of(groups, local=False).goodput)
+    return max(search.judged(Plan(groups, policies=SPLIT), local=False)[1] for groups in made[:3])
+
+
+def home_coupled_goodput(data: Path, kind: str) -> float:
+    """Coupled serving on the in-house server: groups of two, each of which does whole requests."""
+    return solved(_home(data, kind), "coupled").promise.goodput
+
+
+def _home(data: Path, kind: str) -> Problem:
+    return problem_of(cluster({"home": ("A100-SXM-80", _HOME)}, 100.0), MODEL, requests(data, kind), SLO, Codec.INT4)
 
 
 def appendix_h(gbps: float) -> Problem:

@@ -29,7 +29,7 @@ from shared.errors import InvalidRequest
 
 ADAPTIVE = "adaptive"
 PLACEMENTS = ("least_load", "round_robin", "workload", "memory")
-SPLITS = ("split=full", "fraction:fraction=0.5", "cronus")
+SPLITS = ("split=full", "fraction:fraction=0.5", "balanced")
 DISPATCHES = ("power_of_two", "dispatch=random", "spread", "least_interference")
 RESOLUTION = 1.02  # rates that are told apart
 COARSE = 1.08  # to learn how many requests it takes

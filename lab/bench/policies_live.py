@@ -39,7 +39,7 @@ from shared.sim.workload import Workload
 
 SCENARIOS = (Scenario("equal", "conversation"), Scenario("fast_slow", "code"), Scenario("prefill_heavy", "mixed"))
 ADAPTIVE = Variant("adaptive", dict.fromkeys(PLAIN, "adaptive"))
-FIXED = Variant("fixed", {**PLAIN, "split": "cronus"})
+FIXED = Variant("fixed", {**PLAIN, "split": "balanced"})
 TABLE = "side by side, live and simulated; milliseconds as slow as the rest"
 SHARE = 0.7  # of goodput
 LASTS_S = 15.0  # of arrivals, in the time of the accelerators

@@ -76,8 +76,8 @@ def _disaggregated(first: str | None, second: str | None) -> "Builder":
 
 
 def _cronus(testbed: Testbed, column: Column, workload: Workload) -> SimResult:
-    """The paper's algorithm 1, without our two additions."""
-    split = CronusSplit(include_zero=False, queue_aware=False)
+    """The policy as it is; the prefill instance's own limit (`_pair`) is what `max_prefills` of the split does live."""
+    split = CronusSplit(max_prefills=0)
     return _simulate(workload, _pair(testbed, column, column.low, HIGH), LeastLoad(), split)
 
 

@@ -18,7 +18,8 @@ paper in grey.
   gain of a ratio is its distance from 1. Slow-downs, shares and times are compared as they are.
 - **–**: nothing is asked of the row.
 
-A row that misses stays here as missed, with a paragraph below its table that says why.
+A row that misses stays here as missed, with a paragraph below its table that says why. The last list of each section
+names what the product does otherwise than the paper, and what of the paper is not here.
 """
 
 
@@ -68,6 +69,8 @@ def _section(section: Section) -> str:
     missed = _missed(section.rows)
     if missed:
         lines += ["### Missed, and why", "", *missed, ""]
+    if section.differs:
+        lines += ["### Otherwise, or not here", "", *(f"- {line}" for line in section.differs), ""]
     return "\n".join(lines)
 
 

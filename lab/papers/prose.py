@@ -14,17 +14,18 @@ PROSE = Path(__file__).with_name("prose.yaml")
 
 
 class Prose(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One paper's. misses: why, by pattern of row keys."""
+    """One paper's. misses: why, by pattern of row keys. differs: what the product does otherwise, or does not have."""
 
     setup: tuple[str, ...]
     misses: Mapping[str, str]
+    differs: tuple[str, ...]
 
 
 def told_in_words(section: Section) -> Section:
-    """The section with its set-up, and with a note on each row that misses something."""
+    """The section with its set-up, what differs, and a note on each row that misses something."""
     prose = msgspec.convert(read_yaml(PROSE)[section.name], Prose)
     rows = tuple(_noted(row, prose.misses) for row in section.rows)
-    return replace(section, setup=prose.setup, rows=rows)
+    return replace(section, setup=prose.setup, differs=prose.differs, rows=rows)
 
 
 def _noted(row: Row, misses: Mapping[str, str]) -> Row:

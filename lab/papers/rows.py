@@ -50,17 +50,24 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One paper: its rows, its charts, and how it was set up here."""
+    """One paper: its rows, its charts, how it was set up here, and what of it is otherwise or not here."""
 
     name: str  # short, for names in the JSON and in `prose.yaml`
     title: str
     rows: tuple[Row, ...]
     charts: tuple[Chart, ...] = ()
     setup: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
+
+
+def _rounded(percent: float) -> float:
+    """Without what sums in another order leave of a difference that is none."""
+    return round(percent, 9) + 0.0
 
 
 def gain(key: str, where: str, what: str, claimed: float, ours: float, unit: str = "%") -> Row:
     """A claimed change in percent, of either sign: sign right, and within ±30 % of the claim."""
+    ours = _rounded(ours)
     low, high = sorted((claimed * (1 - WITHIN), claimed * (1 + WITHIN)))
     checks = ((Check.SIGN, claimed * ours > 0), (Check.MAGNITUDE, low <= ours <= high))
     return Row(
@@ -97,6 +104,7 @@ def value(key: str, where: str, what: str, unit: str, claimed: float, ours: floa
 
 def points(key: str, where: str, what: str, claimed: float, ours: float, within: float) -> Row:
     """A claimed change of about nothing, in percent: within that many points."""
+    ours = _rounded(ours)
     checks = ((Check.MAGNITUDE, abs(ours - claimed) <= within),)
     want = f"{claimed - within:+.3g} … {claimed + within:+.3g}"
     return Row(key, where, what, "%", f"~{claimed:g}", f"{ours:+.3g}", ours, claimed, checks, want)

@@ -7,14 +7,13 @@ import numpy as np
 
 from lab.papers.clusters import change, mean_jct_s, mean_ttft_s
 from lab.papers.rows import Row, gain, order, points
-from lab.papers.sorted_batches import SortedBatches
 from lab.papers.testbed import Testbed
 from lab.papers.tetriinfer_testbed import INSTANT, PREFILL, SEEDS, TETRI, coupled, disaggregated
 from lab.papers.watermark import AtopWatermark, Watermark
 from shared.policy.decode_admission import DecodeAdmission, ReserveDynamic, ReserveStatic
 from shared.policy.dispatch import DispatchPolicy, PowerOfTwo, RandomDispatch, Spread, WorstCase
 from shared.policy.placement import LeastLoad, Policies
-from shared.policy.prefill_order import Fcfs, PrefillOrder
+from shared.policy.prefill_order import Fcfs, PrefillOrder, Sjf
 from shared.policy.split import FullSplit
 from shared.sim.arrivals import tetri
 from shared.sim.outcomes import SimResult
@@ -53,14 +52,14 @@ def _prefill_order(testbed: Testbed) -> tuple[Row, ...]:
             "Fig 16",
             "SJF against FCFS: mean prefill waiting, window of 16",
             -7.8,
-            change(waiting(SortedBatches(16)), waiting(Fcfs())),
+            change(waiting(Sjf(16)), waiting(Fcfs())),
         ),
         gain(
             "sjf_window",
             "Fig 16",
             "SJF: mean TTFT, window of 128 against 16",
             -46.5,
-            change(ttft(SortedBatches(128)), ttft(SortedBatches(16))),
+            change(ttft(Sjf(128)), ttft(Sjf(16))),
         ),
     )
 

@@ -1,6 +1,7 @@
-"""ZTE: prefill on GPU B and decode on GPU A against GPU A alone (Figs 9, 10), and the P:D study (Fig 7)."""
+"""ZTE: prefill on GPU B and decode on GPU A against GPU A alone (Figs 9, 10), and the P:D studies (Figs 7, 8)."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
@@ -44,7 +45,7 @@ def zte_section(testbed: Testbed) -> Section:
     """All of it."""
     cases = [row for case in _CASES for row in _case_rows(testbed, case)]
     ratios, chart = _ratio_rows(testbed)
-    rows = (*cases, *ratios, *_formula_rows(testbed))
+    rows = (*cases, *ratios, *_long_rows(testbed), *_formula_rows(testbed))
     figures = {row.key: row.figure or 0.0 for row in rows}
     bars = Chart(
         "zte_split",
@@ -116,6 +117,26 @@ def _ratio_rows(testbed: Testbed) -> tuple[tuple[Row, ...], Chart]:
     return tuple(rows), chart
 
 
+def _long_rows(testbed: Testbed) -> tuple[Row, ...]:
+    """Fig 8: 1024+1024 tokens at 3 requests a second, whose figures are not in the text."""
+    runs = {
+        (p, d): [_run(testbed, 1024, 1024, 3.0, p, d, seed) for seed in _SEEDS]
+        for p, d in ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3))
+    }
+    tpot = [1e3 * fmean(map(mean_tpot_s, runs[1, d])) for d in (1, 2, 3)]
+    ttft = [1e3 * fmean(map(p99_ttft_s, runs[p, 1])) for p in (1, 2, 3)]
+    return (
+        _falling("long_decodes", "mean TPOT of 1P1D, 1P2D, 1P3D", tpot),
+        _falling("long_prefills", "P99 of TTFT of 1P1D, 2P1D, 3P1D", ttft),
+    )
+
+
+def _falling(key: str, what: str, found_ms: list[float]) -> Row:
+    said = ", ".join(f"{one:.3g}" for one in found_ms)
+    falls = all(after < before for before, after in pairwise(found_ms))
+    return order(key, "Fig 8", f"1024+1024 at 3 req/s: {what}", "falls", f"{said} ms", falls)
+
+
 def _run(testbed: Testbed, prompt: int, output: int, rate: float, prefills: int, decodes: int, seed: int) -> SimResult:
     """Without prefill instances the others do it all."""
     limits = EngineLimits(batched_tokens=4096, prefill_first=prefills == 0)
@@ -125,6 +146,12 @@ def _run(testbed: Testbed, prompt: int, output: int, rate: float, prefills: int,
     )
     workload = poisson(synthetic(round(rate * _ARRIVALS_S), prompt, output), rate, seed)
     return simulate(workload, cluster, RunSpec(label=f"{prefills}P{decodes}D", decode_admission=Watermark(), seed=seed))
+
+
+def mean_tpot_s(result: SimResult) -> float:
+    """Mean over requests."""
+    done, found = result.outcomes.completed, result.outcomes
+    return float(np.mean((found.jct_s[done] - found.ttft_s[done]) / (found.output_tokens[done] - 1)))
 
 
 def user_tokens_per_s(result: SimResult) -> float:

@@ -132,6 +132,7 @@ class _Entry:
             "stage_accelerators": s.stage_accelerators,
             "hop": s.emulated_hop.model_dump() if s.emulated_hop is not None else None,
             "node": s.node,
+            "weight": s.weight,
             "chunk_size": s.chunk_size,
             "max_chunk_size": s.max_chunk_size,
             "max_seqs": s.max_seqs,

@@ -27,7 +27,7 @@ def instance_info(settings: WorkerSettings, engine: EngineInfo, generation: int)
         http=f"http://{settings.advertise_host or settings.host}:{settings.http_port}",
         kv_endpoints=settings.kv_endpoints,
         max_seqs=settings.max_seqs,
-        rates=engine.rates,
+        rates=msgspec.structs.replace(engine.rates, weight=settings.weight),
         pipeline_parallel=settings.pipeline_parallel,
     )
     if not settings.rates_file:

@@ -59,6 +59,7 @@ class WorkerSettings(TracedSettings):
     pipeline_layers: tuple[Annotated[int, Field(gt=0)], ...] = ()  # of each stage, in order; empty: as vLLM has it
     stage_accelerators: tuple[str, ...] = ()  # of each stage, in order, where they differ from `accelerator`
     node: str = ""  # where it stands in the cluster file's `network`
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)  # its share of the requests under `placement: weighted`
     threads: int = Field(1, gt=0)
     async_scheduling: bool | None = None  # the next step is scheduled while one computes; None: on GPUs, as vLLM can
     engine_args: dict[str, Any] = {}  # passed on to vLLM's EngineArgs

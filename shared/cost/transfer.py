@@ -13,7 +13,7 @@ class Link:
 
     bandwidth_bytes_s: float
     latency_s: float = 1e-3
-    efficiency: float = 0.58  # ThunderServe measured 0.56–0.61 of nominal over TCP (FORMULAS section 1)
+    efficiency: float = 0.58  # ours: what two transfer times of ThunderServe (Table 8) come to, 0.56 and 0.61
 
     def __post_init__(self) -> None:
         if self.bandwidth_bytes_s <= 0 or not 0 < self.efficiency <= 1 or self.latency_s < 0:

@@ -32,8 +32,10 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
     "split:fraction": (_PROMPT,),
     "split:random": (f"{_PROMPT}, drawn at random",),
     "split:adaptive": (f"{_PROMPT}, which harms least", "first token expected after {ttft_s:s}"),
-    "split:cronus": (_PROMPT, "{prefill_s:s} there and {chunked_s:s} for the rest, each behind its queue"),
+    "split:cronus": (_PROMPT, "{prefill_s:s} there and {chunked_s:s} for the rest"),
     "split:cronus, full": ("it computes all {prompt_tokens:tokens}: {why}",),
+    "split:balanced": (_PROMPT, "{prefill_s:s} there and {chunked_s:s} for the rest, each behind its queue"),
+    "split:balanced, full": ("it computes all {prompt_tokens:tokens}: {why}",),
     "dispatch:adaptive": ("the least harm there", "a token is expected each {tpot_s:s}"),
     "dispatch:random": ("drawn at random",),
     "dispatch:power_of_two": (
@@ -50,6 +52,9 @@ PHRASES: dict[str, Clauses | Callable[[Figures], str]] = {
     "codec:fp8": lambda figures: _codec(figures),
     "admission:greedy": ("its prompt needs {need_blocks} KV blocks, {free_blocks} are free",),
     "admission:reserve_static": (
+        "it needs {need_tokens:tokens} of KV at its full length, {free_tokens:tokens} are free",
+    ),
+    "admission:reserve_static, all": (
         "it needs {need_tokens:tokens} of KV at its full length, {unreserved_tokens:tokens} are not promised",
     ),
     "admission:reserve_dynamic": (

@@ -64,32 +64,38 @@ class Balance(NamedTuple):
 class CronusSplit:
     """The part of the prompt for which both instances take equally long, of 512 evenly spaced ones.
 
-    include_zero: L_p = 0, all on the decode instance, is a candidate, too. budget: tokens of one of its iterations (0:
-    its chunk size). queue_aware: prefill that waits at either instance counts. Without measured rates, without free KV
-    blocks for the prompt, or with no room beside the decodes, the prefill instance does it all.
-    Source: Cronus algorithm 1 as corrected in FORMULAS 2 (F: the guard on n_p, the context of the first and the last
-    iteration); L_p = 0 and `queue_aware` are ours: the paper holds back requests until the queue is empty instead.
+    budget: tokens of one of the decode instance's iterations (0: its chunk size). max_prefills: a request waits at its
+    gateway while every prefill instance has so many whose prompts are not computed (`place`), so that each split rests
+    on fresh loads; 0: it does not wait. Without measured rates, without free KV blocks for the prompt, or with no room
+    beside the decodes, the prefill instance does it all.
+    Source: Cronus 4.2 and algorithm 1. F, where its print is garbled: the guard on n_p, the context of the first and
+    the last iteration.
+    Ours, and off by default: include_zero: L_p = 0, all on the decode instance, is a candidate, too. queue_aware:
+    prefill that waits at either instance counts, in place of waiting until none does. See `BalancedSplit`.
     """
 
     name: ClassVar[str] = "cronus"
     needs_decode: ClassVar[bool] = True
-    include_zero: bool = True
+    include_zero: bool = False
     budget: int = 0
-    queue_aware: bool = True
+    queue_aware: bool = False
+    max_prefills: int = 2
 
     def __post_init__(self) -> None:
         if self.budget < 0:
-            raise InvalidRequest("cronus: budget must not be negative")
+            raise InvalidRequest(f"{self.name}: budget must not be negative")
+        if self.max_prefills < 0:
+            raise InvalidRequest(f"{self.name}: max_prefills must be at least 0, got {self.max_prefills}")
 
     def choose(
         self, job: JobView, prefill: InstanceView, decode: InstanceView | None, now: float, rng: Random
     ) -> SplitChoice:
         """See `Split`."""
         if decode is None:
-            return _full(job, "no decode instance to share with")
+            return self._full(job, "no decode instance to share with")
         balance = self._balance(job, prefill, decode)
         if isinstance(balance, str):
-            return _full(job, balance)
+            return self._full(job, balance)
         tokens = best_split(balance, 0 if self.include_zero else 1)
         figures: dict[str, float | str] = {
             "tokens": tokens,
@@ -99,7 +105,11 @@ class CronusSplit:
             "ahead_prefill_s": round(balance.ahead_prefill_s, 6),
             "ahead_chunked_s": round(balance.ahead_chunked_s, 6),
         }
-        return SplitChoice(tokens, (Reason("split:cronus", figures),))
+        return SplitChoice(tokens, (Reason(f"split:{self.name}", figures),))
+
+    def _full(self, job: JobView, why: str) -> SplitChoice:
+        figures: dict[str, float | str] = {"tokens": job.prompt_tokens, "prompt_tokens": job.prompt_tokens, "why": why}
+        return SplitChoice(job.prompt_tokens, (Reason(f"split:{self.name}, full", figures),))
 
     def _balance(self, job: JobView, prefill: InstanceView, decode: InstanceView) -> Balance | str:
         """The balance to strike, or why there is none."""
@@ -118,6 +128,18 @@ class CronusSplit:
         waiting = -(-load.queued_prefill_tokens // n_p)
         ahead_s = waiting * max(0.0, chunked.time_s(0.0, load.context_tokens))
         return balance._replace(ahead_prefill_s=queued_prefill_s(prefill), ahead_chunked_s=ahead_s)
+
+
+@dataclass(frozen=True, slots=True)
+class BalancedSplit(CronusSplit):
+    """Our variant of `CronusSplit`: no request waits, queues count, and the decode instance may compute the whole
+    prompt.
+    """
+
+    name: ClassVar[str] = "balanced"
+    include_zero: bool = True
+    queue_aware: bool = True
+    max_prefills: int = 0
 
 
 def best_split(balance: Balance, least: int = 0) -> int:
@@ -144,8 +166,3 @@ def best_split(balance: Balance, least: int = 0) -> int:
 
 def _candidate(balance: Balance, j: int) -> int:
     return -(-j * balance.prompt // CANDIDATES)
-
-
-def _full(job: JobView, why: str) -> SplitChoice:
-    figures: dict[str, float | str] = {"tokens": job.prompt_tokens, "prompt_tokens": job.prompt_tokens, "why": why}
-    return SplitChoice(job.prompt_tokens, (Reason("split:cronus, full", figures),))

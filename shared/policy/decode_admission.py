@@ -68,17 +68,19 @@ class Greedy:
 
 @dataclass(frozen=True, slots=True)
 class ReserveStatic:
-    """Admit iff all that runs and the job fit at their predicted full lengths, and the prompt fits now.
+    """Admit iff the job's predicted full length is less than the memory that is free now.
 
-    Source: TetriInfer 3.4, reserve-static; 5.2.3 for the lower end of the predicted range. F: the prompt must fit,
-    too, because jobs outgrow their predictions; and where nothing is reserved the prompt alone decides, so that no job
-    waits for ever.
+    reserve_all (ours): admit iff all that runs and the job fit at their predicted full lengths, and the prompt fits
+    now, because jobs outgrow their predictions.
+    Source: TetriInfer 3.4, reserve-static; 5.2.3 for the lower end of the predicted range. F: where nothing runs the
+    prompt alone decides, so that no job waits for ever.
     """
 
     name: ClassVar[str] = "reserve_static"
     needs_running: ClassVar[bool] = False
     end: PredictedEnd = PredictedEnd.LOWER
     unpredicted_tokens: int = UNPREDICTED_TOKENS
+    reserve_all: bool = False
 
     def __post_init__(self) -> None:
         _check(self.name, self.unpredicted_tokens)
@@ -86,12 +88,17 @@ class ReserveStatic:
     def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
         """See `DecodeAdmission`."""
         need = job.prompt_tokens + predicted_tokens(job, self.end, self.unpredicted_tokens)
-        room = memory.total_blocks * memory.block_size - memory.reserved_tokens
-        figures: dict[str, float | str] = {"need_tokens": need, "unreserved_tokens": room}
         fits = _blocks(job.prompt_tokens, memory) <= memory.free_blocks
-        return Admission(
-            fits and (need <= room or memory.reserved_tokens <= 0), (Reason("admission:reserve_static", figures),)
-        )
+        if self.reserve_all:
+            room = memory.total_blocks * memory.block_size - memory.reserved_tokens
+            enough, why = (
+                need <= room,
+                Reason("admission:reserve_static, all", {"need_tokens": need, "unreserved_tokens": room}),
+            )
+        else:
+            room = memory.free_blocks * memory.block_size
+            enough, why = need < room, Reason("admission:reserve_static", {"need_tokens": need, "free_tokens": room})
+        return Admission(fits and (enough or memory.reserved_tokens <= 0), (why,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The profile of what clients ask for: counted by schedulers, added up by the monitor, forgotten when it shifts.
 
-Times are unix seconds in the live services and virtual ones in the simulator. Source: ThunderServe 3.4 (a profiler
-that watches arrivals and lengths and has the deployment rescheduled when they shift); how a shift is told is ours.
+Times are unix seconds in the live services and virtual ones in the simulator. Source: ThunderServe 4 and appendix E (a
+profiler of prompt and output lengths, whose shifts have the deployment rescheduled); that arrivals count, and how a
+shift is told, is ours.
 """
 
 from collections import deque

@@ -10,14 +10,17 @@ import msgspec
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.route import Reason, Route
-from shared.errors import InvalidRequest
+from shared.errors import Delayed, InvalidRequest
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
+from shared.policy.backlog import queued_prefill_s
 from shared.policy.choice import Choice, context_of, ref_of, usable, why_none
+from shared.policy.cronus import CronusSplit
 from shared.policy.dispatch import DispatchPolicy, choose_decode
 from shared.policy.index import ClusterIndex
 from shared.policy.prefix_index import saved_tokens
 from shared.policy.split import Split
 
+HELD_S = 0.05, 0.25  # least and most until a held job asks again
 LOOK = 2  # instances of each class of speed: the best and a runner-up
 
 
@@ -53,7 +56,8 @@ def place(
 
     Without a ready prefill instance the decode instance that dispatch chooses does it all; in a coupled cluster the
     one that placement chooses does. Raises Unavailable when no decode instance can take it, InvalidRequest
-    when it is too long for all of them or makes no sense.
+    when it is too long for all of them or makes no sense, Delayed while the split (`CronusSplit.max_prefills`) wants
+    the job to wait.
     """
     if job.prompt_tokens < 1 or job.max_tokens < 0:
         raise InvalidRequest(f"a job of {job.prompt_tokens} prompt and {job.max_tokens} output tokens")
@@ -76,6 +80,25 @@ def place(
 
 
 def _chosen(
+    job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: Collection[str]
+) -> Choice | None:
+    """Raises Delayed where the split lets all instances that could take the job take no more prompts for now."""
+    split = policies.split
+    most = split.max_prefills if isinstance(split, CronusSplit) and job.can_wait and not job.begun else 0
+    full = [view for view in index.prefill.views if view.load.queued_prefill >= most] if most else []
+    if not full:
+        return _placed(job, index, policies, now, rng, exclude)
+    context = context_of(job, Role.PREFILL)
+    without = {*exclude, *(view.instance_id for view in full)}
+    held = [view for view in full if usable(view, context, exclude)]
+    if held and not any(usable(view, context, without) for view in index.prefill.views):
+        soonest_s = min(queued_prefill_s(view) / view.load.queued_prefill for view in held)
+        said = f"each prefill instance has at least {most} requests (split: {split.name})"
+        raise Delayed(said, cause="prefills", retry_after_s=min(HELD_S[1], max(HELD_S[0], soonest_s)))
+    return _placed(job, index, policies, now, rng, without)
+
+
+def _placed(
     job: JobView, index: ClusterIndex, policies: Policies, now: float, rng: Random, exclude: Collection[str]
 ) -> Choice | None:
     placement, split, dispatch = policies.placement, policies.split, policies.dispatch

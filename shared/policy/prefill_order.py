@@ -7,7 +7,7 @@ from shared.domain.job import JobView
 from shared.domain.rates import StepRates
 from shared.errors import InvalidRequest
 
-WINDOW = 16  # TetriInfer: PrefillSchedBatch
+WINDOW = 16  # TetriInfer 5.1: PrefillSchedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,16 @@ class WaitingJob:
 class PrefillOrder(Protocol):
     """Orders what waits by a key that a job keeps while it waits; who came first breaks ties.
 
-    `window`: at most so many jobs that came after a job are taken before it (`WaitingLine`), at least 1.
+    `window`: at most so many jobs that came after a job are taken before it (`WaitingLine`), at least 1. `batches`: as
+    many are ordered at a time instead, the oldest that wait, and all of them are taken before others are looked at.
     """
 
     name: ClassVar[str]
+
+    @property
+    def batches(self) -> bool:
+        """See above."""
+        ...
 
     @property
     def window(self) -> int:
@@ -49,6 +55,7 @@ class Fcfs:
     """First come, first served."""
 
     name: ClassVar[str] = "fcfs"
+    batches: ClassVar[bool] = False
 
     @property
     def window(self) -> int:
@@ -62,13 +69,24 @@ class Fcfs:
 
 @dataclass(frozen=True, slots=True)
 class Sjf:
-    """Least to compute first. Source: TetriInfer 3.3.1. F: overtaking is bounded instead of sorting batch by batch."""
+    """Least to compute first, `window` prompts (PrefillSchedBatch) at a time.
+
+    overtake (ours): no batches, but at most `window` later prompts overtake one.
+    Source: TetriInfer 3.3.1. The paper sorts by the length of the prompt, this by the tokens that are to be computed
+    here, which is less where a prefix is cached.
+    """
 
     name: ClassVar[str] = "sjf"
     window: int = WINDOW
+    overtake: bool = False
 
     def __post_init__(self) -> None:
         _check(self.name, self.window)
+
+    @property
+    def batches(self) -> bool:
+        """See `PrefillOrder`."""
+        return not self.overtake
 
     def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
         """See `PrefillOrder`."""
@@ -77,13 +95,19 @@ class Sjf:
 
 @dataclass(frozen=True, slots=True)
 class Ljf:
-    """Most to compute first. Source: TetriInfer 3.3.1. F: as for `Sjf`."""
+    """Most to compute first; otherwise as `Sjf`. Source: TetriInfer 3.3.1."""
 
     name: ClassVar[str] = "ljf"
     window: int = WINDOW
+    overtake: bool = False
 
     def __post_init__(self) -> None:
         _check(self.name, self.window)
+
+    @property
+    def batches(self) -> bool:
+        """See `PrefillOrder`."""
+        return not self.overtake
 
     def key(self, waiting: WaitingJob, rates: StepRates | None) -> float:
         """See `PrefillOrder`."""
@@ -99,6 +123,7 @@ class LeastSlack:
     """
 
     name: ClassVar[str] = "least_slack"
+    batches: ClassVar[bool] = False
     window: int = WINDOW
 
     def __post_init__(self) -> None:

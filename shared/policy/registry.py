@@ -10,7 +10,7 @@ from shared.domain.policies import PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
-from shared.policy.cronus import CronusSplit
+from shared.policy.cronus import BalancedSplit, CronusSplit
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
 from shared.policy.dispatch import DispatchPolicy, LeastInterference, PowerOfTwo, RandomDispatch, Spread, WorstCase
 from shared.policy.lengths import PredictedEnd
@@ -45,6 +45,7 @@ SPLIT: dict[str, Callable[..., Split]] = {
     "fraction": FractionSplit,
     "random": RandomSplit,
     "cronus": CronusSplit,
+    "balanced": BalancedSplit,
 }
 DISPATCH: dict[str, Callable[..., DispatchPolicy]] = {
     "adaptive": AdaptiveDispatch,

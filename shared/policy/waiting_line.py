@@ -13,7 +13,9 @@ from shared.policy.prefill_order import PrefillOrder, Sjf, WaitingJob
 Item = TypeVar("Item", bound=Hashable)
 CLASS_WINDOW = 16.0
 Group = tuple[bool, float]  # whether it holds streams, and the weight of its class
-STREAMS = Sjf()  # their KV comes from elsewhere for the most part, so that they have one token to compute each
+STREAMS = Sjf(
+    overtake=True
+)  # their KV comes from elsewhere for the most part, so that they have one token to compute each
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +30,10 @@ class _ClassLine(Generic[Item]):
     """Those of one weight, in a policy's order, without starvation; O(log n) for each.
 
     The bound: while a job waits, at most the order's `window` jobs that came after it are taken before it; then it is
-    the next, unless one that came before it is in the same position. What has been taken once and is put back, because
-    it was preempted or could not start, goes before all others and overtakes nobody a second time.
+    the next, unless one that came before it is in the same position. An order that works in batches keeps those that
+    come apart (`_raw`) until the batch (`_heap`) is empty; then the oldest `window` of them are the batch. What has
+    been taken once and is put back, because it was preempted or could not start, goes before all others and overtakes
+    nobody a second time.
     """
 
     def __init__(self, order: PrefillOrder, rates: Callable[[], StepRates | None] = lambda: None) -> None:
@@ -40,16 +44,21 @@ class _ClassLine(Generic[Item]):
         self._came: deque[_Entry[Item]] = deque()  # in order of arrival, from the oldest that waits on
         self._passed = 0  # taken ones in `_came`: so many have overtaken the oldest
         self._heap: list[tuple[float, int, _Entry[Item]]] = []
+        self._raw: deque[_Entry[Item]] = deque()
         self._count = 0
 
     def __len__(self) -> int:
         return len(self._front) + len(self._entries)
 
     def __iter__(self) -> Iterator[Item]:
-        """Those put back, then the others by key."""
+        """Those put back, then the others by key, batch by batch where the order has batches."""
         yield from tuple(self._front)
         for _, _, entry in sorted(self._heap, key=lambda row: row[:2]):
             if entry.here:
+                yield entry.item
+        raw, size, rates = [entry for entry in self._raw if entry.here], self._order.window, self._rates()
+        for at in range(0, len(raw), size):
+            for entry in sorted(raw[at : at + size], key=lambda one: self._order.key(one.waiting, rates)):
                 yield entry.item
 
     def everyone(self) -> Iterator[Item]:
@@ -60,7 +69,7 @@ class _ClassLine(Generic[Item]):
         """Add one that has just come."""
         entry = self._entries[item] = _Entry(item, waiting)
         self._came.append(entry)
-        self._enter(entry)
+        self._add(entry)
 
     def put_back(self, item: Item) -> None:
         """Add one that has been taken before: it is the next."""
@@ -95,8 +104,15 @@ class _ClassLine(Generic[Item]):
     def reorder(self, order: PrefillOrder) -> None:
         """Another order from now on, for those that wait, too; what they have been overtaken by still counts."""
         self._order = order
-        waiting, self._heap = [entry for entry in self._came if entry.here], []
-        for entry in waiting:
+        self._heap, self._raw = [], deque()
+        for entry in self._came:
+            if entry.here:
+                self._add(entry)
+
+    def _add(self, entry: _Entry[Item]) -> None:
+        if self._order.batches:
+            self._raw.append(entry)
+        else:
             self._enter(entry)
 
     def _enter(self, entry: _Entry[Item]) -> None:
@@ -107,8 +123,18 @@ class _ClassLine(Generic[Item]):
         while self._heap and not self._heap[0][2].here:
             heappop(self._heap)
         if not self._heap:
+            self._next_batch()
+        if not self._heap:
             raise IndexError("nobody waits")
+        if self._order.batches:
+            return self._heap[0][2]
         return self._came[0] if self._passed >= self._order.window else self._heap[0][2]
+
+    def _next_batch(self) -> None:
+        while self._raw and len(self._heap) < self._order.window:
+            entry = self._raw.popleft()
+            if entry.here:
+                self._enter(entry)
 
     def _take(self) -> Item:
         entry = self._next()
@@ -125,6 +151,8 @@ class _ClassLine(Generic[Item]):
         if len(self._heap) > 64 and len(self._heap) > 2 * len(self._entries):
             self._heap = [row for row in self._heap if row[2].here]
             heapify(self._heap)
+        if len(self._raw) > 64 and len(self._raw) > 2 * len(self._entries):
+            self._raw = deque(entry for entry in self._raw if entry.here)
 
 
 class WaitingLine(Generic[Item]):

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from predictor.batcher import PADDED_TOKENS, Batcher
+from predictor.batcher import BATCH_TOKENS, CUTTING_TOKENS, Batcher
 from shared.errors import Busy, DeadlineExceeded, Unavailable
 from shared.runtime.tasks import background
 
@@ -32,8 +32,8 @@ class Lengths:
 
 
 @asynccontextmanager
-async def running(depth: int = 1000) -> AsyncIterator[Batcher[int]]:
-    batcher: Batcher[int] = Batcher(depth)
+async def running(depth: int = 1000, batch_tokens: int = BATCH_TOKENS) -> AsyncIterator[Batcher[int]]:
+    batcher: Batcher[int] = Batcher(depth, batch_tokens)
     async with background() as tasks:
         tasks.start("batches", batcher.run())
         try:
@@ -42,9 +42,9 @@ async def running(depth: int = 1000) -> AsyncIterator[Batcher[int]]:
             await batcher.close()
 
 
-async def gathered(model: Lengths, queries: Sequence[int]) -> list[list[float]]:
+async def gathered(model: Lengths, queries: Sequence[int], batch_tokens: int = BATCH_TOKENS) -> list[list[float]]:
     """All of them at once, behind one that holds the thread."""
-    async with running() as batcher:
+    async with running(batch_tokens=batch_tokens) as batcher:
         model.gate.clear()
         first = asyncio.create_task(batcher.ask(model, 1, 20))
         assert await asyncio.to_thread(model.started.wait, 20)
@@ -67,8 +67,16 @@ async def test_a_batch_has_at_most_512_tokens_with_padding_and_a_longer_one_is_a
     assert await gathered(model, queries) == [[float(query)] for query in queries]
     assert [600] in model.batches
     for batch in model.batches:
-        assert len(batch) == 1 or max(batch) * len(batch) <= PADDED_TOKENS
+        assert len(batch) == 1 or max(batch) * len(batch) <= BATCH_TOKENS
     assert len(model.batches) < len(queries)
+
+
+async def test_without_a_bound_only_prompts_beyond_the_cutting_limit_run_alone() -> None:
+    # TetriInfer 5.2.2: "Requests higher than the limit will run alone. The default is 512 tokens."
+    model = Lengths()
+    queries = [300, 513, *[200] * 20, CUTTING_TOKENS, 900]
+    assert await gathered(model, queries, batch_tokens=0) == [[float(query)] for query in queries]
+    assert model.batches == [[1], [300, *[200] * 20, 512], [513], [900]]
 
 
 async def test_the_oldest_is_in_the_next_batch_whatever_comes_after_it() -> None:
@@ -90,7 +98,7 @@ async def test_no_more_go_together_than_are_ready_by_the_deadline_of_the_oldest(
         batcher._token_s = 0.1  # as if a token took so long: 20 s would be enough for 200 of them
         model.gate.set()
         await asyncio.gather(first, *rest)
-    assert 1 <= len(model.batches[2]) <= 5  # 400 tokens are less than PADDED_TOKENS
+    assert 1 <= len(model.batches[2]) <= 5  # 400 tokens are less than BATCH_TOKENS
     assert sum(map(len, model.batches)) == 10
 
 

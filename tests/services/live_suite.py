@@ -84,7 +84,7 @@ class LiveSuite:
             monitor_url=self.monitor_url,
             heartbeat_address=self.monitor_settings.heartbeat_address,
             broadcast_address=self.monitor_settings.broadcast_address,
-            **{"kv_cache_bytes": 1 << 30, "emulated_step_s": 0.001, **ports, **more},
+            **{"kv_cache_bytes": 1 << 30, "emulated_step_s": 0.001, **ports, **more},  # type: ignore[arg-type]
         )
         self.instances[name] = await self.stack.enter_async_context(worker_app.running(settings, CollectorRegistry()))
 

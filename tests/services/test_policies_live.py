@@ -1,7 +1,9 @@
 """Every policy of the registry is one that services use: all processes follow it, and a job is served under it."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from shared.domain.policies import ENGINE, KINDS, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy import registry
+from shared.timeline import Span
 from tests.gateway.cluster import make_job, tokens_of
 from tests.services.control_plane import until
 from tests.services.live_suite import LiveSuite, live_suite, pipelines
@@ -110,6 +113,42 @@ async def test_a_wrong_change_reaches_nobody(suite: LiveSuite) -> None:
     with pytest.raises(InvalidRequest, match="dispatch: unknown dispatch policy 'best'; known: adaptive"):
         await suite.change({"split": PolicySpec("none"), "dispatch": PolicySpec("best")})
     assert [app.state.scheduler.placer.followed for app in suite.schedulers] == before
+
+
+async def test_the_weights_of_instances_reach_the_policy(tmp_path: Path) -> None:
+    async with live_suite(tmp_path, schedulers=1) as suite:
+        await suite.start_instance("p1", "prefill", weight=4.0)
+        await until(lambda: suite.known(3), "the second prefill instance is known to be ready", timeout_s=20)
+        await suite.change({"placement": PolicySpec("weighted"), "split": PolicySpec("full")})
+        placed: list[str] = []
+        with pipelines(suite) as (gateway,):
+            for _ in range(10):
+                job, _steps = make_job(list(range(200)), 2)
+                await gateway.run(job)
+                figures = [
+                    r.figures for d in job.timeline.decisions for r in d.reasons if r.what.startswith("placement")
+                ]
+                placed.append(str(figures[0]["chosen"]))
+        assert (placed.count("p0"), placed.count("p1")) == (2, 8)
+
+
+async def test_under_cronus_requests_wait_at_the_gateway_until_the_prefill_instance_has_fewer_than_two(
+    tmp_path: Path,
+) -> None:
+    async with live_suite(tmp_path, schedulers=1) as suite:
+        await suite.change({**{k: PolicySpec(n) for k, n in BASE.items()}, "split": PolicySpec("cronus")})
+        with pipelines(suite) as (gateway,):
+            jobs = [make_job(list(range(200)), 4) for _ in range(8)]
+            await asyncio.gather(*(gateway.run(job) for job, _ in jobs))
+    assert [(job.phase, len(tokens_of(steps))) for job, steps in jobs] == [(Phase.COMPLETED, 4)] * 8
+    delays = [d.reasons[0].what for job, _ in jobs for d in job.timeline.decisions if d.kind == "delay"]
+    assert set(delays) == {"each prefill instance has at least 2 requests (split: cronus)"}
+    changes: list[tuple[float, int]] = []
+    for job, _ in jobs:
+        spans = {one.span: one for one in job.timeline.spans}
+        changes += [(spans[Span.QUEUE].started_s, 1), (spans[Span.PREFILL].ended_s, -1)]
+    inside = accumulate(change for _, change in sorted(changes))
+    assert max(inside) <= 2
 
 
 def documented() -> Iterator[tuple[str, set[str]]]:

@@ -102,6 +102,7 @@ def _composed(search: Search) -> list[tuple[Group, ...]]:
         *Composer(search.estimator).candidates(),
         exhaustive_groups(search),
         joint_groups(search),
+        joint_groups(search, per_accelerator=True),
         smallest(search, Role.DECODE),
     ):
         price = sum(group.price_usd_hour(search.problem.inventory) for group in groups)

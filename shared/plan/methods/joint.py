@@ -1,11 +1,12 @@
 """ZTE's joint optimisation: a parallel strategy for either phase, then how many instances of each.
 
-Source: ZTE section 4's objective (P): prefill throughput per accelerator under TTFT and memory, decode throughput per
-accelerator under TPOT and memory. F: what links them to demand: prefill meets the rate, decode meets prefill, ties by
-throughput per accelerator.
+Source: ZTE III.C (P): equation 1 maximises prefill throughput per accelerator under TTFT and memory, equation 4 the
+throughput of a decode instance under TPOT and memory. F: what links them to demand (prefill meets the rate, decode
+meets prefill, ties by throughput per accelerator), and that the decode instance leaves accelerators for a prefill
+instance. Data and expert parallelism, which the paper also varies, are not among the layouts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil, floor
 
@@ -55,6 +56,11 @@ class Ratio:
         """Of both phases."""
         return self.prefills * self.prefill.size + self.decodes * self.decode.size
 
+    @property
+    def each(self) -> tuple[float, float]:
+        """Throughput per accelerator, which decides ties: of both phases together, then of either by itself."""
+        return self.rate / self.accelerators, self.prefill.each + self.decode.each
+
 
 def joint(search: Search) -> Iterator[Found]:
     """One plan: the two types and strategies that serve the rate, or the most, with the most for each accelerator."""
@@ -63,39 +69,44 @@ def joint(search: Search) -> Iterator[Found]:
         yield search.judged(Plan(groups, policies=SPLIT), local=False)
 
 
-def joint_groups(search: Search) -> tuple[Group, ...]:
-    """Its groups; none where no ratio is possible."""
-    ratio = recommended(search)
+def joint_groups(search: Search, per_accelerator: bool = False) -> tuple[Group, ...]:
+    """Its groups; none where no ratio is possible. per_accelerator: see `recommended`."""
+    ratio = recommended(search, per_accelerator)
     if ratio is None:
         return ()
     groups = (*_placed(search, ratio.prefill, ratio.prefills), *_placed(search, ratio.decode, ratio.decodes, ratio))
     return groups if {group.role for group in groups} == set(Role) else ()
 
 
-def recommended(search: Search) -> Ratio | None:
-    """The ratio for the rate that is asked for, else for the highest that can be served; None where none can."""
+def recommended(search: Search, per_accelerator: bool = False) -> Ratio | None:
+    """The ratio for the rate that is asked for, else for the highest that can be served; None where none can.
+
+    per_accelerator: decode instances, too, are chosen by throughput per accelerator instead of per instance (ours, a
+    start of `best`).
+    """
     problem = search.problem
     counts = _counts(problem)
-    ways = [
-        ratio
-        for prefill in strategies(search, Role.PREFILL)
-        for decode in strategies(search, Role.DECODE)
-        if (ratio := _ratio(prefill, decode, counts, problem.rate)) is not None
-    ]
+    prefills, decodes = _by_type(strategies(search, Role.PREFILL)), _by_type(strategies(search, Role.DECODE))
+    ways: list[Ratio] = []
+    for of_prefill in prefills.values():
+        prefill = max(of_prefill, key=lambda one: one.each)
+        for of_decode in decodes.values():
+            best_first = sorted(of_decode, key=lambda one: -(one.each if per_accelerator else one.rate))
+            ratios = (_ratio(prefill, decode, counts, problem.rate) for decode in best_first)
+            ways += [ratio for ratio in ratios if ratio is not None][:1]
     if problem.rate:
         enough = [ratio for ratio in ways if ratio.rate >= problem.rate]
         if enough:
-            return max(enough, key=lambda ratio: problem.rate / ratio.accelerators)
-    return max(ways, key=lambda ratio: (round(ratio.rate, 3), ratio.rate / ratio.accelerators), default=None)
+            return max(enough, key=lambda ratio: (-ratio.accelerators, ratio.each))
+    return max(ways, key=lambda ratio: (round(ratio.rate, 3), ratio.each), default=None)
 
 
 def strategies(search: Search, role: Role) -> list[Strategy]:
-    """Of each type the strategy with the most throughput per accelerator that keeps the phase's target."""
+    """All that keep the phase's target, on one accelerator type each."""
     problem, layouts = search.problem, search.estimator.layouts
     slo, output = problem.slo, problem.sample.output
-    best: dict[str, Strategy] = {}
+    found: list[Strategy] = []
     for pool, entry in enumerate(problem.inventory.pools):
-        name = entry.accelerator.name
         for size in (1, 2, 4, 8, 16):
             for group in layouts.all({pool: size}, role) if size <= entry.count else ():
                 cost = layouts.cost(group)
@@ -105,10 +116,16 @@ def strategies(search: Search, role: Role) -> list[Strategy]:
                 else:
                     batch = cost.batch_within(slo.tpot_s)
                     rate = cost.lanes * batch / (output * cost.decode_s(batch)) if batch >= 1.0 else 0.0
-                found = Strategy(name, group, rate)
-                if rate > 0.0 and (name not in best or found.each > best[name].each):
-                    best[name] = found
-    return list(best.values())
+                if rate > 0.0:
+                    found.append(Strategy(entry.accelerator.name, group, rate))
+    return found
+
+
+def _by_type(found: Iterable[Strategy]) -> dict[str, list[Strategy]]:
+    types: dict[str, list[Strategy]] = {}
+    for strategy in found:
+        types.setdefault(strategy.accelerator, []).append(strategy)
+    return types
 
 
 def _counts(problem: Problem) -> dict[str, list[int]]:

@@ -10,7 +10,7 @@ import pytest
 
 from lab.bench import mixed_report
 from lab.bench.mixed_load import Load, Seen, burst, conversations, drawn, replay
-from lab.bench.mixed_pair import ADAPTIVE, CRONUS, DATA_PARALLEL, FAST, HIGH_LOW, LOW_HIGH, SLOW, SYSTEMS, cluster_of
+from lab.bench.mixed_pair import ADAPTIVE, BALANCED, DATA_PARALLEL, FAST, HIGH_LOW, LOW_HIGH, SLOW, SYSTEMS, cluster_of
 from lab.bench.mixed_report import Run, report
 from lab.bench.mixed_sim import FormSteps, Means, Twin, lasting, learned
 from lab.calibrate.traffic import Sample, Shot
@@ -92,24 +92,24 @@ def seen(**more: float) -> Seen:
     return replace(Seen(1.0, 0.5, 0.4, 2.0, 0.05, 0.4, 0.1, 10.0, 0.5, 0.6), **more)
 
 
-def bursts(adaptive: float, cronus: float = 2.0) -> list[Run]:
-    rates = ((DATA_PARALLEL, 1.8), (LOW_HIGH, 1.0), (HIGH_LOW, 0.8), (CRONUS, cronus), (ADAPTIVE, adaptive))
+def bursts(adaptive: float, balanced: float = 2.0) -> list[Run]:
+    rates = ((DATA_PARALLEL, 1.8), (LOW_HIGH, 1.0), (HIGH_LOW, 0.8), (BALANCED, balanced), (ADAPTIVE, adaptive))
     return [Run(system, load("burst", 0.0), seen(requests_per_s=rate), {FAST: 1.0}, 0.0) for system, rate in rates]
 
 
 def test_aims_of_throughput() -> None:
     aims = report(bursts(2.0), {})["aims"]
     assert [
-        aims[f"throughput_over_{name}"]["met"] for name in ("data_parallel", "better_disaggregation", "cronus")
+        aims[f"throughput_over_{name}"]["met"] for name in ("data_parallel", "better_disaggregation", "balanced")
     ] == [True] * 3
     assert aims["throughput_over_better_disaggregation"]["got"] == 2.0
     assert not report(bursts(1.85), {})["aims"]["throughput_over_data_parallel"]["met"]
     assert not report(bursts(1.79), {})["aims"]["throughput_over_better_disaggregation"]["met"]
-    assert not report(bursts(2.0, cronus=2.2), {})["aims"]["throughput_over_cronus"]["met"]
+    assert not report(bursts(2.0, balanced=2.2), {})["aims"]["throughput_over_balanced"]["met"]
 
 
 def at_rate(adaptive: Seen) -> list[Run]:
-    found = ((DATA_PARALLEL, seen()), (CRONUS, seen(tbt_p99_s=0.2, jct_mean_s=7.0)), (ADAPTIVE, adaptive))
+    found = ((DATA_PARALLEL, seen()), (BALANCED, seen(tbt_p99_s=0.2, jct_mean_s=7.0)), (ADAPTIVE, adaptive))
     return [Run(system, load("at_50_percent"), one, {FAST: 1.0}, 0.0) for system, one in found]
 
 
@@ -118,15 +118,15 @@ def test_aims_at_a_rate() -> None:
     names = [f"at_50_percent_{what}_over_data_parallel" for what in ("tbt_p99", "jct_mean", "ttft_p99")]
     aims = report(at_rate(good), {})["aims"]
     assert all(aims[name]["met"] for name in names)
-    assert aims["at_50_percent_tbt_p99_over_cronus"]["met"]
+    assert aims["at_50_percent_tbt_p99_over_balanced"]["met"]
     for worse, name in zip(({"tbt_p99_s": 0.21}, {"jct_mean_s": 7.1}, {"ttft_p99_s": 2.1}), names, strict=True):
         assert not report(at_rate(replace(good, **worse)), {})["aims"][name]["met"]
-    assert not report(at_rate(replace(good, jct_mean_s=7.3)), {})["aims"]["at_50_percent_jct_mean_over_cronus"]["met"]
+    assert not report(at_rate(replace(good, jct_mean_s=7.3)), {})["aims"]["at_50_percent_jct_mean_over_balanced"]["met"]
 
 
 def test_what_was_not_measured_misses_its_aim() -> None:
-    aims = report([run for run in bursts(2.0) if run.system is not CRONUS], {})["aims"]
-    assert aims["throughput_over_cronus"] == {"want": ">= 0.971", "got": "not measured", "met": False}
+    aims = report([run for run in bursts(2.0) if run.system is not BALANCED], {})["aims"]
+    assert aims["throughput_over_balanced"] == {"want": ">= 0.971", "got": "not measured", "met": False}
 
 
 def test_medians_over_rounds() -> None:
@@ -162,8 +162,8 @@ def test_at_a_rate_throughput_says_nothing() -> None:
 def test_systems_that_hardly_differ_have_no_order() -> None:
     live = bursts(2.0)
     said = {("burst", run.system.label): Means(2.0, 0.5, 0.1, 10.0) for run in live}
-    said["burst", "cronus"] = Means(1.9, 0.5, 0.1, 10.0)  # the same as adaptive, live
-    assert "adaptive and cronus" not in str(report(live, said)["aims"]["simulated_pairs_in_wrong_order"]["got"])
+    said["burst", "balanced"] = Means(1.9, 0.5, 0.1, 10.0)  # the same as adaptive, live
+    assert "adaptive and balanced" not in str(report(live, said)["aims"]["simulated_pairs_in_wrong_order"]["got"])
     assert mixed_report.TOLD_APART < 0.2
 
 
@@ -242,16 +242,16 @@ def test_decode_segments_are_the_steps() -> None:
 def test_adaptive_is_not_behind_and_uses_both_in_the_simulated_pair(lengths: Workload) -> None:
     """As on the engines: everything at once, and as much as data-parallel can serve."""
     pair = twin()
-    compared = (DATA_PARALLEL, LOW_HIGH, HIGH_LOW, CRONUS, ADAPTIVE)
+    compared = (DATA_PARALLEL, LOW_HIGH, HIGH_LOW, BALANCED, ADAPTIVE)
     several = [burst(lengths, 60, seed) for seed in range(1, 5)]
     served = {one.label: fmean(pair.run(one, each, lengths).requests_per_s for each in several) for one in compared}
     assert served["adaptive"] > 1.05 * served["data_parallel"]
-    assert served["adaptive"] > 0.95 * served["cronus"]
+    assert served["adaptive"] > 0.95 * served["balanced"]
     assert served["adaptive"] > 1.3 * max(served["low_high"], served["high_low"])
     steady = replay(lengths, 0.9, 1.6, 90.0, 3)
     jct = {one.label: pair.run(one, steady, lengths).jct_mean_s for one in compared}
     assert jct["adaptive"] < 0.85 * jct["data_parallel"]
-    assert jct["adaptive"] < 1.03 * jct["cronus"]
+    assert jct["adaptive"] < 1.03 * jct["balanced"]
 
 
 def test_requests_go_in_the_simulator_where_their_turn_sent_them_on_the_engines() -> None:

@@ -8,6 +8,7 @@ import pytest
 from lab.bench.plan import PlanBenchOptions, run_plan_bench
 from lab.bench.plan_cases import FILE, LOST, TRACES, drawn, table_3
 from lab.bench.plan_limits import case_impossible
+from lab.bench.plan_papers import case_zte
 from lab.bench.plan_thunderserve import prefill_share
 from shared.domain.instance import Role
 from shared.errors import InvalidRequest
@@ -45,3 +46,10 @@ def test_draws_repeat_and_differ() -> None:
     assert drawn(3).words == drawn(3).words
     assert len({drawn(seed).words for seed in range(20)}) > 15
     assert all(drawn(seed).problem.inventory.accelerators <= 8 for seed in range(20))
+
+
+def test_ztes_scenarios_are_those_of_its_figures() -> None:
+    _, aims, _ = case_zte()
+    figures = ("256+256 at 2/s", "512+1024 at 3/s", "1024+1024 at 2/s", "1024+1024 at 3/s")  # 7, 9, 10 and 8
+    assert set(aims) == {f"ZTE {one}" for one in figures}
+    assert all(aim["met"] for aim in aims.values())

@@ -175,7 +175,7 @@ def test_it_is_a_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(bench, "SHORT_S", 0.5)
     monkeypatch.setattr(bench, "LASTS_S", 1.0)
     monkeypatch.setattr(bench, "MORE_SEEDS", 1)
-    policies = ("placement=least_load+cronus+power_of_two", "placement=least_load+split=none+power_of_two")
+    policies = ("placement=least_load+balanced+power_of_two", "placement=least_load+split=none+power_of_two")
     monkeypatch.setattr(bench, "fixed_policies", lambda: policies)
     options = PoliciesOptions(("fast_slow_conversation",), tmp_path / "runs", processes=1)
     result = find_bench("policies")(options)

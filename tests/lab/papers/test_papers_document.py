@@ -27,6 +27,7 @@ def test_the_page_shows_rows_marks_and_charts(tmp_path: Path) -> None:
         (rows.gain("a", "Fig 9", "throughput", 17.0, 8.0), rows.order("b", "Fig 7", "ratio", "yes", "yes", True)),
         (CHART,),
         ("how it was set up",),
+        ("no expert parallelism",),
     )
     page, chart = write_docs(tmp_path, [section], "engine: 1")
     text = page.read_text(encoding="utf-8")
@@ -34,5 +35,6 @@ def test_the_page_shows_rows_marks_and_charts(tmp_path: Path) -> None:
     assert "| Fig 7 | ratio | yes | yes | ✔ | – |" in text
     assert "| [ZTE](#zte-two-vendors) | 2 | 2 of 2 | 0 of 1 |" in text
     assert "![Bars & more](papers/bars.svg)" in text
+    assert "### Otherwise, or not here\n\n- no expert parallelism\n" in text
     assert "engine: 1" in text
     assert chart == tmp_path / "papers" / "bars.svg"

@@ -13,6 +13,9 @@ def test_a_gain_needs_its_sign_and_thirty_percent() -> None:
     assert held(rows.gain("k", "Fig 1", "x", -50.0, -34.0)) == {Check.SIGN: True, Check.MAGNITUDE: False}
     assert held(rows.gain("k", "Fig 1", "x", -50.0, 40.0)) == {Check.SIGN: False, Check.MAGNITUDE: False}
     assert near.paper == "-50"
+    nothing = rows.gain("k", "Fig 1", "x", -50.0, -1.1e-14)  # a sum in another order
+    assert (nothing.ours, held(nothing)[Check.SIGN]) == ("+0", False)
+    assert rows.points("k", "F", "x", 0.0, -1.1e-14, 5.0).ours == "+0"
 
 
 def test_the_gain_of_a_ratio_is_its_distance_from_one() -> None:
@@ -47,4 +50,6 @@ def test_misses_stay_with_their_note() -> None:
 
 def test_words_of_every_paper_can_be_read() -> None:
     for name in ("cronus", "tetriinfer", "huawei", "thunderserve", "zte"):
-        assert told_in_words(Section(name, name, ())).setup
+        section = told_in_words(Section(name, name, ()))
+        assert section.setup
+        assert section.differs

@@ -53,6 +53,7 @@ CHANGES: dict[type[Section], dict[str, tuple[Any, dict[str, Any]]]] = {
         "emulated_slowdown": (4.0, DEFAULTS),
         "emulated_prefix_cache": (False, DEFAULTS),
         "staging_bytes": (1 << 20, REAL),
+        "weight": (4.0, DEFAULTS),
     },
     SchedulerSection: {},
     MonitorSection: {

@@ -86,7 +86,10 @@ async def test_the_same_again_is_no_change_and_null_goes_back_to_the_files(start
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"split": {"name": "best"}}, "split: unknown split policy 'best'; known: adaptive, cronus, fraction, full"),
+        (
+            {"split": {"name": "best"}},
+            "split: unknown split policy 'best'; known: adaptive, balanced, cronus, fraction, full",
+        ),
         ({"split": {"name": "full", "parameters": {"x": 1}}}, "split: split policy 'full' has no parameter 'x'"),
         ({"split": {"name": "fraction", "parameters": {"fraction": "x"}}}, "fraction.fraction must be of type float"),
         ({"role_flip": {"name": "idle", "parameters": {"for_s": -1}}}, "role_flip: idle: "),

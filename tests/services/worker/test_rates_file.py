@@ -70,6 +70,11 @@ def test_without_a_file_what_the_engine_knows() -> None:
     assert info("").rates == Rates(price_per_hour=2.0)
 
 
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_the_weight_is_the_settings(file: str, calibrated: bool) -> None:
+    assert info(file if calibrated else "", weight=4.0).rates.weight == 4.0
+
+
 def test_a_kind_that_is_not_in_the_file_is_an_error(file: str) -> None:
     with pytest.raises(NotFound, match=r"not calibrated: .*threads 2"):
         info(file, threads=2)

@@ -174,7 +174,7 @@ def test_decisions(decision: Decision, said: str) -> None:
 
 
 @pytest.mark.parametrize("placement", registry.PLACEMENT)
-@pytest.mark.parametrize("split", ["adaptive", "full", "none", "fraction", "cronus"])
+@pytest.mark.parametrize("split", ["adaptive", "full", "none", "fraction", "cronus", "balanced"])
 def test_real_routes_have_words(placement: str, split: str) -> None:
     there = index(prefill("p-0", rate=1e-4), prefill("p-1", rate=2e-4), decode("d-0"), decode("d-1"))
     parameters = {"routes": [["p-0", "d-0", 1.0]]} if placement == "plan" else {}

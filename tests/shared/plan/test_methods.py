@@ -11,7 +11,7 @@ from shared.errors import Incompatible, InvalidRequest
 from shared.plan.compose import Composer
 from shared.plan.methods.bruteforce import deployments
 from shared.plan.methods.exhaustive import machine_throughputs
-from shared.plan.methods.joint import recommended
+from shared.plan.methods.joint import recommended, strategies
 from shared.plan.methods.registry import METHODS, method
 from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.problem import Problem
@@ -93,6 +93,21 @@ def test_joint_serves_the_rate_with_the_fewest() -> None:
     assert (few.prefills, few.decodes) == (1, 1)
     assert few.rate >= 2.0
     assert many.accelerators > few.accelerators
+
+
+def test_joint_decodes_with_the_instance_that_serves_most_and_prefills_with_the_best_accelerators() -> None:
+    # ZTE's equation 1 divides by accelerators, its equation 4 by decode instances. Of four accelerators a decode
+    # instance of four would leave none for prefill.
+    asked = search(problem(inventory(("a", "A100-SXM-80", 4)), rate=2.0))
+    found = recommended(asked)
+    assert found is not None
+    assert found.prefill.each == max(one.each for one in strategies(asked, Role.PREFILL))
+    fitting = [one for one in strategies(asked, Role.DECODE) if one.size + found.prefill.size <= 4]
+    assert found.decode.rate == max(one.rate for one in fitting)
+    assert found.decode.each < max(one.each for one in fitting)  # the two objectives differ here
+    ours = recommended(asked, per_accelerator=True)
+    assert ours is not None
+    assert ours.decode.each > found.decode.each
 
 
 def test_huaweis_estimate_prefers_small_degrees_where_a_model_fits() -> None:

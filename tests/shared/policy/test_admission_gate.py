@@ -13,11 +13,18 @@ RUNNING = Decoding(job(100, 50), 100, 120)  # 30 more to come
 
 def test_what_runs_is_counted_at_its_predicted_end_or_at_what_it_has_come_to() -> None:
     beside, room = job(40, 10), Blocks(free=100, total=20, size_tokens=10)
-    assert may_decode(ReserveStatic(), beside, [RUNNING], room, 0.0)  # 150 + 50 of 200 tokens
-    assert not may_decode(ReserveStatic(), job(41, 10), [RUNNING], room, 0.0)
+    policy = ReserveStatic(reserve_all=True)
+    assert may_decode(policy, beside, [RUNNING], room, 0.0)  # 150 + 50 of 200 tokens
+    assert not may_decode(policy, job(41, 10), [RUNNING], room, 0.0)
     outgrown = RUNNING._replace(context_tokens=151)
-    assert not may_decode(ReserveStatic(), beside, [outgrown], room, 0.0)
-    assert not may_decode(ReserveStatic(PredictedEnd.UPPER), beside, [RUNNING], room, 0.0)
+    assert not may_decode(policy, beside, [outgrown], room, 0.0)
+    assert not may_decode(ReserveStatic(PredictedEnd.UPPER, reserve_all=True), beside, [RUNNING], room, 0.0)
+
+
+def test_static_as_printed_counts_what_is_free_now() -> None:
+    beside = job(40, 10)
+    assert may_decode(ReserveStatic(), beside, [RUNNING], Blocks(free=6, total=20, size_tokens=10), 0.0)
+    assert not may_decode(ReserveStatic(), beside, [RUNNING], Blocks(free=5, total=20, size_tokens=10), 0.0)
 
 
 def test_dynamic_looks_ahead_to_the_first_end() -> None:

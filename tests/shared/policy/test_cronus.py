@@ -14,30 +14,31 @@ CHUNKED = ChunkedCost(1e-6, 0.0, 0.05)
 PARTIAL = PartialPrefillCost(2e-4, 0.01)
 
 # 1024 tokens, 512 a step: T_chunked = 0.100512 + 2e-6 L below L = 512, then 0.05 + 1e-6 L, and 0 at the end.
+OURS = CronusSplit(include_zero=True, queue_aware=True)
 EXAMPLES: list[tuple[str, PartialPrefillCost, dict[str, Any], dict[str, Any], CronusSplit, int]] = [
-    ("0.01 + 2e-4 L = 0.100512 + 2e-6 L at 457.1", PARTIAL, {}, {}, CronusSplit(), 458),
-    ("a weak prefill instance takes little", PartialPrefillCost(1e-2, 0.01), {}, {}, CronusSplit(), 10),
-    ("one that is slow to start takes nothing", PartialPrefillCost(1e-2, 1.0), {}, {}, CronusSplit(), 0),
-    ("the paper has no such candidate", PartialPrefillCost(1e-2, 1.0), {}, {}, CronusSplit(include_zero=False), 2),
-    ("a strong one takes all", PartialPrefillCost(1e-6, 0.0), {}, {}, CronusSplit(), 1024),
-    ("no free blocks: all, as in the paper", PARTIAL, {}, {"free_blocks": 63}, CronusSplit(), 1024),
-    ("enough free blocks", PARTIAL, {}, {"free_blocks": 64}, CronusSplit(), 458),
-    ("decodes fill the budget: all", PARTIAL, {}, {"decoding": 512}, CronusSplit(), 1024),
-    ("steps of 256: the jump where 512 saves the third lies across 0", PARTIAL, {}, {}, CronusSplit(budget=256), 512),
+    ("0.01 + 2e-4 L = 0.100512 + 2e-6 L at 457.1", PARTIAL, {}, {}, OURS, 458),
+    ("a weak prefill instance takes little", PartialPrefillCost(1e-2, 0.01), {}, {}, OURS, 10),
+    ("one that is slow to start takes nothing", PartialPrefillCost(1e-2, 1.0), {}, {}, OURS, 0),
+    ("the paper has no such candidate", PartialPrefillCost(1e-2, 1.0), {}, {}, CronusSplit(queue_aware=True), 2),
+    ("a strong one takes all", PartialPrefillCost(1e-6, 0.0), {}, {}, OURS, 1024),
+    ("no free blocks: all, as in the paper", PARTIAL, {}, {"free_blocks": 63}, OURS, 1024),
+    ("enough free blocks", PARTIAL, {}, {"free_blocks": 64}, OURS, 458),
+    ("decodes fill the budget: all", PARTIAL, {}, {"decoding": 512}, OURS, 1024),
     (
-        "0.11 s of prefill wait already",
+        "steps of 256: the jump where 512 saves the third lies across 0",
         PARTIAL,
-        {"queued_prefill_tokens": 500, "queued_prefill": 1},
         {},
-        CronusSplit(),
-        0,
+        {},
+        CronusSplit(True, 256, True),
+        512,
     ),
+    ("0.11 s of prefill wait already", PARTIAL, {"queued_prefill_tokens": 500, "queued_prefill": 1}, {}, OURS, 0),
     (
         "and are not looked at",
         PARTIAL,
         {"queued_prefill_tokens": 500, "queued_prefill": 1},
         {},
-        CronusSplit(queue_aware=False),
+        CronusSplit(include_zero=True),
         458,
     ),
     (
@@ -45,7 +46,7 @@ EXAMPLES: list[tuple[str, PartialPrefillCost, dict[str, Any], dict[str, Any], Cr
         PARTIAL,
         {},
         {"queued_prefill_tokens": 600},
-        CronusSplit(),
+        OURS,
         704,
     ),
 ]
@@ -72,10 +73,17 @@ def test_cronus_by_example(
 def test_without_rates_the_prefill_instance_does_it_all_and_says_why() -> None:
     low, high = prefill("low", rates=Rates(prefill=PARTIAL)), decode("high", rates=Rates(chunked=CHUNKED))
     for pair, missing in (((prefill("low"), high), "low"), ((low, decode("high")), "high")):
-        choice = CronusSplit().choose(job(77), *pair, 0.0, Random(0))
+        choice = OURS.choose(job(77), *pair, 0.0, Random(0))
         assert choice.tokens == 77
         assert choice.reasons[0].figures["why"] == f"no measured rates of {missing}"
-    assert CronusSplit().choose(job(77), low, None, 0.0, Random(0)).tokens == 77
+    assert OURS.choose(job(77), low, None, 0.0, Random(0)).tokens == 77
+
+
+def test_by_default_it_is_what_the_paper_prints() -> None:
+    assert CronusSplit() == CronusSplit(include_zero=False, budget=0, queue_aware=False, max_prefills=2)
+    low = prefill("low", rates=Rates(prefill=PartialPrefillCost(1e-2, 1.0)), queued_prefill_tokens=5000)
+    high = decode("high", rates=Rates(chunked=CHUNKED))
+    assert CronusSplit().choose(job(1024), low, high, 0.0, Random(0)).tokens == 2  # the least candidate, not 0
 
 
 def test_times_by_hand() -> None:
@@ -153,4 +161,4 @@ def test_a_split_stays_within_the_prompt(
 def test_the_role_of_the_instances_is_their_place_in_the_call() -> None:
     both = Rates(prefill=PARTIAL, chunked=CHUNKED)
     a, b = instance("a", rates=both), instance("b", rates=both)
-    assert CronusSplit().choose(job(1024), a, b, 0.0, Random(0)).tokens == 458
+    assert OURS.choose(job(1024), a, b, 0.0, Random(0)).tokens == 458

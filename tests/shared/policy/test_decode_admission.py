@@ -17,7 +17,39 @@ def test_greedy_admits_iff_the_prompt_fits_now(prompt: int, free: int, admitted:
     assert Greedy().admit(job(prompt, 100_000), memory, 0.0).admitted is admitted
 
 
-# 100 blocks of 16 tokens. (reserved tokens, free blocks, prompt, prediction, end, admitted)
+# 100 blocks of 16 tokens, of which some are free. (free blocks, prompt, prediction, end, admitted)
+STATIC_AS_PRINTED: list[tuple[str, int, int, Any, PredictedEnd, bool]] = [
+    ("100 + 200 are less than 304", 19, 100, LONG, PredictedEnd.LOWER, True),
+    ("304 are not less than 304", 19, 104, LONG, PredictedEnd.LOWER, False),
+    ("what runs may grow: only what it holds now counts", 51, 600, LONG, PredictedEnd.LOWER, True),
+    ("the middle of the range needs 300", 25, 100, LONG, PredictedEnd.MIDDLE, False),
+    ("the upper end needs 400", 31, 100, LONG, PredictedEnd.UPPER, False),
+    ("without a prediction 128", 14, 100, None, PredictedEnd.LOWER, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "free", "prompt", "prediction", "end", "admitted"),
+    STATIC_AS_PRINTED,
+    ids=[row[0] for row in STATIC_AS_PRINTED],
+)
+def test_reserve_static_compares_with_the_memory_that_is_free_now(
+    what: str, free: int, prompt: int, prediction: Any, end: PredictedEnd, admitted: bool
+) -> None:
+    # TetriInfer 3.4: "only if its predicted memory usage is smaller than the available accelerator memory for the
+    # current iteration".
+    memory = DecodeMemory(free, 16, 100, reserved_tokens=1_500)
+    assert ReserveStatic(end).admit(job(prompt, 1000, prediction=prediction), memory, 0.0).admitted is admitted
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_where_nothing_runs_the_prompt_alone_decides(every: bool) -> None:
+    policy, memory = ReserveStatic(PredictedEnd.UPPER, reserve_all=every), DecodeMemory(100, 16, 100)
+    assert policy.admit(job(1500, 1000, prediction=LONG), memory, 0.0).admitted
+    assert not policy.admit(job(1601, 1000, prediction=LONG), memory, 0.0).admitted
+
+
+# With `reserve_all`. (reserved tokens, free blocks, prompt, prediction, end, admitted)
 STATIC: list[tuple[str, int, int, int, Any, PredictedEnd, bool]] = [
     ("1300 + 100 + 200 = 1600 just fit", 1300, 50, 100, LONG, PredictedEnd.LOWER, True),
     ("one more token does not", 1301, 50, 100, LONG, PredictedEnd.LOWER, False),
@@ -34,11 +66,12 @@ STATIC: list[tuple[str, int, int, int, Any, PredictedEnd, bool]] = [
 @pytest.mark.parametrize(
     ("what", "reserved", "free", "prompt", "prediction", "end", "admitted"), STATIC, ids=[row[0] for row in STATIC]
 )
-def test_reserve_static_by_example(
+def test_reserve_static_of_all_by_example(
     what: str, reserved: int, free: int, prompt: int, prediction: Any, end: PredictedEnd, admitted: bool
 ) -> None:
     memory = DecodeMemory(free, 16, 100, reserved)
-    assert ReserveStatic(end).admit(job(prompt, 1000, prediction=prediction), memory, 0.0).admitted is admitted
+    policy = ReserveStatic(end, reserve_all=True)
+    assert policy.admit(job(prompt, 1000, prediction=prediction), memory, 0.0).admitted is admitted
 
 
 # 100 blocks of 16 tokens. (running (context, remaining), prompt, end, admitted)
@@ -72,8 +105,10 @@ ends = st.sampled_from(list(PredictedEnd))
 
 @settings(deadline=None)
 @given(arrivals, ends)
-def test_reserve_static_never_promises_more_than_there_is(jobs: list[tuple[int, int]], end: PredictedEnd) -> None:
-    policy, used, reserved, running = ReserveStatic(end), 0, 0, 0
+def test_reserve_static_of_all_never_promises_more_than_there_is(
+    jobs: list[tuple[int, int]], end: PredictedEnd
+) -> None:
+    policy, used, reserved, running = ReserveStatic(end, reserve_all=True), 0, 0, 0
     for prompt, bucket in jobs:
         asked = job(prompt, 10_000, prediction=predicted(200 * bucket, 200 * bucket + 200))
         if policy.admit(asked, DecodeMemory(100 - used, 16, 100, reserved), 0.0).admitted:

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.domain.instance import InstanceState, InstanceView, Role
+from shared.domain.rates import ChunkedCost, PartialPrefillCost, Rates
 from shared.domain.route import Route
-from shared.errors import InvalidRequest, Unavailable
+from shared.errors import Delayed, InvalidRequest, Unavailable
 from shared.policy import registry
 from shared.policy.assignment import assignments
 from shared.policy.index import ClusterIndex
@@ -52,6 +53,38 @@ def test_route_of_a_full_split_leaves_decode_to_the_dispatcher() -> None:
     assert (route.decode, route.split, route.policy) == (None, 70, "least_load")
     assert route.prefill is not None
     assert route.prefill.generation == 1
+
+
+def test_under_cronus_at_most_two_requests_are_in_a_prefill_instance() -> None:
+    # Cronus 4.2: a request waits at the frontend until the instance has no waiting request beside the one it computes.
+    cluster, wanted = index(prefill("p", rate=1e-4), decode("d")), policies(split="cronus")
+    for number in range(2):
+        asked = job(100, job_id=f"j{number}", can_wait=True)
+        route = place(asked, cluster, wanted, 0.0, Random(0))
+        assert chosen(route) == "p"
+        for assignment in assignments(asked, route, 0.0):
+            cluster.book(assignment)
+    with pytest.raises(Delayed, match=r"each prefill instance has at least 2 requests \(split: cronus\)") as held:
+        place(job(100, job_id="j2", can_wait=True), cluster, wanted, 0.0, Random(0))
+    assert held.value.cause == "prefills"
+    assert held.value.retry_after_s
+    # A request that has begun, or whose gateway cannot let it wait, goes on.
+    assert chosen(place(job(100, can_wait=True, begun=True), cluster, wanted, 0.0, Random(0))) == "p"
+    assert chosen(place(job(100), cluster, wanted, 0.0, Random(0))) == "p"
+    unlimited = policies(split="cronus", max_prefills=0)
+    assert chosen(place(job(100, can_wait=True), cluster, unlimited, 0.0, Random(0))) == "p"
+
+
+@pytest.mark.parametrize("placement", ["least_load", "round_robin", "adaptive"])
+def test_under_cronus_a_full_prefill_instance_is_passed_over(placement: str) -> None:
+    fast = Rates(PartialPrefillCost(1e-6, 0.0), ChunkedCost(0.0, 0.0, 0.02))
+    slow = Rates(PartialPrefillCost(1e-3, 0.0), ChunkedCost(0.0, 0.0, 0.02))
+    cluster = index(prefill("a", rates=fast, queued_prefill=2), prefill("b", rates=slow), decode("d", rates=fast))
+    wanted = policies(placement, "cronus")
+    assert chosen(place(job(100, can_wait=True), cluster, wanted, 0.0, Random(0))) == "b"
+    full = index(prefill("a", rates=fast, queued_prefill=2), decode("d", rates=fast))
+    with pytest.raises(Delayed):
+        place(job(100, can_wait=True), full, wanted, 0.0, Random(0))
 
 
 def test_reasons_name_filters_the_chosen_and_the_runner_up() -> None:

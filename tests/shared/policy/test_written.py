@@ -23,7 +23,7 @@ def test_a_file_names_some_and_the_suites_defaults_hold_for_the_rest() -> None:
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        ({"split": "halves"}, "split: unknown split policy 'halves'; known: adaptive, cronus"),
+        ({"split": "halves"}, "split: unknown split policy 'halves'; known: adaptive, balanced, cronus"),
         ({"split": None}, "split: expected a policy's name, or {name: …, and its parameters}, not None"),
         ({"split": {"fraction": 0.5}}, "split: expected a policy's name"),
         ({"split": {"name": "full", "parameters": {}}}, "split: split policy 'full' has no parameter 'parameters'"),

@@ -32,7 +32,15 @@ RATES = Rates(step=StepRates(StepForm(0.01, 0.001), StepForm(0.01), StepForm(0.0
 @given(
     st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(1, 150), st.integers(1, 60)), min_size=2, max_size=25),
     st.sampled_from([Fcfs(), Sjf(2), Ljf(), LeastSlack()]),
-    st.sampled_from([Greedy(), ReserveStatic(), ReserveDynamic(unpredicted_tokens=20), ReserveDynamic()]),
+    st.sampled_from(
+        [
+            Greedy(),
+            ReserveStatic(),
+            ReserveStatic(reserve_all=True),
+            ReserveDynamic(unpredicted_tokens=20),
+            ReserveDynamic(),
+        ]
+    ),
     st.sampled_from([NoSplit(), FullSplit(), RandomSplit()]),
     st.sampled_from([256, 400, 3_200]),
     st.booleans(),

@@ -23,11 +23,12 @@ ORDERS: dict[str, PrefillOrder] = {
     "sjf": Sjf(100),
     "ljf": Ljf(100),
     "least_slack": LeastSlack(100),
-    "sjf, window of 2": Sjf(2),
+    "sjf, batches of 2": Sjf(2),
+    "sjf, window of 2": Sjf(2, overtake=True),
 }
 ADMISSIONS: dict[str, DecodeAdmission] = {
     "greedy": Greedy(),
-    "reserve_static": ReserveStatic(),
+    "reserve_static": ReserveStatic(reserve_all=True),
     "reserve_dynamic": ReserveDynamic(),
 }
 MIXED = StepForm(0.0, token_s=0.001)  # 0.9 of 50 ms are 45 tokens
@@ -86,7 +87,7 @@ async def small_kv(run: WatchedEngine) -> dict[str, Any]:
 
 async def local_order(run: WatchedEngine) -> dict[str, Any]:
     """Whole prompts that decode here are ordered, too, and held back by the gate."""
-    run.follow(Sjf(), ReserveStatic())
+    run.follow(Sjf(), ReserveStatic(reserve_all=True))
     run.submit("large", make_prompt(600), 100)  # 700 of 768 tokens
     await run.until(lambda: len(run.tokens["large"]) > 2)
     names = [f"local {length}" for length in (200, 100, 150)]
@@ -119,7 +120,7 @@ async def shut(run: WatchedEngine) -> dict[str, Any]:
 
 async def aborts(run: WatchedEngine) -> dict[str, Any]:
     """The one at the head of a shut gate gives up, and those behind it go on."""
-    run.follow(Fcfs(), ReserveStatic())
+    run.follow(Fcfs(), ReserveStatic(reserve_all=True))
     async with run.at_once():
         run.submit("runs", make_prompt(100), 400)
         run.submit("too large", make_prompt(100), 600)
@@ -138,7 +139,7 @@ async def aborts(run: WatchedEngine) -> dict[str, Any]:
 
 async def late_prediction(run: WatchedEngine) -> dict[str, Any]:
     """What is predicted of one that runs opens the gate for the next."""
-    run.follow(Fcfs(), ReserveStatic())
+    run.follow(Fcfs(), ReserveStatic(reserve_all=True))
     run.submit("holds", make_prompt(300), 400)  # 700 of 768 tokens
     run.submit("waits", make_prompt(60), 20)
     await run.until(lambda: len(run.tokens["holds"]) > 5)
@@ -159,7 +160,7 @@ async def imports(run: WatchedEngine) -> dict[str, Any]:
     for number in (1, 2):
         run.submit(f"export {number}", asked, 1, first_token_only=True, export_to=f"t{number}")
     await run.end("whole", "export 1", "export 2")
-    run.follow(Fcfs(), ReserveStatic())
+    run.follow(Fcfs(), ReserveStatic(reserve_all=True))
 
     def handle(number: int) -> KvHandle:
         return KvHandle(f"t{number}", "e", 1, "f", run.settings.kv_endpoints, 200, run.settings.dtype)
@@ -270,7 +271,7 @@ async def pressure(run: WatchedEngine) -> dict[str, Any]:
 
 async def grammar(run: WatchedEngine) -> dict[str, Any]:
     """One that waits for its grammar at the head of the line is passed, and holds nothing that another one needs."""
-    run.follow(Fcfs(), ReserveStatic())
+    run.follow(Fcfs(), ReserveStatic(reserve_all=True))
     async with run.at_once():
         run.submit("dear", make_prompt(50), 100, sampling=guided(json=DEAR))
         run.submit("plain", make_prompt(600), 90)  # 690 of 768 tokens

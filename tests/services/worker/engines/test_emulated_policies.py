@@ -144,7 +144,11 @@ def simulated(policies: EnginePolicies, blocks: int, mixed: bool = False) -> tup
 
 @pytest.mark.parametrize("step_budget", [False, True])
 @pytest.mark.parametrize("blocks", [8, 11, 40])
-@pytest.mark.parametrize("admission", [Greedy(), ReserveStatic(), ReserveDynamic(unpredicted_tokens=30)], ids=str)
+@pytest.mark.parametrize(
+    "admission",
+    [Greedy(), ReserveStatic(), ReserveStatic(reserve_all=True), ReserveDynamic(unpredicted_tokens=30)],
+    ids=str,
+)
 @pytest.mark.parametrize("order", [Fcfs(), Sjf(), Ljf(2)], ids=str)
 async def test_it_takes_the_steps_that_the_simulator_takes(
     order: PrefillOrder, admission: DecodeAdmission, blocks: int, step_budget: bool
@@ -186,7 +190,15 @@ async def test_a_lighter_class_gives_its_blocks_up_first_and_enters_last() -> No
 
 @pytest.mark.parametrize(
     ("order", "first"),
-    [(Fcfs(), "0123"), (Sjf(), "2130"), (Ljf(), "0312"), (Sjf(1), "2013"), (LeastSlack(), "0123")],
+    [
+        (Fcfs(), "0123"),
+        (Sjf(), "2130"),
+        (Ljf(), "0312"),
+        (Sjf(1), "0123"),
+        (Sjf(1, overtake=True), "2013"),
+        (Sjf(2), "1023"),
+        (LeastSlack(), "0123"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("here", [False, True], ids=["only computed here", "decode here"])
@@ -212,12 +224,13 @@ async def test_admissions_that_reserve_preempt_less_and_tokens_stay_the_same() -
     assert greedy > 2
     assert dynamic < greedy
     assert same == tokens
-    assert await preemptions(ReserveStatic()) == (0, tokens)
+    assert await preemptions(ReserveStatic(reserve_all=True)) == (0, tokens)
 
 
 async def test_only_those_that_go_on_here_pass_the_gate() -> None:
     async with Run(
-        EnginePolicies(admission=ReserveStatic(unpredicted_tokens=500)), kv_cache_bytes=12 * BLOCK_BYTES
+        EnginePolicies(admission=ReserveStatic(unpredicted_tokens=500, reserve_all=True)),
+        kv_cache_bytes=12 * BLOCK_BYTES,
     ) as run:
         run.submit("0", 100, 280)  # all of the 384 tokens but four
         await run.until(lambda: len(run.tokens["0"]) > 1)
@@ -231,7 +244,7 @@ async def test_only_those_that_go_on_here_pass_the_gate() -> None:
 
 
 async def test_a_prediction_that_comes_later_opens_the_gate_for_it_and_for_others() -> None:
-    admission = ReserveStatic(unpredicted_tokens=500)
+    admission = ReserveStatic(unpredicted_tokens=500, reserve_all=True)
     async with Run(EnginePolicies(admission=admission), kv_cache_bytes=12 * BLOCK_BYTES) as run:
         run.submit("0", 100, 280)  # all of the 384 tokens but four
         await run.until(lambda: len(run.tokens["0"]) > 1)
@@ -248,7 +261,7 @@ async def test_a_prediction_that_comes_later_opens_the_gate_for_it_and_for_other
 
 
 async def test_policies_are_exchanged_while_it_runs_for_those_that_wait_too() -> None:
-    closed = EnginePolicies(admission=ReserveStatic(unpredicted_tokens=500))
+    closed = EnginePolicies(admission=ReserveStatic(unpredicted_tokens=500, reserve_all=True))
     async with Run(closed, kv_cache_bytes=12 * BLOCK_BYTES) as run:
         run.submit("0", 100, 280)
         await run.until(lambda: len(run.tokens["0"]) > 1)
@@ -284,7 +297,7 @@ async def test_who_has_no_room_is_asked_again_when_the_engine_is_woken() -> None
 
 
 async def test_imports_count_while_their_kv_is_under_way() -> None:
-    policies = EnginePolicies(admission=ReserveStatic())
+    policies = EnginePolicies(admission=ReserveStatic(reserve_all=True))
     async with Run(policies, kv_cache_bytes=12 * BLOCK_BYTES, emulated_link_gbps=1.0) as run:
         for name in "01":
             link = KvHandle(f"t{name}", "p0", 1, "f", (), 100, "bfloat16")
