@@ -1,6 +1,6 @@
 """Placement, split and dispatch as one decision: the least harm of a few candidates, by one estimate."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
@@ -14,7 +14,7 @@ from shared.policy.choice import Choice, context_of, usable
 from shared.policy.dispatch import DispatchPolicy
 from shared.policy.estimate import DecodeSide, PrefillSide, usual_wait_s
 from shared.policy.index import ClusterIndex, ReadySet
-from shared.policy.options import Option, figures_of, kept_to, local, options, total_of
+from shared.policy.options import HOLD_S, Option, figures_of, kept_to, local, options, total_of
 from shared.policy.prefix_index import saved_of, saved_tokens
 from shared.policy.split import Split, SplitChoice
 
@@ -77,11 +77,16 @@ class Adaptive:
         for view in views:
             saved, share = _saved(job, index, view, holders), mixed.get(view.info.instance_id)
             decodes.append(DecodeSide.of(view, job, own, usual, saved, others, spread_s, limited, share, bound))
-        if split is None or not prefills:
-            ways = options(job, own, prefills, decodes)
-        else:
-            ways = kept_to(split, job, own, prefills, decodes, now, rng)
-        return _choice(min(ways, key=total_of), prefills, decodes, index)
+
+        def best_of(sides: Sequence[DecodeSide]) -> Option:
+            if split is None or not prefills:
+                return min(options(job, own, prefills, sides), key=total_of)
+            return min(kept_to(split, job, own, prefills, sides, now, rng), key=total_of)
+
+        best = best_of(decodes)
+        if best.hold_s > HOLD_S and job.can_wait and not job.begun:
+            best = _at_once(job, best_of, decodes) or best
+        return _choice(best, prefills, decodes, index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +229,21 @@ def _known(holders: Mapping[str, int], of: ReadySet, context: int, exclude: Coll
 
 def _some(views: Sequence[InstanceView], most: int, rng: Random) -> Sequence[InstanceView]:
     return views if len(views) <= most else rng.sample(views, most)
+
+
+def _at_once(
+    job: JobView, best_of: Callable[[Sequence[DecodeSide]], Option], decodes: Sequence[DecodeSide]
+) -> Option | None:
+    """The best way among the decode instances that have room now, if the job meets its targets there.
+
+    The best instance may be worth a wait for one job, but those behind it would wait, too, while the others stand idle.
+    """
+    roomy = [side for side in decodes if side.room_s <= HOLD_S]
+    if not roomy:
+        return None
+    best = best_of(roomy)
+    slo = job.slo
+    return best if best.tpot_s <= slo.tpot_s and job.waited_s + best.ttft_s <= slo.ttft_s else None
 
 
 def _choice(

@@ -11,6 +11,7 @@ from shared.policy.estimate import DecodeSide, DecodeTerms, Part, PrefillSide, l
 from shared.policy.harm import harm
 from shared.policy.split import Split
 
+HOLD_S = 0.02  # a wait for room that is not worth asking again for
 ROUNDING = 1e-9  # by which sums in another order may differ
 
 

@@ -17,7 +17,7 @@ from shared.errors import Delayed, InvalidRequest, Overloaded, Stays, Unavailabl
 from shared.policy.adaptive import AdaptiveSplit, saved_at
 from shared.policy.estimate import ENDLESS, DecodeSide, PrefillSide
 from shared.policy.index import ClusterIndex
-from shared.policy.options import Option, local, pair
+from shared.policy.options import HOLD_S, Option, local, pair
 from shared.policy.pause import moves
 from shared.policy.placement import Policies, place
 
@@ -26,7 +26,6 @@ QUEUE_S = 0.5  # of prefill that delayed classes may queue: enough to keep an in
 SLOWER = 1.1  # times an empty instance's time: a job that has no better anywhere is not refused for that
 OVER_SHARE = 0.5  # of its limits, for a caller who has had more than its share
 SOON_S, LATE_S = 0.05, 2.0  # bounds of when to ask again for a delayed job
-HOLD_S = 0.02  # a wait for room that is not worth asking again for
 IN_TIME = 0.9  # of its TTFT target, by which a held job begins all the same
 HOLD_LOOK_S = 0.25  # a job that is held looks again at least so often: answers end earlier than expected, too
 
@@ -60,10 +59,10 @@ def decide(
     if slo.when_full is not WhenFull.DELAY:
         index.ledger.needs.asked(job, now)
     if slo.when_full is WhenFull.NEVER:
-        return _held_back(job, route, index, policies, now, rng, exclude)
+        return _held_back(job, route)
     found = obstacle(job, route, index, now)
     if found is None:
-        return _held_back(job, route, index, policies, now, rng, exclude)
+        return _held_back(job, route)
     said = f"{found.said} (SLO class {slo.name!r})"
     if slo.when_full is WhenFull.REJECT:
         index.ledger.needs.refused(slo)
@@ -71,7 +70,7 @@ def decide(
     other, seconds = _elsewhere(job, route, found, index, policies, now, rng, exclude)
     if other is None:
         raise Delayed(said, cause=found.cause, retry_after_s=min(LATE_S, max(SOON_S, seconds)))
-    return _held_back(job, other, index, policies, now, rng, exclude)
+    return _held_back(job, other)
 
 
 def _sooner(job: JobView, route: Route, index: ClusterIndex, now: float, exclude: Collection[str]) -> Route:
@@ -89,64 +88,19 @@ def _sooner(job: JobView, route: Route, index: ClusterIndex, now: float, exclude
     return msgspec.structs.replace(route, reasons=(Reason("sooner", figures), *route.reasons))
 
 
-def _held_back(
-    job: JobView,
-    route: Route,
-    index: ClusterIndex,
-    policies: Policies,
-    now: float,
-    rng: Random,
-    exclude: Collection[str],
-) -> Route:
-    """The route, unless its KV would find no room: then another one on which it would and the job meets its targets.
-    Without any the job waits before its prompt is computed.
+def _held_back(job: JobView, route: Route) -> Route:
+    """The route, unless its KV would find no room: then the job waits before its prompt is computed.
 
     A class that wants its first token early waits only as long as that can be in time.
     """
     slo = job.slo
     if route.hold_s <= HOLD_S or not job.can_wait:
         return route
-    other = _with_room(job, route, index, policies, now, rng, exclude)
-    if other is not None:
-        return other
     first_s = job.waited_s + route.ttft_s
     if slo.first_token is FirstTokenOut.EARLY and IN_TIME * slo.ttft_s - HOLD_LOOK_S < first_s <= slo.ttft_s:
         return route
     said = f"room for its KV is expected in {route.hold_s:.2f} s at the earliest"
     raise Delayed(said, cause="room", retry_after_s=min(HOLD_LOOK_S, max(SOON_S, route.hold_s)))
-
-
-def _with_room(
-    job: JobView,
-    route: Route,
-    index: ClusterIndex,
-    policies: Policies,
-    now: float,
-    rng: Random,
-    exclude: Collection[str],
-) -> Route | None:
-    """A route without a wait for room; None if a few tries find none that meets the job's targets.
-
-    By itself a job may be better off to wait a little for the best instance. But while it does, those behind it wait,
-    too, and the others stand idle.
-    """
-    without = set(exclude)
-    for _ in range(LOOKS):
-        if route.decode is None:
-            return None
-        without.add(route.decode.instance_id)
-        try:
-            route = place(job, index, policies, now, rng, without)
-        except (Unavailable, InvalidRequest):
-            return None
-        if route.hold_s > HOLD_S:
-            continue
-        option = _option(job, route, index, now)
-        if option is None or option.tpot_s > job.slo.tpot_s or job.waited_s + option.ttft_s > job.slo.ttft_s:
-            continue
-        if job.slo.when_full is not WhenFull.DELAY or _in_the_way(job, option, index, now) is None:
-            return route
-    return None
 
 
 def _elsewhere(

@@ -19,7 +19,7 @@ from shared.policy.index import ClusterIndex
 from shared.policy.kv_ahead import ahead_of
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.overload import HOLD_LOOK_S, LATE_S, QUEUE_S, SOON_S, decide
-from shared.policy.placement import LeastLoad, Policies, place
+from shared.policy.placement import LeastLoad, Policies
 from shared.policy.split import FullSplit
 from tests.shared.policy.views import decode, prefill, view
 
@@ -286,14 +286,14 @@ def test_a_job_goes_where_its_answer_has_room_to_its_end() -> None:
 @pytest.mark.parametrize("factor", [3.0, 8.0])
 def test_a_job_does_not_wait_for_the_best_instance_where_another_one_meets_its_targets(factor: float) -> None:
     """Those behind the job would wait, too. The other takes 60 ms a token, or 160 of the 100 that are allowed."""
-    fast, slow = full(left=8), decode("slow", rates=rates(factor), total_blocks=40_000, max_seqs=256)
-    index = ClusterIndex(ClusterView(1, 0.0, (p(), fast, slow)), rng=Random(0))
-    assert place(waiting(), index, ALL, 0.0, Random(0)).decode == ref_of(fast)
+    views = p(), full(left=8), decode("slow", rates=rates(factor), total_blocks=40_000, max_seqs=256)
+    begun = ask(waiting(begun=True), *views)
+    assert begun.decode == ref_of(views[1]), "by itself it is better off there"
     if factor == 3.0:
-        assert decide(waiting(), index, ALL, 0.0, Random(0)).decode == ref_of(slow)
+        assert ask(waiting(), *views).decode == ref_of(views[2])
     else:
         with pytest.raises(Delayed, match="room"):
-            decide(waiting(), index, ALL, 0.0, Random(0))
+            ask(waiting(), *views)
 
 
 def test_a_job_begins_before_there_is_room_when_there_will_be_when_it_is_computed() -> None:
