@@ -20,19 +20,21 @@ from gateway.staged import StagedKv
 from shared.domain.job import LengthPrediction, Phase, WhenFull
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.prompt import beginning
-from shared.domain.route import InstanceRef, Route
+from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import (
     Busy,
     DeadlineExceeded,
     Delayed,
     EngineFailed,
     InstancesLost,
+    NoRoom,
     NotConnected,
     Overloaded,
     PolyphaseError,
     Unavailable,
     WrongRole,
 )
+from shared.policy.assignment import assignments
 from shared.runtime.logs import get_log
 from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
@@ -47,6 +49,7 @@ Item = TypeVar("Item")
 PLACE_S = 2.0
 RETRY_S = 0.1
 RETRY_AT_MOST_S = 0.5
+MOST_MOVES = 3  # of a job from decode instances that turn out to have no room for it; the next one lets it wait
 
 
 class OutOfPatience(Unavailable):
@@ -153,16 +156,18 @@ class Pipeline:
         job.placed(route)
         self._reporter.report(job)
         if route.prefill is None:
-            assert route.decode is not None
-            await self._decode(job, route.decode, None, route.decode_saved)
+            await self._decode_where_there_is_room(job, route)
             return
         async with StagedKv(self._clients, job, route.prefill) as staged:
+            if self._schedulers.several and route.decode is not None:
+                bound = next(one for one in assignments(job.view(), route, time.time()) if one.coming)
+                staged.announce(route.decode, bound)
             prefilled = await self._prefill(job, route, route.prefill, staged)
             if job.finished:
                 return
             if prefilled.handle is None:
                 raise self._broken(job, route.prefill, "staged no KV")
-            await self._decode_somewhere(job, prefilled.decode, prefilled.handle, staged)
+            await self._decode_somewhere(job, route, prefilled.decode, prefilled.handle, staged)
 
     async def _place_in_turn(self, job: Job) -> Route:
         """A route. A job that has not begun waits for room at a decode instance before anything of it is computed, and
@@ -267,15 +272,45 @@ class Pipeline:
         """What came after the placement is not too late for the dispatch of a prompt, nor for decode admission."""
         self._clients.to(instance.rpc).notify(PREDICTED, Predicted(job.transfer_id, found, job.spec.job_id))
 
+    async def _decode_where_there_is_room(self, job: Job, route: Route) -> None:
+        """One instance does it all. Where it has no room after all, the job is placed again as long as another has."""
+        moves, if_room = 0, route.has_room
+        while True:
+            assert route.decode is not None
+            try:
+                await self._decode(job, route.decode, None, route.decode_saved, if_room=if_room)
+            except NoRoom as refusal:
+                found = await self._with_room(job, refusal, decode_only=False)
+                if found is not None and found.prefill is not None:
+                    await self._attempt(job, found)
+                    return
+                moves += 1
+                route, if_room = found or route, found is not None and moves < MOST_MOVES
+                if found is not None:
+                    job.placed(route)
+            else:
+                return
+
     async def _decode_somewhere(
-        self, job: Job, instance: InstanceRef | None, handle: KvHandle, staged: StagedKv
+        self, job: Job, route: Route, instance: InstanceRef | None, handle: KvHandle, staged: StagedKv
     ) -> None:
-        """Decode; an instance that refuses, or is not there, leaves the same KV to another one."""
+        """Decode; an instance that refuses, or is not there, leaves the same KV to another one. So does one that has no
+        room for it, where another one has.
+        """
+        moves, if_room = 0, route.has_room and instance == route.decode
+        saved = route.decode_saved if instance == route.decode else 0
         while True:
             if instance is None:
-                instance = await self._place_decode(job)
+                placed = await self._place(job, decode_only=True)
+                instance, saved, if_room = self._dispatched(job, placed), placed.decode_saved, False
             try:
-                await self._decode(job, instance, handle)
+                await self._decode(job, instance, handle, saved, if_room=if_room)
+            except NoRoom as refusal:
+                other = await self._with_room(job, refusal, decode_only=True)
+                moves += 1
+                if other is not None:
+                    instance, saved = self._dispatched(job, other), other.decode_saved
+                if_room = other is not None and moves < MOST_MOVES
             except (WrongRole, Busy, NotConnected) as refusal:
                 self._waited(job, RETRY_S, refusal)
                 instance = None
@@ -283,18 +318,33 @@ class Pipeline:
                 staged.ended_on(instance)
                 return
 
-    async def _place_decode(self, job: Job) -> InstanceRef:
-        route = await self._place(job, decode_only=True)
+    async def _with_room(self, job: Job, refusal: NoRoom, *, decode_only: bool) -> Route | None:
+        """Another route, on which the job's KV is expected to find room; None where there is none."""
+        full = job.failed_instances.pop()  # it has not failed
+        job.decided("full", full, (Reason(refusal.message, {"code": refusal.code}),))
+        view, exclude = job.view(decode_only=decode_only), (*job.failed_instances, full)
+        try:
+            route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
+        except PolyphaseError as error:
+            log.info("no other decode instance", job_id=job.spec.job_id, reason=error.message)
+            return None
+        return route if route.has_room and route.decode is not None else None
+
+    def _dispatched(self, job: Job, route: Route) -> InstanceRef:
         if route.decode is None:
             raise Unavailable("placement named no decode instance")
         job.decided("dispatch", route.decode.instance_id, route.reasons)
         return route.decode
 
-    async def _decode(self, job: Job, instance: InstanceRef, handle: KvHandle | None, saved: int = 0) -> None:
+    async def _decode(
+        self, job: Job, instance: InstanceRef, handle: KvHandle | None, saved: int = 0, *, if_room: bool = False
+    ) -> None:
+        """Raises NoRoom where `if_room` and the instance finds that it has none."""
         job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
-        request = DecodeRequest(job.view(), job.prompt, job.spec.generation, handle, saved, job.wire_trace, job.known)
+        trace, known = job.wire_trace, job.known
+        request = DecodeRequest(job.view(), job.prompt, job.spec.generation, handle, saved, trace, known, if_room)
         with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
             reply = await self._call(job, instance, DECODE, request, job.accept)
         spans.decode_ended(job, instance.instance_id, reply)

@@ -41,7 +41,7 @@ class Decision(msgspec.Struct, frozen=True):
     """A choice that was made for the request, with what it rested on."""
 
     time_s: float
-    kind: str  # "placement", "dispatch", "split", "resume"
+    kind: str  # "placement", "dispatch", "split", "full", "resume"
     chosen: str
     reasons: tuple[Reason, ...] = ()
 

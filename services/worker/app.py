@@ -128,7 +128,7 @@ async def running(settings: WorkerSettings, registry: CollectorRegistry) -> Asyn
         codecs = Codecs(lambda: rates.of(info), dispatcher, settings.lossy_kv)
         prefill = PrefillService(engine, kv, roles, dispatcher, codecs, lambda: rates.chunk.tokens)
         transfers = TransferMetrics(registry, rates.transferred)
-        decode = DecodeService(engine, kv, roles, transfers.ended)
+        decode = DecodeService(engine, kv, roles, transfers.ended, info)
         server = await _answering(
             stack, settings, registry, sockets, tasks, prefill, decode, roles, kv, prefixes, lambda: rates.chunk.tokens
         )

@@ -44,6 +44,8 @@ class Cluster:
     no_route: PolyphaseError = field(default_factory=lambda: Unavailable("no decode instance"))
     wants_prefix: bool = False
     saved: int = 0  # tokens of each prompt that its instances are said to hold
+    binds: bool = False  # routes of whole prompts name the decode instance, too
+    has_room: "Callable[[PlaceRequest], bool]" = lambda _: False  # what routes say
 
     async def scheduler_down(self) -> None:
         await self.scheduler.__aexit__(None, None, None)
@@ -59,16 +61,26 @@ class Cluster:
             raise self.no_route
         split = self.split(request)
         if request.job.local_only or split == 0:
-            return Route(None, usable[0].ref, 0, "test", wants_prefix=self.wants_prefix, decode_saved=self.saved)
+            return Route(
+                None,
+                usable[0].ref,
+                0,
+                "test",
+                wants_prefix=self.wants_prefix,
+                decode_saved=self.saved,
+                has_room=self.has_room(request),
+            )
         self.prefill.decode_at = usable[0]
         full = split is None or split >= request.job.prompt_tokens
         return Route(
             self.prefill.ref,
-            None if full else usable[0].ref,
+            None if full and not self.binds else usable[0].ref,
             request.job.prompt_tokens if split is None else split,
             "test",
             wants_prefix=self.wants_prefix,
             prefill_saved=self.saved,
+            answer_tokens=4 if self.binds else 0,
+            has_room=self.has_room(request),
         )
 
     async def report(self, reports: JobReports, _: ServerCall) -> None:
@@ -76,8 +88,10 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running_cluster(**changes: object) -> AsyncIterator[Cluster]:
-    """One prefill and two decode instances, a scheduler, and a pipeline over them."""
+async def running_cluster(*, second_scheduler: bool = False, **changes: object) -> AsyncIterator[Cluster]:
+    """One prefill and two decode instances, a scheduler, and a pipeline over them. second_scheduler: it may be called
+    by two addresses.
+    """
     async with AsyncExitStack() as stack:
         sockets = Sockets()
         stack.callback(sockets.close)
@@ -86,7 +100,8 @@ async def running_cluster(**changes: object) -> AsyncIterator[Cluster]:
             await worker.start()
             stack.push_async_callback(worker.stop)
         address = free_address()
-        settings = GatewaySettings(schedulers=(address,), model="demo", **changes)  # type: ignore[arg-type]
+        addresses = (address, free_address()) if second_scheduler else (address,)
+        settings = GatewaySettings(schedulers=addresses, model="demo", **changes)  # type: ignore[arg-type]
         clients = stack.enter_context(RpcClients(sockets))
         schedulers = SchedulerClient(clients, settings.schedulers)
         metrics = GatewayMetrics("demo", CollectorRegistry())
@@ -107,6 +122,9 @@ async def running_cluster(**changes: object) -> AsyncIterator[Cluster]:
             lambda _: None,  # type: ignore[arg-type]
         )
         await cluster.scheduler_up()
+        for other in addresses[1:]:
+            handlers = {PLACE: cluster.place, REPORT: cluster.report}
+            await stack.enter_async_context(RpcServer(sockets, other, handlers))
         stack.push_async_callback(cluster.scheduler_down)
         yield cluster
 

@@ -145,7 +145,8 @@ class Decode:
             memory = min(1.0, short / max(1.0, mean)) * redone
             behind_s = max(behind_s, (prompt + self.own.mean) * release_s)
             room_s = max(room_s, (prompt - self.free) * release_s)
-        return room_s, behind_s, memory
+        used = 1.0 - self.view.load.free_blocks / self.view.info.total_blocks
+        return room_s, behind_s, memory + 1e-6 * used
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from shared.errors import InvalidRequest
 from shared.wire.messages import DecodeRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
 from shared.wire.steps import StepRecord
+from tests.services.fake_worker import make_info
 from tests.services.worker.jobs.sides import Call
 
 STEP_S = 0.002
@@ -158,7 +159,8 @@ async def test_an_import_takes_its_time_on_the_link() -> None:
 async def test_a_wait_for_room_is_no_part_of_a_transfer_over_a_link_that_takes_no_time() -> None:
     async with engine(kv_cache_bytes=4 * 32 * 131_072) as running:  # four blocks of 32 tokens
         kv = handle(50)
-        service = DecodeService(running, EmulatedPort(kv, running.link), RoleState(Role.DECODE), lambda *_: None)
+        port, info = EmulatedPort(kv, running.link), make_info("d0", "tcp://127.0.0.1:9")
+        service = DecodeService(running, port, RoleState(Role.DECODE), lambda *_: None, info)
         holds = asyncio.create_task(finish(running, request("holds all blocks", 70, 50)))
         while running.stats().free_blocks > 1:
             await asyncio.sleep(0)

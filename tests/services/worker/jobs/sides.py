@@ -205,7 +205,8 @@ class Side:
         self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, codecs, lambda: chunk_size)
         self.transfers: list[TransferReport] = []
         told = self.transfers.append
-        self._decode = DecodeService(self.engine, self.port, self.roles, lambda _, report: told(report))
+        info = make_info("d0", "tcp://a:1", block_size=1, total_blocks=64)
+        self._decode = DecodeService(self.engine, self.port, self.roles, lambda _, report: told(report), info)
 
     async def prefill(self, request: PrefillRequest) -> "asyncio.Task[PrefillReply]":
         task = asyncio.create_task(self._prefill.prefill(request, cast(ServerCall, self.call)))
