@@ -15,7 +15,7 @@ from shared.policy.answers import Lengths
 from shared.policy.claims import Kept
 from shared.policy.codec import choose_codec
 from shared.policy.harm import harm
-from shared.policy.kv_ahead import fits_after, with_job
+from shared.policy.kv_ahead import fits_after, takes_tokens, with_job
 from shared.policy.step_budget import StepLoad, gap_target_s, prefill_tokens
 
 ENDLESS = 1 << 30
@@ -175,12 +175,13 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
         beside_s = mixed * max(0.0, full_s - step_s)
         blocks = info.total_blocks
         room = 0.0, 0.0, EVEN * (1.0 - load.free_blocks / blocks if blocks else 0.0)
-        fits_s = after_s * _steps_until_it_fits(view, max(1, prompt - saved), bound or job.max_tokens, kept)
+        takes = takes_tokens(view, prompt, saved)
+        fits_s = after_s * _steps_until_it_fits(view, takes, bound or job.max_tokens, kept)
         if kept:
             held = decoding, taken, free = decoding + len(kept), taken, free - sum(tokens for tokens, _ in kept)
-        if fits_s > 0.0 or prompt + own.mean > free or decoding >= seats:
+        if fits_s > 0.0 or takes + own.mean > free or decoding >= seats:
             room_s, behind_s, memory = _room(
-                held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s
+                held, seats, form, takes, own.mean, usual.mean, budget, after_s, slo.tpot_s
             )
             room = max(fits_s, room_s), behind_s, memory + room[2]
         return cls(

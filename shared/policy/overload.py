@@ -15,6 +15,7 @@ from shared.errors import Delayed, InvalidRequest, Overloaded, Unavailable
 from shared.policy.adaptive import AdaptiveSplit, saved_at
 from shared.policy.estimate import ENDLESS, DecodeSide, PrefillSide
 from shared.policy.index import ClusterIndex
+from shared.policy.kv_ahead import takes_tokens
 from shared.policy.options import HOLD_S, Option, local, pair
 from shared.policy.placement import Policies, place
 
@@ -91,7 +92,8 @@ def _hold(job: JobView, route: Route, index: ClusterIndex, now: float) -> None:
     """Remember that the job waits for room."""
     if route.decode is None or not job.can_wait:
         return
-    claims, tokens = index.ledger.claims, max(1, job.prompt_tokens - route.decode_saved)
+    claims, view = index.ledger.claims, index.decode.get(route.decode.instance_id)
+    tokens = takes_tokens(view, job.prompt_tokens, route.decode_saved) if view is not None else job.prompt_tokens
     claims.hold(job, route.decode.instance_id, tokens, route.answer_tokens or job.max_tokens, now)
     if index.decode.get(claims.instance_of(job.job_id)) is None:
         claims.move(job.job_id, route.decode.instance_id)

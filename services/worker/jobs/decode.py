@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 
 import msgspec
 
@@ -16,7 +15,7 @@ from shared.domain.instance import InstanceInfo, Promised, Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
 from shared.errors import EngineFailed, NoRoom
-from shared.policy.kv_ahead import Ahead, ahead_of, fits_after, remaining_tokens, with_job
+from shared.policy.kv_ahead import Ahead, ahead_of, fits_after, own_part, remaining_tokens, shared_each, with_job
 from shared.policy.lengths import is_heavy
 from shared.wire.messages import DecodeReply, DecodeRequest, ExpectRequest, Predicted, PrefetchRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
@@ -88,6 +87,7 @@ class DecodeService:
         self._prefetches: dict[str, bytes] = {}  # transfers that no job has come for yet, and who asked
         self._sequence = 0
         self._ahead: Ahead = ()  # as of the last heartbeat, with the jobs that have come since
+        self._shared_each = 0.0  # tokens of each job in blocks that it shares, as of then
         self._expected: dict[str, _Expected] = {}  # by transfer
 
     @property
@@ -114,17 +114,16 @@ class DecodeService:
         return tuple(one.promised for one in self._expected.values())
 
     def kv_ahead(self, used_tokens: int, waiting_tokens: int) -> Ahead:
-        """See `InstanceLoad.kv_ahead`. used_tokens: of all blocks that are in use; where that is less than the contexts
-        come to, jobs share blocks of a common prefix, and each counts for its part. waiting_tokens: of jobs that hold
-        no blocks yet.
+        """See `InstanceLoad.kv_ahead`. used_tokens: of all blocks that are in use. waiting_tokens: of jobs that hold no
+        blocks yet.
         """
         if not self._active:
-            self._ahead = ()
+            self._ahead, self._shared_each = (), 0.0
             return ()
         held = self.context_tokens - self.queued_tokens - waiting_tokens
-        part = min(1.0, used_tokens / held) if held > 0 and used_tokens > 0 else 1.0
+        self._shared_each = shared_each(used_tokens, held, len(self._active)) if used_tokens > 0 else 0.0
         jobs = (job.ahead for job in self._active.values())
-        self._ahead = ahead_of(((ceil(part * now), left) for now, left in jobs), self._info.block_size)
+        self._ahead = ahead_of(jobs, self._info.block_size, own_part(used_tokens, held))
         return self._ahead
 
     @property
@@ -206,7 +205,7 @@ class DecodeService:
         """
         if not request.if_room or not self._active:
             return
-        info, (held, left) = self._info, _room_of(request)
+        info, (held, left) = self._info, self._room_of(request)
         if info.max_seqs and len(self._active) >= info.max_seqs:
             raise NoRoom(f"{info.instance_id}: all {info.max_seqs} seats are taken")
         room = info.total_blocks * info.block_size
@@ -217,12 +216,17 @@ class DecodeService:
                 f"{held + left}; there is room for {room}"
             )
 
+    def _room_of(self, request: DecodeRequest) -> tuple[int, int]:
+        """Tokens of KV that a job takes when it starts, and those of its answer, for which room is kept."""
+        view, shared = request.job, min(request.saved, int(self._shared_each))
+        return max(1, request.prompt_tokens - shared), view.answer_tokens or max(1, view.max_tokens)
+
     async def _admitted(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
         self._sequence += 1
         request_id = f"{request.job.job_id}#d{self._sequence}"
         imported = self._kv.expect(request.handle) if request.handle is not None else None
         job = self._active[request_id] = _Decode(request, request.prompt_tokens, _to_prefill(request), imported)
-        self._ahead = with_job(self._ahead, *_room_of(request), self._info.block_size)
+        self._ahead = with_job(self._ahead, *self._room_of(request), self._info.block_size)
         try:
             return await self._run(request_id, job, call)
         finally:
@@ -275,12 +279,6 @@ class DecodeService:
         job.told = True
         self._on_transfer(job.imported.handle, report)
         return report
-
-
-def _room_of(request: DecodeRequest) -> tuple[int, int]:
-    """Tokens of KV that a job takes when it starts, and those of its answer, for which room is kept."""
-    view = request.job
-    return max(1, request.prompt_tokens - request.saved), view.answer_tokens or max(1, view.max_tokens)
 
 
 def _to_prefill(request: DecodeRequest) -> int:
