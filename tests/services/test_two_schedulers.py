@@ -15,10 +15,12 @@ GIB = 1 << 30  # 8,192 tokens of KV; a stream of 6 + 500 tokens takes 512
 
 
 @pytest.mark.parametrize("sizes", [(GIB, GIB), (11 * GIB // 8, 11 * GIB // 16)])
-async def test_a_burst_through_both_fits_where_it_fits(tmp_path: Path, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("slower", [1.0, 1.5])
+async def test_a_burst_through_both_fits_where_it_fits(tmp_path: Path, sizes: tuple[int, int], slower: float) -> None:
+    """Where d1 is slower both schedulers fill d0 first, each as if it were alone; what has no room there moves."""
     first, second = sizes
     async with live_suite(tmp_path, emulated_step_s=0.004, kv_cache_bytes=first) as suite:
-        await suite.start_instance("d1", "decode", emulated_step_s=0.004, kv_cache_bytes=second)
+        await suite.start_instance("d1", "decode", emulated_step_s=0.004 * slower, kv_cache_bytes=second)
         await until(lambda: suite.known(3), "all instances are known", timeout_s=20)
         room = {name: suite.instances[name].info.total_blocks // 16 for name in ("d0", "d1")}
         with pipelines(suite, shared=True) as (gateway,):
