@@ -35,6 +35,7 @@ from shared.errors import (
     WrongRole,
 )
 from shared.policy.assignment import assignments
+from shared.policy.overload import steps_aside
 from shared.runtime.logs import get_log
 from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
@@ -173,22 +174,33 @@ class Pipeline:
         """A route. A job that has not begun waits for room at a decode instance before anything of it is computed, and
         one of a class that yields for heavier classes, too. Of those that wait only the first of each class asks.
         """
-        slo, caller = job.spec.slo, job.spec.caller
+        slo = job.spec.slo
         if job.begun:
             return await self._place(job)
         yields = slo.when_full is WhenFull.DELAY
-        route = None if yields or self._lines.waiting(slo.name) else await self._place_at_once(job)
+        route = None if yields or self._lines.queued(slo.name) else await self._place_at_once(job)
         if route is None:
             queue_s = self._settings.slo[slo.name].queue_s if yields else None
             try:
-                async with asyncio.timeout(queue_s) as limit, self._lines.turn(slo.name, caller):
-                    route = await self._place_when_told(job)
+                async with asyncio.timeout(queue_s) as limit:
+                    route = await self._place_in_line(job)
             except TimeoutError:
                 if not limit.expired():
                     raise
                 said = f"no room beside heavier classes for {queue_s:g} s (SLO class {slo.name!r})"
                 raise Overloaded(said, cause="queue", retry_after_s=queue_s) from None
-        self._lines.shares.charge(caller, job.prompt_tokens, 0)
+        self._lines.shares.charge(job.spec.caller, job.prompt_tokens, 0)
+        return route
+
+    async def _place_in_line(self, job: Job) -> Route:
+        """One whose first token will be late leaves the line to those behind it that may still be in time."""
+        slo, caller = job.spec.slo, job.spec.caller
+        async with self._lines.turn(slo.name, caller):
+            route = await self._place_when_told(job, aside=False)
+        if route is None:
+            async with self._lines.turn(slo.name, caller, aside=True):
+                route = await self._place_when_told(job, aside=True)
+        assert route is not None
         return route
 
     async def _place_at_once(self, job: Job) -> Route | None:
@@ -199,13 +211,17 @@ class Pipeline:
             job.delayed(delay)
             return None
 
-    async def _place_when_told(self, job: Job) -> Route:
+    async def _place_when_told(self, job: Job, *, aside: bool) -> Route | None:
+        """A route; None where the job steps aside, which it does once."""
         while True:
             try:
                 return await self._place(job)
             except Delayed as delay:
                 job.delayed(delay)
-                await asyncio.sleep(delay.retry_after_s or RETRY_AT_MOST_S)
+                again_s = delay.retry_after_s or RETRY_AT_MOST_S
+                if not aside and steps_aside(job.spec.slo, job.spec.slo.ttft_s - job.ttft_left_s, again_s):
+                    return None
+                await asyncio.sleep(again_s)
 
     async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
         """Ask a scheduler for a route; while none answers or nothing is ready, ask again for `patience_s`."""

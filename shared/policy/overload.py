@@ -88,6 +88,13 @@ def _held_back(job: JobView, route: Route, index: ClusterIndex, now: float) -> R
     raise Delayed(said, cause="room", retry_after_s=min(HOLD_LOOK_S, max(SOON_S, route.hold_s)))
 
 
+def steps_aside(slo: Slo, waited_s: float, again_s: float) -> bool:
+    """Whether a job that has to ask again leaves the line of its class to those that may still be in time: it wants its
+    first token early, and that is late by then.
+    """
+    return slo.first_token is FirstTokenOut.EARLY and waited_s + again_s > slo.ttft_s
+
+
 def _hold(job: JobView, route: Route, index: ClusterIndex, now: float) -> None:
     """Remember that the job waits for room."""
     if route.decode is None or not job.can_wait:

@@ -142,11 +142,14 @@ def make_job(
     job_id: str = "",
     salt: str = "",
     caller: str = "",
+    came_s: float = 0.0,
 ) -> tuple[Job, list[TokenStep]]:
-    """A job and the list in which its steps gather."""
+    """A job and the list in which its steps gather. came_s: from now."""
     steps: list[TokenStep] = []
     job_id = job_id or f"job-{next(_numbers)}"
-    spec = JobSpec(job_id, prompt, Generation(b"", time.time(), salt), max_tokens, carry, local_only, Slo(), caller)
+    spec = JobSpec(
+        job_id, prompt, Generation(b"", time.time() + came_s, salt), max_tokens, carry, local_only, Slo(), caller
+    )
     return Job(spec, steps.append, "gateway-0", time.monotonic() + timeout_s), steps
 
 

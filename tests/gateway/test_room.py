@@ -5,7 +5,12 @@ import asyncio
 import pytest
 
 from shared.domain.instance import Promised
+from shared.domain.route import Route
+from shared.errors import Delayed
 from shared.policy.assignment import mark_of
+from shared.wire.messages import PlaceRequest
+from shared.wire.rpc_server import ServerCall
+from tests.gateway.api import until
 from tests.gateway.cluster import Cluster, make_job, running_cluster, tokens_of
 from tests.gateway.worker import answer
 
@@ -116,3 +121,56 @@ async def test_a_single_scheduler_needs_no_announcements() -> None:
         job, _ = make_job(PROMPT, 6)
         await cluster.pipeline.run(job)
         assert not cluster.decodes[0].expected
+
+
+async def test_one_whose_first_token_is_late_lets_those_pass_that_may_be_in_time() -> None:
+    """The large one finds no room, whoever comes; the others behind it in the line are placed meanwhile."""
+    async with running_cluster() as cluster:
+        room = asyncio.Event()
+        plain = cluster.place
+
+        async def place(request: PlaceRequest, call: ServerCall) -> Route:
+            if request.job.job_id == "large" and not room.is_set():
+                raise Delayed("no room", cause="room", retry_after_s=0.02)
+            return await plain(request, call)
+
+        await cluster.scheduler_down()
+        cluster.place = place  # type: ignore[method-assign]
+        await cluster.scheduler_up()
+        lines = cluster.pipeline._lines
+        late, _ = make_job(PROMPT, 4, job_id="large", came_s=-2.0)
+        waits = asyncio.create_task(cluster.pipeline.run(late))
+        await until(lambda: late.delays > 2)
+        assert (lines.waiting("default"), lines.queued("default")) == (1, False)
+        others = [make_job(PROMPT, 4)[0] for _ in range(3)]
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(cluster.pipeline.run(one) for one in others))
+        assert not waits.done()
+        room.set()
+        await asyncio.wait_for(waits, 10)
+        assert lines.waiting("default") == 0
+
+
+async def test_one_that_may_be_in_time_keeps_its_place_before_those_behind_it() -> None:
+    async with running_cluster() as cluster:
+        room = asyncio.Event()
+        plain = cluster.place
+
+        async def place(request: PlaceRequest, call: ServerCall) -> Route:
+            if not room.is_set():
+                raise Delayed("no room", cause="room", retry_after_s=0.02)
+            return await plain(request, call)
+
+        await cluster.scheduler_down()
+        cluster.place = place  # type: ignore[method-assign]
+        await cluster.scheduler_up()
+        jobs = [make_job(PROMPT, 4, job_id=f"j{number}", came_s=60.0)[0] for number in range(3)]  # there is time
+        running = []
+        for number, job in enumerate(jobs):
+            running.append(asyncio.create_task(cluster.pipeline.run(job)))
+            await until(lambda number=number: cluster.pipeline._lines.waiting("default") == number + 1)
+        cluster.places.clear()
+        room.set()
+        async with asyncio.timeout(10):
+            await asyncio.gather(*running)
+        assert [one.job.job_id for one in cluster.places] == ["j0", "j1", "j2"]
