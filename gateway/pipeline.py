@@ -21,19 +21,22 @@ from gateway.staged import StagedKv
 from shared.domain.job import JobView, LengthPrediction, Phase, WhenFull
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.prompt import beginning
-from shared.domain.route import InstanceRef, Route
+from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import (
     Busy,
     DeadlineExceeded,
     Delayed,
     EngineFailed,
     InstancesLost,
+    NoRoom,
     NotConnected,
     Overloaded,
     PolyphaseError,
     Unavailable,
     WrongRole,
 )
+from shared.policy.assignment import assignments
+from shared.policy.overload import steps_aside
 from shared.policy.pause import MOVE_LEAST_S
 from shared.runtime.logs import get_log
 from shared.timeline import Span
@@ -49,6 +52,7 @@ Item = TypeVar("Item")
 PLACE_S = 2.0
 RETRY_S = 0.1
 RETRY_AT_MOST_S = 0.5
+MOST_MOVES = 3  # of a job from decode instances that turn out to have no room for it; the next one lets it wait
 
 
 class _Moving:
@@ -210,36 +214,49 @@ class Pipeline:
         job.placed(route)
         self._reporter.report(job)
         if route.prefill is None:
-            assert route.decode is not None
-            return await self._decode(job, route.decode, None, route.decode_saved)
+            return await self._decode_where_there_is_room(job, route)
         async with StagedKv(self._clients, job, route.prefill) as staged:
+            if self._schedulers.several and route.decode is not None:
+                bound = next(one for one in assignments(job.view(), route, time.time()) if one.coming)
+                staged.announce(route.decode, bound)
             prefilled = await self._prefill(job, route, route.prefill, staged)
             if job.finished:
                 return None
             if prefilled.handle is None:
                 raise self._broken(job, route.prefill, "staged no KV")
-            return await self._decode_somewhere(job, prefilled.decode, prefilled.handle, staged)
+            return await self._decode_somewhere(job, route, prefilled.decode, prefilled.handle, staged)
 
     async def _place_in_turn(self, job: Job) -> Route:
         """A route. A job that has not begun waits for room at a decode instance before anything of it is computed, and
         one of a class that yields for heavier classes, too. Of those that wait only the first of each class asks.
         """
-        slo, caller = job.spec.slo, job.spec.caller
+        slo = job.spec.slo
         if job.begun:
             return await self._place(job)
         yields = slo.when_full is WhenFull.DELAY
-        route = None if yields or self._lines.waiting(slo.name) else await self._place_at_once(job)
+        route = None if yields or self._lines.queued(slo.name) else await self._place_at_once(job)
         if route is None:
             queue_s = self._settings.slo[slo.name].queue_s if yields else None
             try:
-                async with asyncio.timeout(queue_s) as limit, self._lines.turn(slo.name, caller):
-                    route = await self._place_when_told(job)
+                async with asyncio.timeout(queue_s) as limit:
+                    route = await self._place_in_line(job)
             except TimeoutError:
                 if not limit.expired():
                     raise
                 said = f"no room beside heavier classes for {queue_s:g} s (SLO class {slo.name!r})"
                 raise Overloaded(said, cause="queue", retry_after_s=queue_s) from None
-        self._lines.shares.charge(caller, job.prompt_tokens, 0)
+        self._lines.shares.charge(job.spec.caller, job.prompt_tokens, 0)
+        return route
+
+    async def _place_in_line(self, job: Job) -> Route:
+        """One whose first token will be late leaves the line to those behind it that may still be in time."""
+        slo, caller = job.spec.slo, job.spec.caller
+        async with self._lines.turn(slo.name, caller):
+            route = await self._place_when_told(job, aside=False)
+        if route is None:
+            async with self._lines.turn(slo.name, caller, aside=True):
+                route = await self._place_when_told(job, aside=True)
+        assert route is not None
         return route
 
     async def _place_at_once(self, job: Job) -> Route | None:
@@ -250,13 +267,17 @@ class Pipeline:
             job.delayed(delay)
             return None
 
-    async def _place_when_told(self, job: Job) -> Route:
+    async def _place_when_told(self, job: Job, *, aside: bool) -> Route | None:
+        """A route; None where the job steps aside, which it does once."""
         while True:
             try:
                 return await self._place(job)
             except Delayed as delay:
                 job.delayed(delay)
-                await asyncio.sleep(delay.retry_after_s or RETRY_AT_MOST_S)
+                again_s = delay.retry_after_s or RETRY_AT_MOST_S
+                if not aside and steps_aside(job.spec.slo, job.spec.slo.ttft_s - job.ttft_left_s, again_s):
+                    return None
+                await asyncio.sleep(again_s)
 
     async def _place(self, job: Job, *, decode_only: bool = False) -> Route:
         """Ask a scheduler for a route; while none answers or nothing is ready, ask again for `patience_s`."""
@@ -346,15 +367,44 @@ class Pipeline:
         """What came after the placement is not too late for the dispatch of a prompt, nor for decode admission."""
         self._clients.to(instance.rpc).notify(PREDICTED, Predicted(job.transfer_id, found, job.spec.job_id))
 
+    async def _decode_where_there_is_room(self, job: Job, route: Route) -> Route | None:
+        """One instance does it all. Where it has no room after all, the job is placed again as long as another has. See
+        `_attempt`.
+        """
+        moves, if_room = 0, route.has_room
+        while True:
+            assert route.decode is not None
+            try:
+                return await self._decode(job, route.decode, None, route.decode_saved, if_room=if_room)
+            except NoRoom as refusal:
+                found = await self._with_room(job, refusal, decode_only=False)
+            if found is not None and found.prefill is not None:
+                return await self._attempt(job, found)
+            moves += 1
+            route, if_room = found or route, found is not None and moves < MOST_MOVES
+            if found is not None:
+                job.placed(route)
+
     async def _decode_somewhere(
-        self, job: Job, instance: InstanceRef | None, handle: KvHandle, staged: StagedKv
+        self, job: Job, route: Route, instance: InstanceRef | None, handle: KvHandle, staged: StagedKv
     ) -> Route | None:
-        """Decode; an instance that refuses, or is not there, leaves the same KV to another one. See `_attempt`."""
+        """Decode; an instance that refuses, or is not there, leaves the same KV to another one. So does one that has no
+        room for it, where another one has. See `_attempt`.
+        """
+        moves, if_room = 0, route.has_room and instance == route.decode
+        saved = route.decode_saved if instance == route.decode else 0
         while True:
             if instance is None:
-                instance = await self._place_decode(job)
+                placed = await self._place(job, decode_only=True)
+                instance, saved, if_room = self._dispatched(job, placed), placed.decode_saved, False
             try:
-                moves_to = await self._decode(job, instance, handle)
+                moves_to = await self._decode(job, instance, handle, saved, if_room=if_room)
+            except NoRoom as refusal:
+                other = await self._with_room(job, refusal, decode_only=True)
+                moves += 1
+                if other is not None:
+                    instance, saved = self._dispatched(job, other), other.decode_saved
+                if_room = other is not None and moves < MOST_MOVES
             except (WrongRole, Busy, NotConnected) as refusal:
                 self._waited(job, RETRY_S, refusal)
                 instance = None
@@ -363,20 +413,43 @@ class Pipeline:
                     staged.ended_on(instance)
                 return moves_to
 
-    async def _place_decode(self, job: Job) -> InstanceRef:
-        route = await self._place(job, decode_only=True)
+    async def _with_room(self, job: Job, refusal: NoRoom, *, decode_only: bool) -> Route | None:
+        """Another route, on which the job's KV is expected to find room; None where there is none."""
+        full = job.failed_instances.pop()  # it has not failed
+        job.decided("full", full, (Reason(refusal.message, {"code": refusal.code}),))
+        view, exclude = job.view(decode_only=decode_only), (*job.failed_instances, full)
+        try:
+            route = await self._schedulers.place(view, exclude=exclude, timeout_s=PLACE_S)
+        except PolyphaseError as error:
+            log.info("no other decode instance", job_id=job.spec.job_id, reason=error.message)
+            return None
+        return route if route.has_room and route.decode is not None else None
+
+    def _dispatched(self, job: Job, route: Route) -> InstanceRef:
         if route.decode is None:
             raise Unavailable("placement named no decode instance")
         job.decided("dispatch", route.decode.instance_id, route.reasons)
         return route.decode
 
-    async def _decode(self, job: Job, instance: InstanceRef, handle: KvHandle | None, saved: int = 0) -> Route | None:
-        """Decode to the end, or until the job is paused and goes on by the route that is returned."""
+    async def _decode(
+        self, job: Job, instance: InstanceRef, handle: KvHandle | None, saved: int = 0, *, if_room: bool = False
+    ) -> Route | None:
+        """Decode to the end, or until the job is paused and goes on by the route that is returned. Raises NoRoom where
+        `if_room` and the instance finds that it has none.
+        """
         job.phase = Phase.DECODE
         job.decode_instance = instance.instance_id
         self._reporter.report(job)
         request = DecodeRequest(
-            job.view(), job.prompt, job.spec.generation, handle, saved, job.wire_trace, job.known, tell_pauses=True
+            job.view(),
+            job.prompt,
+            job.spec.generation,
+            handle,
+            saved,
+            job.wire_trace,
+            job.known,
+            tell_pauses=True,
+            if_room=if_room,
         )
         try:
             async with asyncio.timeout(None) as leg, _Moving(self, job, instance, leg) as moving:

@@ -1,4 +1,6 @@
-"""What one attempt holds on instances: KV staged by its prefill, and fetches of it that decode instances have begun."""
+"""What one attempt holds on instances: KV staged by its prefill, fetches of it that decode instances have begun, and
+the place that one of them keeps for it.
+"""
 
 import asyncio
 from types import TracebackType
@@ -7,12 +9,15 @@ from typing import Self
 from gateway.job import Job
 from shared.domain.route import InstanceRef
 from shared.errors import PolyphaseError
+from shared.policy.assignment import Assignment, promise_of
 from shared.runtime.logs import get_log
-from shared.wire.messages import PrefetchRequest, PrefillStarted, ReleaseRequest
-from shared.wire.methods import PREFETCH, RELEASE
+from shared.wire.messages import ExpectRequest, PrefetchRequest, PrefillStarted, ReleaseRequest
+from shared.wire.methods import EXPECT, PREFETCH, RELEASE
+from shared.wire.rpc_client import RpcClient
 from shared.wire.rpc_clients import RpcClients
 
 log = get_log(__name__)
+ANNOUNCE_S = 2.0  # for the connection to a decode instance that is new to this gateway
 
 
 class StagedKv:
@@ -42,6 +47,16 @@ class StagedKv:
         if self._fetches:
             await asyncio.gather(*self._fetches)
 
+    def announce(self, decode: InstanceRef, bound: Assignment) -> None:
+        """Tell the decode instance what will come to it, so that its load shows that to all schedulers."""
+        self._holders.add(decode.rpc)
+        request = ExpectRequest(self._transfer_id, promise_of(bound), keep_s=self._job.left_s)
+        client = self._clients.to(decode.rpc)
+        if client.connected:
+            client.notify(EXPECT, request)
+        else:  # a notification would be lost
+            self._fetches.append(asyncio.get_running_loop().create_task(self._announce(client, request)))
+
     def prefetch(self, started: PrefillStarted) -> None:
         """Have the decode instance fetch while the prefill goes on; what fails or is late only costs the overlap."""
         self._holders.add(started.decode.rpc)
@@ -53,6 +68,14 @@ class StagedKv:
         The prefill instance is told all the same: that the KV was pulled, it heard by a connection that may be broken.
         """
         self._holders.discard(decode.rpc)
+
+    async def _announce(self, client: RpcClient, request: ExpectRequest) -> None:
+        try:
+            await client.call(EXPECT, request, timeout_s=ANNOUNCE_S)
+        except asyncio.CancelledError:
+            return  # by us, at the end of the attempt
+        except PolyphaseError as error:
+            log.info("a decode is not announced", transfer_id=self._transfer_id, error=error.message)
 
     async def _prefetch(self, started: PrefillStarted) -> None:
         client = self._clients.to(started.decode.rpc)

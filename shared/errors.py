@@ -69,6 +69,12 @@ class Busy(PolyphaseError):
     retriable = True
 
 
+class NoRoom(Busy):
+    """The decode instance has no KV memory free for the job to the end of its answer, and was to say so."""
+
+    code = "no_room"
+
+
 class Overloaded(PolyphaseError):
     """The cluster is too full for the job to meet its targets; `cause` names what is full."""
 
@@ -191,6 +197,7 @@ _ALL: tuple[type[PolyphaseError], ...] = (
     TokenWrong,
     TokenUnset,
     Busy,
+    NoRoom,
     Overloaded,
     Delayed,
     Stays,

@@ -43,7 +43,7 @@ class Decision(msgspec.Struct, frozen=True):
     """A choice that was made for the request, with what it rested on."""
 
     time_s: float
-    kind: str  # "placement", "dispatch", "split", "resume", "move"
+    kind: str  # "placement", "dispatch", "split", "full", "resume", "move"
     chosen: str
     reasons: tuple[Reason, ...] = ()
 

@@ -7,6 +7,7 @@ import streamlit as st
 
 from dashboard.plan.plan_session import PlanSession
 from dashboard.plan.wishes import Act, Wish
+from shared.domain.job import tight_gaps
 
 # As in shared/plan/methods/registry.py, which would bring the planner's whole code into the dashboard's process.
 METHODS = ("best", "tabu", "joint", "exhaustive", "coupled", "thirds", "single_type", "bruteforce")
@@ -31,12 +32,22 @@ def search_form(session: PlanSession, stale: bool) -> None:
             first.number_input("TTFT, s", min_value=0.001, value=2.0, step=0.1, format="%.3f", key="wanted_ttft_s")
             second.number_input("TPOT, s", min_value=0.001, value=0.1, step=0.01, format="%.3f", key="wanted_tpot_s")
             first.number_input(
+                "ITL, s",
+                min_value=0.001,
+                value=None,
+                step=0.05,
+                format="%.3f",
+                key="wanted_itl_s",
+                placeholder="default",
+                help="99th percentile of the gaps between tokens. Empty: the larger of 0.25 and 1.25 times TPOT",
+            )
+            second.number_input(
                 "Requests/s", min_value=0.0, value=0.0, step=1.0, key="wanted_rate", help="0: near goodput"
             )
-            second.selectbox("Method", METHODS, key="wanted_method")
-        missing = missing_of(st.session_state.to_dict())
-        if missing and st.session_state.get("wanted_tried"):
-            st.warning(f"{missing} is missing.", icon=":material/warning:")
+            st.selectbox("Method", METHODS, key="wanted_method")
+        wrong = wrong_in(st.session_state.to_dict())
+        if wrong and st.session_state.get("wanted_tried"):
+            st.warning(wrong, icon=":material/warning:")
         off = stale or not session.may_operate
         st.form_submit_button("Search", key="search_wanted", disabled=off, on_click=_want, args=(session,))
 
@@ -47,13 +58,25 @@ def missing_of(state: Mapping[str, Any]) -> str:
     return next((name for key, name in needed.items() if not str(state.get(key) or "").strip()), "")
 
 
+def wrong_in(state: Mapping[str, Any]) -> str:
+    """What the form cannot be sent with, in a sentence; empty where nothing is wrong."""
+    if missing := missing_of(state):
+        return f"{missing} is missing."
+    itl_s = state.get("wanted_itl_s")
+    tight = tight_gaps(float(itl_s), float(state["wanted_tpot_s"])) if itl_s is not None else ""
+    return f"ITL is too short: {tight}." if tight else ""
+
+
 def body_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """The body of the request, out of what the form's fields hold."""
+    slo = {"ttft_s": float(state["wanted_ttft_s"]), "tpot_s": float(state["wanted_tpot_s"])}
+    if state.get("wanted_itl_s") is not None:
+        slo["itl_s"] = float(state["wanted_itl_s"])
     return {
         "inventory": str(state["wanted_inventory"]),
         "model": str(state["wanted_model"]).strip(),
         "workload": str(state["wanted_workload"]).strip(),
-        "slo": {"ttft_s": float(state["wanted_ttft_s"]), "tpot_s": float(state["wanted_tpot_s"])},
+        "slo": slo,
         "rate": float(state["wanted_rate"]),
         "method": str(state["wanted_method"]),
     }
@@ -61,6 +84,6 @@ def body_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _want(session: PlanSession) -> None:
     st.session_state["wanted_tried"] = True
-    if not missing_of(st.session_state.to_dict()):
+    if not wrong_in(st.session_state.to_dict()):
         body = body_of(st.session_state.to_dict())
         session.want(Wish(Act.SUBMIT, words=f"{body['model']} for {body['workload']}, {body['method']}", body=body))

@@ -13,7 +13,7 @@ from shared.wire.messages import (
     ReleaseRequest,
     ResumeRequest,
 )
-from shared.wire.methods import DECODE, DRAIN, FLIP, PREDICTED, PREFETCH, PREFILL, RELEASE, RESUME
+from shared.wire.methods import DECODE, DRAIN, EXPECT, FLIP, PREDICTED, PREFETCH, PREFILL, RELEASE, RESUME
 from shared.wire.rpc_server import Handlers, ServerCall
 
 
@@ -44,6 +44,7 @@ def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, k
         PREFILL: prefill.prefill,
         PREDICTED: predicted,
         RELEASE: release,
+        EXPECT: decode.expect,
         PREFETCH: decode.prefetch,
         DECODE: decode.decode,
         DRAIN: drain,

@@ -97,10 +97,9 @@ class Telemetry:
             prefill_share=self._engine.steps.prefill_share,
             accepted=self._roles.accepted,
             kv_ahead=self._decodes.kv_ahead(
-                self._info.block_size,
-                (stats.total_blocks - stats.free_blocks) * self._info.block_size,
-                stats.waiting_tokens,
+                (stats.total_blocks - stats.free_blocks) * self._info.block_size, stats.waiting_tokens
             ),
+            promised=self._decodes.promised,
         )
 
     async def leave(self) -> None:

@@ -91,6 +91,21 @@ class InstanceInfo(msgspec.Struct, frozen=True):
         return {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}.get(self.dtype, 1.0)
 
 
+class Promised(msgspec.Struct, frozen=True, array_like=True):
+    """A decode that a scheduler has bound to an instance while its prompt is computed elsewhere. Tokens as in
+    `shared.policy.assignment.Assignment`. mark: of the job's id, see `shared.policy.assignment.mark_of`.
+    """
+
+    mark: int
+    decode_tokens: int
+    answer_tokens: int
+    lead_steps: int = 0
+    saved_tokens: int = 0
+    import_tokens: int = 0
+    prefill_tokens: int = 0
+    heavy: bool = False
+
+
 class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     """What an instance reports of itself, up to every 100 ms. On the wire a list: there are many of them."""
 
@@ -112,6 +127,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     prefill_share: float = 0.0  # of the last seconds' steps with decodes in them: how many computed prompts, too
     kv_ahead: tuple[int, ...] = ()  # the most tokens of KV that the decode jobs will hold, see `shared.policy.kv_ahead`
     accepted: tuple[int, ...] | None = None  # marks of jobs that came lately; None: it does not say
+    promised: tuple[Promised, ...] = ()  # decodes bound to it that are still to come, where gateways announce them
 
 
 class InstanceView(msgspec.Struct, frozen=True):

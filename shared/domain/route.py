@@ -54,7 +54,8 @@ class Route(msgspec.Struct, frozen=True):
     decode_saved: prompt tokens of either instance's part whose KV it is known to hold. answer_tokens: for which room
     is kept (see `JobView`), from `lead_steps` steps of the decode instance on. ttft_s: predicted, without that wait.
     hold_s: seconds after which the job should begin, because there will be room for its KV then; a scheduler answers
-    such a route with Delayed.
+    such a route with Delayed. has_room: placement looked, and expects that its KV finds room at `decode` to the end of
+    the answer.
     """
 
     prefill: InstanceRef | None
@@ -71,3 +72,4 @@ class Route(msgspec.Struct, frozen=True):
     lead_steps: int = 0
     ttft_s: Finite = 0.0
     hold_s: Finite = 0.0
+    has_room: bool = False

@@ -172,6 +172,8 @@ def _lead(decision: Decision, prompt_tokens: int) -> str:
             return f"Its KV was sent as {chosen}" if chosen != "raw" else "Its KV was sent as it is"
         case "prediction":
             return f"Its answer was predicted to have {chosen}"
+        case "full":
+            return f"{chosen} had no room for its KV after all"
         case "delay":
             return "It had to wait for its turn"
         case "resume":

@@ -14,7 +14,7 @@ from shared.policy.choice import Choice, context_of, usable
 from shared.policy.dispatch import DispatchPolicy
 from shared.policy.estimate import DecodeSide, PrefillSide, usual_wait_s
 from shared.policy.index import ClusterIndex, ReadySet
-from shared.policy.options import HOLD_S, Option, figures_of, kept_to, local, options, total_of
+from shared.policy.options import HOLD_S, Option, figures_of, has_room, kept_to, local, options, total_of
 from shared.policy.prefix_index import saved_of, saved_tokens
 from shared.policy.split import Split, SplitChoice
 
@@ -73,10 +73,13 @@ class Adaptive:
         prefills = [PrefillSide.of(view, _saved(job, index, view, holders)) for view in found]
         spread_s = usual_wait_s(prefills)
         mixed, limited = _mixed_shares(views, holders) if index.coupled and holders else {}, index.limited
-        decodes = []
+        decodes, kept = [], index.ledger.claims.before(job, now)
         for view in views:
-            saved, share = _saved(job, index, view, holders), mixed.get(view.info.instance_id)
-            decodes.append(DecodeSide.of(view, job, own, usual, saved, others, spread_s, limited, share, bound))
+            name = view.info.instance_id
+            saved, share, claimed = _saved(job, index, view, holders), mixed.get(name), kept.get(name, ())
+            decodes.append(
+                DecodeSide.of(view, job, own, usual, saved, others, spread_s, limited, share, bound, claimed)
+            )
 
         def best_of(sides: Sequence[DecodeSide]) -> Option:
             if split is None or not prefills:
@@ -112,10 +115,10 @@ class AdaptiveDispatch:
         if not able:
             return None
         own = within(job.prediction) if job.prediction is not None else UNKNOWN_LENGTHS
-        sides = [DecodeSide.of(view, job, own, UNKNOWN_LENGTHS, job.prompt_tokens) for view in able]
-        best = min((local(job, side, side.terms(0)) for side in sides), key=total_of)
+        sides = [DecodeSide.of(view, job, own, UNKNOWN_LENGTHS, bound=job.answer_tokens) for view in able]
+        best = min((local(job, side, side.terms(job.prompt_tokens)) for side in sides), key=total_of)
         figures: dict[str, float | str] = {"chosen": best.decode.view.info.instance_id, **figures_of(best)}
-        return Choice(best.decode.view, (Reason("dispatch:adaptive", figures),))
+        return Choice(best.decode.view, (Reason("dispatch:adaptive", figures),), has_room=has_room(best))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,11 +257,19 @@ def _choice(
     reasons = (Reason("placement:adaptive", figures),)
     decode = best.decode.view
     if best.prefill is None:
-        return Choice(decode, reasons, ttft_s=best.ttft_s - best.hold_s, hold_s=best.hold_s)
+        ttft_s = best.ttft_s - best.hold_s
+        return Choice(decode, reasons, ttft_s=ttft_s, hold_s=best.hold_s, has_room=has_room(best))
     lead = int(best.begins_s / best.decode.after_s) if best.decode.after_s > 0.0 else 0
     ttft_s = best.ttft_s - best.hold_s
     return Choice(
-        best.prefill.view, reasons, decode=decode, split=best.split, lead_steps=lead, ttft_s=ttft_s, hold_s=best.hold_s
+        best.prefill.view,
+        reasons,
+        decode=decode,
+        split=best.split,
+        lead_steps=lead,
+        ttft_s=ttft_s,
+        hold_s=best.hold_s,
+        has_room=has_room(best),
     )
 
 

@@ -1,7 +1,9 @@
 """What a placement gives instances to do, as loads will show it a little later."""
 
 from dataclasses import dataclass
+from zlib import crc32
 
+from shared.domain.instance import Promised
 from shared.domain.job import JobView
 from shared.domain.route import Route
 from shared.policy.lengths import is_heavy
@@ -27,6 +29,41 @@ class Assignment:
     answer_tokens: int = 0
     lead_steps: int = 0
     saved_tokens: int = 0
+
+
+def mark_of(job_id: str) -> int:
+    """Short for a job's id, in loads: two jobs of one instance and second have the same once in billions."""
+    return crc32(job_id.encode())
+
+
+def promise_of(bound: Assignment) -> Promised:
+    """As the instance's load shows a decode that is still to come, to schedulers that did not place it."""
+    return Promised(
+        mark_of(bound.job_id),
+        bound.decode_tokens,
+        bound.answer_tokens,
+        bound.lead_steps,
+        bound.saved_tokens,
+        bound.import_tokens,
+        bound.prefill_tokens,
+        bound.heavy,
+    )
+
+
+def promised_to(instance_id: str, one: Promised, now: float) -> Assignment:
+    """What such a load says, to count it."""
+    return Assignment(
+        instance_id,
+        now,
+        one.prefill_tokens,
+        one.decode_tokens,
+        one.heavy,
+        coming=True,
+        import_tokens=one.import_tokens,
+        answer_tokens=one.answer_tokens,
+        lead_steps=one.lead_steps,
+        saved_tokens=one.saved_tokens,
+    )
 
 
 def assignments(job: JobView, route: Route, now: float) -> tuple[Assignment, ...]:

@@ -20,7 +20,7 @@ class Choice(msgspec.Struct, frozen=True):
     """The chosen instance and why it was chosen. A struct, because it is made once a decision and cheaply.
 
     A placement may name the decode instance that belongs to it, too, the split between both, and the work to count
-    until the job is complete. lead_steps, ttft_s, hold_s: see `Route`.
+    until the job is complete. lead_steps, ttft_s, hold_s, has_room: see `Route`.
     """
 
     instance: InstanceView
@@ -31,6 +31,7 @@ class Choice(msgspec.Struct, frozen=True):
     lead_steps: int = 0
     ttft_s: float = 0.0
     hold_s: float = 0.0
+    has_room: bool = False
 
     @property
     def ref(self) -> InstanceRef:

@@ -12,12 +12,14 @@ from shared.domain.instance import InstanceLoad, InstanceView
 from shared.domain.job import JobView, Slo
 from shared.domain.rates import UNKNOWN_STEPS, LinkRate, StepForm
 from shared.policy.answers import Lengths
+from shared.policy.claims import Kept
 from shared.policy.codec import choose_codec
 from shared.policy.harm import harm
-from shared.policy.kv_ahead import fits_after
+from shared.policy.kv_ahead import fits_after, takes_tokens, with_job
 from shared.policy.step_budget import MARGIN, StepLoad, gap_target_s, prefill_tokens
 
 ENDLESS = 1 << 30
+EVEN = 1e-6  # harm of full memory: of instances that are alike otherwise the emptier one takes the job
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -139,11 +141,13 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
         limited: bool = False,
         mixed: float | None = None,
         bound: int = 0,
+        kept: Kept = (),
     ) -> "DecodeSide":
         """As of its load. own: of the job's answer; `saved` tokens of its prompt have their KV there.
 
         others: the class of those that it would meet; its own if nobody says. spread_s: over which bound decodes come.
-        bound: tokens of its answer for which room is kept; its max_tokens where it is not known.
+        bound: tokens of its answer for which room is kept; its max_tokens where it is not known. kept: room for
+        jobs that have been held for longer (`shared.policy.claims`).
         limited: steps keep to the targets of those that decode. mixed: share of steps to come with prompts in
         them; as the last ones there, and its queue, say, if nobody says.
         """
@@ -170,15 +174,18 @@ class DecodeSide(msgspec.Struct, frozen=True, gc=False):
         if mixed is None:
             mixed = max(load.prefill_share, min(1.0, steps / own.brief))
         beside_s = mixed * max(0.0, full_s - step_s)
-        room = 0.0, 0.0, 0.0
-        fits_s = 0.0
-        if load.kv_ahead:
-            fits_s = after_s * _steps_until_it_fits(view, max(1, prompt - saved), bound or job.max_tokens)
-        if fits_s > 0.0 or prompt + own.mean > free or decoding >= seats:
+        blocks = info.total_blocks
+        room = 0.0, 0.0, EVEN * (1.0 - load.free_blocks / blocks if blocks else 0.0)
+        takes, fits_s = takes_tokens(view, prompt, saved), 0.0
+        if load.kv_ahead or kept:
+            fits_s = after_s * _steps_until_it_fits(view, takes, bound or job.max_tokens, kept)
+        if kept:
+            held = decoding, taken, free = decoding + len(kept), taken, free - sum(tokens for tokens, _ in kept)
+        if fits_s > 0.0 or takes + own.mean > free or decoding >= seats:
             room_s, behind_s, memory = _room(
-                held, seats, form, prompt, own.mean, usual.mean, budget, after_s, slo.tpot_s
+                held, seats, form, takes, own.mean, usual.mean, budget, after_s, slo.tpot_s
             )
-            room = max(fits_s, room_s), behind_s, memory
+            room = max(fits_s, room_s), behind_s, memory + room[2]
         return cls(
             view,
             job,
@@ -266,11 +273,15 @@ def _away(load: InstanceLoad, seats: int, decode: StepForm, tokens: float, sprea
     return max(0.0, 1.0 - tokens * step_s / spread_s)
 
 
-def _steps_until_it_fits(view: InstanceView, prompt: int, answer: int) -> float:
-    """Steps until the instance has room for the job to the end of its answer, beside those that decode there."""
-    size = view.info.block_size
+def _steps_until_it_fits(view: InstanceView, prompt: int, answer: int, kept: Kept) -> float:
+    """Steps until the instance has room for the job to the end of its answer, beside those that decode there and those
+    for which room is kept.
+    """
+    size, ahead = view.info.block_size, view.load.kv_ahead
     room = view.info.total_blocks * size
-    return fits_after(view.load.kv_ahead, room, prompt, min(answer, max(1, room - prompt)), size)
+    for tokens, left in kept:
+        ahead = with_job(ahead, tokens, left, size)
+    return fits_after(ahead, room, prompt, min(answer, max(1, room - prompt)), size)
 
 
 def _room(

@@ -15,7 +15,7 @@ from shared.domain.cluster import ClusterState
 from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.policy.assignment import Assignment
 from shared.policy.backlog import Backlog, chunked_rate, prefill_rate
-from shared.policy.kv_ahead import with_job
+from shared.policy.kv_ahead import takes_tokens, with_job
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import PrefixIndex
 from shared.policy.pressure import Pressures
@@ -220,11 +220,11 @@ def _with(view: InstanceView, more: Assignment) -> InstanceLoad:
     load, block_size = view.load, max(1, view.info.block_size)
     inbound_bytes = int(more.import_tokens * view.info.kv_bytes_per_token) if more.import_tokens else 0
     decodes = more.decode_tokens > 0
-    free_blocks = load.free_blocks - -(-more.decode_tokens // block_size)
-    ahead = load.kv_ahead
+    free_blocks, ahead = load.free_blocks, load.kv_ahead
     if decodes:
-        held = max(1, more.decode_tokens - more.saved_tokens)
-        ahead = with_job(ahead, held, more.answer_tokens, block_size, more.lead_steps)
+        takes = takes_tokens(view, more.decode_tokens, more.saved_tokens)
+        free_blocks -= -(-takes // block_size)
+        ahead = with_job(ahead, takes, more.answer_tokens, block_size, more.lead_steps)
     return InstanceLoad(
         time_s=load.time_s,
         queued_prefill=load.queued_prefill + (more.prefill_tokens > 0),

@@ -6,6 +6,9 @@ Source: ours; the peak of future memory as in LightLLM's past-future scheduler (
 """
 
 from collections.abc import Iterable
+from math import ceil
+
+from shared.domain.instance import InstanceView
 
 # Ends of the stretches, in steps; the last stretch has none. A job counts as there by a quarter too long at most.
 STRETCHES = (
@@ -30,10 +33,36 @@ def remaining_tokens(given: int, expected: int, most: int) -> int:
     return max(1, min(left, most - given))
 
 
-def ahead_of(jobs: Iterable[tuple[int, int]], block_size: int) -> Ahead:
-    """Of jobs with (tokens held now, tokens to come); each holds whole blocks."""
+def own_part(used_tokens: int, held_tokens: int) -> float:
+    """Of the tokens that an instance's jobs hold together, the part that takes blocks: where all blocks in use are
+    less, jobs share those of a common prefix, and each counts for its part.
+    """
+    return min(1.0, used_tokens / held_tokens) if held_tokens > 0 and used_tokens > 0 else 1.0
+
+
+def shared_each(used_tokens: int, held_tokens: int, jobs: int) -> float:
+    """Of the tokens that each of an instance's jobs holds, those in blocks that others hold, too, on average."""
+    return max(0, held_tokens - used_tokens) / jobs if jobs > 0 else 0.0
+
+
+def takes_tokens(view: InstanceView, prompt: int, saved: int) -> int:
+    """Tokens of KV that a job's prompt takes where the instance is known to hold `saved` of them: all but those in
+    blocks that are in use, as far as those that decode there share blocks. A cached block that nobody uses counts as
+    free until the job takes it.
+    """
+    load, info = view.load, view.info
+    if saved <= 0:
+        return prompt
+    used = (info.total_blocks - load.free_blocks) * info.block_size
+    held = load.context_tokens - load.queued_prefill_tokens - load.waiting_tokens
+    return max(1, prompt - min(saved, int(shared_each(used, held, load.decoding))))
+
+
+def ahead_of(jobs: Iterable[tuple[int, int]], block_size: int, part: float = 1.0) -> Ahead:
+    """Of jobs with (tokens held now, tokens to come); each holds whole blocks. part: see `own_part`."""
     held = [0] * COUNT
-    for now, left in jobs:
+    for whole, left in jobs:
+        now = whole if part >= 1.0 else ceil(part * whole)
         for at in range(COUNT):
             if at and left <= STRETCHES[at - 1]:
                 break

@@ -16,6 +16,7 @@ from shared.domain.job import JobView
 from shared.domain.route import Route
 from shared.policy.answers import Answers
 from shared.policy.assignment import Assignment, assignments
+from shared.policy.claims import Claims
 from shared.policy.class_needs import ClassNeeds
 
 SETTLE_S = 1.0  # a job placed so long ago shows in the load of its instance
@@ -72,6 +73,7 @@ class WorkloadLedger:
         self._rotations: dict[str, Rotation] = {}
         self._coming: dict[str, Assignment] = {}
         self._coming_to: dict[str, dict[str, Assignment]] = {}  # the same by instance and job
+        self.claims = Claims()
         self.answers = Answers()
         self.needs = ClassNeeds()
 
@@ -88,6 +90,7 @@ class WorkloadLedger:
             rotation.took(prefill or decode)
             rotation.took(pair_key(prefill, decode))
         self._take_off(job_id)
+        self.claims.drop(job_id)
         self.answers.begun(job)
         self.needs.placed(job, now)
         for assignment in assignments(job, route, now):
@@ -107,6 +110,7 @@ class WorkloadLedger:
 
         output_tokens: of a whole answer. met: whether it kept its targets at `now`; None where nobody can say.
         """
+        self.claims.drop(job_id)
         self.answers.ended(job_id, output_tokens)
         self.needs.ended(job_id, met, now)
         self._take_off(job_id)

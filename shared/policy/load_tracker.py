@@ -1,18 +1,19 @@
 """The index over a stream of broadcasts: what its owner assigned since a load was taken counts, too.
 
 Loads are up to 200 ms old when a decision uses them. Without this every job of that time would go to one
-instance.
+instance. The assignments of other schedulers are in the loads themselves: jobs that have come to an instance, and
+decodes that are bound to it and still to come (`InstanceLoad.promised`).
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from random import Random
-from zlib import crc32
 
 from shared.domain.cluster import ClusterDelta, ClusterState
-from shared.domain.instance import ClusterView, InstanceLoad
+from shared.domain.instance import ClusterView, InstanceLoad, InstanceView
 from shared.errors import Unavailable
-from shared.policy.assignment import Assignment
+from shared.policy.assignment import Assignment, mark_of, promised_to
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
@@ -24,11 +25,6 @@ STALE_S = 1.0  # without a broadcast for so long the loads are old
 HOLD_S = 30.0  # then an assignment counts until its job ends, or for so long
 _AGAIN_S = 0.5  # between two looks at which of them are over, and at who has forgotten what
 CACHED_S = 0.1  # for so long what is made of all loads stands
-
-
-def mark_of(job_id: str) -> int:
-    """Short for a job's id, in loads: two jobs of one instance and second have the same once in billions."""
-    return crc32(job_id.encode())
 
 
 class LoadTracker:
@@ -132,7 +128,16 @@ class LoadTracker:
         if coming and view.load.accepted:
             came = frozenset(view.load.accepted)
             coming = [one for one in coming if mark_of(one.job_id) not in came]  # its report is still under way
-        self.current.renew(view, (*recent, *coming))
+        self.current.renew(view, (*recent, *coming, *self._of_others(view)))
+
+    def _of_others(self, view: InstanceView) -> Iterable[Assignment]:
+        """Decodes that other schedulers have bound to the instance and that are still to come, as its load says."""
+        promised = view.load.promised
+        if not promised:
+            return ()
+        instance_id = view.info.instance_id
+        own = {mark_of(one.job_id) for one in (*self._recent.get(instance_id, ()), *self.ledger.coming_to(instance_id))}
+        return [promised_to(instance_id, one, self._now) for one in promised if one.mark not in own]
 
     def _unseen(self, instance_id: str, load: InstanceLoad) -> Iterable[Assignment]:
         """Assignments that a load does not show; the others are forgotten.
@@ -174,9 +179,11 @@ class LoadTracker:
         self._build()
 
     def _build(self) -> None:
+        view = self._state.view()
+        of_others = chain.from_iterable(self._of_others(one) for one in view.instances if one.load.promised)
         self._index = ClusterIndex(
-            self._state.view(),
-            (*self._pending(), *self.ledger.coming),
+            view,
+            (*self._pending(), *self.ledger.coming, *of_others),
             rng=self._rng,
             turn=self._index.turn if self._index is not None else 0,
             ledger=self.ledger,

@@ -11,7 +11,7 @@ from shared.policy.estimate import DecodeSide, DecodeTerms, Part, PrefillSide, l
 from shared.policy.harm import harm
 from shared.policy.split import Split
 
-HOLD_S = 0.02  # a wait for room that is not worth asking again for
+HOLD_S = 0.02  # a wait for room that is not worth waiting for in the gateway: there is room
 ROUNDING = 1e-9  # by which sums in another order may differ
 
 
@@ -209,6 +209,11 @@ def pair(
         terms.others,
         terms.memory,
     )
+
+
+def has_room(option: Option) -> bool:
+    """Whether its KV finds room to the end of the answer when it comes to its decode instance."""
+    return option.hold_s <= HOLD_S
 
 
 def total_of(option: Option) -> float:

@@ -17,6 +17,7 @@ from shared.errors import Delayed, InvalidRequest, Overloaded, Stays, Unavailabl
 from shared.policy.adaptive import AdaptiveSplit, saved_at
 from shared.policy.estimate import ENDLESS, DecodeSide, PrefillSide
 from shared.policy.index import ClusterIndex
+from shared.policy.kv_ahead import takes_tokens
 from shared.policy.options import HOLD_S, Option, local, pair
 from shared.policy.pause import moves
 from shared.policy.placement import Policies, place
@@ -27,6 +28,7 @@ SLOWER = 1.1  # times an empty instance's time: a job that has no better anywher
 OVER_SHARE = 0.5  # of its limits, for a caller who has had more than its share
 SOON_S, LATE_S = 0.05, 2.0  # bounds of when to ask again for a delayed job
 IN_TIME = 0.9  # of its TTFT target, by which a held job begins all the same
+HOLD_MOST_S = 30.0  # a job that has been held so long begins all the same
 HOLD_LOOK_S = 0.25  # a job that is held looks again at least so often: answers end earlier than expected, too
 
 
@@ -59,18 +61,20 @@ def decide(
     if slo.when_full is not WhenFull.DELAY:
         index.ledger.needs.asked(job, now)
     if slo.when_full is WhenFull.NEVER:
-        return _held_back(job, route)
+        return _held_back(job, route, index, now)
     found = obstacle(job, route, index, now)
     if found is None:
-        return _held_back(job, route)
+        return _held_back(job, route, index, now)
     said = f"{found.said} (SLO class {slo.name!r})"
     if slo.when_full is WhenFull.REJECT:
         index.ledger.needs.refused(slo)
         raise Overloaded(said, cause=found.cause, retry_after_s=max(SOON_S, found.seconds))
     other, seconds = _elsewhere(job, route, found, index, policies, now, rng, exclude)
     if other is None:
+        if found.cause == "room":
+            _hold(job, route, index, now)
         raise Delayed(said, cause=found.cause, retry_after_s=min(LATE_S, max(SOON_S, seconds)))
-    return _held_back(job, other)
+    return _held_back(job, other, index, now)
 
 
 def _sooner(job: JobView, route: Route, index: ClusterIndex, now: float, exclude: Collection[str]) -> Route:
@@ -88,19 +92,39 @@ def _sooner(job: JobView, route: Route, index: ClusterIndex, now: float, exclude
     return msgspec.structs.replace(route, reasons=(Reason("sooner", figures), *route.reasons))
 
 
-def _held_back(job: JobView, route: Route) -> Route:
+def _held_back(job: JobView, route: Route, index: ClusterIndex, now: float) -> Route:
     """The route, unless its KV would find no room: then the job waits before its prompt is computed.
 
-    A class that wants its first token early waits only as long as that can be in time.
+    A class that wants its first token early waits only as long as that can be in time, and no job longer than
+    `HOLD_MOST_S`. Long before that, room that becomes free is kept for it (`shared.policy.claims`).
     """
     slo = job.slo
-    if route.hold_s <= HOLD_S or not job.can_wait:
+    if route.hold_s <= HOLD_S or not job.can_wait or index.ledger.claims.held_s(job.job_id, now) >= HOLD_MOST_S:
         return route
     first_s = job.waited_s + route.ttft_s
     if slo.first_token is FirstTokenOut.EARLY and IN_TIME * slo.ttft_s - HOLD_LOOK_S < first_s <= slo.ttft_s:
         return route
+    _hold(job, route, index, now)
     said = f"room for its KV is expected in {route.hold_s:.2f} s at the earliest"
     raise Delayed(said, cause="room", retry_after_s=min(HOLD_LOOK_S, max(SOON_S, route.hold_s)))
+
+
+def steps_aside(slo: Slo, waited_s: float, again_s: float) -> bool:
+    """Whether a job that has to ask again leaves the line of its class to those that may still be in time: it wants its
+    first token early, and that is late by then.
+    """
+    return slo.first_token is FirstTokenOut.EARLY and waited_s + again_s > slo.ttft_s
+
+
+def _hold(job: JobView, route: Route, index: ClusterIndex, now: float) -> None:
+    """Remember that the job waits for room."""
+    if route.decode is None or not job.can_wait:
+        return
+    claims, view = index.ledger.claims, index.decode.get(route.decode.instance_id)
+    tokens = takes_tokens(view, job.prompt_tokens, route.decode_saved) if view is not None else job.prompt_tokens
+    claims.hold(job, route.decode.instance_id, tokens, route.answer_tokens or job.max_tokens, now)
+    if index.decode.get(claims.instance_of(job.job_id)) is None:
+        claims.move(job.job_id, route.decode.instance_id)
 
 
 def _elsewhere(
@@ -216,7 +240,8 @@ def _option(
     if view is None:
         return None
     saved, bound = saved_at(index, view, job), answers.bound(job)
-    decode = DecodeSide.of(view, job, own, answers.all, saved, others, limited=index.limited, bound=bound)
+    kept = ledger.claims.before(job, now).get(view.info.instance_id, ())
+    decode = DecodeSide.of(view, job, own, answers.all, saved, others, limited=index.limited, bound=bound, kept=kept)
     if route.prefill is None:
         return local(job, decode, decode.terms(0))
     computes = index.prefill.get(route.prefill.instance_id)

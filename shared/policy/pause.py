@@ -5,6 +5,7 @@ staying. What differs is how soon there is room and how long the computing takes
 """
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 from shared.domain.rates import UNKNOWN_STEPS, StepRates
@@ -26,9 +27,9 @@ class Beside(NamedTuple):
     context_tokens: int
 
     @classmethod
-    def of(cls, jobs: Sequence[tuple[int, int]], block_size: int) -> "Beside":
-        """Of jobs with (tokens held now, tokens to come)."""
-        return cls(ahead_of(jobs, block_size), len(jobs), sum(now for now, _ in jobs))
+    def of(cls, jobs: Sequence[tuple[int, int]], block_size: int, part: float = 1.0) -> "Beside":
+        """Of jobs with (tokens held now, tokens to come). part: see `own_part`."""
+        return cls(ahead_of(jobs, block_size, part), len(jobs), ceil(part * sum(now for now, _ in jobs)))
 
 
 def pause_s(

@@ -183,6 +183,7 @@ class _Case:
             lead_steps=placed.lead_steps,
             ttft_s=placed.ttft_s,
             hold_s=placed.hold_s,
+            has_room=placed.has_room,
         )
 
     def _saved(self, chosen: Choice | None, tokens: int) -> int:

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 
 from shared.policy.fair_share import FairLine, Shares
+from shared.policy.overload import steps_aside
 from shared.sim.events import EventLoop
 from shared.sim.request import SimRequest
 from shared.sim.spec import RunSpec
+
+_ASIDE = "\0aside"  # after a class's name: its line of those that have stepped aside
 
 
 class Queued:
@@ -33,7 +36,8 @@ class Queued:
 
 
 class DelayLines:
-    """One line for each class that yields. Only the head asks, when it was told to; the next follows at once.
+    """One line for each class. Only the head asks, when it was told to; the next follows at once. Those that step aside
+    (see `shared.policy.overload.steps_aside`) have a line of their own.
 
     `ask(request, now)` gives the seconds until the request may ask again, or None once it waits no more.
     """
@@ -44,26 +48,31 @@ class DelayLines:
         self._ask = ask
         self._lines: dict[str, FairLine[SimRequest]] = {}
         self._asleep: set[str] = set()  # lines whose head was told when to ask again
+        self._aside: dict[SimRequest, None] = {}
 
     def join(self, request: SimRequest, now: float) -> None:
         """The request waits for its turn, which may be now."""
         self._push(request)
-        self._turns(request.job.slo.name, now)
+        self._turns(self._name(request), now)
 
     def join_asleep(self, request: SimRequest, again_s: float, now: float) -> None:
         """The same for the first of a line, which has asked already and is to ask again in so many seconds."""
         self._push(request)
-        name = request.job.slo.name
+        name = self._name(request)
         self._asleep.add(name)
         self._loop.at(now + again_s, self._wake, name)
 
     def waiting(self, request: SimRequest) -> bool:
         """Whether others of its class wait."""
-        line = self._lines.get(request.job.slo.name)
+        line = self._lines.get(self._name(request))
         return line is not None and len(line) > 0
 
-    def _push(self, request: SimRequest) -> None:
+    def _name(self, request: SimRequest) -> str:
         name = request.job.slo.name
+        return name + _ASIDE if request in self._aside else name
+
+    def _push(self, request: SimRequest) -> None:
+        name = self._name(request)
         line = self._lines.get(name)
         if line is None:
             line = self._lines[name] = FairLine(self._shares)
@@ -71,7 +80,8 @@ class DelayLines:
 
     def leave(self, request: SimRequest) -> bool:
         """The request gives up; False when it does not wait here."""
-        line = self._lines.get(request.job.slo.name)
+        line = self._lines.get(self._name(request))
+        self._aside.pop(request, None)
         return line is not None and line.remove(request, request.caller)
 
     def left(self) -> list[SimRequest]:
@@ -87,11 +97,20 @@ class DelayLines:
         line = self._lines[name]
         while name not in self._asleep and (request := line.head()) is not None:
             again_s = self._ask(request, now)
-            if again_s is not None:
+            if again_s is None:
+                line.remove(request, request.caller)
+                self._aside.pop(request, None)
+            elif request not in self._aside and steps_aside(request.job.slo, now - request.arrived_s, again_s):
+                line.remove(request, request.caller)
+                self._aside[request] = None
+                if self.waiting(request):
+                    self._push(request)
+                else:
+                    self.join_asleep(request, again_s, now)
+            else:
                 self._asleep.add(name)
                 self._loop.at(now + again_s, self._wake, name)
                 return
-            line.remove(request, request.caller)
 
     def _wake(self, name: str, now: float) -> None:
         self._asleep.discard(name)

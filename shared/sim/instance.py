@@ -15,7 +15,7 @@ from shared.domain.instance import (
     Role,
 )
 from shared.domain.rates import LinkRate
-from shared.policy.kv_ahead import ahead_of, remaining_tokens
+from shared.policy.kv_ahead import ahead_of, own_part, remaining_tokens
 from shared.policy.pause import Beside, pause_s
 from shared.sim.engine import Engine, EngineEvents
 from shared.sim.outcomes import Gaps, InstanceUse
@@ -70,7 +70,7 @@ class SimInstance:
         """What the monitor broadcasts of it."""
         if not self.requests:
             return self._idle_view()
-        context = free = queued = tokens = running = waiting = unheld = 0
+        context = free = queued = tokens = running = waiting = unheld = begun = 0
         for engine in self.engines:
             of_engine, free_of_engine = engine.state_at(now)
             context += of_engine
@@ -81,6 +81,8 @@ class SimInstance:
             running += len(scheduler.running)
             waiting += scheduler.blocked
             unheld += scheduler.waiting.decode_tokens
+            begun += scheduler.begun_tokens
+        used = sum(engine.scheduler.memory.total for engine in self.engines) - free
         load = InstanceLoad(
             time_s=now,
             queued_prefill=queued,
@@ -96,7 +98,11 @@ class SimInstance:
             inbound_bytes=self._wires.in_bytes(self.index, now),
             inflight=len(self.requests),
             prefill_share=sum(engine.prefill_share_at(now) for engine in self.engines) / len(self.engines),
-            kv_ahead=ahead_of(self._decoding(now), self.spec.limits.block_tokens),
+            kv_ahead=ahead_of(
+                self._decoding(now),
+                self.spec.limits.block_tokens,
+                own_part(used * self.spec.limits.block_tokens, context + begun),
+            ),
         )
         return InstanceView(self.info, self.role, self.state, load)
 

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -34,7 +35,8 @@ class KvMemory:
         left out. vLLM asks for it, too (`scheduler_reserve_full_isl`): one that starts with less would soon be
         preempted again.
         """
-        return self._whole(leg) <= self.free
+        shared = self._cache.shared(self._cache.known(self._ids(leg))) if self._cache is not None and leg.prefix else 0
+        return self._whole(leg) - shared <= self.free
 
     def _whole(self, leg: Leg) -> int:
         return min(-(-leg.tokens // self._block), self.total)
@@ -48,8 +50,25 @@ class KvMemory:
         if leg.remote:
             leg.saved = self._cached(leg)
             leg.computed = min(max(leg.request.split, leg.saved), leg.tokens - 1)
-        fits = self._whole(leg) <= self.free - self.reserved
-        return fits and self.hold(leg, self._first(leg, tokens))
+        used = self._used_prefix(leg)
+        shared = self._cache.shared(used) if self._cache is not None else 0
+        if self._whole(leg) - shared > self.free - self.reserved:
+            return False
+        leg.blocks = shared
+        if not self.hold(leg, self._first(leg, tokens)):
+            leg.blocks = 0
+            return False
+        if self._cache is not None:
+            self._cache.use(used)
+            leg.used = used
+        return True
+
+    def _used_prefix(self, leg: Leg) -> tuple[int, ...]:
+        """Ids of the blocks of its prompt that are here already, of which it uses those that are here."""
+        if self._cache is None or not leg.prefix:
+            return ()
+        held = leg.saved if leg.remote else leg.computed
+        return self._cache.known(self._ids(leg)[: held // self._id_tokens])
 
     def _first(self, leg: Leg, tokens: int) -> int:
         return leg.tokens + leg.left if self._reserves_output else leg.computed + tokens
@@ -73,9 +92,14 @@ class KvMemory:
         return 0 if self._reserves_output else group.blocks_for(steps)
 
     def release(self, leg: Leg) -> None:
-        """Everything that it holds is free."""
-        self.free += max(leg.blocks, -(-leg.computed // self._block)) if leg.blocks else 0
+        """Everything that it holds is free, but for what others use, too."""
+        if not leg.blocks:
+            return
+        self.free += max(leg.blocks, -(-leg.computed // self._block))
         leg.blocks = 0
+        if self._cache is not None:
+            self.free -= self._cache.leave(leg.used)
+            leg.used = ()
 
     def take_cached(self, leg: Leg) -> int:
         """Count the prefix that is still here as computed; how many tokens that is."""
@@ -92,7 +116,7 @@ class KvMemory:
     def keep_prefix(self, leg: Leg) -> None:
         """Its prompt, or its part of that, is computed or has come: others may use it."""
         if self._cache is not None and leg.prefix:
-            self._cache.keep(self._ids(leg), self.free)
+            leg.used += self._cache.keep(self._ids(leg), self.free)
 
     def _ids(self, leg: Leg) -> tuple[int, ...]:
         """Of its prompt; where a part of that is computed here, of the whole blocks in this part."""
@@ -142,13 +166,15 @@ class AdmissionGate:
 class PrefixCache:
     """Ids of prompt blocks, the least recently used forgotten first.
 
-    Cached blocks live in memory that nobody holds, so the room changes with the load: `room_blocks` is handed in.
-    An approximation: a running request's hold on shared blocks is counted in full, once for each request.
+    Blocks that requests use, be they many, are held once. The others live in memory that nobody holds, so the room for
+    them changes with the load: `room_blocks` is handed in. Requests that compute the same beginning at the same time
+    have it each for itself, as in vLLM.
     """
 
     def __init__(self, blocks_of_id: int) -> None:
         self._blocks_of_id = max(1, blocks_of_id)
         self._ids: OrderedDict[int, None] = OrderedDict()
+        self._users: dict[int, int] = {}  # of those that are used
         self._watched: ReachableBlocks | None = None
 
     def watch(self) -> ReachableBlocks:
@@ -168,9 +194,34 @@ class PrefixCache:
             count += 1
         return count
 
-    def keep(self, prefix: tuple[int, ...], room_blocks: int) -> None:
-        """Hold these from now on."""
-        before = None
+    def known(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
+        """The beginning of `prefix` that is held."""
+        return tuple(takewhile(self._ids.__contains__, prefix))
+
+    def shared(self, ids: tuple[int, ...]) -> int:
+        """Blocks of those among `ids` that somebody uses."""
+        return self._blocks_of_id * sum(at in self._users for at in ids)
+
+    def use(self, ids: tuple[int, ...]) -> None:
+        """One more request uses these, which are held."""
+        for at in ids:
+            self._users[at] = self._users.get(at, 0) + 1
+
+    def leave(self, ids: tuple[int, ...]) -> int:
+        """A request uses these no more; how many of their blocks others do."""
+        left = 0
+        for at in ids:
+            if self._users[at] > 1:
+                self._users[at] -= 1
+                left += 1
+            else:
+                del self._users[at]
+        return self._blocks_of_id * left
+
+    def keep(self, prefix: tuple[int, ...], room_blocks: int) -> tuple[int, ...]:
+        """Hold these from now on. Those that were not held before, which the request that has computed them uses."""
+        before, fresh = None, tuple(at for at in prefix if at not in self._ids)
+        self.use(fresh)
         for at in prefix:
             self._ids[at] = None
             self._ids.move_to_end(at)
@@ -178,10 +229,14 @@ class PrefixCache:
                 self._watched.hold(at, before)
                 before = at
         self._trim(room_blocks)
+        return fresh
 
     def _trim(self, room_blocks: int) -> None:
-        most = room_blocks // self._blocks_of_id
-        while len(self._ids) > most:
-            gone, _ = self._ids.popitem(last=False)
+        """Unused ones that have no room any more are forgotten, the oldest first."""
+        over = len(self._ids) - len(self._users) - room_blocks // self._blocks_of_id
+        if over <= 0:
+            return
+        for gone in list(islice((at for at in self._ids if at not in self._users), over)):
+            del self._ids[gone]
             if self._watched is not None:
                 self._watched.drop(gone)

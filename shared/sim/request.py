@@ -144,6 +144,7 @@ class Leg:
         "request",
         "saved",
         "tokens",
+        "used",
         "wanted",
     )
 
@@ -168,6 +169,7 @@ class Leg:
         self.saved = saved  # tokens that its instance is known to hold; once KV may come, that it does hold
         self.last_token_s = last_token_s  # of the output token before; negative when there is none
         self.blocks = 0
+        self.used: tuple[int, ...] = ()  # ids of its prompt's blocks that it shares, or may
         self.base = 0  # while decoding: context less the group's steps
         self.finish_step = 0  # while decoding: the group's step after which it is done
         self.joined_at = self.joined_over = 0  # of `Pauses`

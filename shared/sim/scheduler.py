@@ -67,6 +67,11 @@ class Scheduler:
         return self.waiting.count + len(self.awaiting) + len(self.arrived)
 
     @property
+    def begun_tokens(self) -> int:
+        """Of prompts that hold blocks and whose requests do not decode yet."""
+        return sum(leg.computed for leg in (*self.prefilling, *self.awaiting, *self.arrived))
+
+    @property
     def count(self) -> int:
         """Requests here."""
         return len(self.running) + self.blocked

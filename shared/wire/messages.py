@@ -5,7 +5,7 @@
 
 import msgspec
 
-from shared.domain.instance import InstanceLoad, Role
+from shared.domain.instance import InstanceLoad, Promised, Role
 from shared.domain.job import Generation, JobView, LengthPrediction, Loss, Phase
 from shared.domain.kv import Codec, KvHandle, TransferReport
 from shared.domain.numbers import Finite
@@ -172,12 +172,24 @@ class PrefetchRequest(msgspec.Struct):
     keep_s: Finite = 600.0
 
 
+class ExpectRequest(msgspec.Struct):
+    """A decode is bound to this instance and comes when its prompt is computed elsewhere: its load says so until then.
+
+    Forgotten when it comes, when the transfer is released, when the caller is gone, or when `keep_s` is over.
+    """
+
+    transfer_id: str
+    promised: Promised
+    keep_s: Finite = 600.0
+
+
 class DecodeRequest(msgspec.Struct):
     """Produce tokens after the `prompt`, packed, of which the KV of the first `handle.tokens` can be pulled.
 
     `saved`: prompt tokens whose KV the instance is known to hold. `known`: the tokens that the client has of an answer
     that cannot be carried, packed; the engine repeats them, and they are not among the items. tell_pauses: the caller
-    understands items that say that the job is paused.
+    understands items that say that the job is paused. `if_room`: refuse with NoRoom where there is no KV memory for the
+    job to the end of its answer.
     """
 
     job: JobView
@@ -188,6 +200,7 @@ class DecodeRequest(msgspec.Struct):
     trace: str = ""
     known: bytes = b""
     tell_pauses: bool = False
+    if_room: bool = False
 
     def __post_init__(self) -> None:
         whole(self.prompt)

@@ -38,6 +38,7 @@ PREDICTED = Method("predicted", m.Predicted, _Nothing, _Nothing)
 RELEASE = Method("release", m.ReleaseRequest, _Nothing, _Nothing)
 
 # Worker, as a decode instance.
+EXPECT = Method("expect", m.ExpectRequest, _Nothing, _Nothing)
 PREFETCH = Method("prefetch", m.PrefetchRequest, _Nothing, _Nothing)
 DECODE = Method("decode", m.DecodeRequest, m.DecodeReply, m.TokenStep)
 

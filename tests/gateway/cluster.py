@@ -48,6 +48,8 @@ class Cluster:
     no_move: PolyphaseError | None = None  # the answer where a paused job is to be placed
     on_pause: asyncio.Event = field(default_factory=asyncio.Event)  # a place was asked for a paused job
     may_answer: asyncio.Event | None = None  # until then that question waits
+    binds: bool = False  # routes of whole prompts name the decode instance, too
+    has_room: "Callable[[PlaceRequest], bool]" = lambda _: False  # what routes say
 
     async def scheduler_down(self) -> None:
         await self.scheduler.__aexit__(None, None, None)
@@ -69,16 +71,26 @@ class Cluster:
             raise self.no_route
         split = self.split(request)
         if request.job.local_only or split == 0:
-            return Route(None, usable[0].ref, 0, "test", wants_prefix=self.wants_prefix, decode_saved=self.saved)
+            return Route(
+                None,
+                usable[0].ref,
+                0,
+                "test",
+                wants_prefix=self.wants_prefix,
+                decode_saved=self.saved,
+                has_room=self.has_room(request),
+            )
         self.prefill.decode_at = usable[0]
         full = split is None or split >= request.job.prompt_tokens
         return Route(
             self.prefill.ref,
-            None if full else usable[0].ref,
+            None if full and not self.binds else usable[0].ref,
             request.job.prompt_tokens if split is None else split,
             "test",
             wants_prefix=self.wants_prefix,
             prefill_saved=self.saved,
+            answer_tokens=4 if self.binds else 0,
+            has_room=self.has_room(request),
         )
 
     async def report(self, reports: JobReports, _: ServerCall) -> None:
@@ -86,8 +98,10 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running_cluster(**changes: object) -> AsyncIterator[Cluster]:
-    """One prefill and two decode instances, a scheduler, and a pipeline over them."""
+async def running_cluster(*, second_scheduler: bool = False, **changes: object) -> AsyncIterator[Cluster]:
+    """One prefill and two decode instances, a scheduler, and a pipeline over them. second_scheduler: it may be called
+    by two addresses.
+    """
     async with AsyncExitStack() as stack:
         sockets = Sockets()
         stack.callback(sockets.close)
@@ -96,7 +110,8 @@ async def running_cluster(**changes: object) -> AsyncIterator[Cluster]:
             await worker.start()
             stack.push_async_callback(worker.stop)
         address = free_address()
-        settings = GatewaySettings(schedulers=(address,), model="demo", **changes)  # type: ignore[arg-type]
+        addresses = (address, free_address()) if second_scheduler else (address,)
+        settings = GatewaySettings(schedulers=addresses, model="demo", **changes)  # type: ignore[arg-type]
         clients = stack.enter_context(RpcClients(sockets))
         schedulers = SchedulerClient(clients, settings.schedulers)
         metrics = GatewayMetrics("demo", CollectorRegistry())
@@ -117,6 +132,9 @@ async def running_cluster(**changes: object) -> AsyncIterator[Cluster]:
             lambda _: None,  # type: ignore[arg-type]
         )
         await cluster.scheduler_up()
+        for other in addresses[1:]:
+            handlers = {PLACE: cluster.place, REPORT: cluster.report}
+            await stack.enter_async_context(RpcServer(sockets, other, handlers))
         stack.push_async_callback(cluster.scheduler_down)
         yield cluster
 
@@ -134,11 +152,14 @@ def make_job(
     job_id: str = "",
     salt: str = "",
     caller: str = "",
+    came_s: float = 0.0,
 ) -> tuple[Job, list[TokenStep]]:
-    """A job and the list in which its steps gather."""
+    """A job and the list in which its steps gather. came_s: from now."""
     steps: list[TokenStep] = []
     job_id = job_id or f"job-{next(_numbers)}"
-    spec = JobSpec(job_id, prompt, Generation(b"", time.time(), salt), max_tokens, carry, local_only, Slo(), caller)
+    spec = JobSpec(
+        job_id, prompt, Generation(b"", time.time() + came_s, salt), max_tokens, carry, local_only, Slo(), caller
+    )
     return Job(spec, steps.append, "gateway-0", time.monotonic() + timeout_s), steps
 
 

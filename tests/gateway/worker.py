@@ -10,9 +10,11 @@ import zmq
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
 from shared.domain.route import InstanceRef
+from shared.errors import NoRoom
 from shared.wire.messages import (
     DecodeReply,
     DecodeRequest,
+    ExpectRequest,
     Predicted,
     PrefetchRequest,
     PrefillReply,
@@ -21,7 +23,7 @@ from shared.wire.messages import (
     ReleaseRequest,
     TokenStep,
 )
-from shared.wire.methods import DECODE, PREDICTED, PREFETCH, PREFILL, RELEASE
+from shared.wire.methods import DECODE, EXPECT, PREDICTED, PREFETCH, PREFILL, RELEASE
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 from tests.ports import free_address
@@ -54,7 +56,8 @@ async def listen(server: RpcServer) -> RpcServer:
 class Worker:
     """One instance. `before_token(n)` runs before the n-th token of each decode and may raise or wait.
 
-    `dispatches`: it names a decode instance. `stubborn`: it replies to a prefill that was cancelled.
+    `dispatches`: it names a decode instance. `stubborn`: it replies to a prefill that was cancelled. `full`: it refuses
+    decodes that want to know whether there is room.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Worker:
     address: str = field(default_factory=free_address)
     decode_at: "Worker | None" = None
     refuse: Exception | None = None
+    full: bool = False
     chunked: bool = False
     dispatches: bool = True
     stubborn: bool = False
@@ -76,6 +80,8 @@ class Worker:
     released: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)  # prefetches that were cancelled
     timeouts: list[float] = field(default_factory=list)  # of each call
+    wanted_room: list[bool] = field(default_factory=list)  # of each decode that came
+    expected: list[ExpectRequest] = field(default_factory=list)
     told: list[Predicted] = field(default_factory=list)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     server: RpcServer | None = None
@@ -107,6 +113,7 @@ class Worker:
             PREFILL: self.prefill,
             PREDICTED: self.predicted,
             DECODE: self.decode,
+            EXPECT: self.expect,
             PREFETCH: self.prefetch,
             RELEASE: self.release,
         }
@@ -151,6 +158,9 @@ class Worker:
         queued_s, started_s = time.time(), 0.0
         if self.refuse:
             raise self.refuse
+        self.wanted_room.append(request.if_room)
+        if self.full and request.if_room:
+            raise NoRoom(f"{self.name} is full")
         self.decodes.append(request)
         self.calls.append(call)
         self.timeouts.append(call.timeout_s)
@@ -178,6 +188,9 @@ class Worker:
                 await result
         else:
             await asyncio.sleep(0)
+
+    async def expect(self, request: ExpectRequest, _: ServerCall) -> None:
+        self.expected.append(request)
 
     async def predicted(self, said: Predicted, _: ServerCall) -> None:
         self.told.append(said)

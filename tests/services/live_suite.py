@@ -73,7 +73,7 @@ class LiveSuite:
         self.schedulers.append(app)
         self.addresses.append(settings.rpc_address)
 
-    async def start_instance(self, name: str, role: str, **more: Any) -> None:
+    async def start_instance(self, name: str, role: str, **changes: Any) -> None:
         ports = {key: free_port() for key in ("rpc_port", "http_port", "kv_port")}
         settings = WorkerSettings(
             instance_id=name,
@@ -84,7 +84,7 @@ class LiveSuite:
             monitor_url=self.monitor_url,
             heartbeat_address=self.monitor_settings.heartbeat_address,
             broadcast_address=self.monitor_settings.broadcast_address,
-            **{"kv_cache_bytes": 1 << 30, "emulated_step_s": 0.001, **ports, **more},  # type: ignore[arg-type]
+            **{"kv_cache_bytes": 1 << 30, "emulated_step_s": 0.001, **ports, **changes},  # type: ignore[arg-type]
         )
         self.instances[name] = await self.stack.enter_async_context(worker_app.running(settings, CollectorRegistry()))
 
@@ -115,9 +115,11 @@ async def serving(app: FastAPI, port: int) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def live_suite(
-    folder: Path, schedulers: int = 2, decode: dict[str, Any] | None = None
+    folder: Path, schedulers: int = 2, decode: dict[str, Any] | None = None, **changes: Any
 ) -> AsyncIterator[LiveSuite]:
-    """With instances p0 and d0, once every scheduler knows that they are ready. decode: settings of d0."""
+    """With instances p0 and d0, once every scheduler knows that they are ready. changes: of both instances' settings;
+    decode: of those of d0.
+    """
     async with AsyncExitStack() as stack:
         settings = MonitorSettings(
             heartbeat_address=free_address(),
@@ -130,21 +132,21 @@ async def live_suite(
         stack.push_async_callback(lambda: suite.monitor.aclose())
         for _ in range(schedulers):
             await suite.start_scheduler()
-        await suite.start_instance("p0", "prefill")
-        await suite.start_instance("d0", "decode", **(decode or {}))
+        await suite.start_instance("p0", "prefill", **changes)
+        await suite.start_instance("d0", "decode", **changes, **(decode or {}))
         await until(lambda: suite.known(2), "both instances are known to be ready", timeout_s=20)
         yield suite
 
 
 @contextmanager
-def pipelines(suite: LiveSuite) -> Iterator[list[Pipeline]]:
-    """A gateway's pipeline for each scheduler."""
+def pipelines(suite: LiveSuite, *, shared: bool = False) -> Iterator[list[Pipeline]]:
+    """A gateway's pipeline for each scheduler. shared: one alone, which asks all schedulers in turn."""
     sockets = Sockets()
     try:
         with RpcClients(sockets) as clients:
             made = []
-            for address in suite.addresses:
-                settings = GatewaySettings(schedulers=(address,), model="m")
+            for addresses in [tuple(suite.addresses)] if shared else [(one,) for one in suite.addresses]:
+                settings = GatewaySettings(schedulers=addresses, model="m")
                 schedulers = SchedulerClient(clients, settings.schedulers)
                 metrics = GatewayMetrics("m", CollectorRegistry())
                 reporter, lengths = Reporter(schedulers, metrics), LengthClient(clients, settings, metrics.predictions)

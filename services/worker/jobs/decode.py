@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 
 import msgspec
 
@@ -12,14 +11,14 @@ from services.worker.engines.base import FAILED, Engine, EngineRequest, failure
 from services.worker.jobs.roles import RoleState
 from services.worker.kv import lossy_salt
 from services.worker.kv.port import ExpectedImport, KvPort
-from shared.domain.instance import InstanceInfo, Role
+from shared.domain.instance import InstanceInfo, Promised, Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
-from shared.errors import EngineFailed
-from shared.policy.kv_ahead import ahead_of, remaining_tokens
+from shared.errors import EngineFailed, NoRoom
+from shared.policy.kv_ahead import Ahead, ahead_of, fits_after, own_part, remaining_tokens, shared_each, with_job
 from shared.policy.lengths import is_heavy
 from shared.policy.pause import PAUSE_NEWS_S, Beside, pause_s
-from shared.wire.messages import DecodeReply, DecodeRequest, Pause, Predicted, PrefetchRequest, TokenStep
+from shared.wire.messages import DecodeReply, DecodeRequest, ExpectRequest, Pause, Predicted, PrefetchRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
 
 BESIDE_S = 0.1  # for so long what is made of all jobs stands
@@ -66,9 +65,18 @@ class _KnownTokens:
         return TokenStep(step.tokens[count:], step.finish_reason, step.stop_reason)
 
 
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A decode that is bound to this instance and has not come yet. peer: the gateway that said so."""
+
+    promised: Promised
+    peer: bytes
+    until_mono: float
+
+
 class DecodeService:
-    """Serves `decode` and `prefetch`. `on_transfer` hears of KV that came here, and how that went; `info`: this
-    instance with its present rates.
+    """Serves `decode`, `prefetch` and `expect`. `on_transfer` hears of KV that came here, and how that went; `info`:
+    this instance with its present rates.
     """
 
     def __init__(
@@ -89,6 +97,9 @@ class DecodeService:
         self._active: dict[str, _Decode] = {}
         self._prefetches: dict[str, bytes] = {}  # transfers that no job has come for yet, and who asked
         self._sequence = 0
+        self._ahead: Ahead = ()  # as of the last heartbeat, with the jobs that have come since
+        self._shared_each = 0.0  # tokens of each job in blocks that it shares, as of then
+        self._expected: dict[str, _Expected] = {}  # by transfer
 
     @property
     def active(self) -> int:
@@ -105,18 +116,26 @@ class DecodeService:
         """Tokens of all of them: prompts, and what was generated here."""
         return sum(job.context_tokens for job in self._active.values())
 
-    def kv_ahead(self, block_size: int, used_tokens: int, waiting_tokens: int) -> tuple[int, ...]:
-        """See `InstanceLoad.kv_ahead`. used_tokens: of all blocks that are in use; where that is less than the contexts
-        come to, jobs share blocks of a common prefix, and each counts for its part. waiting_tokens: of jobs that hold
-        no blocks yet.
+    @property
+    def promised(self) -> tuple[Promised, ...]:
+        """See `InstanceLoad.promised`."""
+        now_mono = time.monotonic()
+        for transfer_id in [name for name, one in self._expected.items() if one.until_mono < now_mono]:
+            del self._expected[transfer_id]
+        return tuple(one.promised for one in self._expected.values())
+
+    def kv_ahead(self, used_tokens: int, waiting_tokens: int) -> Ahead:
+        """See `InstanceLoad.kv_ahead`. used_tokens: of all blocks that are in use. waiting_tokens: of jobs that hold no
+        blocks yet.
         """
         if not self._active:
+            self._ahead, self._shared_each = (), 0.0
             return ()
         held = self.context_tokens - self.queued_tokens - waiting_tokens
-        part = min(1.0, used_tokens / held) if held > 0 and used_tokens > 0 else 1.0
-        return ahead_of(
-            ((ceil(part * now), left) for now, left in (job.ahead for job in self._active.values())), block_size
-        )
+        self._shared_each = shared_each(used_tokens, held, len(self._active)) if used_tokens > 0 else 0.0
+        jobs = (job.ahead for job in self._active.values())
+        self._ahead = ahead_of(jobs, self._info().block_size, own_part(used_tokens, held))
+        return self._ahead
 
     @property
     def inbound_tokens(self) -> int:
@@ -134,6 +153,11 @@ class DecodeService:
         """Prompt tokens of those."""
         return sum(job.uncomputed for job in self._active.values())
 
+    def expect(self, request: ExpectRequest, call: ServerCall) -> None:
+        """A decode will come: the load says so until it has come, or is released, or its gateway is gone."""
+        until_mono = time.monotonic() + request.keep_s
+        self._expected[request.transfer_id] = _Expected(request.promised, call.peer, until_mono)
+
     async def prefetch(self, request: PrefetchRequest, call: ServerCall) -> None:
         """Start pulling before the decode arrives. It is dropped by `release`, or when the caller is gone."""
         transfer_id = request.handle.transfer_id
@@ -149,9 +173,11 @@ class DecodeService:
         """These have been released."""
         for transfer_id in transfer_ids:
             self._prefetches.pop(transfer_id, None)
+            self._expected.pop(transfer_id, None)
 
     async def drop_of(self, peer: bytes) -> None:
-        """Free what was prefetched for a peer that is gone."""
+        """Free what was prefetched for a peer that is gone, and expect none of its decodes."""
+        self._expected = {name: one for name, one in self._expected.items() if one.peer != peer}
         held = [transfer_id for transfer_id, owner in self._prefetches.items() if owner == peer]
         self.forget(held)
         await self._kv.release(held)
@@ -165,9 +191,15 @@ class DecodeService:
                 self._engine.predicted(request_id, said.prediction)
 
     async def decode(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
-        """Stream tokens as items, then say how it ended. Raises WrongRole, EngineFailed, InvalidRequest."""
+        """Stream tokens as items, then say how it ended.
+
+        Raises WrongRole, EngineFailed, InvalidRequest; NoRoom if the caller wants to know that.
+        """
         ended = False
         try:
+            if request.handle is not None:
+                self._expected.pop(request.handle.transfer_id, None)
+            self._check_room(request)
             with self._roles.job(Role.DECODE, request.job.job_id):
                 reply = await self._admitted(request, call)
             ended = True
@@ -178,11 +210,34 @@ class DecodeService:
                 self.forget([request.handle.transfer_id])
                 await asyncio.shield(self._kv.drop(request.handle.transfer_id))
 
+    def _check_room(self, request: DecodeRequest) -> None:
+        """Raises NoRoom where the job may be refused for that: beside those that decode here its KV does not fit to the
+        end of its answer, or all seats are taken. The figures are those that schedulers decide on, and newer.
+        """
+        if not request.if_room or not self._active:
+            return
+        info, (held, left) = self._info(), self._room_of(request)
+        if info.max_seqs and len(self._active) >= info.max_seqs:
+            raise NoRoom(f"{info.instance_id}: all {info.max_seqs} seats are taken")
+        room = info.total_blocks * info.block_size
+        if fits_after(self._ahead, room, held, min(left, max(1, room - held)), info.block_size) > 0.0:
+            most = max(self._ahead)
+            raise NoRoom(
+                f"{info.instance_id}: the answers that decode there come to {most} tokens of KV, and the job to "
+                f"{held + left}; there is room for {room}"
+            )
+
+    def _room_of(self, request: DecodeRequest) -> tuple[int, int]:
+        """Tokens of KV that a job takes when it starts, and those of its answer, for which room is kept."""
+        view, shared = request.job, min(request.saved, int(self._shared_each))
+        return max(1, request.prompt_tokens - shared), view.answer_tokens or max(1, view.max_tokens)
+
     async def _admitted(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
         self._sequence += 1
         request_id = f"{request.job.job_id}#d{self._sequence}"
         imported = self._kv.expect(request.handle) if request.handle is not None else None
         job = self._active[request_id] = _Decode(request, call, request.prompt_tokens, _to_prefill(request), imported)
+        self._ahead = with_job(self._ahead, *self._room_of(request), self._info().block_size)
         try:
             return await self._run(request_id, job)
         finally:
@@ -276,8 +331,7 @@ class DecodeService:
     def _have_blocks(self, block_size: int) -> Beside:
         stats, inside = self._engine.stats(), [one for one in self._active.values() if one.inside]
         held, used = sum(one.context_tokens for one in inside), (stats.total_blocks - stats.free_blocks) * block_size
-        part = min(1.0, used / held) if held and used > 0 else 1.0  # see `kv_ahead`
-        return Beside.of([(ceil(part * now), left) for now, left in (one.ahead for one in inside)], block_size)
+        return Beside.of([one.ahead for one in inside], block_size, own_part(used, held))
 
     async def _transfer(self, job: _Decode) -> TransferReport:
         if job.imported is None:

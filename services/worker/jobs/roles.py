@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from shared.domain.instance import Role
 from shared.errors import Conflict, InvalidRequest, WrongRole
-from shared.policy.load_tracker import SHOWN_S, mark_of
+from shared.policy.assignment import mark_of
+from shared.policy.load_tracker import SHOWN_S
 from shared.runtime.logs import get_log
 from shared.wire.messages import DrainReply, FlipReply
 

@@ -44,6 +44,11 @@ class SchedulerClient:
         """Whether any scheduler is there."""
         return any(self._clients.to(address).connected for address in self._addresses)
 
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one, each of which knows only its own placements at once."""
+        return len(self._addresses) > 1
+
     async def place(self, job: JobView, *, exclude: tuple[str, ...] = (), timeout_s: float, trace: str = "") -> Route:
         """A route for `job`. Raises Unavailable, InvalidRequest, PeerLost, DeadlineExceeded."""
         lost: PeerLost | None = None

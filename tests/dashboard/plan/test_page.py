@@ -180,9 +180,14 @@ def test_a_search_is_submitted(planner: FakePlanner, plan_page: AppTest) -> None
     assert plan_page.warning[0].value == "The inventory is missing."
     plan_page.text_area(key="wanted_inventory").set_value("nodes: []")
     plan_page.text_input(key="wanted_model").set_value("LLaMA-30B")
+    plan_page.number_input(key="wanted_itl_s").set_value(0.05)
+    button(plan_page, "search_wanted").click().run()
+    assert plan_page.warning[0].value.startswith("ITL is too short: itl_s must be at least tpot_s (0.1), got 0.05")
+    plan_page.number_input(key="wanted_itl_s").set_value(0.3)
     answer(plan_page, "search_wanted")
     ((what, _, body, who),) = planner.done
     assert (what, who, body["inventory"], body["method"]) == ("submit", "dashboard", "nodes: []", "best")
+    assert body["slo"] == {"ttft_s": 2.0, "tpot_s": 0.1, "itl_s": 0.3}
     assert "waiting" in html(plan_page)
 
 

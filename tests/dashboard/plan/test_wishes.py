@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from dashboard.plan.records import Proposal
-from dashboard.plan.search_form import METHODS, body_of, missing_of
+from dashboard.plan.search_form import METHODS, body_of, missing_of, wrong_in
 from dashboard.plan.what_if import change_of, words
 from dashboard.plan.wishes import Act, Deed, Wish, accept, changes, consequences, question
 from shared.errors import Conflict, DeadlineExceeded, PolyphaseError, Unavailable
@@ -95,7 +95,13 @@ def test_the_body_of_a_search() -> None:
     }
     assert body_of(fields)["model"] == "LLaMA-30B"
     assert body_of(fields)["slo"] == {"ttft_s": 2.0, "tpot_s": 0.1}
-    assert missing_of(fields) == ""
+    assert body_of({**fields, "wanted_itl_s": None})["slo"] == {"ttft_s": 2.0, "tpot_s": 0.1}
+    assert body_of({**fields, "wanted_itl_s": 0.3})["slo"] == {"ttft_s": 2.0, "tpot_s": 0.1, "itl_s": 0.3}
+    assert missing_of(fields) == wrong_in(fields) == wrong_in({**fields, "wanted_itl_s": 0.1}) == ""
+    assert wrong_in({**fields, "wanted_itl_s": 0.05}).startswith(
+        "ITL is too short: itl_s must be at least tpot_s (0.1), got 0.05: "
+    )
+    assert wrong_in({**fields, "wanted_model": " "}) == "The model is missing."
     assert missing_of({**fields, "wanted_model": " "}) == "The model"
     assert missing_of({}) == "The inventory"
 

@@ -53,7 +53,14 @@ class Worker:
             "kv": SimpleNamespace(staged_bytes=0),
             "prefills": SimpleNamespace(queued=0, queued_tokens=0),
             "decodes": SimpleNamespace(
-                queued=0, queued_tokens=0, active=0, heavy=0, context_tokens=0, inbound_tokens=0, kv_ahead=lambda *_: ()
+                queued=0,
+                queued_tokens=0,
+                active=0,
+                heavy=0,
+                context_tokens=0,
+                inbound_tokens=0,
+                kv_ahead=lambda *_: (),
+                promised=(),
             ),
             "rates": SimpleNamespace(
                 news=lambda now: self.news, chunk=SimpleNamespace(tokens=512), of=lambda info: info

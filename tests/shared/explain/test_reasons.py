@@ -33,6 +33,7 @@ PUT_TOGETHER: dict[tuple[str, str], list[str]] = {
 # Words of an error go as they are: what they say changes with every case.
 ERRORS = {
     ("gateway/job.py", "error.message"),
+    ("gateway/pipeline.py", "refusal.message"),
     ("gateway/job.py", "error.code"),
     ("services/worker/jobs/prefill.py", "error.message"),
 }

@@ -137,15 +137,20 @@ class Decode:
         if (over := self.decodes + 1 - self.seats) > 0:
             behind_s = stay_s / self.seats
             room_s = over * behind_s
-        if (short := prompt + self.own.mean - self.free) > 0:
+        load, size = self.view.load, self.view.info.block_size
+        in_use = (self.view.info.total_blocks - load.free_blocks) * size
+        held = load.context_tokens - load.queued_prefill_tokens - load.waiting_tokens
+        takes = max(1, prompt - min(self.saved, int(max(0, held - in_use) / load.decoding if load.decoding else 0)))
+        if (short := takes + self.own.mean - self.free) > 0:
             release_s = stay_s / max(1.0, self.context)
-            mean = self.context / self.decodes if self.decodes else prompt
+            mean = self.context / self.decodes if self.decodes else takes
             redo_s = mean // -self.budget * -self.form.fixed_s + mean * self.form.token_s + short * release_s
             redone = harm((self.after_s(prompt) + redo_s / self.usual.mean) / slo.tpot_s)
             memory = min(1.0, short / max(1.0, mean)) * redone
-            behind_s = max(behind_s, (prompt + self.own.mean) * release_s)
-            room_s = max(room_s, (prompt - self.free) * release_s)
-        return room_s, behind_s, memory
+            behind_s = max(behind_s, (takes + self.own.mean) * release_s)
+            room_s = max(room_s, (takes - self.free) * release_s)
+        used = 1.0 - self.view.load.free_blocks / self.view.info.total_blocks
+        return room_s, behind_s, memory + 1e-6 * used
 
 
 @dataclass(frozen=True)

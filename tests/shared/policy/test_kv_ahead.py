@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.policy.kv_ahead import STRETCHES, ahead_of, fits_after, remaining_tokens, with_job
+from shared.policy.kv_ahead import STRETCHES, ahead_of, fits_after, own_part, remaining_tokens, takes_tokens, with_job
+from tests.shared.policy.views import decode
 
 BLOCK = 16
 jobs = st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), max_size=12)
@@ -69,3 +70,23 @@ def test_an_answer_that_is_longer_than_expected_goes_on_for_a_while() -> None:
     assert remaining_tokens(20, 10, 500) == 16
     assert remaining_tokens(499, 100, 500) == 1
     assert remaining_tokens(600, 100, 500) == 1
+
+
+def test_jobs_that_share_blocks_count_for_their_part_and_one_that_comes_for_what_it_does_not_share() -> None:
+    """Ten jobs of 2,048 tokens in common and 160 of their own, in 3,648 tokens of blocks, so that 1,843 of each are
+    shared on average.
+    """
+    assert own_part(3648, 22_080) == 3648 / 22_080
+    assert sum(ahead_of([(2208, 10)] * 10, BLOCK, own_part(3648, 22_080))[:1]) == 10 * 384
+    there = decode("d", total_blocks=1024, free_blocks=1024 - 228, decoding=10, context_tokens=22_080)
+    assert takes_tokens(there, 2300, 2048) == 2300 - 1843
+    assert takes_tokens(there, 2300, 512) == 2300 - 512
+    assert takes_tokens(there, 2300, 0) == 2300
+
+
+def test_a_prefix_that_is_cached_and_that_nobody_uses_takes_blocks_when_it_is_used() -> None:
+    """Turns of chats, each with a history of its own: what is cached of it lies in free blocks."""
+    there = decode("d", total_blocks=2048, free_blocks=2048 - 10 * 138, decoding=10, context_tokens=22_000)
+    assert takes_tokens(there, 2300, 2048) == 2300
+    assert takes_tokens(decode("idle", total_blocks=1024, free_blocks=1024), 2300, 2048) == 2300
+    assert own_part(0, 100) == own_part(100, 0) == own_part(200, 100) == 1.0

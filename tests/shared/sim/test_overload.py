@@ -10,14 +10,17 @@ from shared.domain.job import Slo, WhenFull
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.errors import InvalidRequest
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
+from shared.policy.overload import steps_aside
 from shared.policy.placement import Policies
+from shared.sim import gate
 from shared.sim.arrivals import evenly, synthetic
 from shared.sim.cluster import simulate
+from shared.sim.metrics import attainment
 from shared.sim.mix import of_class, together
 from shared.sim.outcomes import Outcomes, Status
-from shared.sim.spec import InstanceSpec, RunSpec, plain_policies
+from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec, plain_policies
 from shared.sim.workload import Workload
-from tests.shared.sim.clusters import instance
+from tests.shared.sim.clusters import Linear, instance
 
 CHAT = Slo("default", 2.0, 0.15, 1.0, WhenFull.REJECT)
 BATCH = Slo("batch", 600.0, 2.0, 0.1, WhenFull.DELAY)
@@ -110,3 +113,24 @@ def test_a_mix_is_of_as_many_requests_as_there_are_and_its_head_too() -> None:
         replace(both, mix=head)
     with pytest.raises(InvalidRequest, match="without a class"):
         together([synthetic(1, 1, 1)])
+
+
+def test_a_late_request_that_waits_for_room_makes_none_behind_it_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts for more KV than there is: the late ones step aside and leave the others their time."""
+    rng, count = np.random.default_rng(1), 300
+    arrival_s = np.cumsum(rng.exponential(0.2, count))
+    work = Workload("long", arrival_s, rng.integers(300, 3500, count), rng.integers(100, 400, count))
+    form = StepForm(0.01, 5e-5, 0.0, 1e-4)
+    rates, model = Rates(step=StepRates(form, form, form)), Linear(0.01, 5e-5, 1e-4)
+    sizes = (("p", Role.PREFILL, 65_536), ("d0", Role.DECODE, 16_384), ("d1", Role.DECODE, 16_384))
+    specs = [
+        instance(name, role, model, kv_tokens=size, limits=EngineLimits(), rates=rates) for name, role, size in sizes
+    ]
+    chosen = Policies(Adaptive(), AdaptiveSplit(), AdaptiveDispatch())
+    met = []
+    for aside in (steps_aside, lambda *_: False):
+        monkeypatch.setattr(gate, "steps_aside", aside)
+        result = simulate(work, specs, RunSpec(policies=chosen, slo=Slo()))
+        assert result.outcomes.completed.all()
+        met.append(attainment(result.outcomes, Slo()).every)
+    assert met[0] > met[1] + 0.1

@@ -11,22 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.domain.instance import Role
-from shared.domain.job import JobView
+from shared.domain.job import JobView, Slo
+from shared.domain.rates import Rates, StepForm, StepRates
 from shared.policy import registry
 from shared.policy.prefix_index import PrefixIndex
 from shared.policy.split import SplitChoice
 from shared.sim.cluster import simulate
 from shared.sim.engine import EngineEvents
 from shared.sim.instance import SimInstance
-from shared.sim.memory import PrefixCache
+from shared.sim.memory import KvMemory, PrefixCache
+from shared.sim.metrics import attainment
 from shared.sim.outcomes import SimResult
 from shared.sim.prefixes import PrefixNews
+from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import EngineLimits, InstanceSpec, Loss, RunSpec
 from shared.sim.traces import read_trace
 from shared.sim.wires import Wires
 from shared.sim.workload import Workload
 from tests.shared.sim.cluster_runs import check, policies, workload
-from tests.shared.sim.clusters import instance
+from tests.shared.sim.clusters import Linear, instance
 
 LIMITS = EngineLimits(batched_tokens=256, sequences=64, prefix_cache=True)
 PROMPTS = ((1, 2, 3), (1, 2, 4, 5), (6, 7), (1, 8))
@@ -50,7 +53,7 @@ def test_what_is_told_of_a_cache_is_what_it_matches(steps: list[tuple[bool, tupl
     watched, told = cache.watch(), set[int]()
     for keep, prompt, room in steps:
         if keep:
-            cache.keep(prompt, room)
+            cache.leave(cache.keep(prompt, room))
         else:
             cache.matched(prompt, room)
         added, removed = watched.take_changes()
@@ -219,3 +222,67 @@ def test_on_conversations_it_gets_nearly_all_that_perfect_knowledge_would(traces
     assert hits(known) > 0.95 * hits(perfect)
     assert hits(known) > 1.5 * hits(plain)
     assert np.mean(known.outcomes.ttft_s) < np.mean(plain.outcomes.ttft_s)
+
+
+SIZES = st.lists(st.tuples(st.sampled_from(PROMPTS), st.integers(0, 3), st.booleans()), min_size=1, max_size=12)
+
+
+@given(SIZES)
+def test_blocks_that_requests_share_are_held_once_and_all_are_free_in_the_end(
+    sizes: list[tuple[tuple[int, ...], int, bool]],
+) -> None:
+    """Ids of 32 tokens in blocks of 16. Each request begins when those before it have their prompts."""
+    memory = KvMemory(EngineLimits(prefix_cache=True), kv_tokens=4096, prefix_block_tokens=32)
+    legs, seen = [], set[int]()
+    for prompt, own, ends in sizes:
+        tokens = 32 * len(prompt) + 16 * own + 1
+        request = cast(SimRequest, SimpleNamespace(job=JobView("j", tokens, 8), split=0))
+        leg = Leg(request, tokens, 8, prefix=prompt)
+        memory.take_cached(leg)
+        assert memory.start(leg, leg.missing)
+        leg.computed = tokens - 1
+        memory.keep_prefix(leg)
+        legs.append((leg, prompt, own))
+        if ends:
+            gone, *_ = legs.pop(0)
+            memory.release(gone)
+        seen = {at for _, prompt, _ in legs for at in prompt}
+        assert memory.total - memory.free == 2 * len(seen) + sum(own + 1 for _, _, own in legs)
+    for leg, *_ in legs:
+        memory.release(leg)
+    assert memory.free == memory.total
+    assert not memory._cache._users  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_chats_that_share_a_system_prompt_are_not_held_back_while_there_is_memory(coupled: bool) -> None:
+    """Each has 2,048 tokens of it and some 200 of its own, 30 and more at a time: together they would come to four
+    times the memory, and its blocks are held once.
+    """
+    rng = np.random.default_rng(1)
+    count = 400
+    own, answers = rng.integers(50, 400, count), rng.integers(100, 500, count)
+    ids = tuple((*range(32), *(10_000 * at + 100 + i for i in range(own[at] // 64))) for at in range(count))
+    arrival_s = np.cumsum(rng.exponential(0.07, count))
+    work = Workload("chats", arrival_s, 2048 + own, answers, prefixes=ids, prefix_block_tokens=64)
+    form = StepForm(0.01, 5e-5, 0.0, 1e-4)
+    rates, model = Rates(step=StepRates(form, form, form)), Linear(0.01, 5e-5, 1e-4)
+    limits = EngineLimits(prefix_cache=True)
+    specs = [
+        instance(name, Role.DECODE, model, kv_tokens=16_384, limits=limits, rates=rates)  # type: ignore[arg-type]
+        for name in ("d0", "d1")
+    ]
+    if not coupled:
+        specs.append(instance("p", Role.PREFILL, model, kv_tokens=100_000, limits=limits, rates=rates))  # type: ignore[arg-type]
+    chosen = policies(
+        placement=registry.placement("adaptive"),
+        split=registry.split("adaptive"),
+        dispatch=registry.dispatch("adaptive"),
+    )
+    result = simulate(work, specs, RunSpec(policies=chosen, slo=Slo()))
+    check(result, work)
+    assert attainment(result.outcomes, Slo()).every == 1.0
+    assert float(np.quantile(result.outcomes.ttft_s, 0.9)) < 0.5
+    decodes = [use for use in result.instances if use.instance_id != "p"]
+    assert all(use.peak_kv_share > 0.95 for use in decodes), "its memory is used"
+    assert [use.preemptions for use in decodes] == [0, 0]

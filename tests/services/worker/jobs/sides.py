@@ -205,7 +205,7 @@ class Side:
         self._prefill = PrefillService(self.engine, self.port, self.roles, dispatcher, codecs, lambda: chunk_size)
         self.transfers: list[TransferReport] = []
         told = self.transfers.append
-        self.info = make_info("d0", "tcp://a:1")
+        self.info = make_info("d0", "tcp://a:1", block_size=1, total_blocks=64)
         self._decode = DecodeService(
             self.engine, self.port, self.roles, lambda _, report: told(report), lambda: self.info
         )

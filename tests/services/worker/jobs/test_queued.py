@@ -55,15 +55,15 @@ async def test_prompts_count_as_queued_until_they_are_computed_and_the_wait_ends
 async def test_jobs_that_share_a_prefix_hold_its_blocks_once() -> None:
     """Two prompts of three tokens whose blocks hold four tokens together: each counts for two."""
     side = Side(Role.DECODE)
-    assert side._decode.kv_ahead(1, 0, 0) == ()
+    assert side._decode.kv_ahead(0, 0) == ()
     tasks = []
     for _ in range(2):
         tasks.append(await side.decode(msgspec.structs.replace(decode_request(), saved=2)))
         side.engine.arrived.clear()
     assert (side._decode.context_tokens, side._decode.queued_tokens) == (6, 0)
-    assert side._decode.kv_ahead(1, 6, 0)[0] == 2 * (3 + 8)
-    assert side._decode.kv_ahead(1, 4, 0)[0] == 2 * (2 + 8)
-    assert side._decode.kv_ahead(1, 0, 0)[0] == 2 * (3 + 8), "nothing is known of blocks"
+    assert side._decode.kv_ahead(6, 0)[0] == 2 * (3 + 8)
+    assert side._decode.kv_ahead(4, 0)[0] == 2 * (2 + 8)
+    assert side._decode.kv_ahead(0, 0)[0] == 2 * (3 + 8), "nothing is known of blocks"
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
