@@ -14,7 +14,6 @@ from gateway.settings import GatewaySettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster
-from services.launcher.faults import meant
 from services.launcher.fork_client import NAME as FORK_SERVER
 from services.launcher.model_source import config_of, fault_of
 from services.launcher.spec import Plan
@@ -22,6 +21,7 @@ from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.cost.models import bundled_geometry
 from shared.errors import InvalidRequest, PolyphaseError
+from shared.files.faults import meant
 from shared.policy import registry
 from shared.policy.written import from_file
 from shared.store.database import parse_url

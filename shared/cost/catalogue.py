@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from shared.cost.data_file import parse_yaml
 from shared.errors import InvalidRequest, NotFound
+from shared.files.text import read_text
+from shared.files.yaml_file import parse_yaml
 
 BUILT_IN = Path(__file__).with_name("accelerators.yaml")
 
@@ -131,11 +132,7 @@ class Catalogue:
 
     def with_file(self, path: Path) -> "Catalogue":
         """This catalogue and the user's file; an entry of the same name replaces ours."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
-        own = parse_accelerators(text, str(path))
+        own = parse_accelerators(read_text(path), str(path))
         return Catalogue((*self._by_name.values(), *own))
 
     def get(self, name: str) -> Accelerator:

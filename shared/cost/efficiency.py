@@ -9,9 +9,9 @@ import msgspec
 
 from shared.cost.attention import DecodeAttention, VarlenAttention
 from shared.cost.catalogue import Links, precision_of
-from shared.cost.data_file import read_yaml
 from shared.cost.operators import Collective, Elementwise, ExpertMlp, Gemm
 from shared.errors import InvalidRequest
+from shared.files.yaml_file import read_yaml
 
 T = TypeVar("T")
 BY_PRECISION = ("gemm", "experts", "decode", "varlen")  # operators with constants for each precision

@@ -1,14 +1,14 @@
 """Model geometry from a Hugging Face `config.json`, and a few well-known models that ship with the product."""
 
-import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shared.cost.data_file import read_yaml
 from shared.cost.geometry import Experts, LatentAttention, ModelGeometry
 from shared.errors import InvalidRequest, NotFound
+from shared.files.text import read_json, shown
+from shared.files.yaml_file import read_yaml
 
 BUNDLED = Path(__file__).with_name("models.yaml")
 
@@ -29,10 +29,9 @@ def geometry_from_config(config: Config, name: str = "model") -> ModelGeometry:
 def geometry_from_file(path: Path) -> ModelGeometry:
     """The geometry of a `config.json`, or of a folder that holds one."""
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"cannot read the model config {file}: {error}") from error
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"{file}: a model's config is a JSON object, not {shown(config)}")
     return geometry_from_config(config, name=path.name if path.is_dir() else path.parent.name)
 
 

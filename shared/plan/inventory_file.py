@@ -1,23 +1,23 @@
-"""The inventory file: nodes, devices and links, in YAML. Strict: errors name file and key."""
+"""The inventory file: nodes, devices and links, in YAML. Strict: errors name file, line and key."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shared.cost.catalogue import Catalogue
-from shared.cost.data_file import read_yaml
+from shared.cost.catalogue import Accelerator, Catalogue
 from shared.cost.kinds import HOP_LATENCY_S
 from shared.cost.library import Library
 from shared.cost.network_file import INSIDE_EFFICIENCY, NetworkEntry, entry_of
 from shared.cost.transfer import Link
-from shared.errors import InvalidRequest, PolyphaseError
+from shared.errors import InvalidRequest, NotFound, PolyphaseError
+from shared.files.faults import describe
+from shared.files.places import Places
+from shared.files.yaml_file import Document, read_document
 from shared.plan.inventory import Inventory, Pool
 
 MOST_NODES = 512
-_FAULTS = 20  # that are told of one file
 Count = Annotated[int, Field(gt=0, le=100_000)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -48,10 +48,10 @@ class NodeEntry(_Part):
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if bool(self.accelerator) == bool(self.devices):
-            raise ValueError(f"nodes: {self.name}: give it an `accelerator`, or `devices`, and not both")
+            raise ValueError("give it an `accelerator`, or `devices`, and not both")
         kinds = [device.accelerator for device in self.devices]
         if len(set(kinds)) < len(kinds):
-            raise ValueError(f"nodes: {self.name}: `devices` name a type twice: give it their `count`")
+            raise ValueError("`devices` name a type twice: give it their `count`")
         return self
 
     @property
@@ -80,22 +80,23 @@ class InventoryFile(_Part):
         if count > MOST_NODES:
             raise ValueError(f"nodes: {count} of them; at most {MOST_NODES} can be planned")
         seen: set[str] = set()
-        for name in (name for entry in self.nodes for name in entry.names):
-            if name in seen:
-                raise ValueError(f"nodes: {name!r} is there twice")
-            seen.add(name)
+        for index, entry in enumerate(self.nodes):
+            for name in entry.names:
+                if name in seen:
+                    raise ValueError(f"nodes.{index}.name: {name!r} is there twice")
+                seen.add(name)
         return self
 
     def inventory(self, catalogue: Catalogue) -> Inventory:
-        """As the planner takes it. Raises NotFound for an accelerator that nobody knows, with the nearest names."""
+        """As the planner takes it. Raises NotFound or InvalidRequest, whose message begins with the key."""
         pools = [
             Pool(
                 name,
-                device := catalogue.get(entry.accelerator),
+                device := _known(catalogue, entry.accelerator, f"nodes.{index}"),
                 entry.count,
                 device.price_usd_hour if entry.price_usd_hour is None else entry.price_usd_hour,
             )
-            for node in self.nodes
+            for index, node in enumerate(self.nodes)
             for name in node.names
             for entry in node.all_devices
         ]
@@ -114,21 +115,29 @@ def read_inventory(file: Path) -> tuple[Inventory, Library, str]:
 
     Raises InvalidRequest or NotFound that name the file and the key.
     """
-    read = checked(read_yaml(file), str(file))
+    document = read_document(file)
+    read = checked(document)
     try:
         library = Library.built_in(file.parent / read.accelerators if read.accelerators else None)
-        return read.inventory(library.catalogue), library, read.name or file.stem
     except PolyphaseError as error:
-        where = "" if str(file) in error.message else f"{file}: "
-        raise type(error)(f"{where}{error.message}") from error
+        raise type(error)(document.places.tell("accelerators", error.message)) from error
+    return located(read, library.catalogue, document.places), library, read.name or file.stem
 
 
-def checked(content: Mapping[str, Any], where: str) -> InventoryFile:
-    """The content of an inventory file. Raises InvalidRequest that names `where` it is and the key."""
+def checked(document: Document) -> InventoryFile:
+    """The content of an inventory file. Raises InvalidRequest that names file, line and key."""
     try:
-        return InventoryFile.model_validate(content)
+        return InventoryFile.model_validate(document.mapping())
     except ValidationError as error:
-        raise InvalidRequest(_described(where, error)) from error
+        raise InvalidRequest(describe(document.places, error, kind=InventoryFile)) from error
+
+
+def located(read: InventoryFile, catalogue: Catalogue, places: Places) -> Inventory:
+    """As `InventoryFile.inventory`, and what it raises names the file, and the line where the message has a key."""
+    try:
+        return read.inventory(catalogue)
+    except PolyphaseError as error:
+        raise type(error)(places.tell_of_text(error.message)) from error
 
 
 def write_inventory(inventory: Inventory, name: str) -> str:
@@ -145,11 +154,8 @@ def write_inventory(inventory: Inventory, name: str) -> str:
     return yaml.safe_dump({"name": name, "nodes": nodes, "network": network}, sort_keys=False, default_flow_style=None)
 
 
-def _described(where: str, error: ValidationError) -> str:
-    faults = (
-        f"{where}: {'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}".replace(
-            ": : ", ": "
-        )
-        for fault in error.errors()[:_FAULTS]
-    )
-    return "\n".join(faults)
+def _known(catalogue: Catalogue, name: str, key: str) -> Accelerator:
+    try:
+        return catalogue.get(name)
+    except NotFound as error:
+        raise NotFound(f"{key}.accelerator: {error.message}") from error

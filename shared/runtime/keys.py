@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from shared.errors import InvalidRequest
-from shared.secrecy import shown_key, yaml_fault
+from shared.files.yaml_file import read_document
+from shared.secrecy import shown_key
 
 PREFIX = "pp-"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that may be listened on without keys
@@ -56,15 +55,9 @@ def create_key(name: str, requests_per_s: float = 0.0, burst: int = 0, role: str
 def load_keys(file: Path) -> tuple[ApiKey, ...]:
     """Keys of a YAML file: a list of mappings with ApiKey's fields. Raises InvalidRequest naming what is wrong."""
     try:
-        entries = yaml.safe_load(file.read_text()) or []
-    except (OSError, UnicodeError) as error:
-        raise InvalidRequest(f"keys file {file}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
-    except yaml.YAMLError as error:
-        raise InvalidRequest(yaml_fault(f"keys file {file}", error)) from error
-    except ValueError as error:
-        raise InvalidRequest(
-            f"keys file {file}: a date or a number in it cannot be read: write it in quotes"
-        ) from error
+        entries = read_document(file).content or []
+    except InvalidRequest as error:
+        raise InvalidRequest(f"keys file: {error.message}") from error
     keys = tuple(_key_of(file, number, entry) for number, entry in enumerate(_entries_of(file, entries), start=1))
     for key in keys:
         if len(key.digest) != 64 or key.requests_per_s < 0:

@@ -165,7 +165,26 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
     ),
     "yaml": (
         HEAD + "gateway: {port: 1\n" + TAIL,
-        "c.yaml:4: not valid YAML: while parsing a flow mapping, expected ',' or '}', but got ':'",
+        "c.yaml:4: not valid YAML: while parsing a flow mapping, did not find expected ',' or '}'",
+    ),
+    "tag": (
+        HEAD + "gateway: {host: !secret x}\n" + TAIL,
+        "c.yaml:3: gateway.host: a tag (`!name`) is not read: write text that begins with ! in quotes",
+    ),
+    "list_as_key": (HEAD + "? [a]\n: 1\n" + TAIL, "c.yaml:3: a key must be text, not a list"),
+    "recursive": (
+        HEAD + "gateway: &g {env: *g}\n" + TAIL,
+        "c.yaml:3: an alias inside of what it names would never end",
+    ),
+    "infinite": (HEAD + "policies: {split: {x: .inf}}\n" + TAIL, "c.yaml:3: policies.split.x: must be a finite number"),
+    "number_as_key": (HEAD + "gateway: {1: x}\n" + TAIL, "c.yaml:3: gateway.1: a key must be text: write it in quotes"),
+    "link_to_itself": (
+        HEAD + "network: {pairs: [{nodes: [a, a], gbps: 1}]}\n" + TAIL,
+        "c.yaml:3: network.pairs.0: 'a' to itself is no link between nodes: write it under `nodes`",
+    ),
+    "link_twice": (
+        HEAD + "network: {pairs: [{nodes: [a, b], gbps: 1}, {nodes: [b, a], gbps: 1}]}\n" + TAIL,
+        "c.yaml:3: network.pairs.1: 'a' and 'b' have a link already",
     ),
     "empty_instances": (HEAD + "instances: []\n", "c.yaml:3: instances: at least one is needed"),
     "instances_map": (HEAD + "instances: {a: 1}\n", "c.yaml:3: instances: must be a list, not a mapping"),
