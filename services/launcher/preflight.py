@@ -104,7 +104,7 @@ def _meant(kind: str, entry: object) -> str:
         return meant(kind, list(registry.KINDS)).removesuffix(".")
     name = entry.get("name") if isinstance(entry, dict) else entry
     known = registry.KINDS[kind]
-    return "" if name in known else meant(str(name), list(known)).removesuffix(".")
+    return "" if str(name) in known else meant(str(name), list(known)).removesuffix(".")
 
 
 def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faults:

@@ -173,8 +173,11 @@ def _accelerator(name: str, raw: object, where: str) -> Accelerator:
     for key in ("cache_mib", "unit_memory_kib"):
         if not getattr(entry, key) >= 0:
             raise InvalidRequest(f"{where}: accelerator {name!r}: {key} must not be negative")
-    rates = {precision_of(precision): rate * 1e12 for precision, rate in entry.matrix_tflops.items()}
-    if not rates or min(rates.values()) <= 0:
+    try:
+        rates = {precision_of(precision): rate * 1e12 for precision, rate in entry.matrix_tflops.items()}
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}: accelerator {name!r}: matrix_tflops: {error.message}") from error
+    if not rates or not min(rates.values()) > 0:
         raise InvalidRequest(f"{where}: accelerator {name!r}: matrix_tflops needs positive rates")
     links = Links(entry.links.scale_up * 1e9, entry.links.pcie * 1e9, entry.links.network * 1e9)
     return Accelerator(

@@ -36,7 +36,7 @@ def open_text(path: Path, max_bytes: int = MAX_BYTES) -> TextIO:
     try:
         raw = io.BufferedReader(_Checked(path, max_bytes), _CHUNK)
     except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror or error}") from error
+        raise InvalidRequest(f"{path}: cannot be read: {error.strerror or error}") from error
     return io.TextIOWrapper(raw, encoding="utf-8-sig")
 
 
@@ -126,8 +126,8 @@ class _Checked(io.RawIOBase):
         try:
             chunk = self._bytes.read(len(view))
         except (OSError, EOFError, zlib.error) as error:
-            what = "not whole gzip" if self._packed else getattr(error, "strerror", None) or "it cannot be read"
-            raise InvalidRequest(f"cannot read {self._path}: {what}") from error
+            what = "it is not whole gzip" if self._packed else getattr(error, "strerror", None) or str(error)
+            raise InvalidRequest(f"{self._path}: cannot be read: {what}") from error
         self._check(chunk)
         view[: len(chunk)] = chunk
         return len(chunk)

@@ -70,8 +70,8 @@ def test_items_of_a_list_have_their_lines(tmp_path: Path) -> None:
         (b"\xff\xfea\0", r"f: not text in UTF-8 but in UTF-16"),
         (b"a\nb\r\nc\rd \xff\n", r"f:4: not text in UTF-8"),
         (b"a\nb\0\n", r"f:2: a NUL character"),
-        (gzip.compress(b"1\n" * 99)[:-9], r"f: not whole gzip"),
-        (b"\x1f\x8bnot", r"f: not whole gzip"),
+        (gzip.compress(b"1\n" * 99)[:-9], r"f: cannot be read: it is not whole gzip"),
+        (b"\x1f\x8bnot", r"f: cannot be read: it is not whole gzip"),
         (b'{"a": 1}\n{"a": \n', r"f:2: not JSON: Expecting value"),
         (b'{"a": 1}\n[1] 2\n', r"f:2: not JSON: Extra data"),
         (b'{\n"a": 1}\n', r"f:1: not JSON: .*; wanted is one record a line, or a list"),
@@ -94,7 +94,7 @@ def test_errors_name_file_and_line(tmp_path: Path, content: bytes, says: str) ->
 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none", tmp_path / ("x" * 999)):
-        with pytest.raises(InvalidRequest, match="cannot read"):
+        with pytest.raises(InvalidRequest, match="cannot be read"):
             read_text(path)
 
 
@@ -181,7 +181,7 @@ def test_any_bytes_are_read_or_refused_by_name(tmp_path: Path, content: bytes) -
 
     for read in (lambda: listed(file), lambda: list(read_lines(file)), lambda: read_json(file)):
         said = refusal(read)
-        assert not said or said.startswith((f"{file}:", f"cannot read {file}:"))
+        assert not said or said.startswith(f"{file}:")
 
 
 def test_half_a_surrogate_pair_is_kept_for_its_user_to_judge() -> None:

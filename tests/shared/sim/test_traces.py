@@ -288,7 +288,7 @@ def test_a_format_may_be_named(write: Write) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="cannot read"):
+    with pytest.raises(InvalidRequest, match="cannot be read"):
         read_trace(tmp_path / "none.csv")
     (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(InvalidRequest, match="UTF-8"):
