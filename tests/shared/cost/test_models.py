@@ -161,5 +161,5 @@ def test_from_a_file_or_its_folder(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(InvalidRequest, match=r"config.json:1: not JSON"):
         geometry_from_file(folder)
-    with pytest.raises(InvalidRequest, match="nowhere.json: cannot be read"):
+    with pytest.raises(InvalidRequest, match=r"nowhere\.json: cannot be read"):
         geometry_from_file(tmp_path / "nowhere.json")
