@@ -1,5 +1,7 @@
 """The inventory file: nodes, devices and links, in YAML. Strict: errors name file, line and key."""
 
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -9,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from shared.cost.catalogue import Accelerator, Catalogue
 from shared.cost.kinds import HOP_LATENCY_S
 from shared.cost.library import Library
-from shared.cost.network_file import INSIDE_EFFICIENCY, NetworkEntry, entry_of
+from shared.cost.network import Network, pair_of
+from shared.cost.network_file import INSIDE_EFFICIENCY, LinkEntry, NetworkEntry, entry_of
 from shared.cost.transfer import Link
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
 from shared.files.faults import describe
@@ -105,9 +108,33 @@ class InventoryFile(_Part):
             for pool in reversed(pools)
         }
         nodes = list(dict.fromkeys(pool.node for pool in pools))
-        made = Inventory(tuple(pools), self.network.network(nodes, inside))
+        network = self.network.network(nodes, inside)
+        if len(nodes) > 1 and not (self.network.between or self.network.pairs or self.network.matrix):
+            return _with_assumed_links(Inventory(tuple(pools), network))
+        made = Inventory(tuple(pools), network)
         made.require_joined()
         return made
+
+
+def _with_assumed_links(inventory: Inventory) -> Inventory:
+    """With a link of every two nodes that is as wide as the catalogue's network of the slower one."""
+    bytes_s = {
+        node: sum(pool.accelerator.links.network * pool.count for pool in inventory.pools if pool.node == node)
+        for node in inventory.nodes
+    }
+    between = {
+        pair_of(*pair): LinkEntry(gbps=min(bytes_s[node] for node in pair) * 8.0 / 1e9).link
+        for pair in combinations(inventory.nodes, 2)
+    }
+    rates = sorted({round(link.bandwidth_bytes_s * 8.0 / 1e9, 1) for link in between.values()})
+    width = " to ".join(f"{rate:g}" for rate in dict.fromkeys((rates[0], rates[-1])))
+    usual = next(iter(between.values()))
+    told = (
+        "The inventory gives no links between its nodes. Each two are assumed to be joined by the network cards that "
+        f"the catalogue has for the accelerators of the slower one ({width} Gbit/s, of which {usual.efficiency:.0%} is "
+        f"reached, {usual.latency_s * 1000:g} ms). Give yours: `network: {{between: {{gbps: …}}}}`."
+    )
+    return replace(inventory, network=Network(inventory.network.inside, between), assumed=told)
 
 
 def read_inventory(file: Path) -> tuple[Inventory, Library, str]:

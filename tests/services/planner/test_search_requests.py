@@ -43,7 +43,13 @@ async def test_what_cannot_be_is_said_as_the_planner_says_it(
         ({"inventory": {"nodes": []}}, "inventory: nodes:"),
         ({"inventory": {"nodes": [{"name": "a", "accelerator": "A10", "colour": 1}]}}, "nodes.0.colour"),
         ({"inventory": {"nodes": [{"name": "a", "accelerator": "A10", "replicas": 90_000}]}}, "90000 of them"),
-        ({"inventory": "nodes: [{name: a, accelerator: A10, replicas: 2}]"}, "no link between the nodes"),
+        (
+            {
+                "inventory": "nodes: [{name: a, accelerator: A10, replicas: 3}]\n"
+                "network: {pairs: [{nodes: [a-0, a-1], gbps: 1}]}"
+            },
+            "inventory:2: network: no link between the nodes",
+        ),
         ({"inventory": "a: &a [*a]"}, "inventory:1: an alias inside of what it names"),
         ({"inventory": LAUGHS}, "inventory:6: aliases repeat"),
         ({"inventory": "x: " + "[" * 200}, "inventory:1: lists and mappings are nested more than"),

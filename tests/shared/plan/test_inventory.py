@@ -59,6 +59,24 @@ def test_a_file_and_back(tmp_path: Path) -> None:
     assert read_inventory(again)[0] == read
 
 
+def test_an_inventory_without_links_is_planned_under_an_assumption(tmp_path: Path) -> None:
+    file = tmp_path / "stock.yaml"
+    file.write_text(
+        "nodes: [{name: a, accelerator: L40S, count: 2}, {name: b, accelerator: A10}, {name: c, accelerator: A10}]"
+    )
+    read = read_inventory(file)[0]
+    rate = read.pools[1].accelerator.links.network
+    assert [link.bandwidth_bytes_s for link in read.network.between.values()] == [rate] * 3
+    assert f"({rate * 8 / 1e9:g} Gbit/s, of which 58% is reached, 1 ms)" in read.assumed
+    assert "network: {between: {gbps: …}}" in read.assumed
+    assert read.without({("c", "A10"): 1}).assumed == read.assumed
+    file.write_text(write_inventory(read, "mine"))
+    assert read_inventory(file)[0] == read
+    assert read_inventory(file)[0].assumed == ""
+    file.write_text("nodes: [{name: a, accelerator: L40S, count: 2}]")
+    assert read_inventory(file)[0].assumed == ""
+
+
 NODES = "nodes: [{name: a, accelerator: A10}, {name: b, accelerator: A10}]"
 
 
@@ -73,7 +91,10 @@ NODES = "nodes: [{name: a, accelerator: A10}, {name: b, accelerator: A10}]"
             "nodes: [{name: a, accelerator: A10}, {name: a, accelerator: A10}]",
             r":1: nodes\.1\.name: 'a' is there twice",
         ),
-        ("nodes: [{name: a, accelerator: A10}, {name: b, accelerator: A10}]", "no link between the nodes 'a' and 'b'"),
+        (
+            "nodes: [{name: a, accelerator: A10, replicas: 3}]\nnetwork: {pairs: [{nodes: [a-0, a-1], gbps: 1}]}",
+            "yaml:2: network: no link between the nodes 'a-0' and 'a-2'",
+        ),
         ("nodes: [{name: a, accelerator: A10}]\nnetwork: {nodes: {x: {gbps: 1}}}", "no node 'x'"),
         ("nodes: [{name: a, accelerator: A10, gpus: 2}]", r"nodes\.0\.gpus: unknown key 'gpus'"),
         ("nodes: [{name: a, accelerator: A10, name: b}]", r"yaml:1: nodes\.0\.name: it is here twice"),
