@@ -137,7 +137,7 @@ class Catalogue:
 
     def get(self, name: str) -> Accelerator:
         """The accelerator of that name or alias; an unknown name is an error that names the nearest ones."""
-        found = self._index.get(_key(name))
+        found = name if name in self._by_name else self._index.get(_key(name))
         if found is None:
             raise NotFound(self._unknown(name))
         return self._by_name[found]
