@@ -21,7 +21,7 @@ from shared.secrecy import may_be_secret, shown_key
 TABLE = Path(__file__).with_suffix(".json")
 _WHOLE = re.compile(r"[+-]?\d+")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_SERVER = ("uds", "headless", "config", "grpc", "grpc_port", "api_server_count", "uvicorn_log_level")
+_SERVER: tuple[str, ...] = ("uds", "headless", "config", "grpc", "grpc_port", "api_server_count", "uvicorn_log_level")
 _SERVER += ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "enable_ssl_refresh", "ssl_cert_reqs", "ssl_ciphers")
 _SERVER += ("h11_max_incomplete_event_size", "h11_max_header_count")
 _OWN_SERVER = "the gateway has a server of its own, which does not read it"

@@ -4,7 +4,7 @@ Refused, each with its line: a key that is there twice (YAML keeps the last), a 
 an anchor that contains itself, aliases that repeat more than `MAX_REPEATED` values, nesting deeper than `MAX_DEPTH`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ class _Composer:
     def __init__(self, where: str) -> None:
         self.root: yaml.Node | None = None
         self._where = where
-        self._resolver = yaml.resolver.Resolver()
+        self._resolve: Callable[..., str] = yaml.resolver.Resolver().resolve
         self._open: list[_Open] = []
         self._anchors: dict[str, tuple[yaml.Node, int]] = {}
         self._repeated = 0
@@ -111,9 +111,8 @@ class _Composer:
             case yaml.AliasEvent():
                 self._add(event, *self._named(event))
             case yaml.ScalarEvent():
-                tag = event.tag if event.tag not in (None, "!") else None
-                tag = tag or self._resolver.resolve(yaml.ScalarNode, event.value, event.implicit)
-                self._keep(event, yaml.ScalarNode(tag, event.value, event.start_mark, event.end_mark))
+                tag = _tag_of(event) or self._resolve(yaml.ScalarNode, event.value, event.implicit)
+                self._keep(event, yaml.ScalarNode(tag, event.value, *_marks(event)))
             case yaml.SequenceStartEvent():
                 self._begin(event, yaml.SequenceNode)
             case yaml.MappingStartEvent():
@@ -129,7 +128,7 @@ class _Composer:
             self._refuse(event, "an alias inside of what it names would never end")
         if event.anchor not in self._anchors:
             self._refuse(event, "an alias (`*name`) without an anchor (`&name`): quote text that begins with *")
-        node, size = self._anchors[event.anchor]
+        node, size = self._anchors[str(event.anchor)]
         self._repeated += size
         if self._repeated > MAX_REPEATED:
             self._refuse(event, f"aliases repeat {self._repeated:,} values up to here; at most {MAX_REPEATED:,}")
@@ -144,8 +143,8 @@ class _Composer:
         self._require_key(event, kind is yaml.SequenceNode)
         if len(self._open) >= MAX_DEPTH:
             self._refuse(event, f"lists and mappings are nested more than {MAX_DEPTH} deep")
-        tag = event.tag if event.tag not in (None, "!") else _OF_COLLECTIONS[kind]
-        self._open.append(_Open(kind(tag, [], event.start_mark, event.end_mark), event.anchor))
+        node = kind(_tag_of(event) or _OF_COLLECTIONS[kind], [], *_marks(event))
+        self._open.append(_Open(node, event.anchor))
 
     def _require_key(self, event: yaml.Event, is_list: bool) -> None:
         """Refuse a list or a mapping where a mapping's next key belongs."""
@@ -169,7 +168,17 @@ class _Composer:
             into.key = None
 
     def _refuse(self, event: yaml.Event, why: str) -> None:
-        raise InvalidRequest(f"{self._where}:{event.start_mark.line + 1}: {why}")
+        raise InvalidRequest(f"{self._where}:{_marks(event)[0].line + 1}: {why}")
+
+
+def _tag_of(event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> str:
+    """The tag that the text gives; empty where it gives none, or `!` alone."""
+    return "" if event.tag in (None, "!") else str(event.tag)
+
+
+def _marks(event: yaml.Event) -> tuple[Any, Any]:
+    """Where it begins and ends. Each of the two parsers has marks of its own."""
+    return event.start_mark, event.end_mark
 
 
 def _content(root: yaml.Node | None, where: str) -> Any:
@@ -205,11 +214,11 @@ class _Reader:
     def _fresh(self, node: yaml.Node, path: Path_) -> Any:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
-        if node.tag != _OF_COLLECTIONS[type(node)]:
-            return self._fault(path, node, "a tag (`!name`) is not read: leave it out")
-        if isinstance(node, yaml.SequenceNode):
+        if isinstance(node, yaml.SequenceNode) and node.tag == _LIST:
             return [self.read(item, (*path, str(index))) for index, item in enumerate(node.value)]
-        return self._mapping(node, path)
+        if isinstance(node, yaml.MappingNode) and node.tag == _MAPPING:
+            return self._mapping(node, path)
+        return self._fault(path, node, "a tag (`!name`) is not read: leave it out")
 
     def _mapping(self, node: yaml.MappingNode, path: Path_) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
