@@ -42,7 +42,7 @@ def read_token(file: Path) -> str:
     try:
         text = read_text(file)
     except InvalidRequest as error:
-        raise InvalidRequest(f"the cluster token's file: {error.message}") from None
+        raise InvalidRequest(f"the cluster token's file {error.message}") from None
     return checked(text.strip(), str(file))
 
 
