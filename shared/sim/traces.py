@@ -109,7 +109,7 @@ def _workload(table: Table, form: TraceFormat, sort: bool, skip_empty: bool, blo
         table.refuse(
             many,
             form.prefixes,
-            f"has more blocks of {block_tokens} tokens than the prompt (block_tokens sets their size)",
+            f"has more blocks of {block_tokens} tokens than the prompt (block_tokens, --block-tokens, is their size)",
         )
     if not kept.any():
         raise InvalidRequest(f"{table.where}: all {len(kept)} requests are empty")
@@ -148,7 +148,7 @@ def _arrivals(table: Table, form: TraceFormat) -> NDArray[np.float64]:
 
 def _require_ms(table: Table, key: str) -> None:
     """Refuse times that look like seconds."""
-    which = "the times look like seconds: say which they are with time_unit, s or ms"
+    which = "the times look like seconds: time_unit (--time-unit s or ms) says which they are"
     ms = numbers_s(table, key, 1.0)
     table.refuse(ms != np.floor(ms), key, f"is no whole millisecond; {which}")
     table.refuse((ms >= _DATES_S[0]) & (ms < _DATES_S[1]), key, f"is a date in seconds; {which}")
