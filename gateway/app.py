@@ -17,9 +17,11 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from gateway import surface
+from gateway import surface, vllm_options
 from gateway.admission import Admissions
 from gateway.auth import LOOPBACK, REREAD_S, KeyRing
 from gateway.connection import WRITE_TIMEOUT_S, giving_up_after
@@ -218,20 +220,19 @@ async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
 def _arguments(settings: GatewaySettings) -> Any:
     options: dict[str, Any] = {
         "model": settings.model,
-        "served-model-name": settings.served_model_name or settings.model,
+        "served_model_name": settings.served_model_name or settings.model,
         "dtype": settings.dtype,
-        "max-model-len": settings.max_model_len,
-        "renderer-num-workers": SLOTS,
-        **settings.vllm_args,
+        "max_model_len": settings.max_model_len,
+        "renderer_num_workers": SLOTS,
+        "disable_uvicorn_access_log": True,
+        "disable_log_stats": True,
+        **{vllm_options.normal(name): value for name, value in settings.vllm_args.items()},
     }
-    words = ["--disable-uvicorn-access-log", "--disable-log-stats"]
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        elif value not in (False, None):
-            words += [flag, str(value)]
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(vllm_options.words_of(options))
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     validate_parsed_serve_args(args)
     return args
 

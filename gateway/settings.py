@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from gateway import vllm_options
 from shared.domain.job import FirstTokenOut, Slo, WhenFull, default_itl_s, tight_gaps
 from shared.domain.kv import Codec
 from shared.runtime.settings import Name, TracedSettings
@@ -69,7 +70,7 @@ class GatewaySettings(TracedSettings):
     served_model_name: str = ""
     dtype: str = "bfloat16"
     max_model_len: int = 2048
-    vllm_args: dict[str, Any] = {}  # further options of vLLM's API server, such as tool_call_parser
+    vllm_args: dict[str, Any] = {}  # further options of vLLM's API server, such as tool_call_parser: see vllm_options
 
     api_keys_file: Path | None = None
     max_body_bytes: int = Field(4 << 20, gt=0)
@@ -130,9 +131,9 @@ class GatewaySettings(TracedSettings):
 
     @field_validator("vllm_args")
     @classmethod
-    def _one_trace(cls, args: dict[str, Any]) -> dict[str, Any]:
-        if any(name.replace("-", "_") == "otlp_traces_endpoint" for name in args):
-            raise ValueError("otlp_traces_endpoint: vLLM's traces would be beside ours: use `tracing`")
+    def _known_options(cls, args: dict[str, Any]) -> dict[str, Any]:
+        if faults := [*vllm_options.faults_of(args)]:
+            raise ValueError("\n".join(faults))
         return args
 
     @model_validator(mode="after")

@@ -34,14 +34,18 @@ def shown_key(key: str) -> str:
     return _AFTER_A_NAME.sub("…", key)
 
 
-def yaml_fault(where: object, error: yaml.YAMLError) -> str:
+def yaml_fault(where: object, error: yaml.YAMLError, text: str = "") -> str:
     """`where:line: …` with what YAML's parser says, and none of the file's own text.
+
+    text: the file's, to find the line of a character that YAML does not allow; the parser gives its place in bytes.
 
     `str(error)` quotes the line that is wrong. And a secret that begins with `*`, `&` or `!` and is not in quotes is an
     alias, an anchor or a tag, which the parser names.
     """
     if not isinstance(error, yaml.MarkedYAMLError):
-        return f"{where}: not valid YAML: {str(error).splitlines()[0]}"
+        at = error.position if isinstance(error, yaml.reader.ReaderError) else None
+        line = f":{text.encode(errors='replace')[:at].count(10) + 1}" if text and at is not None else ""
+        return f"{where}{line}: not valid YAML: {str(error).splitlines()[0]}"
     mark = error.problem_mark or error.context_mark
     said = ", ".join(part for part in (error.context, error.problem) if part)
     line = f":{mark.line + 1}" if mark else ""

@@ -105,7 +105,7 @@ def test_no_key_has_it(tmp_path: Path, field: str, number: str) -> None:
 def test_no_cluster_file_has_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\ninstances:\n  - {id: a, role: mixed, engine_args: {swap: [1, .inf]}}\n")
-    with pytest.raises(InvalidRequest, match=r"instances\.0\.engine_args\.swap\.1: must be a finite number"):
+    with pytest.raises(InvalidRequest, match=r"yaml:3: instances\.a\.engine_args\.swap\.1: must be a finite number"):
         load_cluster(file)
 
 

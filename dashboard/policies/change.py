@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import streamlit as st
-import yaml
 
 from dashboard.console import Console
 from dashboard.operations import Outcome, fate
@@ -17,6 +16,7 @@ from dashboard.session import Acting
 from dashboard.units import duration
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
+from shared.files.yaml_file import parse_yaml
 
 FILE = "as the cluster file says"
 
@@ -101,9 +101,9 @@ _HELP = "name: value, name: value. What is left out has its usual value."
 def parameters_of(text: str) -> dict[str, Any]:
     """`name: value, name: value` as a mapping. Raises InvalidRequest."""
     try:
-        found = yaml.safe_load("{" + text + "}") or {}
-    except yaml.YAMLError as error:
-        raise InvalidRequest(f"Parameters are written as name: value, name: value. {error}") from error
+        found = parse_yaml("{" + text + "}", "Parameters")
+    except InvalidRequest as error:
+        raise InvalidRequest(f"Parameters are written as name: value, name: value. {error.message}") from error
     bare = [name for name, value in found.items() if value is None]
     if bare:
         raise InvalidRequest(f"Parameters are written as name: value; {bare[0]!r} has no value.")

@@ -4,7 +4,6 @@ Nothing here feeds back into the constants: tables are fitted on one half and ju
 predicted with the constants that ship (fitted to operator tables alone).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from shared.cost.library import Library
 from shared.cost.lockstep import Lockstep
 from shared.cost.memory import kv_capacity_tokens
 from shared.errors import NotFound
+from shared.files.text import read_json, read_records
 from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, InstanceSpec
 from shared.sim.workload import Workload
@@ -115,7 +115,7 @@ class Run:
 
 def read_run(folder: Path, library: Library) -> Run:
     """A run as LLMServingSim's bench records it: `meta.json`, `config.json`, `requests.jsonl`."""
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    meta = read_json(folder / "meta.json")
     asked = meta["engine_kwargs"]
     degree, stages = int(asked.get("tensor_parallel_size", 1)), int(asked.get("pipeline_parallel_size", 1))
     copies = int(asked.get("data_parallel_size") or 1)
@@ -150,7 +150,7 @@ def _hardware(folder: Path) -> str:
     """The device's name: from the run's cluster file, else from the folder."""
     path = folder / "config.json"
     if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         for node in config.get("nodes", ()):
             for instance in node.get("instances", ()):
                 if "hardware" in instance:
@@ -161,8 +161,8 @@ def _hardware(folder: Path) -> str:
 def _read_requests(folder: Path) -> tuple[Workload, tuple[Measured, ...]]:
     """Requests and outcomes. Arrivals are wall-clock times, the engine's own a monotonic clock: the least gap between
     arrival and queueing tells their offset."""
-    lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = sorted((json.loads(line) for line in lines if line.strip()), key=lambda row: float(row["arrival_time"]))
+    found = (row for _, row in read_records(folder / "requests.jsonl"))
+    rows = sorted(found, key=lambda row: float(row["arrival_time"]))
     offset = min(row["queued_ts"] - row["arrival_time"] for row in rows)
     measured = []
     for row in rows:

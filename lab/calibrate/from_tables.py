@@ -7,9 +7,9 @@ from typing import Any
 
 from lab.fit.efficiencies import TableFit, fit_tables, recalibrated, to_yaml
 from lab.fit.profilers import read_tables
-from shared.cost.data_file import read_yaml
 from shared.cost.efficiency import SHIPPED, EfficiencyTable
 from shared.cost.library import Library
+from shared.files.yaml_file import read_yaml
 
 
 def run_tables(folder: Path, out: Path, base: Path = SHIPPED) -> dict[str, Any]:

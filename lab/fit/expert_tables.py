@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from lab.fit.rows import ExpertRows
-from lab.fit.tables import column
+from lab.fit.tables import column, read_csv
 from shared.cost.catalogue import Catalogue, precision_of
 from shared.cost.models import bundled_geometry
 from shared.errors import InvalidRequest
@@ -50,7 +50,7 @@ def llmservingsim_experts(path: Path) -> ExpertRows:
     geometry = bundled_geometry(path.stem.split("_")[1])
     if geometry.experts is None:
         raise InvalidRequest(f"{path.name}: {geometry.name} has no experts")
-    frame = pd.read_csv(path)
+    frame = read_csv(path)
     same = np.ones(len(frame))
     return ExpertRows(
         seconds=column(frame, "time_us") * _US,

@@ -13,7 +13,7 @@ import pandas as pd
 
 from lab.fit.expert_tables import accelerator_named, aiconfigurator_experts, llmservingsim_experts
 from lab.fit.rows import AllReduceRows, AttentionRows, ElementwiseRows, Floats, GemmRows, MlpRows
-from lab.fit.tables import Table, column, merged
+from lab.fit.tables import Table, column, merged, read_csv
 from lab.fit.vidur_tables import vidur_attention, vidur_tables
 from shared.cost.catalogue import Accelerator, Catalogue, bytes_of, precision_of
 from shared.cost.geometry import ModelGeometry
@@ -121,7 +121,7 @@ def _possible(rows: AttentionRows, accelerator: Accelerator) -> tuple[AttentionR
 def _llmservingsim(path: Path, catalogue: Catalogue) -> Iterator[Table]:
     """`{device}_{model}_tp{n}_{dense,per_sequence,attention}.csv`; time in µs, one kernel each, in a running vLLM."""
     accelerator, geometry, degree = _named(path, catalogue)
-    frame = pd.read_csv(path)
+    frame = read_csv(path)
     if path.name.endswith("_attention.csv"):
         yield from _llm_attention(frame, accelerator, geometry, degree)
         return
@@ -190,7 +190,7 @@ def _llm_attention(
 def _llmservingsim_v0(path: Path, catalogue: Catalogue) -> Iterator[Table]:
     """An older profiler's tables: `layers.csv` in ns, `attention.csv` in ms with Vidur's columns."""
     accelerator, geometry, degree = _named(path, catalogue)
-    frame = pd.read_csv(path)
+    frame = read_csv(path)
     if path.name.endswith("_attention.csv"):
         yield from vidur_attention(frame, accelerator, "llmservingsim v0", shared_context=True)
         return

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -9,6 +10,7 @@ import pandas as pd
 from lab.fit.rows import Floats, Rows
 from shared.cost.catalogue import Accelerator
 from shared.errors import InvalidRequest
+from shared.files.text import open_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,15 @@ class Table:
     cached: bool = False  # weights may have come from the cache
     quantised: bool = False  # times include quantising activations
     blocks: bool = False  # they are scaled block by block
+
+
+def read_csv(path: Path) -> pd.DataFrame:
+    """A profiler's CSV, plain or gzip. Raises InvalidRequest that names the file."""
+    with open_text(path) as file:
+        try:
+            return pd.read_csv(file)
+        except ValueError as error:  # pandas' errors of parsing
+            raise InvalidRequest(f"{path}: not CSV: {str(error).strip()}") from error
 
 
 def merged(tables: Iterable[Table]) -> tuple[Table, ...]:

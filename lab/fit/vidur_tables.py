@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from lab.fit.rows import AttentionRows, ElementwiseRows, Floats, GemmRows, MlpRows
-from lab.fit.tables import Table, column
+from lab.fit.tables import Table, column, read_csv
 from shared.cost.catalogue import Accelerator, Catalogue
 
 _MS = 1e-3
@@ -18,7 +18,7 @@ def vidur_tables(path: Path, catalogue: Catalogue) -> Iterator[Table]:
     if path.name.startswith("net_") or "cpu_overheads" in path.name:
         return
     accelerator = catalogue.get(path.name.split("_")[0])
-    frame = pd.read_csv(path)
+    frame = read_csv(path)
     if "attention" in path.name:
         yield from vidur_attention(frame, accelerator, "vidur")
     elif path.name.endswith("_mlp.csv"):

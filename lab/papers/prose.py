@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from lab.papers.rows import Row, Section
-from shared.cost.data_file import read_yaml
+from shared.files.yaml_file import read_yaml
 
 PROSE = Path(__file__).with_name("prose.yaml")
 

@@ -8,13 +8,13 @@ import msgspec
 
 from lab.papers.engine_steps import EngineSteps
 from shared.cost.catalogue import Accelerator, Catalogue
-from shared.cost.data_file import read_yaml
 from shared.cost.efficiency import Efficiencies
 from shared.cost.geometry import ModelGeometry
 from shared.cost.library import Library
 from shared.cost.memory import kv_capacity_tokens
 from shared.cost.operators import Collective
 from shared.cost.step import StepModel
+from shared.files.yaml_file import read_yaml
 
 ACCELERATORS = Path(__file__).with_name("accelerators.yaml")
 COEFFICIENTS = Path(__file__).with_name("coefficients.yaml")

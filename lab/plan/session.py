@@ -42,6 +42,8 @@ def run_plan(options: PlanOptions, console: Console) -> dict[str, Any]:
     Raises InvalidRequest, NotFound or Incompatible that names what is wrong and the nearest that is possible.
     """
     asked = read_asked(options)
+    if assumed := asked.problem.inventory.assumed:
+        console.print(assumed, style="yellow", markup=False)
     with Console(stderr=True).status("planning") as status:
         tell = _teller(status, perf_counter())
         outcomes = answered(asked, perf_counter, tell, helped=(cpu_count() or 1) > 1)

@@ -46,6 +46,8 @@ def simulate_command(
     trace_format: Annotated[str, typer.Option("--format", help="Of the trace; default: by its keys.")] = "",
     sort: Annotated[bool, typer.Option("--sort", help="Put times that go backwards in order.")] = False,
     skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Leave out requests of no tokens.")] = False,
+    time_unit: Annotated[str, typer.Option(help="Of the trace's times, s or ms; default: by its format.")] = "",
+    block_tokens: Annotated[int, typer.Option(help="Tokens of a block that hash_ids name.", min=1)] = 512,
     calibration: Annotated[Path | None, typer.Option(help="Efficiencies (YAML) in place of ours.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Folder for CSV of figures and requests.")] = None,
     plots: Annotated[
@@ -57,7 +59,20 @@ def simulate_command(
     from lab.simulate.session import SimulateOptions, run_simulation
     from lab.simulate.workloads import WorkloadOptions
 
-    workload = WorkloadOptions(trace, requests, rate, arrivals, cv, seed, trace_format, sort, skip_empty, lengths)
+    workload = WorkloadOptions(
+        trace,
+        requests,
+        rate,
+        arrivals,
+        cv,
+        seed,
+        trace_format,
+        sort,
+        skip_empty,
+        lengths,
+        time_unit=time_unit,
+        block_tokens=block_tokens,
+    )
     options = SimulateOptions(
         cluster,
         workload,

@@ -14,12 +14,12 @@ from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.cluster_sections import InstanceSection
-from services.launcher.faults import describe
 from services.launcher.plan import settings_of
 from services.worker.settings import WorkerSettings
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, Calibration, Kind
 from shared.errors import InvalidRequest, NotFound
+from shared.files.faults import describe
 
 # Settings that the launcher derives, and that say nothing to a simulation.
 _WORKER = {

@@ -7,16 +7,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from services.launcher.cluster_file import CLUSTERS
 from services.launcher.cluster_sections import with_defaults
-from services.launcher.faults import describe, unknown
-from services.launcher.places import Places, read_places
 from services.worker.settings import ChunkSetting
-from shared.cost.data_file import read_yaml
 from shared.cost.memory import RESERVE_BYTES, UTILISATION
 from shared.cost.network_file import LinkEntry, NetworkEntry
 from shared.domain.instance import Role
 from shared.domain.job import FirstTokenOut, WhenFull, tight_gaps
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
+from shared.files.faults import describe, unknown
+from shared.files.places import Places
+from shared.files.yaml_file import read_document, read_yaml
 from shared.sim.spec import FirstToken
 
 Count = Annotated[int, Field(gt=0)]
@@ -221,10 +221,7 @@ def find_file(file: Path) -> Path:
 
 def places_of(file: Path) -> Places:
     """Where its keys stand. Raises InvalidRequest."""
-    try:
-        return read_places(file, file.read_text())
-    except OSError as error:
-        raise InvalidRequest(f"cannot read {file}: {error.strerror}") from error
+    return read_document(file).places
 
 
 def is_sim_file(file: Path) -> bool:
@@ -240,19 +237,20 @@ def is_sim_file(file: Path) -> bool:
 
 def load_prediction(file: Path) -> PredictionEntry:
     """Read `prediction.yaml` of an evaluation. Raises InvalidRequest."""
+    document = read_document(file)
     try:
-        return PredictionFile.model_validate(read_yaml(file)).prediction
+        return PredictionFile.model_validate(document.mapping()).prediction
     except ValidationError as error:
-        raise InvalidRequest(describe(file, error, kind=PredictionFile)) from error
+        raise InvalidRequest(describe(document.places, error, kind=PredictionFile)) from error
 
 
 def load_sim_file(file: Path) -> SimFile:
     """Read a simulation file; the paths in it are taken from its folder. Raises InvalidRequest."""
-    data, places = read_yaml(file), places_of(file)
+    document = read_document(file)
     try:
-        read = SimFile.model_validate(data)
+        read = SimFile.model_validate(document.mapping())
     except ValidationError as error:
-        raise InvalidRequest(describe(places, error, kind=SimFile)) from error
+        raise InvalidRequest(describe(document.places, error, kind=SimFile)) from error
     beside = {
         key: file.parent / path for key in ("calibration", "accelerators") if (path := getattr(read, key)) is not None
     }

@@ -6,7 +6,7 @@ from pathlib import Path
 from shared.errors import InvalidRequest
 from shared.sim.arrivals import ARRIVALS, Tetri, bursts
 from shared.sim.made import CHOICES, is_made, made
-from shared.sim.traces import read_trace
+from shared.sim.traces import BLOCK_TOKENS, read_trace
 from shared.sim.workload import Workload
 
 DEFAULT_REQUESTS = 1000
@@ -19,6 +19,7 @@ class WorkloadOptions:
     requests: the first so many of a trace, or how many to make; None for all, or the default. rate: requests a second;
     None keeps a trace's own times (a made workload comes at once). arrivals: a name of `ARRIVALS`; "" for the trace's
     pattern, Poisson where it has none. cv: of the gaps of "bursts". lengths: a token-count table for TetriInfer's.
+    time_unit, block_tokens: as of `read_trace`.
     """
 
     source: str
@@ -31,6 +32,8 @@ class WorkloadOptions:
     sort: bool = False
     skip_empty: bool = False
     lengths: Path | None = None
+    time_unit: str = ""
+    block_tokens: int = BLOCK_TOKENS
 
 
 def make_workload(options: WorkloadOptions) -> Workload:
@@ -55,7 +58,14 @@ def _requests(options: WorkloadOptions) -> Workload:
     if options.requests is not None and options.requests < 1:
         raise InvalidRequest(f"requests must be at least 1, not {options.requests}")
     if Path(options.source).is_file():
-        read = read_trace(Path(options.source), options.format, sort=options.sort, skip_empty=options.skip_empty)
+        read = read_trace(
+            Path(options.source),
+            options.format,
+            sort=options.sort,
+            skip_empty=options.skip_empty,
+            time_unit=options.time_unit,
+            block_tokens=options.block_tokens,
+        )
         return read if options.requests is None else read.head(options.requests)
     if not is_made(options.source):
         raise InvalidRequest(f"no trace file {options.source!r}; made workloads are {CHOICES}")

@@ -10,7 +10,7 @@ from typing import Any
 from predictor.data.endpoint import Asking, Endpoint, Refused
 from predictor.data.examples import hash_of, split_of
 from predictor.data.journal import Journal, Line
-from predictor.data.records import prompt_of, read_records
+from predictor.data.records import prompt_of, records_in
 from predictor.data.table import write_table
 from shared.errors import InvalidRequest, Unavailable
 
@@ -57,7 +57,7 @@ def read_prompts(paths: Sequence[Path]) -> Prompts:
     """Raises InvalidRequest for a file that cannot be read, or where no record has a prompt."""
     found: dict[str, None] = {}
     bad, records = [], 0
-    for record in read_records(paths):
+    for record in records_in(paths):
         records += 1
         try:
             text = prompt_of(record.content)

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from predictor.buckets import Buckets
-from predictor.data.records import Record, prompt_of, read_records, string_of
+from predictor.data.records import Record, prompt_of, records_in, records_of, string_of
 from predictor.served import ServedTokenizer
 from shared.errors import InvalidRequest
+from shared.files.text import shown
 
 # Of a hundred hash values, how many go to each split.
 SPLITS = {"train": 80, "val": 10, "test": 10}
+_MOST = 10**9  # tokens, of a prompt or an answer
 ASIDE = ".jsonl.1"  # how a gateway's full file ends (`record_lengths`)
 
 
@@ -81,21 +83,13 @@ def digest(examples: Iterable[Example]) -> str:
 
 
 def _read(paths: Sequence[Path]) -> Iterator[Record]:
-    """As `read_records`, and the full files that a gateway has put aside, named or in a named folder."""
+    """As `records_in`, and the full files that a gateway has put aside, named or in a named folder."""
     for path in paths:
         aside = path.name.endswith(ASIDE) and not path.is_dir()
         if not aside:
-            yield from read_records([path])
+            yield from records_in([path])
         for file in [path] if aside else sorted(path.glob(f"*{ASIDE}")):
-            yield from _lines(file)
-
-
-def _lines(file: Path) -> Iterator[Record]:
-    try:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-            yield Record(f"{file}, record {number}", json.loads(line))
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"{file}: {error}") from error
+            yield from records_of(file)
 
 
 def _example(record: Any, served: ServedTokenizer) -> Example:
@@ -109,7 +103,8 @@ def _example(record: Any, served: ServedTokenizer) -> Example:
     else:
         output_tokens = _count(record, "output_tokens")
     text, prompt_tokens = served.seen_prompt(prompt)
-    return Example(text, prompt_tokens, output_tokens, split_of(prompt), int(record.get("sample", 0)))
+    sample = _count(record, "sample") if "sample" in record else 0
+    return Example(text, prompt_tokens, output_tokens, split_of(prompt), sample)
 
 
 def _recorded(record: dict[str, Any]) -> Example:
@@ -120,8 +115,8 @@ def _recorded(record: dict[str, Any]) -> Example:
 
 def _count(record: dict[str, Any], key: str) -> int:
     counted = record.get(key)
-    if not isinstance(counted, int) or isinstance(counted, bool) or counted < 0:
-        raise ValueError(f"{key} must be a whole number of at least 0, got {counted!r}")
+    if not isinstance(counted, int) or isinstance(counted, bool) or not 0 <= counted <= _MOST:
+        raise ValueError(f"{key} must be a whole number from 0 to {_MOST:,}, got {shown(counted)}")
     return counted
 
 

@@ -1,12 +1,12 @@
 """Files of prompts, or of prompts with answers, record by record."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shared.errors import InvalidRequest
+from shared.files.text import GZIP, format_of, read_lines, read_records, shown
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 _PARTS = ("instruction", "input")  # of a prompt, in Alpaca's form
@@ -21,15 +21,27 @@ class Record:
     content: Any
 
 
-def read_records(paths: Sequence[Path]) -> Iterator[Record]:
+def records_in(paths: Sequence[Path]) -> Iterator[Record]:
     """Records of files, and of those files in folders that are of a known kind, in order.
 
-    JSON: a list of objects; JSONL: an object a line; Parquet: a row; text: a prompt a line. Raises InvalidRequest that
-    names the file.
+    JSON: a list of objects, or an object a line; Parquet: a row; text: a prompt a line; each but Parquet also as gzip.
+    Raises InvalidRequest that names the file, and the line where it has lines.
     """
     for file in _files(paths):
-        for number, content in enumerate(_contents(file), start=1):
-            yield Record(f"{file}, record {number}", content)
+        yield from records_of(file)
+
+
+def records_of(file: Path) -> Iterator[Record]:
+    """Of one file, of the form that its name says; JSON if the name says nothing. Raises InvalidRequest."""
+    match format_of(file):
+        case ".parquet":
+            found = _rows(file)
+        case ".txt":
+            found = (content for _, content in read_lines(file))
+        case _:
+            found = (content for _, content in read_records(file))
+    for number, content in enumerate(found, start=1):
+        yield Record(f"{file}, record {number}", content)
 
 
 def prompt_of(content: Any) -> str:
@@ -47,7 +59,7 @@ def prompt_of(content: Any) -> str:
     if "prompt" in content:
         return string_of(content, "prompt")
     if "instruction" not in content:
-        raise ValueError(f"no prompt, instruction, messages or conversations among {', '.join(map(str, content))}")
+        raise ValueError(f"no prompt, instruction, messages or conversations among {', '.join(map(shown, content))}")
     parts = [string_of(content, key) for key in _PARTS if content.get(key)]
     return "\n\n".join(parts)
 
@@ -72,39 +84,20 @@ def _first_asked(key: str, turns: Any) -> str:
 def _files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
-        inside = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES] if path.is_dir() else [path]
+        inside = [file for file in sorted(path.iterdir()) if format_of(file) in SUFFIXES] if path.is_dir() else [path]
         if not inside:
-            raise InvalidRequest(f"{path}: no file that ends in {', '.join(SUFFIXES)}")
+            raise InvalidRequest(f"{path}: no file that ends in {', '.join(SUFFIXES)}, plain or with {GZIP}")
         files += inside
     return files
 
 
-def _contents(file: Path) -> list[Any]:
-    try:
-        if file.suffix == ".parquet":
-            return _rows(file)
-        text = file.read_text(encoding="utf-8")
-        if file.suffix == ".txt":
-            return [line for line in text.splitlines() if line.strip()]
-        if file.suffix == ".jsonl":
-            return [_line(line, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        content = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"{file}: {error}") from error
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{file}: expected a list of records, got {type(content).__name__}")
-    return content
-
-
-def _line(text: str, number: int) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from error
-
-
-def _rows(file: Path) -> list[Any]:
+def _rows(file: Path) -> Iterator[Any]:
+    import pyarrow
     import pyarrow.parquet
 
-    rows: list[Any] = pyarrow.parquet.read_table(file).to_pylist()
-    return rows
+    try:
+        yield from pyarrow.parquet.read_table(file).to_pylist()
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise InvalidRequest(
+            f"{file}: not a Parquet file that can be read: {str(error).partition(chr(10))[0]}"
+        ) from error

@@ -17,12 +17,13 @@ from services.launcher.cluster_sections import (
     SchedulerSection,
     with_defaults,
 )
-from services.launcher.faults import describe, meant, unknown
 from services.launcher.model_source import resolve_model, resolve_path, shipped_or_own
-from services.launcher.places import Places, read_with_places
 from shared.cost.network_file import NetworkEntry
 from shared.domain.numbers import infinite_in
 from shared.errors import InvalidRequest
+from shared.files.faults import describe, meant, unknown
+from shared.files.places import Places
+from shared.files.yaml_file import read_document
 from shared.runtime.cluster_token import checked
 from shared.runtime.settings import Tracing
 
@@ -131,15 +132,10 @@ class Cluster(BaseModel):
 def load_cluster(file: Path) -> Cluster:
     """Read a cluster file; a bare name means one of those shipped. Raises InvalidRequest."""
     file = shipped_or_own(file, CLUSTERS)
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeError) as error:
-        raise InvalidRequest(f"{file}: cannot be read: {error}") from error
-    data, places = read_with_places(file, text)
-    if not isinstance(data, dict):
-        raise InvalidRequest(f"{file}: expected a mapping of keys at the top")
+    document = read_document(file)
+    data, places = document.mapping(), document.places
     if where := infinite_in(data):
-        raise InvalidRequest(f"{file}: {where}: must be a finite number")
+        raise InvalidRequest(places.tell(where, "must be a finite number"))
     try:
         cluster = Cluster.model_validate(data)
     except ValidationError as error:

@@ -8,12 +8,12 @@ from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher.faults import unknown
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Role
 from shared.domain.kv import Codec
 from shared.domain.policies import KINDS
+from shared.files.faults import unknown
 from shared.runtime.settings import ServiceSettings
 
 _MOVED = frozenset(  # from the sections into `policies`: they are one for the cluster

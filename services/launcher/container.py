@@ -17,6 +17,7 @@ from pathlib import Path
 from services.launcher.health import HEALTH_URL, HttpHealth
 from services.launcher.process import spawn, stop_all
 from services.launcher.watch import Limits, until_ended, until_healthy
+from shared.files.text import read_text
 from shared.runtime.signals import end_at_sigterm
 
 KEYS = Path("/keys")  # what `polyphase keys init` made of the cluster's keys
@@ -35,7 +36,7 @@ def main() -> None:
     end_at_sigterm()
     command = sys.argv[1:]
     for file in sorted(KEYS.glob("*.env")):
-        os.environ.update(read_environment(file.read_text()))
+        os.environ.update(read_environment(read_text(file)))
     if TOKEN_FILE.exists():
         os.environ.update(token_environment(os.environ))
     name_container(os.environ, socket.gethostname())
@@ -77,7 +78,7 @@ def token_environment(given: Mapping[str, str]) -> dict[str, str]:
 
 def read_environment(text: str) -> dict[str, str]:
     """The variables of a file of NAME='value' lines."""
-    pairs = (word.partition("=") for line in text.splitlines() for word in shlex.split(line, comments=True))
+    pairs = (word.partition("=") for line in text.split("\n") for word in shlex.split(line, comments=True))
     return {name: value for name, _, value in pairs}
 
 

@@ -13,6 +13,7 @@ from gateway.auth import create_key, load_keys
 from services.launcher import cluster_token
 from services.launcher.container import TOKEN_FILE, read_environment
 from shared.errors import Conflict, InvalidRequest
+from shared.files.text import read_text
 from shared.runtime.cluster_token import new_token
 from shared.runtime.keys import OPERATE, ROLES
 
@@ -84,7 +85,7 @@ def init_database(folder: Path) -> list[str]:
 
 def _complete_curves(file: Path) -> bool:
     """Name the pair for every process that the file says nothing of; whether there was one."""
-    text = file.read_text() if file.exists() else ""
+    text = read_text(file) if file.exists() else ""
     known = read_environment(text)
     missing = [(_variable(who, key), key) for who in _CURVED for key in _PAIR if _variable(who, key) not in known]
     if not missing:

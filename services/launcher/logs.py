@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from services.launcher import state_file
-from services.launcher.faults import meant
 from shared.errors import NotFound, PolyphaseError
+from shared.files.faults import meant
 from shared.wire.clients.http import JsonClient
 
 POLL_S = 0.25

@@ -3,14 +3,14 @@
 And where a cluster file comes from: a path, or the name of one that is shipped.
 """
 
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-from services.launcher.faults import meant
 from shared.errors import InvalidRequest
+from shared.files.faults import meant
+from shared.files.text import read_json
 
 PROJECT = Path(__file__).parents[2]
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -69,8 +69,8 @@ def fault_of(model: str, *, weights: bool) -> str:
 def config_of(model: str) -> dict[str, Any]:
     """The folder's config.json; empty where it cannot be read."""
     try:
-        found = json.loads((Path(model) / "config.json").read_text())
-    except (OSError, ValueError):
+        found = read_json(Path(model) / "config.json")
+    except InvalidRequest:
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -112,7 +112,7 @@ def _any(folder: Path, patterns: tuple[str, ...]) -> bool:
 
 def _shards(folder: Path) -> set[str]:
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index = read_json(folder / "model.safetensors.index.json")
         return set(index["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (InvalidRequest, KeyError, TypeError, AttributeError):
         return set()

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from services.launcher import cluster_token, state_file
-from services.launcher.faults import meant
 from shared.domain.words import duration
 from shared.errors import Conflict, DeadlineExceeded, NotFound, OutcomeUnknown, PolyphaseError
+from shared.files.faults import meant
 from shared.wire.addresses import several
 from shared.wire.clients.monitor import MonitorClient
 

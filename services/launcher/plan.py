@@ -16,17 +16,17 @@ from services.launcher.addresses import Addresses, scheduler_port
 from services.launcher.cluster_file import LOCAL, Cluster
 from services.launcher.cluster_sections import InstanceSection
 from services.launcher.dashboard_program import dashboard_command
-from services.launcher.faults import describe
 from services.launcher.gateways import own_ports, settings_of_process
 from services.launcher.links import links_between
 from services.launcher.monitors import LEASE_S, monitor_names, monitor_ports
-from services.launcher.places import Places
 from services.launcher.ports import PortUse
 from services.launcher.spec import Plan, ProcessSpec, child_environment, forkable
 from services.launcher.targets import targets_of
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
 from shared.errors import InvalidRequest
+from shared.files.faults import describe
+from shared.files.places import Places
 from shared.runtime.settings import ServiceSettings
 
 Settings = TypeVar("Settings", bound=ServiceSettings)

@@ -14,7 +14,6 @@ from gateway.settings import GatewaySettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster
-from services.launcher.faults import meant
 from services.launcher.fork_client import NAME as FORK_SERVER
 from services.launcher.model_source import config_of, fault_of
 from services.launcher.spec import Plan
@@ -22,10 +21,12 @@ from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.cost.models import bundled_geometry
 from shared.errors import InvalidRequest, PolyphaseError
+from shared.files.faults import meant
 from shared.policy import registry
 from shared.policy.written import from_file
 from shared.store.database import parse_url
 
+_FILES = frozenset({"chat_template", "tool_parser_plugin", "reasoning_parser_plugin"})  # of vllm_args
 Faults = Iterator[tuple[str, str]]  # the key of the file, and what is wrong with it
 
 
@@ -70,6 +71,9 @@ def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
 
 def _of_gateway(settings: GatewaySettings) -> Faults:
     file = settings.api_keys_file
+    for name, value in settings.vllm_args.items():
+        if name.replace("-", "_") in _FILES and isinstance(value, str) and _names_no_file(value):
+            yield f"gateway.vllm_args.{name}", f"there is no file {value}"
     make = f"`polyphase keys add NAME --file {file or 'keys.yaml'}` makes one"
     try:
         keys = load_keys(file) if file else ()
@@ -82,6 +86,11 @@ def _of_gateway(settings: GatewaySettings) -> Faults:
         yield "gateway.api_keys_file", f"{file} holds no key, and the gateway listens on {settings.host}: {make}"
     else:
         yield "gateway.host", f"listening on {settings.host} needs API keys: {make}, then `api_keys_file: keys.yaml`"
+
+
+def _names_no_file(value: str) -> bool:
+    """Whether a text that is the path of a file, or a template itself, is neither; vLLM tells them apart by letters."""
+    return value != "" and not any(letter in value for letter in "{}\n") and not Path(value).is_file()
 
 
 def _of_scheduler(settings: SchedulerSettings) -> Faults:
@@ -104,7 +113,7 @@ def _meant(kind: str, entry: object) -> str:
         return meant(kind, list(registry.KINDS)).removesuffix(".")
     name = entry.get("name") if isinstance(entry, dict) else entry
     known = registry.KINDS[kind]
-    return "" if name in known else meant(str(name), list(known)).removesuffix(".")
+    return "" if str(name) in known else meant(str(name), list(known)).removesuffix(".")
 
 
 def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faults:

@@ -4,27 +4,24 @@ import json
 from typing import Annotated, Any, Self
 
 import numpy as np
-import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from shared.cost.data_file import parse_yaml
 from shared.cost.kinds import Workshop
 from shared.cost.library import Library
 from shared.cost.models import bundled_geometry, bundled_names
 from shared.domain.job import Slo, tight_gaps
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
+from shared.files.places import Places
+from shared.files.yaml_file import Document, parse_document
 from shared.plan.asked import Asked, Wanted
 from shared.plan.inventory import Inventory
-from shared.plan.inventory_file import checked
-from shared.secrecy import yaml_fault
+from shared.plan.inventory_file import checked, located
 from shared.sim.made import made
 from shared.sim.workload import Workload
 
 MOST_REQUESTS = 50_000
 MOST_TOKENS = 10_000_000  # of a request
 MOST_INVENTORY = 1 << 20  # characters
-_DEEPEST = 20  # that lists and mappings of an inventory may be inside each other
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
@@ -135,28 +132,14 @@ def _made(words: str, count: int, seed: int) -> Workload:
 
 def _inventory(said: str | dict[str, Any], library: Library) -> tuple[Inventory, str]:
     """The inventory and its name."""
-    content = said if isinstance(said, dict) else _content(said)
-    if len(json.dumps(content, default=str)) > MOST_INVENTORY:
+    where = "inventory"
+    document = Document(said, Places(where)) if isinstance(said, dict) else parse_document(said, where)
+    if len(json.dumps(document.content, default=str)) > MOST_INVENTORY:
         raise InvalidRequest(f"inventory: longer than {MOST_INVENTORY} characters")
-    read = checked(content, "inventory")
+    read = checked(document)
     if read.accelerators is not None:
         raise InvalidRequest("inventory: accelerators: the planner reads no files of its own; `polyphase plan` does")
     try:
-        return read.inventory(library.catalogue), read.name or "inventory"
+        return located(read, library.catalogue, document.places), read.name or where
     except PolyphaseError as error:
-        raise InvalidRequest(f"inventory: {error.message}") from error
-
-
-def _content(text: str) -> dict[str, Any]:
-    """What a text says. Refused is what a short text can make boundless: aliases, and what is nested for ever."""
-    depth = 0
-    try:
-        for event in yaml.parse(text, Loader=_LOADER):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if isinstance(event, yaml.AliasEvent):
-                raise InvalidRequest("inventory: aliases (`*name`) are not read here")
-            if depth > _DEEPEST:
-                raise InvalidRequest(f"inventory: nested more than {_DEEPEST} deep")
-    except yaml.YAMLError as error:
-        raise InvalidRequest(yaml_fault("inventory", error)) from error
-    return parse_yaml(text, "inventory")
+        raise InvalidRequest(error.message) from error

@@ -4,6 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from shared.files.text import read_json
+
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES = 16
 _IGNORED_KEYS = {"torch_dtype", "dtype", "_name_or_path", "transformers_version", "use_cache"}
@@ -22,7 +24,7 @@ def fingerprint(model: str) -> str:
     if not folder.is_dir():
         digest.update(model.encode())
         return digest.hexdigest()[:32]
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     kept = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
     digest.update(json.dumps(kept, sort_keys=True).encode())
     for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):

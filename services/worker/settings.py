@@ -54,8 +54,8 @@ class WorkerSettings(TracedSettings):
     max_model_len: int = Field(2048, gt=0)
     max_seqs: int = Field(64, gt=0)
     kv_cache_bytes: int = Field(256 << 20, gt=0)
-    tensor_parallel: int = Field(1, gt=0)
-    pipeline_parallel: int = Field(1, gt=0)  # stages, each of `tensor_parallel` ranks
+    tensor_parallel: int = Field(1, gt=0, le=1024)
+    pipeline_parallel: int = Field(1, gt=0, le=1024)  # stages, each of `tensor_parallel` ranks
     pipeline_layers: tuple[Annotated[int, Field(gt=0)], ...] = ()  # of each stage, in order; empty: as vLLM has it
     stage_accelerators: tuple[str, ...] = ()  # of each stage, in order, where they differ from `accelerator`
     node: str = ""  # where it stands in the cluster file's `network`

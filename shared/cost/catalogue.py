@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from shared.cost.data_file import parse_yaml
 from shared.errors import InvalidRequest, NotFound
+from shared.files.text import read_text
+from shared.files.yaml_file import parse_yaml
 
 BUILT_IN = Path(__file__).with_name("accelerators.yaml")
 
@@ -131,16 +132,12 @@ class Catalogue:
 
     def with_file(self, path: Path) -> "Catalogue":
         """This catalogue and the user's file; an entry of the same name replaces ours."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
-        own = parse_accelerators(text, str(path))
+        own = parse_accelerators(read_text(path), str(path))
         return Catalogue((*self._by_name.values(), *own))
 
     def get(self, name: str) -> Accelerator:
         """The accelerator of that name or alias; an unknown name is an error that names the nearest ones."""
-        found = self._index.get(_key(name))
+        found = name if name in self._by_name else self._index.get(_key(name))
         if found is None:
             raise NotFound(self._unknown(name))
         return self._by_name[found]
@@ -176,8 +173,11 @@ def _accelerator(name: str, raw: object, where: str) -> Accelerator:
     for key in ("cache_mib", "unit_memory_kib"):
         if not getattr(entry, key) >= 0:
             raise InvalidRequest(f"{where}: accelerator {name!r}: {key} must not be negative")
-    rates = {precision_of(precision): rate * 1e12 for precision, rate in entry.matrix_tflops.items()}
-    if not rates or min(rates.values()) <= 0:
+    try:
+        rates = {precision_of(precision): rate * 1e12 for precision, rate in entry.matrix_tflops.items()}
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}: accelerator {name!r}: matrix_tflops: {error.message}") from error
+    if not rates or not min(rates.values()) > 0:
         raise InvalidRequest(f"{where}: accelerator {name!r}: matrix_tflops needs positive rates")
     links = Links(entry.links.scale_up * 1e9, entry.links.pcie * 1e9, entry.links.network * 1e9)
     return Accelerator(

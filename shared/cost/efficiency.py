@@ -9,9 +9,9 @@ import msgspec
 
 from shared.cost.attention import DecodeAttention, VarlenAttention
 from shared.cost.catalogue import Links, precision_of
-from shared.cost.data_file import read_yaml
 from shared.cost.operators import Collective, Elementwise, ExpertMlp, Gemm
 from shared.errors import InvalidRequest
+from shared.files.yaml_file import read_yaml
 
 T = TypeVar("T")
 BY_PRECISION = ("gemm", "experts", "decode", "varlen")  # operators with constants for each precision
@@ -65,20 +65,34 @@ class Efficiencies:
         return _pick(self.varlen, precision)
 
 
+class _Table(msgspec.Struct):
+    """A file of efficiencies, before the constants of a device are put together."""
+
+    date: Any = ""
+    default: dict[str, Any] | None = None
+    devices: dict[str, dict[str, Any]] | None = None
+    like: dict[str, str] | None = None
+
+
 class EfficiencyTable:
     """Efficiencies of all devices. An operator that a device lacks is taken from a device like it, then by default."""
 
     def __init__(self, raw: Mapping[str, Any], where: str = "efficiencies") -> None:
-        self.date = str(raw.get("date", ""))
+        """Raises InvalidRequest that names `where` it is and the key."""
+        try:
+            table = msgspec.convert(raw, _Table)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"{where}: {error}") from error
+        self.date = str(table.date)
         self._where = where
-        self._default: Mapping[str, Any] = raw.get("default") or {}
-        self._devices: Mapping[str, Mapping[str, Any]] = raw.get("devices") or {}
-        self._like: Mapping[str, str] = raw.get("like") or {}
+        self._default = table.default or {}
+        self._devices = table.devices or {}
+        self._like = table.like or {}
 
     @classmethod
     def from_file(cls, path: Path = SHIPPED) -> "EfficiencyTable":
         """The table in a YAML file; by default the one that ships with the product."""
-        return cls(read_yaml(path), path.name)
+        return cls(read_yaml(path), str(path))
 
     def fitted(self) -> tuple[str, ...]:
         """Names of devices that have constants of their own."""
@@ -90,13 +104,18 @@ class EfficiencyTable:
         for layer in (self._default, *self._chain(name)):
             for key, value in layer.items():
                 nested = isinstance(value, Mapping) and key in BY_PRECISION
-                merged[key] = {**merged.get(key, {}), **value} if nested else value
+                known = merged.get(key)
+                merged[key] = {**(known if isinstance(known, Mapping) else {}), **value} if nested else value
         if name not in self._devices:
             merged["sources"] = ()
         try:
-            return msgspec.convert(merged, Efficiencies, strict=False)
+            found = msgspec.convert(merged, Efficiencies, strict=False)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"{self._where}: device {name!r}: {error}") from error
+        for key in ("gemm", "decode", "varlen"):
+            if not getattr(found, key):
+                raise InvalidRequest(f"{self._where}: device {name!r}: {key} has no constants for any precision")
+        return found
 
     def _chain(self, name: str) -> list[Mapping[str, Any]]:
         """Constants of the device and of those it is like, the most general first."""

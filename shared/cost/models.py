@@ -1,15 +1,16 @@
 """Model geometry from a Hugging Face `config.json`, and a few well-known models that ship with the product."""
 
-import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shared.cost.data_file import read_yaml
 from shared.cost.geometry import Experts, LatentAttention, ModelGeometry
 from shared.errors import InvalidRequest, NotFound
+from shared.files.text import read_json, shown
+from shared.files.yaml_file import read_yaml
 
+_MOST_LAYERS = 10_000
 BUNDLED = Path(__file__).with_name("models.yaml")
 
 Config = Mapping[str, Any]  # a foreign document: its values are what its author wrote
@@ -29,11 +30,13 @@ def geometry_from_config(config: Config, name: str = "model") -> ModelGeometry:
 def geometry_from_file(path: Path) -> ModelGeometry:
     """The geometry of a `config.json`, or of a folder that holds one."""
     file = path / "config.json" if path.is_dir() else path
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"{file}: a model's config is a JSON object, not {shown(config)}")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"cannot read the model config {file}: {error}") from error
-    return geometry_from_config(config, name=path.name if path.is_dir() else path.parent.name)
+        return geometry_from_config(config, name=path.name if path.is_dir() else path.parent.name)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{file}: {error.message}") from error
 
 
 def bundled_geometry(name: str) -> ModelGeometry:
@@ -54,21 +57,37 @@ def bundled_names() -> tuple[str, ...]:
 
 
 def _architecture(config: Config, name: str) -> str:
-    listed = config.get("architectures") or []
+    listed = [str(architecture) for architecture in _list(config, "architectures")]
     for architecture in listed:
         if architecture in _READERS:
-            return str(architecture)
+            return architecture
     by_type = _MODEL_TYPES.get(str(config.get("model_type", "")))
     if by_type and not listed:
         return by_type
-    said = ", ".join(map(str, listed)) or f"model_type {config.get('model_type')!r}"
+    said = ", ".join(map(shown, listed)) or f"model_type {shown(config.get('model_type'))}"
     raise InvalidRequest(f"{name}: unknown architecture {said}; known: {', '.join(_READERS)}")
 
 
-def _need(config: Config, key: str) -> int:
+def _need(config: Config, key: str, most: int = 10**12) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise InvalidRequest(f"model config: {key} must be a positive integer, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise InvalidRequest(f"model config: {key} must be a whole number from 1 to {most:,}, not {shown(value)}")
+    return value
+
+
+def _optional(config: Config, key: str, otherwise: int = 0) -> int:
+    """A number that may be missing, null or 0."""
+    return _need(config, key) if config.get(key) not in (None, 0) else otherwise
+
+
+def _layers(config: Config) -> int:
+    return _need(config, "num_hidden_layers", _MOST_LAYERS)
+
+
+def _list(config: Config, key: str) -> list[Any]:
+    value = config.get(key) or []
+    if not isinstance(value, list):
+        raise InvalidRequest(f"model config: {key} must be a list, not {shown(value)}")
     return value
 
 
@@ -76,14 +95,14 @@ def _common(config: Config, name: str) -> dict[str, Any]:
     hidden = _need(config, "hidden_size")
     heads = _need(config, "num_attention_heads")
     return {
-        "layers": _need(config, "num_hidden_layers"),
+        "layers": _layers(config),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or hidden // heads,
-        "intermediate": config.get("intermediate_size") or config.get("ffn_dim") or 4 * hidden,
+        "kv_heads": _optional(config, "num_key_value_heads", heads),
+        "head_dim": _optional(config, "head_dim", max(1, hidden // heads)),
+        "intermediate": _optional(config, "intermediate_size") or _optional(config, "ffn_dim", 4 * hidden),
         "vocab": _need(config, "vocab_size"),
-        "max_position": config.get("max_position_embeddings") or 2048,
+        "max_position": _optional(config, "max_position_embeddings", 2048),
         "dtype": _dtype(config),
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
     }
@@ -91,6 +110,8 @@ def _common(config: Config, name: str) -> dict[str, Any]:
 
 def _dtype(config: Config) -> str:
     quantisation = config.get("quantization_config") or {}
+    if not isinstance(quantisation, Mapping):
+        raise InvalidRequest(f"model config: quantization_config must be an object, not {shown(quantisation)}")
     method = str(quantisation.get("quant_method", ""))
     if method in ("fp8", "fbgemm_fp8"):
         return "fp8"
@@ -115,8 +136,8 @@ def _qwen3(config: Config) -> dict[str, Any]:
 
 
 def _opt(config: Config) -> dict[str, Any]:
-    positions = config.get("max_position_embeddings", 2048)
-    projected = config.get("word_embed_proj_dim", config["hidden_size"])
+    positions = _optional(config, "max_position_embeddings", 2048)
+    projected = _optional(config, "word_embed_proj_dim", _need(config, "hidden_size"))
     if projected != config["hidden_size"]:
         raise InvalidRequest("model config: OPT with word_embed_proj_dim != hidden_size is not supported")
     return {
@@ -137,22 +158,22 @@ def _gemma2(config: Config) -> dict[str, Any]:
 
 
 def _gemma3(config: Config) -> dict[str, Any]:
-    every = config.get("sliding_window_pattern", 6)
+    every = _optional(config, "sliding_window_pattern", 6)
     return {**_gemma(config), "norms_per_layer": 4, "qk_norm": True, **_window(config, every=every)}
 
 
 def _window(config: Config, every: int = 0) -> dict[str, Any]:
     """Sliding window; with `every`, one layer in that many attends to all positions instead."""
-    window = config.get("sliding_window")
+    window = _optional(config, "sliding_window")
     if not window:
         return {}
-    layers = _need(config, "num_hidden_layers")
-    kinds = config.get("layer_types")
+    layers = _layers(config)
+    kinds = _list(config, "layer_types")
     if kinds:
         windowed = sum(kind == "sliding_attention" for kind in kinds)
     else:
         windowed = layers - (layers // every if every else 0)
-    return {"window_tokens": int(window), "window_layers": windowed}
+    return {"window_tokens": window, "window_layers": windowed}
 
 
 def _mixtral(config: Config) -> dict[str, Any]:
@@ -161,17 +182,17 @@ def _mixtral(config: Config) -> dict[str, Any]:
         per_token=_need(config, "num_experts_per_tok"),
         intermediate=_need(config, "intermediate_size"),
         shared_intermediate=0,
-        layers=_need(config, "num_hidden_layers"),
+        layers=_layers(config),
     )
     return {"experts": experts, **_window(config)}
 
 
 def _qwen_moe(config: Config) -> dict[str, Any]:
-    layers = _need(config, "num_hidden_layers")
-    dense = set(config.get("mlp_only_layers") or ())
-    step = config.get("decoder_sparse_step", 1)
+    layers = _layers(config)
+    dense = _list(config, "mlp_only_layers")
+    step = _optional(config, "decoder_sparse_step", 1)
     sparse = sum(1 for i in range(layers) if i not in dense and (i + 1) % step == 0)
-    shared = config.get("shared_expert_intermediate_size") or 0
+    shared = _optional(config, "shared_expert_intermediate_size")
     experts = Experts(
         count=_need(config, "num_experts"),
         per_token=_need(config, "num_experts_per_tok"),
@@ -194,7 +215,7 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
 def _deepseek(config: Config) -> dict[str, Any]:
     latent = LatentAttention(
         kv_rank=_need(config, "kv_lora_rank"),
-        q_rank=config.get("q_lora_rank") or 0,
+        q_rank=_optional(config, "q_lora_rank"),
         nope_dim=_need(config, "qk_nope_head_dim"),
         rope_dim=_need(config, "qk_rope_head_dim"),
         v_dim=_need(config, "v_head_dim"),
@@ -202,12 +223,12 @@ def _deepseek(config: Config) -> dict[str, Any]:
     if not config.get("n_routed_experts"):
         return {"latent": latent}
     width = _need(config, "moe_intermediate_size")
-    layers = _need(config, "num_hidden_layers") - config.get("first_k_dense_replace", 0)
+    layers = _layers(config) - _optional(config, "first_k_dense_replace")
     experts = Experts(
         count=_need(config, "n_routed_experts"),
         per_token=_need(config, "num_experts_per_tok"),
         intermediate=width,
-        shared_intermediate=width * (config.get("n_shared_experts") or 0),
+        shared_intermediate=width * _optional(config, "n_shared_experts"),
         layers=layers,
         router_bias=config.get("topk_method") == "noaux_tc",
     )

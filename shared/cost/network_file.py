@@ -42,6 +42,12 @@ class PairEntry(LinkEntry):
 
     nodes: tuple[str, str]
 
+    @model_validator(mode="after")
+    def _two_nodes(self) -> Self:
+        if self.nodes[0] == self.nodes[1]:
+            raise ValueError(f"{self.nodes[0]!r} to itself is no link between nodes: write it under `nodes`")
+        return self
+
 
 class MatrixEntry(_Part):
     """Links between all nodes, both ways alike; on the diagonal those inside. gbps 0: no link."""
@@ -77,6 +83,11 @@ class NetworkEntry(_Part):
     def _one_way(self) -> Self:
         if self.matrix is not None and (self.inside or self.between or self.nodes or self.pairs):
             raise ValueError("network: a matrix says it all: no inside, between, nodes or pairs beside it")
+        seen: set[tuple[str, str]] = set()
+        for index, pair in enumerate(self.pairs):
+            if (nodes := pair_of(*pair.nodes)) in seen:
+                raise ValueError(f"pairs.{index}: {nodes[0]!r} and {nodes[1]!r} have a link already")
+            seen.add(nodes)
         return self
 
     def network(self, nodes: Sequence[str], inside: Mapping[str, Link]) -> Network:

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import yaml
 
-from shared.cost.data_file import read_yaml
 from shared.cost.library import Library
 from shared.cost.step import Batch, StepModel, StepTimes
 from shared.cost.step_rates import NAMES
 from shared.domain.instance import InstanceInfo
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.errors import InvalidRequest, NotFound
+from shared.files.yaml_file import read_yaml
 
 _EMULATED = "emulated:"  # how an emulated instance's fingerprint names its model
 _HEAD = (

@@ -111,7 +111,7 @@ def _head(asked: Asked, chosen: Outcome) -> str:
         f"ITL {slo.itl_s:g} s, for {100 * problem.target:g} % of the requests.\n"
         f"Goodput {promise.goodput:.2f} requests/s. At {promise.rate:.2f} requests/s: mean TTFT "
         f"{figures['ttft_mean_s']:.3f} s, mean TPOT {figures['tpot_mean_s']:.4f} s, attainment "
-        f"{100 * promise.attainment:.1f} %."
+        f"{100 * promise.attainment:.1f} %." + (f"\n{problem.inventory.assumed}" if problem.inventory.assumed else "")
     )
 
 

@@ -1,7 +1,7 @@
 """What there is to serve with: nodes, the accelerators on them, and what joins them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 
@@ -25,10 +25,14 @@ class Pool:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Pools, in the order of the file, and the network between their nodes."""
+    """Pools, in the order of the file, and the network between their nodes.
+
+    assumed: what is assumed of the links, for its user to correct; empty where they are given.
+    """
 
     pools: tuple[Pool, ...]
     network: Network
+    assumed: str = field(default="", compare=False)
 
     @property
     def accelerators(self) -> int:
@@ -84,7 +88,7 @@ class Inventory:
         left = [
             replace(pool, count=pool.count - losses.get((pool.node, pool.accelerator.name), 0)) for pool in self.pools
         ]
-        return Inventory(tuple(pool for pool in left if pool.count), self.network)
+        return replace(self, pools=tuple(pool for pool in left if pool.count))
 
     def islands(self) -> tuple[tuple[str, ...], ...]:
         """Nodes that are joined to each other, directly or not; more than one where the network is cut."""

@@ -1,23 +1,26 @@
-"""The inventory file: nodes, devices and links, in YAML. Strict: errors name file and key."""
+"""The inventory file: nodes, devices and links, in YAML. Strict: errors name file, line and key."""
 
-from collections.abc import Mapping
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from shared.cost.catalogue import Catalogue
-from shared.cost.data_file import read_yaml
+from shared.cost.catalogue import Accelerator, Catalogue
 from shared.cost.kinds import HOP_LATENCY_S
 from shared.cost.library import Library
-from shared.cost.network_file import INSIDE_EFFICIENCY, NetworkEntry, entry_of
+from shared.cost.network import Network, pair_of
+from shared.cost.network_file import INSIDE_EFFICIENCY, LinkEntry, NetworkEntry, entry_of
 from shared.cost.transfer import Link
-from shared.errors import InvalidRequest, PolyphaseError
+from shared.errors import InvalidRequest, NotFound, PolyphaseError
+from shared.files.faults import describe
+from shared.files.places import Places
+from shared.files.yaml_file import Document, read_document
 from shared.plan.inventory import Inventory, Pool
 
 MOST_NODES = 512
-_FAULTS = 20  # that are told of one file
 Count = Annotated[int, Field(gt=0, le=100_000)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -48,10 +51,10 @@ class NodeEntry(_Part):
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         if bool(self.accelerator) == bool(self.devices):
-            raise ValueError(f"nodes: {self.name}: give it an `accelerator`, or `devices`, and not both")
+            raise ValueError("give it an `accelerator`, or `devices`, and not both")
         kinds = [device.accelerator for device in self.devices]
         if len(set(kinds)) < len(kinds):
-            raise ValueError(f"nodes: {self.name}: `devices` name a type twice: give it their `count`")
+            raise ValueError("`devices` name a type twice: give it their `count`")
         return self
 
     @property
@@ -80,22 +83,23 @@ class InventoryFile(_Part):
         if count > MOST_NODES:
             raise ValueError(f"nodes: {count} of them; at most {MOST_NODES} can be planned")
         seen: set[str] = set()
-        for name in (name for entry in self.nodes for name in entry.names):
-            if name in seen:
-                raise ValueError(f"nodes: {name!r} is there twice")
-            seen.add(name)
+        for index, entry in enumerate(self.nodes):
+            for name in entry.names:
+                if name in seen:
+                    raise ValueError(f"nodes.{index}.name: {name!r} is there twice")
+                seen.add(name)
         return self
 
     def inventory(self, catalogue: Catalogue) -> Inventory:
-        """As the planner takes it. Raises NotFound for an accelerator that nobody knows, with the nearest names."""
+        """As the planner takes it. Raises NotFound or InvalidRequest, whose message begins with the key."""
         pools = [
             Pool(
                 name,
-                device := catalogue.get(entry.accelerator),
+                device := _known(catalogue, entry.accelerator, f"nodes.{index}"),
                 entry.count,
                 device.price_usd_hour if entry.price_usd_hour is None else entry.price_usd_hour,
             )
-            for node in self.nodes
+            for index, node in enumerate(self.nodes)
             for name in node.names
             for entry in node.all_devices
         ]
@@ -104,9 +108,33 @@ class InventoryFile(_Part):
             for pool in reversed(pools)
         }
         nodes = list(dict.fromkeys(pool.node for pool in pools))
-        made = Inventory(tuple(pools), self.network.network(nodes, inside))
+        network = self.network.network(nodes, inside)
+        if len(nodes) > 1 and not (self.network.between or self.network.pairs or self.network.matrix):
+            return _with_assumed_links(Inventory(tuple(pools), network))
+        made = Inventory(tuple(pools), network)
         made.require_joined()
         return made
+
+
+def _with_assumed_links(inventory: Inventory) -> Inventory:
+    """With a link of every two nodes that is as wide as the catalogue's network of the slower one."""
+    bytes_s = {
+        node: sum(pool.accelerator.links.network * pool.count for pool in inventory.pools if pool.node == node)
+        for node in inventory.nodes
+    }
+    between = {
+        pair_of(*pair): LinkEntry(gbps=min(bytes_s[node] for node in pair) * 8.0 / 1e9).link
+        for pair in combinations(inventory.nodes, 2)
+    }
+    rates = sorted({round(link.bandwidth_bytes_s * 8.0 / 1e9, 1) for link in between.values()})
+    width = " to ".join(f"{rate:g}" for rate in dict.fromkeys((rates[0], rates[-1])))
+    usual = next(iter(between.values()))
+    told = (
+        "The inventory gives no links between its nodes. Each two are assumed to be joined by the network cards that "
+        f"the catalogue has for the accelerators of the slower one ({width} Gbit/s, of which {usual.efficiency:.0%} is "
+        f"reached, {usual.latency_s * 1000:g} ms). Give yours: `network: {{between: {{gbps: …}}}}`."
+    )
+    return replace(inventory, network=Network(inventory.network.inside, between), assumed=told)
 
 
 def read_inventory(file: Path) -> tuple[Inventory, Library, str]:
@@ -114,21 +142,29 @@ def read_inventory(file: Path) -> tuple[Inventory, Library, str]:
 
     Raises InvalidRequest or NotFound that name the file and the key.
     """
-    read = checked(read_yaml(file), str(file))
+    document = read_document(file)
+    read = checked(document)
     try:
         library = Library.built_in(file.parent / read.accelerators if read.accelerators else None)
-        return read.inventory(library.catalogue), library, read.name or file.stem
     except PolyphaseError as error:
-        where = "" if str(file) in error.message else f"{file}: "
-        raise type(error)(f"{where}{error.message}") from error
+        raise type(error)(document.places.tell("accelerators", error.message)) from error
+    return located(read, library.catalogue, document.places), library, read.name or file.stem
 
 
-def checked(content: Mapping[str, Any], where: str) -> InventoryFile:
-    """The content of an inventory file. Raises InvalidRequest that names `where` it is and the key."""
+def checked(document: Document) -> InventoryFile:
+    """The content of an inventory file. Raises InvalidRequest that names file, line and key."""
     try:
-        return InventoryFile.model_validate(content)
+        return InventoryFile.model_validate(document.mapping())
     except ValidationError as error:
-        raise InvalidRequest(_described(where, error)) from error
+        raise InvalidRequest(describe(document.places, error, kind=InventoryFile)) from error
+
+
+def located(read: InventoryFile, catalogue: Catalogue, places: Places) -> Inventory:
+    """As `InventoryFile.inventory`, and what it raises names the file, and the line where the message has a key."""
+    try:
+        return read.inventory(catalogue)
+    except PolyphaseError as error:
+        raise type(error)(places.tell_of_text(error.message)) from error
 
 
 def write_inventory(inventory: Inventory, name: str) -> str:
@@ -145,11 +181,8 @@ def write_inventory(inventory: Inventory, name: str) -> str:
     return yaml.safe_dump({"name": name, "nodes": nodes, "network": network}, sort_keys=False, default_flow_style=None)
 
 
-def _described(where: str, error: ValidationError) -> str:
-    faults = (
-        f"{where}: {'.'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}".replace(
-            ": : ", ": "
-        )
-        for fault in error.errors()[:_FAULTS]
-    )
-    return "\n".join(faults)
+def _known(catalogue: Catalogue, name: str, key: str) -> Accelerator:
+    try:
+        return catalogue.get(name)
+    except NotFound as error:
+        raise NotFound(f"{key}.accelerator: {error.message}") from error

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.errors import InvalidRequest, PolyphaseError, TokenMissing, TokenUnset, TokenWrong
+from shared.files.text import read_text
 
 OPEN = "open"  # in the place of a secret: whoever reaches the port may change what he likes
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -39,11 +40,10 @@ def checked(token: str, where: str) -> str:
 def read_token(file: Path) -> str:
     """The secret in a file, and nothing else in it. Raises InvalidRequest that names the file."""
     try:
-        text = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not text"
-        raise InvalidRequest(f"the cluster token's file {file} cannot be read: {reason}") from None
-    return checked(text, str(file))
+        text = read_text(file)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"the cluster token's file {error.message}") from None
+    return checked(text.strip(), str(file))
 
 
 def bearer(token: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import zmq
 
 from shared.errors import InvalidRequest
+from shared.files.text import read_text
 
 
 def new_key() -> str:
@@ -18,10 +19,14 @@ def new_key() -> str:
 def read_pair(file: Path) -> tuple[str, str]:
     """The pair (public, secret; Z85) of a key's file. Raises InvalidRequest that names the file."""
     try:
-        secret = file.read_text().strip()
+        secret = read_text(file).strip()
         return zmq.curve_public(secret.encode()).decode(), secret
-    except (OSError, ValueError, zmq.ZMQError) as error:
-        reason = getattr(error, "strerror", None) or "not the secret half of a CurveZMQ pair (40 characters)"
+    except (InvalidRequest, ValueError, zmq.ZMQError) as error:
+        reason = (
+            error.message
+            if isinstance(error, InvalidRequest)
+            else "not the secret half of a CurveZMQ pair (40 characters)"
+        )
         raise InvalidRequest(
             f"the key file {file} cannot be used: {reason}; remove it and start the suite again: it makes a new one"
         ) from None

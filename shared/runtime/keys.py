@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
+import msgspec
 
 from shared.errors import InvalidRequest
-from shared.secrecy import shown_key, yaml_fault
+from shared.files.yaml_file import read_document
+from shared.secrecy import shown_key
 
 PREFIX = "pp-"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")  # hosts that may be listened on without keys
@@ -56,15 +57,9 @@ def create_key(name: str, requests_per_s: float = 0.0, burst: int = 0, role: str
 def load_keys(file: Path) -> tuple[ApiKey, ...]:
     """Keys of a YAML file: a list of mappings with ApiKey's fields. Raises InvalidRequest naming what is wrong."""
     try:
-        entries = yaml.safe_load(file.read_text()) or []
-    except (OSError, UnicodeError) as error:
-        raise InvalidRequest(f"keys file {file}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
-    except yaml.YAMLError as error:
-        raise InvalidRequest(yaml_fault(f"keys file {file}", error)) from error
-    except ValueError as error:
-        raise InvalidRequest(
-            f"keys file {file}: a date or a number in it cannot be read: write it in quotes"
-        ) from error
+        entries = read_document(file).content or []
+    except InvalidRequest as error:
+        raise InvalidRequest(f"keys file {error.message}") from error
     keys = tuple(_key_of(file, number, entry) for number, entry in enumerate(_entries_of(file, entries), start=1))
     for key in keys:
         if len(key.digest) != 64 or key.requests_per_s < 0:
@@ -74,8 +69,6 @@ def load_keys(file: Path) -> tuple[ApiKey, ...]:
                 raise InvalidRequest(f"keys file {file}: key {key.name!r}: {name} must be a finite number, not {value}")
         if not key.weight > 0:
             raise InvalidRequest(f"keys file {file}: key {key.name!r} needs a weight above 0, not {key.weight}")
-        if not isinstance(key.cache_salt, str):
-            raise InvalidRequest(f"keys file {file}: key {key.name!r} needs text as its cache_salt")
         if key.role not in ROLES:
             known = f"{LOOK}, {OPERATE}, or none"
             raise InvalidRequest(f"keys file {file}: key {key.name!r} has the role {key.role!r}; known: {known}")
@@ -103,4 +96,7 @@ def _key_of(file: Path, number: int, entry: dict[str, Any]) -> ApiKey:
     classes = entry.get("classes", ())
     if not isinstance(classes, list | tuple):
         raise InvalidRequest(f"keys file {file}: entry {number}: classes must be a list")
-    return ApiKey(**{**entry, "classes": tuple(classes)})
+    try:
+        return msgspec.convert({**entry, "classes": classes}, ApiKey)
+    except msgspec.ValidationError as error:  # it names the types, and repeats no value
+        raise InvalidRequest(f"keys file {file}: entry {number}: {error}") from error

@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import InvalidRequest
+from shared.files.faults import OTLP
 from shared.runtime.cluster_token import checked, read_token
 from shared.runtime.curve_key import read_pair
 
 # Of a process, in what others are told of it: one that the monitor did not take would cost all news beside it.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@-]{1,128}$")]
-OTLP = r"^(https?|grpcs?)://[^\s/]+"  # the scheme says which of OTLP's two protocols
 
 
 class Tracing(BaseModel):

@@ -1,5 +1,6 @@
 """Columns of a trace as arrays: checked all at once, and an error names the first line at fault."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -9,9 +10,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from shared.errors import InvalidRequest
+from shared.files.text import shown
 from shared.sim.workload import Lengths, Times
 
+LONGEST_YEARS = 100  # of a trace
+_LONGEST_S = LONGEST_YEARS * 365.25 * 86400.0
 _LONGEST_TOKENS = 10**9
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 Column: TypeAlias = "pd.Series[Any]"
 
 
@@ -28,7 +33,7 @@ class Table:
         if bad.any():
             at = int(np.argmax(bad))
             value = self.columns[key].iloc[at]
-            said = "" if _missing(value) else f" {value!r}" if isinstance(value, str) else f" {value}"
+            said = "" if _missing(value) else f" {shown(value.item() if isinstance(value, np.generic) else value)}"
             raise InvalidRequest(f"{self.where}:{int(self.lines[at])}: {key}{said} {why}")
 
 
@@ -53,12 +58,20 @@ def numbers(table: Table, key: str) -> Lengths:
 
 
 def dates_s(table: Table, key: str) -> Times:
-    """Times in seconds since the first row's, from dates in ISO 8601."""
+    """Times in seconds since the first row's, from dates in ISO 8601 between the years 1678 and 2261."""
     column = table.columns[key]
     table.refuse(_gaps(column), key, "is missing")
     dates = pd.to_datetime(column, format="ISO8601", errors="coerce", utc=True)
-    table.refuse(dates.isna().to_numpy(), key, "is not a date and time")
-    return np.asarray((dates - dates.iloc[0]) / pd.Timedelta(seconds=1), dtype=np.float64)
+    table.refuse(dates.isna().to_numpy(), key, "is not a date and time of the years 1678 to 2261")
+    ns = dates.dt.as_unit("ns").to_numpy(dtype="datetime64[ns]").astype(np.int64)
+    far = too_long_after(ns / 1e9, ns[0] / 1e9)  # more than 292 years have no difference in 64 bits
+    table.refuse(far, key, f"is more than {LONGEST_YEARS} years from the first")
+    return np.asarray((ns - ns[0]) / 1e9, dtype=np.float64)
+
+
+def too_long_after(times_s: Times, start_s: float) -> NDArray[np.bool_]:
+    """Which times are further from the start, in either direction, than any trace is long."""
+    return np.asarray(np.abs(times_s - start_s) > _LONGEST_S)
 
 
 def prefixes(table: Table, key: str) -> tuple[tuple[int, ...], ...]:
@@ -74,14 +87,24 @@ def _floats(table: Table, key: str) -> NDArray[np.float64]:
     column = table.columns[key]
     table.refuse(_gaps(column), key, "is missing")
     if column.dtype == np.bool_ or column.dtype == object:
-        plain = column.map(lambda value: value if isinstance(value, int | float | str) else str(value))
-        truths = column.map(lambda value: isinstance(value, bool)).to_numpy(dtype=np.bool_)
-        values = np.asarray(pd.to_numeric(plain, errors="coerce"), dtype=np.float64)
-        table.refuse(truths | np.isnan(values), key, "is not a number")
+        values = np.fromiter(map(_float, column), dtype=np.float64, count=len(column))
+        table.refuse(np.isnan(values), key, "is not a number")
     else:
         values = np.asarray(column, dtype=np.float64)
     table.refuse(~np.isfinite(values), key, "is not a finite number")
     return values
+
+
+def _float(value: object) -> float:
+    """A number, or text that is one in plain decimals; NaN for anything else, infinity beyond what a float holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return np.nan
+    if isinstance(value, str) and not _NUMBER.fullmatch(value.strip()):
+        return np.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return np.inf
 
 
 def _gaps(column: Column) -> NDArray[np.bool_]:

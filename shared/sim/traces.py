@@ -3,10 +3,9 @@
 Every error names the file, the line and the key. Nothing is repaired in silence.
 """
 
-import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +13,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from shared.errors import InvalidRequest
-from shared.sim.trace_columns import Table, dates_s, numbers, numbers_s, prefixes
+from shared.files.text import open_text, read_lines, read_records
+from shared.sim.trace_columns import LONGEST_YEARS, Table, dates_s, numbers, numbers_s, prefixes, too_long_after
 from shared.sim.workload import Workload
 
-_BLOCK_TOKENS = 512  # of a Mooncake hash id
+BLOCK_TOKENS = 512  # of a Mooncake hash id
+TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1000.0}  # of which so many make a second
+_DATES_S = (1e9, 1e10)  # the years 2001 to 2286, in seconds since 1970
+_FASTEST_PER_S = 1000.0  # requests, of a trace whose times are milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +34,15 @@ class TraceFormat:
     arrival: str
     prompt: str
     output: str
-    lines: bool = False  # one JSON object a line instead of CSV
+    records: bool = False  # of JSON, one a line or in a list, instead of CSV
     ticks: float = 1.0
+    unit_named: bool = False  # by the user, whatever the times look like
     from_first: bool = False
     prefixes: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Those that every row must have."""
+        """Those that every record must have."""
         return tuple(key for key in (self.arrival, self.prompt, self.output) if key)
 
 
@@ -46,38 +50,67 @@ FORMATS: Mapping[str, TraceFormat] = {
     "azure": TraceFormat("TIMESTAMP", "ContextTokens", "GeneratedTokens", ticks=0, from_first=True),
     "burstgpt": TraceFormat("Timestamp", "Request tokens", "Response tokens", from_first=True),
     "mooncake": TraceFormat(
-        "timestamp", "input_length", "output_length", lines=True, ticks=1000.0, from_first=True, prefixes="hash_ids"
+        "timestamp", "input_length", "output_length", records=True, ticks=1000.0, from_first=True, prefixes="hash_ids"
     ),
     "csv": TraceFormat("arrival_s", "prompt_tokens", "output_tokens"),
-    "jsonl": TraceFormat("arrival_s", "prompt_tokens", "output_tokens", lines=True),
+    "jsonl": TraceFormat("arrival_s", "prompt_tokens", "output_tokens", records=True),
     "token_counts": TraceFormat("", "num_prefill_tokens", "num_decode_tokens"),
 }
 
 
-def read_trace(path: Path, format: str = "", *, sort: bool = False, skip_empty: bool = False) -> Workload:
-    """The requests of a trace, in order of arrival; its name is the file's.
+def read_trace(
+    path: Path,
+    format: str = "",
+    *,
+    sort: bool = False,
+    skip_empty: bool = False,
+    time_unit: str = "",
+    block_tokens: int = BLOCK_TOKENS,
+) -> Workload:
+    """The requests of a trace, plain or gzip, in order of arrival; its name is the file's.
 
     format: a name of `FORMATS`; by default the one whose keys the file has. Further columns are ignored. Times of
     public traces are counted from their first request.
     sort: put requests whose times go backwards in order instead of refusing the file (rows of one time keep theirs).
     skip_empty: leave out requests without prompt or output tokens (BurstGPT logs failures so) instead of refusing
     the file; the name then says how many.
+    time_unit: "s" or "ms", of times that are numbers; by default the format's, and a trace of milliseconds whose times
+    can only be seconds, or may be, is refused.
+    block_tokens: tokens of a block of the prompt that `hash_ids` names.
     Raises InvalidRequest that names file, line and key: a missing value, something that is not a number, a length
     that is not a whole number of at least 1, a time that goes backwards, a file that is empty or of no known form.
     """
     text = _Opened(path)
-    chosen = _chosen(text, format)
-    table = _read_lines(text, chosen) if chosen.lines else _read_csv(text, chosen)
-    return _workload(table, chosen, sort, skip_empty)
+    chosen = _in_unit(_chosen(text, format), time_unit)
+    table = _read_records(text, chosen) if chosen.records else _read_csv(text, chosen)
+    return _workload(table, chosen, sort, skip_empty, block_tokens)
 
 
-def _workload(table: Table, form: TraceFormat, sort: bool, skip_empty: bool) -> Workload:
+def _in_unit(form: TraceFormat, time_unit: str) -> TraceFormat:
+    if not time_unit:
+        return form
+    if time_unit not in TIME_UNITS:
+        raise InvalidRequest(f"time_unit must be one of {', '.join(TIME_UNITS)}, not {time_unit!r}")
+    if not (form.arrival and form.ticks):
+        raise InvalidRequest("time_unit is for traces whose times are numbers, and this one has none")
+    return replace(form, ticks=TIME_UNITS[time_unit], unit_named=True)
+
+
+def _workload(table: Table, form: TraceFormat, sort: bool, skip_empty: bool, block_tokens: int) -> Workload:
     prompt, output = numbers(table, form.prompt), numbers(table, form.output)
     arrival = _arrivals(table, form)
     ids = prefixes(table, form.prefixes) if form.prefixes in table.columns else None
     kept = (prompt > 0) & (output > 0) if skip_empty else np.ones(len(prompt), dtype=np.bool_)
     for key, lengths in ((form.prompt, prompt), (form.output, output)):
         table.refuse(kept & (lengths < 1), key, "is less than 1 (skip_empty leaves such requests out)")
+    if ids is not None:
+        blocks = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+        many = kept & (blocks > -(-prompt // block_tokens))
+        table.refuse(
+            many,
+            form.prefixes,
+            f"has more blocks of {block_tokens} tokens than the prompt (block_tokens, --block-tokens, is their size)",
+        )
     if not kept.any():
         raise InvalidRequest(f"{table.where}: all {len(kept)} requests are empty")
     backwards = np.concatenate(([False], np.diff(arrival) < 0))
@@ -94,7 +127,7 @@ def _workload(table: Table, form: TraceFormat, sort: bool, skip_empty: bool) -> 
         prompt_tokens=prompt[order],
         output_tokens=output[order],
         prefixes=None if ids is None else tuple(ids[at] for at in order.tolist()),
-        prefix_block_tokens=_BLOCK_TOKENS,
+        prefix_block_tokens=block_tokens,
     )
 
 
@@ -104,9 +137,24 @@ def _arrivals(table: Table, form: TraceFormat) -> NDArray[np.float64]:
     if not form.ticks:
         return dates_s(table, form.arrival)
     times = numbers_s(table, form.arrival, form.ticks)
+    if form.ticks == TIME_UNITS["ms"] and not form.unit_named:
+        _require_ms(table, form.arrival)
     if not form.from_first:
         table.refuse(times < 0, form.arrival, "is less than 0")
+    start = times[0] if form.from_first else 0.0
+    table.refuse(too_long_after(times, start), form.arrival, f"is more than {LONGEST_YEARS} years after the start")
     return times
+
+
+def _require_ms(table: Table, key: str) -> None:
+    """Refuse times that look like seconds."""
+    which = "the times look like seconds: time_unit (--time-unit s or ms) says which they are"
+    ms = numbers_s(table, key, 1.0)
+    table.refuse(ms != np.floor(ms), key, f"is no whole millisecond; {which}")
+    table.refuse((ms >= _DATES_S[0]) & (ms < _DATES_S[1]), key, f"is a date in seconds; {which}")
+    span_ms = float(ms.max() - ms.min())
+    if len(ms) >= 10 and 0.0 < span_ms < len(ms) * 1000.0 / _FASTEST_PER_S:
+        raise InvalidRequest(f"{table.where}: {key}: {len(ms)} requests within {span_ms:g} milliseconds; {which}")
 
 
 class _Opened:
@@ -114,31 +162,19 @@ class _Opened:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.first, self.first_at = "", 0
-        try:
-            with path.open(encoding="utf-8-sig") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        self.first, self.first_at = line.strip(), number
-                        break
-        except OSError as error:
-            raise InvalidRequest(f"cannot read {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise InvalidRequest(f"{path}: not text in UTF-8: {error.reason}") from error
+        self.first_at, self.first = next(read_lines(path), (0, ""))
         if not self.first:
             raise InvalidRequest(f"{path}: the file is empty")
-
-    @property
-    def in_lines(self) -> bool:
-        """Whether it holds one JSON object a line."""
-        return self.first.startswith("{")
+        self.in_records = self.first.lstrip().startswith(("{", "["))  # of JSON: one a line, or a list of them
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Of the CSV header, or of the first JSON object."""
-        if self.in_lines:
-            return tuple(_object(self.first, f"{self.path}:{self.first_at}"))
-        return tuple(key.strip().strip('"') for key in self.first.split(","))
+        if not self.in_records:
+            return tuple(key.strip().strip('"') for key in self.first.split(","))
+        for line, record in read_records(self.path):
+            return tuple(_object(record, f"{self.path}:{line}"))
+        raise InvalidRequest(f"{self.path}:{self.first_at}: no requests")
 
 
 def _chosen(text: _Opened, format: str) -> TraceFormat:
@@ -146,15 +182,15 @@ def _chosen(text: _Opened, format: str) -> TraceFormat:
         if format not in FORMATS:
             raise InvalidRequest(f"unknown trace format {format!r}; known: {', '.join(FORMATS)}")
         form = FORMATS[format]
-        if form.lines is not text.in_lines:
-            wants = "one JSON object a line" if form.lines else "CSV with a header"
+        if form.records is not text.in_records:
+            wants = "JSON, one object a line or a list of them," if form.records else "CSV with a header"
             raise InvalidRequest(f"{text.path}:{text.first_at}: format {format!r} is {wants}")
         missing = [key for key in form.keys if key not in text.keys]
         if missing:
             raise InvalidRequest(f"{text.path}:{text.first_at}: key {missing[0]!r} of format {format!r} is missing")
         return form
     for form in FORMATS.values():
-        if form.lines is text.in_lines and set(form.keys) <= set(text.keys):
+        if form.records is text.in_records and set(form.keys) <= set(text.keys):
             return form
     known = "; ".join(f"{name} ({', '.join(form.keys)})" for name, form in FORMATS.items())
     raise InvalidRequest(
@@ -166,21 +202,20 @@ def _read_csv(text: _Opened, form: TraceFormat) -> Table:
     if len(set(text.keys)) < len(text.keys):
         raise InvalidRequest(f"{text.path}:{text.first_at}: a column is named twice")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), open_text(text.path) as file:
             warnings.simplefilter("error", pd.errors.ParserWarning)
             frame = pd.read_csv(
-                text.path,
+                file,
                 index_col=False,
                 skiprows=text.first_at - 1,
                 skip_blank_lines=False,
                 low_memory=False,
                 skipinitialspace=True,
-                encoding="utf-8-sig",
                 dtype={form.arrival: str} if not form.ticks else None,
             )
     except pd.errors.ParserWarning as error:
         raise InvalidRequest(f"{text.path}: rows have more fields than the header") from error
-    except (ValueError, OSError) as error:  # pandas' errors of parsing, and of decoding
+    except ValueError as error:  # pandas' errors of parsing
         raise InvalidRequest(f"{text.path}: {str(error).strip()}") from error
     frame.columns = pd.Index([str(key).strip() for key in frame.columns])
     filled = np.flatnonzero(frame.notna().any(axis=1).to_numpy())
@@ -191,33 +226,27 @@ def _read_csv(text: _Opened, form: TraceFormat) -> Table:
     return Table(str(text.path), {key: frame[key] for key in form.keys}, lines)
 
 
-def _read_lines(text: _Opened, form: TraceFormat) -> Table:
-    keys = (*form.keys, *([form.prefixes] if form.prefixes in text.keys else ()))
+def _read_records(text: _Opened, form: TraceFormat) -> Table:
+    """Prefixes are read where any record has them: then each record must."""
+    keys = (*form.keys, *([form.prefixes] if form.prefixes else ()))
     values: dict[str, list[object]] = {key: [] for key in keys}
     lines = []
-    try:
-        with text.path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                row = _object(line, f"{text.path}:{number}")
-                lines.append(number)
-                for key, column in values.items():
-                    column.append(row.get(key))
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{text.path}: not text in UTF-8: {error.reason}") from error
+    with_prefixes = False
+    for line, record in read_records(text.path):
+        row = _object(record, f"{text.path}:{line}")
+        with_prefixes = with_prefixes or form.prefixes in row
+        lines.append(line)
+        for key, column in values.items():
+            column.append(row.get(key))
     columns = {
-        key: pd.Series(column, dtype=object) if key == form.prefixes else pd.Series(column)
+        key: pd.Series(column, dtype=object)  # pandas itself fails at integers beyond any float
         for key, column in values.items()
+        if key != form.prefixes or with_prefixes
     }
     return Table(str(text.path), columns, np.asarray(lines))
 
 
-def _object(line: str, where: str) -> dict[str, object]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise InvalidRequest(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, dict):
+def _object(record: object, where: str) -> dict[str, object]:
+    if not isinstance(record, dict):
         raise InvalidRequest(f"{where}: not a JSON object")
-    return row
+    return record

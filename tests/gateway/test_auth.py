@@ -100,6 +100,27 @@ def test_a_missing_keys_file_is_an_error_not_an_open_door(tmp_path: Path) -> Non
         load_keys(tmp_path / "none.yaml")
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("requests_per_s: 271828-x", "entry 1: Expected `float`, got `str` - at `$.requests_per_s`"),
+        ("burst: [271828]", "entry 1: Expected `int`, got `array` - at `$.burst`"),
+        ("weight: {a: 271828}", "entry 1: Expected `float`, got `object` - at `$.weight`"),
+        ("classes: [271828]", "entry 1: Expected `str`, got `int` - at `$.classes[0]`"),
+        ("role: !271828 x", ":3: 0.role: a tag"),
+        ("name: 271828", ":3: 0.name: it is here twice, first in line 1"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named_and_not_repeated(tmp_path: Path, more: str, says: str) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"- name: a\n  digest: {'0' * 63}a\n  {more}\n")
+    with pytest.raises(InvalidRequest) as error:
+        load_keys(file)
+    assert error.value.message.startswith(f"keys file {file}")
+    assert says in error.value.message
+    assert "271828" not in error.value.message
+
+
 def test_keys_compare_by_value() -> None:
     assert ApiKey("a", "b") == ApiKey("a", "b")
 

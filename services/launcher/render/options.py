@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.launcher.faults import describe
 from shared.errors import InvalidRequest
-from shared.secrecy import yaml_fault
+from shared.files.faults import describe
+from shared.files.places import Places
+from shared.files.yaml_file import Document, read_document
 
 _NAME = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123
 
@@ -69,16 +69,12 @@ class RenderOptions(_Part):
     @classmethod
     def read(cls, file: Path | None, **given: Any) -> Self:
         """From a YAML file, and over that what was `given`. Raises InvalidRequest that names the file and the key."""
-        try:
-            data = yaml.safe_load(file.read_text()) if file is not None else {}
-        except OSError as error:
-            raise InvalidRequest(f"{file}: {error.strerror}") from error
-        except yaml.YAMLError as error:
-            raise InvalidRequest(yaml_fault(file, error)) from error
-        if not isinstance(data, dict):
-            raise InvalidRequest(f"{file}: expected a mapping of keys at the top")
-        images = {**cls().images, **(data.get("images") or {}), **given.pop("images", {})}
+        document = read_document(file) if file is not None else Document({}, Places("options"))
+        data = document.mapping()
+        images: Any = data.get("images") or {}
+        if isinstance(images, dict):  # else it is refused below
+            images = {**cls().images, **images, **given.pop("images", {})}
         try:
             return cls.model_validate({**data, **given, "images": images})
         except ValidationError as error:
-            raise InvalidRequest(describe(file or "options", error, kind=cls)) from error
+            raise InvalidRequest(describe(document.places, error, kind=cls)) from error

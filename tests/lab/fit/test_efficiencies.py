@@ -7,9 +7,9 @@ import yaml
 from lab.fit.efficiencies import TableFit, constants, fit_tables, recalibrated, to_yaml
 from lab.fit.rows import AttentionRows, ElementwiseRows
 from lab.fit.tables import Table
-from shared.cost.data_file import parse_yaml, read_yaml
 from shared.cost.efficiency import SHIPPED, EfficiencyTable
 from shared.cost.library import Library
+from shared.files.yaml_file import parse_yaml, read_yaml
 
 
 @pytest.fixture(scope="module")

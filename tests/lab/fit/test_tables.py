@@ -180,10 +180,10 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     (folder / "RTX4090_dense.csv").write_text("layer\n", encoding="utf-8")
     with pytest.raises(InvalidRequest, match=r"RTX4090_dense.csv: want a name of the form DEVICE_MODEL_tpN"):
         read_tables(tmp_path, CATALOGUE)
-    (folder / "RTX4090_dense.csv").rename(folder / "RTX4080_Llama-3.1-8B_tp1_dense.csv")
-    with pytest.raises(NotFound, match="unknown accelerator 'RTX4080'; did you mean RTX-4090"):
+    (folder / "RTX4090_dense.csv").rename(folder / "RTX4091_Llama-3.1-8B_tp1_dense.csv")
+    with pytest.raises(NotFound, match="unknown accelerator 'RTX4091'; did you mean RTX-4090"):
         read_tables(tmp_path, CATALOGUE)
-    (folder / "RTX4080_Llama-3.1-8B_tp1_dense.csv").unlink()
+    (folder / "RTX4091_Llama-3.1-8B_tp1_dense.csv").unlink()
     (folder / "RTX4090_Llama-3.1-8B_tp1_dense.csv").write_text("layer,tokens\nqkv_proj,1\n", encoding="utf-8")
     with pytest.raises(InvalidRequest, match="the table lacks the column 'time_us'; it has layer, tokens"):
         read_tables(tmp_path, CATALOGUE)

@@ -20,9 +20,9 @@ network: {between: {gbps: 25}}
 WORKLOAD = "prompt=600,output=80,prompt_cv=0.5,output_cv=0.5,longest=4000"
 
 
-def called(tmp_path: Path, *more: str) -> tuple[str, Path]:
+def called(tmp_path: Path, *more: str, inventory: str = STOCK) -> tuple[str, Path]:
     stock, out = tmp_path / "stock.yaml", tmp_path / "plan.yaml"
-    stock.write_text(STOCK)
+    stock.write_text(inventory)
     words = ["plan", "--inventory", str(stock), "--workload", WORKLOAD, "--requests", "400", "--out", str(out), *more]
     answer = CliRunner().invoke(app, words, catch_exceptions=True)
     if isinstance(answer.exception, PolyphaseError):
@@ -46,6 +46,14 @@ def test_it_prints_a_table_and_writes_a_cluster_file(tmp_path: Path) -> None:
 def test_a_rate_beyond_goodput_is_said_to_be(tmp_path: Path) -> None:
     text, _ = called(tmp_path, "--model", "Llama-3-8B", "--rate", "500", "--no-compare")
     assert "500.00 requests/s are more than it serves within the SLO" in text
+
+
+def test_without_links_the_assumption_is_stated(tmp_path: Path) -> None:
+    bare = STOCK.partition("network:")[0]
+    text, out = called(tmp_path, "--model", "Llama-3-8B", "--no-compare", "--seconds", "1", inventory=bare)
+    assert "Each two are assumed to be joined" in " ".join(text.split())
+    assert "# The inventory gives no links between its nodes." in out.read_text()
+    assert "Each two are assumed" not in called(tmp_path, "--model", "Llama-3-8B", "--no-compare", "--seconds", "1")[0]
 
 
 def test_the_cheapest_that_serves_a_rate(tmp_path: Path) -> None:

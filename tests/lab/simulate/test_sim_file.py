@@ -94,7 +94,7 @@ def test_errors_name_file_and_key(tmp_path: Path, changes: dict[str, Any], says:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="cannot read"):
+    with pytest.raises(InvalidRequest, match="cannot be read"):
         load_sim_file(tmp_path / "none.yaml")
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(InvalidRequest, match="not valid YAML"):

@@ -1,6 +1,7 @@
 """The dataset builder against an endpoint over real sockets, killed and started again."""
 
 import asyncio
+import gzip
 import json
 import os
 import signal
@@ -177,9 +178,60 @@ def test_every_form_of_prompt_and_what_is_left_out(tmp_path: Path) -> None:
     assert found.duplicates == 1
     assert [one.split("/")[-1] for one in found.bad] == [
         "a.json, record 5: conversations: nobody asks anything",
-        "a.json, record 6: no prompt, instruction, messages or conversations among other",
+        "a.json, record 6: no prompt, instruction, messages or conversations among 'other'",
         "b.jsonl, record 2: the prompt is empty",
     ]
+
+
+@pytest.mark.parametrize("separator", "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e")
+def test_a_prompt_holds_every_character_but_the_end_of_a_line(tmp_path: Path, separator: str) -> None:
+    text = f"first{separator}second"
+    (tmp_path / "a.txt").write_text(f"{text}\r\nthird\n", encoding="utf-8")
+    assert set(read_prompts([tmp_path]).texts) == {text, "third"}
+    record = json.dumps({"prompt": text}, ensure_ascii=separator < " ")
+    (tmp_path / "b.jsonl").write_text(f"{record}\n{record}\n", encoding="utf-8")
+    (tmp_path / "c.json").write_text(f"[{record}]", encoding="utf-8")
+    found = read_prompts([tmp_path])
+    assert set(found.texts) == {text, "third"}
+    assert (found.duplicates, found.bad) == (3, ())
+
+
+def test_a_byte_order_mark_belongs_to_no_prompt_and_gzip_is_read(tmp_path: Path) -> None:
+    for number, (name, content) in enumerate(
+        {"a.txt": "one\n", "b.json": '[{"prompt": "two"}]', "c.jsonl": '{"prompt": "three"}\n'}.items()
+    ):
+        marked = f"\ufeff{content}".encode()
+        (tmp_path / name).write_bytes(marked)
+        (tmp_path / f"{number}-{name}.gz").write_bytes(gzip.compress(marked))
+    found = read_prompts([tmp_path])
+    assert set(found.texts) == {"one", "two", "three"}
+    assert (found.duplicates, found.bad) == (3, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.json", b"[" * 100_000, r"a\.json:1: not JSON: nested too deeply"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": \n', r"a\.jsonl:2: not JSON"),
+        ("a.json", b'{\n "prompt": "x"}', r"a\.json:1: not JSON: .*wanted is one record a line, or a list"),
+        ("a.txt", b"x\ny\0\n", r"a\.txt:2: a NUL character"),
+        ("a.txt", b"x\n\xff\n", r"a\.txt:2: not text in UTF-8"),
+        ("a.parquet", b"PAR1 not at all", r"a\.parquet: not a Parquet file"),
+        ("a.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9], r"a\.jsonl\.gz: cannot be read: it is not whole gzip"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_by_line(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidRequest, match=says):
+        read_prompts([tmp_path])
+
+
+def test_what_is_left_out_can_be_printed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"\\ud800": 1}\n{"prompt": "\\ud800"}\n')
+    found = read_prompts([tmp_path])
+    assert len(found.bad) == 2
+    for one in found.bad:
+        one.encode()
 
 
 def test_killed_in_the_middle_it_goes_on_without_loss_or_duplicates(tmp_path: Path, model: Model, url: str) -> None:

@@ -64,7 +64,7 @@ def test_lines_of_a_gateway_are_taken_as_they_stand(tmp_path: Path, served: Serv
     with pytest.raises(InvalidRequest, match=r"lengths\.jsonl\.1, record 4: output_tokens"):
         load_examples([tmp_path], served)
     aside.write_text('{"seen": "sa')
-    with pytest.raises(InvalidRequest, match=r"lengths\.jsonl\.1: "):
+    with pytest.raises(InvalidRequest, match=r"lengths\.jsonl\.1:1: not JSON"):
         load_examples([aside], served)
 
 
@@ -74,18 +74,29 @@ def test_lines_of_a_gateway_are_taken_as_they_stand(tmp_path: Path, served: Serv
         ("text", "a prompt without an answer"),
         (7, "expected an object"),
         ({"prompt": 3, "response": "x"}, "prompt must be a string"),
-        ({"response": "x"}, "no prompt, instruction, messages or conversations among response"),
+        ({"response": "x"}, "no prompt, instruction, messages or conversations among 'response'"),
         ({"prompt": "x"}, "response must be a string"),
         ({"prompt": "x", "output_tokens": -1}, "output_tokens"),
         ({"prompt": "x", "output_tokens": True}, "output_tokens"),
         ({"seen": 3, "prompt_tokens": 1, "output_tokens": 1}, "seen must be a string"),
         ({"seen": "x", "output_tokens": 1}, "prompt_tokens"),
+        ({"prompt": "x", "output_tokens": 10**400}, "output_tokens must be a whole number"),
+        ({"prompt": "x", "output_tokens": 1, "sample": float("inf")}, "sample must be a whole number"),
     ],
 )
 def test_a_bad_record_is_named(tmp_path: Path, served: ServedTokenizer, record: object, complaint: str) -> None:
     file = write(tmp_path / "data.json", [{"prompt": "say", "response": "yes"}, record])
     with pytest.raises(InvalidRequest, match=f"data.json, record 2: .*{complaint}"):
         load_examples([file], served)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "lengths.jsonl.1"])
+def test_a_text_may_hold_what_ends_lines_elsewhere(tmp_path: Path, served: ServedTokenizer, name: str) -> None:
+    record = json.dumps({"prompt": "say\u2028it\u0085be\u2029brief", "response": "yes"}, ensure_ascii=False)
+    file = tmp_path / name
+    file.write_text(f"\ufeff[{record}]" if name == "data.json" else f"\ufeff{record}\n", encoding="utf-8")
+    (found,) = load_examples([file], served)
+    assert found.text == "say it be brief"  # of the tokenizer, which splits at them
 
 
 @pytest.mark.parametrize("text", ["{", '{"prompt": "x"}', "[]"])

@@ -96,7 +96,7 @@ def test_a_strangers_monitor_is_not_shown_it(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYPHASE_CLUSTER_TOKEN_FILE", str(tmp_path / "none"))
-    with pytest.raises(InvalidRequest, match=r"none cannot be read: No such file"):
+    with pytest.raises(InvalidRequest, match=r"none: cannot be read: No such file"):
         cluster_token.of_environment()
 
 

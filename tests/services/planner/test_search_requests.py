@@ -9,6 +9,9 @@ import pytest
 from tests.services.control_plane import request
 from tests.services.planner.search_app import QUICK, SLOW, planner, saying
 
+LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
 WAITS = saying("time.sleep(600)")
 ONE = {"nodes": [{"name": "n", "accelerator": "A10"}]}
 
@@ -35,14 +38,21 @@ async def test_what_cannot_be_is_said_as_the_planner_says_it(
     ("change", "message"),
     [
         ({"inventory": "nodes: ["}, "inventory:2: not valid YAML"),
-        ({"inventory": "- 1"}, "inventory: want a mapping"),
-        ({"inventory": "nodes: [{name: a, accelerator: A11}]"}, "inventory: unknown accelerator 'A11'; did you mean"),
+        ({"inventory": "- 1"}, "inventory: expected a mapping"),
+        ({"inventory": "nodes: [{name: a, accelerator: A11}]"}, ":1: nodes.0.accelerator: unknown accelerator 'A11'"),
         ({"inventory": {"nodes": []}}, "inventory: nodes:"),
         ({"inventory": {"nodes": [{"name": "a", "accelerator": "A10", "colour": 1}]}}, "nodes.0.colour"),
         ({"inventory": {"nodes": [{"name": "a", "accelerator": "A10", "replicas": 90_000}]}}, "90000 of them"),
-        ({"inventory": "nodes: [{name: a, accelerator: A10, replicas: 2}]"}, "no link between the nodes"),
-        ({"inventory": "a: &x [1]\nnodes: *x"}, "inventory: aliases"),
-        ({"inventory": "x: " + "[" * 200}, "inventory: nested more than"),
+        (
+            {
+                "inventory": "nodes: [{name: a, accelerator: A10, replicas: 3}]\n"
+                "network: {pairs: [{nodes: [a-0, a-1], gbps: 1}]}"
+            },
+            "inventory:2: network: no link between the nodes",
+        ),
+        ({"inventory": "a: &a [*a]"}, "inventory:1: an alias inside of what it names"),
+        ({"inventory": LAUGHS}, "inventory:6: aliases repeat"),
+        ({"inventory": "x: " + "[" * 200}, "inventory:1: lists and mappings are nested more than"),
         ({"inventory": "x: " + "[" * 100_000}, "inventory"),  # nested, or not valid: YAML readers have limits, too
         ({"inventory": 3}, "body.inventory"),
         ({"model": "Llama-9-9B"}, "model: 'Llama-9-9B' is not bundled; there are"),

@@ -104,7 +104,7 @@ def test_an_unknown_model_lists_the_bundled_ones() -> None:
 
 
 def test_an_unknown_architecture_is_a_clear_error() -> None:
-    with pytest.raises(InvalidRequest, match=r"mine: unknown architecture MambaForCausalLM; known: LlamaForCausalLM"):
+    with pytest.raises(InvalidRequest, match=r"mine: unknown architecture 'MambaForCausalLM'; known: LlamaForCausalLM"):
         geometry_from_config({**LLAMA, "architectures": ["MambaForCausalLM"]}, "mine")
     with pytest.raises(InvalidRequest, match=r"unknown architecture model_type 'rwkv'"):
         geometry_from_config({"model_type": "rwkv"})
@@ -124,7 +124,7 @@ def test_text_part_of_a_multimodal_config() -> None:
 @pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
 def test_a_missing_or_bad_key_is_named(key: str) -> None:
     for bad in (None, 0, -3, "many"):
-        with pytest.raises(InvalidRequest, match=f"{key} must be a positive integer"):
+        with pytest.raises(InvalidRequest, match=f"{key} must be a whole number from 1"):
             geometry_from_config({**LLAMA, key: bad})
 
 
@@ -134,6 +134,24 @@ def test_quantised_checkpoints_say_their_precision() -> None:
     assert geometry_from_config({**LLAMA, "torch_dtype": "float16"}).dtype == "fp16"
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**18),
+        ("num_key_value_heads", "8"),
+        ("head_dim", [1]),
+        ("sliding_window", {}),
+        ("architectures", "LlamaForCausalLM"),
+        ("quantization_config", "fp8"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named_with_its_file(tmp_path: Path, key: str, value: object) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**LLAMA, key: value}))
+    with pytest.raises(InvalidRequest, match=rf"config\.json: model config: {key} must be"):
+        geometry_from_file(file)
+
+
 def test_from_a_file_or_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     folder.mkdir()
@@ -141,7 +159,7 @@ def test_from_a_file_or_its_folder(tmp_path: Path) -> None:
     assert geometry_from_file(folder).name == "tiny"
     assert geometry_from_file(folder / "config.json").name == "tiny"
     (folder / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(InvalidRequest, match=r"cannot read the model config .*config.json"):
+    with pytest.raises(InvalidRequest, match=r"config.json:1: not JSON"):
         geometry_from_file(folder)
-    with pytest.raises(InvalidRequest, match="cannot read the model config"):
+    with pytest.raises(InvalidRequest, match=r"nowhere\.json: cannot be read"):
         geometry_from_file(tmp_path / "nowhere.json")

@@ -59,17 +59,54 @@ def test_a_file_and_back(tmp_path: Path) -> None:
     assert read_inventory(again)[0] == read
 
 
+def test_an_inventory_without_links_is_planned_under_an_assumption(tmp_path: Path) -> None:
+    file = tmp_path / "stock.yaml"
+    file.write_text(
+        "nodes: [{name: a, accelerator: L40S, count: 2}, {name: b, accelerator: A10}, {name: c, accelerator: A10}]"
+    )
+    read = read_inventory(file)[0]
+    rate = read.pools[1].accelerator.links.network
+    assert [link.bandwidth_bytes_s for link in read.network.between.values()] == [rate] * 3
+    assert f"({rate * 8 / 1e9:g} Gbit/s, of which 58% is reached, 1 ms)" in read.assumed
+    assert "network: {between: {gbps: …}}" in read.assumed
+    assert read.without({("c", "A10"): 1}).assumed == read.assumed
+    file.write_text(write_inventory(read, "mine"))
+    assert read_inventory(file)[0] == read
+    assert read_inventory(file)[0].assumed == ""
+    file.write_text("nodes: [{name: a, accelerator: L40S, count: 2}]")
+    assert read_inventory(file)[0].assumed == ""
+
+
+NODES = "nodes: [{name: a, accelerator: A10}, {name: b, accelerator: A10}]"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nodes: []", "nodes: Tuple should have at least 1 item"),
+        ("nodes: []", r"stock\.yaml:1: nodes: at least one is needed"),
         ("nodes: [{name: a}]", "give it an `accelerator`, or `devices`"),
-        ("nodes: [{name: a, accelerator: A10, count: 0}]", r"nodes\.0\.count: Input should be greater than 0"),
-        ("nodes: [{name: a, accelerator: A1O}]", "unknown accelerator 'A1O'; did you mean A10"),
-        ("nodes: [{name: a, accelerator: A10}, {name: a, accelerator: A10}]", "'a' is there twice"),
-        ("nodes: [{name: a, accelerator: A10}, {name: b, accelerator: A10}]", "no link between the nodes 'a' and 'b'"),
+        ("nodes: [{name: a, accelerator: A10, count: 0}]", r"nodes\.0\.count: must be greater than 0, not 0"),
+        ("nodes: [{name: a, accelerator: A1O}]", r"yaml:1: nodes\.0\.accelerator: unknown .*did you mean A10"),
+        (
+            "nodes: [{name: a, accelerator: A10}, {name: a, accelerator: A10}]",
+            r":1: nodes\.1\.name: 'a' is there twice",
+        ),
+        (
+            "nodes: [{name: a, accelerator: A10, replicas: 3}]\nnetwork: {pairs: [{nodes: [a-0, a-1], gbps: 1}]}",
+            "yaml:2: network: no link between the nodes 'a-0' and 'a-2'",
+        ),
         ("nodes: [{name: a, accelerator: A10}]\nnetwork: {nodes: {x: {gbps: 1}}}", "no node 'x'"),
-        ("nodes: [{name: a, accelerator: A10, gpus: 2}]", r"nodes\.0\.gpus: Extra inputs"),
+        ("nodes: [{name: a, accelerator: A10, gpus: 2}]", r"nodes\.0\.gpus: unknown key 'gpus'"),
+        ("nodes: [{name: a, accelerator: A10, name: b}]", r"yaml:1: nodes\.0\.name: it is here twice"),
+        ("name: a\nnodes: [{name: a, accelerator: A10}]\nname: b", "yaml:3: name: it is here twice, first in line 1"),
+        (f"{NODES}\nnetwork:\n  pairs:\n  - {{nodes: [a, a], gbps: 1}}", r"yaml:4: network\.pairs\.0: 'a' to itself"),
+        (
+            f"{NODES}\nnetwork: {{pairs: [{{nodes: [a, b], gbps: 1}}, {{nodes: [b, a], gbps: 2}}]}}",
+            r"yaml:2: network\.pairs\.1: 'a' and 'b' have a link already",
+        ),
+        ("nodes: [{name: a, accelerator: A10, count: !x 2}]", r"yaml:1: nodes\.0\.count: a tag"),
+        ("? [a]\n: 1", "yaml:1: a key must be text"),
+        (f"nodes: [{{name: a, accelerator: A10, price_usd_hour: {'9' * 400}}}]", r"yaml:1: .*price_usd_hour: a whole"),
     ],
 )
 def test_faults_name_file_and_key(tmp_path: Path, text: str, message: str) -> None:

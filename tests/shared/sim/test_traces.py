@@ -1,9 +1,13 @@
+import gzip
+import json
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shared.errors import InvalidRequest
 from shared.sim.traces import FORMATS, read_trace
@@ -111,6 +115,14 @@ def test_blank_lines_at_the_end_are_nothing(write: Write, end: str) -> None:
         (PLAIN + "-1,1,1\n", r":2: arrival_s -1 is less than 0"),
         (PLAIN + "0,1,1\n1,1,1,1\n", r"Expected 3 fields in line 3, saw 4"),
         (PLAIN + "0,1,1,1\n1,1,1,1\n", r"more fields than the header"),
+        (PLAIN + "0,1,1\n1,2\x000,1\n", r":3: a NUL character"),
+        (PLAIN + f"0,1,1\n0,{'9' * 400},1\n", r":3: prompt_tokens '9+… is not a finite number"),
+        (PLAIN + "0,1,1\n0,1_0,1\n", r":3: prompt_tokens '1_0' is not a number"),
+        (PLAIN + "0,1,1\n1e12,1,1\n", r":3: arrival_s 1000000000000.0 is more than 100 years after the start"),
+        (BURST + "0,x,1,1,2,x\n1e12,x,1,1,2,x\n", r":3: Timestamp 1000000000000.0 is more than 100 years"),
+        (AZURE + "1700-01-01 00:00:00,1,1\n2200-01-01 00:00:00,1,1\n", r":3: TIMESTAMP '2200.*' is more than 100"),
+        (AZURE + "2200-01-01 00:00:00,1,1\n1700-01-01 00:00:00,1,1\n", r":3: TIMESTAMP '1700.*' is more than 100"),
+        (AZURE + "2023-01-01 00:00:00,1,1\n9999-01-01 00:00:00,1,1\n", r":3: TIMESTAMP '9999.*' is not a date"),
         (PLAIN, r"no requests"),
         (PLAIN + "\n\n", r"no requests"),
         ("", r"the file is empty"),
@@ -143,6 +155,122 @@ def test_errors_name_line_and_key(write: Write, text: str, says: str) -> None:
     assert str(path) in error.value.message
 
 
+MOON = '{{"timestamp": {}, "input_length": 1000, "output_length": 2{}}}\n'
+
+
+def moon(*times: object, more: str = "") -> str:
+    return "".join(MOON.format(time, more) for time in times)
+
+
+@pytest.mark.parametrize("without", [0, 1, 2])
+def test_prefixes_that_one_record_lacks_are_an_error_on_its_line(write: Write, without: int) -> None:
+    rows = [moon(at, more="" if at == without else ', "hash_ids": [1, 2]') for at in range(3)]
+    with pytest.raises(InvalidRequest, match=rf":{without + 1}: hash_ids is missing"):
+        read_trace(write("".join(rows)))
+    assert read_trace(write(moon(0, 1, 2))).prefixes is None
+
+
+def test_more_blocks_than_the_prompt_holds_are_of_another_size(write: Write) -> None:
+    path = write(moon(0, more=', "hash_ids": [1, 2]') + moon(1, more=', "hash_ids": [1, 2, 3]'))
+    with pytest.raises(InvalidRequest, match=r":2: hash_ids \[1, 2, 3\] has more blocks of 512 tokens than the prompt"):
+        read_trace(path)
+    read = read_trace(path, block_tokens=256)
+    assert read.prefixes == ((1, 2), (1, 2, 3))
+    assert read.prefix_block_tokens == 256
+
+
+@pytest.mark.parametrize(
+    ("times", "says"),
+    [
+        ((0, 0.5, 1.25), r":2: timestamp 0.5 is no whole millisecond; the times look like seconds"),
+        ((1_700_000_000, 1_700_000_003), r":1: timestamp 1700000000 is a date in seconds"),
+        ((0, 0, 0, 0, 1, 1, 2, 2, 2, 3, 3), r"timestamp: 11 requests within 3 milliseconds; the times look"),
+    ],
+)
+def test_seconds_are_not_taken_for_milliseconds(write: Write, times: tuple[float, ...], says: str) -> None:
+    path = write(moon(*times))
+    with pytest.raises(InvalidRequest, match=says):
+        read_trace(path)
+    seconds = [time - times[0] for time in times]
+    assert read_trace(path, time_unit="s").arrival_s.tolist() == seconds
+    assert read_trace(path, time_unit="ms").arrival_s.tolist() == pytest.approx([time / 1000 for time in seconds])
+
+
+def test_a_unit_is_of_times_that_are_numbers(write: Write) -> None:
+    assert read_trace(write(PLAIN + "0,1,1\n500,1,1\n"), time_unit="ms").arrival_s.tolist() == [0.0, 0.5]
+    assert read_trace(write(moon(1_700_000_000_000, 1_700_000_000_250))).arrival_s.tolist() == [0.0, 0.25]
+    with pytest.raises(InvalidRequest, match="time_unit must be one of s, ms, not 'h'"):
+        read_trace(write(PLAIN + "0,1,1\n"), time_unit="h")
+    with pytest.raises(InvalidRequest, match="time_unit is for traces whose times are numbers"):
+        read_trace(write(AZURE + "2023-11-16 18:15:46,1,1\n"), time_unit="s")
+
+
+def test_gzip_and_lists_of_records(write: Write, tmp_path: Path) -> None:
+    plain = read_trace(write(PLAIN + "0,1,1\n1,2,2\n"))
+    packed = tmp_path / "trace.csv.gz"
+    packed.write_bytes(gzip.compress((PLAIN + "0,1,1\n1,2,2\n").encode()))
+    assert read_trace(packed).arrival_s.tolist() == plain.arrival_s.tolist()
+    rows = [moon(at, more=', "hash_ids": [1, 2]').strip() for at in (0, 500)]
+    listed = read_trace(write("[\n" + ",\n".join(rows) + "\n]"))
+    assert listed.arrival_s.tolist() == [0.0, 0.5]
+    assert listed.prefixes == ((1, 2), (1, 2))
+    with pytest.raises(InvalidRequest, match=r":3: hash_ids is missing"):
+        read_trace(write("[\n" + ",\n".join((rows[0], moon(500).strip())) + "\n]"))
+    with pytest.raises(InvalidRequest, match=r":1: no requests"):
+        read_trace(write("[]"))
+
+
+def test_numbers_in_json_are_plain(write: Write) -> None:
+    row = '{{"arrival_s": 0, "prompt_tokens": {}, "output_tokens": 1}}\n'
+    assert read_trace(write(row.format('" 12 "'))).prompt_tokens.tolist() == [12]
+    for bad in ('"1\\u00002"', "10" * 200, '"1_0"', '"0x10"', "1e400", "[" * 900 + "]" * 900, '"\\ud800"'):
+        with pytest.raises(InvalidRequest, match=r":2: prompt_tokens .* is not a") as error:
+            read_trace(write(row.format(5) + row.format(bad)))
+        assert len(error.value.message.encode()) < 400
+    with pytest.raises(InvalidRequest, match=":1: not JSON: nested too deeply"):
+        read_trace(write(row.format("[" * 100_000)))
+
+
+_CELLS = st.sampled_from(
+    ["0", "1", "2.5", "-1", "1e9", "1e400", "9" * 400, "nan", "inf", "", " ", '"a"', '"1', "\0", "2023-11-16 18:15:46"]
+) | st.text(max_size=4)
+
+
+def _csv_text() -> st.SearchStrategy[str]:
+    rows = st.lists(st.lists(_CELLS, min_size=1, max_size=4).map(",".join), max_size=4).map("\n".join)
+    return st.tuples(st.sampled_from([PLAIN, AZURE, BURST, "num_prefill_tokens,num_decode_tokens\n", ""]), rows).map(
+        "".join
+    )
+
+
+def _json_text() -> st.SearchStrategy[str]:
+    keys = [key for form in FORMATS.values() if form.records for key in (*form.keys, form.prefixes) if key]
+    values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just(10**400),
+        lambda inner: st.lists(inner, max_size=3),
+        max_leaves=4,
+    )
+    rows = st.lists(st.dictionaries(st.sampled_from(keys), values, max_size=6), max_size=4)
+    whole = rows.map(json.dumps)
+    return whole | rows.map(lambda each: "\n".join(map(json.dumps, each))) | whole.map(lambda text: text[:-3])
+
+
+@given(text=_csv_text() | _json_text(), sort=st.booleans(), skip_empty=st.booleans())
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_file_is_a_workload_or_refused_by_name(write: Write, text: str, sort: bool, skip_empty: bool) -> None:
+    path = write(text.encode(errors="replace").decode())
+    try:
+        read = read_trace(path, sort=sort, skip_empty=skip_empty)
+    except InvalidRequest as error:
+        said = error.message
+    else:
+        said = f"{path}:"
+        assert np.isfinite(read.arrival_s).all()
+        assert read.prompt_tokens.min() >= 1
+    assert f"{path}:" in said
+    said.encode()
+
+
 def test_all_requests_empty(write: Write) -> None:
     with pytest.raises(InvalidRequest, match="all 1 requests are empty"):
         read_trace(write(PLAIN + "0,0,1\n"), skip_empty=True)
@@ -155,12 +283,12 @@ def test_a_format_may_be_named(write: Write) -> None:
         read_trace(path, "excel")
     with pytest.raises(InvalidRequest, match="key 'TIMESTAMP' of format 'azure' is missing"):
         read_trace(path, "azure")
-    with pytest.raises(InvalidRequest, match="'jsonl' is one JSON object a line"):
+    with pytest.raises(InvalidRequest, match="'jsonl' is JSON, one object a line or a list"):
         read_trace(path, "jsonl")
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="cannot read"):
+    with pytest.raises(InvalidRequest, match="cannot be read"):
         read_trace(tmp_path / "none.csv")
     (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(InvalidRequest, match="UTF-8"):
@@ -168,7 +296,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 def test_no_two_formats_have_the_same_keys() -> None:
-    assert len({(form.lines, form.keys) for form in FORMATS.values()}) == len(FORMATS)
+    assert len({(form.records, form.keys) for form in FORMATS.values()}) == len(FORMATS)
 
 
 def test_a_million_rows_are_read_in_seconds(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.launcher.render.accelerators import _LABELS, _RESOURCES
+from services.launcher.render.accelerators import _LABELS, _PRODUCTS, _RESOURCES
 from services.launcher.render.pods import extra_environment
 from shared.cost.catalogue import Catalogue
 from tests.services.launcher.render.rendering import (
@@ -62,6 +62,7 @@ def test_every_accelerator_that_is_known_has_a_resource() -> None:
     catalogue = Catalogue.built_in()
     assert {catalogue.get(name).vendor for name in catalogue.names()} <= set(_RESOURCES)
     assert all(catalogue.get(name).name == name for name in _LABELS)
+    assert all(catalogue.get(product).name == name for name, product in _PRODUCTS.items())  # as nvidia-smi prints it
 
 
 def test_shared_memory_where_ranks_talk_through_it() -> None:

@@ -1,18 +1,15 @@
-"""Where the keys of a YAML file stand, so that what is wrong with one is told with its line."""
+"""Where the keys of a YAML file stand, so that messages about them name the line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import yaml
 
-from shared.errors import InvalidRequest
-from shared.secrecy import shown_key, yaml_fault
+from shared.secrecy import shown_key
 
 Path_ = tuple[str, ...]  # keys from the top; of a list its places, counted from 0
 _DEFAULTS = "instance_defaults"
-_MERGE = "<<"
+MERGE_TAG = "tag:yaml.org,2002:merge"  # of a key `<<` without quotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +32,11 @@ class Places:
             return f"{option}: {text}"
         line = self._line(path)
         return f"{self.file}{f':{line}' if line else ''}: {named + ': ' if named else ''}{text}"
+
+    def tell_of_text(self, text: str) -> str:
+        """The same of a text that may begin with the key that it is about: `nodes.0.name: …`."""
+        key, colon, rest = text.partition(": ")
+        return self.tell(key, rest) if colon and " " not in key else self.tell((), text)
 
     def overrule(self, key: str, option: str) -> "Places":
         """The same file with a key that an option of the command line gives instead."""
@@ -73,72 +75,43 @@ class Places:
         return path
 
 
-def read_places(file: Path | str, text: str) -> Places:
-    """Of a YAML text. Raises InvalidRequest where it is no YAML, or a key is there twice: YAML would keep the last."""
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise InvalidRequest(yaml_fault(file, error)) from error
+def places_of(file: str, root: yaml.Node | None) -> Places:
+    """Of a file whose nodes are read. What an alias repeats stands where its anchor does."""
     lines: dict[Path_, int] = {}
-    twice: list[tuple[Path_, int]] = []
     if root is not None:
-        _walk(root, (), lines, twice)
-    places = Places(str(file), lines, _ids(root))
-    if twice:
-        told = [
-            f"{file}:{line}: {'.'.join(map(shown_key, path))}: it is here twice, first in line {lines[path]}"
-            for path, line in twice
-        ]
-        raise InvalidRequest("\n".join(told))
-    return places
+        _walk(root, (), lines)
+    return Places(file, lines, _ids(root))
 
 
-def read_with_places(file: Path | str, text: str) -> tuple[Any, Places]:
-    """What a YAML text says, and where. Raises InvalidRequest as `read_places`, and for a value that cannot be read."""
-    places = read_places(file, text)
-    try:
-        return yaml.safe_load(text), places
-    except yaml.YAMLError as error:
-        raise InvalidRequest(yaml_fault(file, error)) from error
-    except ValueError as error:  # of a date or a number that is none
-        raise InvalidRequest(f"{file}: a date or a number in it cannot be read: write it in quotes") from error
-
-
-def _walk(node: yaml.Node, path: Path_, lines: dict[Path_, int], twice: list[tuple[Path_, int]]) -> None:
+def _walk(node: yaml.Node, path: Path_, lines: dict[Path_, int]) -> None:
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             lines[(*path, str(index))] = item.start_mark.line + 1
-            _walk(item, (*path, str(index)), lines, twice)
+            _walk(item, (*path, str(index)), lines)
     elif isinstance(node, yaml.MappingNode):
-        own: set[str] = set()
         for key, value in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name == _MERGE:
+            if key.tag == MERGE_TAG:
                 _merge(value, path, lines)
-                continue
-            if name in own:
-                twice.append(((*path, name), line))
-                continue
-            own.add(name)
-            lines[(*path, name)] = line
-            _walk(value, (*path, name), lines, twice)
+            else:
+                lines[(*path, str(key.value))] = key.start_mark.line + 1
+                _walk(value, (*path, str(key.value)), lines)
 
 
 def _merge(value: yaml.Node, path: Path_, lines: dict[Path_, int]) -> None:
     """Keys that come from an anchor: theirs is where it stands, unless they are given here."""
     merged: dict[Path_, int] = {}
     for node in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-        _walk(node, path, merged, [])
+        _walk(node, path, merged)
     for where, line in merged.items():
         lines.setdefault(where, line)
 
 
 def _ids(root: yaml.Node | None) -> tuple[str, ...]:
-    """What each of `instances` calls itself; empty where it does not."""
+    """The `id` of each of `instances`; empty where there is none."""
     found = _value(root, "instances")
     if not isinstance(found, yaml.SequenceNode):
         return ()
-    named: list[Any] = [_value(item, "id") for item in found.value]
+    named = [_value(item, "id") for item in found.value]
     return tuple(str(each.value) if isinstance(each, yaml.ScalarNode) else "" for each in named)
 
 

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a file, in words for whoever wrote it: line, key, what is wrong, what is possible."""
+"""What pydantic finds wrong with a file, in words for its author: line, key, what is wrong, what is possible."""
 
 import difflib
 import types
@@ -7,12 +7,14 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from services.launcher.places import Places
-from shared.runtime.settings import OTLP
+from shared.files.places import Places
 from shared.secrecy import may_be_secret, shown_key
 
+_KEY = "[key]"  # the last part of where pydantic finds a key of the wrong kind
 _SHORT = 60  # letters of a value that is shown
 _KNOWN = " Known: "
+_FAULTS = 50  # of one file that a message lists
+OTLP = r"^(https?|grpcs?)://[^\s/]+"  # of `shared.runtime.settings.Tracing`; the scheme says which of two protocols
 _PLAIN = {"a valid ": "a ", "a integer": "a whole number", "a dictionary": "a mapping", "a tuple": "a list"}
 
 
@@ -33,10 +35,12 @@ def describe(where: object, error: ValidationError, at: str = "", kind: type[Bas
     places = where if isinstance(where, Places) else Places(str(where))
     told: dict[str, None] = {}  # one in `instance_defaults` is told once, not for each instance
     for fault in _first_causes(error.errors()):
-        path = (*(at.split(".") if at else ()), *fault["loc"])
+        path = (*(at.split(".") if at else ()), *(part for part in fault["loc"] if part != _KEY))
         for text in _texts(fault, path, kind):
             told[_place(places, path, text)] = None
-    return "\n".join(_listed_once(told))
+    lines = _listed_once(told)
+    more = [f"{places.file}: and {len(lines) - _FAULTS} more"] if len(lines) > _FAULTS else []
+    return "\n".join([*lines[:_FAULTS], *more])
 
 
 def _first_causes(faults: Sequence[Any]) -> list[Any]:
@@ -62,10 +66,7 @@ def _listed_once(lines: Iterable[str]) -> list[str]:
 
 
 def _place(places: Places, path: Sequence[str | int], text: str) -> str:
-    if path:
-        return places.tell(path, text)
-    key, colon, rest = text.partition(": ")  # of the whole file: the text begins with the key
-    return places.tell(key, rest) if colon and " " not in key else places.tell((), text)
+    return places.tell(path, text) if path else places.tell_of_text(text)
 
 
 def _texts(fault: Any, path: tuple[str | int, ...], kind: type[BaseModel] | None) -> list[str]:
@@ -82,6 +83,8 @@ def _texts(fault: Any, path: tuple[str | int, ...], kind: type[BaseModel] | None
         case "literal_error" | "enum":
             choices = [each.strip("' ") for each in str(fault["ctx"]["expected"]).replace(" or ", ", ").split(",")]
             return [f"must be one of {', '.join(choices)}, not {shown}{_near(given, choices)}"]
+        case "invalid_key" | "string_type" if fault["type"] == "invalid_key" or fault["loc"][-1] == _KEY:
+            return ["a key must be text: write it in quotes"]
         case "string_type" if isinstance(given, bool | int | float):
             return [f"must be text, not {shown}: write it in quotes"]
         case "string_pattern_mismatch" if fault["ctx"]["pattern"] == OTLP:
