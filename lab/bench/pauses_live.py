@@ -1,0 +1,127 @@
+"""Scenarios of pauses on live emulated instances, and the same requests simulated from the same cluster file.
+
+Of each workload the requests of its first seconds are sent. A length predictor would need a trained checkpoint: the
+scenarios with one are only simulated. Figures are in the accelerators' own time.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from lab.bench.live_clusters import Variant, model_with_context
+from lab.bench.live_replay import send
+from lab.bench.pauses import POLICIES, TARGETS, PauseScenario, beside_simple, pause_scenarios
+from lab.bench.scenarios import learned
+from lab.bench.side_by_side import Row, faster, median_of, of_samples
+from lab.calibrate.target import Target
+from lab.calibrate.traffic import Traffic
+from lab.demo.run import on_free_ports
+from lab.simulate.deployment import load_deployment
+from services.launcher.cluster_file import load_cluster
+from services.launcher.up import RunningSuite, running_suite
+from shared.policy.written import from_words
+from shared.sim.workload import Workload
+
+TABLE = "pauses, live and simulated"
+USUAL = ("burst_unlike", "prompts_unlike", "overload_unlike_classes", "overload_unlike_one_class", "kv_0.85_unlike")
+LASTS_S = 45.0  # of arrivals
+AIM_PERCENT = 20.0
+COMPARED = ("longest_gap_p90_s", "longest_gap_max_s")  # live and simulated
+
+
+def pause_scenarios_live() -> dict[str, PauseScenario]:
+    """Those that can be started, by name."""
+    return {one.name: one for one in pause_scenarios() if not one.predicted}
+
+
+def run_pauses_live(scenarios: Sequence[PauseScenario], runs: int) -> dict[str, Any]:
+    """Figures, aims and rows, medians over so many runs of each scenario and policy, each with another seed."""
+    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": [], "tables": {TABLE: []}}
+    live: dict[str, dict[str, Row]] = {}
+    for scenario in scenarios:
+        with TemporaryDirectory(prefix="polyphase-pauses-") as name:
+            pairs, foreign_cores = asyncio.run(_measured(scenario, Path(name), runs))
+        live[scenario.name] = {policy: pair[0] for policy, pair in pairs.items()}
+        for policy, pair in pairs.items():
+            head = {"scenario": scenario.name, "policy": policy}
+            result["tables"][TABLE] += [
+                {**head, "run": run, **row} for run, row in zip(("live", "simulated"), pair, strict=True)
+            ]
+        off = _off(scenario.name, *pairs["adaptive"])
+        result["figures"] |= {f"{scenario.name}_foreign_cores": round(foreign_cores, 2)} | off
+        result["aims"] |= {
+            name: {"want": f"within {AIM_PERCENT:g}", "got": got, "met": abs(got) <= AIM_PERCENT}
+            for name, got in off.items()
+        }
+    for part, entries in beside_simple(live, "pauses_live").items():
+        result[part] |= entries
+    return result
+
+
+def workload_of(scenario: PauseScenario, seed: int) -> Workload:
+    """The requests of its first seconds."""
+    workload = scenario.make(np.random.default_rng(seed))
+    return workload.head(int(np.searchsorted(workload.arrival_s, LASTS_S)))
+
+
+def variant(policy: str) -> Variant:
+    """One of POLICIES, as a live cluster is told of it."""
+    parts = (from_words(part) for part in POLICIES[policy].split("+"))
+    return Variant(policy, {kind: spec.name for part in parts for kind, spec in part.items()})
+
+
+def _off(name: str, live: Row, simulated: Row) -> dict[str, float]:
+    """By how many percent the simulator is off."""
+    return {
+        f"{name}_adaptive_{column.removesuffix('_s')}_off_percent": round(
+            100.0 * (simulated[column] / live[column] - 1.0), 1
+        )
+        for column in COMPARED
+    }
+
+
+Pairs = dict[str, tuple[Row, Row]]  # by policy, live and simulated
+
+
+async def _measured(scenario: PauseScenario, folder: Path, runs: int) -> tuple[Pairs, float]:
+    """And the cores that others used meanwhile."""
+    model_with_context(folder / "model", max(4096, scenario.max_model_len))
+    file = scenario.cluster_into(folder, str(folder / "model"), scenario.slowdown)
+    console = Console(stderr=True)
+    async with running_suite(on_free_ports(load_cluster(file)), folder / "state", console) as running:
+        return await running.supervisor.during(_compared(scenario, file, running, runs, console))
+
+
+async def _compared(
+    scenario: PauseScenario, file: Path, running: RunningSuite, runs: int, console: Console
+) -> tuple[Pairs, float]:
+    target, rng = Target.local(running.suite), Random(1)
+    traffic = await Traffic.to(target)
+    deployment = load_deployment(file)
+    known = tuple(learned(spec, rng, noise=0.0, start_off=1.0) for spec in deployment.instances)
+    deployment = replace(deployment, instances=known)
+    pairs, foreign_cores = Pairs(), list[float]()
+    for policy, words in POLICIES.items():
+        rows, simulated = list[Row](), list[Row]()
+        for seed in range(1, runs + 1):
+            workload = workload_of(scenario, seed)
+            slowed = scenario.slower(workload, scenario.slowdown)
+            samples, foreign = await send(target, traffic, slowed, variant(policy))
+            await running.suite.wait_idle()
+            judged = [one for one in samples if one.shot.slo == scenario.judged or not scenario.judged]
+            live = of_samples({}, judged, TARGETS.slower(scenario.slowdown))
+            rows.append(faster(live, scenario.slowdown))
+            args = (deployment, workload, words, seed, scenario.slowdown)
+            simulated.append(await asyncio.to_thread(scenario.simulated, *args))
+            foreign_cores.append(foreign)
+            console.print(f"{scenario.name}, {policy}, {seed}: {foreign:.2f} cores of others", rows[-1], simulated[-1])
+        pairs[policy] = median_of(rows), median_of(simulated)
+    return pairs, fmean(foreign_cores)
