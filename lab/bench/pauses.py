@@ -48,9 +48,7 @@ _ENGINE: dict[str, Any] = {
     "engine": "emulated",
     "emulated_model": "Llama-3-8B",
     "emulated_link_gbps": 100.0,
-    "chunk_size": 2048,
     "max_seqs": 256,
-    "block_size": 16,
 }
 
 Make = Callable[[np.random.Generator], Workload]
@@ -133,7 +131,7 @@ def pause_scenarios() -> Iterator[PauseScenario]:
             kind = "classes" if classes else "one_class"
             judged = "default" if classes else ""
             make = partial(_flood, classes)
-            yield PauseScenario(f"overload_{name}_{kind}", sized, make, judged, max_model_len=8192, slowdown=4.0)
+            yield PauseScenario(f"overload_{name}_{kind}", sized, make, judged, max_model_len=8192, slowdown=2.0)
     for name, kv_tokens in (("equal", (8192, 8192, 8192)), ("unlike", (12_288, 8192, 4096))):
         decodes = tuple(_fixed(f"d{at}", "decode", size) for at, size in enumerate(kv_tokens))
         prefills = (_fixed("p0", "prefill", 8192), _fixed("p1", "prefill", 8192))

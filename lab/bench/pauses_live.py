@@ -5,13 +5,14 @@ scenarios with one are only simulated. Figures are in the accelerators' own time
 """
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -21,6 +22,7 @@ from lab.bench.live_replay import send
 from lab.bench.pauses import POLICIES, TARGETS, PauseScenario, beside_simple, pause_scenarios
 from lab.bench.scenarios import learned
 from lab.bench.side_by_side import Row, faster, median_of, of_samples
+from lab.calibrate.host_watch import TimerWatch
 from lab.calibrate.target import Target
 from lab.calibrate.traffic import Traffic
 from lab.demo.run import on_free_ports
@@ -34,6 +36,7 @@ TABLE = "pauses, live and simulated"
 USUAL = ("burst_unlike", "prompts_unlike", "overload_unlike_classes", "overload_unlike_one_class", "kv_0.85_unlike")
 LASTS_S = 45.0  # of arrivals
 AIM_PERCENT = 20.0
+TRIES, LATE_S = 3, 0.03  # of a run in which timers of the clients were later than this; the quietest counts
 COMPARED = ("longest_gap_p90_s", "longest_gap_max_s")  # live and simulated
 
 
@@ -48,7 +51,7 @@ def run_pauses_live(scenarios: Sequence[PauseScenario], runs: int) -> dict[str, 
     live: dict[str, dict[str, Row]] = {}
     for scenario in scenarios:
         with TemporaryDirectory(prefix="polyphase-pauses-") as name:
-            pairs, foreign_cores = asyncio.run(_measured(scenario, Path(name), runs))
+            pairs, noise = asyncio.run(_measured(scenario, Path(name), runs))
         live[scenario.name] = {policy: pair[0] for policy, pair in pairs.items()}
         for policy, pair in pairs.items():
             head = {"scenario": scenario.name, "policy": policy}
@@ -56,7 +59,7 @@ def run_pauses_live(scenarios: Sequence[PauseScenario], runs: int) -> dict[str, 
                 {**head, "run": run, **row} for run, row in zip(("live", "simulated"), pair, strict=True)
             ]
         off = _off(scenario.name, *pairs["adaptive"])
-        result["figures"] |= {f"{scenario.name}_foreign_cores": round(foreign_cores, 2)} | off
+        result["figures"] |= noise | off
         result["aims"] |= {
             name: {"want": f"within {AIM_PERCENT:g}", "got": got, "met": abs(got) <= AIM_PERCENT}
             for name, got in off.items()
@@ -91,8 +94,15 @@ def _off(name: str, live: Row, simulated: Row) -> dict[str, float]:
 Pairs = dict[str, tuple[Row, Row]]  # by policy, live and simulated
 
 
-async def _measured(scenario: PauseScenario, folder: Path, runs: int) -> tuple[Pairs, float]:
-    """And the cores that others used meanwhile."""
+class Noise(NamedTuple):
+    """What disturbed a run: how late timers of the clients were at most, and the cores that other processes used."""
+
+    late_s: float
+    foreign_cores: float
+
+
+async def _measured(scenario: PauseScenario, folder: Path, runs: int) -> tuple[Pairs, dict[str, float]]:
+    """And figures of what disturbed it."""
     model_with_context(folder / "model", max(4096, scenario.max_model_len))
     file = scenario.cluster_into(folder, str(folder / "model"), scenario.slowdown)
     console = Console(stderr=True)
@@ -102,26 +112,43 @@ async def _measured(scenario: PauseScenario, folder: Path, runs: int) -> tuple[P
 
 async def _compared(
     scenario: PauseScenario, file: Path, running: RunningSuite, runs: int, console: Console
-) -> tuple[Pairs, float]:
+) -> tuple[Pairs, dict[str, float]]:
     target, rng = Target.local(running.suite), Random(1)
     traffic = await Traffic.to(target)
     deployment = load_deployment(file)
     known = tuple(learned(spec, rng, noise=0.0, start_off=1.0) for spec in deployment.instances)
     deployment = replace(deployment, instances=known)
-    pairs, foreign_cores = Pairs(), list[float]()
+    gc.collect()
+    gc.freeze()  # to look through all that is loaded would stop the clients for as long as a pause lasts
+    pairs, noise = Pairs(), list[Noise]()
     for policy, words in POLICIES.items():
         rows, simulated = list[Row](), list[Row]()
         for seed in range(1, runs + 1):
             workload = workload_of(scenario, seed)
-            slowed = scenario.slower(workload, scenario.slowdown)
-            samples, foreign = await send(target, traffic, slowed, variant(policy))
-            await running.suite.wait_idle()
-            judged = [one for one in samples if one.shot.slo == scenario.judged or not scenario.judged]
-            live = of_samples({}, judged, TARGETS.slower(scenario.slowdown))
-            rows.append(faster(live, scenario.slowdown))
+            tries = list[tuple[Noise, Row]]()
+            while len(tries) < TRIES and (not tries or tries[-1][0].late_s > LATE_S):
+                tries.append(await _live(scenario, running, target, traffic, workload, policy))
+            best, row = min(tries, key=lambda one: one[0])
             args = (deployment, workload, words, seed, scenario.slowdown)
+            rows.append(row)
             simulated.append(await asyncio.to_thread(scenario.simulated, *args))
-            foreign_cores.append(foreign)
-            console.print(f"{scenario.name}, {policy}, {seed}: {foreign:.2f} cores of others", rows[-1], simulated[-1])
+            noise.append(best)
+            console.print(f"{scenario.name}, {policy}, {seed}, {best}: live, simulated", rows[-1], simulated[-1])
         pairs[policy] = median_of(rows), median_of(simulated)
-    return pairs, fmean(foreign_cores)
+    figures = {
+        f"{scenario.name}_timers_late_max_s": max(one.late_s for one in noise),
+        f"{scenario.name}_foreign_cores": fmean(one.foreign_cores for one in noise),
+    }
+    return pairs, {name: round(value, 3) for name, value in figures.items()}
+
+
+async def _live(
+    scenario: PauseScenario, running: RunningSuite, target: Target, traffic: Traffic, workload: Workload, policy: str
+) -> tuple[Noise, Row]:
+    async with TimerWatch() as timers:
+        slow = scenario.slower(workload, scenario.slowdown)
+        samples, foreign_cores = await send(target, traffic, slow, variant(policy))
+    await running.suite.wait_idle()
+    judged = [one for one in samples if one.shot.slo == scenario.judged or not scenario.judged]
+    row = of_samples({}, judged, TARGETS.slower(scenario.slowdown))
+    return Noise(timers.late_s, foreign_cores), faster(row, scenario.slowdown)
