@@ -6,7 +6,7 @@ import pytest
 
 from lab.bench.live_replay import shots_of
 from lab.bench.pauses import ADAPTIVE, POLICIES, SIMPLE, TARGETS, pause_scenarios
-from lab.bench.pauses_live import variant, workload_of
+from lab.bench.pauses_live import compared_of, variant, workload_of
 from lab.bench.policies_live import LiveOptions, run_policies_live
 from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster
@@ -80,3 +80,16 @@ def test_an_unknown_scenario_is_refused_with_those_that_exist() -> None:
         run_policies_live(LiveOptions(("pauses", "burst")))
     with pytest.raises(InvalidRequest, match="no scenario kv_1_equal_predicted"):
         run_policies_live(LiveOptions(("kv_1_equal_predicted",)))
+
+
+def test_a_simulated_gap_may_be_off_by_a_fifth_or_by_a_fixed_step() -> None:
+    def met(name: str, live_s: float, simulated_s: float) -> bool:
+        rows = [{"longest_gap_p90_s": one, "longest_gap_max_s": 1.0} for one in (live_s, simulated_s)]
+        aims = compared_of(SCENARIOS[name], *rows)["aims"]
+        assert aims[f"{name}_adaptive_longest_gap_max_off_percent"]["met"]
+        return bool(aims[f"{name}_adaptive_longest_gap_p90_off_percent"]["met"])
+
+    assert met("prompts_unlike", 0.10, 0.12)
+    assert not met("prompts_unlike", 0.10, 0.125)
+    assert met("burst_unlike", 0.07, 0.10)
+    assert not met("burst_unlike", 1.0, 1.3)
