@@ -94,7 +94,7 @@ def bench_policies(
         Path | None, typer.Option(help="Keep each run in this file, and go on from those in it (of the same code).")
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="That simulate.")] = 2,
-    live: Annotated[bool, typer.Option("--live", help="Three of them on emulated instances, beside the sim.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Three of them, or pauses, on emulated instances.")] = False,
     runs: Annotated[int, typer.Option(min=1, help="With --live: of each of pauses, with its medians.")] = 1,
     as_json: Json = False,
 ) -> None:
