@@ -98,10 +98,17 @@ async def replay_live(target: Target, traffic: Traffic, workload: Workload, vari
     return Replay(Means.of(samples), foreign_cores)
 
 
+def shots_of(workload: Workload) -> list[Shot]:
+    """Its requests."""
+    mix = workload.mix
+    classes = [""] * len(workload) if mix is None else [mix.classes[at].name for at in mix.class_of]
+    rows = zip(workload.prompt_tokens, workload.output_tokens, workload.arrival_s, classes, strict=True)
+    return [Shot(int(prompt), int(output), float(at), slo) for prompt, output, at, slo in rows]
+
+
 async def send(target: Target, traffic: Traffic, workload: Workload, variant: Variant) -> tuple[list[Sample], float]:
     """The workload through the gateway, streamed, under the variant's policies; and what cores others used."""
-    rows = zip(workload.prompt_tokens, workload.output_tokens, workload.arrival_s, strict=True)
-    shots = [Shot(int(prompt), int(output), float(at)) for prompt, output, at in rows]
+    shots = shots_of(workload)
     async with target.policies(**variant.names), HostWatch(target.launcher_pid) as watch:
         samples = await traffic.timed(shots)
     return samples, watch.mean_cores

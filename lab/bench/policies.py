@@ -115,11 +115,11 @@ def run_policies_bench(options: PoliciesOptions | None = None, console: Console 
 
 def with_pauses(result: dict[str, Any]) -> dict[str, Any]:
     """The result, and the scenarios of pauses beside it."""
-    rows, aims, figures = pauses_side_by_side()
+    rows, parts = pauses_side_by_side()
     return {
         **result,
-        "figures": {**result["figures"], **figures},
-        "aims": {**result["aims"], **aims},
+        "figures": {**result["figures"], **parts["figures"]},
+        "aims": {**result["aims"], **parts["aims"]},
         "tables": {**result.get("tables", {}), PAUSES: rows},
     }
 

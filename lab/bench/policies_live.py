@@ -1,9 +1,10 @@
-"""Three scenarios of `bench policies` on live emulated instances, and simulated from the same cluster file.
+"""Scenarios of `bench policies` on live emulated instances, and simulated from the same cluster file.
 
-The clusters would stream more tokens than this machine can carry: all their times, and the targets of their requests,
-are so many times as long that about TOKENS_PER_S come. Each at SHARE of the goodput that the simulator finds for
-`adaptive`, under `adaptive` and under fixed policies. What policies know of lengths is what clients ask for at most,
-here what they get: an emulated engine ends no answer earlier.
+Three of the twelve, or those of pauses (`pauses_live`). The clusters of the twelve would stream more tokens than this
+machine can carry: all their times, and the targets of their requests, are so many times as long that about TOKENS_PER_S
+come. Each runs at SHARE of the goodput that the simulator finds for `adaptive`, under `adaptive` and under fixed
+policies. What policies know of lengths is what clients ask for at most, here what they get: an emulated engine ends no
+answer earlier.
 """
 
 import asyncio
@@ -21,6 +22,8 @@ from rich.console import Console
 from lab.bench.live import Round, judged
 from lab.bench.live_clusters import PLAIN, SERVICES, Variant, model_with_context
 from lab.bench.live_replay import Means, Replay, send
+from lab.bench.pauses import TABLE as PAUSES
+from lab.bench.pauses_live import USUAL, pause_scenarios_live, run_pauses_live
 from lab.bench.policies import named
 from lab.bench.policies_search import goodput
 from lab.bench.scenarios import SLO, TARGET, Scenario, instances, learned
@@ -32,6 +35,7 @@ from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.job import Slo
+from shared.errors import InvalidRequest
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment, summary
 from shared.sim.outcomes import SimResult
@@ -71,10 +75,35 @@ class Slowed:
         return slowed_slo(self.factor)
 
 
-def run_policies_live(names: Sequence[str] = ()) -> dict[str, Any]:
-    """Figures, aims and notes, as every bench gives them; of SCENARIOS without any names."""
-    scenarios = named(names) if names else SCENARIOS
-    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": [], "tables": {TABLE: []}}
+@dataclass(frozen=True, slots=True)
+class LiveOptions:
+    """Names of scenarios: of the twelve (three of them without any names), of pauses, or `pauses` for one of each kind
+    of those. runs: of each scenario of pauses under each policy.
+    """
+
+    scenarios: tuple[str, ...] = ()
+    runs: int = 1
+
+
+def run_policies_live(options: LiveOptions | None = None) -> dict[str, Any]:
+    """Figures, aims and notes, as every bench gives them."""
+    options, known = options or LiveOptions(), pause_scenarios_live()
+    names = [each for name in options.scenarios for each in (USUAL if name == PAUSES else (name,))]
+    others = [name for name in names if name not in known]
+    try:
+        slowed_ones = named(others) if others else () if names else SCENARIOS
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{error.message}; of pauses, live: {PAUSES}, {', '.join(known)}") from error
+    result = _run_slowed(slowed_ones)
+    of_pauses = [known[name] for name in dict.fromkeys(names) if name in known]
+    if of_pauses:
+        found = run_pauses_live(of_pauses, options.runs)
+        result = {part: result[part] + found[part] if part == "notes" else result[part] | found[part] for part in found}
+    return result
+
+
+def _run_slowed(scenarios: Sequence[Scenario]) -> dict[str, Any]:
+    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": [], "tables": {TABLE: []} if scenarios else {}}
     with tempfile.TemporaryDirectory(prefix="polyphase-policies-") as name:
         folder = Path(name)
         model_with_context(folder / "model", CONTEXT)

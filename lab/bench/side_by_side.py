@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,18 @@ def of_samples(head: Mapping[str, Any], samples: Sequence[Sample], slo: Slo) -> 
         "longest_gap_max_s": max(longest, default=float("nan")),
     }
     return _row(head, figures, sum(one.met(slo) for one in samples) / len(samples))
+
+
+def faster(row: Row, factor: float) -> Row:
+    """A row whose times are so many times as short."""
+    short = {name: round(row[name] / factor, 4) for name in COLUMNS if row[name] is not None}
+    return {**row, **short}
+
+
+def median_of(rows: Sequence[Row]) -> Row:
+    """By column; an empty cell where no row has a figure."""
+    numbers = {name: [row[name] for row in rows if row[name] is not None] for name in rows[0]}
+    return {name: round(median(values), 4) if values else None for name, values in numbers.items()}
 
 
 def _shares(name: str, values: Sequence[float], *shares: int) -> dict[str, float]:

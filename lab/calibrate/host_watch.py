@@ -1,4 +1,4 @@
-"""How much of this machine others use while it is measured: processes that are no part of the suite."""
+"""How others disturb what is measured: cores that processes use that are no part of the suite, and late timers."""
 
 import asyncio
 import os
@@ -9,6 +9,7 @@ from typing import Self
 import psutil
 
 _PERIOD_S = 2.0
+_TICK_S = 0.01
 
 
 class HostWatch:
@@ -68,3 +69,29 @@ def _cpu_s(process: psutil.Process) -> float:
     except psutil.Error:
         return 0.0
     return used.user + used.system
+
+
+class TimerWatch:
+    """Measures how late timers of this event loop are, from the moment it is entered: `late_s`, at most.
+
+    What is late by that much here was not necessarily late elsewhere. Use as an async context manager.
+    """
+
+    def __init__(self) -> None:
+        self.late_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            began_s = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self.late_s = max(self.late_s, time.monotonic() - began_s - _TICK_S)

@@ -21,11 +21,12 @@ _TEXT = "The river ran past stone houses, quiet gardens and a harbour full of co
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One request to be. at_s: seconds after the first."""
+    """One request to be. at_s: seconds after the first. slo: its class, "" for the default."""
 
     prompt_tokens: int
     output_tokens: int
     at_s: float = 0.0
+    slo: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class Traffic:
         }
         sent_s = time.time()
         host, port = self._target.api_address
-        seen = await stream_completion(host, port, body, self._target.api_key)
+        seen = await stream_completion(host, port, body, self._target.api_key, shot.slo)
         return Sample(name, shot, sent_s, seen.ttft_s, seen.last_s, seen.gaps_s)
 
 

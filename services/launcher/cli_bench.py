@@ -86,19 +86,24 @@ def bench_predictor(
 
 @bench_app.command("policies")
 def bench_policies(
-    scenario: Annotated[list[str] | None, typer.Option(help="The name of one of the twelve; may be repeated.")] = None,
+    scenario: Annotated[
+        list[str] | None,
+        typer.Option(help="One of the twelve, `pauses`, or with --live also one of pauses; may be repeated."),
+    ] = None,
     results: Annotated[
         Path | None, typer.Option(help="Keep each run in this file, and go on from those in it (of the same code).")
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="That simulate.")] = 2,
-    live: Annotated[bool, typer.Option("--live", help="Three of them on emulated instances, beside the sim.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Three of them, or pauses, on emulated instances.")] = False,
+    runs: Annotated[int, typer.Option(min=1, help="With --live: of each of pauses, with its medians.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Goodput of adaptive beside all fixed policies, in twelve simulated scenarios (long: see --results)."""
     if live and results is not None:
         raise typer.BadParameter("--live measures all of it anew: --results is of the simulated runs")
     if live:
-        _measure("policies_live", as_json, tuple(scenario or ()))
+        options = measuring.from_lab("bench.policies_live", "LiveOptions")
+        _measure("policies_live", as_json, options(tuple(scenario or ()), runs))
         return
     options = measuring.from_lab("bench.policies", "PoliciesOptions")
     _measure("policies", as_json, options(tuple(scenario or ()), results, processes))

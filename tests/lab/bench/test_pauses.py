@@ -4,8 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.pauses import ADAPTIVE, SIMPLE, pause_scenarios
+from lab.bench.live_replay import shots_of
+from lab.bench.pauses import ADAPTIVE, POLICIES, SIMPLE, TARGETS, pause_scenarios
+from lab.bench.pauses_live import compared_of, variant, workload_of
+from lab.bench.policies_live import LiveOptions, run_policies_live
+from lab.simulate.deployment import load_deployment
+from services.launcher.cluster_file import load_cluster
+from shared.cost.step import Batch
+from shared.errors import InvalidRequest
+from shared.sim.policy_words import with_words
+from shared.sim.spec import RunSpec
 
+BATCH = Batch(((256, 0),), 8, 8_000)
 SCENARIOS = {scenario.name: scenario for scenario in pause_scenarios()}
 
 
@@ -26,3 +36,60 @@ def test_near_the_limit_of_kv_first_tokens_stay_in_time(tmp_path: Path) -> None:
     ours, simple = (SCENARIOS["kv_0.85_equal"].run(policy, 1, tmp_path) for policy in (ADAPTIVE, SIMPLE["none"]))
     assert ours["attainment"] >= simple["attainment"] - 0.01
     assert ours["longest_gap_p90_s"] < simple["longest_gap_p90_s"]
+
+
+def test_the_cluster_that_is_started_is_the_one_that_is_simulated(tmp_path: Path) -> None:
+    scenario = SCENARIOS["overload_unlike_classes"]
+    plain = load_deployment(scenario.cluster_into(tmp_path)).instances
+    file = scenario.cluster_into(tmp_path, slowdown=4.0)
+    deployment, cluster = load_deployment(file), load_cluster(file)
+    assert cluster.instance_ids == tuple(one.instance_id for one in plain)
+    assert cluster.gateway.extra["slo"]["default"] == TARGETS.slower(4.0).targets
+    assert deployment.run.slo == TARGETS.slower(4.0)
+    for slow, usual in zip(deployment.instances, plain, strict=True):
+        assert slow.model.step_time_s(BATCH) == pytest.approx(4.0 * usual.model.step_time_s(BATCH))
+        assert (slow.kv_tokens, slow.limits) == (usual.kv_tokens, usual.limits)
+
+
+def test_a_slower_cluster_is_judged_as_the_usual_one(tmp_path: Path) -> None:
+    scenario = SCENARIOS["prompts_unlike"]
+    workload = workload_of(scenario, 1)
+    usual, slow = (
+        scenario.simulated(load_deployment(scenario.cluster_into(tmp_path, slowdown=by)), workload, ADAPTIVE, 1, by)
+        for by in (1.0, 4.0)
+    )
+    assert slow["jct_p50_s"] == pytest.approx(usual["jct_p50_s"], rel=0.1)
+    assert slow["attainment"] == pytest.approx(usual["attainment"], abs=0.05)
+
+
+def test_live_policies_are_those_that_are_simulated() -> None:
+    for policy, words in POLICIES.items():
+        assert variant(policy).policies() == with_words(RunSpec(), words).policies
+
+
+def test_the_first_requests_of_a_scenario_with_their_classes() -> None:
+    workload = workload_of(SCENARIOS["overload_equal_classes"], 2)
+    assert len(workload) == 420
+    assert {shot.slo for shot in shots_of(workload)} == {"default", "batch"}
+    assert workload_of(SCENARIOS["burst_equal"], 2).arrival_s[-1] < 1.0
+    assert {shot.slo for shot in shots_of(workload_of(SCENARIOS["burst_equal"], 2))} == {""}
+
+
+def test_an_unknown_scenario_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(InvalidRequest, match=r"no scenario burst; known: equal_conversation.*pauses, burst_equal"):
+        run_policies_live(LiveOptions(("pauses", "burst")))
+    with pytest.raises(InvalidRequest, match="no scenario kv_1_equal_predicted"):
+        run_policies_live(LiveOptions(("kv_1_equal_predicted",)))
+
+
+def test_a_simulated_gap_may_be_off_by_a_fifth_or_by_a_fixed_step() -> None:
+    def met(name: str, live_s: float, simulated_s: float) -> bool:
+        rows = [{"longest_gap_p90_s": one, "longest_gap_max_s": 1.0} for one in (live_s, simulated_s)]
+        aims = compared_of(SCENARIOS[name], *rows)["aims"]
+        assert aims[f"{name}_adaptive_longest_gap_max_off_percent"]["met"]
+        return bool(aims[f"{name}_adaptive_longest_gap_p90_off_percent"]["met"])
+
+    assert met("prompts_unlike", 0.10, 0.12)
+    assert not met("prompts_unlike", 0.10, 0.125)
+    assert met("burst_unlike", 0.07, 0.10)
+    assert not met("burst_unlike", 1.0, 1.3)
