@@ -20,6 +20,7 @@ from shared.secrecy import may_be_secret, shown_key
 
 TABLE = Path(__file__).with_suffix(".json")
 _WHOLE = re.compile(r"[+-]?\d+")
+_SIZE = re.compile(r"[+-]?\d+|\d+(\.\d+)?[kmgt]|\d+[KMGT]")  # thousands and so on; of 1,024 no parts
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _SERVER: tuple[str, ...] = ("uds", "headless", "config", "grpc", "grpc_port", "api_server_count", "uvicorn_log_level")
 _SERVER += ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "enable_ssl_refresh", "ssl_cert_reqs", "ssl_ciphers")
@@ -47,7 +48,8 @@ _PLUGINS: Mapping[str, str] = {"tool_call_parser": "tool_parser_plugin", "reason
 class Option(msgspec.Struct, frozen=True, omit_defaults=True):
     """One option.
 
-    kind: `flag` (on, or left out), `switch` (on or off), `whole`, `number`, `text`, `json`, `custom` (vLLM's own).
+    kind: `flag` (on, or left out), `switch` (on or off), `whole`, `size` (`16k`), `size_or_auto`, `number`, `text`,
+    `json`, `custom` (vLLM's own).
     json: of text, whether a mapping will do, too. many: it takes several values; `each`: it is named for each of them.
     """
 
@@ -122,7 +124,9 @@ def _option(action: argparse.Action) -> Option:
     of = _reading(action)
     if of("{}") is not None and of("x") is None:
         return Option("json", False, many, each)
-    if of("x") is not None or of("1k") is not None or choices:
+    if of("1k") is not None and of("x") is None:
+        return Option("size" if of("auto") is None else "size_or_auto", False, many, each)
+    if of("x") is not None or choices:
         return Option("text", isinstance(of("{}"), dict), many, each, choices)
     return Option("number" if of("1.5") is not None else "whole", False, many, each)
 
@@ -174,6 +178,8 @@ _WANTED: Mapping[str, str] = {
     "flag": "true or false",
     "switch": "true or false",
     "whole": "a whole number",
+    "size": "a whole number, also as 16k or 16K",
+    "size_or_auto": "a whole number, also as 16k or 16K, or auto",
     "number": "a number",
     "text": "text",
     "json": "a mapping or a list",
@@ -195,12 +201,14 @@ def _fits(option: Option, value: Any) -> bool:
             return False
         case "custom", _:
             return True
-        case "whole", int():
+        case (("whole" | "size" | "size_or_auto"), int()):
             return True
         case "number", int() | float():
             return True
         case "whole", str():
             return _WHOLE.fullmatch(value) is not None
+        case (("size" | "size_or_auto"), str()):
+            return _SIZE.fullmatch(value) is not None or (option.kind == "size_or_auto" and value == "auto")
         case "number", str():
             return _NUMBER.fullmatch(value) is not None
         case "text", str() | int() | float():

@@ -99,6 +99,11 @@ def test_what_vllm_reads(parser: FlexibleArgumentParser, args: dict[str, Any], n
         ({"model": "x"}, "model: it is a setting of its own, `model` at the top of the file"),
         ({"ssl-keyfile": "x"}, "ssl-keyfile: the gateway has a server of its own"),
         ({"seed.x": 1}, "seed.x: seed takes no keys"),
+        (
+            {"max_num_batched_tokens": 0.5},
+            "max_num_batched_tokens: must be a whole number, also as 16k or 16K, not 0.5",
+        ),
+        ({"max_num_queued_tokens": "1.5K"}, "max_num_queued_tokens: must be a whole number, also as 16k or 16K"),
     ],
 )
 def test_what_is_refused(args: dict[str, Any], fault: str) -> None:

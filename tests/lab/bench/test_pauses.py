@@ -20,10 +20,8 @@ SCENARIOS = {scenario.name: scenario for scenario in pause_scenarios()}
 
 
 def test_a_burst_that_fits_on_unlike_instances_is_placed_so_that_it_fits(tmp_path: Path) -> None:
-    scenario = SCENARIOS["burst_unlike"]
-    ours, simple = (scenario.run(policy, 1, tmp_path) for policy in (ADAPTIVE, SIMPLE["full"]))
+    ours = SCENARIOS["burst_unlike"].run(ADAPTIVE, 1, tmp_path)
     assert ours["longest_gap_max_s"] <= 0.15
-    assert simple["longest_gap_p90_s"] > 1.0
     assert ours["attainment"] == 1.0
 
 

@@ -109,7 +109,7 @@ async def test_a_refused_job_drops_what_was_fetched_for_it() -> None:
 
 async def test_without_a_seat_there_is_no_room_either() -> None:
     side = Side(Role.DECODE)
-    side._decode._info = msgspec.structs.replace(side._decode._info, max_seqs=1)
+    side.info = msgspec.structs.replace(side.info, max_seqs=1)
     task = await _start(side, _sized(10))
     with pytest.raises(NoRoom, match="all 1 seats are taken"):
         await _refused(side, _sized(10))
