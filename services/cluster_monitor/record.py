@@ -1,6 +1,7 @@
 """What the monitor knows of one instance at the moment."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ import msgspec
 from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, InstanceView, Role
 from shared.wire.messages import Heartbeat
 from shared.wire.rpc_client import RpcClient
+
+UNDER_WAY_S = 0.5  # of a heartbeat, at most
 
 
 @dataclass(slots=True)
@@ -27,6 +30,7 @@ class Record:
     told_load: InstanceLoad | None = None  # that was broadcast last, and when
     told_mono: float = 0.0
     draining: bool = False
+    resumed_mono: float = -math.inf  # when it was resumed, unless it drains again
     policies_revision: int = 0  # that its engine goes by, as it said last
     policies_trouble: str = ""
     connected_once: bool = False
@@ -72,7 +76,8 @@ class Record:
         self.heard_mono = now_mono
         self.connected_once = self.connected_once or self.client.connected
         self.role = beat.role
-        self.draining = beat.draining
+        # A heartbeat comes over a socket of its own: one from before the resume may come after it.
+        self.draining = beat.draining and now_mono - self.resumed_mono >= UNDER_WAY_S
         self.load = beat.load
         self.policies_revision, self.policies_trouble = beat.policies_revision, beat.policies_trouble
         if beat.rates is not None and beat.rates != self.info.rates:

@@ -1,6 +1,7 @@
 """The calls to one instance of which operations are made."""
 
 import asyncio
+import math
 
 import anyio
 
@@ -29,6 +30,7 @@ class Steps:
         """Wait for its work to end. Raises DeadlineExceeded when some is left (it goes on draining), PeerLost."""
         self._turn.check()
         limit_s = timeout_s or self._settings.drain_timeout_s
+        record.resumed_mono = -math.inf
         started = asyncio.get_running_loop().time()
         try:
             reply = await record.client.call(
@@ -62,7 +64,7 @@ class Steps:
         """Take work again. Raises DeadlineExceeded, PeerLost."""
         self._turn.check()
         await record.client.call(RESUME, ResumeRequest(self._turn.epoch), timeout_s=self._settings.rpc_timeout_s)
-        record.draining = False
+        record.draining, record.resumed_mono = False, asyncio.get_running_loop().time()
 
     async def undo(self, record: Record) -> None:
         """Let it work again in whatever role it has; also when this very call is being cancelled."""
