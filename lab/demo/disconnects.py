@@ -6,7 +6,7 @@ import time
 from lab.demo.client import ApiClient, Ask
 from lab.demo.findings import Section
 from lab.demo.identity import asks
-from lab.demo.jobs import records
+from lab.demo.jobs import records_of_begun
 from lab.demo.prompts import Prompts
 from services.launcher.suite import Suite
 from shared.domain.job import Phase
@@ -30,7 +30,9 @@ async def check_disconnects(suite: Suite, api: ApiClient, prompts: Prompts) -> S
         await _first_then_all_leave(api, crowd)
         section.at_most(f"… after {size} leave at the first one's first token", BOUND_S, await _idle_after(suite))
         found = await _phases(suite, crowd)
-        section.equal("jobs recorded as cancelled", size, sum(phase == Phase.CANCELLED for phase, _ in found))
+        # The first token may come while the last prompts are still being read: those have no job yet.
+        section.check("of these whose job had begun", 2 * len(found) >= size, f"at least {size // 2}", len(found))
+        section.equal("jobs recorded as cancelled", len(found), sum(phase == Phase.CANCELLED for phase, _ in found))
         if before := found.count((Phase.CANCELLED, False)):
             break
     section.check("of these before their first token", before > 0, "at least one", before)
@@ -38,8 +40,8 @@ async def check_disconnects(suite: Suite, api: ApiClient, prompts: Prompts) -> S
 
 
 async def _phases(suite: Suite, crowd: list[Ask]) -> list[tuple[Phase, bool]]:
-    """How each ended, and whether it had tokens."""
-    found = await records(suite, [ask.request_id for ask in crowd])
+    """How each job that had begun ended, and whether it had tokens."""
+    found = await records_of_begun(suite, [ask.request_id for ask in crowd])
     return [(Phase(one.row["phase"]), bool(one.row["output_tokens"])) for one in found]
 
 

@@ -1,13 +1,14 @@
 """What the cluster recorded of requests: rows of the status table and timelines, found by the client's request id."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from services.launcher.suite import Suite, until
 from shared.domain.job import Phase
 from shared.domain.kv import TransferOutcome
-from shared.errors import NotFound
+from shared.errors import DeadlineExceeded, NotFound
 
 FINAL_S = 10.0
 _FINAL = [phase.value for phase in Phase if phase.final]
@@ -53,6 +54,14 @@ async def find_row(suite: Suite, request_id: str) -> dict[str, Any]:
 
 async def records(suite: Suite, request_ids: Sequence[str], timeout_s: float = FINAL_S) -> list[JobRecord]:
     """The finished jobs of these requests, in their order. Raises DeadlineExceeded when some do not show up."""
+    found = await records_of_begun(suite, request_ids, timeout_s)
+    if len(found) < len(request_ids):
+        raise DeadlineExceeded(f"waited {timeout_s:g} s for the records of {len(request_ids)} jobs")
+    return found
+
+
+async def records_of_begun(suite: Suite, request_ids: Sequence[str], timeout_s: float = FINAL_S) -> list[JobRecord]:
+    """The same of those that have one by then: a client may leave before the gateway has begun its job."""
     wanted = set(request_ids)
     found: dict[str, JobRecord] = {}
 
@@ -65,5 +74,6 @@ async def records(suite: Suite, request_ids: Sequence[str], timeout_s: float = F
                         found[name] = JobRecord(row, await scheduler.timeline(row["job_id"]))
         return wanted <= found.keys()
 
-    await until(all_there, timeout_s, f"the records of {len(wanted)} jobs")
-    return [found[name] for name in request_ids]
+    with suppress(DeadlineExceeded):
+        await until(all_there, timeout_s, f"the records of {len(wanted)} jobs")
+    return [found[name] for name in request_ids if name in found]
