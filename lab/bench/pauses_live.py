@@ -73,7 +73,7 @@ def workload_of(scenario: PauseScenario, seed: int) -> Workload:
 
 
 def variant(policy: str) -> Variant:
-    """One of POLICIES, as a live cluster is told of it."""
+    """One of POLICIES, as the API of a live cluster takes it."""
     parts = (from_words(part) for part in POLICIES[policy].split("+"))
     return Variant(policy, {kind: spec.name for part in parts for kind, spec in part.items()})
 

@@ -12,16 +12,8 @@ _PERIOD_S = 2.0
 _TICK_S = 0.01
 
 
-class HostWatch:
-    """Measures the cores that foreign processes use, from the moment it is entered. Without a launcher: none, ever.
-
-    Use as an async context manager. Ours are this process, the launcher's and all of its descendants.
-    """
-
-    def __init__(self, launcher_pid: int) -> None:
-        self._launcher_pid = launcher_pid
-        self._ours: dict[int, psutil.Process] = {}
-        self._used_s = self._watched_s = 0.0
+class _Watch:
+    """Watches from the moment it is entered to its end; an async context manager."""
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.get_running_loop().create_task(self._watch())
@@ -32,6 +24,21 @@ class HostWatch:
     ) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        raise NotImplementedError
+
+
+class HostWatch(_Watch):
+    """Measures the cores that foreign processes use, from the moment it is entered. Without a launcher: none, ever.
+
+    Ours are this process, the launcher's and all of its descendants.
+    """
+
+    def __init__(self, launcher_pid: int) -> None:
+        self._launcher_pid = launcher_pid
+        self._ours: dict[int, psutil.Process] = {}
+        self._used_s = self._watched_s = 0.0
 
     @property
     def mean_cores(self) -> float:
@@ -71,24 +78,14 @@ def _cpu_s(process: psutil.Process) -> float:
     return used.user + used.system
 
 
-class TimerWatch:
+class TimerWatch(_Watch):
     """Measures how late timers of this event loop are, from the moment it is entered: `late_s`, at most.
 
-    What is late by that much here was not necessarily late elsewhere. Use as an async context manager.
+    What is late by that much here was not necessarily late elsewhere.
     """
 
     def __init__(self) -> None:
         self.late_s = 0.0
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.get_running_loop().create_task(self._watch())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _watch(self) -> None:
         while True:

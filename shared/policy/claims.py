@@ -1,4 +1,4 @@
-"""Room that is kept for jobs which have been held for long: nobody who comes later takes it while it becomes free.
+"""Room that is kept for jobs which have been held for long: no later job takes it while it becomes free.
 
 A job is held in its gateway while its KV finds no room. One that needs much would wait for ever where small jobs of
 other classes or gateways take each bit of room as soon as an answer ends. So once it has been held for `KEEP_S`, what

@@ -47,7 +47,7 @@ def shared_each(used_tokens: int, held_tokens: int, jobs: int) -> float:
 
 def takes_tokens(view: InstanceView, prompt: int, saved: int) -> int:
     """Tokens of KV that a job's prompt takes where the instance is known to hold `saved` of them: all but those in
-    blocks that are in use, as far as those that decode there share blocks. A cached block that nobody uses counts as
+    blocks that are in use, as far as those that decode there share blocks. An unused cached block counts as
     free until the job takes it.
     """
     load, info = view.load, view.info

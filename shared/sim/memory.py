@@ -166,7 +166,7 @@ class AdmissionGate:
 class PrefixCache:
     """Ids of prompt blocks, the least recently used forgotten first.
 
-    Blocks that requests use, be they many, are held once. The others live in memory that nobody holds, so the room for
+    Blocks that requests use, be they many, are held once. The others live in free memory, so the room for
     them changes with the load: `room_blocks` is handed in. Requests that compute the same beginning at the same time
     have it each for itself, as in vLLM.
     """

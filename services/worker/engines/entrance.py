@@ -75,7 +75,7 @@ class Entrance(Generic[Item]):
         self._line.put_back(item, self._request_of(item).job.slo.weight, started=self.started(item))
 
     def preempted(self, item: Item) -> None:
-        """One that was inside has lost its blocks: it waits as one that is put back, and its worker hears of it."""
+        """One that was inside has lost its blocks: it waits as one that is put back, and its worker is notified."""
         self.put_back(item)
         self._request_of(item).preempted()
 

@@ -75,7 +75,7 @@ class _Expected:
 
 
 class DecodeService:
-    """Serves `decode`, `prefetch` and `expect`. `on_transfer` hears of KV that came here, and how that went; `info`:
+    """Serves `decode`, `prefetch` and `expect`. `on_transfer` receives a report of each KV import; `info`:
     this instance with its present rates.
     """
 
