@@ -3,9 +3,10 @@
 import functools
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -15,13 +16,14 @@ from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster
 from services.launcher.fork_client import NAME as FORK_SERVER
-from services.launcher.model_source import config_of, fault_of
+from services.launcher.model_source import fault_of
 from services.launcher.spec import Plan
 from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.cost.models import bundled_geometry
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.files.faults import meant
+from shared.model.support import config_of, fault_of_division, fault_of_stored_kv, faults_of_model, text_config
 from shared.policy import registry
 from shared.policy.written import from_file
 from shared.store.database import parse_url
@@ -52,9 +54,12 @@ def preflight(cluster: Cluster, plan: Plan, where: str) -> None:
 
 def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
     engines = [spec.settings for spec in plan.processes if isinstance(spec.settings, WorkerSettings)]
-    fault = fault_of(cluster.model, weights=any(each.engine == "vllm" for each in engines))
-    if fault:
+    real = any(each.engine == "vllm" for each in engines)
+    if fault := fault_of(cluster.model, weights=real):
         yield "model", fault
+    elif real:
+        for fault in faults_of_model(_config(cluster.model)):
+            yield "model", fault
     if cluster.dashboard.login and not cluster.gateway.extra.get("api_keys_file"):
         yield "dashboard.login", "there are no keys to log in with: `gateway: {api_keys_file: keys.yaml}`"
     for name, count in Counter((FORK_SERVER, *(spec.name for spec in plan.processes))).items():
@@ -124,10 +129,13 @@ def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faul
         return
     if settings.kv_transport == "nixl" and find_spec("nixl") is None:
         yield f"{at}.kv_transport", "NIXL is not installed here: `pip install 'polyphase[nixl]'`, or choose tcp"
-    config, degree, stages = config_of(settings.model), settings.tensor_parallel, settings.pipeline_parallel
-    heads, layers, held = config.get("num_attention_heads"), config.get("num_hidden_layers"), settings.pipeline_layers
-    if isinstance(heads, int) and heads % degree:
-        yield f"{at}.tensor_parallel", f"the model's {heads} attention heads cannot be shared by {degree}"
+    config, degree, stages = _config(settings.model), settings.tensor_parallel, settings.pipeline_parallel
+    stored = str(settings.engine_args.get("kv_cache_dtype", "auto"))
+    if fault := fault_of_stored_kv(config, stored, settings.dtype):
+        yield f"{at}.engine_args", fault
+    if fault := fault_of_division(config, degree):
+        yield f"{at}.tensor_parallel", fault
+    layers, held = text_config(config).get("num_hidden_layers"), settings.pipeline_layers
     if isinstance(layers, int) and layers < stages:
         yield f"{at}.pipeline_parallel", f"the model's {layers} layers cannot be shared by {stages} stages"
     elif isinstance(layers, int) and held and sum(held) != layers:
@@ -148,6 +156,11 @@ def _of_emulated(at: str, settings: WorkerSettings) -> Faults:
             bundled_geometry(settings.emulated_model)
     except PolyphaseError as error:
         yield f"{at}.emulated_model", error.message
+
+
+def _config(model: str) -> Mapping[str, Any]:
+    """The model's config.json, where it is a folder of this host; a worker reads that of a name of the hub."""
+    return config_of(model) if Path(model).is_absolute() else {}
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """What `engine_args` may hold: vLLM's engine arguments by name, but for those that an instance cannot follow.
 
-The names, `engine_args.json`, are those of the version of vLLM that this was checked against, so that a mistake is found
-without importing vLLM. `tests/services/worker/test_engine_args.py` compares them with the vLLM that is installed.
+The names, `engine_args.json`, are those of the version of vLLM that this was checked against, so that a mistake is
+found without importing vLLM. `tests/services/worker/test_engine_args.py` compares them with the installed version.
 """
 
 import functools

@@ -12,6 +12,10 @@ from shared.runtime.settings import Name, TracedSettings
 
 PP_LAYERS = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable
 
+# Of a device, beside its weights and KV: activations, captured graphs, communication, and KV on its way to the host.
+MARGIN_BYTES = 1 << 30
+_WEIGHTS_CHANGE = ("cpu_offload_gb", "offload_backend", "offload_group_size", "quantization")  # engine_args
+
 
 def _chunk_size(said: object) -> object:
     if said == "auto":
@@ -123,6 +127,17 @@ class WorkerSettings(TracedSettings):
     def ranks(self) -> int:
         """Processes of the engine that compute, each with its KV: stages times tensor-parallel ranks."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    def device_bytes(self, weights: int) -> int:
+        """What the fullest of its devices needs. weights: of the whole model, as they are loaded; 0: not known.
+
+        The stage with the most layers has that share of the weights, and each of its ranks an equal part of those.
+        """
+        if any(name in self.engine_args for name in _WEIGHTS_CHANGE):
+            weights = 0
+        layers = self.pipeline_layers
+        share = max(layers) / sum(layers) if layers else 1.0 / self.pipeline_parallel
+        return int(weights * share / self.tensor_parallel) + self.kv_cache_bytes + MARGIN_BYTES
 
     @property
     def computes_here(self) -> bool:
