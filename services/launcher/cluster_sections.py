@@ -1,8 +1,8 @@
 """The sections of a cluster file: what may be said of each process, and what follows from the rest of the file."""
 
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
@@ -163,7 +163,16 @@ class InstanceSection(Section):
     role: Role
     host: str = ""  # a name of `hosts`; default: the control host
     count: int = Field(1, gt=0, le=1024)
+    # Numbers of the devices of its host that it computes on; empty: the next that are free. See `devices`.
+    devices: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = ()
     resources: dict[str, float] = {}  # of Ray, with --on ray: what its node must have besides CPUs and accelerators
+
+    @field_validator("devices")
+    @classmethod
+    def _each_once(cls, given: tuple[int, ...]) -> tuple[int, ...]:
+        if twice := [number for number in given if given.count(number) > 1]:
+            raise ValueError(f"device {twice[0]} is there twice")
+        return given
 
     @property
     def ids(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from services.launcher.addresses import Addresses, scheduler_port
 from services.launcher.cluster_file import LOCAL, Cluster
 from services.launcher.cluster_sections import InstanceSection
 from services.launcher.dashboard_program import dashboard_command
+from services.launcher.devices import assign
 from services.launcher.gateways import own_ports, settings_of_process
 from services.launcher.links import links_between
 from services.launcher.monitors import LEASE_S, monitor_names, monitor_ports
@@ -59,6 +60,7 @@ class _Planner:
         imitated = all(entry.extra.get("engine") == "emulated" for entry in cluster.instances)
         self._env = child_environment(cluster.model, imitated)
         self._links = links_between(cluster, where)
+        self._devices = assign(cluster, self._here)
         self._curve: dict[str, Any] = {"curve_file": host_key.file_in(data_dir)}
         if cluster.curve_public:
             self._curve = {"curve_public": cluster.curve_public, "curve_secret": cluster.curve_secret}
@@ -86,6 +88,7 @@ class _Planner:
             dashboard_url=f"http://127.0.0.1:{c.dashboard.port}" if with_dashboard else "",
             runs_control=runs_control,
             api_keys=bool(c.gateway.extra.get("api_keys_file")),
+            devices=self._devices,
         )
         ports.check_distinct(plan.port_uses)
         return plan
@@ -236,7 +239,8 @@ class _Planner:
         extra = self._with_parser(entry.extra)
         settings = self._settings(WorkerSettings, f"instances.{entry.id}", extra, values)
         uses = tuple(range(first, first + 2 + ranks))
-        return self._process(name, "services.worker", settings, host, first + 1, uses, entry.env)
+        env = {**self._devices.env.get(name, {}), **entry.env}
+        return self._process(name, "services.worker", settings, host, first + 1, uses, env)
 
     def _with_parser(self, extra: dict[str, Any]) -> dict[str, Any]:
         """With the gateway's reasoning parser, unless the instance names its own: where structured output begins is

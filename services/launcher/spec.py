@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.settings import GatewaySettings
+from services.launcher.devices import Assignment
 from services.launcher.ports import PortUse
 from services.worker.settings import WorkerSettings
 from shared.runtime.settings import ServiceSettings
@@ -51,6 +52,9 @@ class Plan:
     planner_url: str = ""
     gateway_urls: tuple[str, ...] = ()  # each process of the gateway alone; of one: `api_url`
     api_keys: bool = False  # whether the API wants a key
+    devices: Assignment = field(
+        default_factory=Assignment
+    )  # of the instances that this host, and no other program, places
 
     @property
     def fork_env(self) -> dict[str, str] | None:

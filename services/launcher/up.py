@@ -106,7 +106,7 @@ async def running_suite(
 
             cluster = stack.enter_context(on_ray(cluster, ray))
         plan = make_plan(cluster, data_dir, host_name, where)
-        preflight(cluster, plan, where)
+        preflight(cluster, plan, where, places_instances=ray is None)
         stack.enter_context(state_file.owning(data_dir))
         plan, others = (plan, nowhere(plan.instance_ids)) if ray is None else divide(cluster, plan)
         check_free(plan.port_uses)
