@@ -65,7 +65,8 @@ class LauncherSection(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
-    start_s: float = Field(300.0, gt=0)  # the longest a process may take to become healthy
+    # The longest a process may take to become healthy; None: 300, and more for an instance, see `start_time`.
+    start_s: float | None = Field(None, gt=0)
     hang_s: float = Field(6.0, ge=0)  # so long without a healthy answer it is killed and started again; 0: never
 
 

@@ -22,6 +22,7 @@ from services.launcher.links import links_between
 from services.launcher.monitors import LEASE_S, monitor_names, monitor_ports
 from services.launcher.ports import PortUse
 from services.launcher.spec import Plan, ProcessSpec, child_environment, forkable
+from services.launcher.start_time import start_s_of
 from services.launcher.targets import targets_of
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
@@ -201,7 +202,8 @@ class _Planner:
             env["POLYPHASE_DASHBOARD_API_KEYS_FILE"] = str(c.gateway.extra.get("api_keys_file") or "")
         health = f"http://127.0.0.1:{port}/_stcore/health"
         uses = (PortUse("dashboard", "127.0.0.1", port),)
-        return ProcessSpec("dashboard", dashboard_command(port), {**self._env, **env, **c.dashboard.env}, health, uses)
+        env = {**self._env, **env, **c.dashboard.env}
+        return ProcessSpec("dashboard", dashboard_command(port), env, health, uses, start_s=c.launcher.start_s or 0.0)
 
     def _instances(self) -> list[ProcessSpec]:
         """Ports follow from the whole file, so that every host comes to the same ones."""
@@ -276,6 +278,8 @@ class _Planner:
             tuple(PortUse(name, host, port) for port in uses),
             module if not env and forkable(settings) else "",
             settings,
+            self._cluster.launcher.start_s or (start_s_of(settings) if isinstance(settings, WorkerSettings) else 0.0),
+            may_be_late=isinstance(settings, WorkerSettings),
         )
 
 

@@ -34,6 +34,8 @@ class ProcessSpec:
     ports: tuple[PortUse, ...] = ()
     module: str = ""
     settings: ServiceSettings | None = None  # what `env` says; None: not a service of ours
+    start_s: float = 0.0  # the longest its start may take; 0: as long as any other process's
+    may_be_late: bool = False  # the suite serves without it, should its start take longer than that
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,11 @@ class Plan:
             return None
         shared = {key: value for key, value in forked[0].env.items() if not key.startswith(OURS)}
         return {**shared, **_PRELOAD_ENV}
+
+    @property
+    def start_s(self) -> float:
+        """The longest that an instance's start may take."""
+        return max((each.start_s for each in self.processes if each.may_be_late), default=0.0)
 
     @property
     def preload(self) -> tuple[str, ...]:
