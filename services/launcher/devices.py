@@ -16,20 +16,11 @@ from typing import NamedTuple
 from services.launcher.cluster_file import LOCAL, Cluster
 from services.launcher.cluster_sections import InstanceSection
 from services.launcher.ports import ranks_of
-from shared.cost.catalogue import Catalogue
+from shared.cost.catalogue import VISIBLE_BY, Catalogue
 from shared.errors import PolyphaseError
 
-CUDA, HIP = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
-# The variable by which a process of that vendor's devices is told which of them it may use.
-_VARIABLES: Mapping[str, str] = {
-    "NVIDIA": CUDA,
-    "AMD": HIP,
-    "Huawei": "ASCEND_RT_VISIBLE_DEVICES",
-    "Intel": "ZE_AFFINITY_MASK",
-}
-# Accelerators of the catalogue that no such variable chooses: processors, and cards that containers get as a whole.
-_NOT_CHOSEN = frozenset({"Xeon-8480", "EPYC-9654", "Gaudi2", "Gaudi3", "TPU-v5e", "Trainium2"})
-VISIBLE = (*_VARIABLES.values(), "ROCR_VISIBLE_DEVICES")
+CUDA, HIP, _ASCEND = VISIBLE_BY["NVIDIA"], VISIBLE_BY["AMD"], VISIBLE_BY["Huawei"]
+VISIBLE = (*VISIBLE_BY.values(), "ROCR_VISIBLE_DEVICES")
 _ORDER = "CUDA_DEVICE_ORDER"  # by CUDA's own order unlike devices have other numbers than in nvidia-smi
 
 Visible = Callable[[str], Sequence[str] | None]
@@ -63,7 +54,7 @@ def visible_here(variable: str) -> tuple[str, ...] | None:
     for name in (variable, CUDA) if variable == HIP else (variable,):
         if said := os.environ.get(name):
             return tuple(each.strip() for each in said.split(","))
-    count = {CUDA: _nvidia, HIP: _amd, _VARIABLES["Huawei"]: _ascend}.get(variable, int)()
+    count = {CUDA: _nvidia, HIP: _amd, _ASCEND: _ascend}.get(variable, int)()
     return tuple(map(str, range(count))) or None
 
 
@@ -208,10 +199,9 @@ def _variable(entry: InstanceSection) -> str:
     if entry.extra.get("engine") == "emulated" or named == "cpu":
         return ""
     try:
-        known = catalogue().get(named)
+        return catalogue().get(named).visible_by
     except PolyphaseError:
         return CUDA  # one that nobody knows: other vendors' libraries do not read it
-    return "" if known.name in _NOT_CHOSEN else _VARIABLES.get(known.vendor, CUDA)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def preflight(cluster: Cluster, plan: Plan, where: str, *, places_instances: boo
 
     places_instances: this launcher, and not Ray, chooses the devices of instances.
     """
-    found = [*_of_suite(cluster, plan)]
+    found = [*_of_suite(cluster, plan), *_of_hosts(cluster)]
     if places_instances:
         found += [*plan.devices.faults, *_of_memory(cluster, plan)]
     entries = {name: f"instances.{entry.id}" for entry in cluster.instances for name in entry.ids}
@@ -77,6 +78,19 @@ def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
             fits = False
         if not fits:
             yield "curve_public, curve_secret", "they are no pair: `polyphase keys curve` makes one"
+
+
+def _of_hosts(cluster: Cluster) -> Faults:
+    """What several hosts need of the file, which `polyphase simulate` reads without."""
+    for name, address in cluster.hosts.items():
+        try:
+            ip_address(address)
+        except ValueError:
+            yield f"hosts.{name}", f"{address!r} is not an IP address: write the one by which the other hosts reach it"
+    if len(cluster.hosts) > 1 and not cluster.curve_public:
+        yield "hosts", "between hosts curve_public and curve_secret are needed; `polyphase keys curve` makes them"
+    if len(cluster.hosts) > 1 and not cluster.cluster_token.get_secret_value():
+        yield "hosts", "between hosts cluster_token is needed; `polyphase keys token` makes one"
 
 
 def _of_gateway(settings: GatewaySettings) -> Faults:

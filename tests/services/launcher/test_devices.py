@@ -13,6 +13,7 @@ from services.launcher.keys import curve_pair
 from services.launcher.model_source import PROJECT
 from services.launcher.plan import make_plan
 from services.launcher.preflight import preflight
+from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest
 
 GPU: dict[str, Any] = {"role": "decode", "engine": "vllm", "accelerator": "A10"}
@@ -230,3 +231,8 @@ def test_devices_have_room_for_all_of_their_instances(
         InvalidRequest, match=r"instances\.d\.kv_cache_bytes: weights and KV of p, d are 24\.0 GiB on device"
     ):
         preflight(read, make_plan(read, tmp_path), "c.yaml")
+
+
+def test_every_accelerator_of_the_catalogue_has_a_variable_or_says_that_there_is_none() -> None:
+    without = {each.name for each in Catalogue.built_in().all() if not each.visible_by}
+    assert without == {"Gaudi2", "Gaudi3", "TPU-v5e", "Trainium2", "Xeon-8480", "EPYC-9654"}

@@ -128,6 +128,18 @@ def test_many_faults_are_said_at_once_and_alike_ones_once(tmp_path: Path) -> Non
     ]
 
 
+def test_several_hosts_need_keys_and_addresses(tmp_path: Path) -> None:
+    lines = faults(tmp_path, hosts={"a": "127.0.0.1", "b": "b"}, control="a")
+    assert [line.partition(", ")[0].partition(" is ")[0] for line in lines] == [
+        "file.yaml: hosts.b: 'b'",
+        "file.yaml: hosts: between hosts curve_public and curve_secret are needed; `polyphase keys curve` makes them",
+        "file.yaml: hosts: between hosts cluster_token",
+    ]
+    (line,) = faults(tmp_path, hosts={"a": "127.0.0.1", "b": "10.0.0.2"}, control="a", **curve_pair())
+    assert "`polyphase keys token` makes one" in line
+    assert not faults(tmp_path, hosts={"a": "127.0.0.1"}, control="a")
+
+
 def test_a_host_answers_for_its_own_part_only(tmp_path: Path) -> None:
     there = {**P, "id": "there", "host": "b", "accelerator": "nothing"}
     hosts = {"hosts": {"a": "127.0.0.1", "b": "127.0.0.2"}, "control": "a", **curve_pair(), "cluster_token": "t" * 20}
