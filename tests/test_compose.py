@@ -22,7 +22,8 @@ from shared.runtime.settings import ServiceSettings
 
 FILE = Path(__file__).parents[1] / "compose.yaml"
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text())["services"]
-GPUS = [f"gpu-{index}" for index in range(8)]
+NVIDIA, ROCM = [f"gpu-{index}" for index in range(8)], [f"rocm-{index}" for index in range(8)]
+GPUS = [*NVIDIA, *ROCM]
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "monitor": MonitorSettings,
     "scheduler": SchedulerSettings,
@@ -123,21 +124,49 @@ def test_there_is_time_for_what_has_begun(name: str, monkeypatch: pytest.MonkeyP
     assert 0 < drain_s < stop_s - 5 < seconds(SERVICES[name]["stop_grace_period"]) - 5
 
 
-def test_each_gpu_has_an_instance_of_its_own() -> None:
+@pytest.mark.parametrize("names", [NVIDIA, ROCM])
+def test_each_gpu_has_an_instance_of_its_own(names: list[str]) -> None:
     catalogue, devices = Catalogue.built_in(), []
-    for name in GPUS:
-        service = SERVICES[name]
-        (reserved,) = service["deploy"]["resources"]["reservations"]["devices"]
-        assert reserved["capabilities"] == ["gpu"]
-        devices += reserved["device_ids"]
-        assert environment(name)["POLYPHASE_WORKER_INSTANCE_ID"] == name
-        catalogue.get(environment(name)["POLYPHASE_WORKER_ACCELERATOR"])
+    for name in names:
+        service, variables = SERVICES[name], environment(name)
+        accelerator = catalogue.get(variables["POLYPHASE_WORKER_ACCELERATOR"])
+        devices += [variables[accelerator.visible_by]]
+        assert variables["POLYPHASE_WORKER_INSTANCE_ID"] == name
         assert service["build"]["target"] == "gpu"
         assert service["shm_size"] == "8gb"
     assert devices == [str(index) for index in range(8)]
 
 
-@pytest.mark.parametrize(("profile", "instances"), [("cpu", 2), ("gpu", 2), ("gpu4", 4), ("gpu8", 8)])
+@pytest.mark.parametrize("name", GPUS)
+def test_each_instance_has_its_own_devices_kv_and_degrees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = name.rpartition("-")[2]
+    given = {"DEVICES": "2,3,6,7", "KV_BYTES": "3221225472", "TENSOR_PARALLEL": "2", "PIPELINE_PARALLEL": "2"}
+    said = {key: str(value) for key, value in SERVICES[name]["environment"].items()}
+    for key, value in given.items():
+        assert sum(f"${{POLYPHASE_GPU_{number}_{key}:-" in text for text in said.values()) == 1
+        said = {k: re.sub(rf"\$\{{POLYPHASE_GPU_{number}_{key}:-[^}}]*\}}", value, text) for k, text in said.items()}
+    assert "2,3,6,7" in (said.get("CUDA_VISIBLE_DEVICES"), said.get("HIP_VISIBLE_DEVICES"))
+    for key in ("KV_CACHE_BYTES", "TENSOR_PARALLEL", "PIPELINE_PARALLEL"):
+        monkeypatch.setitem(SERVICES[name]["environment"], f"POLYPHASE_WORKER_{key}", said[f"POLYPHASE_WORKER_{key}"])
+    made = loaded(name, monkeypatch)
+    assert (made.kv_cache_bytes, made.ranks) == (3 << 30, 4)
+
+
+def test_amds_devices_are_handed_in_and_may_be_opened() -> None:
+    for name in NVIDIA:
+        (reserved,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert reserved == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+        assert "devices" not in SERVICES[name]
+    for name in ROCM:
+        assert SERVICES[name]["devices"] == ["/dev/kfd", "/dev/dri"]
+        assert SERVICES[name]["group_add"][0] == "video"
+        assert "rocm" in SERVICES[name]["build"]["args"]["VLLM_IMAGE"]
+        assert "deploy" not in SERVICES[name]
+
+
+@pytest.mark.parametrize(
+    ("profile", "instances"), [("cpu", 2), ("gpu", 2), ("gpu4", 4), ("gpu8", 8), ("rocm", 2), ("rocm8", 8)]
+)
 def test_each_profile_is_a_whole_suite(profile: str, instances: int) -> None:
     chosen = {name for name, service in SERVICES.items() if profile in service["profiles"]}
     assert {"keys", "postgres", "migrate", "monitor", "scheduler", "predictor", "planner"} <= chosen
@@ -154,7 +183,7 @@ def test_only_the_api_and_the_dashboard_are_published_and_on_loopback() -> None:
     assert "ports" not in SERVICES["postgres"]
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu", "gpu8"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "gpu8", "rocm"])
 def test_compose_takes_the_file(profile: str) -> None:
     compose = shutil.which("docker-compose")
     words = [compose] if compose else ["docker", "compose"]
