@@ -106,10 +106,10 @@ def fault_of_stored_kv(config: Config, kv_cache_dtype: str, dtype: str) -> str:
 def fault_of_division(config: Config, tensor_parallel: int) -> str:
     """Why the heads cannot be shared by so many ranks; empty where they can."""
     text = text_config(config)
-    heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
-    if _is_count(heads) and heads % tensor_parallel:
+    heads, kv_heads = _count(text, "num_attention_heads"), _count(text, "num_key_value_heads")
+    if heads % tensor_parallel:
         return f"the model's {heads} attention heads cannot be shared by {tensor_parallel}"
-    if _is_count(kv_heads) and kv_heads % tensor_parallel and tensor_parallel % kv_heads:
+    if kv_heads and kv_heads % tensor_parallel and tensor_parallel % kv_heads:
         return f"the model's {kv_heads} KV heads cannot be shared by {tensor_parallel}, nor each held by several"
     return ""
 
@@ -141,8 +141,10 @@ def _object(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _count(config: Config, key: str) -> int:
+    """A number of something; 0 where it is missing, or no such number."""
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def _said(config: Config, *keys: str) -> str:
@@ -226,10 +228,10 @@ def _of_blocks(blocks: object) -> list[str]:
 
 
 def _uneven(_: Config, text: Config) -> str:
-    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-    if text.get("head_dim") is None and "qk_rope_head_dim" not in text and _is_count(hidden) and _is_count(heads):
-        return _said(text, "hidden_size", "num_attention_heads") if hidden % heads else ""
-    return ""
+    hidden, heads = _count(text, "hidden_size"), _count(text, "num_attention_heads")
+    if text.get("head_dim") is not None or "qk_rope_head_dim" in text or not heads or not hidden % heads:
+        return ""
+    return _said(text, "hidden_size", "num_attention_heads")
 
 
 def _two_parts(config: Config, text: Config) -> str:
