@@ -111,9 +111,14 @@ class Keeper:
         self._log_from = 0
 
     @property
-    def may_be_late(self) -> bool:
-        """Whether the suite serves without it while its start takes longer than it may."""
-        return self._spec.may_be_late
+    def late(self) -> bool:
+        """Whether its start took longer than it may, and it has not been ready yet."""
+        return self.settled.is_set() and not self.was_ready.is_set()
+
+    @property
+    def role(self) -> str:
+        """Of which one process has to be ready; empty for none."""
+        return self._spec.role
 
     async def keep(self) -> None:
         """Start; then start again whenever it ends.
@@ -130,7 +135,7 @@ class Keeper:
                 self.was_ready.set()
                 self.settled.set()
                 fault = await self._run()
-            elif self.settled.is_set() or (unready.late and self.may_be_late):
+            elif self.settled.is_set() or (unready.late and self._spec.may_be_late):
                 self.settled.set()
                 fault = unready.text
             else:

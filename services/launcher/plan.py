@@ -280,6 +280,7 @@ class _Planner:
             settings,
             self._cluster.launcher.start_s or (start_s_of(settings) if isinstance(settings, WorkerSettings) else 0.0),
             may_be_late=isinstance(settings, WorkerSettings),
+            role=settings.role if isinstance(settings, WorkerSettings) and len(self._cluster.hosts) < 2 else "",
         )
 
 

@@ -35,7 +35,8 @@ class ProcessSpec:
     module: str = ""
     settings: ServiceSettings | None = None  # what `env` says; None: not a service of ours
     start_s: float = 0.0  # the longest its start may take; 0: as long as any other process's
-    may_be_late: bool = False  # the suite serves without it, should its start take longer than that
+    may_be_late: bool = False  # the suite serves without it, should its start take longer than that,
+    role: str = ""  # if another of its role is ready; empty: or even then, as other hosts may have one
 
 
 @dataclass(frozen=True, slots=True)

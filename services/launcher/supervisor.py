@@ -44,7 +44,7 @@ class Supervisor:
     @property
     def late(self) -> tuple[str, ...]:
         """Those that the suite serves without: they took too long, and have not been ready yet."""
-        return tuple(each.status.name for each in self._keepers.values() if _is_late(each))
+        return tuple(each.status.name for each in self._keepers.values() if each.late)
 
     async def started(self) -> None:
         """Wait until every process has become healthy once, or is late where others serve. Raises StartFailed."""
@@ -82,10 +82,10 @@ class Supervisor:
         for keeper in self._keepers.values():
             if keeper.vital:
                 await keeper.settled.wait()
-        replaceable = [keeper for keeper in self._keepers.values() if keeper.may_be_late]
-        late = [keeper for keeper in replaceable if _is_late(keeper)]
-        if late and len(late) == len(replaceable):  # nobody serves
-            raise StartFailed(late[0].failure(late[0].status.fault))
+        for role in {keeper.role for keeper in self._keepers.values()} - {""}:
+            alike = [keeper for keeper in self._keepers.values() if keeper.role == role]
+            if all(keeper.late for keeper in alike):
+                raise StartFailed(alike[0].failure(alike[0].status.fault))
 
     async def _keep_all(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -113,10 +113,6 @@ async def supervising(
         yield supervisor
     finally:
         await supervisor.close()
-
-
-def _is_late(keeper: Keeper) -> bool:
-    return keeper.may_be_late and keeper.settled.is_set() and not keeper.was_ready.is_set()
 
 
 def _raise_first(task: asyncio.Task[None]) -> NoReturn:

@@ -145,7 +145,8 @@ async def _running(
                 await supervisor.started()
                 names = await supervisor.during(elsewhere.started(start_s))
                 in_time = [name for name in names if name not in supervisor.late]
-                await supervisor.during(suite.wait_ready(in_time, REGISTER_S))
+                if in_time:
+                    await supervisor.during(suite.wait_ready(in_time, REGISTER_S))
             listener.show = lambda status: display.announce(console, status)
             yield RunningSuite(suite, plan, supervisor, elsewhere, time.monotonic() - began)
         finally:

@@ -47,4 +47,4 @@ def test_what_the_file_says_holds_for_every_process(model: str, tmp_path: Path, 
     assert found["d"] == plan.start_s == (said or pytest.approx(1005))
     assert found["e"] == (said or 300)
     assert found["gateway"] == found["dashboard"] == (said or 0)  # 0: as usual
-    assert [spec.name for spec in plan.processes if spec.may_be_late] == ["d", "e"]
+    assert [(spec.name, spec.role) for spec in plan.processes if spec.may_be_late] == [("d", "decode"), ("e", "decode")]

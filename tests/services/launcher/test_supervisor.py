@@ -200,9 +200,10 @@ async def test_one_instance_that_is_late_does_not_end_the_suite(tmp_path: Path) 
     """The others serve; it is started again, with a word, and counts as any other once it is ready."""
     gate = tmp_path / "gate"
     slow = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{SERVER}"
-    late_one = replace(server("late", slow), start_s=0.3, may_be_late=True)
+    late_one = replace(server("late", slow), start_s=0.3, may_be_late=True, role="decode")
     notes: list[str] = []
-    specs = [late_one, replace(server("fine"), may_be_late=True), server("gateway")]
+    fine = replace(server("fine"), may_be_late=True, role="decode")
+    specs = [late_one, fine, server("gateway")]
     async with supervising(specs, tmp_path, lambda s: notes.append(s.note), QUICK) as supervisor:
         await supervisor.started()
         assert supervisor.late == ("late",)
@@ -221,11 +222,19 @@ async def test_an_instance_that_ends_by_itself_at_its_start_ends_the_suite(tmp_p
             await supervisor.started()
 
 
-async def test_where_every_instance_is_late_the_start_has_failed(tmp_path: Path) -> None:
-    stuck = replace(spec("stuck", FOREVER, health="http://127.0.0.1:1/"), start_s=0.2, may_be_late=True)
+async def test_where_every_instance_of_a_role_is_late_the_start_has_failed(tmp_path: Path) -> None:
+    stuck = replace(spec("stuck", FOREVER, health="http://127.0.0.1:1/"), start_s=0.2, may_be_late=True, role="decode")
+    specs = [server("gateway"), replace(server("fine"), may_be_late=True, role="prefill"), stuck]
     with pytest.raises(StartFailed, match=r"stuck did not start: not healthy after 0\.2 s"):
-        async with supervising([server("gateway"), stuck], tmp_path, lambda _: None, QUICK) as supervisor:
+        async with supervising(specs, tmp_path, lambda _: None, QUICK) as supervisor:
             await supervisor.started()
+
+
+async def test_another_host_may_have_the_role_of_one_that_is_late(tmp_path: Path) -> None:
+    stuck = replace(spec("stuck", FOREVER, health="http://127.0.0.1:1/"), start_s=0.2, may_be_late=True)
+    async with supervising([stuck], tmp_path, lambda _: None, QUICK) as supervisor:
+        await supervisor.started()
+        assert supervisor.late == ("stuck",)
 
 
 async def test_a_service_that_is_late_ends_the_suite(tmp_path: Path) -> None:
