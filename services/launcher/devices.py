@@ -52,8 +52,8 @@ def assign(cluster: Cluster, here: str, visible: Visible | None = None) -> Assig
 def visible_here(variable: str) -> tuple[str, ...] | None:
     """The devices that a process of ours would see; None where that is not known."""
     for name in (variable, CUDA) if variable == HIP else (variable,):
-        if said := os.environ.get(name):
-            return tuple(each.strip() for each in said.split(","))
+        if (said := os.environ.get(name)) is not None:
+            return tuple(each.strip() for each in said.split(",") if each.strip() not in ("", "-1"))
     count = {CUDA: _nvidia, HIP: _amd, _ASCEND: _ascend}.get(variable, int)()
     return tuple(map(str, range(count))) or None
 

@@ -1,8 +1,10 @@
 """How long an instance's start may take, by the size of its model."""
 
+import functools
+
 from services.launcher.watch import Limits
 from services.worker.settings import WorkerSettings
-from shared.model.weights import weights_of
+from shared.model.weights import Weights, weights_of
 
 READ_BYTES_S = 200e6  # weights from a slow or shared disk
 CAPTURE_S = 300.0  # off CPUs: compiling the model, and capturing its graphs
@@ -13,8 +15,14 @@ def start_s_of(settings: WorkerSettings) -> float:
     """300 s, and what it takes to read the weights at 200 MB/s, and 300 s for graphs where an engine captures some."""
     if settings.engine == "emulated":
         return Limits().start_s
-    weights = weights_of(settings.model)
+    weights = _weights(settings.model)
     if weights is None:
         return FETCH_S
     captures = settings.accelerator != "cpu" and not settings.engine_args.get("enforce_eager")
     return Limits().start_s + weights.stored / READ_BYTES_S + (CAPTURE_S if captures else 0.0)
+
+
+@functools.cache
+def _weights(model: str) -> Weights | None:
+    """Read once for all instances."""
+    return weights_of(model)

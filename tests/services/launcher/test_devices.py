@@ -183,6 +183,13 @@ def test_devices_are_counted_among_those_that_the_launcher_sees(monkeypatch: pyt
     assert not any("CUDA_DEVICE_ORDER" in env for env in found.env.values())  # the numbers are the environment's
 
 
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_a_launcher_that_sees_no_devices_has_none_to_give(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setenv(CUDA, hidden)
+    ((_, text),) = assign(cluster({**GPU, "id": "d"}), "local").faults
+    assert "of the 0 of host 'local' 0 are free" in text
+
+
 def test_amds_variable_and_cudas_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUDA, "2,3")
     found = assign(cluster({**GPU, "id": "d", "accelerator": "MI300X", "devices": [1]}), "local")
