@@ -22,7 +22,9 @@ HOSTS = {"hosts": {"a": "10.0.0.1", "b": "10.0.0.2"}, "control": "a", **curve_pa
 
 
 @pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_machine_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in ("_nvidia", "_amd", "_ascend"):
+        monkeypatch.setattr(f"services.launcher.devices.{count}", lambda: 0)
     for name in (*os.environ,):
         if "VISIBLE" in name or name == "CUDA_DEVICE_ORDER":
             monkeypatch.delenv(name)
