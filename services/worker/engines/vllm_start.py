@@ -106,8 +106,15 @@ def _memory_arguments(settings: WorkerSettings) -> dict[str, Any]:
     except Exception as error:  # whatever a vendor's library raises: vLLM's own default holds then
         log.warning("the device's memory is not known", error=f"{type(error).__name__}: {error}")
         return {}
-    weights = weights_of(settings.model, settings.dtype)
-    return {"gpu_memory_utilization": utilization(settings, weights.loaded if weights else 0, total)}
+    return {"gpu_memory_utilization": utilization(settings, _weights(settings), total)}
+
+
+def _weights(settings: WorkerSettings) -> int:
+    """Bytes of the model's weights and of its draft's, as far as they are in folders here."""
+    speculative = settings.engine_args.get("speculative_config")
+    draft = speculative.get("model") if isinstance(speculative, dict) else None
+    found = (weights_of(name, settings.dtype) for name in (settings.model, draft) if name)
+    return sum(each.loaded for each in found if each is not None)
 
 
 def utilization(settings: WorkerSettings, weights: int, total: int) -> float:

@@ -1,6 +1,7 @@
 """Before an engine is built: what it takes of its device, and models that cannot be served."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,27 @@ def test_the_smallest_device_counts_and_the_users_share_wins(monkeypatch: pytest
     assert not vllm_start._memory_arguments(settings(engine_args={"gpu_memory_utilization": 0.5}))
     monkeypatch.setattr(vllm_start, "current_platform", Device())  # which raises IndexError
     assert not vllm_start._memory_arguments(two)
+
+
+def test_a_drafts_weights_count_too() -> None:
+    demo = str(PROJECT / "models" / "demo")
+    alone = vllm_start._weights(settings(model=demo))
+    drafted = settings(model=demo, engine_args={"speculative_config": {"method": "draft_model", "model": demo}})
+    assert alone > 0
+    assert vllm_start._weights(drafted) == 2 * alone
+    assert vllm_start._weights(settings(model=demo, engine_args={"speculative_config": {"method": "ngram"}})) == alone
+
+
+def test_where_kv_is_given_vllm_does_not_count_by_the_share() -> None:
+    """A small share of a device refuses no KV: vLLM returns the given size before it looks at what it asked for."""
+    source = Path(str(find_spec("vllm").origin)).parent / "v1/worker/gpu_worker.py"  # type: ignore[union-attr]
+    body = source.read_text().partition("def determine_available_memory")[2].partition("\n    def ")[0]
+    given, _, otherwise = body.partition("if kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes:")
+    assert "requested_memory" not in given
+    assert (
+        "return reserve_mm_ipc_gpu_memory(\n                kv_cache_memory_bytes,"
+        in otherwise.partition("requested_memory")[0]
+    )
 
 
 def test_on_a_cpu_nothing_is_said_of_a_devices_memory() -> None:
