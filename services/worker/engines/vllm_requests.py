@@ -29,6 +29,8 @@ class CoreRequests:
         params.max_tokens = 1 if request.first_token_only else request.max_tokens
         if request.first_token_only:
             params.min_tokens = 0
+        if not request.wants_token:
+            params.structured_outputs = None
         extra = dict(params.extra_args or {})
         for ours in ("kv_transfer_params", FORCED):  # only we may set them
             extra.pop(ours, None)

@@ -173,6 +173,7 @@ class PrefillService:
             generation=request.generation,
             max_tokens=1,
             first_token_only=True,
+            wants_token=request.want_token,
             export_to=request.transfer_id if request.export else "",
             export_codec=job.codec.codec if job.codec is not None else Codec.RAW,
             has_room=lambda: self._kv.reserve(request.transfer_id),

@@ -30,6 +30,15 @@ async def test_a_prefill_answers_with_its_token_the_instance_and_the_handle() ->
     assert side.roles.inflight == 0
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_the_engine_knows_whether_its_token_is_wanted(wanted: bool) -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(msgspec.structs.replace(prefill_request(), want_token=wanted))
+    side.engine.step(TokenStep([42], "length"))
+    assert (await task).tokens == ([42] if wanted else [])
+    assert side.engine.requests[0].wants_token == wanted
+
+
 async def test_a_first_token_that_ends_the_answer_needs_no_dispatch() -> None:
     side = Side(Role.PREFILL)
     task = await side.prefill(prefill_request())
