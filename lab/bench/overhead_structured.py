@@ -1,13 +1,16 @@
-"""The time to first token of structured outputs: the suite with real engines, and plain vLLM, in turns.
+"""The time to first token of structured outputs: a suite with two real engines, and plain vLLM, in turns.
 
-A schema is cold when no process has seen it; it is repeated when an earlier request brought it.
+A grammar is cold when no process has seen it, although it has seen others of its kind; it is repeated when the request
+before brought it.
 """
 
 import asyncio
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +24,7 @@ from lab.bench.stream_client import stream_completion
 from lab.demo.run import on_free_ports
 from services.launcher import ports
 from services.launcher.cluster_file import Cluster
+from services.launcher.keeper import StartFailed
 from services.launcher.model_source import PROJECT
 from services.launcher.suite import until
 from services.launcher.up import running_suite
@@ -30,7 +34,7 @@ HOST, PATH = "127.0.0.1", "/v1/chat/completions"
 ROUNDS = 9  # of each kind, cold and repeated, at each of the two
 AIM_RATIO, AIM_ADDED_MS = 1.2, 20.0
 _MIB = 1 << 20
-_START_S = 180.0
+_START_S, _END_S = 180.0, 30.0
 _TOOLS = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
 
 Body = dict[str, object]
@@ -74,8 +78,8 @@ KINDS: dict[str, Callable[[int], Body]] = {
 }
 
 
-def of_structured(rounds: int = ROUNDS) -> dict[str, dict[str, Figures]]:
-    """By kind, cold and repeated: the medians of both, their ratio, and what the suite adds beyond AIM_RATIO."""
+def structured_ttfts(rounds: int = ROUNDS) -> dict[str, dict[str, Figures]]:
+    """By kind of grammar, cold and repeated: medians of both, their ratio, what the suite adds beyond AIM_RATIO."""
     return asyncio.run(_measure(rounds))
 
 
@@ -120,16 +124,24 @@ async def _plain_vllm(folder: Path) -> AsyncIterator[int]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
     with (folder / "plain-vllm.log").open("wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)  # noqa: ASYNC220
+        process = subprocess.Popen(  # noqa: ASYNC220
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
     try:
-        await until(lambda: _answers(port), _START_S, "plain vLLM")
+        await until(lambda: _answers(process, port), _START_S, "plain vLLM")
         yield port
     finally:
         process.terminate()
-        await asyncio.to_thread(process.wait, 30)
+        try:
+            await asyncio.to_thread(process.wait, _END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-async def _answers(port: int) -> bool:
+async def _answers(process: "subprocess.Popen[bytes]", port: int) -> bool:
+    if process.poll() is not None:
+        raise StartFailed(f"plain vLLM ended with {process.returncode}")
     async with httpx.AsyncClient(trust_env=False) as client:
         try:
             return (await client.get(f"http://{HOST}:{port}/health", timeout=2)).is_success
@@ -138,8 +150,6 @@ async def _answers(port: int) -> bool:
 
 
 async def _measure(rounds: int) -> dict[str, dict[str, Figures]]:
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="polyphase-bench-") as name:
         folder = Path(name)
         async with _plain_vllm(folder) as plain:
