@@ -20,6 +20,7 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from gateway.admission import Seat, Ticket
@@ -60,6 +61,7 @@ class _Running:
     stream: PlainStream | None = None
     task: asyncio.Task[None] | None = None
     left: bool = False  # its seat: it decodes
+    told: bool = False  # what it reuses
     scoring: asyncio.Task[None] | None = None  # reads its prompt's log probabilities
     held: list[TokenStep] = field(default_factory=list)  # steps that wait for that
 
@@ -356,9 +358,19 @@ class ClusterCore:
                 new_prompt_logprobs_tensors=of_prompt,
                 finish_reason=_REASONS[step.finish_reason] if step.finish_reason else None,
                 stop_reason=step.stop_reason,
+                prefill_stats=None if running.told else _reused(job),
             )
         )
+        running.told = True
         self._ready.set()
+
+
+def _reused(job: Job) -> PrefillStats:
+    """For `cached_tokens` and the like, as of the first token: what is computed again after a loss, or when blocks were
+    taken back, does not count, as in vLLM.
+    """
+    reused = job.reused
+    return PrefillStats(num_cached_tokens=reused.tokens, num_cache_creation_tokens=reused.created)
 
 
 def _nobody(_: TokenStep) -> None:

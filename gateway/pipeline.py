@@ -353,6 +353,7 @@ class Pipeline:
         )
         with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
             reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
+        job.reuses(reply.reused, route.split)
         if reply.tokens:
             finish = reply.finish_reason or ("length" if job.remaining <= len(reply.tokens) else "")
             job.accept(TokenStep(reply.tokens, finish, reply.stop_reason, reply.logprobs))
