@@ -23,7 +23,7 @@ from transformers import (
     set_seed,
 )
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from predictor.buckets import Buckets
 from predictor.data.examples import Example, labels
@@ -64,6 +64,7 @@ def start(train: list[Example], plan: FineTuning) -> tuple[Any, Tokenizer]:
         raise InvalidRequest("--device cuda: torch sees no CUDA device")
     set_seed(plan.seed)
     disable_progress_bar()  # of loading and writing weights
+    set_verbosity_error()  # that a base has no classifier's head is as it should be
     count = plan.buckets.count
     if plan.from_scratch:
         if plan.from_scratch not in SIZES:
