@@ -16,6 +16,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
+
 from lab.bench.predictor_checkpoints import SERVED
 from lab.bench.predictor_latency import ask_once
 from lab.bench.predictor_process import serving
@@ -43,10 +45,12 @@ def run_full_size() -> dict[str, Any]:
     figures = {
         "parameters": parameters,
         "step_s": round(median(steps), 2),
+        "step_cpu_s": round(median(trained["steps_cpu_s"]), 2),
         "prompts_per_s": round(BATCH / median(steps), 2),
         "training_peak_rss_gib": round(trained["peak_bytes"] / 2**30, 2),
         "prediction_p50_ms": round(trained["prediction_p50_ms"], 1),
         "served_ms": round(found["took_s"] * 1e3, 1),
+        "served_rss_gib": round(found["rss_bytes"] / 2**30, 2),
     }
     aims = {
         "parameters": {"want": PARAMETERS, "got": parameters, "met": parameters == PARAMETERS},
@@ -113,16 +117,18 @@ def train_here(folder: Path, steps: int, batch: int) -> None:
     plan = FineTuning(
         Buckets(), base=str(folder / "base"), input_tokens=INPUT_TOKENS, max_steps=steps, batch_size=batch, device="cpu"
     )
-    ends_s: list[float] = []
+    ends_s, cpu_s = list[float](), list[float]()
 
     def tell(stage: str, done: int, whole: int) -> None:
         if stage == "training" and len(ends_s) < done:
             ends_s.append(time.monotonic())
+            cpu_s.append(time.process_time())
 
     examples = load_examples([folder / "data.jsonl"], load_served(str(SERVED), with_template=True))
     _, found = train_checkpoint(examples, folder / "checkpoint", str(SERVED), plan, tell)
     told = {
         "steps_s": [end - start for start, end in pairwise(ends_s)],
+        "steps_cpu_s": [end - start for start, end in pairwise(cpu_s)],
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "prediction_p50_ms": found.latency_p50_ms,
     }
@@ -132,7 +138,8 @@ def train_here(folder: Path, steps: int, batch: int) -> None:
 async def _served(checkpoint: Path) -> dict[str, Any]:
     async with serving(checkpoint, SERVED, "cpu", DEADLINE_MS) as (client, runs):
         call = await ask_once(client, DEADLINE_MS / 1e3)
-    return {"source": call.source, "took_s": call.took_s, "runs": runs}
+        rss_bytes = max(each.memory_info().rss for each in psutil.Process().children())
+    return {"source": call.source, "took_s": call.took_s, "rss_bytes": rss_bytes, "runs": runs}
 
 
 if __name__ == "__main__":
