@@ -71,5 +71,7 @@ def _say_what_was_read(console: Console, found: Prompts) -> None:
 
 def _say_what_was_made(console: Console, made: Built) -> None:
     console.print(f"{made.path}: {made.rows} answers ({made.asked} asked for now), {made.cut} cut", markup=False)
+    low, middle, high = made.lengths
+    console.print(f"9 of 10 answers take {low} to {high} tokens, the median is {middle}", markup=False)
     for reason, count in made.refused.most_common(NAMED):
         console.print(f"refused, {count} times: {reason}", style="yellow", markup=False)

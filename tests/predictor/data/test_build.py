@@ -263,7 +263,10 @@ def test_killed_in_the_middle_it_goes_on_without_loss_or_duplicates(tmp_path: Pa
     with journal.open("ab") as torn:
         torn.write(b'{"prompt": "number 2')
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr.decode()
+    printed = done.stderr.decode()
+    assert done.returncode == 0, printed
+    assert "9 of 10 answers take" in printed
+    assert "━" not in printed, "a bar is for a terminal"
     table = pyarrow.parquet.read_table(out / "dataset.parquet").to_pylist()
     assert sorted(row["prompt"] for row in table) == sorted(texts)
     assert all(row["output_tokens"] == length(row["prompt"], seed_of(row["prompt"], 0)) for row in table)
