@@ -375,7 +375,7 @@ class Job:
             self.trace.ended(self.timeline, self.split, self.finish_reason, error)
 
     def ask(self, lengths: LengthClient, instance_id: str = "") -> None:
-        """Have its length predicted, where predictors stand beside instances by the one beside that instance."""
+        """Request its length, where predictors stand beside instances from the one beside that instance."""
         self.asked.cancel()
         self.asked = lengths.ask(self.spec.prompt_token_ids, self.spec.max_tokens, instance_id)
         self.asked.then(self._predicted)

@@ -84,8 +84,8 @@ class LengthClient:
     answers, and the last answer was so quick. `sequential`: it waits until the question has ended, but never for more
     than half of what is left to the job's TTFT target (the two modes of TetriInfer, section 3.3.2).
 
-    With predictors beside instances placement has no length: the one beside the prefill instance is asked as the prompt
-    is sent there, and in `sequential` before that (TetriInfer 3.3.2). One that does not answer is not stood in for.
+    With predictors beside instances placement has no length: the one beside the prefill instance gets the request as
+    the prompt is sent there, and in `sequential` before that (TetriInfer 3.3.2). No other one answers in its place.
     """
 
     def __init__(self, clients: RpcClients, settings: GatewaySettings, outcomes: Counter) -> None:
@@ -110,8 +110,8 @@ class LengthClient:
         return bool(self._beside)
 
     def ask(self, prompt_token_ids: list[int], max_tokens: int, instance_id: str = "") -> Asked:
-        """Begin to ask, the predictor beside `instance_id` where predictors stand beside instances; nobody answers
-        without a predictor, with enough calls under way, or where one token is all.
+        """Send the request, to the predictor beside `instance_id` where predictors stand beside instances. There is no
+        answer without a predictor, with enough calls under way, or where one token is all.
         """
         replicas = self._beside.get(instance_id) if self._beside else self._replicas
         if not replicas or max_tokens <= 1:

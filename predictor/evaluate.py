@@ -14,7 +14,7 @@ from predictor.buckets import Buckets
 from predictor.data.examples import Example, labels
 from predictor.granularity import choose_buckets, counts, largest_share
 from predictor.loading import TextClassifier
-from predictor.progress import Tell, silent
+from predictor.progress import OnProgress, silent
 from predictor.scores import Scores, bucket_means, likeliest, score
 from shared.errors import InvalidRequest
 
@@ -150,7 +150,7 @@ class Evaluation:
 
 
 def evaluate(
-    classifier: TextClassifier, train: Sequence[Example], examples: Sequence[Example], tell: Tell = silent
+    classifier: TextClassifier, train: Sequence[Example], examples: Sequence[Example], on_progress: OnProgress = silent
 ) -> Evaluation:
     """Predict each example alone, as the service does; the baselines learn from `train`.
 
@@ -168,7 +168,7 @@ def evaluate(
         started_s = perf_counter()
         rows += classifier.batch([classifier.encode(example.text)])
         latencies_ms.append((perf_counter() - started_s) * 1000)
-        tell("judging", number, len(examples))
+        on_progress("judging", number, len(examples))
     observed, shares = by_prompt_length(train, buckets), commonest(train, buckets)
     always, alone = [shares] * len(examples), [observed.probabilities(example.prompt_tokens) for example in examples]
     truth, suggested = labels(examples, buckets), choose_buckets(known)

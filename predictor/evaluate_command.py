@@ -45,8 +45,8 @@ def evaluate_command(
     classifier = load_classifier(checkpoint, threads)
     served = load_served(served_model or classifier.meta.served_model, with_template=True)
     splits = split_examples(load_examples(data, served))
-    with progress_bar(Console(stderr=True)) as tell:
-        found = evaluate(classifier, splits["train"], splits[split][: limit or None], tell)
+    with progress_bar(Console(stderr=True)) as on_progress:
+        found = evaluate(classifier, splits["train"], splits[split][: limit or None], on_progress)
     report = found.report(aim_accuracy, aim_p99_ms)
     if out is not None:
         from predictor.evaluation_files import write_files  # plotly

@@ -28,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from predictor.buckets import Buckets
 from predictor.data.examples import Example, labels
 from predictor.model import encode_ends
-from predictor.progress import Tell, silent
+from predictor.progress import OnProgress, silent
 from predictor.scratch import SIZES, new_network, train_tokenizer
 from shared.errors import InvalidRequest
 
@@ -83,19 +83,19 @@ def start(train: list[Example], plan: FineTuning) -> tuple[Any, Tokenizer]:
     return network, tokenizer
 
 
-class _Telling(TrainerCallback):
+class _Progress(TrainerCallback):
     """Reports each step."""
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, on_progress: OnProgress) -> None:
+        self._on_progress = on_progress
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._tell("training", state.global_step, state.max_steps)
+        self._on_progress("training", state.global_step, state.max_steps)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._tell("training", state.global_step, state.global_step)  # it may have stopped early
+        self._on_progress("training", state.global_step, state.global_step)  # it may have stopped early
 
 
 def fine_tune(
@@ -105,7 +105,7 @@ def fine_tune(
     val: list[Example],
     plan: FineTuning,
     folder: Path,
-    tell: Tell = silent,
+    on_progress: OnProgress = silent,
 ) -> Any:
     """Train; what comes back is the state after the epoch with the lowest loss on `val`.
 
@@ -126,7 +126,7 @@ def fine_tune(
         eval_dataset=_rows(val, tokenizer, bos, plan),
         data_collator=lambda rows: collate(rows, pad),
         compute_loss_func=loss,
-        callbacks=[EarlyStoppingCallback(plan.patience), _Telling(tell)],
+        callbacks=[EarlyStoppingCallback(plan.patience), _Progress(on_progress)],
     )
     trainer.remove_callback(PrinterCallback)  # it prints a dictionary for each epoch
     last = get_last_checkpoint(str(folder))

@@ -6,26 +6,26 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-Tell = Callable[[str, int, int], None]  # the stage, how much of it is done, and how much there is
+OnProgress = Callable[[str, int, int], None]  # the stage, how much of it is done, and how much there is
 
 
 def silent(stage: str, done: int, whole: int) -> None:
-    """A Tell that shows nothing."""
+    """An OnProgress that shows nothing."""
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Tell]:
-    """A Tell that draws a bar for each stage."""
+def progress_bar(console: Console) -> Iterator[OnProgress]:
+    """An OnProgress that draws a bar for each stage."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(
         *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
     )
     stages = {}
 
-    def tell(stage: str, done: int, whole: int) -> None:
+    def on_progress(stage: str, done: int, whole: int) -> None:
         if stage not in stages:
             stages[stage] = bar.add_task(stage)
         bar.update(stages[stage], completed=done, total=whole)
 
     with bar:
-        yield tell
+        yield on_progress

@@ -17,7 +17,7 @@ from predictor.checkpoint import TOKENIZER_FILE, CheckpointMeta, replacing, writ
 from predictor.data.examples import Example, digest, labels, load_examples, split_examples
 from predictor.evaluate import Evaluation, evaluate
 from predictor.granularity import choose_buckets
-from predictor.progress import Tell, progress_bar, silent
+from predictor.progress import OnProgress, progress_bar, silent
 from predictor.scores import Scores, bucket_means
 from predictor.served import load_served
 from predictor.tables import print_evaluation, print_granularities
@@ -31,7 +31,7 @@ NOT_GOOD_ENOUGH = 3  # exit code of a classifier that is no better than the base
 
 
 def train_checkpoint(
-    examples: list[Example], out: Path, served_model: str, plan: Any, tell: Tell = silent
+    examples: list[Example], out: Path, served_model: str, plan: Any, on_progress: OnProgress = silent
 ) -> tuple[CheckpointMeta, Evaluation]:
     """Split, fine-tune as `plan` (a `fine_tune.FineTuning`) says, calibrate, score on test, save to `out`.
 
@@ -51,15 +51,15 @@ def train_checkpoint(
     work = out.with_name(f".{out.name}.training")
     _agree(work, {**asdict(plan), "data": meta.data_digest})
     network, tokenizer = start(splits["train"], plan)
-    network = fine_tune(network, tokenizer, splits["train"], splits["val"], plan, work, tell)
+    network = fine_tune(network, tokenizer, splits["train"], splits["val"], plan, work, on_progress)
     raw = LengthClassifier(network, tokenizer, meta)
     logits = []
     for number, example in enumerate(splits["val"], start=1):
         logits += raw.logits([raw.encode(example.text)])
-        tell("calibrating", number, len(splits["val"]))
+        on_progress("calibrating", number, len(splits["val"]))
     temperature = fit_temperature(logits, labels(splits["val"], plan.buckets))
     meta = msgspec.structs.replace(meta, temperature=temperature)
-    found = evaluate(LengthClassifier(network, tokenizer, meta), splits["train"], splits["test"], tell)
+    found = evaluate(LengthClassifier(network, tokenizer, meta), splits["train"], splits["test"], on_progress)
     baselines = {"majority": found.majority.accuracy, "prompt_length": found.prompt_length.accuracy}
     meta = msgspec.structs.replace(meta, scores=found.scores, baselines=baselines, ceiling=found.ceiling)
     with replacing(out) as folder:
@@ -131,9 +131,9 @@ def train(
     for width in widths:
         buckets = _buckets(width, bucket_count, examples)
         folder = out / str(buckets.width_tokens) if len(widths) > 1 else out
-        with progress_bar(Console(stderr=True)) as tell:
+        with progress_bar(Console(stderr=True)) as on_progress:
             _, found[buckets.width_tokens] = train_checkpoint(
-                examples, folder, served_model, replace(plan, buckets=buckets), tell
+                examples, folder, served_model, replace(plan, buckets=buckets), on_progress
             )
         if not as_json:
             title = f"{folder}: buckets of {buckets.width_tokens} tokens, {buckets.count} of them"

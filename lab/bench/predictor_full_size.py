@@ -119,20 +119,20 @@ def train_here(folder: Path, steps: int, batch: int) -> None:
     )
     ends_s, cpu_s = list[float](), list[float]()
 
-    def tell(stage: str, done: int, whole: int) -> None:
+    def on_progress(stage: str, done: int, whole: int) -> None:
         if stage == "training" and len(ends_s) < done:
             ends_s.append(time.monotonic())
             cpu_s.append(time.process_time())
 
     examples = load_examples([folder / "data.jsonl"], load_served(str(SERVED), with_template=True))
-    _, found = train_checkpoint(examples, folder / "checkpoint", str(SERVED), plan, tell)
-    told = {
+    _, found = train_checkpoint(examples, folder / "checkpoint", str(SERVED), plan, on_progress)
+    found_here = {
         "steps_s": [end - start for start, end in pairwise(ends_s)],
         "steps_cpu_s": [end - start for start, end in pairwise(cpu_s)],
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "prediction_p50_ms": found.latency_p50_ms,
     }
-    (folder / _SAVED).write_text(json.dumps(told), encoding="utf-8")
+    (folder / _SAVED).write_text(json.dumps(found_here), encoding="utf-8")
 
 
 async def _served(checkpoint: Path) -> dict[str, Any]:

@@ -41,8 +41,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a builder has made. refused: by reason, how many answers the endpoint would not give. lengths: 5th percentile,
-    median and 95th percentile of the answers, in tokens.
+    """What a builder has made. refused: by reason, how many answers the endpoint would not give. lengths: 5th
+    percentile, median and 95th percentile of the answers, in tokens.
     """
 
     path: Path

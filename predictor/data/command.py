@@ -43,13 +43,13 @@ def dataset(
     try:
         found = read_prompts(prompts)
         _say_what_was_read(console, found)
-        with progress_bar(console) as tell:
+        with progress_bar(console) as on_progress:
             made = asyncio.run(
                 build(
                     found,
                     Wanted(asking, samples, held_out_samples, limit, concurrency),
                     out,
-                    lambda done, whole: tell("answers", done, whole),
+                    lambda done, whole: on_progress("answers", done, whole),
                 )
             )
     except KeyboardInterrupt:

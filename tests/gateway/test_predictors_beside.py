@@ -1,4 +1,4 @@
-"""A predictor beside each instance: the one beside the prefill instance is asked, whichever instance that is."""
+"""A predictor beside each instance: the one beside the prefill instance answers, whichever that is."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,11 +27,11 @@ async def cluster_and_predictors(**changes: object) -> AsyncIterator[tuple[Clust
         yield await stack.enter_async_context(running_cluster(predictors_beside=addresses, **changes)), predictors
 
 
-def asked(predictors: dict[str, Predictor]) -> dict[str, int]:
+def predicted(predictors: dict[str, Predictor]) -> dict[str, int]:
     return {name: len(predictor.asked) for name, predictor in predictors.items() if predictor.asked}
 
 
-async def test_the_one_beside_the_prefill_instance_is_asked_while_it_computes() -> None:
+async def test_the_one_beside_the_prefill_instance_answers_while_it_computes() -> None:
     async with cluster_and_predictors() as (cluster, predictors):
         told = asyncio.Event()
 
@@ -47,7 +47,7 @@ async def test_the_one_beside_the_prefill_instance_is_asked_while_it_computes() 
                 await asyncio.sleep(0.005)
         told.set()
         job = await task
-        assert asked(predictors) == {"p0": 1}
+        assert predicted(predictors) == {"p0": 1}
         request = predictors["p0"].asked[0]
         assert (request.prompt_token_ids, request.prompt_tokens) == (ends_of(PROMPT), len(PROMPT))
         assert cluster.places[0].job.prediction is None, "placement comes first"
@@ -58,7 +58,7 @@ async def test_the_one_beside_the_prefill_instance_is_asked_while_it_computes() 
 async def test_sequential_predicts_before_the_prefill_and_not_before_the_placement() -> None:
     async with cluster_and_predictors(predict="sequential") as (cluster, predictors):
         job = await run(cluster)
-        assert asked(predictors) == {"p0": 1}
+        assert predicted(predictors) == {"p0": 1}
         assert cluster.places[0].job.prediction is None
         assert job.prediction is not None
         assert cluster.prefill.prefills[0].job.prediction == job.prediction
@@ -70,7 +70,7 @@ async def test_an_instance_that_is_flipped_to_prefill_brings_its_predictor() -> 
         p0, (d0, d1) = cluster.prefill, cluster.decodes
         cluster.prefill, cluster.decodes[:] = d0, [p0, d1]
         await run(cluster)
-        assert asked(predictors) == {"p0": 1, "d0": 1}
+        assert predicted(predictors) == {"p0": 1, "d0": 1}
 
 
 async def test_a_prefill_instance_that_has_just_been_flipped_away_leaves_its_answer() -> None:
@@ -81,25 +81,25 @@ async def test_a_prefill_instance_that_has_just_been_flipped_away_leaves_its_ans
         await until_asked(predictors["p0"], 1)
         cluster.prefill, cluster.decodes[:] = d0, [d1]
         job = await task
-        assert asked(predictors) == {"p0": 1}, "its answer is as good as another's"
+        assert predicted(predictors) == {"p0": 1}, "its answer is as good as another's"
         assert d0.prefills[0].job.prediction == job.prediction
 
 
-async def test_one_that_does_not_answer_is_not_stood_in_for() -> None:
+async def test_one_that_does_not_answer_has_no_stand_in() -> None:
     async with cluster_and_predictors(predict_timeout_s=0.05) as (cluster, predictors):
         predictors["p0"].go.clear()
         cluster.prefill.before_token = lambda _: asyncio.sleep(0.2)
         assert (await run(cluster)).prediction is None
-        assert asked(predictors) == {"p0": 1}
+        assert predicted(predictors) == {"p0": 1}
 
 
 @pytest.mark.parametrize("changes", [{"predict": "off"}, {}], ids=["off", "no prefill instance"])
-async def test_nobody_is_asked(changes: dict[str, object]) -> None:
+async def test_no_predictor_gets_a_request(changes: dict[str, object]) -> None:
     async with cluster_and_predictors(**changes) as (cluster, predictors):
         job, _ = make_job(PROMPT, 4, local_only=not changes)
         async with asyncio.timeout(LONG_S):
             await cluster.pipeline.run(job)
-        assert not asked(predictors)
+        assert not predicted(predictors)
         assert job.prediction is None
 
 

@@ -173,7 +173,7 @@ def ran(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_training_prints_tables_and_no_json_unless_it_is_asked_for(folder: Path, tmp_path: Path) -> None:
+def test_training_prints_tables_and_no_json_without_the_option(folder: Path, tmp_path: Path) -> None:
     arguments = f"--data {folder}/data.jsonl --served-model {folder}/served --from-scratch tiny --input-tokens 32"
     arguments += " --max-steps 4 --granularity auto --granularity 1000"
     done = ran("train", *arguments.split(), "--out", str(tmp_path / "made"), code=3)
