@@ -83,7 +83,7 @@ def start(train: list[Example], plan: FineTuning) -> tuple[Any, Tokenizer]:
     return network, tokenizer
 
 
-class _Progress(TrainerCallback):
+class _Progress(TrainerCallback):  # type: ignore[misc]  # transformers is Any to mypy
     """Reports each step."""
 
     def __init__(self, on_progress: OnProgress) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -16,15 +17,15 @@ from tests.ports import free_address
 
 
 @asynccontextmanager
-async def cluster_and_predictors(**changes: object) -> AsyncIterator[tuple[Cluster, dict[str, Predictor]]]:
+async def cluster_and_predictors(**changes: Any) -> AsyncIterator[tuple[Cluster, dict[str, Predictor]]]:
     """Of every instance."""
     predictors = {name: Predictor() for name in ("p0", "d0", "d1")}
     addresses = {name: free_address() for name in predictors}
     async with AsyncExitStack() as stack:
         for name, predictor in predictors.items():
             await stack.enter_async_context(served(predictor, addresses[name]))
-        changes = {"predict_timeout_s": LONG_S, **changes}
-        yield await stack.enter_async_context(running_cluster(predictors_beside=addresses, **changes)), predictors
+        settings = {"predictors_beside": addresses, "predict_timeout_s": LONG_S, **changes}
+        yield await stack.enter_async_context(running_cluster(**settings)), predictors
 
 
 def predicted(predictors: dict[str, Predictor]) -> dict[str, int]:
@@ -94,7 +95,7 @@ async def test_one_that_does_not_answer_has_no_stand_in() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"predict": "off"}, {}], ids=["off", "no prefill instance"])
-async def test_no_predictor_gets_a_request(changes: dict[str, object]) -> None:
+async def test_no_predictor_gets_a_request(changes: dict[str, Any]) -> None:
     async with cluster_and_predictors(**changes) as (cluster, predictors):
         job, _ = make_job(PROMPT, 4, local_only=not changes)
         async with asyncio.timeout(LONG_S):
