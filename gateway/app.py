@@ -175,7 +175,7 @@ def _clients(stack: AsyncExitStack, settings: GatewaySettings) -> RpcClients:
     """Calls to schedulers, predictors and instances, until the stack is closed."""
     sockets = Sockets.of(settings)
     stack.callback(sockets.close)
-    keep = (*settings.schedulers, *settings.predictors)
+    keep = (*settings.schedulers, *settings.predictors, *settings.predictors_beside.values())
     return stack.enter_context(RpcClients(sockets, keep=keep))
 
 

@@ -395,9 +395,10 @@ class Job:
             error = outcome if self.phase is Phase.FAILED else ""
             self.trace.ended(self.timeline, self.split, self.finish_reason, error)
 
-    def ask(self, lengths: LengthClient) -> None:
-        """Have its length predicted."""
-        self.asked = lengths.ask(self.spec.prompt_token_ids, self.remaining)
+    def ask(self, lengths: LengthClient, instance_id: str = "") -> None:
+        """Request its length, where predictors stand beside instances from the one beside that instance."""
+        self.asked.cancel()
+        self.asked = lengths.ask(self.spec.prompt_token_ids, self.spec.max_tokens, instance_id)
         self.asked.then(self._predicted)
 
     def _predicted(self, found: LengthPrediction) -> None:

@@ -77,7 +77,9 @@ def bench_growth(
 
 @bench_app.command("predictor")
 def bench_predictor(
-    part: Annotated[list[str] | None, typer.Option(help="bayes, latency, worth or modes; may be repeated.")] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="bayes, latency, full_size, modes or worth; may be repeated.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The length predictor: beside the best possible, how quick, what asking costs, what it is worth."""
