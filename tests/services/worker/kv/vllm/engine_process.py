@@ -168,9 +168,9 @@ class Driver:
 
 
 def devices_of(worker: Any = None) -> dict[str, Any]:
-    """Of this process: the device of its rank, and those on which it has a context; NVIDIA's and AMD's alone."""
+    """Of this process: the device of its rank, and those on which it has a context. AMD's runtime does not tell."""
     device = getattr(worker, "device", None)
-    seen = range(torch.cuda.device_count() if DEVICE == "cuda" else 0)
+    seen = range(torch.cuda.device_count() if DEVICE == "cuda" and torch.version.hip is None else 0)
     return {
         "pid": os.getpid(),
         "own": device.index if device is not None and device.type == "cuda" else None,
