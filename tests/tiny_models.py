@@ -51,7 +51,8 @@ def make_qwen3(path: Path, *, full: bool = False, seed: int = 0) -> Path:
     if not full:
         small = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
         shape |= small | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    config = Qwen3Config(**shape, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, initializer_range=0.1)
+    spread = 0.02 if full else 0.1  # many layers of large weights would make much of bfloat16's last bits
+    config = Qwen3Config(**shape, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, initializer_range=spread)
     return _saved(path, config, Qwen3ForCausalLM, seed)
 
 
