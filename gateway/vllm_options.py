@@ -25,6 +25,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _SERVER: tuple[str, ...] = ("uds", "headless", "config", "grpc", "grpc_port", "api_server_count", "uvicorn_log_level")
 _SERVER += ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "enable_ssl_refresh", "ssl_cert_reqs", "ssl_ciphers")
 _SERVER += ("h11_max_incomplete_event_size", "h11_max_header_count")
+_ADAPTERS = "adapters are not served: merge the adapter into the weights, and serve those"
 _OWN_SERVER = "the gateway has a server of its own, which does not read it"
 # Options that follow from the file, or that nothing here reads.
 _REFUSED: Mapping[str, str] = {
@@ -36,6 +37,8 @@ _REFUSED: Mapping[str, str] = {
     "port": "it is a setting of its own, `gateway: {port: …}`",
     "otlp_traces_endpoint": "vLLM's traces would be beside ours: use `tracing`",
     "enable_per_request_metrics": "it needs the statistics of an engine, which runs in no gateway",
+    "enable_lora": _ADAPTERS,
+    "lora_modules": _ADAPTERS,
     **dict.fromkeys(_SERVER, _OWN_SERVER),
 }
 _NEEDS: Mapping[str, str] = {  # an option that is on, and one without which vLLM refuses it

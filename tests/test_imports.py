@@ -20,6 +20,7 @@ SHARED: dict[str, set[str]] = {
     "palette": {"domain", "timeline"},
     "policy": {"domain", "errors"},
     "explain": {"domain", "timeline"},
+    "model": {"errors", "files"},
     "cost": {"domain", "errors", "files"},
     "sim": {"policy", "cost", "domain", "timeline", "errors", "files"},
     "plan": {"sim", "policy", "cost", "domain", "errors", "files"},

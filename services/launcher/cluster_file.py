@@ -100,15 +100,11 @@ class Cluster(BaseModel):
         if bool(self.curve_public) != bool(self.curve_secret):
             there, other = sorted(("curve_public", "curve_secret"), key=lambda key: not getattr(self, key))
             yield f"{there}: {other} is missing; `polyphase keys curve` makes both"
-        if len(self.hosts) > 1 and not (self.curve_public or self.curve_secret):
-            yield "hosts: between hosts curve_public and curve_secret are needed; `polyphase keys curve` makes them"
         if token := self.cluster_token.get_secret_value():
             try:
                 checked(token, "cluster_token")
             except InvalidRequest as error:
                 yield error.message
-        elif len(self.hosts) > 1:
-            yield "hosts: between hosts cluster_token is needed; `polyphase keys token` makes one"
 
     def from_places(self, places: Places) -> Self:
         """The same, read from there: what is found wrong with it later is told with its line."""

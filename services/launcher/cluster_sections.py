@@ -1,8 +1,8 @@
 """The sections of a cluster file: what may be said of each process, and what follows from the rest of the file."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
@@ -65,7 +65,8 @@ class LauncherSection(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
 
-    start_s: float = Field(300.0, gt=0)  # the longest a process may take to become healthy
+    # The longest a process may take to become healthy; None: 300, and more for an instance, see `start_time`.
+    start_s: float | None = Field(None, gt=0)
     hang_s: float = Field(6.0, ge=0)  # so long without a healthy answer it is killed and started again; 0: never
 
 
@@ -177,7 +178,16 @@ class InstanceSection(Section):
     role: Role
     host: str = ""  # a name of `hosts`; default: the control host
     count: int = Field(1, gt=0, le=1024)
+    # Numbers of the devices of its host that it computes on; empty: the next that are free. See `devices`.
+    devices: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = ()
     resources: dict[str, float] = {}  # of Ray, with --on ray: what its node must have besides CPUs and accelerators
+
+    @field_validator("devices")
+    @classmethod
+    def _each_once(cls, given: tuple[int, ...]) -> tuple[int, ...]:
+        if twice := [number for number in given if given.count(number) > 1]:
+            raise ValueError(f"device {twice[0]} is there twice")
+        return given
 
     @property
     def ids(self) -> tuple[str, ...]:

@@ -91,8 +91,8 @@ async def run_watched(command: Sequence[str], url: str, limits: Limits) -> int:
     health = HttpHealth(url)
 
     async def life() -> str:
-        fault = await until_healthy(child, health, limits)
-        return fault or await until_ended(child, health, limits, _say)
+        unready = await until_healthy(child, health, limits)
+        return unready.text if unready else await until_ended(child, health, limits, _say)
 
     living, stopping = asyncio.create_task(life()), asyncio.create_task(stop.wait())
     await asyncio.wait([living, stopping], return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
 """What a person sees while the suite starts and runs."""
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -94,6 +95,16 @@ def welcome(console: Console, plan: Plan, took_s: float, memory_bytes: int) -> N
     text = "\n".join(lines)
     console.print(Panel(text, title=title, title_align="left", border_style="green", expand=False))
     console.print("Ctrl-C stops everything. In another shell: polyphase status, top, logs NAME, --help")
+
+
+def late(console: Console, names: Sequence[str]) -> None:
+    """A word on instances whose start took too long, while others serve."""
+    if names:
+        are = "is" if len(names) == 1 else "are"
+        console.print(
+            f"[yellow]{', '.join(names)} {are} not ready yet[/] and {are} being started again; the others serve. "
+            "`launcher: {start_s: …}` in the cluster file gives a start longer."
+        )
 
 
 def _example(plan: Plan) -> str:

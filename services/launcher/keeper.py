@@ -13,7 +13,7 @@ from services.launcher.fork_client import ForkServer
 from services.launcher.health import Health
 from services.launcher.process import Child, spawn
 from services.launcher.spec import ProcessSpec
-from services.launcher.watch import Limits, until_ended, until_healthy
+from services.launcher.watch import Limits, Unready, until_ended, until_healthy
 from shared.errors import Unavailable
 from shared.runtime.process_metrics import RESTARTS
 
@@ -99,31 +99,45 @@ class Keeper:
         self.status = Status(spec.name, logs / f"{spec.name}.log")
         self.child: Child | None = None
         self.was_ready = asyncio.Event()
+        self.settled = asyncio.Event()  # ready once, or known to be late
         self.vital = vital
         self._spec = spec
         self._changed = changed
-        self._limits = limits
+        self._limits = replace(limits, start_s=spec.start_s) if spec.start_s else limits
         self._starter = starter
         self._health = health
         self._failures = 0
         self._on_purpose = False
         self._log_from = 0
 
+    @property
+    def may_be_late(self) -> bool:
+        """Whether the suite serves without it while its start takes longer than it may."""
+        return self._spec.may_be_late
+
     async def keep(self) -> None:
-        """Start; then start again whenever it ends. Raises StartFailed if the first start of a vital one fails."""
+        """Start; then start again whenever it ends.
+
+        Raises StartFailed if the first start of a vital one fails, but for one that the suite serves without and that
+        only takes too long.
+        """
         if self._spec.module and self._starter.forks is not None:
             self._set(State.WAITING, note="for the engine's import")
         while True:
             async with self._starter.turn(self._spec):
-                fault = await self._start()
-            if fault and not self.was_ready.is_set():
-                self._set(State.FAILED, pid=0, note=fault)
+                unready = await self._start()
+            if unready is None:
+                self.was_ready.set()
+                self.settled.set()
+                fault = await self._run()
+            elif self.settled.is_set() or (unready.late and self.may_be_late):
+                self.settled.set()
+                fault = unready.text
+            else:
+                self._set(State.FAILED, pid=0, note=unready.text)
                 if not self.vital:
                     return
-                raise StartFailed(self._failure(fault))
-            if not fault:
-                self.was_ready.set()
-                fault = await self._run()
+                raise StartFailed(self.failure(unready.text))
             await self._pause(fault)
 
     async def restart(self, env: dict[str, str]) -> None:
@@ -139,15 +153,15 @@ class Keeper:
         if self.status.state is not State.FAILED:
             self._set(State.STOPPED, pid=0)
 
-    async def _start(self) -> str:
-        """Why it did not become healthy, or nothing."""
+    async def _start(self) -> Unready | None:
+        """Why it did not become healthy, if it did not."""
         began, self._log_from = time.monotonic(), process_log.size(self.status.log)
         self.child = await self._starter.start(self._spec, self.status.log, self.status.restarts)
         self._set(State.STARTING, pid=self.child.pid, note="")
-        fault = await until_healthy(self.child, self._health, self._limits)
-        if not fault:
+        unready = await until_healthy(self.child, self._health, self._limits)
+        if unready is None:
             self._set(State.READY, took_s=time.monotonic() - began, note="")
-        return fault
+        return unready
 
     async def _run(self) -> str:
         """How it ended, some time after it was ready."""
@@ -167,8 +181,8 @@ class Keeper:
         self._set(State.RESTARTING, pid=0, restarts=self.status.restarts + 1, note=note, fault=fault)
         await asyncio.sleep(pause)
 
-    def _failure(self, fault: str) -> str:
-        """For whoever started the suite: what, why, and where to read more."""
+    def failure(self, fault: str) -> str:
+        """Of a start, for the person who starts the suite: what, why, and where to read more."""
         log = self.status.log
         cause = process_log.cause_of(log, self._log_from)
         return f"{self._spec.name} did not start: {fault}: {cause}\nIts log: {log}"

@@ -6,11 +6,11 @@ And where a cluster file comes from: a path, or the name of one that is shipped.
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from shared.errors import InvalidRequest
 from shared.files.faults import meant
 from shared.files.text import read_json
+from shared.model.support import config_of
 
 PROJECT = Path(__file__).parents[2]
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -64,15 +64,6 @@ def fault_of(model: str, *, weights: bool) -> str:
         cache = constants.HF_HUB_CACHE
         return f"{model} is not in {cache}, and HF_HUB_OFFLINE is set: unset it, or `hf download {model}` first"
     return _fault_of_folder(Path(found).parent, weights)
-
-
-def config_of(model: str) -> dict[str, Any]:
-    """The folder's config.json; empty where it cannot be read."""
-    try:
-        found = read_json(Path(model) / "config.json")
-    except InvalidRequest:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _looks_like_path(model: str) -> bool:

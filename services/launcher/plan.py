@@ -16,11 +16,13 @@ from services.launcher.addresses import Addresses, PredictorAt, scheduler_port
 from services.launcher.cluster_file import LOCAL, Cluster
 from services.launcher.cluster_sections import InstanceSection
 from services.launcher.dashboard_program import dashboard_command
+from services.launcher.devices import assign
 from services.launcher.gateways import own_ports, settings_of_process
 from services.launcher.links import links_between
 from services.launcher.monitors import LEASE_S, monitor_names, monitor_ports
 from services.launcher.ports import PortUse
 from services.launcher.spec import Plan, ProcessSpec, child_environment, forkable
+from services.launcher.start_time import start_s_of
 from services.launcher.targets import targets_of
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
@@ -59,6 +61,7 @@ class _Planner:
         imitated = all(entry.extra.get("engine") == "emulated" for entry in cluster.instances)
         self._env = child_environment(cluster.model, imitated)
         self._links = links_between(cluster, where)
+        self._devices = assign(cluster, self._here)
         self._curve: dict[str, Any] = {"curve_file": host_key.file_in(data_dir)}
         if cluster.curve_public:
             self._curve = {"curve_public": cluster.curve_public, "curve_secret": cluster.curve_secret}
@@ -86,6 +89,7 @@ class _Planner:
             dashboard_url=f"http://127.0.0.1:{c.dashboard.port}" if with_dashboard else "",
             runs_control=runs_control,
             api_keys=bool(c.gateway.extra.get("api_keys_file")),
+            devices=self._devices,
         )
         ports.check_distinct(plan.port_uses)
         return plan
@@ -210,7 +214,8 @@ class _Planner:
             env["POLYPHASE_DASHBOARD_API_KEYS_FILE"] = str(c.gateway.extra.get("api_keys_file") or "")
         health = f"http://127.0.0.1:{port}/_stcore/health"
         uses = (PortUse("dashboard", "127.0.0.1", port),)
-        return ProcessSpec("dashboard", dashboard_command(port), {**self._env, **env, **c.dashboard.env}, health, uses)
+        env = {**self._env, **env, **c.dashboard.env}
+        return ProcessSpec("dashboard", dashboard_command(port), env, health, uses, start_s=c.launcher.start_s or 0.0)
 
     def _instances(self) -> list[ProcessSpec]:
         """Ports follow from the whole file, so that every host comes to the same ones."""
@@ -248,7 +253,8 @@ class _Planner:
         extra = self._with_parser(entry.extra)
         settings = self._settings(WorkerSettings, f"instances.{entry.id}", extra, values)
         uses = tuple(range(first, first + 2 + ranks))
-        return self._process(name, "services.worker", settings, host, first + 1, uses, entry.env)
+        env = {**self._devices.env.get(name, {}), **entry.env}
+        return self._process(name, "services.worker", settings, host, first + 1, uses, env)
 
     def _with_parser(self, extra: dict[str, Any]) -> dict[str, Any]:
         """With the gateway's reasoning parser, unless the instance names its own: where structured output begins is
@@ -284,6 +290,8 @@ class _Planner:
             tuple(PortUse(name, host, port) for port in uses),
             module if not env and forkable(settings) else "",
             settings,
+            self._cluster.launcher.start_s or (start_s_of(settings) if isinstance(settings, WorkerSettings) else 0.0),
+            may_be_late=isinstance(settings, WorkerSettings),
         )
 
 

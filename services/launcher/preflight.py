@@ -1,11 +1,12 @@
 """What can be known to fail before anything starts: every fault at once, each with the file, the key and what to do."""
 
-import functools
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -14,14 +15,16 @@ from gateway.settings import GatewaySettings
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.cluster_file import Cluster
+from services.launcher.devices import VISIBLE, catalogue
 from services.launcher.fork_client import NAME as FORK_SERVER
-from services.launcher.model_source import config_of, fault_of
+from services.launcher.model_source import fault_of
 from services.launcher.spec import Plan
-from services.worker.settings import WorkerSettings
-from shared.cost.catalogue import Catalogue
+from services.worker.settings import MARGIN_BYTES, WorkerSettings
 from shared.cost.models import bundled_geometry
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.files.faults import meant
+from shared.model.support import config_of, fault_of_division, fault_of_stored_kv, faults_of_model, text_config
+from shared.model.weights import weights_of
 from shared.policy import registry
 from shared.policy.written import from_file
 from shared.store.database import parse_url
@@ -30,9 +33,14 @@ _FILES = frozenset({"chat_template", "tool_parser_plugin", "reasoning_parser_plu
 Faults = Iterator[tuple[str, str]]  # the key of the file, and what is wrong with it
 
 
-def preflight(cluster: Cluster, plan: Plan, where: str) -> None:
-    """Raises InvalidRequest that names every fault of what this host is to run, one a line."""
-    found = [*_of_suite(cluster, plan)]
+def preflight(cluster: Cluster, plan: Plan, where: str, *, places_instances: bool = True) -> None:
+    """Raises InvalidRequest that names every fault of what this host is to run, one a line.
+
+    places_instances: this launcher, and not Ray, chooses the devices of instances.
+    """
+    found = [*_of_suite(cluster, plan), *_of_hosts(cluster)]
+    if places_instances:
+        found += [*plan.devices.faults, *_of_memory(cluster, plan)]
     entries = {name: f"instances.{entry.id}" for entry in cluster.instances for name in entry.ids}
     for spec in plan.processes:
         match spec.settings:
@@ -52,9 +60,12 @@ def preflight(cluster: Cluster, plan: Plan, where: str) -> None:
 
 def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
     engines = [spec.settings for spec in plan.processes if isinstance(spec.settings, WorkerSettings)]
-    fault = fault_of(cluster.model, weights=any(each.engine == "vllm" for each in engines))
-    if fault:
+    real = any(each.engine == "vllm" for each in engines)
+    if fault := fault_of(cluster.model, weights=real):
         yield "model", fault
+    elif real:
+        for fault in faults_of_model(_config(cluster.model)):
+            yield "model", fault
     if cluster.dashboard.login and not cluster.gateway.extra.get("api_keys_file"):
         yield "dashboard.login", "there are no keys to log in with: `gateway: {api_keys_file: keys.yaml}`"
     for name, count in Counter((FORK_SERVER, *(spec.name for spec in plan.processes))).items():
@@ -67,6 +78,19 @@ def _of_suite(cluster: Cluster, plan: Plan) -> Faults:
             fits = False
         if not fits:
             yield "curve_public, curve_secret", "they are no pair: `polyphase keys curve` makes one"
+
+
+def _of_hosts(cluster: Cluster) -> Faults:
+    """What several hosts need of the file, which `polyphase simulate` reads without."""
+    for name, address in cluster.hosts.items():
+        try:
+            ip_address(address)
+        except ValueError:
+            yield f"hosts.{name}", f"{address!r} is not an IP address: write the one by which the other hosts reach it"
+    if len(cluster.hosts) > 1 and not cluster.curve_public:
+        yield "hosts", "between hosts curve_public and curve_secret are needed; `polyphase keys curve` makes them"
+    if len(cluster.hosts) > 1 and not cluster.cluster_token.get_secret_value():
+        yield "hosts", "between hosts cluster_token is needed; `polyphase keys token` makes one"
 
 
 def _of_gateway(settings: GatewaySettings) -> Faults:
@@ -124,23 +148,51 @@ def _of_instance(at: str, settings: WorkerSettings, env: dict[str, str]) -> Faul
         return
     if settings.kv_transport == "nixl" and find_spec("nixl") is None:
         yield f"{at}.kv_transport", "NIXL is not installed here: `pip install 'polyphase[nixl]'`, or choose tcp"
-    config, degree, stages = config_of(settings.model), settings.tensor_parallel, settings.pipeline_parallel
-    heads, layers, held = config.get("num_attention_heads"), config.get("num_hidden_layers"), settings.pipeline_layers
-    if isinstance(heads, int) and heads % degree:
-        yield f"{at}.tensor_parallel", f"the model's {heads} attention heads cannot be shared by {degree}"
+    config, degree, stages = _config(settings.model), settings.tensor_parallel, settings.pipeline_parallel
+    stored = str(settings.engine_args.get("kv_cache_dtype", "auto"))
+    if fault := fault_of_stored_kv(config, stored, settings.dtype):
+        yield f"{at}.engine_args", fault
+    if fault := fault_of_division(config, degree):
+        yield f"{at}.tensor_parallel", fault
+    layers, held = text_config(config).get("num_hidden_layers"), settings.pipeline_layers
     if isinstance(layers, int) and layers < stages:
         yield f"{at}.pipeline_parallel", f"the model's {layers} layers cannot be shared by {stages} stages"
     elif isinstance(layers, int) and held and sum(held) != layers:
         yield f"{at}.pipeline_layers", f"they are {sum(held)}, and the model has {layers}"
-    visible = env.get("CUDA_VISIBLE_DEVICES", "")
-    if visible and settings.accelerator != "cpu" and len(visible.split(",")) < settings.ranks:
-        key = "tensor_parallel" if stages == 1 else "pipeline_parallel"
-        yield f"{at}.{key}", f"{settings.ranks} accelerators, but CUDA_VISIBLE_DEVICES is {visible!r}"
+    for variable in VISIBLE:
+        visible = env.get(variable, "")
+        if visible and settings.accelerator != "cpu" and len(visible.split(",")) < settings.ranks:
+            key = "tensor_parallel" if stages == 1 else "pipeline_parallel"
+            yield f"{at}.{key}", f"{settings.ranks} accelerators, but {variable} is {visible!r}"
+
+
+def _of_memory(cluster: Cluster, plan: Plan) -> Faults:
+    """Devices that have no room for the weights and the KV of the instances that are to compute on them."""
+    settings = {spec.name: spec.settings for spec in plan.processes if isinstance(spec.settings, WorkerSettings)}
+    sizes = {dtype: weights_of(cluster.model, dtype) for dtype in {each.dtype for each in settings.values()}}
+    entries = {name: entry.id for entry in cluster.instances for name in entry.ids}
+    for device, names in plan.devices.users.items():
+        users = [settings[name] for name in names if name in settings]
+        if not users:
+            continue
+        try:
+            kind = catalogue().get(users[-1].accelerator)
+        except PolyphaseError:
+            continue
+        needed = sum(each.device_bytes(known.loaded if (known := sizes[each.dtype]) else 0) for each in users)
+        least = needed - MARGIN_BYTES * len(users)  # what activations and graphs take is not known
+        if least > kind.memory_bytes and not any(users[-1].stage_accelerators):
+            of = f" of {', '.join(names)}" if len(names) > 1 else ""
+            yield (
+                f"instances.{entries[names[-1]]}.kv_cache_bytes",
+                f"weights and KV{of} are {least / 2**30:.1f} GiB on device {device.name}, and {kind.name} has "
+                f"{kind.memory_bytes / 2**30:.1f}: lower kv_cache_bytes, or raise tensor_parallel",
+            )
 
 
 def _of_emulated(at: str, settings: WorkerSettings) -> Faults:
     try:
-        _catalogue().get(settings.accelerator)
+        catalogue().get(settings.accelerator)
     except PolyphaseError as error:
         yield f"{at}.accelerator", error.message
     try:
@@ -150,9 +202,9 @@ def _of_emulated(at: str, settings: WorkerSettings) -> Faults:
         yield f"{at}.emulated_model", error.message
 
 
-@functools.cache
-def _catalogue() -> Catalogue:
-    return Catalogue.built_in()
+def _config(model: str) -> Mapping[str, Any]:
+    """The model's config.json, where it is a folder of this host; a worker reads that of a name of the hub."""
+    return config_of(model) if Path(model).is_absolute() else {}
 
 
 def _of_database(url: str) -> Faults:

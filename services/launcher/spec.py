@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.settings import GatewaySettings
+from services.launcher.devices import Assignment
 from services.launcher.ports import PortUse
 from services.worker.settings import WorkerSettings
 from shared.runtime.settings import ServiceSettings
@@ -33,6 +34,8 @@ class ProcessSpec:
     ports: tuple[PortUse, ...] = ()
     module: str = ""
     settings: ServiceSettings | None = None  # what `env` says; None: not a service of ours
+    start_s: float = 0.0  # the longest its start may take; 0: as long as any other process's
+    may_be_late: bool = False  # the suite serves without it, should its start take longer than that
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,9 @@ class Plan:
     planner_url: str = ""
     gateway_urls: tuple[str, ...] = ()  # each process of the gateway alone; of one: `api_url`
     api_keys: bool = False  # whether the API wants a key
+    devices: Assignment = field(
+        default_factory=Assignment
+    )  # of the instances that this host, and no other program, places
 
     @property
     def fork_env(self) -> dict[str, str] | None:
@@ -63,6 +69,11 @@ class Plan:
             return None
         shared = {key: value for key, value in forked[0].env.items() if not key.startswith(OURS)}
         return {**shared, **_PRELOAD_ENV}
+
+    @property
+    def start_s(self) -> float:
+        """The longest that an instance's start may take."""
+        return max((each.start_s for each in self.processes if each.may_be_late), default=0.0)
 
     @property
     def preload(self) -> tuple[str, ...]:

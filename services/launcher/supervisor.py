@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 from services.launcher import child
 from services.launcher.fork_client import ForkServer
 from services.launcher.health import HttpHealth
-from services.launcher.keeper import Changed, Keeper, Starter, Status
+from services.launcher.keeper import Changed, Keeper, Starter, StartFailed, Status
 from services.launcher.process import stop_all
 from services.launcher.spec import ProcessSpec
 from services.launcher.watch import Limits
@@ -41,8 +41,13 @@ class Supervisor:
         """Every process, in the order of the plan; then the fork server."""
         return tuple(keeper.status for keeper in self._keepers.values())
 
+    @property
+    def late(self) -> tuple[str, ...]:
+        """Those that the suite serves without: they took too long, and have not been ready yet."""
+        return tuple(each.status.name for each in self._keepers.values() if _is_late(each))
+
     async def started(self) -> None:
-        """Wait until every process has become healthy once. Raises StartFailed."""
+        """Wait until every process has become healthy once, or is late where others serve. Raises StartFailed."""
         await self.during(self._all_ready())
 
     async def during(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -76,7 +81,11 @@ class Supervisor:
     async def _all_ready(self) -> None:
         for keeper in self._keepers.values():
             if keeper.vital:
-                await keeper.was_ready.wait()
+                await keeper.settled.wait()
+        replaceable = [keeper for keeper in self._keepers.values() if keeper.may_be_late]
+        late = [keeper for keeper in replaceable if _is_late(keeper)]
+        if late and len(late) == len(replaceable):  # nobody serves
+            raise StartFailed(late[0].failure(late[0].status.fault))
 
     async def _keep_all(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -104,6 +113,10 @@ async def supervising(
         yield supervisor
     finally:
         await supervisor.close()
+
+
+def _is_late(keeper: Keeper) -> bool:
+    return keeper.may_be_late and keeper.settled.is_set() and not keeper.was_ready.is_set()
 
 
 def _raise_first(task: asyncio.Task[None]) -> NoReturn:

@@ -106,25 +106,25 @@ async def running_suite(
 
             cluster = stack.enter_context(on_ray(cluster, ray))
         plan = make_plan(cluster, data_dir, host_name, where)
-        preflight(cluster, plan, where)
+        preflight(cluster, plan, where, places_instances=ray is None)
         stack.enter_context(state_file.owning(data_dir))
+        start_s = plan.start_s
         plan, others = (plan, nowhere(plan.instance_ids)) if ray is None else divide(cluster, plan)
         check_free(plan.port_uses)
         cluster_token.keep(cluster, data_dir)
         host_key.keep(cluster, data_dir)
         make_shared_table(plan)
-        async with _running(cluster, plan, data_dir, console, others) as suite:
+        async with _running(cluster, plan, data_dir, console, others, start_s) as suite:
             yield suite
 
 
 @asynccontextmanager
 async def _running(
-    cluster: Cluster, plan: Plan, data_dir: Path, console: Console, others: Running
+    cluster: Cluster, plan: Plan, data_dir: Path, console: Console, others: Running, start_s: float
 ) -> AsyncIterator[RunningSuite]:
     began = time.monotonic()
     listener = _Listener()
-    patience = cluster.launcher
-    limits = Limits(patience.start_s, hang_s=patience.hang_s, at_once=max(3, os.cpu_count() or 1))
+    limits = Limits(hang_s=cluster.launcher.hang_s, at_once=max(3, os.cpu_count() or 1))
     logs = data_dir / "logs"
     async with (
         supervising(plan.processes, logs, listener.changed, limits, plan.fork_env, plan.preload) as supervisor,
@@ -143,8 +143,9 @@ async def _running(
                 progress.expect((*supervisor.statuses, *elsewhere.statuses))
                 listener.show = progress.update
                 await supervisor.started()
-                names = await supervisor.during(elsewhere.started(patience.start_s))
-                await supervisor.during(suite.wait_ready(names, REGISTER_S))
+                names = await supervisor.during(elsewhere.started(start_s))
+                in_time = [name for name in names if name not in supervisor.late]
+                await supervisor.during(suite.wait_ready(in_time, REGISTER_S))
             listener.show = lambda status: display.announce(console, status)
             yield RunningSuite(suite, plan, supervisor, elsewhere, time.monotonic() - began)
         finally:
@@ -180,6 +181,7 @@ async def _serve(options: UpOptions, console: Console) -> None:
     where, data_dir, host = str(options.cluster), options.data_dir, options.host_name
     async with running_suite(cluster, data_dir, console, host_name=host, where=where, ray=options.ray) as running:
         display.welcome(console, running.plan, running.took_s, running.suite.memory_bytes())
+        display.late(console, running.supervisor.late)
         await running.supervisor.during(running.elsewhere.kept())
 
 

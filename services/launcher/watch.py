@@ -36,24 +36,33 @@ class Limits:
 Say = Callable[[str], None]
 
 
-async def until_healthy(child: Child, health: Health | None, limits: Limits) -> str:
-    """Why it did not become healthy, or nothing. What did not has ended."""
+@dataclass(frozen=True, slots=True)
+class Unready:
+    """Why a process did not become healthy. late: it took longer than it may; else it ended by itself."""
+
+    text: str
+    late: bool = False
+
+
+async def until_healthy(child: Child, health: Health | None, limits: Limits) -> Unready | None:
+    """Why it did not become healthy, if it did not; then it has ended."""
     if health is None:
-        return ""
+        return None
     ended = asyncio.ensure_future(child.wait())
     since_s, stopped_s = time.monotonic(), 0.0
     try:
         while fault := await health.ask(ASK_S):
             if (await asyncio.wait([ended], timeout=limits.poll_s))[0]:
-                return ending(ended.result())
+                return Unready(ending(ended.result()))
             stopped_s = time.monotonic() if not stopped_s or not child.stopped else stopped_s
             if limits.hang_s and time.monotonic() - stopped_s > limits.hang_s:
-                return await _put_down(child, f"stopped by a signal for {limits.hang_s:g} s while it started")
+                text = f"stopped by a signal for {limits.hang_s:g} s while it started"
+                return Unready(await _put_down(child, text), late=True)
             if time.monotonic() - since_s > limits.start_s:
-                return await _put_down(child, f"not healthy after {limits.start_s:g} s ({fault})")
+                return Unready(await _put_down(child, f"not healthy after {limits.start_s:g} s ({fault})"), late=True)
     finally:
         ended.cancel()
-    return ""
+    return None
 
 
 async def until_ended(child: Child, health: Health | None, limits: Limits, say: Say) -> str:

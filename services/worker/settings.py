@@ -5,11 +5,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PlainValidator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.worker.engine_args import faults_of
 from shared.cost.network_file import LinkEntry
 from shared.domain.instance import Role
 from shared.runtime.settings import Name, TracedSettings
 
 PP_LAYERS = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable
+
+# Of a device, beside its weights and KV: activations, captured graphs, communication, and KV on its way to the host.
+MARGIN_BYTES = 1 << 30
+_WEIGHTS_CHANGE = ("cpu_offload_gb", "offload_backend", "offload_group_size", "quantization")  # engine_args
 
 
 def _chunk_size(said: object) -> object:
@@ -62,7 +67,7 @@ class WorkerSettings(TracedSettings):
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)  # its share of the requests under `placement: weighted`
     threads: int = Field(1, gt=0)
     async_scheduling: bool | None = None  # the next step is scheduled while one computes; None: on GPUs, as vLLM can
-    engine_args: dict[str, Any] = {}  # passed on to vLLM's EngineArgs
+    engine_args: dict[str, Any] = {}  # passed on to vLLM's EngineArgs; see `engine_args.REFUSED`
     # Told to end it takes no new jobs, and ends when those it has are done and their KV was fetched, or after so long.
     drain_s: float = Field(0.0, ge=0)
     hang_s: float = Field(60.0, gt=0)  # an engine whose step lasts longer hangs: the instance is not healthy
@@ -96,12 +101,8 @@ class WorkerSettings(TracedSettings):
 
     @model_validator(mode="after")
     def _servable(self) -> Self:
-        if "pipeline_parallel_size" in self.engine_args:
-            raise ValueError("engine_args: pipeline_parallel_size: it is a setting of its own, `pipeline_parallel`")
-        if "async_scheduling" in self.engine_args:
-            raise ValueError("engine_args: async_scheduling: it is a setting of its own, `async_scheduling`")
-        if "otlp_traces_endpoint" in self.engine_args:
-            raise ValueError("engine_args: otlp_traces_endpoint: vLLM's traces would be beside ours: use `tracing`")
+        if faults := list(faults_of(self.engine_args)):
+            raise ValueError("\n".join(f"engine_args: {fault}" for fault in faults))
         if self.pipeline_layers and len(self.pipeline_layers) != self.pipeline_parallel:
             stages = f"{self.pipeline_parallel} of `pipeline_parallel`"
             raise ValueError(f"pipeline_layers: {len(self.pipeline_layers)} stages, not the {stages}")
@@ -126,6 +127,17 @@ class WorkerSettings(TracedSettings):
     def ranks(self) -> int:
         """Processes of the engine that compute, each with its KV: stages times tensor-parallel ranks."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    def device_bytes(self, weights: int) -> int:
+        """What the fullest of its devices needs. weights: of the whole model, as they are loaded; 0: not known.
+
+        The stage with the most layers has that share of the weights, and each of its ranks an equal part of those.
+        """
+        if any(name in self.engine_args for name in _WEIGHTS_CHANGE):
+            weights = 0
+        layers = self.pipeline_layers
+        share = max(layers) / sum(layers) if layers else 1.0 / self.pipeline_parallel
+        return int(weights * share / self.tensor_parallel) + self.kv_cache_bytes + MARGIN_BYTES
 
     @property
     def computes_here(self) -> bool:

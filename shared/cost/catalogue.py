@@ -40,6 +40,14 @@ _FALLBACK: Mapping[str, tuple[str, ...]] = {
     "fp32": ("bf16", "fp16"),
 }
 
+# The variables by which vendors' libraries are told which of a host's devices a process may use.
+VISIBLE_BY: Mapping[str, str] = {
+    "NVIDIA": "CUDA_VISIBLE_DEVICES",
+    "AMD": "HIP_VISIBLE_DEVICES",
+    "Huawei": "ASCEND_RT_VISIBLE_DEVICES",
+    "Intel": "ZE_AFFINITY_MASK",
+}
+
 
 def precision_of(dtype: str) -> str:
     """The short name of a precision: `bfloat16` -> `bf16`. An unknown one is an error that names the known ones."""
@@ -81,6 +89,9 @@ class Accelerator:
     aliases: tuple[str, ...] = ()
     cache_bytes: float = 0.0  # of the last cache before the memory; 0: not known, counted as none
     unit_memory_bytes: float = 0.0  # shared memory of one compute unit; 0: not known, counted as one tile's
+    visible_by: str = (
+        ""  # the variable that tells a process which of a host's devices are its own; empty: there is none
+    )
 
     def flops(self, dtype: str) -> float:
         """Dense peak, operations/s, of that precision or of the one that computes in its place (weight-only)."""
@@ -113,6 +124,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     aliases: list[str] = []
     cache_mib: float = 0.0
     unit_memory_kib: float = 0.0
+    visible_by: str | None = None
 
 
 class Catalogue:
@@ -195,6 +207,7 @@ def _accelerator(name: str, raw: object, where: str) -> Accelerator:
         aliases=tuple(entry.aliases),
         cache_bytes=entry.cache_mib * 2.0**20,
         unit_memory_bytes=entry.unit_memory_kib * 2.0**10,
+        visible_by=VISIBLE_BY.get(entry.vendor, "") if entry.visible_by is None else entry.visible_by,
     )
 
 

@@ -1,6 +1,7 @@
 """A plan as a file: the cluster file that `polyphase up --cluster` starts and `polyphase simulate` reads."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ from shared.plan.problem import Problem
 from shared.policy.written import from_words
 
 TOKENIZER = "models/demo"  # of emulated engines: a folder of the project
+_HOSTS = """
+Before it starts: give each of `hosts` its address, and the file the lines of `polyphase keys curve` and `polyphase keys
+token`. Then, on each host: `polyphase up --cluster FILE --host-name NAME`."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -41,9 +45,16 @@ def plan_text(
     head: str = "",
     promise: Mapping[str, float] | None = None,
 ) -> str:
-    """The text of the file. head: lines of comment before it. promise: what the planner service compares with."""
+    """The text of the file. head: lines of comment before it. promise: what the planner service compares with.
+
+    For `engine: vllm` it names each instance's devices, by their number in the order of the inventory, and its host,
+    where there are several: by the node's name, in the place of the address that the inventory does not say.
+    """
     inventory, limits = problem.inventory, problem.limits
     spots = [group.place(inventory) for group in plan.groups]
+    devices = _devices(problem, plan.groups) if target.engine == "vllm" else [()] * len(plan.groups)
+    nodes = {spot[0][0] for spot in spots}
+    hosts = [node for node in inventory.nodes if node in nodes] if target.engine == "vllm" and len(nodes) > 1 else []
     content: dict[str, Any] = {
         "name": target.name,
         "model": target.model,
@@ -51,6 +62,7 @@ def plan_text(
         "max_model_len": problem.longest,
         "gateway": {"slo": {"default": problem.slo.targets}},
         "policies": policies_of(plan.policies),
+        **({"hosts": {node: node for node in hosts}, "control": hosts[0]} if hosts else {}),
         "network": entry_of(places.network(spots)).model_dump(mode="json", exclude_defaults=True),
         "instance_defaults": {
             "engine": target.engine,
@@ -62,7 +74,9 @@ def plan_text(
         },
         "instances": [
             _instance(problem, name, group, costs, target)
-            for name, group in zip(plan.names(problem), plan.groups, strict=True)
+            | ({"host": spot[0][0]} if hosts else {})
+            | ({"devices": list(numbers)} if numbers else {})
+            for name, group, spot, numbers in zip(plan.names(problem), plan.groups, spots, devices, strict=True)
         ],
     }
     planner = {**({"promise": dict(promise)} if promise else {}), "target": problem.target}
@@ -70,8 +84,28 @@ def plan_text(
     if problem.codec.lossy:
         content["gateway"]["kv_codec"] = problem.codec.value
     body = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=118)
+    head += _HOSTS if hosts else ""
     comment = "".join(f"# {line}\n" if line else "#\n" for line in head.splitlines())
     return comment + body
+
+
+def _devices(problem: Problem, groups: Sequence[Group]) -> list[tuple[int, ...]]:
+    """Of each group, in the order of its stages: the next of each pool, whose devices follow those of the pools before
+    it on its node. None where devices have no numbers.
+    """
+    pools = problem.inventory.pools
+    before = [sum(other.count for other in pools[:at] if other.node == pool.node) for at, pool in enumerate(pools)]
+    used: Counter[int] = Counter()
+    found = []
+    for group in groups:
+        numbers: list[int] = []
+        for part in group.parts:
+            first = before[part.pool] + used[part.pool]
+            numbers += range(first, first + group.tensor_parallel)
+            used[part.pool] += group.tensor_parallel
+        chosen = all(pools[part.pool].accelerator.visible_by for part in group.parts)
+        found.append(tuple(numbers) if chosen else ())
+    return found
 
 
 def policies_of(words: str) -> dict[str, Any]:

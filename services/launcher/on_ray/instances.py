@@ -147,7 +147,11 @@ class RayInstances:
         return tuple(each.status for each in self._instances)
 
     async def started(self, within_s: float) -> tuple[str, ...]:
-        """Wait for all that Ray has found nodes for, one of each role at least; their names. Raises Unavailable."""
+        """Wait for all that Ray has found nodes for, one of each role at least; the names of those that are ready then.
+
+        Those that take longer than `within_s` are left to start while the others serve. Raises Unavailable where a role
+        has none.
+        """
         give_up = time.monotonic() + within_s
         await self._looked.wait()
         while time.monotonic() < give_up:
@@ -156,6 +160,9 @@ class RayInstances:
             if roles == {each.role for each in self._instances} and all(e.status.state is State.READY for e in placed):
                 return tuple(each.status.name for each in placed)
             await asyncio.sleep(LOOK_S)
+        ready = [each for each in self._instances if each.status.state is State.READY]
+        if {each.role for each in ready} == {each.role for each in self._instances}:
+            return tuple(each.status.name for each in ready)
         late = [f"{s.name}: {s.state.value} {s.note or s.fault}" for s in self.statuses if s.state is not State.READY]
         raise Unavailable(f"not ready on Ray after {within_s:g} s:\n" + "\n".join(late))
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.launcher.cluster_sections import InstanceSection
+from services.launcher.devices import VISIBLE
 from services.worker.settings import WorkerSettings
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest, PolyphaseError
@@ -30,7 +31,6 @@ _TYPES = {
     "910B": "Ascend910B",
     "910B4": "Ascend910B4",
 }
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def needs_of(entry: InstanceSection, settings: WorkerSettings, entries: Sequence
     itself.
     """
     at = f"instances.{entry.id}"
-    for name in _VISIBLE:
+    for name in VISIBLE:
         if name in entry.env:
             raise InvalidRequest(f"{at}.env.{name}: Ray chooses the devices: leave it out, or run without --on ray")
     if settings.engine == "emulated":

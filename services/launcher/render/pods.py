@@ -11,6 +11,7 @@ from services.launcher.render.groups import GATEWAY, KEYED, KEYS_FILE, Group
 from services.launcher.render.image_paths import DATA, KEYS, MODELS
 from services.launcher.render.objects import Manifest, checksum, labels, selector
 from services.launcher.render.options import RenderOptions, Resources
+from services.launcher.watch import Limits
 
 USER = 10001  # of the project's images
 MODEL_CLAIM, SHARED = "models", "shared-memory"
@@ -125,7 +126,9 @@ def _probes(cluster: Cluster, options: RenderOptions, group: Group) -> Manifest:
     def get(path: str, **times: int) -> Manifest:
         return {"httpGet": {"path": path, "port": "http"}, **times}
 
-    start_s = options.worker_start_s if group.worker is not None else math.ceil(cluster.launcher.start_s)
+    start_s = (
+        options.worker_start_s if group.worker is not None else math.ceil(cluster.launcher.start_s or Limits().start_s)
+    )
     started = get(group.health, periodSeconds=2, timeoutSeconds=2, failureThreshold=math.ceil(start_s / 2))
     ready = get(group.ready, periodSeconds=2, timeoutSeconds=2, failureThreshold=2)
     probes = {"startupProbe": started, "readinessProbe": ready}

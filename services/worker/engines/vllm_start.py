@@ -8,6 +8,7 @@ from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.usage.usage_lib import UsageContext
 
 from services.worker.engines.base import EngineInfo
@@ -19,13 +20,23 @@ from services.worker.kv.wire.importing import DTYPES
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import Compatibility, KvGeometry
 from shared.domain.rates import Rates
+from shared.errors import InvalidRequest
+from shared.model.support import LATENT, STATES, config_of, faults_of_model, words
+from shared.model.weights import weights_of
+from shared.runtime.logs import get_log
 from shared.runtime.wire_version import OURS
 
+log = get_log(__name__)
+UNQUANTISED = ("auto", "bfloat16", "float16", "float32")  # vLLM's `cache_dtype` of KV that can be transferred
 CPU_WORKER = "services.worker.engines.vllm_cpu_worker.SeededCpuWorker"
 
 
 def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events: KVEventsConfig | None) -> VllmConfig:
-    """vLLM's configuration; `kv_config` is for our KV connector in every rank. `engine_args` of the settings count."""
+    """vLLM's configuration; `kv_config` is for our KV connector in every rank. `engine_args` of the settings count.
+
+    Raises InvalidRequest for a model that cannot be served, and for memory that its device does not have.
+    """
+    check_model_file(settings)
     if current_platform.is_cpu():
         import_module(CPU_WORKER.rpartition(".")[0])  # in the ranks' processes vLLM does, and here something waits too
     s = settings
@@ -51,12 +62,64 @@ def engine_config(settings: WorkerSettings, kv_config: dict[str, Any], kv_events
             kv_connector_extra_config=kv_config,
         ),
     }
-    arguments |= s.engine_args
+    arguments |= _memory_arguments(s) | s.engine_args
     config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    check_model(config)
     if arguments["async_scheduling"] and current_platform.is_cpu():
         overlap_on_cpu(config)
     force_known_tokens(config)
     return config
+
+
+def check_model_file(settings: WorkerSettings) -> None:
+    """Read the model's config.json, from the hub where the model is a name of it. Raises InvalidRequest."""
+    name, revision = settings.model, settings.engine_args.get("revision")
+    config = config_of(name) or get_hf_file_to_dict("config.json", name, revision) or {}
+    if faults := faults_of_model(config):
+        raise InvalidRequest(f"model {name}: " + "; ".join(faults))
+
+
+def check_model(config: VllmConfig) -> None:
+    """The same by what vLLM makes of the model, which may have no config.json. Raises InvalidRequest."""
+    model, stored = config.model_config, config.cache_config.cache_dtype
+    kind = LATENT if model.use_mla else STATES if model.is_hybrid or model.is_attention_free else None
+    if kind is not None:
+        raise InvalidRequest(f"model {model.model}: {words(kind)}")
+    if stored not in UNQUANTISED:
+        dtype = "float16" if str(model.dtype) == "torch.float16" else "bfloat16"
+        raise InvalidRequest(
+            f"model {model.model}: the checkpoint has its KV stored in {stored}, and KV in a quantised form cannot be "
+            f"transferred: set `engine_args: {{kv_cache_dtype: {dtype}}}`, or serve a checkpoint without it"
+        )
+
+
+def _memory_arguments(settings: WorkerSettings) -> dict[str, Any]:
+    """How much of its device the engine takes; nothing on CPUs and where the device's memory is not known.
+
+    vLLM starts where `gpu_memory_utilization` of the device is free, 0.92 by default. How much KV it keeps does not
+    depend on that, since `kv_cache_memory_bytes` is given, so two instances may share a device.
+    """
+    if current_platform.is_cpu() or "gpu_memory_utilization" in settings.engine_args:
+        return {}
+    try:
+        total = min(current_platform.get_device_total_memory(rank) for rank in range(settings.ranks))
+    except Exception as error:  # whatever a vendor's library raises: vLLM's own default holds then
+        log.warning("the device's memory is not known", error=f"{type(error).__name__}: {error}")
+        return {}
+    weights = weights_of(settings.model, settings.dtype)
+    return {"gpu_memory_utilization": utilization(settings, weights.loaded if weights else 0, total)}
+
+
+def utilization(settings: WorkerSettings, weights: int, total: int) -> float:
+    """The part of a device of `total` bytes that an instance needs. Raises InvalidRequest where that is too much."""
+    needed = settings.device_bytes(weights)
+    if needed > total:
+        raise InvalidRequest(
+            f"{settings.accelerator}: weights, KV (`kv_cache_bytes`: {settings.kv_cache_bytes / 2**30:.1f} GiB) and "
+            f"1 GiB for the rest are {needed / 2**30:.1f} GiB of each device, which has {total / 2**30:.1f}: lower "
+            "kv_cache_bytes, or raise tensor_parallel"
+        )
+    return needed / total
 
 
 def overlap_on_cpu(config: VllmConfig) -> None:

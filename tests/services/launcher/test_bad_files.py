@@ -115,7 +115,7 @@ BAD: dict[str, tuple[str, str]] = {  # "Known: …" stands for a list that grows
         "c.yaml:4: control: must name the control plane's host, one of `hosts` (left).",
     ),
     "curve": (
-        HEAD + "hosts: {a: 10.0.0.1, b: 10.0.0.2}\ncontrol: a\n" + TAIL,
+        HEAD + "hosts: {a: 127.0.0.1, b: 10.0.0.2}\ncontrol: a\n" + TAIL,
         "c.yaml:3: hosts: between hosts curve_public and curve_secret are needed; `polyphase keys curve` makes them\n"
         "c.yaml:3: hosts: between hosts cluster_token is needed; `polyphase keys token` makes one",
     ),

@@ -71,11 +71,6 @@ def test_defaults_apply_and_an_instance_overrides_them(tmp_path: Path) -> None:
         ({"instances": [{"id": "p", "role": "prefill"}] * 2}, ("c.yaml", "'p' already")),
         ({"instances": [{"id": "p", "role": "prefill", "host": "moon"}]}, ("instances.p.host", "moon", "Known: none")),
         ({"hosts": {"a": "10.0.0.1"}}, ("control",)),
-        ({"hosts": {"a": "10.0.0.1", "b": "10.0.0.2"}, "control": "a"}, ("curve_public", "polyphase keys curve")),
-        (
-            {"hosts": {"a": "1.0.0.1", "b": "1.0.0.2"}, "control": "a", "curve_public": "x", "curve_secret": "y"},
-            ("cluster_token", "polyphase keys token"),
-        ),
         ({"cluster_token": "short"}, ("cluster_token", "polyphase keys token")),
         ({"monitor": {"cluster_token": "x" * 20}}, ("monitor.cluster_token", "at the top of the file")),
         ({"curve_public": "x"}, ("curve_public", "curve_secret")),

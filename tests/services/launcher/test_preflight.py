@@ -1,5 +1,6 @@
 """What would fail is said before anything starts, all at once, with the file, the key and what to do."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from services.launcher.model_source import PROJECT
 from services.launcher.plan import make_plan
 from services.launcher.preflight import preflight
 from shared.errors import InvalidRequest
+from tests.shared.model.configs import LLAMA, REFUSED, SERVED, STORED
 
 P: dict[str, Any] = {"id": "p", "role": "prefill", "engine": "emulated", "accelerator": "A10"}
 CPU = {**P, "engine": "vllm", "accelerator": "cpu"}
@@ -126,7 +128,53 @@ def test_many_faults_are_said_at_once_and_alike_ones_once(tmp_path: Path) -> Non
     ]
 
 
+def test_several_hosts_need_keys_and_addresses(tmp_path: Path) -> None:
+    lines = faults(tmp_path, hosts={"a": "127.0.0.1", "b": "b"}, control="a")
+    assert [line.partition(", ")[0].partition(" is ")[0] for line in lines] == [
+        "file.yaml: hosts.b: 'b'",
+        "file.yaml: hosts: between hosts curve_public and curve_secret are needed; `polyphase keys curve` makes them",
+        "file.yaml: hosts: between hosts cluster_token",
+    ]
+    (line,) = faults(tmp_path, hosts={"a": "127.0.0.1", "b": "10.0.0.2"}, control="a", **curve_pair())
+    assert "`polyphase keys token` makes one" in line
+    assert not faults(tmp_path, hosts={"a": "127.0.0.1"}, control="a")
+
+
 def test_a_host_answers_for_its_own_part_only(tmp_path: Path) -> None:
     there = {**P, "id": "there", "host": "b", "accelerator": "nothing"}
     hosts = {"hosts": {"a": "127.0.0.1", "b": "127.0.0.2"}, "control": "a", **curve_pair(), "cluster_token": "t" * 20}
     assert not faults(tmp_path, instances=[{**P, "host": "a"}, there], **hosts)
+
+
+def folder(path: Path, config: dict[str, Any]) -> str:
+    """A model's folder with this config.json, and what else one has."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_served_is_named_before_anything_starts(tmp_path: Path, name: str) -> None:
+    config, kind, keys = REFUSED[name]
+    model = folder(tmp_path / "model", config)
+    (line,) = faults(tmp_path, model=model, instances=[CPU, {**CPU, "id": "d", "role": "decode"}])
+    assert line.startswith(f"file.yaml: model: the model has {kind}, which cannot be served: ")
+    assert f"(config.json: {keys})" in line
+    assert not faults(tmp_path, model=model)  # an emulated engine takes only its tokenizer
+
+
+def test_kv_that_the_checkpoint_stores_quantised_is_named_with_the_remedy(tmp_path: Path) -> None:
+    quantised = {**LLAMA, "quantization_config": STORED["llm-compressor"][0]}
+    model = folder(tmp_path / "model", quantised)
+    kept = {"engine_args": {"kv_cache_dtype": "bfloat16"}}
+    (line,) = faults(tmp_path, model=model, instances=[CPU, {**CPU, **kept, "id": "d", "role": "decode"}])
+    assert line.startswith("file.yaml: instances.p.engine_args: the checkpoint has its KV stored in fp8 (config.json: ")
+    assert "set `engine_args: {kv_cache_dtype: bfloat16}`" in line
+
+
+def test_heads_of_a_model_that_also_sees_are_its_text_models(tmp_path: Path) -> None:
+    model = folder(tmp_path / "model", SERVED["Gemma-3"])
+    (line,) = faults(tmp_path, model=model, instances=[{**CPU, "tensor_parallel": 3}])
+    assert "instances.p.tensor_parallel: the model's 32 attention heads cannot be shared by 3" in line

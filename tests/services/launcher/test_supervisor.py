@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -41,9 +42,9 @@ def spec(name: str, code: str, *arguments: str, health: str = "") -> ProcessSpec
     return ProcessSpec(name, (sys.executable, "-S", "-c", code, *arguments), dict(os.environ), health)
 
 
-def server(name: str) -> ProcessSpec:
+def server(name: str, code: str = SERVER) -> ProcessSpec:
     port = free_range(size=10)
-    return spec(name, SERVER, str(port), health=f"http://127.0.0.1:{port}/")
+    return spec(name, code, str(port), health=f"http://127.0.0.1:{port}/")
 
 
 def status(supervisor: Supervisor, name: str) -> Status:
@@ -193,3 +194,44 @@ async def test_children_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path,
     launcher.kill()
     await launcher.wait()
     await until(lambda: all(gone(pid) for pid in pids), 10, "the children to end")
+
+
+async def test_one_instance_that_is_late_does_not_end_the_suite(tmp_path: Path) -> None:
+    """The others serve; it is started again, with a word, and counts as any other once it is ready."""
+    gate = tmp_path / "gate"
+    slow = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{SERVER}"
+    late_one = replace(server("late", slow), start_s=0.3, may_be_late=True)
+    notes: list[str] = []
+    specs = [late_one, replace(server("fine"), may_be_late=True), server("gateway")]
+    async with supervising(specs, tmp_path, lambda s: notes.append(s.note), QUICK) as supervisor:
+        await supervisor.started()
+        assert supervisor.late == ("late",)
+        assert any(note.startswith("not healthy after 0.3 s") and "starting again" in note for note in notes)
+        assert status(supervisor, "fine").state is State.READY
+        gate.touch()
+        await until(lambda: not supervisor.late, 20, "the late one")
+        assert status(supervisor, "late").state is State.READY
+
+
+async def test_an_instance_that_ends_by_itself_at_its_start_ends_the_suite(tmp_path: Path) -> None:
+    broken = spec("broken", "print('no such model'); raise SystemExit(2)", health="http://127.0.0.1:1/")
+    specs = [replace(broken, may_be_late=True), replace(server("fine"), may_be_late=True)]
+    with pytest.raises(StartFailed, match="broken did not start: ended with code 2: no such model"):
+        async with supervising(specs, tmp_path, lambda _: None, QUICK) as supervisor:
+            await supervisor.started()
+
+
+async def test_where_every_instance_is_late_the_start_has_failed(tmp_path: Path) -> None:
+    stuck = replace(spec("stuck", FOREVER, health="http://127.0.0.1:1/"), start_s=0.2, may_be_late=True)
+    with pytest.raises(StartFailed, match=r"stuck did not start: not healthy after 0\.2 s"):
+        async with supervising([server("gateway"), stuck], tmp_path, lambda _: None, QUICK) as supervisor:
+            await supervisor.started()
+
+
+async def test_a_service_that_is_late_ends_the_suite(tmp_path: Path) -> None:
+    stuck = replace(spec("gateway", FOREVER, health="http://127.0.0.1:1/"), start_s=0.2)
+    with pytest.raises(StartFailed, match="gateway did not start"):
+        async with supervising(
+            [replace(server("fine"), may_be_late=True), stuck], tmp_path, lambda _: None, QUICK
+        ) as s:
+            await s.started()

@@ -125,7 +125,10 @@ async def test_a_slow_one_is_left_alone(tmp_path: Path) -> None:
 async def test_one_that_is_frozen_while_it_starts_does_not_keep_its_slot(tmp_path: Path) -> None:
     child = await spawn((sys.executable, "-S", "-c", FOREVER), {}, tmp_path / "log")
     os.kill(child.pid, signal.SIGSTOP)
-    assert "while it started" in await until_healthy(child, Never(), QUICK)
+    unready = await until_healthy(child, Never(), QUICK)
+    assert unready is not None
+    assert unready.late
+    assert "while it started" in unready.text
     assert not child.running
 
 

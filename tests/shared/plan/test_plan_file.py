@@ -1,5 +1,6 @@
 """A plan's file: what it promises is what `simulate` finds, and what the launcher starts."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import yaml
 
 from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster
+from services.launcher.devices import assign
 from services.launcher.links import links_between
 from services.launcher.model_source import PROJECT
 from shared.domain.instance import Role
@@ -88,6 +90,41 @@ def test_it_says_what_it_is(tmp_path: Path) -> None:
     assert said["policies"]["placement"]["routes"][2] == ["", names[1], 0.2]
     assert said["instances"][2]["stage_accelerators"] == ["A10", "A100-SXM-80"]
     assert said["instances"][2]["pipeline_layers"] == [10, 22]
+
+
+def test_a_plan_for_vllm_names_hosts_and_devices(tmp_path: Path) -> None:
+    asked = problem(inventory(("near", "A100-SXM-80", 2), ("near", "A10", 2), ("far", "A10", 2)))
+    groups = (Group(P, 1, (Part(0, 32),)), Group(D, 2, (Part(2, 32),)), Group(D, 1, (Part(0, 20), Part(1, 12))))
+    found = search(asked)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    target = Target("a plan", str(tmp_path), "Llama-3-8B", "vllm")
+    text = plan_text(asked, Plan(groups), found.estimator.costs, found.estimator.places, target, "Why.")
+    said = yaml.safe_load(text)
+    assert [(entry["host"], entry["devices"]) for entry in said["instances"]] == [
+        ("near", [0]),
+        ("far", [0, 1]),
+        ("near", [1, 2]),
+    ]
+    assert said["hosts"] == {"near": "near", "far": "far"}
+    assert said["control"] == "near"
+    assert "# Before it starts: give each of `hosts` its address" in text
+    file = tmp_path / "plan.yaml"
+    file.write_text(text)
+    assert not assign(load_cluster(file), "near", lambda _: ("0", "1", "2", "3")).faults
+    assert load_deployment(file).instances
+
+
+def test_a_plan_for_one_host_names_devices_alone() -> None:
+    asked = problem(inventory(("here", "MI300X", 2), ("here", "EPYC-9654", 1)))
+    found = search(asked)
+    target = Target("a plan", "m", "Llama-3-8B", "vllm")
+    groups = (Group(P, 2, (Part(0, 32),)), Group(D, 1, (Part(1, 32),)))
+    said = yaml.safe_load(plan_text(asked, Plan(groups), found.estimator.costs, found.estimator.places, target))
+    assert "hosts" not in said
+    assert [entry.get("devices") for entry in said["instances"]] == [[0, 1], None]
+    assert not any("host" in entry for entry in said["instances"])
 
 
 def test_policies_in_words_as_a_file_has_them() -> None:

@@ -1,0 +1,149 @@
+"""Before an engine is built: what it takes of its device, and models that cannot be served."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CacheConfig
+from vllm.v1.worker.utils import request_memory
+
+from services.launcher.model_source import PROJECT
+from services.worker.engines import vllm_start
+from services.worker.engines.vllm_start import check_model, check_model_file, engine_config, utilization
+from services.worker.settings import MARGIN_BYTES
+from shared.errors import InvalidRequest
+from shared.model.support import LATENT, STATES
+from tests.services.worker.test_settings import settings
+from tests.shared.model.configs import REFUSED
+
+GIB = 1 << 30
+
+
+def starts(free: int, total: int, share: float) -> bool:
+    """Whether vLLM's own check at an engine's start passes."""
+    snapshot: Any = SimpleNamespace(free_memory=free, total_memory=total, device_="cuda:0")
+    try:
+        request_memory(snapshot, CacheConfig(gpu_memory_utilization=share))
+    except ValueError:
+        return False
+    return True
+
+
+def test_two_instances_share_a_device() -> None:
+    one = settings(kv_cache_bytes=8 * GIB)
+    share = utilization(one, 16 * GIB, 80 * GIB)
+    assert share == pytest.approx((16 * GIB + 8 * GIB + MARGIN_BYTES) / (80 * GIB))
+    left = 80 * GIB
+    for fits in (True, True, True, False):  # 25 GiB each
+        assert starts(left, 80 * GIB, share) is fits
+        left -= one.device_bytes(16 * GIB)
+    assert starts(80 * GIB, 80 * GIB, 0.92)
+    assert not starts(55 * GIB, 80 * GIB, 0.92)  # vLLM's default refuses the second
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "needed"),
+    [
+        ({}, 40, 40),
+        ({"tensor_parallel": 4}, 40, 10),
+        ({"pipeline_parallel": 2}, 40, 20),
+        ({"pipeline_parallel": 2, "pipeline_layers": [30, 10], "tensor_parallel": 2}, 40, 15),
+        ({"engine_args": {"quantization": "fp8"}}, 40, 0),
+        ({"engine_args": {"cpu_offload_gb": 8}}, 40, 0),
+    ],
+)
+def test_each_device_has_its_share_of_the_weights(changes: dict[str, Any], weights: int, needed: int) -> None:
+    made = settings(kv_cache_bytes=2 * GIB, **changes)
+    assert made.device_bytes(weights * GIB) == (needed + 2) * GIB + MARGIN_BYTES
+
+
+def test_what_a_device_does_not_have_is_refused_with_the_figures() -> None:
+    said = (
+        r"A10: weights, KV \(`kv_cache_bytes`: 16\.0 GiB\) and 1 GiB .* are 32\.3 GiB of each device, which has 22\.1"
+    )
+    with pytest.raises(InvalidRequest, match=said):
+        utilization(settings(accelerator="A10", kv_cache_bytes=16 * GIB), int(15.3 * GIB), int(22.1 * GIB))
+
+
+class Device:
+    """A platform with devices of these sizes, in place of vLLM's."""
+
+    def __init__(self, *totals: int) -> None:
+        self._totals = totals
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def get_device_total_memory(self, rank: int) -> int:
+        return self._totals[rank]
+
+
+def test_the_smallest_device_counts_and_the_users_share_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_start, "current_platform", Device(80 * GIB, 40 * GIB))
+    demo = str(PROJECT / "models" / "demo")
+    two = settings(model=demo, kv_cache_bytes=9 * GIB, tensor_parallel=2)
+    share = vllm_start._memory_arguments(two)["gpu_memory_utilization"]
+    assert share == pytest.approx(10 / 40, rel=1e-3)
+    assert not vllm_start._memory_arguments(settings(engine_args={"gpu_memory_utilization": 0.5}))
+    monkeypatch.setattr(vllm_start, "current_platform", Device())  # which raises IndexError
+    assert not vllm_start._memory_arguments(two)
+
+
+def test_on_a_cpu_nothing_is_said_of_a_devices_memory() -> None:
+    assert not vllm_start._memory_arguments(settings())
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-Next", "Gemma-4"])
+def test_a_model_that_cannot_be_served_is_refused_before_vllm_has_it(tmp_path: Path, name: str) -> None:
+    config, kind, _ = REFUSED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidRequest) as refused:
+        engine_config(settings(model=str(tmp_path)), {}, None)
+    assert refused.value.message.startswith(f"model {tmp_path}: the model has {kind}")
+
+
+def test_a_config_from_the_hub_is_read_like_a_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fetched(*words: object) -> dict[str, Any]:
+        asked.append(words)
+        return REFUSED["Mamba-2"][0]
+
+    monkeypatch.setattr(vllm_start, "get_hf_file_to_dict", fetched)
+    with pytest.raises(InvalidRequest, match="model org/mamba: the model has state-space"):
+        check_model_file(settings(model="org/mamba", engine_args={"revision": "v2"}))
+    assert asked == [("config.json", "org/mamba", "v2")]
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"use_mla": True}, LATENT.reason),
+        ({"is_hybrid": True}, STATES.reason),
+        ({"is_attention_free": True}, STATES.reason),
+        ({"cache_dtype": "fp8_e4m3"}, "set `engine_args: {kv_cache_dtype: bfloat16}`"),
+        ({"cache_dtype": "bfloat16"}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_vllm_knows_of_a_model_without_config_json_counts_too(facts: dict[str, Any], said: str) -> None:
+    plain = {"use_mla": False, "is_hybrid": False, "is_attention_free": False, "model": "m", "dtype": torch.bfloat16}
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(**plain | facts),
+        cache_config=SimpleNamespace(cache_dtype=facts.get("cache_dtype", "auto")),
+    )
+    if not said:
+        check_model(config)
+        return
+    with pytest.raises(InvalidRequest) as refused:
+        check_model(config)
+    assert said in refused.value.message
+
+
+def test_the_demo_model_is_served_with_kv_in_its_own_precision() -> None:
+    config = engine_config(settings(model=str(PROJECT / "models" / "demo")), {}, None)
+    assert config.cache_config.cache_dtype in vllm_start.UNQUANTISED
+    assert config.cache_config.kv_cache_memory_bytes == 256 << 20
