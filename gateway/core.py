@@ -123,7 +123,8 @@ class ClusterCore:
         job.siblings = self._requests.request_states[request_id].parent_req
         if (trace := request_trace.get()) is not None:
             tokens = len(spec.prompt_token_ids)
-            job.trace = trace.open(spec.job_id, spec.arrived_s, tokens, spec.max_tokens, spec.slo.name)
+            name = caller.get().request_id
+            job.trace = trace.open(spec.job_id, spec.arrived_s, tokens, spec.max_tokens, spec.slo.name, name)
         running = self._jobs[spec.job_id] = _Running(job, seat, self._stream_of(job))
         job.emit = partial(self._emit, running)
         running.task = asyncio.get_running_loop().create_task(self._run(running), name=f"job {spec.job_id}")
@@ -215,7 +216,10 @@ class ClusterCore:
             return
         queue = state.queue
         ended = self._forget(state)
-        queue.put(GracefulHTTPError(error.message, HTTPStatus(error.http_status)))
+        told = GracefulHTTPError(error.message, HTTPStatus(error.http_status))
+        if ticket is not None and told.http_status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            ticket.rejection = told
+        queue.put(told)
         self.cancel(one for one in ended if one != request_id)
 
     def forget(self, request_id: str) -> None:
