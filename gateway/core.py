@@ -204,8 +204,11 @@ class ClusterCore:
 
         The handler is then through with the request: of n jobs the others end, too. Raises nothing.
         """
+        told = GracefulHTTPError(error.message, HTTPStatus(error.http_status))
         if ticket is not None and error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
             ticket.refusal = error  # the edge answers: the front end knows no Retry-After
+        elif ticket is not None and error.http_status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            ticket.rejection = told  # so it does in the place of a stream that has no event yet
         if ticket is not None and (running := self._jobs.get(request_id)) is not None and running.stream is not None:
             try:
                 running.stream.advance()  # what it has is its client's
@@ -216,9 +219,6 @@ class ClusterCore:
             return
         queue = state.queue
         ended = self._forget(state)
-        told = GracefulHTTPError(error.message, HTTPStatus(error.http_status))
-        if ticket is not None and told.http_status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            ticket.rejection = told
         queue.put(told)
         self.cancel(one for one in ended if one != request_id)
 

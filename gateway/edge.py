@@ -261,11 +261,20 @@ class _Reply:
             if not self._streams:
                 raise
             await self._release()
-            said = _cause_for_clients(error)
-            log.error("a stream broke off", path=scope["path"], error=said.message, exc_info=error)
+            said = self._refusal()
+            if said is None:
+                said = _cause_for_clients(error)
+                log.error("a stream broke off", path=scope["path"], error=said.message, exc_info=error)
             event = {"type": "error", "code": said.code, "message": said.message, "param": None, **error_body(said)}
             body = f"event: error\ndata: {json.dumps(event)}\n\n".encode()
             await self._send({"type": "http.response.body", "body": body})
+
+    def _refusal(self) -> PolyphaseError | None:
+        """Why a job of the request was refused, if one was, for an event in a stream."""
+        ticket = self._ticket
+        if ticket is None or ticket.refusal is not None or ticket.rejection is None:
+            return ticket.refusal if ticket is not None else None
+        return InvalidRequest(str(ticket.rejection))
 
     def _sending(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":

@@ -12,6 +12,7 @@ from vllm.entrypoints.anthropic.api_router import translate_error_response
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from gateway.context import caller
@@ -197,6 +198,9 @@ def _unrouted(request: Request, error: Exception) -> JSONResponse:
 def _unforeseen(request: Request, error: Exception) -> JSONResponse:
     """A bug: what it says is for the log, and not for who asked."""
     cause = error.__cause__ or error
+    if isinstance(cause, VLLMClientError | GracefulHTTPError):  # in a stream that was announced: the edge says it
+        said = create_error_response(cause)
+        return JSONResponse(said.model_dump(), status_code=said.error.code)
     log.error("a request crashed", path=request.url.path, exc_info=cause)
     return _response(PolyphaseError(f"internal error: {type(cause).__name__}"))
 
