@@ -2,7 +2,7 @@
 
 Run as `python -m lab.vllm_check [--url URL --model FOLDER]`. The tests are in vLLM's source package, which pip fetches
 into the work folder; tests.txt names those that pass on plain vLLM with the demo model. Without --url a suite is
-started on free ports. Exit code 1: a test failed twice; 2: the tests could not be run.
+started on free ports. Exit code 1: a test failed each time; 2: the tests could not be run.
 """
 
 import argparse
@@ -29,6 +29,9 @@ FOLDER = "tests/entrypoints/openai"  # of the tests that tests.txt names
 LOCAL = Path("models/demo")
 WORK = Path(".polyphase/vllm-check")
 FETCH_S, TEST_S, ALL_S = 600, 120, 1800
+# Answers are sampled, and one in ten of the demo model's to a JSON schema is white space up to the end of its context,
+# on plain vLLM as here: a test has failed when it fails each time.
+TRIES = 4
 _MODEL_NAME = re.compile(r"^MODEL_NAME = .*$", re.MULTILINE)
 
 
@@ -128,11 +131,15 @@ async def check(url: str, model: Path, work: Path, console: Console) -> int:
     with console.status("fetching vLLM's source package …"):
         root = await fetch(version(), work.resolve())
     tests = wanted()
-    with console.status(f"{len(tests)} tests …"):
-        failed = await failures(root, tests, url, model)
-    if failed:  # a sampled answer may end early by chance
-        with console.status(f"{len(failed)} tests once more …"):
+    failed = dict.fromkeys(tests, "")
+    for attempt in range(1, TRIES + 1):
+        before, word = len(failed), "tests" if len(failed) > 1 else "test"
+        with console.status(f"{before} {word}, try {attempt} …"):
             failed = await failures(root, list(failed), url, model)
+        if not failed:
+            break
+        if attempt > 1 and len(failed) < before:
+            console.print(f"{before - len(failed)} passed at try {attempt}")
     for test, why in failed.items():
         console.print(f"✘ {test}", style="red", markup=False, highlight=False)
         console.print(why, style="dim", markup=False, highlight=False)
