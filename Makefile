@@ -18,7 +18,7 @@ GPU_PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup up demo test test-fast test-random gpu-check ray-check compose-check pods-check lint ruff clean
+.PHONY: setup up demo test test-fast test-random gpu-check vllm-check ray-check compose-check pods-check lint ruff clean
 .DEFAULT_GOAL := help
 
 help: ## Show this.
@@ -63,6 +63,10 @@ test-random: setup ## Property tests alone, each with 2,000 examples drawn anew:
 gpu-check: ## The checks that need one GPU, or two; docs/gpu.md. GPU_PYTHON=python3
 	@$(GPU_PYTHON) -c 'import torch; print("devices that torch sees:", [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())])'
 	$(GPU_PYTHON) -m pytest tests/gpu -s $(PYTEST_ARGS)
+
+# pip fetches vLLM's source package (20 MB) once, into .polyphase/vllm-check.
+vllm-check: setup ## vLLM's own entrypoint tests, those that pass on plain vLLM, against a suite of the demo model; ARGS='--url … --model …'.
+	$(BIN)/python -m lab.vllm_check $(ARGS)
 
 ray-check: setup ## A suite on three Ray nodes of this machine: lose an instance, lose a node, add two.
 	$(BIN)/python -m lab.deploy.ray_check

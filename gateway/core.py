@@ -125,7 +125,8 @@ class ClusterCore:
         job.siblings = self._requests.request_states[request_id].parent_req
         if (trace := request_trace.get()) is not None:
             tokens = len(spec.prompt_token_ids)
-            job.trace = trace.open(spec.job_id, spec.arrived_s, tokens, spec.max_tokens, spec.slo.name)
+            name = caller.get().request_id
+            job.trace = trace.open(spec.job_id, spec.arrived_s, tokens, spec.max_tokens, spec.slo.name, name)
         running = self._jobs[spec.job_id] = _Running(job, seat, self._stream_of(job))
         job.emit = partial(self._emit, running)
         running.task = asyncio.get_running_loop().create_task(self._run(running), name=f"job {spec.job_id}")
@@ -205,8 +206,11 @@ class ClusterCore:
 
         The handler is then through with the request: of n jobs the others end, too. Raises nothing.
         """
+        told = GracefulHTTPError(error.message, HTTPStatus(error.http_status))
         if ticket is not None and error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
             ticket.refusal = error  # the edge answers: the front end knows no Retry-After
+        elif ticket is not None and error.http_status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            ticket.rejection = told  # so it does in the place of a stream that has no event yet
         if ticket is not None and (running := self._jobs.get(request_id)) is not None and running.stream is not None:
             try:
                 running.stream.advance()  # what it has is its client's
@@ -217,7 +221,7 @@ class ClusterCore:
             return
         queue = state.queue
         ended = self._forget(state)
-        queue.put(GracefulHTTPError(error.message, HTTPStatus(error.http_status)))
+        queue.put(told)
         self.cancel(one for one in ended if one != request_id)
 
     def forget(self, request_id: str) -> None:
