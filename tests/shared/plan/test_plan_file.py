@@ -96,7 +96,12 @@ def test_a_plan_for_vllm_names_hosts_and_devices(tmp_path: Path) -> None:
     asked = problem(inventory(("near", "A100-SXM-80", 2), ("near", "A10", 2), ("far", "A10", 2)))
     groups = (Group(P, 1, (Part(0, 32),)), Group(D, 2, (Part(2, 32),)), Group(D, 1, (Part(0, 20), Part(1, 12))))
     found = search(asked)
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096}
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+    }
     config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
     target = Target("a plan", str(tmp_path), "Llama-3-8B", "vllm")
