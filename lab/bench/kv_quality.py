@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
+
+import msgspec
 
 from services.launcher.model_source import PROJECT
 from services.worker.kv.errors import lossy_salt
@@ -93,8 +94,8 @@ def run_kv_quality_bench(data: Path, texts: int = TEXTS, tasks: int = TASKS) -> 
         )
     chosen = Random(1).sample(chosen, texts)
     drawn = drawn_tasks(tokenizer, tasks)
-    with TemporaryDirectory(prefix="polyphase-kv-quality-") as folder, ExitStack() as stack:
-        pipes = [stack.enter_context(_engine(name, Path(folder))) for name in ("p", "d")]
+    with ExitStack() as stack:
+        pipes = [stack.enter_context(_engine(name)) for name in ("p", "d")]
         pair = Pair(*pipes)
         measured = {row: _measure(pair, row, chosen, drawn, tokenizer) for row in ROWS}
     return _result(measured, drawn, texts)
@@ -124,8 +125,11 @@ class Pair:
 
 
 def _ask(pipe: Connection, order: Order) -> Result:
-    pipe.send(order)
-    result = pipe.recv()
+    try:
+        pipe.send(order)
+        result = pipe.recv()
+    except (EOFError, OSError) as error:
+        raise Unavailable("an engine's process has ended") from error
     if isinstance(result, str):
         raise Unavailable(result)
     assert isinstance(result, Result)
@@ -309,7 +313,7 @@ def _role(tokenizer: Any, role: str, text: str) -> list[int]:
 
 
 @contextmanager
-def _engine(name: str, folder: Path) -> Iterator[Connection]:
+def _engine(name: str) -> Iterator[Connection]:
     """A process with an instance's engine and its KV transfers, which answers orders; it ends with the context."""
     here, there = multiprocessing.Pipe()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -377,16 +381,13 @@ async def _answer(pipe: Connection, settings: Any) -> None:
 
 async def _answered(engine: Any, port: Any, order: Order) -> Result | str:
     """A result, or why there is none."""
-    import msgspec
-    from vllm import SamplingParams
-
     from services.worker.engines.base import FAILED, EngineRequest
     from shared.domain.job import Generation, JobView
     from shared.domain.kv import TransferOutcome
     from shared.wire.logprobs import decode_rows
 
     stops = [] if order.forced else [_END]
-    sampling = SamplingParams(temperature=0, max_tokens=order.most, ignore_eos=True, stop_token_ids=stops, logprobs=0)
+    sampling = {"temperature": 0.0, "ignore_eos": True, "stop_token_ids": stops, "logprobs": 0}  # vLLM's SamplingParams
     request = EngineRequest(
         request_id=order.salt,
         job=JobView(order.salt, len(order.prompt), order.most),
