@@ -6,7 +6,7 @@ A body is admitted before it is read and settles with each job that it becomes: 
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
@@ -188,7 +188,8 @@ def retry_after_s(jobs: float, left_per_s: float) -> float:
 class Ticket:
     """What one request may start. A context manager: what was claimed and not started goes back at its end.
 
-    refusal: why one of its jobs was refused for load, once that is so.
+    refusal: why one of its jobs was refused for load, once that is so. rejection: what vLLM says against one of its
+    jobs, once one is refused for what it wants. on_submitted: called once, when the first job is submitted.
     """
 
     def __init__(self, admission: Admission, caller: str) -> None:
@@ -197,6 +198,8 @@ class Ticket:
         self.turns = asyncio.Semaphore(admission.jobs_at_once)
         self._claimed = 0
         self.refusal: PolyphaseError | None = None
+        self.rejection: Exception | None = None
+        self.on_submitted: Callable[[], Awaitable[None]] | None = None
         self.prompt_logprobs = 0  # of its prompts so far: tokens times candidates
 
     def __enter__(self) -> Self:

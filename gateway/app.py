@@ -41,7 +41,6 @@ from gateway.rates import OwnRates, TableRates
 from gateway.readiness import ready_of
 from gateway.recording import recording
 from gateway.reports import Reporter
-from gateway.served import SERVED
 from gateway.settings import GatewaySettings
 from gateway.short_way import ShortWay, health_of
 from gateway.table import shared_table
@@ -158,13 +157,14 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         stack.callback(llm.shutdown)
         tracer = await stack.enter_async_context(tracing(settings.tracing, "gateway", settings.gateway_id, registry))
         share_threads(llm.renderer, args.renderer_num_workers, keys.weights)
-        app = await _vllm_app(args, llm)
+        app, served = await _vllm_app(args, llm)
         if settings.lean_streams:
             serve_plain_streams(app.state, direct=surface.bodies_pass(app))
         edge = Edge(app, settings, keys, metrics, admission, rates)
+        edge.served, edge.root_path, edge.rejection = served, args.root_path or "", surface.rejection
         _open_beside(edge, app, settings, schedulers, registry, llm)
         if tracer is not None:
-            edge.traced = TracedRequests(tracer, settings.served_model_name or settings.model, SERVED)
+            edge.traced = TracedRequests(tracer, settings.served_model_name or settings.model, served)
         edge.on_refused = core.on_refused = reporter.refused
         yield edge
         await core.close()  # what it cuts off is reported, too
@@ -175,7 +175,7 @@ def _clients(stack: AsyncExitStack, settings: GatewaySettings) -> RpcClients:
     """Calls to schedulers, predictors and instances, until the stack is closed."""
     sockets = Sockets.of(settings)
     stack.callback(sockets.close)
-    keep = (*settings.schedulers, *settings.predictors)
+    keep = (*settings.schedulers, *settings.predictors, *settings.predictors_beside.values())
     return stack.enter_context(RpcClients(sockets, keep=keep))
 
 
@@ -202,19 +202,21 @@ def _open_beside(
         edge.open["/health"] = health_of(llm)
 
 
-async def _vllm_app(args: Any, llm: ClusterLLM) -> FastAPI:
-    """vLLM's API server without an engine in the process."""
+async def _vllm_app(args: Any, llm: ClusterLLM) -> tuple[FastAPI, frozenset[str]]:
+    """vLLM's API server without an engine in the process, and the paths that it serves."""
     stop_at_first_errors()
     if (tokenizer := llm.renderer.tokenizer) is not None:
         bound_tokenize_texts(tokenizer.max_chars_per_token)
     with keeping_levels():
         app: FastAPI = build_app(args, _TASKS, llm.model_config)
-    surface.trim(app)
+    served = surface.trim(app)
+    surface.use_parsed_bodies()
     await init_app_state(llm, app.state, args, _TASKS)
     surface.name_errors(app.state.anthropic_serving_messages)
     surface.name_tiers(app.state)
     surface.release_bodies(app.state)
-    return app
+    surface.score_in_threads(app.state.serving_generative_scoring, llm.renderer)
+    return app, served
 
 
 def _arguments(settings: GatewaySettings) -> Any:

@@ -15,7 +15,7 @@ class Caller:
     arrived_s: unix seconds at which all of its body was there. tier: OpenAI's `service_tier` that it is served as;
     empty where its body names none, or a header names its class. body: the short way to its connection, if any.
     cache_salt: of its API key; empty where its prefixes may be shared with other keys.
-    body_bytes: the size of what was sent.
+    body_bytes: the size of what was sent. request_id: what the client calls the request, as it was sent; may be empty.
     """
 
     ticket: Ticket
@@ -25,6 +25,7 @@ class Caller:
     body: BodyWriter | None = None
     cache_salt: str = ""
     body_bytes: int = 0
+    request_id: str = ""
 
     def salted(self, cache_salt: str) -> str:
         """The salt of the prefix caches for a request that has named `cache_salt`, which may be empty."""

@@ -20,6 +20,7 @@ import torch
 from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from gateway.admission import Seat, Ticket
@@ -60,6 +61,7 @@ class _Running:
     stream: PlainStream | None = None
     task: asyncio.Task[None] | None = None
     left: bool = False  # its seat: it decodes
+    told: bool = False  # what it reuses
     scoring: asyncio.Task[None] | None = None  # reads its prompt's log probabilities
     held: list[TokenStep] = field(default_factory=list)  # steps that wait for that
 
@@ -123,7 +125,8 @@ class ClusterCore:
         job.siblings = self._requests.request_states[request_id].parent_req
         if (trace := request_trace.get()) is not None:
             tokens = len(spec.prompt_token_ids)
-            job.trace = trace.open(spec.job_id, spec.arrived_s, tokens, spec.max_tokens, spec.slo.name)
+            name = caller.get().request_id
+            job.trace = trace.open(spec.job_id, spec.arrived_s, tokens, spec.max_tokens, spec.slo.name, name)
         running = self._jobs[spec.job_id] = _Running(job, seat, self._stream_of(job))
         job.emit = partial(self._emit, running)
         running.task = asyncio.get_running_loop().create_task(self._run(running), name=f"job {spec.job_id}")
@@ -203,8 +206,11 @@ class ClusterCore:
 
         The handler is then through with the request: of n jobs the others end, too. Raises nothing.
         """
+        told = GracefulHTTPError(error.message, HTTPStatus(error.http_status))
         if ticket is not None and error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
             ticket.refusal = error  # the edge answers: the front end knows no Retry-After
+        elif ticket is not None and error.http_status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            ticket.rejection = told  # so it does in the place of a stream that has no event yet
         if ticket is not None and (running := self._jobs.get(request_id)) is not None and running.stream is not None:
             try:
                 running.stream.advance()  # what it has is its client's
@@ -215,7 +221,7 @@ class ClusterCore:
             return
         queue = state.queue
         ended = self._forget(state)
-        queue.put(GracefulHTTPError(error.message, HTTPStatus(error.http_status)))
+        queue.put(told)
         self.cancel(one for one in ended if one != request_id)
 
     def forget(self, request_id: str) -> None:
@@ -356,9 +362,19 @@ class ClusterCore:
                 new_prompt_logprobs_tensors=of_prompt,
                 finish_reason=_REASONS[step.finish_reason] if step.finish_reason else None,
                 stop_reason=step.stop_reason,
+                prefill_stats=None if running.told else _reused(job),
             )
         )
+        running.told = True
         self._ready.set()
+
+
+def _reused(job: Job) -> PrefillStats:
+    """For `cached_tokens` and the like, as of the first token: what is computed again after a loss, or when blocks were
+    taken back, does not count, as in vLLM.
+    """
+    reused = job.reused
+    return PrefillStats(num_cached_tokens=reused.tokens, num_cache_creation_tokens=reused.created)
 
 
 def _nobody(_: TokenStep) -> None:

@@ -6,20 +6,19 @@ Plain ASGI: a stream of tokens passes through without a coroutine of its own.
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from contextlib import ExitStack
 from http import HTTPStatus
 from math import ceil
 from typing import Any
 
 from gateway.admission import Admissions, Ticket
-from gateway.asked import asked_of, require_few_items
 from gateway.auth import ApiKey, KeyRing
 from gateway.connection import EXTENSION
 from gateway.context import Caller, caller
+from gateway.hints import PARSED, RESPONSES, RequestHints, hints_of, parse, require_few_items
 from gateway.metrics import GatewayMetrics
 from gateway.rates import Rates
-from gateway.served import SERVED
 from gateway.settings import USUAL_TIERS, GatewaySettings
 from gateway.tracing import TracedRequests
 from gateway.turns import after_body
@@ -34,11 +33,15 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = dict[bytes, bytes]
+Rejection = Callable[[str, Exception], tuple[int, bytes]]  # by path: a status and a body
 Short = Callable[[Scope, Headers, bytes], App | None]
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
 SLO_HEADER = b"x-polyphase-slo"
-TIERED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})  # OpenAI's
+_REQUEST_ID = b"x-request-id"
+TIERED = frozenset(  # paths of OpenAI's request models
+    {"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", RESPONSES, "/invocations"}
+)
 _COME_BACK = (429, 503)  # statuses that go with Retry-After
 _RETRY_S = 2.0
 
@@ -85,6 +88,9 @@ class Edge:
         self.short: Short | None = None  # may name what answers a request in the place of `app`
         self.on_refused: Callable[[str, str], None] = lambda slo, code: None  # told of each for load, by class and code
         self.open = dict.fromkeys(OPEN_PATHS, app)  # what answers those of any client, without limits
+        self.served: Collection[str] = ()  # paths that metrics may name
+        self.root_path = ""  # that clients may put before each path
+        self.rejection: Rejection = _rejection  # answers a request that is refused after its stream was announced
         self._settings = settings
         self._keys = keys
         self._metrics = metrics
@@ -106,12 +112,12 @@ class Edge:
             status = await self._serve(scope, receive, send)
         finally:
             if status:
-                served = scope["path"] in SERVED
-                self._metrics.http.answered(scope, served, status, time.perf_counter() - began_s)
+                self._metrics.http.answered(scope, scope["path"] in self.served, status, time.perf_counter() - began_s)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> int:
         """The status of the answer; 0 where nobody waited for one."""
         slo, ticket, app = "", None, self.app
+        path = scope["path"].removeprefix(self.root_path)
         with ExitStack() as stack:
             try:
                 headers = dict(scope["headers"])
@@ -121,17 +127,16 @@ class Edge:
                     ticket = stack.enter_context(self.admission.of(slo).admit(who))
                     take = stack.enter_context(self.admission.held_bytes.charged(who))
                     body = await self._read(receive, headers, take)
-                    limits = self._settings
-                    require_few_items(scope["path"], body, limits.max_items_per_body, limits.max_model_len)
-                    asked, tier = asked_of(body), ""
+                    hints, tier = self._hints(path, scope, body), ""
                     await after_body(body)
-                    if asked.tier is not None and scope["path"] in TIERED and SLO_HEADER not in headers:
-                        slo, tier = self._of_tier(asked.tier, key, slo)
+                    if hints.tier is not None and path in TIERED and SLO_HEADER not in headers:
+                        slo, tier = self._of_tier(hints.tier, key, slo)
                     ticket.move(self.admission.of(slo))
-                    ticket.claim(asked.jobs)
+                    ticket.claim(hints.jobs)
                     writer = scope.get("extensions", {}).get(EXTENSION)
                     salt = key.cache_salt if key else ""
-                    caller.set(Caller(ticket, slo, time.time(), tier, writer, salt, len(body)))
+                    name = headers[_REQUEST_ID].decode("latin-1") if _REQUEST_ID in headers else hints.request_id
+                    caller.set(Caller(ticket, slo, time.time(), tier, writer, salt, len(body), name))
                     receive = _replay(body, receive)
                     if self.short is not None:
                         app = self.short(scope, headers, body) or app
@@ -144,9 +149,19 @@ class Edge:
                 return error.http_status
             except ClientGone:
                 return 0
-            reply = _Reply(app, send, ticket)
+            reply = _Reply(app, send, ticket, path, self.rejection)
             await reply.run(scope, receive)
             return reply.status
+
+    def _hints(self, path: str, scope: Scope, body: bytes) -> RequestHints:
+        """What is to be known of a body, whose value goes on with the request. Raises InvalidRequest."""
+        limits = self._settings
+        require_few_items(path, body, limits.max_items_per_body, limits.max_model_len)
+        parsed = parse(body) if body else None
+        if parsed is None:
+            return RequestHints()
+        scope[PARSED] = parsed
+        return hints_of(path, parsed.value)
 
     def _identify(self, headers: Headers) -> tuple[ApiKey | None, str]:
         """Whose it is, and its SLO class, unless the body names another."""
@@ -220,16 +235,19 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 class _Reply:
     """The application's answer, with what vLLM leaves out of it: when to come back, and how a stream ended.
 
-    A stream begins with its first event: if its job is refused for load before that, the answer is a plain 429. The
-    Responses API sends events before that is known, and lets a stream break off where the others send an error in it.
+    A stream begins with its first event. The Responses API sends events before it submits a job; those wait until it
+    has. If a job is refused before that, the answer is what a request without a stream would get: its status, and the
+    reason. The Responses API lets a stream break off where the others send an error in it.
     """
 
-    def __init__(self, app: App, send: Send, ticket: Ticket | None) -> None:
+    def __init__(self, app: App, send: Send, ticket: Ticket | None, path: str, rejection: Rejection) -> None:
         self._app = app
         self._send = send
         self._ticket = ticket
+        self._path = path
+        self._rejection = rejection
         self._streams = False
-        self._held: Message | None = None  # the start of a stream that has no event yet
+        self._held: list[Message] = []  # the start of a stream, and what of it comes before a job is submitted
         self._refused = False
         self.status = 0  # once the answer has begun
 
@@ -238,13 +256,25 @@ class _Reply:
         try:
             await self._app(scope, receive, self._sending)
         except Exception as error:
+            if self._held and await self._refuse():
+                return
             if not self._streams:
                 raise
-            said = _cause_for_clients(error)
-            log.error("a stream broke off", path=scope["path"], error=said.message, exc_info=error)
+            await self._release()
+            said = self._refusal()
+            if said is None:
+                said = _cause_for_clients(error)
+                log.error("a stream broke off", path=scope["path"], error=said.message, exc_info=error)
             event = {"type": "error", "code": said.code, "message": said.message, "param": None, **error_body(said)}
             body = f"event: error\ndata: {json.dumps(event)}\n\n".encode()
             await self._send({"type": "http.response.body", "body": body})
+
+    def _refusal(self) -> PolyphaseError | None:
+        """Why a job of the request was refused, if one was, for an event in a stream."""
+        ticket = self._ticket
+        if ticket is None or ticket.refusal is not None or ticket.rejection is None:
+            return ticket.refusal if ticket is not None else None
+        return InvalidRequest(str(ticket.rejection))
 
     def _sending(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
@@ -252,11 +282,13 @@ class _Reply:
             self.status = message["status"]
             self._streams = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
             if self._streams and self._ticket is not None:
-                self._held = message
+                self._held.append(message)
+                if self._path == RESPONSES:
+                    self._ticket.on_submitted = self._release
                 return _nothing()
             if message["status"] in _COME_BACK and all(name != b"retry-after" for name, _ in headers):
                 message = {**message, "headers": [*headers, _retry_after(self._retry_after_s())]}
-        elif self._held is not None or self._refused:
+        elif self._held or self._refused:
             return self._first(message)
         return self._send(message)
 
@@ -265,14 +297,38 @@ class _Reply:
 
     async def _first(self, message: Message) -> None:
         """The first event of a stream; or what follows in place of one that was refused: nothing."""
-        start, self._held = self._held, None
-        if start is not None and self._ticket is not None and self._ticket.refusal is not None:
-            self._refused = True
-            self.status = self._ticket.refusal.http_status
-            await _answer(self._send, self._ticket.refusal)
-        elif start is not None:
-            await self._send(start)
+        if self._refused or await self._refuse():
+            return
+        self._held.append(message)
+        if not (message.get("more_body") and self._ticket is not None and self._ticket.on_submitted is not None):
+            await self._release()
+
+    async def _release(self) -> None:
+        """Send what was held."""
+        if self._ticket is not None:
+            self._ticket.on_submitted = None
+        held, self._held = self._held, []
+        for message in held:
             await self._send(message)
+
+    async def _refuse(self) -> bool:
+        """Answer with the reason for which a job was refused, if one was, in the place of what was held."""
+        ticket = self._ticket
+        if ticket is None or (ticket.refusal is None and ticket.rejection is None):
+            return False
+        self._held, self._refused = [], True
+        if ticket.refusal is not None:
+            self.status = ticket.refusal.http_status
+            await _answer(self._send, ticket.refusal)
+        elif ticket.rejection is not None:
+            self.status, body = self._rejection(self._path, ticket.rejection)
+            await _answer_json(self._send, self.status, body)
+        return True
+
+
+def _rejection(_: str, error: Exception) -> tuple[int, bytes]:
+    refused = InvalidRequest(str(error))
+    return refused.http_status, json.dumps(error_body(refused)).encode()
 
 
 def _cause_for_clients(error: BaseException | None) -> PolyphaseError:
@@ -294,11 +350,15 @@ def _retry_after(seconds: float | None) -> tuple[bytes, bytes]:
 
 
 async def _answer(send: Send, error: PolyphaseError) -> None:
-    body = json.dumps(error_body(error)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = []
     if error.http_status in _COME_BACK:
         headers.append(_retry_after(error.retry_after_s))
     if error.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+    await _answer_json(send, error.http_status, json.dumps(error_body(error)).encode(), *headers)
+
+
+async def _answer_json(send: Send, status: int, body: bytes, *more: tuple[bytes, bytes]) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

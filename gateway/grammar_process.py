@@ -1,7 +1,9 @@
-"""The processes in which grammars are tried: one that is forked once and stays small, and a child of it for each.
+"""The processes in which grammars are tried: one that is forked once and stays small, and workers that it forks.
 
-A grammar of 200 bytes can take minutes to compile, and nothing but its process can be ended. So a child tries what a
-worker's engine will do with it, under limits that the kernel keeps: CPU time, time, memory.
+A grammar of 200 bytes can take minutes to compile, and nothing but its process can be ended. So a worker tries what
+an instance's engine will do with it, under limits that the kernel keeps: CPU time, time, memory. A worker tries one
+grammar after the other, as an engine does: most of a grammar's cost is in parts that other grammars share, which the
+compiler keeps, and a process that has just been forked copies every page that it writes to.
 """
 
 import gc
@@ -9,26 +11,44 @@ import os
 import resource
 import signal
 import socket
+import struct
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import msgspec
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.structured_output import backend_xgrammar
 
 GOOD, BAD = b"+", b"-"
-_MEMORY_BYTES = 1 << 30  # on top of what the process has
-_NICE = 10  # who serves goes first
+HELLO, LENGTH, REPLY = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<I?")
+_MEMORY_BYTES = 1 << 30  # of a trial, on top of what the process has
+_KEPT_BYTES = 256 << 20  # what trials may leave behind in a worker before another takes its place
 _validate_in_full = backend_xgrammar.validate_xgrammar_grammar
 _params = msgspec.msgpack.Decoder(SamplingParams)
+# Has a new worker touch what nearly all trials need.
+_WARM_UP = StructuredOutputsParams(
+    json={
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "number": {"type": "number"},
+            "count": {"type": "integer"},
+            "list": {"type": "array", "items": {"enum": ["a", True, None]}},
+        },
+        "required": ["text", "number", "count", "list"],
+    }
+)
 
 
 def fork_grammar_process(config: VllmConfig, cpu_s: float, wall_s: float) -> tuple[int, socket.socket]:
-    """Its pid and the channel over which it takes sockets, one a grammar; it ends when the channel is closed.
+    """Its pid and the channel over which it takes sockets, one a worker; it ends when the channel is closed.
 
-    To be called before the process holds connections, which would stay open in it.
+    A worker says HELLO with its pid. Each request is LENGTH and the bytes of SamplingParams; each answer is REPLY,
+    which says whether the worker goes on, and the verdict. To be called before the process holds connections, which
+    would stay open in it.
     """
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -46,43 +66,65 @@ def _serve(config: VllmConfig, channel: socket.socket, cpu_s: float, wall_s: flo
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers leave no zombies
     os.closerange(3, channel.fileno())
     os.closerange(channel.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     backend_xgrammar.validate_xgrammar_grammar = _validate_in_full
+    os.environ["VLLM_REGEX_COMPILATION_TIMEOUT_S"] = "0"  # the kernel's limits hold, and no thread is left behind
     trial = _Trial(config)
     gc.collect()
-    gc.freeze()  # a collection in a child would copy every page
+    gc.freeze()  # a collection in a worker would copy every page
     while True:
         word, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
         if not word:
             os._exit(0)
         if os.fork() == 0:
             channel.close()
-            _child(trial, descriptors[0], cpu_s, wall_s)
+            _work(trial, descriptors[0], cpu_s, wall_s)
         os.close(descriptors[0])
 
 
-def _child(trial: "_Trial", descriptor: int, cpu_s: float, wall_s: float) -> NoReturn:
+def _work(trial: "_Trial", descriptor: int, cpu_s: float, wall_s: float) -> NoReturn:
+    """Try one grammar after the other until the socket is closed, a limit ends the process, or it has grown."""
     try:
-        for timer, alarm, seconds in (
-            (signal.ITIMER_PROF, signal.SIGPROF, cpu_s),
-            (signal.ITIMER_REAL, signal.SIGALRM, wall_s),
-        ):
+        for alarm in (signal.SIGPROF, signal.SIGALRM):
             signal.signal(alarm, signal.SIG_DFL)
-            signal.setitimer(timer, seconds)
-        os.nice(_NICE)
-        with open("/proc/self/statm") as pages:
-            has = int(pages.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (has + _MEMORY_BYTES, has + _MEMORY_BYTES))
+        trial.run(msgspec.msgpack.encode(SamplingParams(structured_outputs=_WARM_UP)))
+        _, resident = _sizes()
+        most, goes_on = resident + _KEPT_BYTES, True
         with socket.socket(fileno=descriptor) as channel, channel.makefile("rb") as reading:
-            channel.sendall(trial.run(reading.read()))
+            channel.sendall(HELLO.pack(os.getpid()))
+            while goes_on and (length := reading.read(LENGTH.size)):
+                request = reading.read(LENGTH.unpack(length)[0])
+                verdict = _within_limits(trial, request, cpu_s, wall_s)
+                _, resident = _sizes()
+                goes_on = resident <= most
+                channel.sendall(REPLY.pack(len(verdict), goes_on) + verdict)
     finally:
         os._exit(0)
 
 
+def _within_limits(trial: "_Trial", request: bytes, cpu_s: float, wall_s: float) -> bytes:
+    size, _ = _sizes()
+    resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY_BYTES, resource.RLIM_INFINITY))
+    timers = ((signal.ITIMER_PROF, cpu_s), (signal.ITIMER_REAL, wall_s))
+    for timer, seconds in timers:
+        signal.setitimer(timer, seconds)
+    verdict = trial.run(request)
+    for timer, _ in timers:
+        signal.setitimer(timer, 0.0)
+    return verdict
+
+
+def _sizes() -> tuple[int, int]:
+    """Bytes of the address space and in memory."""
+    with open("/proc/self/statm") as pages:
+        size, resident = map(int, pages.read().split()[:2])
+    return size * resource.getpagesize(), resident * resource.getpagesize()
+
+
 class _Trial:
-    """What a worker's engine will do with a grammar."""
+    """What an instance's engine will do with a grammar."""
 
     def __init__(self, config: VllmConfig) -> None:
         # Imported at their first use, which takes seconds.

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +25,7 @@ from vllm.exceptions import QueueOverflowError, VLLMValidationError
 from vllm.v1.structured_output import backend_xgrammar
 
 from gateway.context import caller
-from gateway.grammar_process import BAD, GOOD, fork_grammar_process
+from gateway.grammar_process import BAD, GOOD, HELLO, LENGTH, REPLY, fork_grammar_process
 from gateway.settings import GatewaySettings
 from shared.policy.fair_share import FairLine, Shares
 
@@ -32,6 +33,8 @@ TOO_EXPENSIVE_S = 60.0
 _AT_ONCE = 2
 _ENTRY_BYTES = 512  # of a verdict, beside its text: key, entry, objects
 _WALL = 6.0  # a trial may take so many times its CPU time where the machine is busy
+_GIVES_WAY_S = 0.1  # a trial that takes longer gives way to all that serves
+_NICE = 10
 
 
 class _Verdicts:
@@ -118,6 +121,55 @@ class _Trial:
     task: "asyncio.Task[bytes]" = field(init=False)
 
 
+class _Worker:
+    """A process that tries one grammar after the other; it is being forked when this is made."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(channel, [b"?"], [theirs.fileno()])
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._pid = 0
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process has ended between two trials."""
+        return self._streams is not None and self._streams[0].at_eof()
+
+    async def run(self, request: bytes) -> tuple[bytes, bool]:
+        """The verdict, and whether the worker goes on. Raises IncompleteReadError or ConnectionError where its process
+        ends: the grammar is too expensive.
+        """
+        if self._streams is None:
+            self._streams = await asyncio.open_unix_connection(sock=self._socket)
+            (self._pid,) = HELLO.unpack(await self._streams[0].readexactly(HELLO.size))
+        reader, writer = self._streams
+        usual = os.getpriority(os.PRIO_PROCESS, 0)
+        giving_way = asyncio.get_running_loop().call_later(_GIVES_WAY_S, self._prioritise, usual + _NICE)
+        try:
+            writer.write(LENGTH.pack(len(request)) + request)
+            length, goes_on = REPLY.unpack(await reader.readexactly(REPLY.size))
+            verdict = await reader.readexactly(length)
+        finally:
+            giving_way.cancel()
+        self._prioritise(usual)
+        return verdict, goes_on
+
+    def close(self) -> None:
+        """It ends by itself, after its trial."""
+        if self._streams is not None:
+            self._streams[1].close()
+        else:
+            self._socket.close()
+
+    def _prioritise(self, nice: int) -> None:
+        """With all its threads. Only root may give priority back: elsewhere a worker keeps the lower one."""
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if os.getpriority(os.PRIO_PROCESS, self._pid) != nice:
+                for thread in os.listdir(f"/proc/{self._pid}/task"):
+                    os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+
+
 class Grammars:
     """Tries each grammar once and keeps the verdict. A context manager; to be entered before connections are made."""
 
@@ -133,6 +185,7 @@ class Grammars:
 
     def __enter__(self) -> Self:
         self._pid, self._channel = fork_grammar_process(self._config, self._cpu_s, _WALL * self._cpu_s)
+        self._idle = [_Worker(self._channel) for _ in range(_AT_ONCE)]
         # vLLM's handlers and parsers would compile on the event loop what is tried here once it is complete.
         backend_xgrammar.validate_xgrammar_grammar = _look_at
         return self
@@ -142,13 +195,16 @@ class Grammars:
     ) -> None:
         for trial in self._trials.values():
             trial.task.cancel()
+        for worker in self._idle:
+            worker.close()
         self._channel.close()
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
     async def watch(self) -> None:
         """Ends only with the process that tries grammars, and then raises: it cannot be made again."""
-        await asyncio.get_running_loop().sock_recv(self._channel, 1)
+        with suppress(ConnectionResetError):  # with workers ordered that it has not forked
+            await asyncio.get_running_loop().sock_recv(self._channel, 1)
         raise ChildProcessError("the process that tries grammars is gone")
 
     async def check(self, params: SamplingParams) -> Any:
@@ -206,16 +262,19 @@ class Grammars:
             task.exception()  # the waiters have read it, or all have left
 
     async def _try(self, request: bytes) -> bytes:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._channel, [b"?"], [theirs.fileno()])
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        worker = self._idle.pop() if self._idle else _Worker(self._channel)
+        if worker.gone:
+            worker.close()
+            worker = _Worker(self._channel)
+        verdict, goes_on = b"", False
         try:
-            writer.write(request)
-            writer.write_eof()
-            verdict = await reader.read()
+            verdict, goes_on = await worker.run(request)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # a limit has ended it
         finally:
-            writer.close()
+            if not goes_on:
+                worker.close()
+        self._idle.append(worker if goes_on else _Worker(self._channel))
         return verdict or self._too_expensive
 
 

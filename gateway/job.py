@@ -16,7 +16,7 @@ from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Delayed, PolyphaseError
 from shared.policy.kv_ahead import remaining_tokens
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
-from shared.wire.messages import JobReport, Pause, TokenStep
+from shared.wire.messages import JobReport, Pause, Reused, TokenStep
 
 Emit = Callable[[TokenStep], None]
 PAUSES_TOLD = 32  # of one leg, in its timeline; the time of later ones counts as decode
@@ -97,6 +97,8 @@ class Job:
     timeline: RequestTimeline = field(init=False)
     mark_s: float = field(init=False)  # where the stretches of the timeline end so far
     leg_first_step_s: float = 0.0
+    _computed: list[tuple[int, int]] = field(default_factory=list)  # ranges of the prompt, by all instances so far
+    _created: int = 0  # tokens that they put into their prefix caches
     _prefix: tuple[int, ...] | None = None
     _nonce: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -203,6 +205,23 @@ class Job:
             self._prefix = () if spec.local_only else hashes_of(spec.prompt, spec.generation.cache_salt)
         return self._prefix
 
+    def reuses(self, reused: Reused | None, end: int) -> None:
+        """An instance has computed the prompt up to `end` tokens, but for what it reused."""
+        prompt = len(self.spec.prompt_token_ids)
+        start, end = min(reused.tokens if reused is not None else 0, prompt), min(end, prompt)
+        if start < end:
+            self._computed.append((start, end))
+        self._created += reused.created if reused is not None else 0
+
+    @property
+    def reused(self) -> Reused:
+        """What no instance had to compute of the prompt for this request, and what new prefixes it has left behind."""
+        prompt, computed, covered = len(self.spec.prompt_token_ids), 0, 0
+        for start, end in sorted(self._computed):
+            computed += max(0, end - max(start, covered))
+            covered = max(covered, end)
+        return Reused(prompt - computed, min(self._created, computed))
+
     def accept(self, step: TokenStep) -> None:
         """Take a step of an engine and hand it on; engines send what the client does not have yet."""
         if self.finished:
@@ -213,6 +232,8 @@ class Job:
             return
         if self.paused is not None:
             self.end_pause(now)
+        if not self.leg_first_step_s and self.phase is Phase.DECODE:
+            self.reuses(step.reused, self.prompt_tokens)
         self.leg_first_step_s = self.leg_first_step_s or now
         tokens, timeline = step.tokens, self.timeline
         if self.phase is Phase.PREFILL and not step.finish_reason and not timeline.first_token_s and self._smooth:
@@ -374,9 +395,10 @@ class Job:
             error = outcome if self.phase is Phase.FAILED else ""
             self.trace.ended(self.timeline, self.split, self.finish_reason, error)
 
-    def ask(self, lengths: LengthClient) -> None:
-        """Have its length predicted."""
-        self.asked = lengths.ask(self.spec.prompt_token_ids, self.remaining)
+    def ask(self, lengths: LengthClient, instance_id: str = "") -> None:
+        """Request its length, where predictors stand beside instances from the one beside that instance."""
+        self.asked.cancel()
+        self.asked = lengths.ask(self.spec.prompt_token_ids, self.spec.max_tokens, instance_id)
         self.asked.then(self._predicted)
 
     def _predicted(self, found: LengthPrediction) -> None:

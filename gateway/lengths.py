@@ -1,4 +1,6 @@
-"""Asks a predictor for the length of an answer, beside placement and prefill or before them."""
+"""Requests the length of an answer from a predictor: a replica beside placement and prefill or before them, or the
+predictor beside the request's prefill instance once that is chosen.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -81,14 +83,19 @@ class LengthClient:
     `parallel`: placement waits for an answer at most `predict_wait_s`, and only where it pays: while a classifier
     answers, and the last answer was so quick. `sequential`: it waits until the question has ended, but never for more
     than half of what is left to the job's TTFT target (the two modes of TetriInfer, section 3.3.2).
+
+    With predictors beside instances placement has no length: the one beside the prefill instance gets the request as
+    the prompt is sent there, and in `sequential` before that (TetriInfer 3.3.2). No other one answers in its place.
     """
 
     def __init__(self, clients: RpcClients, settings: GatewaySettings, outcomes: Counter) -> None:
         self._clients = clients
         self._clock = asyncio.get_running_loop().time
         addresses = () if settings.predict == "off" else settings.predictors
-        self._replicas = Replicas(addresses, lambda address: clients.to(address).connected, self._clock)
-        for address in addresses:
+        self._replicas = self._replicas_at(addresses)
+        beside = {} if settings.predict == "off" else settings.predictors_beside
+        self._beside = {instance_id: self._replicas_at((address,)) for instance_id, address in beside.items()}
+        for address in (*addresses, *beside.values()):
             clients.to(address)  # connect now, not at the first question
         self._sequential = settings.predict == "sequential"
         self._wait_s = settings.predict_wait_s
@@ -97,15 +104,23 @@ class LengthClient:
         self._calls: set[Call] = set()
         self._outcomes = outcomes  # by label: "ok", "late", "skipped", or the code of an error
 
-    def ask(self, prompt_token_ids: list[int], max_tokens: int) -> Asked:
-        """Begin to ask; nobody answers without a predictor, with enough calls under way, or where one token is all."""
-        if not self._replicas or max_tokens <= 1:
+    @property
+    def beside(self) -> bool:
+        """Whether predictors stand beside instances."""
+        return bool(self._beside)
+
+    def ask(self, prompt_token_ids: list[int], max_tokens: int, instance_id: str = "") -> Asked:
+        """Send the request, to the predictor beside `instance_id` where predictors stand beside instances. There is no
+        answer without a predictor, with enough calls under way, or where one token is all.
+        """
+        replicas = self._beside.get(instance_id) if self._beside else self._replicas
+        if not replicas or max_tokens <= 1:
             return Asked()
         if len(self._calls) >= MAX_CALLS:
             self._outcomes.labels("skipped").inc()
             return Asked()
         request = PredictRequest(ends_of(prompt_token_ids), len(prompt_token_ids), max_tokens)
-        call = asyncio.get_running_loop().create_task(self._predict(request))
+        call = asyncio.get_running_loop().create_task(self._predict(request, replicas))
         self._calls.add(call)
         call.add_done_callback(self._ended)
         return Asked(call)
@@ -116,6 +131,11 @@ class LengthClient:
             await asked.within(min(self._timeout_s, max(0.0, ttft_left_s / 2)))
         elif self._pays and not await asked.within(self._wait_s):
             self._pays = False
+
+    async def before_prefill(self, asked: Asked, ttft_left_s: float) -> None:
+        """Wait for the answer of the predictor beside the prefill instance; in `parallel` not at all."""
+        if self._sequential:
+            await self.soon(asked, ttft_left_s)
 
     async def close(self) -> None:
         """Give up what is under way."""
@@ -128,10 +148,13 @@ class LengthClient:
         if not call.cancelled() and (error := call.exception()) is not None:
             log.error("asking for a length failed", exc_info=error)
 
-    async def _predict(self, request: PredictRequest) -> LengthPrediction | None:
+    def _replicas_at(self, addresses: tuple[str, ...]) -> Replicas:
+        return Replicas(addresses, lambda address: self._clients.to(address).connected, self._clock)
+
+    async def _predict(self, request: PredictRequest, replicas: Replicas) -> LengthPrediction | None:
         started_s, found = self._clock(), None
         try:
-            found = await self._by_one_or_another(request, started_s + self._timeout_s)
+            found = await self._by_one_or_another(request, replicas, started_s + self._timeout_s)
             outcome = "ok"
         except DeadlineExceeded:
             outcome = "late"
@@ -142,18 +165,20 @@ class LengthClient:
         self._outcomes.labels(outcome).inc()
         return found
 
-    async def _by_one_or_another(self, request: PredictRequest, until_s: float) -> LengthPrediction:
+    async def _by_one_or_another(self, request: PredictRequest, replicas: Replicas, until_s: float) -> LengthPrediction:
         """One replica's answer; where that cannot answer, another's. Raises what the last one said."""
-        first = self._replicas.first()
+        first = replicas.first()
         try:
-            return await self._by(first, request, until_s)
+            return await self._by(replicas, first, request, until_s)
         except PolyphaseError as error:
-            if not error.retriable or (other := self._replicas.other(first)) is None:
+            if not error.retriable or (other := replicas.other(first)) is None:
                 raise
-        return await self._by(other, request, until_s)
+        return await self._by(replicas, other, request, until_s)
 
-    async def _by(self, replica: Replica, request: PredictRequest, until_s: float) -> LengthPrediction:
-        with self._replicas.calling(replica):
+    async def _by(
+        self, replicas: Replicas, replica: Replica, request: PredictRequest, until_s: float
+    ) -> LengthPrediction:
+        with replicas.calling(replica):
             client = self._clients.to(replica.address)
             return await client.call(PREDICT, request, timeout_s=until_s - self._clock())
 

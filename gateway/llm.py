@@ -3,24 +3,25 @@
 import copy
 import math
 import os
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
 from vllm.renderers.chat_utils import BaseMultiModalItemTracker
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 
+from gateway.context import caller
 from gateway.core import ClusterCore
 from gateway.detokenising import read_only_ends
 from gateway.fields import MEDIA, refuse_arguments, refuse_sampling
 from gateway.grammars import Grammars
 from gateway.turns import after_prompt
+from shared.domain.job import NAME_CHARS, job_name
 from shared.errors import InvalidRequest
 from shared.runtime.logs import get_log
 
@@ -29,7 +30,6 @@ log = get_log(__name__)
 _OURS = ("kv_", "ec_")
 # Arguments of `add_request` that are passed on; all others are fields of a request that are refused or hints.
 PASSED = frozenset({"arrival_time", "tokenization_kwargs", "prompt_text", "reasoning_ended", "reasoning_parser_kwargs"})
-_REQUEST_ID = re.compile(r"[\w.:=+@-]{1,128}", re.ASCII)
 
 
 class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -53,10 +53,25 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
 
     async def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **how: Any) -> Any:
         """Every job comes through here. Raises VLLMValidationError, which is a 400."""
-        if not _REQUEST_ID.fullmatch(request_id):
+        ticket = caller.get().ticket
+        try:
+            queue = await self._add(request_id, prompt, params, how)
+        except (VLLMClientError, GracefulHTTPError) as error:
+            ticket.rejection = error
+            raise
+        if ticket.on_submitted is not None and ticket.rejection is None and ticket.refusal is None:
+            await ticket.on_submitted()
+        return queue
+
+    async def _add(self, request_id: str, prompt: Any, params: SamplingParams, how: dict[str, Any]) -> Any:
+        try:
+            request_id.encode()
+        except UnicodeEncodeError:
             raise VLLMValidationError(
-                "a request id has up to 100 letters, digits, or any of _.:=+@-", parameter="request_id"
-            )
+                f"request_id must be text, got {request_id[:100]!r}: half of a surrogate pair is none",
+                parameter="request_id",
+            ) from None
+        request_id = job_name(request_id)[:NAME_CHARS]
         _require_finite(params)
         try:
             refuse_arguments(how)

@@ -336,6 +336,9 @@ class Pipeline:
 
     async def _prefill(self, job: Job, route: Route, instance: InstanceRef, staged: StagedKv) -> PrefillReply:
         job.phase = Phase.PREFILL
+        if self._lengths.beside and job.prediction is None:
+            job.ask(self._lengths, instance.instance_id)
+            await self._lengths.before_prefill(job.asked, job.ttft_left_s)
         full = route.split >= job.prompt_tokens
         request = PrefillRequest(
             job=job.view(),
@@ -353,6 +356,7 @@ class Pipeline:
         )
         with job.asked.meanwhile(lambda found: self._tell(instance, job, found)):
             reply = await self._call(job, instance, PREFILL, request, staged.prefetch)
+        job.reuses(reply.reused, route.split)
         if reply.tokens:
             finish = reply.finish_reason or ("length" if job.remaining <= len(reply.tokens) else "")
             job.accept(TokenStep(reply.tokens, finish, reply.stop_reason, reply.logprobs))

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
-from vllm.exceptions import GenerationError, GracefulHTTPError
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
 
 from gateway.chunks import DONE, Chunks, Usage
@@ -157,6 +157,8 @@ async def _generate(
         yield stream.last(cut) + stream.totals() + DONE
     except GenerationError as error:
         yield _error(serving._convert_generation_error_to_streaming_response(error))
+    except VLLMClientError as error:  # of the request, and no trouble of ours
+        yield _error(serving.create_streaming_error_response(error))
     except Exception as error:
         if getattr(error, "http_status", None) is None:  # a bug: what it says is for the log
             log.error("a stream failed", request_id=request_id, exc_info=error)

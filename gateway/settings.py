@@ -110,7 +110,9 @@ class GatewaySettings(TracedSettings):
     record_bytes: int = Field(64 << 20, ge=1 << 16)  # of that file and its predecessor together
 
     predictors: tuple[str, ...] = ()  # RPC addresses of replicas; none: nobody predicts lengths
-    predict: Literal["parallel", "sequential", "off"] = "parallel"  # beside placement, before it, not at all
+    predictors_beside: dict[str, str] = {}  # in their place: by instance, the RPC address of the one beside it
+    # Beside placement, before it, not at all; of predictors beside instances: beside the prefill, before it.
+    predict: Literal["parallel", "sequential", "off"] = "parallel"
     predict_wait_s: float = Field(0.005, ge=0)  # parallel: so long a placement waits at most, for one that is so quick
     predict_timeout_s: float = Field(0.25, gt=0)  # what comes later is given up; before that dispatch may still use it
 
@@ -128,6 +130,12 @@ class GatewaySettings(TracedSettings):
     @classmethod
     def _off_in_yaml(cls, predict: object) -> object:
         return "off" if predict is False else predict  # what a plain `off` is in YAML
+
+    @model_validator(mode="after")
+    def _one_kind_of_predictors(self) -> Self:
+        if self.predictors and self.predictors_beside:
+            raise ValueError("predictors_beside: there are `predictors`, too: give one of both")
+        return self
 
     @field_validator("vllm_args")
     @classmethod

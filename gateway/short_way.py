@@ -6,7 +6,6 @@ with its body as it came, so that the answer is vLLM's.
 """
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -23,6 +22,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from gateway.connection import EXTENSION, Body
 from gateway.edge import App, Headers, Message, Receive, Scope, Send
+from gateway.hints import PARSED
 from gateway.plain import plain_chat, plain_completion, writes_plain_streams
 from gateway.surface import bodies_pass
 
@@ -66,13 +66,14 @@ class ShortWay:
         kind = self._kinds.get(scope["path"])
         if kind is None or len(body) > MOST_BYTES or b"origin" in headers or headers.get(b"content-type") not in _JSON:
             return None
-        if not isinstance(scope.get("extensions", {}).get(EXTENSION), Body):
+        parsed = scope.get(PARSED)
+        if parsed is None or not isinstance(scope.get("extensions", {}).get(EXTENSION), Body):
             return None
         try:
-            said = json.loads(body)
+            said = parsed.value
             if not isinstance(said, dict) or said.get("stream") is not True or any(map(said.get, _UNUSUAL)):
                 return None
-            asked = kind.model.model_validate(said)
+            asked = kind.model.model_validate(parsed.take())  # which may change it
         except Exception:  # what is wrong with it is found again, and said, on the usual way
             return None
         return partial(self._answer, kind, asked) if kind.plain(asked) else None

@@ -1,18 +1,23 @@
 """The surface of the API: which of vLLM's routes are served, and how what none of its handlers foresaw is answered."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from vllm.entrypoints.anthropic.api_router import translate_error_response
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from gateway.context import caller
-from gateway.served import SERVED
+from gateway.hints import PARSED
+from gateway.served import UNSERVED, why_not
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
 from shared.runtime.http import error_body
 from shared.runtime.logs import get_log
@@ -33,18 +38,61 @@ class MethodNotAllowed(InvalidRequest):
     http_status = 405
 
 
-def trim(app: FastAPI) -> None:
-    """Take away the routes that are not served, and give unforeseen errors OpenAI's shape.
+def trim(app: FastAPI) -> frozenset[str]:
+    """Take away the routes that are not served, and give unforeseen errors OpenAI's shape; the paths that are served.
 
     Answers are counted at the edge: see `gateway.http_series`.
     """
     counting = "PrometheusInstrumentatorMiddleware"
     app.user_middleware = [each for each in app.user_middleware if getattr(each.cls, "__name__", "") != counting]
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in SERVED]
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in UNSERVED]
     app.add_exception_handler(HTTPException, _unrouted)
     for kind in (EngineGenerateError, Exception):
         app.add_exception_handler(kind, _unforeseen)
     app.middleware_stack = None  # vLLM has built it already; the next build takes the handlers in
+    return frozenset(getattr(route, "path", "") for route in app.router.routes)
+
+
+def use_parsed_bodies() -> None:
+    """Have the framework use the value of a body that the edge has parsed (starlette 1.10).
+
+    Its own parser would come to the same value, and take as long again.
+    """
+    Request.json = _json  # type: ignore[method-assign]
+
+
+async def _json(self: Request) -> Any:
+    if not hasattr(self, "_json"):
+        body, parsed = await self.body(), self.scope.get(PARSED)
+        self._json = json.loads(body) if parsed is None or parsed.taken else parsed.take()
+    return self._json
+
+
+def rejection(path: str, error: Exception) -> tuple[int, bytes]:
+    """The status and body with which vLLM answers `error` where nothing is streamed."""
+    said = create_error_response(error)
+    if path == "/v1/messages":
+        response = translate_error_response(said)
+    else:
+        response = JSONResponse(said.model_dump(), status_code=said.error.code)
+    return response.status_code, bytes(response.body)
+
+
+def score_in_threads(scoring: Any, renderer: Any) -> None:
+    """Have vLLM's generative scoring tokenise in the renderer's threads: it does so on the event loop (0.32)."""
+    build: Callable[..., Coroutine[Any, Any, Any]] = scoring._build_prompts
+
+    def built(*given: Any) -> Any:
+        try:
+            build(*given).send(None)  # it awaits nothing
+        except StopIteration as end:
+            return end.value
+        raise RuntimeError("vLLM's generative scoring awaits something while it builds prompts")
+
+    async def build_in_thread(*given: Any) -> Any:
+        return await asyncio.wrap_future(renderer._executor.submit(built, *given))
+
+    scoring._build_prompts = build_in_thread
 
 
 def bodies_pass(app: FastAPI) -> bool:
@@ -82,6 +130,7 @@ def release_bodies(state: Any) -> None:
     """
     for serving, method in (
         (state.openai_serving_chat, "create_chat_completion"),
+        (state.openai_serving_chat_batch, "create_batch_chat_completion"),
         (state.openai_serving_completion, "create_completion"),
         (state.openai_serving_responses, "create_responses"),
         (state.anthropic_serving_messages, "create_messages"),
@@ -106,6 +155,7 @@ def name_tiers(state: Any) -> None:
     """
     for serving, method in (
         (state.openai_serving_chat, "create_chat_completion"),
+        (state.openai_serving_chat_batch, "create_batch_chat_completion"),
         (state.openai_serving_completion, "create_completion"),
     ):
         setattr(serving, method, _telling_tier(getattr(serving, method)))
@@ -136,7 +186,8 @@ def _unrouted(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"
     if error.status_code == 404:
-        return _response(NotFound(f"there is no {what} here"))
+        why = why_not(request.url.path)
+        return _response(NotFound(f"{what} is not served: {why}" if why else f"there is no {what} here"))
     if error.status_code == 405:
         return _response(MethodNotAllowed(f"{what}: the method is not allowed"))
     answer = _response(InvalidRequest(str(error.detail)))
@@ -147,6 +198,9 @@ def _unrouted(request: Request, error: Exception) -> JSONResponse:
 def _unforeseen(request: Request, error: Exception) -> JSONResponse:
     """A bug: what it says is for the log, and not for who asked."""
     cause = error.__cause__ or error
+    if isinstance(cause, VLLMClientError | GracefulHTTPError):  # in a stream that was announced: the edge says it
+        said = create_error_response(cause)
+        return JSONResponse(said.model_dump(), status_code=said.error.code)
     log.error("a request crashed", path=request.url.path, exc_info=cause)
     return _response(PolyphaseError(f"internal error: {type(cause).__name__}"))
 

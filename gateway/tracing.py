@@ -21,6 +21,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 _OPERATIONS = {"/v1/completions": "text_completion"}  # else "chat", by OpenTelemetry's conventions for generative AI
+_REQUEST_ID_CHARS = 256
 _CONTEXT = {b"traceparent", b"tracestate"}
 _OWN = {Span.HANDOVER, Span.REPLY, Span.PAUSED, Span.RECOMPUTED}  # stretches that no other process tells of
 
@@ -36,8 +37,10 @@ class RequestTrace:
         self._received = False
         self.error = ""  # the code of what its last job that failed has failed of
 
-    def open(self, job_id: str, arrived_s: float, prompt_tokens: int, max_tokens: int, slo: str) -> "JobTrace":
-        """Begin the span of a job."""
+    def open(
+        self, job_id: str, arrived_s: float, prompt_tokens: int, max_tokens: int, slo: str, request_id: str = ""
+    ) -> "JobTrace":
+        """Begin the span of a job. request_id: what the client calls its request; may be empty."""
         if not self._received:
             self._received = True
             self.root.add("receive", self._began_s, arrived_s)
@@ -49,6 +52,8 @@ class RequestTrace:
             "polyphase.job.id": job_id,
             "polyphase.slo": slo,
         }
+        if request_id:
+            attributes["polyphase.request.id"] = request_id[:_REQUEST_ID_CHARS].encode(errors="replace").decode()
         return JobTrace(self, self.root.child(f"{self._operation} {self._model}", arrived_s, attributes))
 
 

@@ -67,6 +67,7 @@ class Batcher(Generic[Q]):
         self._batch_tokens = batch_tokens or inf
         self._waiting: deque[_Item[Q]] = deque()
         self._computing = False
+        self._closed = False
         self._some = asyncio.Event()
         self._mean_s, self._mean_items = 0.0, 1.0  # of a batch; 0 s before the first
         self._token_s = 0.0  # a padded token takes in a batch; 0 before the first
@@ -110,6 +111,19 @@ class Batcher(Generic[Q]):
                 self._computing = False
             self._deliver(done)
 
+    async def warm_up(self, model: Batchable[Q], queries: Sequence[Q]) -> None:
+        """Compute a batch in the batcher's thread without a deadline and without counting its time.
+
+        The first batch of a model takes several times as long as later ones: torch starts the thread's workers, picks
+        kernels and reads the weights. As a query's batch it would miss its deadline and, as the only measurement of how
+        long batches take, turn the queries behind it away.
+        """
+        if self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        items = [_Item(model, query, inf, loop.create_future()) for query in queries]
+        await loop.run_in_executor(self._pool, _compute, items, inf)
+
     @property
     def pending(self) -> int:
         """Queries that wait or are computed."""
@@ -117,6 +131,7 @@ class Batcher(Generic[Q]):
 
     async def close(self) -> None:
         """Wait for what is computed."""
+        self._closed = True
         await asyncio.to_thread(self._pool.shutdown, wait=True, cancel_futures=True)
 
     def _of_one_model(self) -> list[_Item[Q]]:

@@ -26,7 +26,8 @@ def _card(meta: CheckpointMeta, settings: Mapping[str, Any], found: Evaluation) 
         noise = (
             f"lies between {found.ceiling.lower:.1%} and {found.ceiling.upper:.1%} ({found.ceiling.prompts} prompts)"
         )
-    silent = {"progress", "base" if settings.get("from_scratch") else "from_scratch"}
+    findings = "".join(f"**{one.text}**\n\n" for one in found.findings())
+    silent = {"base" if settings.get("from_scratch") else "from_scratch"}
     lines = "\n".join(f"- {key}: {value}" for key, value in settings.items() if value is not None and key not in silent)
     return f"""---
 library_name: transformers
@@ -44,7 +45,7 @@ and more. Made by `polyphase predictor train` (TetriInfer, arXiv 2401.11181, sec
 
 The noise ceiling, the most that can be right of answers that differ each time, {noise}.
 
-Data: {", ".join(f"{count} for {name}" for name, count in meta.examples.items())}; SHA-256 {meta.data_digest}.
+{findings}Data: {", ".join(f"{count} for {name}" for name, count in meta.examples.items())}; SHA-256 {meta.data_digest}.
 
 Settings:
 

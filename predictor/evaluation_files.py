@@ -9,6 +9,7 @@ from plotly.subplots import make_subplots
 
 from predictor.buckets import Buckets
 from predictor.evaluate import Evaluation
+from predictor.tables import name_of
 
 PAGE, PREDICTION = "evaluation.html", "prediction.yaml"
 
@@ -34,7 +35,7 @@ def prediction_of(found: Evaluation, buckets: Buckets) -> dict[str, Any]:
 
 
 def _page(found: Evaluation, buckets: Buckets) -> Any:
-    names = [_name(buckets, at) for at in range(buckets.count)]
+    names = [name_of(buckets, at) for at in range(buckets.count)]
     page = make_subplots(cols=2, subplot_titles=("Confusion: examples by true and predicted tokens", "Reliability"))
     confusion = found.scores.confusion
     page.add_trace(
@@ -56,8 +57,3 @@ def _page(found: Evaluation, buckets: Buckets) -> Any:
     base = f"commonest bucket {found.majority.accuracy:.1%}, prompt length alone {found.prompt_length.accuracy:.1%}"
     page.update_layout(title=f"{found.scores.examples} examples: {found.scores.accuracy:.1%} right; {base}")
     return page
-
-
-def _name(buckets: Buckets, at: int) -> str:
-    lower, upper = buckets.bounds(at)
-    return f"{lower} and more" if at == buckets.count - 1 else f"{lower} to {upper - 1}"

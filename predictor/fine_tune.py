@@ -1,33 +1,39 @@
 """Fine-tuning of the classifier with the Hugging Face Trainer. Imports torch."""
 
 import math
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoTokenizer,
     EarlyStoppingCallback,
     OPTForSequenceClassification,
+    PrinterCallback,
     Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
     set_seed,
 )
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from predictor.buckets import Buckets
 from predictor.data.examples import Example, labels
 from predictor.model import encode_ends
-from predictor.scratch import new_network, train_tokenizer
+from predictor.progress import OnProgress, silent
+from predictor.scratch import SIZES, new_network, train_tokenizer
 from shared.errors import InvalidRequest
 
 Row = dict[str, Any]
+CONSOLE = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +56,56 @@ class FineTuning:
     patience: int = 2
     bf16: bool = False
     device: str = "auto"
-    progress: bool = False
 
 
 def start(train: list[Example], plan: FineTuning) -> tuple[Any, Tokenizer]:
-    """The network to fine-tune and its tokenizer. Raises InvalidRequest for a device that is not there."""
+    """The network to fine-tune and its tokenizer. Raises InvalidRequest for a device or a base that is not there."""
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("--device cuda: torch sees no CUDA device")
     set_seed(plan.seed)
-    if not plan.progress:
-        disable_progress_bar()  # bars would run into the last line of JSON
+    disable_progress_bar()  # of loading and writing weights
+    set_verbosity_error()  # that a base has no classifier's head is as it should be
     count = plan.buckets.count
     if plan.from_scratch:
+        if plan.from_scratch not in SIZES:
+            raise InvalidRequest(f"--from-scratch {plan.from_scratch!r}: known sizes are {', '.join(SIZES)}")
         tokenizer = train_tokenizer((example.text for example in train), plan.from_scratch)
         return new_network(tokenizer, plan.from_scratch, plan.input_tokens, count), tokenizer
-    network = OPTForSequenceClassification.from_pretrained(plan.base, num_labels=count, dtype=torch.float32)
-    return network, AutoTokenizer.from_pretrained(plan.base).backend_tokenizer
+    try:
+        network = OPTForSequenceClassification.from_pretrained(plan.base, num_labels=count, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(plan.base).backend_tokenizer
+    except (OSError, ValueError) as error:  # no such folder, no hub, no weights, another kind of model
+        reason = str(error).strip().partition("\n")[0]
+        raise InvalidRequest(
+            f"--base {plan.base!r}: {reason} Name a folder or a hub's name of an OPT model, or train without one: "
+            f"--from-scratch {', '.join(SIZES)}"
+        ) from error
+    return network, tokenizer
+
+
+class _Progress(TrainerCallback):  # type: ignore[misc]  # transformers is Any to mypy
+    """Reports each step."""
+
+    def __init__(self, on_progress: OnProgress) -> None:
+        self._on_progress = on_progress
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._on_progress("training", state.global_step, state.max_steps)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._on_progress("training", state.global_step, state.global_step)  # it may have stopped early
 
 
 def fine_tune(
-    network: Any, tokenizer: Tokenizer, train: list[Example], val: list[Example], plan: FineTuning, folder: Path
+    network: Any,
+    tokenizer: Tokenizer,
+    train: list[Example],
+    val: list[Example],
+    plan: FineTuning,
+    folder: Path,
+    on_progress: OnProgress = silent,
 ) -> Any:
     """Train; what comes back is the state after the epoch with the lowest loss on `val`.
 
@@ -90,11 +126,12 @@ def fine_tune(
         eval_dataset=_rows(val, tokenizer, bos, plan),
         data_collator=lambda rows: collate(rows, pad),
         compute_loss_func=loss,
-        callbacks=[EarlyStoppingCallback(plan.patience)],
+        callbacks=[EarlyStoppingCallback(plan.patience), _Progress(on_progress)],
     )
+    trainer.remove_callback(PrinterCallback)  # it prints a dictionary for each epoch
     last = get_last_checkpoint(str(folder))
     if last is not None:
-        print(f"going on from {last}", file=sys.stderr)
+        CONSOLE.print(f"The training continues from {last}", markup=False, highlight=False, soft_wrap=True)
     trainer.train(resume_from_checkpoint=last)
     return trainer.model.eval().float().cpu()
 
@@ -156,7 +193,7 @@ def _arguments(plan: FineTuning, folder: Path) -> TrainingArguments:
         metric_for_best_model="eval_loss",
         logging_strategy="epoch",
         report_to=[],
-        disable_tqdm=not plan.progress,
+        disable_tqdm=True,
         remove_unused_columns=False,
         seed=plan.seed,
         bf16=plan.bf16,

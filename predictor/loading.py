@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import inf
 from statistics import median
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 TRIES = 3
 SHARE = 0.5  # of the deadline that one full prompt may take: the rest is for those before it
 FEWEST_TOKENS = 32
+_PROMPT = Query(inf, text="How long will the answer to this question be? " * 8)
+WARM_UP = ((_PROMPT,), (_PROMPT,) * 4)
 
 
 class TextClassifier(Protocol):
@@ -42,12 +45,14 @@ class Loaded:
     """A classifier, and the means to turn token ids into its input; without these, ids are not for it.
 
     runs: device, dtype, input tokens, and milliseconds for a full prompt.
+    warm_up: batches to compute before the first query.
     """
 
     classifier: TextClassifier
     served: ServedTokenizer | None
     served_error: str = ""
     runs: dict[str, Any] | None = None
+    warm_up: Sequence[Sequence[Query]] = ()
 
     @property
     def model(self) -> str:
@@ -69,12 +74,13 @@ class Loaded:
 def load_from_disk(settings: PredictorSettings) -> Loaded:
     """Load the checkpoint and the served model's tokenizer. Raises BrokenCheckpoint."""
     classifier, runs = _load_classifier(settings)
-    if not settings.model:
-        return Loaded(classifier, None, "no served model is set: token ids are answered from observed lengths", runs)
-    try:
-        return Loaded(classifier, load_served(settings.model), "", runs)
-    except InvalidRequest as error:
-        return Loaded(classifier, None, error.message, runs)
+    served, error = None, "no served model is set: token ids are answered from observed lengths"
+    if settings.model:
+        try:
+            served, error = load_served(settings.model), ""
+        except InvalidRequest as refused:
+            error = refused.message
+    return Loaded(classifier, served, error, runs, WARM_UP)
 
 
 def has_cuda() -> bool:

@@ -100,6 +100,8 @@ class Predictor:
             except BrokenCheckpoint as error:
                 self._become(CheckpointState.BROKEN, self._loaded, error.message)
                 raise
+            for batch in loaded.warm_up:
+                await self.batcher.warm_up(loaded, batch)
             self._become(CheckpointState.LOADED, loaded, loaded.served_error)
 
     async def start(self) -> None:

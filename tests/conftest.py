@@ -59,6 +59,12 @@ def traces() -> Path:
     return _public("traces")
 
 
+@pytest.fixture(scope="session")
+def prompt_response() -> Path:
+    """Public prompts and responses, with which the demo model was trained, but for a part of them."""
+    return _public("prompt_response")
+
+
 def _public(name: str) -> Path:
     """A folder of public data: in POLYPHASE_DATA, or in `shared/data` beside the repository. The project has none."""
     named = os.environ.get("POLYPHASE_DATA")

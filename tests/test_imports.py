@@ -42,6 +42,7 @@ VLLM = {
     "gateway/short_way.py",
     "gateway/stream.py",
     "gateway/surface.py",
+    "lab/vllm_check/plugin.py",
     "services/worker/engines/vllm.py",
     "services/worker/engines/vllm_forced.py",
     "services/worker/engines/vllm_requests.py",

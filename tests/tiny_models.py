@@ -1,6 +1,7 @@
 """Small random models that tests make for themselves: nothing is downloaded."""
 
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 512
 
@@ -27,4 +28,63 @@ def make_llama(path: Path, *, kv_heads: int = 2, head_dim: int = 32, seed: int =
         initializer_range=0.15,
     )
     LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def make_qwen3(path: Path, *, full: bool = False, seed: int = 0) -> Path:
+    """A Qwen3 with random weights: of Qwen3-0.6B's shape (28 layers, 8 KV heads of 128; 1.5 GB), or a small one. Its
+    embeddings are not tied, or the last token alone would choose the next.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    shape: dict[str, Any] = {
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 40_960,
+    }
+    if not full:
+        small = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+        shape |= small | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    spread = 0.02 if full else 0.1  # many layers of large weights would make much of bfloat16's last bits
+    config = Qwen3Config(**shape, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, initializer_range=spread)
+    return _saved(path, config, Qwen3ForCausalLM, seed)
+
+
+def make_gpt_oss(path: Path, seed: int = 0) -> Path:
+    """A small gpt-oss with random weights: attention sinks, layers with a window of 128 tokens beside full ones, and
+    experts, with heads of 64 as the real ones have.
+    """
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=128,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=4096,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.1,
+    )
+    return _saved(path, config, GptOssForCausalLM, seed)
+
+
+def _saved(path: Path, config: Any, kind: Any, seed: int) -> Path:
+    import torch
+
+    torch.manual_seed(seed)
+    kind(config).save_pretrained(path)
     return path

@@ -2,7 +2,7 @@
 
 Every service is real; the instances are emulated and compute in no time. The same load goes in turns to vLLM's API
 layer alone: what the machine's other guests do to one they do to the other. CPU is of gateway, scheduler and monitor,
-idling included.
+idling included. Structured outputs are measured with real engines, beside plain vLLM: see `overhead_structured`.
 """
 
 import asyncio
@@ -16,6 +16,8 @@ from rich.console import Console
 
 from lab.bench.long_prompts import AIM_MS as AIM_TURN_MS
 from lab.bench.long_prompts import run_long_prompts
+from lab.bench.overhead_structured import aims_of as aims_of_structured
+from lab.bench.overhead_structured import structured_ttfts
 from lab.bench.overhead_targets import Target, api_layer_alone, cluster, of_suite
 from lab.bench.stream_client import StreamResult, run_load, stream_completion
 from services.launcher.up import running_suite
@@ -37,7 +39,10 @@ Cell = dict[str, float]
 def run_overhead_bench(rounds: int = ROUNDS, streams: tuple[int, ...] = STREAMS) -> dict[str, Any]:
     """Start an emulated suite, load it, and give figures and aims."""
     long_prompts = run_long_prompts()
+    structured = structured_ttfts()
     result = asyncio.run(_bench(rounds, streams))
+    result["figures"]["structured_outputs"] = structured
+    result["aims"] |= aims_of_structured(structured)
     result["figures"]["long_prompt_longest_turn_ms"] = long_prompts
     worst = max(turn for of_kind in long_prompts.values() for turn in of_kind.values())
     result["aims"]["long_prompt_longest_turn_ms"] = _aim(worst, AIM_TURN_MS)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lab.bench.predictor_bayes import run_bayes
+from lab.bench.predictor_full_size import run_full_size
 from lab.bench.predictor_latency import run_latency
 from lab.bench.predictor_modes import run_modes
 from lab.bench.predictor_worth import run_worth
@@ -12,6 +13,7 @@ from shared.errors import InvalidRequest
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "bayes": run_bayes,
     "latency": run_latency,
+    "full_size": run_full_size,
     "modes": run_modes,
     "worth": run_worth,
 }

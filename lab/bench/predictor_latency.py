@@ -112,6 +112,11 @@ def real_prompts() -> list[list[int]]:
     return found
 
 
+async def ask_once(client: RpcClient, timeout_s: float) -> Call:
+    """One question, of a prompt of `real_prompts`."""
+    return await _call(client, real_prompts()[0], timeout_s)
+
+
 async def _cells(name: str, checkpoint: Path, device: str) -> tuple[list[Cell], list[str]]:
     """Of one checkpoint, and how the process runs it, which depends on its timeout."""
     prompts, cells, notes = real_prompts(), list[Cell](), list[str]()

@@ -41,13 +41,16 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a builder has made. refused: by reason, how many answers the endpoint would not give."""
+    """What a builder has made. refused: by reason, how many answers the endpoint would not give. lengths: 5th
+    percentile, median and 95th percentile of the answers, in tokens.
+    """
 
     path: Path
     rows: int
     asked: int
     cut: int
     refused: Counter[str]
+    lengths: tuple[int, int, int]
 
 
 Tell = Callable[[int, int], None]  # answers so far, and in all
@@ -106,7 +109,9 @@ def _stored(folder: Path, lines: Sequence[Line], asked: int, settings: dict[str,
     if not answered:
         raise InvalidRequest(f"{settings['model']} gave no answer at all: {refused.most_common(1)[0][0]}")
     path = write_table(folder, answered, {**settings, "prompts": prompts, "refused": refused.total()})
-    return Built(path, len(answered), asked, sum(line.cut for line in answered), refused)
+    ordered = sorted(line.output_tokens for line in answered)
+    low, middle, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.05, 0.5, 0.95))
+    return Built(path, len(answered), asked, sum(line.cut for line in answered), refused, (low, middle, high))
 
 
 def _settings(wanted: Wanted, model: str) -> dict[str, Any]:

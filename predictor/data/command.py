@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from predictor.data.build import NAMED, Built, Prompts, Wanted, build, read_prompts
 from predictor.data.endpoint import Api, Asking
+from predictor.progress import progress_bar
 from shared.errors import PolyphaseError
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -43,14 +43,13 @@ def dataset(
     try:
         found = read_prompts(prompts)
         _say_what_was_read(console, found)
-        with _bar(console) as bar:
-            task = bar.add_task("answers", total=None)
+        with progress_bar(console) as on_progress:
             made = asyncio.run(
                 build(
                     found,
                     Wanted(asking, samples, held_out_samples, limit, concurrency),
                     out,
-                    lambda done, whole: bar.update(task, completed=done, total=whole),
+                    lambda done, whole: on_progress("answers", done, whole),
                 )
             )
     except KeyboardInterrupt:
@@ -60,11 +59,6 @@ def dataset(
         console.print(f"{error.message}\nwhat is answered is kept in {out}", style="red", markup=False)
         raise typer.Exit(1) from None
     _say_what_was_made(console, made)
-
-
-def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
 
 
 def _say_what_was_read(console: Console, found: Prompts) -> None:
@@ -77,5 +71,7 @@ def _say_what_was_read(console: Console, found: Prompts) -> None:
 
 def _say_what_was_made(console: Console, made: Built) -> None:
     console.print(f"{made.path}: {made.rows} answers ({made.asked} asked for now), {made.cut} cut", markup=False)
+    low, middle, high = made.lengths
+    console.print(f"9 of 10 answers take {low} to {high} tokens, the median is {middle}", markup=False)
     for reason, count in made.refused.most_common(NAMED):
         console.print(f"refused, {count} times: {reason}", style="yellow", markup=False)

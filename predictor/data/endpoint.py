@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import httpx
 
+from predictor.data.examples import hash_of
 from shared.errors import InvalidRequest, PolyphaseError, Unavailable
 
 CONNECT_S = 10.0
@@ -28,7 +29,7 @@ class Api(StrEnum):
 class Asking:
     """How answers are asked for. base_url: with or without /v1. timeout_s: of one answer.
 
-    temperature: None leaves it to the model. samples of one prompt differ by their seeds.
+    temperature: None leaves it to the model. Every answer has a seed of its own, see `seed_of`.
     """
 
     base_url: str
@@ -53,6 +54,15 @@ class Refused(PolyphaseError):
     """The endpoint does not take this prompt, now or ever; the message is its own."""
 
     code = "refused"
+
+
+def seed_of(prompt: str, sample: int) -> int:
+    """Another one for each answer, and the same after a restart.
+
+    Under one seed all prompts draw the same random numbers; at a high temperature the answers of unlike prompts then
+    end at the same token.
+    """
+    return (hash_of(prompt) + sample) % 2**31
 
 
 class Endpoint:
@@ -93,10 +103,10 @@ class Endpoint:
             raise InvalidRequest(f"--model: which one of {', '.join(names) or 'none'}?")
         return wanted or names[0]
 
-    async def answer(self, model: str, prompt: str, seed: int) -> Answer:
+    async def answer(self, model: str, prompt: str, sample: int) -> Answer:
         """The lengths of one answer. Raises Refused for this prompt, Unavailable when nothing helps."""
         asking = self._asking
-        body: dict[str, Any] = {"model": model, "max_tokens": asking.max_tokens, "seed": seed}
+        body: dict[str, Any] = {"model": model, "max_tokens": asking.max_tokens, "seed": seed_of(prompt, sample)}
         if asking.temperature is not None:
             body["temperature"] = asking.temperature
         if asking.api is Api.CHAT:

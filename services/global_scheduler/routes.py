@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.global_scheduler.placer import Placer
 from services.global_scheduler.reports import Reports, plain
-from shared.domain.job import Phase
+from shared.domain.job import Phase, job_name
 from shared.domain.policies import ROUTING
 from shared.errors import NotFound
 from shared.store.reading import read_request, read_requests
@@ -67,11 +67,11 @@ async def search(
     limit: Annotated[int, Query(ge=1, le=1_000)] = 100,
     offset: Annotated[int, Query(ge=0, le=100_000)] = 0,
 ) -> dict[str, Any]:
-    """Jobs of all schedulers, from the database. job: how its id begins; instance: of either phase; missed: a target;
-    since, until: unix seconds of the arrival.
+    """Jobs of all schedulers, from the database. job: how its id begins, in which a client's name may be as it was
+    sent; instance: of either phase; missed: a target; since, until: unix seconds of the arrival.
     """
     named = phase.value if phase else ""
-    wanted = Wanted(job, caller, slo, instance, outcome, named, missed, since, until, order, limit, offset)
+    wanted = Wanted(job_name(job), caller, slo, instance, outcome, named, missed, since, until, order, limit, offset)
     rows, more = await search_requests(scheduler.engine, wanted)
     return {"rows": rows, "more": more}
 

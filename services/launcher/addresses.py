@@ -1,9 +1,33 @@
 """Where the processes of the control plane are found, as it follows from the cluster file."""
 
+from dataclasses import dataclass
+
 from services.launcher import ports
 from services.launcher.cluster_file import Cluster
+from services.launcher.cluster_sections import InstanceSection
 from services.launcher.gateways import own_ports
 from services.launcher.monitors import monitor_ports
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorAt:
+    """Where a predictor is found. beside: the instance that it serves, and that one's section; empty: any."""
+
+    name: str
+    host: str
+    port: int
+    beside: str = ""
+    entry: InstanceSection | None = None
+
+    @property
+    def url(self) -> str:
+        """Of its HTTP side."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def rpc_address(self) -> str:
+        """Where gateways find it."""
+        return f"tcp://{self.host}:{self.port + 1}"
 
 
 class Addresses:
@@ -57,14 +81,28 @@ class Addresses:
         return ",".join(self.http(offset) for offset in monitor_ports(self._cluster))
 
     @property
-    def predictor_ports(self) -> tuple[int, ...]:
-        """The offset of each predictor."""
-        return tuple(ports.PREDICTORS + 2 * index for index in range(len(self._cluster.predictor.names)))
+    def predictors(self) -> tuple[PredictorAt, ...]:
+        """Of all hosts: those on the control host, or those beside instances."""
+        section = self._cluster.predictor
+        if not section.enabled or not section.beside:
+            first = self.base + ports.PREDICTORS
+            return tuple(PredictorAt(name, self.control, first + 2 * index) for index, name in enumerate(section.names))
+        entries = [(entry, name) for entry in self._cluster.instances for name in entry.ids]
+        firsts = ports.beside_ports(self.base, [ports.ranks_of(entry.extra) for entry, _ in entries])
+        return tuple(
+            PredictorAt(section.name_beside(name), self.host_of(entry), port, name, entry)
+            for (entry, name), port in zip(entries, firsts, strict=True)
+            if entry.enabled
+        )
+
+    def host_of(self, entry: InstanceSection) -> str:
+        """The address of an instance's host."""
+        return self._cluster.hosts.get(entry.host or self._cluster.control, "127.0.0.1")
 
     @property
     def predictor_url(self) -> str:
         """The first one's, for those who look at one."""
-        return self.http(ports.PREDICTORS) if self._cluster.predictor.enabled else ""
+        return next((each.url for each in self.predictors), "")
 
     @property
     def planner_url(self) -> str:

@@ -44,6 +44,7 @@ _add_bench("overhead", "What the control plane costs: CPU a request and a token,
 _add_bench("streams", "2,000 chat streams open for a minute: lost, late, memory; rates of one gateway process and two.")
 _add_bench("kv", "KV transfer between two processes, beside a plain socket.")
 _add_bench("kv_engines", "KV between two real engines, by transport.")
+_add_bench_on_data("kv_quality", "Perplexity and answers of the demo model with KV coded in int8, int4 and fp8.")
 _add_bench("control", "Monitor and scheduler with 10, 100 and 1,000 instances: CPU, bytes, placement, a restart.")
 _add_bench("console", "What a console reads, with 200 instances over a day and 100,000 requests: CPU, pauses.")
 _add_bench("dashboard", "How soon a page is of use, and what a session costs, with 4, 32 and 200 instances.")
@@ -77,7 +78,9 @@ def bench_growth(
 
 @bench_app.command("predictor")
 def bench_predictor(
-    part: Annotated[list[str] | None, typer.Option(help="bayes, latency, worth or modes; may be repeated.")] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="bayes, latency, full_size, modes or worth; may be repeated.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The length predictor: beside the best possible, how quick, what asking costs, what it is worth."""

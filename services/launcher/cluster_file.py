@@ -84,6 +84,8 @@ class Cluster(BaseModel):
             if twice := [name for name in entry.ids if name in seen]:
                 yield f"{at}.id: another instance has the name {twice[0]!r} already"
             seen |= set(entry.ids)
+            if self.predictor.beside and (taken := [name for name in entry.ids if name.startswith("predictor-")]):
+                yield f"{at}.id: {taken[0]!r} is kept for the predictors that stand beside instances, choose another"
             if entry.host and entry.host not in self.hosts:
                 yield f"{at}.host: {unknown('host', entry.host, self.hosts)}"
             if entry.extra.get("node") and self.network is None:

@@ -1,6 +1,6 @@
 """The sections of a cluster file: what may be said of each process, and what follows from the rest of the file."""
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -75,7 +75,7 @@ class GatewaySection(Section):
 
     settings = GatewaySettings
     derived = frozenset(
-        {"schedulers", "served_model_name", "max_model_len", "gateway_id", "predictors"}
+        {"schedulers", "served_model_name", "max_model_len", "gateway_id", "predictors", "predictors_beside"}
         | {"process", "own_port", "shared_table"}
     )
 
@@ -121,17 +121,31 @@ class MonitorSection(Section):
 
 
 class PredictorSection(Section):
-    """The length predictors, all alike. `extra`: PredictorSettings."""
+    """The length predictors, all alike: `count` of them on the control host, or one beside each instance.
+    `extra`: PredictorSettings.
+    """
 
     settings = PredictorSettings
     derived = frozenset({"host", "port", "rpc_address"})
 
     count: int = Field(1, gt=0, le=16)
+    beside: Literal["prefill"] | None = None  # each request is predicted beside its prefill instance
+
+    @model_validator(mode="after")
+    def _counted_or_beside(self) -> Self:
+        if self.beside and self.count != 1:
+            raise ValueError(f"count: with `beside` every instance has one predictor, leave count ({self.count}) out")
+        return self
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The processes that this section stands for."""
-        return _numbered("predictor", self.count) if self.enabled else ()
+        """The processes on the control host that this section stands for."""
+        return _numbered("predictor", self.count) if self.enabled and not self.beside else ()
+
+    @staticmethod
+    def name_beside(instance_id: str) -> str:
+        """The process beside an instance."""
+        return f"predictor-{instance_id}"
 
 
 class PlannerSection(Section):

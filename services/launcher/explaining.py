@@ -12,6 +12,7 @@ from rich.text import Text
 
 from services.launcher import pages, state_file
 from shared import palette
+from shared.domain.job import job_name
 from shared.domain.words import duration
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
 from shared.explain import Explanation, explain
@@ -21,6 +22,7 @@ from shared.wire.clients.scheduler import SchedulerAdmin
 _NAMES = {"decode_queue": "decode queue"}
 _SEARCHED = 10_000  # jobs of a scheduler's memory
 _BEGINS = ("", "chatcmpl-", "cmpl-", "resp_", "msg_")  # of ids, before the part that is the client's
+_PART = 100  # letters of a name that an id keeps behind any of those
 _SHOWN = 10  # of those that a part of an id may mean
 _LABEL = 34  # letters of a stretch's name
 _BAR, _LEAST_BAR, _MOST_BAR = "█", 10, 60
@@ -51,11 +53,12 @@ async def find(urls: Sequence[str], wanted: str) -> Explained:
     """The request whose id has `wanted` in it. Raises NotFound, InvalidRequest where it may be several, Unavailable."""
     if not wanted.strip():
         raise InvalidRequest("name a request by its id, or a part of it: `polyphase requests` lists some")
+    wanted = job_name(wanted.strip())
     clients = [SchedulerAdmin(url) for url in urls]
     try:
         timeline = await _timeline(clients, wanted)
         if timeline is None:
-            timeline = await _timeline(clients, await _whole_id(clients, wanted))
+            timeline = await _timeline(clients, await _whole_id(clients, wanted[:_PART]))
     finally:
         for client in clients:
             await client.close()

@@ -17,6 +17,7 @@ BENCHES: dict[str, tuple[str, str]] = {
     "growth": ("bench.growth", "run_growth_bench"),
     "streams": ("bench.streams", "run_streams_bench"),
     "kv_engines": ("bench.kv_engines", "run_kv_engines_bench"),
+    "kv_quality": ("bench.kv_quality", "run_kv_quality_bench"),
     "control": ("bench.control", "run_control_bench"),
     "console": ("bench.console", "run_console_bench"),
     "dashboard": ("bench.dashboard", "run_dashboard_bench"),

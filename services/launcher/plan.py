@@ -12,7 +12,7 @@ from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import cluster_token, host_key, ports
-from services.launcher.addresses import Addresses, scheduler_port
+from services.launcher.addresses import Addresses, PredictorAt, scheduler_port
 from services.launcher.cluster_file import LOCAL, Cluster
 from services.launcher.cluster_sections import InstanceSection
 from services.launcher.dashboard_program import dashboard_command
@@ -70,7 +70,7 @@ class _Planner:
     def plan(self) -> Plan:
         c, instances = self._cluster, self._instances()
         runs_control = self._here == (c.control or LOCAL)
-        processes = [*(self._control_plane() if runs_control else ()), *instances]
+        processes = [*(self._control_plane() if runs_control else ()), *instances, *self._beside(self._here)]
         with_dashboard = runs_control and c.dashboard.enabled
         if with_dashboard:
             processes.append(self._dashboard())
@@ -98,10 +98,20 @@ class _Planner:
         c = self._cluster
         specs = [self._scheduler(*each) for each in enumerate(c.scheduler.names)]
         specs += [self._gateway(*each) for each in enumerate(c.gateway.names)]
-        specs += [self._predictor(*each) for each in enumerate(c.predictor.names)]
+        specs += [self._predictor(each) for each in self._at.predictors if not each.beside]
         if c.planner.enabled:
             specs.append(self._planner())
-        return [*(self._monitor(*each, targets_of(specs)) for each in enumerate(monitor_names(c))), *specs]
+        scrape = targets_of([*specs, *self._beside()])
+        return [*(self._monitor(*each, scrape) for each in enumerate(monitor_names(c))), *specs]
+
+    def _beside(self, host: str | None = None) -> list[ProcessSpec]:
+        """The predictors beside the instances of a host, or of all hosts."""
+        default = self._cluster.control or LOCAL
+        return [
+            self._predictor(each)
+            for each in self._at.predictors
+            if each.entry is not None and host in (None, each.entry.host or default)
+        ]
 
     def _monitor(self, index: int, name: str, scrape: tuple[ScrapeTarget, ...]) -> ProcessSpec:
         offset = monitor_ports(self._cluster)[index]
@@ -134,7 +144,7 @@ class _Planner:
             "rpc_address": self._at.zmq(offset + 1),
             "broadcast_address": self._at.zmqs(2),
             "monitor_url": self._at.monitor_urls,
-            "predictor_urls": tuple(self._at.http(offset) for offset in self._at.predictor_ports),
+            "predictor_urls": tuple(each.url for each in self._at.predictors),
             "database_url": self._database,
             **self._traced,
         }
@@ -152,7 +162,8 @@ class _Planner:
             "model": c.model,
             "served_model_name": c.served_model_name,
             "max_model_len": c.max_model_len,
-            "predictors": tuple(self._at.zmq(offset + 1) for offset in self._at.predictor_ports),
+            "predictors": tuple(each.rpc_address for each in self._at.predictors if not each.beside),
+            "predictors_beside": {each.beside: each.rpc_address for each in self._at.predictors if each.beside},
             **self._traced,
         }
         extra = settings_of_process(c.gateway, index, self._at.base, self._data_dir)
@@ -161,18 +172,19 @@ class _Planner:
         uses = tuple(dict.fromkeys((c.gateway.port, own) if index == 0 else (own,)))  # the first speaks for all
         return self._process(name, "gateway", settings, self._at.gateway_host, own, uses, c.gateway.env)
 
-    def _predictor(self, index: int, name: str) -> ProcessSpec:
-        section, offset = self._cluster.predictor, self._at.predictor_ports[index]
-        port = self._at.base + offset
+    def _predictor(self, at: PredictorAt) -> ProcessSpec:
+        section = self._cluster.predictor
         values = {
-            "host": self._at.control,
-            "port": port,
-            "rpc_address": self._at.zmq(offset + 1),
+            "host": at.host,
+            "port": at.port,
+            "rpc_address": at.rpc_address,
             "model": self._cluster.model,
+            **({"device": "cpu"} if at.beside else {}),  # the accelerators of that host are the engines'
             **self._curve,
         }
         settings = self._settings(PredictorSettings, "predictor", section.extra, values)
-        return self._process(name, "predictor", settings, self._at.control, port, (port, port + 1), section.env)
+        uses = (at.port, at.port + 1)
+        return self._process(at.name, "predictor", settings, at.host, at.port, uses, section.env)
 
     def _planner(self) -> ProcessSpec:
         port, section = self._at.base + ports.PLANNER, self._cluster.planner
@@ -220,7 +232,7 @@ class _Planner:
         ]
 
     def _instance(self, entry: InstanceSection, name: str, first: int, ranks: int) -> ProcessSpec:
-        host = self._cluster.hosts.get(entry.host or self._cluster.control, "127.0.0.1")
+        host = self._at.host_of(entry)
         values = {
             "instance_id": name,
             "role": entry.role,

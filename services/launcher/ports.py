@@ -52,6 +52,12 @@ def instance_ports(base: int, ranks: Iterable[int]) -> list[int]:
     return ports
 
 
+def beside_ports(base: int, ranks: Iterable[int]) -> list[int]:
+    """The first port of the predictor beside each instance, http and then rpc, behind the ports of all instances."""
+    *instances, first = instance_ports(base, (*ranks, 0))
+    return [first + 2 * index for index in range(len(instances))]
+
+
 def check_distinct(uses: Iterable[PortUse]) -> None:
     """Raises InvalidRequest when two processes of one host would share a port, or a port is out of range."""
     uses = list(uses)

@@ -1,5 +1,6 @@
 """A job: one request's life through the cluster, as policies and the status table see it."""
 
+import re
 from enum import StrEnum
 
 import msgspec
@@ -14,6 +15,26 @@ ITL_LEAST_S = 0.25  # a class that names no target for gaps has this one, or `IT
 ITL_FACTOR = 1.25
 ITL_SPARED = 100  # of so many gaps of a stream one may exceed the target: the target is for the 99th percentile
 LOST = "lost"  # outcome of a failed job whose gateway is gone; a later word of the job itself takes its place
+
+NAME_CHARS = 128  # of a client's name of a request, that ids of jobs keep
+_NAME = re.compile(r"[\w.:=+@-]*", re.ASCII)
+_UNNAMED = re.compile(rb"[^\w.:=+@-]")
+
+
+def job_name(request_id: str) -> str:
+    """A client's name of a request as it is in ids of jobs: letters, digits and _.:=+@- are kept.
+
+    Every other byte of its UTF-8 is "=" and two hexadecimal digits, so a part of a name gives a part of an id. The
+    bytes of a header, which HTTP reads as Latin-1, are taken for UTF-8 where they can be.
+    """
+    if _NAME.fullmatch(request_id):
+        return request_id
+    try:
+        text = request_id.encode("latin-1")
+        text.decode()
+    except UnicodeError:
+        text = request_id.encode(errors="surrogatepass")
+    return _UNNAMED.sub(lambda byte: b"=%02X" % byte[0][0], text).decode()
 
 
 def ends_of(tokens: list[int], most: int = PREDICTED_FROM) -> list[int]:

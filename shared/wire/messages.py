@@ -124,6 +124,16 @@ class PrefillStarted(msgspec.Struct):
     reasons: tuple[Reason, ...] = ()
 
 
+class Reused(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Of a prompt, the first `tokens` that an engine did not compute, `imported` of them since another instance had
+    computed them for this request. created: tokens that it computed and put into its prefix cache.
+    """
+
+    tokens: int
+    created: int = 0
+    imported: int = 0
+
+
 class PrefillReply(msgspec.Struct):
     """The end of a prefill. `tokens` holds the first token, or nothing when it was not wanted.
 
@@ -142,6 +152,7 @@ class PrefillReply(msgspec.Struct):
     ended_s: Finite = 0.0
     reasons: tuple[Reason, ...] = ()
     codec: Reason | None = None  # why the KV is coded as it is, where there was a choice
+    reused: Reused | None = None
 
 
 class Predicted(msgspec.Struct):
@@ -227,7 +238,8 @@ class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     may say that the job is paused.
 
     "abort", "error" and "refused" (with the cause as `stop_reason`) stay between an engine and its worker: a gateway
-    gets "stop", "length" or "repetition", or an error. `logprobs` and `prompt_logprobs` are opaque here.
+    gets "stop", "length" or "repetition", or an error. `logprobs` and `prompt_logprobs` are opaque here. `reused` comes
+    with the first tokens.
     """
 
     tokens: list[int]
@@ -236,6 +248,7 @@ class TokenStep(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""
     pause: Pause | None = None
+    reused: Reused | None = None
 
 
 class DecodeReply(msgspec.Struct):

@@ -50,6 +50,7 @@ def edge(
     metrics = metrics or GatewayMetrics("demo", CollectorRegistry())
     ring = KeyRing(keys)
     guarded = Edge(app, settings, ring, metrics, Admissions(settings, ring.names), OwnRates())
+    guarded.served = {"/v1/completions", "/v1/models"}
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=guarded), base_url="http://gateway")  # type: ignore[arg-type]
 
 

@@ -97,7 +97,7 @@ def of_client(params: SamplingParams, **more: Any) -> EngineCoreRequest:
     return EngineCoreRequest(**values)
 
 
-def at_the_engine(request: EngineCoreRequest, *, parser: str = "any") -> EngineCoreRequest:
+def at_the_engine(request: EngineCoreRequest, *, parser: str = "any", wants_token: bool = True) -> EngineCoreRequest:
     """The same as an instance's vLLM gets it."""
     core = ClusterCore(SETTINGS, SimpleNamespace(run=None), Pace())
     with Admissions(SETTINGS, ()).of("default").admit("") as ticket:
@@ -114,7 +114,7 @@ def at_the_engine(request: EngineCoreRequest, *, parser: str = "any") -> EngineC
         reasoning_config=SimpleNamespace(enabled=bool(parser)),
     )
     view = JobView("r", len(spec.prompt_token_ids), spec.max_tokens)
-    made = EngineRequest("r", view, spec.prompt_token_ids, generation, spec.max_tokens)
+    made = EngineRequest("r", view, spec.prompt_token_ids, generation, spec.max_tokens, wants_token=wants_token)
     return CoreRequests(config).make(made)
 
 
@@ -122,6 +122,14 @@ def at_the_engine(request: EngineCoreRequest, *, parser: str = "any") -> EngineC
 def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own checks need its own model."""
     monkeypatch.setattr(SamplingParams, "verify", lambda *_: None)
+
+
+@pytest.mark.usefixtures("unverified")
+@pytest.mark.parametrize("wants_token", [True, False])
+def test_a_grammar_is_compiled_only_where_a_token_is_wanted(wants_token: bool) -> None:
+    grammar = StructuredOutputsParams(regex="a+")
+    made = at_the_engine(of_client(SamplingParams(structured_outputs=grammar)), wants_token=wants_token)
+    assert (made.sampling_params.structured_outputs is not None) == wants_token
 
 
 @pytest.mark.usefixtures("unverified")

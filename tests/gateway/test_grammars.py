@@ -10,9 +10,12 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
+from gateway import grammar_process
 from gateway.settings import GatewaySettings
-from tests.gateway.api import Api
+from tests.gateway.api import Api, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -129,6 +132,69 @@ async def test_a_grammar_is_tried_once(api: Api) -> None:
     answers = await asyncio.gather(*(api.complete(**wish) for _ in range(10)))
     assert {answer.status_code for answer in answers} == {200}
     assert len(grammars._verdicts) == kept
+
+
+async def tried_by(grammars: Any, regex: str) -> list[int]:
+    """Tries a grammar; the pids of the workers that wait for the next one."""
+    await grammars.check(SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex)))
+    return sorted(worker._pid for worker in grammars._idle if worker._pid)
+
+
+async def test_a_worker_tries_one_grammar_after_the_other(api: Api) -> None:
+    grammars = api.app.state.engine_client._grammars
+    pids = [await tried_by(grammars, f"[a-f]+{number}") for number in range(8)]
+    assert pids == [pids[0]] * 8
+
+
+async def test_a_worker_that_a_grammar_ended_is_replaced_and_so_is_one_that_ends_while_it_waits(api: Api) -> None:
+    grammars = api.app.state.engine_client._grammars
+    before = await tried_by(grammars, "[g-k]+first")
+    assert (await api.complete(structured_outputs={"json": {**PATTERN, "title": "ends it"}})).status_code == 400
+    after = await tried_by(grammars, "[g-k]+second")
+    assert len(grammars._idle) == 2
+    assert len(set(before) - set(after)) == 1
+    for worker in list(grammars._idle):
+        if worker._pid:
+            os.kill(worker._pid, signal.SIGKILL)
+            await until(lambda: worker.gone)  # noqa: B023
+    assert not set(await tried_by(grammars, "[g-k]+third")) & set(after)
+
+
+async def test_a_worker_that_has_grown_says_that_it_ends(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gateway.grammars import Grammars
+
+    monkeypatch.setattr(grammar_process, "_KEPT_BYTES", -1)
+    settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo")
+    with Grammars(api.app.state.engine_client.vllm_config, settings) as grammars:
+        assert [await tried_by(grammars, f"[a-f]+{number}") for number in range(3)] == [[], [], []]
+        assert len(grammars._idle) == 2
+
+
+async def test_a_trial_that_lasts_gives_way_with_all_its_threads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = api.app.state.engine_client._grammars
+    await tried_by(grammars, "[l-p]+first")
+    (worker,) = [worker for worker in grammars._idle if worker._pid]
+    nice: set[int] = set()
+
+    def of_threads() -> None:
+        for thread in os.listdir(f"/proc/{worker._pid}/task"):
+            nice.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
+
+    prioritise = worker._prioritise
+
+    def seen(priority: int) -> None:
+        prioritise(priority)
+        of_threads()
+
+    monkeypatch.setattr(worker, "_prioritise", seen)
+    of_threads()
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    assert nice == {usual}
+    nice.clear()
+    grammars._idle.remove(worker)
+    grammars._idle.append(worker)  # it is the next
+    assert (await api.complete(structured_outputs={"json": {**PATTERN, "title": "lasts"}})).status_code == 400
+    assert nice == {min(usual + 10, 19)}
 
 
 async def test_the_end_of_the_process_that_tries_is_not_silent(api: Api) -> None:

@@ -1,55 +1,59 @@
 """What of vLLM's API is served, and what of a client's wishes reaches the cluster."""
 
 import asyncio
+import copy
+import json
+import re
+from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
+from fastapi import FastAPI
 
+from gateway.served import UNSERVED
+from shared.domain.job import job_name
 from tests.gateway.api import Api
 from tests.gateway.worker import answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 PROMPT = [400, 401, 402, 403]
-ROUTES = {
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/responses"),
-    ("POST", "/v1/messages"),
-    ("POST", "/v1/messages/count_tokens"),
-    ("GET", "/v1/models"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-    ("GET", "/health"),
-    ("GET", "/ping"),
-    ("POST", "/ping"),
-    ("GET", "/version"),
-    ("GET", "/metrics"),
-    ("GET", "/openapi.json"),
-    ("GET", "/docs"),
-}
-GONE = [
-    "/scale_elastic_ep",
-    "/is_scaling_elastic_ep",
-    "/v1/chat/completions/batch",
-    "/v1/chat/completions/render",
-    "/generative_scoring",
-    "/invocations",
-    "/inference/v1/generate",
-    "/inference/v1/abort_requests",
-    "/v1/systemone",
-    "/v1/responses/resp_1/cancel",
-    "/v1/embeddings",
-    "/v1/load_lora_adapter",
-    "/sleep",
-    "/wake_up",
-    "/start_profile",
-    "/update_weights",
-    "/reset_prefix_cache",
-    "/abort_requests",
-    "/collective_rpc",
-    "/no/such/path",
-]
+DOCS = Path(__file__).parents[2] / "docs" / "api.md"
+# What makes vLLM mount every route of a server that generates. Its Cohere API needs a package that is not installed.
+ALL_ROUTES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+OPTIONS = ("enable_scale_out", "enable_fault_tolerance", "enable_tokenizer_info_endpoint", "tokens_only")
+
+
+def documented(heading: str) -> list[list[str]]:
+    """The rows of the table below a heading of the page, without the quotes around paths."""
+    section = DOCS.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    return [[cell.strip("`") if cell.startswith("`/") else cell for cell in row] for row in rows]
+
+
+def routes(app: Any) -> set[tuple[str, str]]:
+    return {
+        (method, route.path)
+        for route in app.routes
+        for method in (getattr(route, "methods", None) or {"GET"}) - {"HEAD"}
+    }
+
+
+@pytest.fixture
+def everything(api: Api, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    """vLLM's application with every route that any of its options mounts."""
+    from vllm.config import ProfilerConfig
+    from vllm.entrypoints.launchers.app import build_app
+
+    for name, value in ALL_ROUTES.items():
+        monkeypatch.setenv(name, value)
+    args = copy.copy(api.app.state.args)
+    for option in OPTIONS:
+        setattr(args, option, True)
+    args.profiler_config = ProfilerConfig(profiler="cuda")
+    app: FastAPI = build_app(args, ("generate",), api.app.state.vllm_config.model_config)
+    return app
 
 
 def is_an_error(body: dict[str, Any], code: str) -> bool:
@@ -70,27 +74,112 @@ async def test_the_answer_names_the_tier_that_was_served(api: Api, asked: str | 
     assert (await api.complete(stream=True, **tier)).status_code == 200
 
 
-async def test_every_route_is_one_that_we_serve(api: Api) -> None:
-    found = {
-        (method, route.path)
-        for route in api.app.routes
-        for method in (getattr(route, "methods", None) or {"GET"}) - {"HEAD"}
+async def test_the_page_names_every_route_that_is_served_and_no_other(everything: FastAPI) -> None:
+    """A route that a new vLLM adds fails here until the page or `gateway.served` names it."""
+    from gateway.surface import trim
+
+    assert {path for _, path in routes(everything)} >= UNSERVED.keys()
+    trim(everything)
+    assert routes(everything) == {
+        (method, path) for methods, path, *_ in documented("Served") for method in methods.split(", ")
     }
-    assert found == ROUTES
+    assert dict(documented("Not served")) == UNSERVED
 
 
-@pytest.mark.parametrize("path", GONE)
+async def test_by_default_the_same_routes_are_served_but_those_of_options(api: Api) -> None:
+    page = {(method, path) for methods, path, *_ in documented("Served") for method in methods.split(", ")}
+    assert routes(api.app) == page - {("GET", "/tokenizer_info")}
+    assert api.edge.served == {path for _, path in routes(api.app)}
+
+
+@pytest.mark.parametrize("path", UNSERVED)
+async def test_what_is_not_served_is_a_404_with_the_reason(api: Api, path: str) -> None:
+    url = path.replace("{response_id}", "resp_1").replace("{adapter_name}", "a")
+    for response in (await api.client.post(url, json={"model": "demo"}), await api.client.get(url)):
+        assert response.status_code == 404
+        assert is_an_error(response.json(), "not_found")
+        assert f"{url} is not served: {UNSERVED[path]}" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/no/such/path", "/v1/responses/a/b"])
 async def test_all_others_are_a_404_in_openai_s_shape(api: Api, path: str) -> None:
     response = await api.client.post(path, json={"model": "demo", "prompt": PROMPT, "messages": []})
     assert response.status_code == 404
     assert is_an_error(response.json(), "not_found")
-    assert path in response.json()["error"]["message"]
+    assert f"there is no POST {path} here" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/load", "/kv_event_sources", "/redoc", "/v1/responses/resp_1", "/server_info"])
-async def test_so_is_what_could_be_read(api: Api, path: str) -> None:
-    response = await api.client.get(path)
-    assert (response.status_code, is_an_error(response.json(), "not_found")) == (404, True)
+CONVERSATIONS = [[{"role": "user", "content": text}] for text in ("Hello", "How are you?", "Bye")]
+
+
+async def batch(api: Api, **body: Any) -> Any:
+    full = {"model": "demo", "messages": CONVERSATIONS, "max_tokens": 6, "temperature": 0, **body}
+    return await api.client.post("/v1/chat/completions/batch", json=full)
+
+
+async def test_each_conversation_of_a_batch_is_a_request_of_its_own(api: Api) -> None:
+    response = await batch(api)
+    assert response.status_code == 200, response.text
+    alone = [await api.chat(messages=messages) for messages in CONVERSATIONS]
+    choices = response.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert [choice["message"] for choice in choices] == [each.json()["choices"][0]["message"] for each in alone]
+    tokens = sum(each.json()["usage"]["total_tokens"] for each in alone)
+    assert response.json()["usage"]["total_tokens"] == tokens
+    reports = await api.final_reports(6)
+    assert len({report.job_id for report in reports}) == 6
+    assert api.admission.jobs == 0
+
+
+async def test_a_batch_has_the_limits_of_a_body(api: Api) -> None:
+    many = CONVERSATIONS * 9
+    response = await batch(api, messages=many)
+    assert response.status_code == 400
+    assert "asks for 27 answers (prompts times n); the limit is 24" in response.json()["error"]["message"]
+    long = [{"role": "user", "content": "a"}] * 1500
+    response = await batch(api, messages=[long, long, long])
+    assert response.status_code == 400
+    assert "max_items_per_body allows 4096" in response.json()["error"]["message"]
+    assert (await batch(api, messages=[[], []])).status_code == 400
+    assert not api.cluster.prefill.prefills
+
+
+async def test_a_batch_is_refused_for_load_as_a_whole(api: Api) -> None:
+    """20 of 64 jobs wait already, for a key with room for them."""
+    with api.admission.of("default").admit("other") as ticket:
+        ticket.claim(20)
+        with api.admission.of("default").admit("another") as second:
+            second.claim(22)
+            response = await batch(api, messages=CONVERSATIONS * 8)
+    assert response.status_code == 429
+    assert not api.cluster.prefill.prefills
+    assert api.admission.jobs == 0
+
+
+async def test_a_batch_names_its_tier_and_is_served_as_it(api: Api) -> None:
+    assert (await batch(api, service_tier="flex")).json()["service_tier"] == "flex"
+    assert {report.slo for report in await api.final_reports(3)} == {"batch"}
+    assert (await batch(api, service_tier="nope")).status_code == 400
+
+
+async def test_items_are_scored_each_by_a_request(api: Api) -> None:
+    body = {"model": "demo", "query": "Is it?", "items": ["yes", "no"], "label_token_ids": [300, 301]}
+    response = await api.client.post("/generative_scoring", json=body)
+    prompts = [request.job.prompt_tokens for request in api.cluster.prefill.prefills]
+    assert len(prompts) == 2, response.text
+    many = await api.client.post("/generative_scoring", json={**body, "items": ["yes"] * 25})
+    assert many.status_code == 400
+    assert "asks for 25 answers" in many.json()["error"]["message"]
+
+
+async def test_sagemakers_name_serves_chats_and_completions_with_their_limits(api: Api) -> None:
+    body = {"model": "demo", "max_tokens": 6, "temperature": 0}
+    chat = await api.client.post("/invocations", json={**body, "messages": CONVERSATIONS[0], "service_tier": "flex"})
+    assert chat.json()["choices"][0]["message"] == (await api.chat()).json()["choices"][0]["message"]
+    assert chat.json()["service_tier"] == "flex"
+    completion = await api.client.post("/invocations", json={**body, "prompt": PROMPT, "n": 25})
+    assert completion.status_code == 400
+    assert "asks for 25 answers" in completion.json()["error"]["message"]
 
 
 async def test_another_method_is_a_405_in_openai_s_shape(api: Api) -> None:
@@ -132,15 +221,99 @@ async def test_a_session_is_a_hint_without_effect(api: Api) -> None:
     assert response.json()["choices"][0]["token_ids"] == answer(PROMPT, 6)
 
 
-@pytest.mark.parametrize("name", ["a/b", "a b", "x" * 500, "a?b", "a\u00fcb"])
-async def test_an_odd_request_id_is_a_400(api: Api, name: str) -> None:
-    response = await api.complete(request_id=name)
+# As proxies and gateways make them; `é` is UTF-8, a header's bytes, which HTTP reads as Latin-1.
+ODD_IDS = [
+    "4257d51f-61c7-49d4-b78d-773e19a2c461/g6hr",
+    "7f1a2f2b-0d1f-4c60-9a53-1a3a1c0f5f2e#17",
+    "host.example.com/Zx81-000001",
+    "a, b",
+    "{3F2504E0-4F89-11D3-9A0C-0305E82C3301}",
+    "Root=1-67891233-abcdef;Sampled=1",
+    "x" * 500,
+    "a?b %41 'c' \"d\" \\e",
+    "\u00fc",
+    "",
+]
+IN_BODIES = ["\u0437\u0430\u043f\u0440\u043e\u0441", "a\r\nX-Evil: 1", "\x00\x1b[31m", "\u2028\u0085", "\U0001f600"]
+WITH_IDS = [
+    ("/v1/completions", "cmpl-", {"prompt": PROMPT}),
+    ("/v1/chat/completions", "chatcmpl-", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ("/v1/chat/completions/batch", "chatcmpl-", {"messages": [[{"role": "user", "content": "Hello"}]]}),
+    ("/v1/messages", "chatcmpl-", {"messages": [{"role": "user", "content": "Hello"}]}),
+]
+
+
+def ids_in(response: httpx.Response) -> set[str]:
+    """Every id in an answer, or in the events of a stream."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: {")]
+    said = [json.loads(line) for line in lines] if lines else [response.json()]
+    assert not any("error" in each for each in said), response.text
+    found = {(each.get("message") or each).get("id") for each in said}
+    return {each for each in found if each is not None}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ODD_IDS)
+@pytest.mark.parametrize(("path", "begin", "body"), WITH_IDS)
+async def test_the_request_id_of_a_header_comes_back_as_it_was_sent(
+    api: Api, path: str, begin: str, body: dict[str, Any], name: str, stream: bool
+) -> None:
+    full = {"model": "demo", "max_tokens": 6, "temperature": 0, "stream": stream, **body}
+    for encoding in ("latin-1", "utf-8"):
+        sent = name.encode(encoding)
+        response = await api.client.post(path, json=full, headers={b"X-Request-Id": sent})
+        assert response.status_code == 200, response.text
+        assert ids_in(response) == {begin + sent.decode("latin-1")}
+    for report in await api.final_reports(2):
+        assert re.fullmatch(r"[\w.:=+@-]{1,160}", report.job_id, re.ASCII)
+        assert job_name(name)[:100] in report.job_id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", [*ODD_IDS, *IN_BODIES])
+@pytest.mark.parametrize(("path", "begin", "body"), WITH_IDS[:3])
+async def test_so_does_that_of_a_body(
+    api: Api, path: str, begin: str, body: dict[str, Any], name: str, stream: bool
+) -> None:
+    full = {"model": "demo", "max_tokens": 6, "temperature": 0, "stream": stream, "request_id": name, **body}
+    response = await api.client.post(path, json=full)
+    assert response.status_code == 200, response.text
+    assert ids_in(response) == {begin + name}
+    assert "x-evil" not in response.headers
+    (report,) = await api.final_reports(1)
+    assert re.fullmatch(r"[\w.:=+@-]{1,160}", report.job_id, re.ASCII)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_responses_request_may_have_any_id(api: Api, stream: bool) -> None:
+    body = {"model": "demo", "input": "Hello", "max_output_tokens": 4, "stream": stream, "request_id": "a/b#17"}
+    response = await api.client.post("/v1/responses", json=body, headers={"X-Request-Id": "c, d"})
+    assert response.status_code == 200
+    assert "a/b#17" in response.text
+    (report,) = await api.final_reports(1)
+    assert report.job_id.startswith("a=2Fb=2317")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_id_that_no_answer_could_repeat_is_a_400(api: Api, stream: bool) -> None:
+    body = json.dumps({"model": "demo", "prompt": PROMPT, "request_id": "\ud800", "stream": stream})
+    response = await api.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
-    assert "request id" in response.json()["error"]["message"]
+    assert "surrogate" in response.json()["error"]["message"]
     assert not api.cluster.prefill.prefills
 
 
-async def test_a_request_id_is_kept(api: Api) -> None:
+async def test_requests_of_one_id_do_not_meet(api: Api) -> None:
+    headers = {"X-Request-Id": "host/" + "x" * 300}
+    body = {"model": "demo", "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    prompts = [[400 + n, 401, 402] for n in range(12)]
+    sent = [api.client.post("/v1/completions", json={**body, "prompt": each}, headers=headers) for each in prompts]
+    answers = [response.json() for response in await asyncio.gather(*sent)]
+    assert [each["choices"][0]["token_ids"] for each in answers] == [answer(prompt, 6) for prompt in prompts]
+    assert len({report.job_id for report in await api.final_reports(12)}) == 12
+
+
+async def test_a_usual_request_id_is_a_part_of_the_job_s(api: Api) -> None:
     assert (await api.complete(request_id="team-7:42")).json()["id"] == "cmpl-team-7:42"
     (report,) = await api.final_reports(1)
     assert report.job_id.startswith("cmpl-team-7:42-0-")

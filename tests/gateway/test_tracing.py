@@ -41,7 +41,7 @@ def traced_job(tracer: Tracer, *, carry: bool = True) -> tuple[Job, RequestTrace
     root = tracer.root(CLIENT, "", "POST /v1/chat/completions", job.spec.arrived_s - 0.01, {})
     assert root is not None
     request = RequestTrace(root, "demo", "/v1/chat/completions", job.spec.arrived_s - 0.01)
-    job.trace = request.open(job.spec.job_id, job.spec.arrived_s, 5, 6, "default")
+    job.trace = request.open(job.spec.job_id, job.spec.arrived_s, 5, 6, "default", "uuid/\ud800" + "x" * 400)
     return job, request
 
 
@@ -70,6 +70,7 @@ async def test_a_job_is_a_tree() -> None:
         assert request_.trace == f"00-{ID}-{attempt.span_id}-01"
     assert [place.trace for place in cluster.places] == [f"00-{ID}-{placement.span_id}-01"]
     chat = named(spans, "chat demo")
+    assert chat.attributes["polyphase.request.id"] == "uuid/?" + "x" * 250
     assert chat.attributes["gen_ai.usage.input_tokens"] == 5
     assert chat.attributes["gen_ai.usage.output_tokens"] == 6
     assert chat.attributes["gen_ai.response.finish_reasons"] == ["length"]

@@ -21,6 +21,7 @@ from shared.wire.messages import (
     PrefillRequest,
     PrefillStarted,
     ReleaseRequest,
+    Reused,
     TokenStep,
 )
 from shared.wire.methods import DECODE, EXPECT, PREDICTED, PREFETCH, PREFILL, RELEASE
@@ -73,6 +74,7 @@ class Worker:
     stop_token: int | None = None
     twist: int = 0  # its arithmetic is a little unlike that of others
     before_token: "Callable[[int], object] | None" = None
+    held: "int | None" = None  # tokens of each prompt in its prefix cache; None: it says nothing of them
     prefills: list[PrefillRequest] = field(default_factory=list)
     decodes: list[DecodeRequest] = field(default_factory=list)
     calls: list[ServerCall] = field(default_factory=list)  # of these
@@ -95,7 +97,7 @@ class Worker:
         self.before_token = self.refuse = self.stop_token = None
         self.chunked = self.stubborn = False
         self.dispatches = True
-        self.fetching = None
+        self.fetching = self.held = None
         for seen in (
             self.prefills,
             self.decodes,
@@ -152,7 +154,15 @@ class Worker:
             queued_s=queued_s,
             started_s=started_s,
             ended_s=time.time(),
+            reused=self._reused(request.prompt_tokens, None),
         )
+
+    def _reused(self, prompt: int, handle: KvHandle | None) -> Reused | None:
+        if self.held is None:
+            return None
+        held = min(self.held, prompt)
+        tokens = max(held, handle.tokens) if handle is not None else held
+        return Reused(tokens, prompt - tokens, tokens - held)
 
     async def decode(self, request: DecodeRequest, call: ServerCall) -> DecodeReply:
         queued_s, started_s = time.time(), 0.0
@@ -174,7 +184,8 @@ class Worker:
                     continue
                 tokens.append(next_token(tokens) + self.twist)
                 last = count + 1 == request.job.max_tokens
-                call.send(TokenStep([tokens[-1]], "length" if last else ""))
+                reused = None if count else self._reused(request.prompt_tokens, request.handle)
+                call.send(TokenStep([tokens[-1]], "length" if last else "", reused=reused))
         except asyncio.CancelledError:
             self.cancelled.set()
             raise

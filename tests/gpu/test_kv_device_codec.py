@@ -70,15 +70,18 @@ def export_shape(dtype: torch.dtype) -> ExportShape:
 
 
 class Instance:
-    """One rank of a device: caches in which a sequence lies in blocks that do not follow each other."""
+    """One rank of a device: caches in which a sequence lies in blocks that do not follow each other. An attention
+    backend may have divided them into so many `parts`.
+    """
 
-    def __init__(self, dtype: torch.dtype, heads: int = KV_HEADS, *, late: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, heads: int = KV_HEADS, *, late: bool = False, parts: int = 1) -> None:
         from services.worker.kv.device_codec import DeviceCodec
 
-        blocks = -(-TOKENS // BLOCK) + 2
-        shape = (blocks, heads, BLOCK, 2 * DIM)
+        self.block = BLOCK * parts
+        blocks = -(-TOKENS // self.block) + 2
+        shape = (blocks * parts, heads, BLOCK, 2 * DIM)
         self.caches = [torch.full(shape, 9.0, dtype=dtype, device=DEVICE) for _ in range(LAYERS)]
-        self.layout: StridedLayout = strided_layout(self.caches[0], DIM, BLOCK)
+        self.layout: StridedLayout = strided_layout(self.caches[0], DIM, self.block)
         self.blocks = 1 + torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(heads))
         self.shape = ExportShape(Shards((LAYERS,), KV_HEADS, KV_HEADS // heads), DIM, dtype)
         self.late = LateDevice(1) if late else None
@@ -95,7 +98,7 @@ class Instance:
         return DeviceCopies(TorchDevice(self.caches[0]), PinnedMemory(shape, dtype, segment, 4 << 20), values, 2)
 
     def slots(self, start: int, end: int) -> torch.Tensor:
-        return slots_of(self.blocks, BLOCK, start, end)
+        return slots_of(self.blocks, self.block, start, end)
 
     def compute(self, kv: torch.Tensor) -> None:
         """What a forward does: [layers, 2, tokens, heads, dim], from token 0 on."""
@@ -188,6 +191,25 @@ def test_kv_is_coded_and_decoded_where_it_lies(
     assert torch.equal(target.kv(), expected_of_chunks(kv, codec))
     raw = export_shape(dtype).chunk_bytes(TOKENS)
     assert result.wire_bytes == raw if codec is Codec.RAW else result.wire_bytes < raw
+
+
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.INT8])
+def test_blocks_that_a_backend_divides_are_moved_by_kernels(
+    rig: Rig, codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = torch.float32
+    kv, source, target = model_kv(TOKENS, dtype), Instance(dtype, parts=2), Instance(dtype, parts=4)
+    exporter = rig.endpoint(copies=source.copies)
+    importer = rig.endpoint(copies=target.copies, limits=PATIENT)
+    monkeypatch.setattr(Blocks, "write", not_here)
+    source.compute(kv)
+    source.stage(exporter, 0, CUT, codec)
+    source.stage(exporter, CUT, TOKENS, codec)
+    load(rig, importer, target, rig.handle([exporter], TOKENS, codec=codec))
+    result = rig.results.get(timeout=200)
+    assert result.ok, result.error
+    target.copies.join()
+    assert torch.equal(target.kv(), expected_of_chunks(kv, codec))
 
 
 def expected_of_chunks(kv: torch.Tensor, codec: Codec) -> torch.Tensor:

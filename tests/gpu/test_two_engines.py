@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.engines import SHARE
 from tests.services.worker.kv.vllm.two_engines import hand_overs, show
+from tests.tiny_models import make_llama
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(torch.version.cuda is None and torch.version.hip is None, reason="needs torch for a GPU"),
 ]
-# Three engines share the GPU; each takes what its KV says, whatever this share allows.
-SHARE = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 256 << 20}
 
 
 async def test_tokens_are_those_of_a_plain_engine(tmp_path: Path) -> None:
     """float32 by an attention backend that has it: what shares a batch makes no difference then."""
-    found = await hand_overs(tmp_path, "cuda", dtype="float32", attention_backend="TRITON_ATTN", **SHARE)
+    found = await hand_overs(make_llama(tmp_path), "cuda", dtype="float32", attention_backend="TRITON_ATTN", **SHARE)
     print(f"\nfloat32: {show(found)}")
     assert found.asynchronous
     assert found.distinct > 100
@@ -28,13 +28,17 @@ async def test_tokens_are_those_of_a_plain_engine(tmp_path: Path) -> None:
     assert found.pulls == {"ok": found.wanted}
     assert found.zeroed < found.of / 2
     assert found.lossy["int8"] > 0.5
+    assert found.prefixes == [True, True]
+    assert 0 < found.cached <= 600
+    assert found.strays == []
 
 
 async def test_as_it_serves(tmp_path: Path) -> None:
     """bfloat16, vLLM's own choice of attention, CUDA graphs. Tokens may differ where two are about as likely, since a
     prompt that is computed here and its last token alone go through unlike kernels: most must be the same.
     """
-    found = await hand_overs(tmp_path, "cuda", dtype="bfloat16", head_dim=128, enforce_eager=False, **SHARE)
+    model = make_llama(tmp_path, head_dim=128)
+    found = await hand_overs(model, "cuda", dtype="bfloat16", enforce_eager=False, **SHARE)
     print(f"\nbfloat16: {show(found)}")
     assert found.asynchronous
     assert found.pulls == {"ok": found.wanted}

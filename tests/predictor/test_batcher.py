@@ -164,3 +164,17 @@ async def test_queries_stay_with_the_model_that_they_were_asked_of() -> None:
         assert await asyncio.gather(first, *rest) == [[1.0], [2.0], [3.0], [4.0], [5.0]]
     assert old.batches == [[1], [2, 4]]
     assert new.batches == [[3, 5]]
+
+
+async def test_warming_up_computes_in_the_batchers_thread_and_counts_for_nothing() -> None:
+    model = Lengths()
+    async with running() as batcher:
+        await batcher.warm_up(model, [7, 7])
+        assert model.batches == [[7, 7]]
+        assert (batcher.pending, batcher.largest, batcher._mean_s) == (0, 0, 0.0)
+        model.fails = True
+        await batcher.warm_up(model, [7])  # logged; queries learn of it on their own
+        model.fails = False
+        assert await batcher.ask(model, 3, 20) == [3.0]
+    await batcher.warm_up(model, [7])  # closed: nothing to do
+    assert model.batches == [[7, 7], [3]]

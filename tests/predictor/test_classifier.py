@@ -47,7 +47,7 @@ def test_evaluation_beats_the_baselines(folder: Path) -> None:
     assert figures["accuracy"] > max(figures["majority_accuracy"], figures["prompt_length_accuracy"]) + 0.2
     assert figures["mean_error_tokens"] < 0.5 * figures["majority_mean_error_tokens"]
     missed = CliRunner().invoke(app, ["evaluate", *arguments, "--aim-accuracy", "1.1"])
-    assert missed.exit_code == 1
+    assert missed.exit_code == 3
     assert not json.loads(missed.output.strip().splitlines()[-1])["ok"]
 
 
@@ -94,7 +94,7 @@ def test_a_training_that_was_killed_goes_on(folder: Path, tmp_path: Path) -> Non
     process.wait(20)
     assert not (tmp_path / "made").exists()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert "going on from" in done.stderr
+    assert "The training continues from" in done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["figures"]["accuracy"] > 0.8
     assert not list(tmp_path.glob(".made*")), "nothing is left behind"
 
@@ -162,3 +162,63 @@ async def test_a_damaged_checkpoint_is_told_and_serving_goes_on(
         assert (about["source"], about["checkpoint"]["state"]) == ("observed", "broken")
         assert str(settings.checkpoint) in about["checkpoint"]["error"]
         assert (await client.post("/v1/predict", json={"prompt": "x"})).json()["source"] == "observed"
+
+
+def ran(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """`polyphase predictor` as a program with pipes in place of a terminal."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    command = [sys.executable, "-P", "-m", "services.launcher.cli", "predictor", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_training_prints_tables_and_no_json_without_the_option(folder: Path, tmp_path: Path) -> None:
+    arguments = f"--data {folder}/data.jsonl --served-model {folder}/served --from-scratch tiny --input-tokens 32"
+    arguments += " --max-steps 4 --granularity auto --granularity 1000"
+    done = ran("train", *arguments.split(), "--out", str(tmp_path / "made"), code=3)
+    assert done.stderr == "", "a bar is for a terminal"
+    assert "{" not in done.stdout
+    text = " ".join(done.stdout.split())
+    assert "buckets of 100 tokens, 4 of them" in text, "a third of the answers has each of three lengths"
+    assert "Warning: 100.0% of the training answers fall into one bucket" in text
+    assert "--granularity auto would take 100 tokens" in text
+    assert "Shares that are right" in text
+    read_meta(tmp_path / "made" / "100")
+    assert read_meta(tmp_path / "made" / "1000").bucket_count == 10
+    told = ran("train", *arguments.split(), "--out", str(tmp_path / "again"), "--json", code=3)
+    report = json.loads(told.stdout)
+    assert told.stderr == ""
+    assert report["granularities"]["1000"]["findings"][0]["code"] == "one_bucket"
+    assert not report["ok"]
+
+
+def test_an_evaluation_prints_a_table(folder: Path) -> None:
+    arguments = ["--checkpoint", str(folder / "checkpoint"), "--data", str(folder / "data.jsonl")]
+    done = ran("evaluate", *arguments, "--aim-p99-ms", "20000")
+    assert done.stderr == ""
+    assert "{" not in done.stdout
+    assert "this classifier" in done.stdout
+    missed = ran("evaluate", *arguments, "--aim-accuracy", "1.1", code=3)
+    assert "--aim-accuracy is 110.0%" in missed.stdout
+    assert "Invalid value for '--split'" in ran("evaluate", *arguments, "--split", "dev", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--base {folder}/nowhere", "--base '{folder}/nowhere'"),
+        ("--from-scratch huge", "--from-scratch 'huge': known sizes are tiny"),
+        ("--from-scratch tiny --granularity half", "--granularity must be auto or a whole number"),
+        ("--from-scratch tiny --granularity 0", "--granularity must be auto or a whole number"),
+        ("--from-scratch tiny --data {folder}/few.jsonl", "2 answers leave none for"),
+    ],
+)
+def test_what_is_wrong_is_a_line(folder: Path, tmp_path: Path, wrong: str, message: str) -> None:
+    (folder / "few.jsonl").write_text("\n".join(json.dumps(one) for one in list(records())[:2]))
+    data = [] if "--data" in wrong else ["--data", f"{folder}/data.jsonl"]
+    common = ["--out", str(tmp_path / "made"), "--served-model", f"{folder}/served", *data]
+    done = ran("train", *common, *wrong.format(folder=folder).split(), code=1)
+    assert done.stderr.startswith("polyphase: ")
+    assert message.format(folder=folder) in done.stderr
+    assert "Traceback" not in done.stderr

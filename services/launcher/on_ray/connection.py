@@ -60,6 +60,8 @@ def placed_at(cluster: Cluster, address: str) -> Cluster:
     """
     if cluster.hosts:
         raise InvalidRequest("hosts: with --on ray Ray places the instances: leave `hosts` and `control` out")
+    if cluster.predictor.beside:
+        raise InvalidRequest("predictor.beside: with --on ray nothing runs beside instances: leave it out")
     if address == LOOPBACK:
         return cluster
     keys = {} if cluster.curve_public else curve_pair()

@@ -64,6 +64,8 @@ class Group:
 
 def groups_of(cluster: Cluster, options: RenderOptions, where: str) -> tuple[Group, ...]:
     """In the order of the plan. Raises InvalidRequest that names `where` and the key."""
+    if cluster.predictor.beside:
+        raise InvalidRequest(f"{where}: predictor.beside: pods have no predictor beside an instance: leave it out")
     plan = make_plan(_on_one_machine(cluster, options, where), Path(DATA), where=where)
     members = _members(cluster, plan.processes, where)
     book = _address_book(members)

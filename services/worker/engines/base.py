@@ -33,11 +33,11 @@ class EngineRequest(msgspec.Struct, frozen=True):
     `job` is what the engine's policies know of it. With `export_to` set, KV of the prompt is staged under that transfer
     id while it is computed, coded by `export_codec` already where that is lossy and a device has the KV; with
     `import_from` set, KV of the first `import_from.tokens` prompt tokens is pulled instead of computed.
-    `first_token_only` makes the engine stop after one token, whatever the sampling parameters say:
-    it does not decode here. The output begins with `forced_tokens`, whatever the engine would have chosen, and goes on
-    as if it had chosen them. The engine calls on its own thread: `has_room` when it is the next, whether it may enter
-    now, which from then on it may; `entered` whenever it leaves the line of those that wait; `preempted` whenever its
-    blocks are taken back and it waits again.
+    `first_token_only` makes the engine stop after one token, whatever the sampling parameters say: it does not decode
+    here. Without `wants_token` that token is dropped, and no grammar is compiled to choose it. The output begins with
+    `forced_tokens`, whatever the engine would have chosen, and goes on as if it had chosen them. The engine calls on
+    its own thread: `has_room` when it is the next, whether it may enter now, which from then on it may; `entered`
+    whenever it leaves the line of those that wait; `preempted` whenever its blocks are taken back and it waits again.
     """
 
     request_id: str
@@ -46,6 +46,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     generation: Generation
     max_tokens: int
     first_token_only: bool = False
+    wants_token: bool = True
     export_to: str = ""
     export_codec: Codec = Codec.RAW
     import_from: KvHandle | None = None

@@ -71,7 +71,8 @@ class EmulatedLane:
             entry.left -= 1
             if not entry.left:
                 self.scheduler.remove(entry.request.request_id)
-            deliver(entry.sink, TokenStep([token], "" if entry.left else entry.ends))
+            reused, entry.reused = entry.reused, None
+            deliver(entry.sink, TokenStep([token], "" if entry.left else entry.ends, reused=reused))
 
 
 def _batch_of(chunks: list[tuple[Entry, int]], decodes: list[Entry]) -> Batch:

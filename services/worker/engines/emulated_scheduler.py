@@ -22,6 +22,7 @@ from shared.domain.kv import KvHandle
 from shared.policy.admission_gate import Blocks, Decoding
 from shared.policy.preemption import Rank, heaviest_first, victim
 from shared.policy.step_budget import StepLoad, gap_target_s, joining_gap_s, prefill_tokens
+from shared.wire.messages import Reused
 
 _TOKENS = 997  # a prime, so that the tokens of two positions rarely agree
 _FIRST = 300  # below it tokenizers keep their special tokens and single bytes
@@ -95,7 +96,8 @@ class Entry:
     ready_s: float = 0.0  # monotonic time at which that is there; 0 for one that computes its KV here
     came_s: float = 0.0  # monotonic time at which it came
     use: CacheUse | None = None  # its part in the prefix cache, while it holds blocks
-    counted: bool = False  # among `prompt_tokens`
+    counted: bool = False  # it has entered before
+    reused: Reused | None = None  # until its first token is out
 
     def token_at(self, position: int) -> int:
         """A token of its sequence after the prompt."""
@@ -276,7 +278,7 @@ class EmulatedScheduler:
                     return budget
                 entry.computed, entry.imports = computed, False
                 entry.ready_s = now + self._pull(handle, held)
-                self._entered(entry, held)
+                self._entered(entry, held, computed)
                 self.coming[self.waiting.take()] = None
                 continue
             tokens = min(entry.missing - held, budget)
@@ -284,7 +286,7 @@ class EmulatedScheduler:
                 self._leave_cache(entry)
                 return budget
             entry.computed = held
-            self._entered(entry, held)
+            self._entered(entry, held, held)
             self.running[self.waiting.take()] = None
             self._chunks.append((entry, tokens))
             budget -= tokens
@@ -308,11 +310,17 @@ class EmulatedScheduler:
             entry.use.end()
             entry.use = None
 
-    def _entered(self, entry: Entry, held: int) -> None:
-        if self._cache is not None and not entry.counted:
-            entry.counted = True
-            self.prompt_tokens += len(entry.request.prompt_token_ids)
+    def _entered(self, entry: Entry, held: int, computed: int) -> None:
+        """It begins, with `held` tokens in the prefix cache and `computed` with KV. A preempted one began before."""
+        if entry.counted:
+            return
+        entry.counted, prompt = True, len(entry.request.prompt_token_ids)
+        kept = 0
+        if self._cache is not None:
+            self.prompt_tokens += prompt
             self.hit_tokens += held
+            kept = prompt // self._cache.block_size * self._cache.block_size
+        entry.reused = Reused(computed, max(0, kept - computed), computed - held)
 
     def _fits(self, entry: Entry) -> bool:
         """Whether there is room for all that it has to compute now. vLLM asks for it, too

@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreRequest
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.logprobs import encode_logprobs, encode_prompt_logprobs
 from services.worker.engines.vllm_forced import FORCED
-from shared.wire.messages import TokenStep
+from shared.wire.messages import Reused, TokenStep
 
 
 class CoreRequests:
@@ -29,6 +29,8 @@ class CoreRequests:
         params.max_tokens = 1 if request.first_token_only else request.max_tokens
         if request.first_token_only:
             params.min_tokens = 0
+        if not request.wants_token:
+            params.structured_outputs = None
         extra = dict(params.extra_args or {})
         for ours in ("kv_transfer_params", FORCED):  # only we may set them
             extra.pop(ours, None)
@@ -94,4 +96,12 @@ def token_step(output: Any) -> TokenStep:
         stop_reason=output.stop_reason,
         logprobs=encode_logprobs(output.new_logprobs),
         prompt_logprobs=encode_prompt_logprobs(output.new_prompt_logprobs_tensors),
+        reused=_reused(output.prefill_stats),
     )
+
+
+def _reused(stats: Any) -> Reused | None:
+    """Of PrefillStats, which vLLM gives with a request's first output."""
+    if stats is None:
+        return None
+    return Reused(stats.num_cached_tokens, stats.num_cache_creation_tokens, stats.num_external_cached_tokens)

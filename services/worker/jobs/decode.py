@@ -271,7 +271,7 @@ class DecodeService:
                     ended.set_exception(error)
                     return
                 if new is output or new.tokens or new.finish_reason:
-                    call.send(new)
+                    call.send(self._as_reused(job, new))
             if output.finish_reason:
                 ended.set_result(output)
 
@@ -289,6 +289,16 @@ class DecodeService:
         if (error := failure(request.job.job_id, last)) is not None:
             raise error
         return DecodeReply(await self._transfer(job), queued_s, started_s, ended_s)
+
+    def _as_reused(self, job: _Decode, step: TokenStep) -> TokenStep:
+        """The same where the engine did not compute what it counted on: its import has failed."""
+        if step.reused is None or job.imported is None:
+            return step
+        report, reused = self._kv.known_report(job.imported), step.reused
+        if report is None or report.outcome is not TransferOutcome.RECOMPUTED:
+            return step
+        computed_here = msgspec.structs.replace(reused, tokens=reused.tokens - reused.imported, imported=0)
+        return msgspec.structs.replace(step, reused=computed_here)
 
     def _entered(self, request_id: str) -> None:
         """The engine has given a job blocks."""

@@ -19,7 +19,7 @@ from shared.domain.prompt import unpacked
 from shared.domain.route import InstanceRef, Reason
 from shared.errors import Unavailable
 from shared.policy.codec import CodecChoice
-from shared.wire.messages import Predicted, PrefillReply, PrefillRequest, PrefillStarted, TokenStep
+from shared.wire.messages import Predicted, PrefillReply, PrefillRequest, PrefillStarted, Reused, TokenStep
 from shared.wire.rpc_server import ServerCall
 
 
@@ -37,6 +37,7 @@ class _Prefill:
     queued_s: float = 0.0
     started_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
+    reused: Reused | None = None
 
     def entered(self) -> None:
         """The engine takes it; again, when it was preempted."""
@@ -131,6 +132,7 @@ class PrefillService:
             ended_s=time.time(),
             reasons=job.reasons,
             codec=job.codec.reason if job.codec is not None else None,
+            reused=job.reused,
         )
 
     async def _compute(self, job: _Prefill) -> TokenStep:
@@ -141,6 +143,7 @@ class PrefillService:
 
         def step(output: TokenStep) -> None:
             job.tokens.extend(output.tokens)
+            job.reused = job.reused or output.reused
             if output.finish_reason and not ended.done():
                 ended.set_result(output)
 
@@ -173,6 +176,7 @@ class PrefillService:
             generation=request.generation,
             max_tokens=1,
             first_token_only=True,
+            wants_token=request.want_token,
             export_to=request.transfer_id if request.export else "",
             export_codec=job.codec.codec if job.codec is not None else Codec.RAW,
             has_room=lambda: self._kv.reserve(request.transfer_id),

@@ -65,8 +65,7 @@ class Blocks:
             return False  # what is left of it is written a layer at a time
         own = (layers[0] - self.layer_start, layers[1] - self.layer_start), (heads[0] - head, heads[1] - head)
         with self.copies.writing(self.freed):
-            self.codec.decode(*own, self.slots[wanted], payload, dtype, codec)
-        return True
+            return self.codec.decode(*own, self.slots[wanted], payload, dtype, codec)
 
     def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
         """None: blocks hold KV in an order of their own."""

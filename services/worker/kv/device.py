@@ -44,7 +44,9 @@ class Copies(Protocol):
         ...
 
     def enter(self) -> None:
-        """The first thing that the puller's thread does: what it issues is for the cache's device."""
+        """The first thing that a thread of the endpoint does: what it, or a transport on it, issues is for the cache's
+        device.
+        """
 
     def start(self, on_death: Death) -> None:
         """Before the first `stage`. `on_death(thread, error)` is called when a bug ends a thread."""

@@ -42,7 +42,9 @@ def slots_of(blocks: torch.Tensor, block_size: int, start: int, end: int) -> tor
 class StridedLayout:
     """Layouts that plain indexing can address: those of GPU backends.
 
-    `keys` and `values` give views [block, offset, head, dim] of a cache, whatever the strides.
+    `keys` and `values` give views [kernel block, offset, head, dim] of a cache, whatever the strides. An attention
+    backend may divide each block of `block_size` tokens into kernel blocks, which follow each other in memory, so that
+    a slot has the same number in both.
     """
 
     def __init__(
@@ -52,22 +54,28 @@ class StridedLayout:
         block_size: int,
         kv_heads: int,
         head_dim: int,
+        kernel_block: int = 0,
     ) -> None:
+        """`kernel_block`: tokens of a kernel block, which divide `block_size`; 0: blocks are not divided."""
         self.block_size = block_size
         self.kv_heads = kv_heads
         self.head_dim = head_dim
+        self._kernel_block = kernel_block or block_size
         self._sides = (keys, values)
 
     def views(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a cache as [block, offset, head, dim]."""
+        """K and V of a cache as [kernel block, offset, head, dim]."""
         keys, values = self._sides
         return keys(cache), values(cache)
 
     def gather(self, cache: torch.Tensor, blocks: torch.Tensor, start: int, end: int, out: torch.Tensor) -> None:
         """See KvLayout."""
-        first = start // self.block_size
-        wanted = blocks[first : -(-end // self.block_size)].to(cache.device)
-        skip = start - first * self.block_size
+        size, parts = self._kernel_block, self.block_size // self._kernel_block
+        first = start // size
+        if parts > 1:
+            blocks = (blocks.unsqueeze(1) * parts + torch.arange(parts, device=blocks.device)).flatten()
+        wanted = blocks[first : -(-end // size)].to(cache.device)
+        skip = start - first * size
         for side, view in enumerate(self._sides):
             tokens = view(cache).index_select(0, wanted).flatten(0, 1)
             out[side].copy_(tokens[skip : skip + end - start])
@@ -75,7 +83,7 @@ class StridedLayout:
     def scatter(self, cache: torch.Tensor, slots: torch.Tensor, head: int, kv: torch.Tensor) -> None:
         """See KvLayout."""
         slots = slots.to(cache.device)
-        blocks, offsets = slots // self.block_size, slots % self.block_size
+        blocks, offsets = slots // self._kernel_block, slots % self._kernel_block
         kv = kv.to(cache.device)
         heads = slice(head, head + kv.shape[2])
         for side, view in enumerate(self._sides):
@@ -86,26 +94,22 @@ def strided_layout(cache: torch.Tensor, head_dim: int, block_size: int) -> Strid
     """The layout of a GPU backend's cache, from its shape, which does not tell heads from slots of K and V: see
     `vllm.layers.check_specs`. Raises LayoutError where the shape is ambiguous or unknown.
 
-    vLLM 0.32: [block, head, offset, K then V], any strides (NHD and HND differ in strides only). Before it:
+    vLLM 0.32: [kernel block, head, offset, K then V], any strides (NHD and HND differ in strides only). Before it:
     [2, block, offset, head, dim] (FlashAttention) and [block, 2, offset, head, dim] (FlashInfer, Triton).
     """
     shape = tuple(cache.shape)
-    if len(shape) == 4 and shape[2:] == (block_size, 2 * head_dim):
+    if len(shape) == 4 and shape[3] == 2 * head_dim and shape[2] and block_size % shape[2] == 0:
         return StridedLayout(
             lambda c: c[..., :head_dim].transpose(1, 2),
             lambda c: c[..., head_dim:].transpose(1, 2),
             block_size,
             shape[1],
             head_dim,
+            shape[2],
         )
     if len(shape) == 5 and shape[2] == block_size and shape[4] == head_dim and (shape[0] == 2) != (shape[1] == 2):
         axis = 0 if shape[0] == 2 else 1
         return StridedLayout(lambda c: c.select(axis, 0), lambda c: c.select(axis, 1), block_size, shape[3], head_dim)
-    if len(shape) == 4 and shape[3] == 2 * head_dim and shape[2] < block_size and block_size % shape[2] == 0:
-        raise LayoutError(
-            f"the attention backend splits blocks of {block_size} tokens into ones of {shape[2]}, and KV of whole "
-            f"blocks can be transferred; set block_size: {shape[2]}"
-        )
     raise LayoutError(f"unknown KV cache shape {shape} for block size {block_size} and head_dim {head_dim}")
 
 

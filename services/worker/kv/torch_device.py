@@ -1,6 +1,10 @@
-"""A device that torch drives (`torch.cuda`, which is ROCm's, too) with the streams, events and copies of `Device`."""
+"""A device that torch drives, with the streams, events and copies of `Device`: `torch.cuda`, which is ROCm's, too, and
+`torch.xpu`.
+"""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ class TorchDevice:
         self._device = cache.device
         self._dtype = cache.dtype
         self._module = torch.get_device_module(cache.device)
+        self._event = self._events()
 
     def enter(self) -> None:
         """See Device."""
@@ -23,8 +28,8 @@ class TorchDevice:
         return self._module.Stream(self._device)
 
     def event(self) -> Any:
-        """See Device. Who waits for it sleeps: by default it would keep a core busy."""
-        return self._module.Event(blocking=True)
+        """See Device."""
+        return self._event()
 
     def current(self) -> Any:
         """See Device."""
@@ -46,3 +51,17 @@ class TorchDevice:
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """See Device. torch keeps pinned memory of its own until the copy has been done."""
         return tensor.contiguous().pin_memory().to(self._device, non_blocking=True)
+
+    def _events(self) -> Callable[[], Any]:
+        """A thread that waits for an event sleeps where the device offers that: torch.cuda's would keep a core busy by
+        default, and torch.xpu's have no such choice. One event is made at once, so that what a device lacks is known
+        at the start and not with the first transfer.
+        """
+        blocking = partial(self._module.Event, blocking=True)
+        try:
+            blocking()
+        except TypeError:
+            self._module.Event()
+            made: Callable[[], Any] = self._module.Event
+            return made
+        return blocking

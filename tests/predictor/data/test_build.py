@@ -17,7 +17,7 @@ import pytest
 
 from predictor.data import endpoint as endpoint_module
 from predictor.data.build import Built, Wanted, build, read_prompts
-from predictor.data.endpoint import Api, Asking
+from predictor.data.endpoint import Api, Asking, seed_of
 from predictor.data.examples import split_of
 from predictor.data.table import settings_of
 from shared.errors import Conflict, InvalidRequest, Unavailable
@@ -62,7 +62,7 @@ TEXTS = [f"tell me about {'very ' * n}old things" for n in range(40)]
 def test_every_prompt_is_answered_once_and_stored_with_its_settings(tmp_path: Path, model: Model, url: str) -> None:
     made = built(prompts_file(tmp_path, [*TEXTS, *TEXTS[:5]]), tmp_path / "out", Asking(url), samples=2, concurrency=4)
     assert {(row["prompt"], row["sample"]): row["output_tokens"] for row in rows(made)} == {
-        (text, sample): length(text, sample) for text in TEXTS for sample in range(2)
+        (text, sample): length(text, seed_of(text, sample)) for text in TEXTS for sample in range(2)
     }
     assert all(row["split"] == split_of(row["prompt"]) for row in rows(made))
     assert set(model.asked.values()) == {1}
@@ -73,10 +73,16 @@ def test_every_prompt_is_answered_once_and_stored_with_its_settings(tmp_path: Pa
     assert (again.asked, again.rows) == (0, 80)
 
 
+def test_no_two_answers_are_drawn_under_one_seed(tmp_path: Path, model: Model, url: str) -> None:
+    built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Asking(url), samples=3)
+    assert len({seed for _, seed in model.asked}) == 3 * len(TEXTS)
+    assert all(0 <= seed < 2**31 for _, seed in model.asked)
+
+
 def test_answers_that_are_cut_are_marked(tmp_path: Path, url: str) -> None:
     made = built(prompts_file(tmp_path, TEXTS), tmp_path / "out", Asking(url, api=Api.COMPLETIONS, max_tokens=20))
     for row in rows(made):
-        assert row["cut"] == (length(row["prompt"], 0) > 20)
+        assert row["cut"] == (length(row["prompt"], seed_of(row["prompt"], 0)) > 20)
         assert row["output_tokens"] <= 20
     assert made.cut == sum(row["cut"] for row in rows(made)) > 0
 
@@ -257,10 +263,13 @@ def test_killed_in_the_middle_it_goes_on_without_loss_or_duplicates(tmp_path: Pa
     with journal.open("ab") as torn:
         torn.write(b'{"prompt": "number 2')
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr.decode()
+    printed = done.stderr.decode()
+    assert done.returncode == 0, printed
+    assert "9 of 10 answers take" in printed
+    assert "━" not in printed, "a bar is for a terminal"
     table = pyarrow.parquet.read_table(out / "dataset.parquet").to_pylist()
     assert sorted(row["prompt"] for row in table) == sorted(texts)
-    assert all(row["output_tokens"] == length(row["prompt"], 0) for row in table)
+    assert all(row["output_tokens"] == length(row["prompt"], seed_of(row["prompt"], 0)) for row in table)
     again = [key for key, times in model.asked.items() if times > 1]
     assert len(again) <= 2 * 4, "only what was under way at a kill is asked again"
 

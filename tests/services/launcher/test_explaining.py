@@ -3,12 +3,14 @@
 import io
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from services.launcher.explaining import Explained, find, show, waterfall
+from shared.domain.job import NAME_CHARS, job_name
 from shared.domain.route import Reason
-from shared.errors import InvalidRequest, Unavailable
+from shared.errors import InvalidRequest, NotFound, Unavailable
 from shared.explain import explain
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 
@@ -96,3 +98,36 @@ async def test_an_empty_id_and_a_suite_that_is_away() -> None:
         await find(["http://127.0.0.1:9"], " ")
     with pytest.raises(Unavailable):
         await find(["http://127.0.0.1:9"], "x")
+
+
+class Scheduler:
+    """Knows the requests of `ids`."""
+
+    ids: tuple[str, ...] = ()
+
+    def __init__(self, _: str) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def requests(self, limit: int) -> list[dict[str, Any]]:
+        return [{"job_id": each} for each in self.ids[:limit]]
+
+    async def call(self, _: str, path: str, **__: Any) -> Any:
+        if path == "/requests/search":
+            return {"rows": []}
+        job_id = path.removeprefix("/requests/").removesuffix("/timeline")
+        if job_id not in self.ids:
+            raise NotFound(job_id)
+        return msgspec.to_builtins(msgspec.structs.replace(timeline(), job_id=job_id))
+
+
+@pytest.mark.parametrize("wanted", ["4257/g6hr", "a, b", "\u0437\u0430", "x" * 500, "x" * 20, "cmpl-4257=2Fg6hr-0-aa"])
+async def test_a_request_is_found_by_the_id_that_its_client_sent(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    sent = ("4257/g6hr", "a, b", "\u0437\u0430", "x" * 500)
+    ids = tuple(f"cmpl-{job_name(name)}"[:NAME_CHARS] + "-0-aa" for name in sent)
+    monkeypatch.setattr(Scheduler, "ids", ids)
+    monkeypatch.setattr("services.launcher.explaining.SchedulerAdmin", Scheduler)
+    found = (await find(["http://127.0.0.1:9"], wanted)).timeline.job_id
+    assert found == next(each for each in ids if each == wanted or job_name(wanted)[:100] in each)

@@ -354,3 +354,46 @@ def test_engines_have_the_gateways_reasoning_parser(tmp_path: Path, monkeypatch:
     plan = make_plan(cluster(instances=instances, gateway=gateway), tmp_path)
     found = {name: loaded(WorkerSettings, process(plan, name), monkeypatch).engine_args for name in ("p", "d", "e")}
     assert found == {"p": {"reasoning_parser": "qwen3"}, "d": {"reasoning_parser": "own", "seed": 1}, "e": {}}
+
+
+def test_a_predictor_stands_beside_each_instance_whatever_its_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instances = [{**INSTANCES[0], "host": "a"}, {**INSTANCES[1], "host": "b", "count": 2}]
+    instances.append({**INSTANCES[1], "id": "off", "host": "b", "enabled": False})
+    addresses = {"a": "10.0.0.1", "b": "10.0.0.2"}
+    predictor = {"beside": "prefill", "threads": 2}
+    wanted = cluster(hosts=addresses, control="a", instances=instances, predictor=predictor, **CURVE, **TOKEN)
+    head, other = make_plan(wanted, tmp_path, "a"), make_plan(wanted, tmp_path, "b")
+    assert [each.name for each in head.processes if "predictor" in each.name] == ["predictor-p"]
+    assert [each.name for each in other.processes] == ["d-0", "d-1", "predictor-d-0", "predictor-d-1"]
+    ports.check_distinct((*head.port_uses, *other.port_uses))
+    specs = {name: process(plan, f"predictor-{name}") for plan, name in ((head, "p"), (other, "d-0"), (other, "d-1"))}
+    found = {name: loaded(PredictorSettings, spec, monkeypatch) for name, spec in specs.items()}
+    assert [each.host for each in found.values()] == ["10.0.0.1", "10.0.0.2", "10.0.0.2"]
+    assert {(each.device, each.threads) for each in found.values()} == {("cpu", 2)}
+    gateway = loaded(GatewaySettings, process(head, "gateway"), monkeypatch)
+    assert gateway.predictors == ()
+    assert gateway.predictors_beside == {name: each.rpc_address for name, each in found.items()}
+    scheduler = loaded(SchedulerSettings, process(head, "scheduler"), monkeypatch)
+    assert scheduler.predictor_urls == tuple(f"http://{each.host}:{each.port}" for each in found.values())
+    monitor = loaded(MonitorSettings, process(head, "monitor"), monkeypatch)
+    scraped = [each.process for each in monitor.scrape if each.service == "predictor"]
+    assert scraped == [f"predictor-{name}" for name in found]
+    assert head.predictor_url == scheduler.predictor_urls[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"predictor": {"beside": "prefill", "count": 2}}, "count: with `beside` every instance has one predictor"),
+        ({"predictor": {"beside": "decode"}}, "Input should be 'prefill'"),
+        (
+            {"predictor": {"beside": "prefill"}, "instances": [{**INSTANCES[0], "id": "predictor-d"}, INSTANCES[1]]},
+            "'predictor-d' is kept for the predictors",
+        ),
+    ],
+)
+def test_predictors_beside_instances_have_their_names_and_number(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        cluster(**changes)

@@ -23,7 +23,6 @@ import yaml
 from fastapi.routing import APIRoute
 from sqlalchemy import MetaData, select
 
-from gateway.served import SERVED
 from services.launcher.keys import add_key, curve_pair
 from services.launcher.suite import Suite, until
 from shared.runtime.keys import digest_of
@@ -295,8 +294,11 @@ async def read_routes(suite: Live) -> int:
         for process in (each for each in state.processes if each.url):
             base = process.url.removesuffix("/health")
             kind = "worker" if process.name in state.instance_ids else process.name
-            paths = set(SERVED)
-            if kind != "gateway":
+            if kind == "gateway":
+                head = {"Authorization": f"Bearer {suite.api_key}"}
+                schema = (await http.get(f"{base}/openapi.json", headers=head)).json()
+                paths = {"/docs", "/metrics", "/openapi.json", *schema["paths"]}
+            else:
                 paths = {r.path for r in apps[kind].routes if isinstance(r, APIRoute) and "GET" in (r.methods or ())}
                 paths |= {"/health", "/ready", "/openapi.json", "/docs", "/settings", "/nothing"}
             for path in sorted(paths):

@@ -52,6 +52,12 @@ WANTED = (
     "MI355X",
     "Ascend 910C",
     "P40",
+    "H100-64GB",
+    "H100-96GB",
+    "DGX Spark",
+    "NVIDIA GB10",
+    "Ryzen AI Max",
+    "Arc Pro B60",
 )
 
 ENTRY = """

@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.settings import GatewaySettings, SloClass
-from shared.domain.job import Slo, itl_met
+from shared.domain.job import Slo, itl_met, job_name
 
 
 @pytest.mark.parametrize(("tpot_s", "itl_s"), [(0.02, 0.25), (0.2, 0.25), (0.4, 0.5), (2.0, 2.5)])
@@ -41,3 +41,23 @@ def test_settings() -> None:
             SloClass(itl_s=bad)
     with pytest.raises(ValidationError, match=r"itl_s must be at least tpot_s \(0.2\), got 0.1"):
         SloClass(tpot_s=0.2, itl_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "name"),
+    [
+        ("team-7:42", "team-7:42"),
+        ("4257d51f/g6hr", "4257d51f=2Fg6hr"),
+        ("a, b#17", "a=2C=20b=2317"),
+        ("a\r\n\x1b[31m", "a=0D=0A=1B=5B31m"),
+        ("\u00fc", "=C3=BC"),
+        ("\u00fc".encode().decode("latin-1"), "=C3=BC"),
+        ("\u0437", "=D0=B7"),
+        ("\ud800", "=ED=A0=80"),
+        ("", ""),
+    ],
+)
+def test_a_request_id_in_the_id_of_a_job(request_id: str, name: str) -> None:
+    assert job_name(request_id) == name
+    assert job_name(name) == name
+    assert job_name(f"x{request_id}") == f"x{name}"

@@ -25,11 +25,33 @@ from shared.domain.kv import default_staging
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from services.worker.kv.device_codec import DeviceCodec
+    from services.worker.kv.device_codec import DeviceCodec, Upload
 
 _log = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.001
 _SCRATCH_BYTES = 256 << 20  # of a device's memory, for what is on its way to the host
+
+
+def codec_on_device(
+    caches: list[torch.Tensor], layout: KvLayout, export: ExportShape, upload: "Upload", *, lossy: bool
+) -> "DeviceCodec | None":
+    """Triton's kernels for caches on a device. None where they lie in host memory, and, with a warning that names the
+    reason, where the kernels cannot be had: torch's kernels move KV then, and the CPU codes it.
+    """
+    if caches[0].device.type == "cpu" or not isinstance(layout, StridedLayout):
+        return None
+    try:
+        from services.worker.kv.device_codec import KERNEL_FAULTS, DeviceCodec, warn_of_fallback
+    except ImportError as error:
+        _log.warning("KV is moved without Triton kernels, and coded on the CPU: %s", error)
+        return None
+    try:
+        made = DeviceCodec(caches, layout, export, upload)
+        made.prepare(lossy=lossy)
+    except (ValueError, *KERNEL_FAULTS) as error:
+        warn_of_fallback(error)
+        return None
+    return made
 
 
 class WorkerHalf:
@@ -76,7 +98,8 @@ class WorkerHalf:
         export = ExportShape(shards, head_dim, first.dtype, rank)
         staging_bytes = self._staging_bytes(export)
         self._made_copies = self._make_copies(export, staging_bytes)
-        self._codec = self._make_codec(export)
+        lossy = self._settings.lossy
+        self._codec = codec_on_device(self._caches, self._layout, export, self._copies.upload, lossy=lossy)
         self.endpoint = KvEndpoint(
             self._endpoint_settings(rank, staging_bytes),
             export,
@@ -94,7 +117,7 @@ class WorkerHalf:
 
     def _find_layout(self, cache: torch.Tensor, head_dim: int, block_size: int) -> KvLayout:
         if cache.device.type != "cpu":
-            return strided_layout(cache, head_dim, block_size)
+            return self._strided(cache, head_dim, block_size)
         from vllm import _custom_ops as ops
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -114,6 +137,14 @@ class WorkerHalf:
         _log.info("KV layout (%s): %s", isa, layout.describe())
         return layout
 
+    def _strided(self, cache: torch.Tensor, head_dim: int, block_size: int) -> StridedLayout:
+        layout = strided_layout(cache, head_dim, block_size)
+        keys, _ = layout.views(cache)
+        blocks, held = self._cache_config.num_blocks, keys.shape[0] * keys.shape[1]
+        if held != blocks * block_size:  # slots would be counted otherwise than vLLM's scheduler counts blocks
+            raise LayoutError(f"the KV cache has {held} tokens, and vLLM counts {blocks} blocks of {block_size}")
+        return layout
+
     def _make_copies(self, export: ExportShape, staging_bytes: int) -> Copies:
         cache, segment = self._caches[0], export.segment_tokens()
         if cache.device.type == "cpu":
@@ -123,19 +154,6 @@ class WorkerHalf:
         scratch = max(2, min(-(-step // segment), _SCRATCH_BYTES // export.chunk_bytes(segment)))
         values = export.chunk_bytes(segment) // export.dtype.itemsize
         return DeviceCopies(TorchDevice(cache), memory, values, scratch)
-
-    def _make_codec(self, export: ExportShape) -> "DeviceCodec | None":
-        if self._caches[0].device.type == "cpu" or not isinstance(self._layout, StridedLayout):
-            return None
-        try:
-            from services.worker.kv.device_codec import DeviceCodec
-
-            made = DeviceCodec(self._caches, self._layout, export, self._copies.upload)
-            made.prepare(lossy=self._settings.lossy)
-        except (ImportError, ValueError, RuntimeError) as error:
-            _log.warning("KV is moved without Triton kernels, and coded on the CPU: %s", error)
-            return None
-        return made
 
     def _staging_bytes(self, export: ExportShape) -> int:
         cached = sum(cache.nbytes for cache in self._caches)
@@ -211,8 +229,7 @@ class WorkerHalf:
             return slots_of(blocks, layout.block_size, start, end)
 
         def fill(start: int, end: int, kv: torch.Tensor) -> None:
-            if codec is not None:
-                codec.gather(slots(start, end), kv)
+            if codec is not None and codec.gather(slots(start, end), kv):
                 return
             here = copies.upload(blocks)
             for layer, cache in enumerate(self._caches):

@@ -110,6 +110,7 @@ class KvEndpoint:
             corrupt=lambda: faults.corrupt,
             on_death=self._thread_ended,
             control_address=settings.control,
+            enter=self._copies.enter,
         )
         self._puller = Puller(
             self._importing,

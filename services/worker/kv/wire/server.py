@@ -78,11 +78,12 @@ class KvServer:
         corrupt: Callable[[], bool] = lambda: False,
         on_death: Callable[[str, BaseException], None] = lambda *_: None,
         control_address: str = "",
+        enter: Callable[[], None] = lambda: None,
     ) -> None:
         """Binds at once. Raises OSError when an address is taken. `corrupt` is fault injection for tests.
 
-        With a `control_address` the worker's control may come there as well. `on_death(thread, error)` is called on the
-        server's thread when a bug ends it.
+        With a `control_address` the worker's control may come there as well. On the server's thread `enter` is called
+        first, and `on_death(thread, error)` when a bug ends it.
         """
         self.counters = ServerCounters()
         self._transport = transport
@@ -93,6 +94,7 @@ class KvServer:
         self._controls = controls
         self._corrupt = corrupt
         self._on_death = on_death
+        self._enter = enter
         self._servings: dict[tuple[Caller, int], Serving] = {}
         self._stopping = False
         self._expire_s = 0.0
@@ -124,6 +126,7 @@ class KvServer:
 
     def _run(self) -> None:
         try:
+            self._enter()
             while not self._stopping:
                 self._transport.wait(_TURN_S)
                 self._receive()

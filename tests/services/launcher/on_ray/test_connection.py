@@ -46,3 +46,10 @@ def test_a_file_that_places_instances_itself_is_refused() -> None:
     cluster = load_cluster(Path("laptop")).model_copy(update={"hosts": {"a": "10.0.0.1"}, "control": "a"})
     with pytest.raises(InvalidRequest, match="Ray places the instances"):
         placed_at(cluster, "10.0.0.1")
+
+
+def test_predictors_beside_instances_are_refused() -> None:
+    cluster = load_cluster(Path("laptop"))
+    beside = cluster.model_copy(update={"predictor": cluster.predictor.model_copy(update={"beside": "prefill"})})
+    with pytest.raises(InvalidRequest, match=r"predictor\.beside: with --on ray"):
+        placed_at(beside, "127.0.0.1")

@@ -265,6 +265,7 @@ def test_the_schema_comes_before_whoever_writes() -> None:
             {"instances": [{"id": "x", "role": "prefill", "rates_file": "/tmp/rates"}]},
             "WORKER_RATES_FILE: /tmp/rates is on this machine only",
         ),
+        ({"predictor": {"beside": "prefill"}}, "predictor.beside: pods have no predictor beside an instance"),
     ],
 )
 def test_what_cannot_be_there_is_named(changes: dict[str, Any], said: str) -> None:

@@ -26,12 +26,16 @@ PROMPTS = 30
 
 @dataclass
 class Found:
-    """One request: what was known of its prompt beforehand, and what it hit. All in tokens."""
+    """One request: what was known of its prompt beforehand, what it hit, and what it says that it reused, of which some
+    was imported. All in tokens.
+    """
 
     what: str
     prompt: int
     known: int
     hit: int
+    reused: int
+    imported: int
 
 
 class Told:
@@ -63,7 +67,10 @@ class Trial(Run):
         step = await self.end(name)
         assert step.finish_reason == "length", step
         after = await self.counted(before.prompt_tokens + len(prompt))
-        self.found.append(Found(what, len(prompt), known, after - before.hit_tokens))
+        reused = self.firsts[name].reused
+        assert reused is not None
+        hit = after - before.hit_tokens
+        self.found.append(Found(what, len(prompt), known, hit, reused.tokens, reused.imported))
 
     async def counted(self, prompt_tokens: int) -> int:
         """Wait until the engine's counts have it, and its events are here."""

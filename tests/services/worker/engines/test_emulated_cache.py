@@ -1,5 +1,6 @@
 """The emulated engine's prefix cache: it saves what vLLM's would, within its memory, and tells of it."""
 
+import asyncio
 from collections.abc import Sequence
 
 from hypothesis import given
@@ -13,6 +14,7 @@ from services.worker.prefixes.held import HeldPrefixes
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle
 from shared.domain.prefix import BLOCK_TOKENS, block_hashes
+from shared.wire.messages import Reused, TokenStep
 from tests.services.worker.engines.test_emulated import finish, handle, settings, steps
 
 PROMPT = list(range(1, 321))
@@ -70,6 +72,36 @@ async def test_a_second_request_computes_what_the_first_did_not() -> None:
     told, longer = Told(), [*PROMPT, *range(1000, 1040)]
     assert await run(told, request("a", PROMPT), request("b", longer), request("c", PROMPT)) == [320, 40, 32]
     assert told.tokens(longer) == 320
+
+
+async def test_the_first_tokens_say_what_was_reused() -> None:
+    engine = EmulatedEngine(settings())
+    await engine.start()
+    engine.link.expect("t")
+    said: list[Reused | None] = []
+    for one in (
+        request("a", PROMPT[:130]),
+        request("b", PROMPT, from_=handle(300)),
+        request("c", PROMPT),
+        request("d", PROMPT, "other", output=1),
+    ):
+        ended, first = asyncio.Event(), len(said)
+
+        def take(step: TokenStep, ended: asyncio.Event = ended) -> None:
+            said.append(step.reused)
+            if step.finish_reason:
+                ended.set()
+
+        engine.submit(one, take)
+        await asyncio.wait_for(ended.wait(), 10)
+        assert not any(said[first + 1 :])
+    await engine.close()
+    assert [one for one in said if one is not None] == [
+        Reused(0, 128, 0),
+        Reused(300, 20, 300 - 128),
+        Reused(288, 32, 0),
+        Reused(0, 320, 0),
+    ]
 
 
 async def test_another_salt_finds_nothing() -> None:

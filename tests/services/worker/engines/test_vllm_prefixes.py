@@ -20,12 +20,14 @@ def test_what_is_known_is_what_is_hit(tmp_path: Path, block_size: int, overlappi
         saved = min(one["known"], one["prompt"] - 1) // block_size * block_size
         # Of blocks half as large as ours one more than is known may be there.
         assert one["hit"] - saved in ((0, 32) if block_size == 32 else (0,)), one
+        assert one["reused"] == one["hit"] + one["imported"], one
         by_name[one["what"]] = one
         hits += one["what"] == "conversation" and one["hit"] > 0
     assert hits > 8
     assert [by_name[name]["hit"] > 200 for name in ("again", "salted again", "imported before")] == [True] * 3
     assert [by_name[name]["hit"] for name in ("first", "salted", "approximate", "imported", "cleared")] == [0] * 5
     assert by_name["imported before"]["known"] == 256
+    assert {name: one["imported"] for name, one in by_name.items() if one["imported"]} == {"imported": 300}
     misses = [one for one in answer["found"] if one["what"] == "conversation" and not one["hit"]]
     assert len(misses) > 3  # the first of their kind, and those that were evicted
     assert answer["nodes"] <= answer["blocks"]

@@ -8,10 +8,10 @@ import pytest
 
 from services.worker.engines.base import deliver
 from shared.domain.instance import Role
-from shared.domain.kv import Codec, TransferOutcome
+from shared.domain.kv import Codec, TransferOutcome, TransferReport
 from shared.domain.prompt import packed
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError, Unavailable, WrongRole
-from shared.wire.messages import PrefetchRequest, PrefillRequest, PrefillStarted, TokenStep
+from shared.wire.messages import PrefetchRequest, PrefillRequest, PrefillStarted, Reused, TokenStep
 from shared.wire.rpc_server import ServerCall
 from tests.services.worker.jobs.sides import TARGET, Call, ScriptedPort, Side, decode_request, prefill_request
 
@@ -28,6 +28,43 @@ async def test_a_prefill_answers_with_its_token_the_instance_and_the_handle() ->
     assert reply.finish_reason == ""
     assert side.engine.requests[0].export_to == "t1"
     assert side.roles.inflight == 0
+
+
+async def test_what_a_prefill_reused_is_in_its_reply() -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(prefill_request())
+    side.engine.step(TokenStep([42], "length", reused=Reused(2, 1)))
+    assert (await task).reused == Reused(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reused"),
+    [
+        (TransferOutcome.PULLED, Reused(3, 0, 2)),
+        (TransferOutcome.RECOMPUTED, Reused(1, 0, 0)),  # of its own cache
+        (None, Reused(3, 0, 2)),
+    ],
+)
+async def test_what_a_failed_import_was_to_bring_has_been_computed(
+    outcome: TransferOutcome | None, reused: Reused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = Side(Role.DECODE)
+    report = None if outcome is None else TransferReport(outcome)
+    monkeypatch.setattr(side.port, "known_report", lambda _: report)
+    task = await side.decode(decode_request(side.port.handle("t1", 3, Codec.RAW)))
+    side.engine.step(TokenStep([1], reused=Reused(3, 0, 2)))
+    side.engine.step(TokenStep([2], "length"))
+    await task
+    assert [step.reused for step in side.call.items] == [reused, None]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_the_engine_knows_whether_its_token_is_wanted(wanted: bool) -> None:
+    side = Side(Role.PREFILL)
+    task = await side.prefill(msgspec.structs.replace(prefill_request(), want_token=wanted))
+    side.engine.step(TokenStep([42], "length"))
+    assert (await task).tokens == ([42] if wanted else [])
+    assert side.engine.requests[0].wants_token == wanted
 
 
 async def test_a_first_token_that_ends_the_answer_needs_no_dispatch() -> None:

@@ -20,8 +20,9 @@ class Decoder:
     def __init__(self) -> None:
         self.decoded = 0
 
-    def decode(self, *_: Any) -> None:
+    def decode(self, *_: Any) -> bool:
         self.decoded += 1
+        return True
 
 
 def destination(cache: torch.Tensor, numbers: list[int], decoder: Decoder | None = None) -> Blocks:

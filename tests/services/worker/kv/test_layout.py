@@ -70,6 +70,32 @@ def test_vllms_kernel_is_understood_here() -> None:
             assert torch.equal(out, kv), (dtype, block_size, layout.describe())
 
 
+@pytest.mark.parametrize(("block_size", "kernel_block"), [(128, 64), (64, 16), (128, 128)])
+@pytest.mark.parametrize("nhd", [False, True])
+def test_blocks_that_the_attention_backend_divides_are_read_and_written(
+    block_size: int, kernel_block: int, nhd: bool
+) -> None:
+    """As vLLM divides them: a manager's block is so many kernel blocks that follow each other."""
+    heads, dim, parts = 3, 8, block_size // kernel_block
+    raw = torch.zeros(BLOCKS * block_size * heads * 2 * dim)
+    if nhd:
+        cache = raw.view(BLOCKS * parts, kernel_block, heads, 2 * dim).transpose(1, 2)
+    else:
+        cache = raw.view(BLOCKS * parts, heads, kernel_block, 2 * dim)
+    layout = strided_layout(cache, dim, block_size)
+    blocks = torch.tensor([7, 2, 9])
+    start, end = kernel_block + 5, 2 * block_size + 9
+    kv, slots = kv_of(end - start, heads, dim, torch.float32), slots_of(blocks, block_size, start, end)
+    layout.scatter(cache, slots, 0, kv)
+    for at, position in enumerate(range(start, end)):  # where vLLM's kernels look for it
+        place = int(blocks[position // block_size]) * parts + position % block_size // kernel_block
+        found = cache[place, :, position % kernel_block]
+        assert torch.equal(torch.stack([found[:, :dim], found[:, dim:]]), kv[:, at])
+    out = torch.empty_like(kv)
+    layout.gather(cache, blocks, start, end, out)
+    assert torch.equal(out, kv)
+
+
 def test_an_interior_that_is_no_permutation_is_refused() -> None:
     def broken(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         keys[1] = 1.0

@@ -151,6 +151,11 @@ class Driver:
         self.client.engine_core.model_executor.collective_rpc(inject)
         self.send(op="answer")
 
+    def do_devices(self) -> None:
+        """On which devices the engine's process and those of its ranks have contexts."""
+        ranks = self.client.engine_core.model_executor.collective_rpc(devices_of)
+        self.send(op="answer", engine=devices_of(), ranks=ranks)
+
     def do_levels(self) -> None:
         self.send(
             op="answer",
@@ -160,6 +165,17 @@ class Driver:
             cpu_s=time.process_time(),
             now_s=time.monotonic(),
         )
+
+
+def devices_of(worker: Any = None) -> dict[str, Any]:
+    """Of this process: the device of its rank, and those on which it has a context. AMD's runtime does not tell."""
+    device = getattr(worker, "device", None)
+    seen = range(torch.cuda.device_count() if DEVICE == "cuda" and torch.version.hip is None else 0)
+    return {
+        "pid": os.getpid(),
+        "own": device.index if device is not None and device.type == "cuda" else None,
+        "contexts": [number for number in seen if torch._C._cuda_hasPrimaryContext(number)],
+    }
 
 
 def own_process(log: str) -> None:

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
 
 from services.worker.kv.layout import LayoutError, strided_layout
 from services.worker.kv.vllm.layers import check_specs, in_order, without_draft
+from services.worker.kv.vllm.worker_half import WorkerHalf
 from tests.services.worker.kv.vllm.engine_client import NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
 from tests.tiny_models import make_llama
 
@@ -135,9 +136,19 @@ def test_a_layer_that_shares_anothers_cache_is_as_good_as_that_one() -> None:
         checked(SPEC, **found, alone=torch.zeros(1))
 
 
-def test_kernel_blocks_that_are_smaller_than_blocks_are_refused_with_the_size_to_set() -> None:
-    with pytest.raises(LayoutError, match="set block_size: 64"):
-        strided_layout(torch.zeros(4, 2, 64, 128), 64, 128)
+@pytest.mark.parametrize(
+    ("blocks", "kernel_block", "fits"), [(4, 64, True), (4, 128, True), (3, 64, False), (8, 64, False)]
+)
+def test_kernel_blocks_are_taken_as_long_as_they_are_vllms_blocks_divided(
+    blocks: int, kernel_block: int, fits: bool
+) -> None:
+    half = WorkerHalf(None, SimpleNamespace(fault=""), SimpleNamespace(num_blocks=blocks))  # type: ignore[arg-type]
+    cache = torch.empty(4 * 128 // kernel_block, 2, kernel_block, 128, device="meta")
+    if fits:
+        assert half._find_layout(cache, 64, 128).block_size == 128
+    else:
+        with pytest.raises(LayoutError, match=f"512 tokens, and vLLM counts {blocks} blocks of 128"):
+            half._find_layout(cache, 64, 128)
 
 
 @pytest.mark.slow

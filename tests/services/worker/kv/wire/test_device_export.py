@@ -49,13 +49,13 @@ def test_the_importer_gets_what_was_computed_though_the_blocks_are_used_again(ri
     assert exporter.stats().staged_bytes in (0, TOKENS * TOKEN_BYTES)
 
 
-def test_both_threads_that_use_the_device_make_it_their_current_one_before_anything_else(rig: Rig) -> None:
+def test_all_threads_of_an_endpoint_make_the_device_their_current_one(rig: Rig) -> None:
     device, kv = LateDevice(), model_kv(TOKENS)
     exporter = rig.endpoint(copies=copies_of(device))
     exporter.stage("t", 0, TOKENS, TOKENS, lambda first, until, out: out.copy_(kv[:, :, first:until]))
     rig.load(exporter, rig.handle([exporter], TOKENS))
     assert rig.result().ok
-    assert sorted(device.entered) == ["kv-copies", "kv-puller"]
+    assert sorted(device.entered) == ["kv-copies", "kv-puller", "kv-server"]
 
 
 async def events_until(events: KvEvents, last: type[KvEvent]) -> list[KvEvent]:

@@ -1,0 +1,233 @@
+"""What the edge has decided about is what vLLM sees, whatever body a client sends."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.context import caller
+from tests.gateway.api import Api
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/invocations")
+# With which the edge itself refuses a body.
+OWN = ("the body asks for", "unknown service_tier", "nested too deeply", "max_items_per_body")
+ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le")
+TYPES = (
+    "application/json",
+    "application/json; charset=utf-16",
+    "APPLICATION/JSON",
+    "text/plain",
+    "application/x+json",
+    "",
+)
+
+
+@dataclass
+class Seen:
+    """What vLLM's handlers got, and the edge had settled."""
+
+    requests: list[Any] = field(default_factory=list)
+    jobs: int = 0
+    tier: str = ""
+
+
+class Handlers:
+    """In the place of vLLM's: they take a request, and answer an error that says so."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.seen = Seen()
+        self.direct = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=api.app, raise_app_exceptions=False), base_url="http://vllm"
+        )
+
+    async def take(self, request: Any, _: Any = None) -> Any:
+        from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+        who = caller.get(None)
+        if who is not None:
+            self.seen.jobs, self.seen.tier = who.ticket._claimed, who.tier
+        self.seen.requests.append(request)
+        return create_error_response("taken")
+
+    async def both(self, path: str, body: bytes, content_type: str) -> tuple[Any, Seen, Any, Seen]:
+        """The answer through the edge and vLLM's alone, each with what was seen."""
+        headers = {"Content-Type": content_type} if content_type else {}
+        answers: list[Any] = []
+        for client in (self.api.client, self.direct):
+            self.seen = Seen()
+            answers += [await client.post(path, content=body, headers=headers), self.seen]
+        return answers[0], answers[1], answers[2], answers[3]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def handlers(api: Api, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Handlers]:
+    made = Handlers(api)
+    state = api.app.state
+    for serving, method in (
+        (state.openai_serving_chat, "create_chat_completion"),
+        (state.openai_serving_chat_batch, "create_batch_chat_completion"),
+        (state.openai_serving_completion, "create_completion"),
+    ):
+        monkeypatch.setattr(serving, method, made.take)
+    yield made
+    await made.direct.aclose()
+
+
+WORDS = st.sampled_from(["a", "", "\ud800", "\udc00\ud800", "é", "\U0001f600", "\x00", "{", '"n":500', "\\", "\ufeff"])
+SPECIAL = [float("nan"), float("inf"), -float("inf"), 1e400, 10**30, -0.0, 25.0, 24.5, True, "25", "25.0", " 9 ", None]
+NUMBERS = st.one_of(st.integers(-2, 40), st.sampled_from(SPECIAL))
+VALUES = st.recursive(
+    st.one_of(WORDS, NUMBERS),
+    lambda part: st.one_of(st.lists(part, max_size=3), st.dictionaries(WORDS, part, max_size=3)),
+    max_leaves=6,
+)
+MESSAGE = st.fixed_dictionaries({"role": st.just("user"), "content": WORDS})
+PROMPT = st.one_of(
+    st.sampled_from(["a", "\ud800", [1, 2], [[1], [2, 3]], ["a"] * 24, ["a"] * 25, [[1]] * 13, ["1", 2.0], [True]]),
+    st.lists(WORDS, max_size=30),
+    VALUES,
+)
+COUNT = st.one_of(st.sampled_from([1, 2, 12, 24, 25, 500, 2.0, "2", "2.0", " 2 ", True, None]), NUMBERS)
+TIER = st.one_of(st.sampled_from(["flex", "auto", "default", "scale", "nope", "\ud800", None]), VALUES)
+MESSAGES = {
+    "/v1/chat/completions": st.lists(MESSAGE, min_size=1, max_size=2),
+    "/v1/chat/completions/batch": st.lists(st.lists(MESSAGE, min_size=1, max_size=2), min_size=1, max_size=26),
+}
+ODD_FIELDS = st.tuples(st.sampled_from(["x", "user", "n", "service_tier", "request_id", "prompt", "stream"]), VALUES)
+
+
+@st.composite
+def bodies(draw: st.DrawFn, path: str) -> bytes:
+    """The bytes of a request for `path`, most of them legal, with something odd about many."""
+    fields: list[tuple[str, Any]] = [("model", "demo")]
+    if path in MESSAGES:
+        fields.append(("messages", draw(MESSAGES[path])))
+    else:
+        fields.append(("prompt", draw(PROMPT)))
+    odd = draw(
+        st.sets(st.sampled_from(["n", "tier", "field", "twice", "escape", "deep", "long", "ends", "bytes"]), max_size=4)
+    )
+    if "n" in odd:
+        fields.append(("n", draw(COUNT)))
+    if "tier" in odd:
+        fields.append(("service_tier", draw(TIER)))
+    if "field" in odd:
+        fields.append(draw(ODD_FIELDS))
+    fields = draw(st.permutations(fields))
+    if "twice" in odd:
+        fields.append((fields[0][0], draw(st.one_of(COUNT, TIER, PROMPT))))
+    if "deep" in odd:
+        fields.append(("deep", json.loads("[" * 50 + "]" * 50)))
+    escaped = draw(st.booleans())
+    text = "{" + ",".join(f"{json.dumps(key)}:{json.dumps(each, ensure_ascii=escaped)}" for key, each in fields) + "}"
+    if "escape" in odd:
+        text = text.replace('"n"', '"\\u006e"').replace('"service', '"\\u0073ervice')
+    if "deep" in odd:
+        depth = draw(st.sampled_from([50, 400, 3000]))
+        text = text.replace("[" * 50 + "]" * 50, "[" * depth + "]" * depth)
+    if "long" in odd:
+        text = text[:-1] + ',"long":1' + "0" * draw(st.sampled_from([400, 4290, 4400])) + "}"
+    if "ends" in odd:
+        text = draw(
+            st.sampled_from([text[:-1], f"{text}}}", f" {text}\n", f"[{text}]", f"{text} 1", "\ufeff" + text, ""])
+        )
+    body = text.encode(draw(st.sampled_from(ENCODINGS)), "surrogatepass")
+    if "bytes" in odd and body:
+        at = draw(st.integers(0, len(body) - 1))
+        body = body[:at] + draw(st.binary(max_size=2)) + body[at + draw(st.integers(0, 1)) :]
+    return body
+
+
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(data=st.data())
+async def test_the_edge_and_vllm_see_the_same_body(handlers: Handlers, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(PATHS))
+    body = data.draw(bodies(path))
+    content_type = data.draw(st.sampled_from([TYPES[0]] * 9 + [*TYPES]))
+    answer, seen, reference, alone = await handlers.both(path, body, content_type)
+    assert answer.status_code == 400, answer.text
+    if any(own in answer.text for own in OWN):
+        assert not seen.requests
+        return
+    if reference.status_code == 500:  # SageMaker's wrapper in vLLM, of what is nested too deeply for its stack
+        assert path == "/invocations"
+        return
+    assert (reference.status_code, reference.text) == (400, answer.text)
+    assert [*map(told, seen.requests)] == [*map(told, alone.requests)]
+    for request in seen.requests:
+        assert seen.jobs == jobs_of(request) <= handlers.api.settings.max_jobs_a_body
+        tier = getattr(request, "service_tier", None)
+        assert seen.tier == ("default" if tier == "auto" else tier or "")
+    assert handlers.api.admission.jobs == 0
+
+
+def told(request: Any) -> str:
+    """A request of vLLM's without what is drawn for each."""
+    own = request.request_id if "request_id" in request.model_fields_set else ""
+    return repr(request.model_copy(update={"request_id": own}))
+
+
+def jobs_of(request: Any) -> int:
+    """Answers of a request of vLLM's."""
+    prompt = getattr(request, "prompt", None)
+    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    count = len(prompt) if several and prompt is not None else 1
+    if request.messages and isinstance(request.messages[0], list) if hasattr(request, "messages") else False:
+        count = len(request.messages)
+    return count * max(1, request.n or 1)
+
+
+ODD: list[tuple[str, dict[str, Any], str]] = [
+    ("NaN", {"x": float("nan")}, "utf-8"),
+    ("half a pair", {"user": "\ud800"}, "utf-8"),
+    ("a mark", {}, "utf-8-sig"),
+    ("UTF-16", {}, "utf-16"),
+    ("UTF-32", {}, "utf-32-be"),
+]
+
+
+@pytest.mark.parametrize(("name", "odd", "encoding"), ODD)
+async def test_every_limit_holds_for_odd_json(api: Api, name: str, odd: dict[str, Any], encoding: str) -> None:
+    async def post(**body: Any) -> httpx.Response:
+        full = {"model": "demo", "prompt": "a", "max_tokens": 4, **body, **odd}
+        text = json.dumps(full).encode(encoding)
+        return await api.client.post("/v1/completions", content=text, headers={"Content-Type": "application/json"})
+
+    many = await post(n=25, temperature=1)
+    assert (many.status_code, "asks for 25 answers" in many.text) == (400, True)
+    unknown = await post(service_tier="nope")
+    assert (unknown.status_code, "unknown service_tier" in unknown.text) == (400, True)
+    items = await post(stop=[""] * 5000)
+    assert (items.status_code, "max_items_per_body" in items.text) == (400, True)
+    ids = await post(prompt=[1] * 3000)
+    assert (ids.status_code, "context length" in ids.text) == (400, True)
+    assert not api.cluster.prefill.prefills
+    flex = await post(service_tier="flex")
+    assert (flex.status_code, flex.json()["service_tier"]) == (200, "flex")
+    assert {report.slo for report in await api.final_reports(1)} == {"batch"}
+
+
+async def test_a_stream_with_odd_json_goes_the_short_way_with_the_same_limits(api: Api) -> None:
+    async def post(**body: Any) -> httpx.Response:
+        full = {"model": "demo", "prompt": "a", "max_tokens": 4, "stream": True, "x": float("nan"), **body}
+        text = json.dumps(full).encode("utf-16")
+        return await api.client.post("/v1/completions", content=text, headers={"Content-Type": "application/json"})
+
+    assert (await post()).status_code == 200
+    assert (await post(service_tier="nope")).status_code == 400
+    assert (await post(n=25, temperature=1)).status_code == 400
+    assert (await post(service_tier="flex")).status_code == 200
+    assert [report.slo for report in await api.final_reports(2)] == ["default", "batch"]
+    await asyncio.sleep(0)
+    assert api.admission.jobs == 0
