@@ -29,8 +29,9 @@ class Served:
 
 def cluster_on(accelerator: str) -> Cluster:
     """Both instances on device 0, as a cluster file says it."""
-    env = {} if accelerator == "cpu" else {"CUDA_VISIBLE_DEVICES": "0"}
-    defaults: dict[str, Any] = {"accelerator": accelerator, "kv_cache_bytes": 128 << 20, "env": env}
+    defaults: dict[str, Any] = {"accelerator": accelerator, "kv_cache_bytes": 128 << 20}
+    if accelerator != "cpu":
+        defaults["devices"] = [0]
     return Cluster.model_validate(
         {
             "name": "shared-device",

@@ -15,6 +15,7 @@ from services.launcher.plan import make_plan
 from services.launcher.preflight import preflight
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest
+from tests.gpu.shared_device import cluster_on
 
 GPU: dict[str, Any] = {"role": "decode", "engine": "vllm", "accelerator": "A10"}
 KV = {"kv_cache_bytes": 1 << 30}
@@ -113,6 +114,14 @@ def test_two_share_a_device_where_both_say_so_and_give_their_kv() -> None:
     alike = assigned({**GPU, **KV, "id": "d", "devices": [1], "count": 2})
     assert devices(alike) == {"d-0": "1", "d-1": "1"}
     assert not alike.faults
+
+
+def test_the_check_of_two_on_one_gpu_starts_them_so(tmp_path: Path) -> None:
+    made = cluster_on("H100-SXM")
+    plan = make_plan(made, tmp_path)
+    preflight(made, plan, "c.yaml")
+    assert devices(plan.devices) == {"prefill-0": "0", "decode-0": "0"}
+    assert not make_plan(cluster_on("cpu"), tmp_path).devices.env
 
 
 def test_devices_of_several_alike_are_dealt_out() -> None:
