@@ -4,7 +4,10 @@ import asyncio
 import copy
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -135,7 +138,7 @@ async def test_a_batch_has_the_limits_of_a_body(api: Api) -> None:
     many = CONVERSATIONS * 9
     response = await batch(api, messages=many)
     assert response.status_code == 400
-    assert "asks for 27 answers (prompts times n); the limit is 24" in response.json()["error"]["message"]
+    assert "asks for 27 answers (prompts, conversations or items, times n)" in response.json()["error"]["message"]
     long = [{"role": "user", "content": "a"}] * 1500
     response = await batch(api, messages=[long, long, long])
     assert response.status_code == 400
@@ -170,6 +173,23 @@ async def test_items_are_scored_each_by_a_request(api: Api) -> None:
     many = await api.client.post("/generative_scoring", json={**body, "items": ["yes"] * 25})
     assert many.status_code == 400
     assert "asks for 25 answers" in many.json()["error"]["message"]
+
+
+async def test_texts_to_score_are_tokenised_in_a_thread() -> None:
+    from gateway.surface import score_in_threads
+
+    class Scoring:
+        async def _build_prompts(self, waits: bool) -> int:
+            if waits:
+                await asyncio.sleep(0)
+            return threading.get_ident()
+
+    scoring = Scoring()
+    with ThreadPoolExecutor(1) as executor:
+        score_in_threads(scoring, SimpleNamespace(_executor=executor))
+        assert await scoring._build_prompts(False) != threading.get_ident()
+        with pytest.raises(RuntimeError, match="awaits something"):
+            await scoring._build_prompts(True)
 
 
 async def test_sagemakers_name_serves_chats_and_completions_with_their_limits(api: Api) -> None:
