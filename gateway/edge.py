@@ -299,11 +299,18 @@ class _Reply:
 
     async def _first(self, message: Message) -> None:
         """The first event of a stream; or what follows in place of one that was refused: nothing."""
-        if self._refused or await self._refuse():
+        ticket = self._ticket
+        if self._refused or ticket is None:
             return
-        self._held.append(message)
-        if not (message.get("more_body") and self._ticket is not None and self._ticket.on_submitted is not None):
-            await self._release()
+        if ticket.refusal is not None or ticket.rejection is not None:
+            await self._refuse()
+        elif ticket.on_submitted is not None and message.get("more_body"):
+            self._held.append(message)
+        else:
+            ticket.on_submitted = None
+            held, self._held = self._held, []
+            for each in (*held, message):
+                await self._send(each)
 
     async def _release(self) -> None:
         """Send what was held."""

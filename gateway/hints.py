@@ -177,6 +177,8 @@ def _utf8(body: bytes) -> bytes:
 
     What is no text is left as it is: the parser refuses it.
     """
+    if body[:1] == b"{" and body[1:2] != b"\0":  # as nearly all begin
+        return body
     encoding = json.detect_encoding(body)
     if encoding == "utf-8":
         return body
