@@ -17,7 +17,9 @@ from fastapi import FastAPI
 
 from gateway.served import UNSERVED
 from shared.domain.job import job_name
-from tests.gateway.api import Api
+from shared.errors import InvalidRequest
+from tests.gateway.api import Api, until
+from tests.gateway.scripted import Script
 from tests.gateway.worker import answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
@@ -163,6 +165,25 @@ async def test_a_batch_names_its_tier_and_is_served_as_it(api: Api) -> None:
     assert (await batch(api, service_tier="flex")).json()["service_tier"] == "flex"
     assert {report.slo for report in await api.final_reports(3)} == {"batch"}
     assert (await batch(api, service_tier="nope")).status_code == 400
+
+
+async def test_a_client_that_leaves_ends_every_conversation_of_its_batch(api: Api) -> None:
+    script = Script()
+    with api.running_jobs(script):
+        asking = asyncio.create_task(batch(api))
+        await until(lambda: len(script.jobs) == 3)
+        asking.cancel()
+        await until(lambda: api.admission.jobs == 0 and not api.app.state.engine_client._core._jobs)
+
+
+async def test_a_conversation_that_fails_ends_its_batch_with_the_reason(api: Api) -> None:
+    script = Script()
+    with api.running_jobs(script):
+        script.acts.put_nowait(InvalidRequest("it cannot be"))
+        response = await batch(api)
+    assert response.status_code == 400
+    assert "it cannot be" in response.text
+    await until(lambda: api.admission.jobs == 0 and not api.app.state.engine_client._core._jobs)
 
 
 async def test_items_are_scored_each_by_a_request(api: Api) -> None:
