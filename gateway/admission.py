@@ -215,7 +215,9 @@ class Ticket:
         """Hold a claim for so many jobs. Raises Busy; InvalidRequest when no body may have so many."""
         limit = self.admission.jobs_a_body
         if jobs > limit:
-            raise InvalidRequest(f"the body asks for {jobs} answers (prompts times n); the limit is {limit}")
+            raise InvalidRequest(
+                f"the body asks for {jobs} answers (prompts, conversations or items, times n); the limit is {limit}"
+            )
         if jobs > self._claimed:
             self.admission.take_jobs(self.caller, jobs - self._claimed)
             self._claimed = jobs

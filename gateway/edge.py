@@ -32,6 +32,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Header = tuple[bytes, bytes]
 Headers = dict[bytes, bytes]
 Rejection = Callable[[str, Exception], tuple[int, bytes]]  # by path: a status and a body
 Short = Callable[[Scope, Headers, bytes], App | None]
@@ -39,6 +40,7 @@ Short = Callable[[Scope, Headers, bytes], App | None]
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})
 SLO_HEADER = b"x-polyphase-slo"
 _REQUEST_ID = b"x-request-id"
+_OF_BODY = (b"content-type", b"content-length", b"transfer-encoding")
 TIERED = frozenset(  # paths of OpenAI's request models
     {"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", RESPONSES, "/invocations"}
 )
@@ -297,11 +299,18 @@ class _Reply:
 
     async def _first(self, message: Message) -> None:
         """The first event of a stream; or what follows in place of one that was refused: nothing."""
-        if self._refused or await self._refuse():
+        ticket = self._ticket
+        if self._refused or ticket is None:
             return
-        self._held.append(message)
-        if not (message.get("more_body") and self._ticket is not None and self._ticket.on_submitted is not None):
-            await self._release()
+        if ticket.refusal is not None or ticket.rejection is not None:
+            await self._refuse()
+        elif ticket.on_submitted is not None and message.get("more_body"):
+            self._held.append(message)
+        else:
+            ticket.on_submitted = None
+            held, self._held = self._held, []
+            for each in (*held, message):
+                await self._send(each)
 
     async def _release(self) -> None:
         """Send what was held."""
@@ -316,13 +325,14 @@ class _Reply:
         ticket = self._ticket
         if ticket is None or (ticket.refusal is None and ticket.rejection is None):
             return False
+        kept = [each for each in self._held[0]["headers"] if each[0] not in _OF_BODY]  # of middleware
         self._held, self._refused = [], True
         if ticket.refusal is not None:
             self.status = ticket.refusal.http_status
-            await _answer(self._send, ticket.refusal)
+            await _answer(self._send, ticket.refusal, *kept)
         elif ticket.rejection is not None:
             self.status, body = self._rejection(self._path, ticket.rejection)
-            await _answer_json(self._send, self.status, body)
+            await _answer_json(self._send, self.status, body, *kept)
         return True
 
 
@@ -349,8 +359,8 @@ def _retry_after(seconds: float | None) -> tuple[bytes, bytes]:
     return (b"retry-after", str(max(1, ceil(seconds or _RETRY_S))).encode())
 
 
-async def _answer(send: Send, error: PolyphaseError) -> None:
-    headers = []
+async def _answer(send: Send, error: PolyphaseError, *more: Header) -> None:
+    headers = [*more]
     if error.http_status in _COME_BACK:
         headers.append(_retry_after(error.retry_after_s))
     if error.http_status == 401:
@@ -358,7 +368,7 @@ async def _answer(send: Send, error: PolyphaseError) -> None:
     await _answer_json(send, error.http_status, json.dumps(error_body(error)).encode(), *headers)
 
 
-async def _answer_json(send: Send, status: int, body: bytes, *more: tuple[bytes, bytes]) -> None:
+async def _answer_json(send: Send, status: int, body: bytes, *more: Header) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -62,7 +62,7 @@ class _Lists(msgspec.Struct):
 
 
 _lists = msgspec.json.Decoder(_Lists)
-_whole = TypeAdapter(int).validate_python  # as vLLM's models read a number: also "7", "7.0" and 7.0
+_whole: TypeAdapter[int] = TypeAdapter(int)  # as vLLM's models read a number: also "7", "7.0" and 7.0
 _MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)  # of which UnicodeDecodeError is a ValueError
 
 
@@ -97,7 +97,7 @@ def _answers(body: dict[str, Any]) -> int:
     n = body.get("n", 1)
     if type(n) is not int:
         try:
-            n = 1 if n is None else _whole(n)
+            n = 1 if n is None else _whole.validate_python(n)
         except ValidationError:
             n = 1
     return max(1, n)
@@ -177,6 +177,8 @@ def _utf8(body: bytes) -> bytes:
 
     What is no text is left as it is: the parser refuses it.
     """
+    if body[:1] == b"{" and body[1:2] != b"\0":  # as nearly all begin
+        return body
     encoding = json.detect_encoding(body)
     if encoding == "utf-8":
         return body

@@ -55,39 +55,31 @@ class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         """Every job comes through here. Raises VLLMValidationError, which is a 400."""
         ticket = caller.get().ticket
         try:
-            queue = await self._add(request_id, prompt, params, how)
+            safe_id = job_name(request_id)
+            if safe_id is not request_id:
+                _require_text(request_id)
+            _require_finite(params)
+            try:
+                refuse_arguments(how)
+                refuse_sampling(params)
+            except InvalidRequest as error:
+                raise VLLMValidationError(error.message) from None
+            params = copy.copy(params)
+            params.extra_args = {
+                name: value for name, value in (params.extra_args or {}).items() if not name.startswith(_OURS)
+            } or None
+            if params.structured_outputs is not None:
+                params.structured_outputs = await self._grammars.check(params)
+            if isinstance(prompt, dict):
+                await after_prompt(prompt.get("prompt_token_ids"))
+            passed = {name: value for name, value in how.items() if name in PASSED}
+            queue = await super().add_request(safe_id[:NAME_CHARS], prompt, params, **passed)
         except (VLLMClientError, GracefulHTTPError) as error:
             ticket.rejection = error
             raise
         if ticket.on_submitted is not None and ticket.rejection is None and ticket.refusal is None:
             await ticket.on_submitted()
         return queue
-
-    async def _add(self, request_id: str, prompt: Any, params: SamplingParams, how: dict[str, Any]) -> Any:
-        try:
-            request_id.encode()
-        except UnicodeEncodeError:
-            raise VLLMValidationError(
-                f"request_id must be text, got {request_id[:100]!r}: half of a surrogate pair is none",
-                parameter="request_id",
-            ) from None
-        request_id = job_name(request_id)[:NAME_CHARS]
-        _require_finite(params)
-        try:
-            refuse_arguments(how)
-            refuse_sampling(params)
-        except InvalidRequest as error:
-            raise VLLMValidationError(error.message) from None
-        params = copy.copy(params)
-        params.extra_args = {
-            name: value for name, value in (params.extra_args or {}).items() if not name.startswith(_OURS)
-        } or None
-        if params.structured_outputs is not None:
-            params.structured_outputs = await self._grammars.check(params)
-        if isinstance(prompt, dict):
-            await after_prompt(prompt.get("prompt_token_ids"))
-        passed = {name: value for name, value in how.items() if name in PASSED}
-        return await super().add_request(request_id, prompt, params, **passed)
 
     async def _add_request(self, request: EngineCoreRequest, *how: Any) -> None:
         """Register a request and submit it. Where that fails or is cancelled vLLM (0.32) keeps the registration."""
@@ -144,6 +136,16 @@ def _end_process(error: BaseException) -> None:
     """At once: open streams break off, and the launcher starts another. Answers would be errors, one and all."""
     log.critical("vLLM's output handler died; the process ends", exc_info=error)
     os._exit(os.EX_SOFTWARE)
+
+
+def _require_text(request_id: str) -> None:
+    try:
+        request_id.encode()
+    except UnicodeEncodeError:
+        raise VLLMValidationError(
+            f"request_id must be text, got {request_id[:100]!r}: half of a surrogate pair is none",
+            parameter="request_id",
+        ) from None
 
 
 def _require_finite(params: SamplingParams) -> None:

@@ -58,7 +58,7 @@ def use_parsed_bodies() -> None:
 
     Its own parser would come to the same value, and take as long again.
     """
-    Request.json = _json  # type: ignore[method-assign]
+    Request.json = _json  # type: ignore[method-assign, assignment]
 
 
 async def _json(self: Request) -> Any:

@@ -98,3 +98,22 @@ async def test_a_response_is_announced_once_its_job_is_submitted(api: Api) -> No
             script.acts.put_nowait(InvalidRequest("it cannot be"))
             rest = [line async for line in events]
     assert any("it cannot be" in line for line in rest)
+
+
+@pytest.mark.parametrize("name", [b"uuid/suffix", b"a, b", b"x" * 300, "\u00fc".encode(), b"\xfc", b"#{};|"])
+async def test_a_server_that_returns_request_ids_does_so_for_any_and_in_refusals_too(
+    api: Api, monkeypatch: pytest.MonkeyPatch, name: bytes
+) -> None:
+    """`enable_request_id_headers` adds this middleware of vLLM's."""
+    from vllm.entrypoints.serve.middleware.x_request_id import XRequestIdMiddleware
+
+    monkeypatch.setattr(api.edge, "app", XRequestIdMiddleware(api.app))
+    monkeypatch.setattr(api.edge, "short", None)
+    refused = {"messages": SAID, "response_format": FORMAT}
+    for body, status in (({"messages": SAID}, 200), (refused, 400)):
+        for stream in (False, True):
+            full = {"model": "demo", "max_tokens": 6, "stream": stream, **body}
+            headers = {b"X-Request-Id": name}
+            response = await api.client.post("/v1/chat/completions", json=full, headers=headers)
+            assert response.status_code == status
+            assert [value for key, value in response.headers.raw if key.lower() == b"x-request-id"] == [name]

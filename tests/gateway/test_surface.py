@@ -4,7 +4,10 @@ import asyncio
 import copy
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +17,9 @@ from fastapi import FastAPI
 
 from gateway.served import UNSERVED
 from shared.domain.job import job_name
-from tests.gateway.api import Api
+from shared.errors import InvalidRequest
+from tests.gateway.api import Api, until
+from tests.gateway.scripted import Script
 from tests.gateway.worker import answer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
@@ -135,7 +140,7 @@ async def test_a_batch_has_the_limits_of_a_body(api: Api) -> None:
     many = CONVERSATIONS * 9
     response = await batch(api, messages=many)
     assert response.status_code == 400
-    assert "asks for 27 answers (prompts times n); the limit is 24" in response.json()["error"]["message"]
+    assert "asks for 27 answers (prompts, conversations or items, times n)" in response.json()["error"]["message"]
     long = [{"role": "user", "content": "a"}] * 1500
     response = await batch(api, messages=[long, long, long])
     assert response.status_code == 400
@@ -162,6 +167,25 @@ async def test_a_batch_names_its_tier_and_is_served_as_it(api: Api) -> None:
     assert (await batch(api, service_tier="nope")).status_code == 400
 
 
+async def test_a_client_that_leaves_ends_every_conversation_of_its_batch(api: Api) -> None:
+    script = Script()
+    with api.running_jobs(script):
+        asking = asyncio.create_task(batch(api))
+        await until(lambda: len(script.jobs) == 3)
+        asking.cancel()
+        await until(lambda: api.admission.jobs == 0 and not api.app.state.engine_client._core._jobs)
+
+
+async def test_a_conversation_that_fails_ends_its_batch_with_the_reason(api: Api) -> None:
+    script = Script()
+    with api.running_jobs(script):
+        script.acts.put_nowait(InvalidRequest("it cannot be"))
+        response = await batch(api)
+    assert response.status_code == 400
+    assert "it cannot be" in response.text
+    await until(lambda: api.admission.jobs == 0 and not api.app.state.engine_client._core._jobs)
+
+
 async def test_items_are_scored_each_by_a_request(api: Api) -> None:
     body = {"model": "demo", "query": "Is it?", "items": ["yes", "no"], "label_token_ids": [300, 301]}
     response = await api.client.post("/generative_scoring", json=body)
@@ -170,6 +194,23 @@ async def test_items_are_scored_each_by_a_request(api: Api) -> None:
     many = await api.client.post("/generative_scoring", json={**body, "items": ["yes"] * 25})
     assert many.status_code == 400
     assert "asks for 25 answers" in many.json()["error"]["message"]
+
+
+async def test_texts_to_score_are_tokenised_in_a_thread() -> None:
+    from gateway.surface import score_in_threads
+
+    class Scoring:
+        async def _build_prompts(self, waits: bool) -> int:
+            if waits:
+                await asyncio.sleep(0)
+            return threading.get_ident()
+
+    scoring = Scoring()
+    with ThreadPoolExecutor(1) as executor:
+        score_in_threads(scoring, SimpleNamespace(_executor=executor))
+        assert await scoring._build_prompts(False) != threading.get_ident()
+        with pytest.raises(RuntimeError, match="awaits something"):
+            await scoring._build_prompts(True)
 
 
 async def test_sagemakers_name_serves_chats_and_completions_with_their_limits(api: Api) -> None:

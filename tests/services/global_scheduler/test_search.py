@@ -137,3 +137,9 @@ async def test_what_the_monitor_is_told(start: Start) -> None:
     assert (b["phase"], b["code"], b["predicted"]) == ("refused", "overloaded", "none")
     told = refused["job_id"], refused["phase"], refused["code"], refused["count"]
     assert told == ("refused:key-1", "refused", "busy", 4)
+
+
+async def test_an_id_may_be_as_the_client_sent_it(filled: Scheduler) -> None:
+    await filled.client.report([report("odd=2F=231-aa")], timeout_s=5)
+    await written(filled)
+    assert await found(filled, "job=odd/%231") == await found(filled, "job=odd=2F=231") == ["odd=2F=231-aa"]
