@@ -144,7 +144,9 @@ class _Trial:
         }
 
     def run(self, request: bytes) -> bytes:
-        """Validates and compiles; GOOD with the parameters as validated, or BAD with what is wrong."""
+        """Validates and compiles; GOOD with the parameters as validated, or BAD with what is wrong. Empty where the
+        memory did not suffice.
+        """
         from vllm.v1.structured_output.request import get_structured_output_key
 
         try:
@@ -155,6 +157,8 @@ class _Trial:
             name = params.structured_outputs._backend
             backend = self._xgrammar if name == "xgrammar" and self._xgrammar else self._backend(self._kinds[name])
             backend.compile_grammar(*get_structured_output_key(params.structured_outputs))
+        except MemoryError:
+            return b""
         except Exception as error:  # the boundary: whatever a grammar brings about is the grammar's
             return BAD + str(error).encode()
         return GOOD + msgspec.msgpack.encode(params)

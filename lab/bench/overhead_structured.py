@@ -123,12 +123,13 @@ async def _plain_vllm(folder: Path) -> AsyncIterator[int]:
     arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-    with (folder / "plain-vllm.log").open("wb") as log:
+    path = folder / "plain-vllm.log"
+    with path.open("wb") as log:
         process = subprocess.Popen(  # noqa: ASYNC220
             command, env=environment, stdout=log, stderr=log, start_new_session=True
         )
     try:
-        await until(lambda: _answers(process, port), _START_S, "plain vLLM")
+        await until(lambda: _answers(process, port, path), _START_S, "plain vLLM")
         yield port
     finally:
         process.terminate()
@@ -139,9 +140,9 @@ async def _plain_vllm(folder: Path) -> AsyncIterator[int]:
             process.wait()
 
 
-async def _answers(process: "subprocess.Popen[bytes]", port: int) -> bool:
+async def _answers(process: "subprocess.Popen[bytes]", port: int, log: Path) -> bool:
     if process.poll() is not None:
-        raise StartFailed(f"plain vLLM ended with {process.returncode}")
+        raise StartFailed(f"plain vLLM ended with {process.returncode}: {log.read_text('utf-8', 'replace')[-2000:]}")
     async with httpx.AsyncClient(trust_env=False) as client:
         try:
             return (await client.get(f"http://{HOST}:{port}/health", timeout=2)).is_success

@@ -1,5 +1,6 @@
 """Prompt tokens that no instance had to compute for a request, as the APIs report them."""
 
+import re
 from typing import Any
 
 import pytest
@@ -45,13 +46,13 @@ async def test_what_nobody_computed_is_cached(
         assert job.reused == Reused(cached, len(PROMPT) - cached)
 
 
-async def test_instances_that_say_nothing_are_taken_to_compute_all() -> None:
+@pytest.mark.parametrize("split", [None, 0, 8])
+async def test_instances_that_say_nothing_are_taken_to_compute_all(split: int | None) -> None:
     async with running_cluster() as cluster:
-        for split in (None, 0, 8):
-            cluster.split = lambda _, split=split: split
-            job, _ = make_job(PROMPT, 4)
-            await cluster.pipeline.run(job)
-            assert job.reused == Reused(0, 0)
+        cluster.split = lambda _: split
+        job, _ = make_job(PROMPT, 4)
+        await cluster.pipeline.run(job)
+        assert job.reused == Reused(0, 0)
 
 
 @pytest.mark.parametrize("carry", [True, False])
@@ -93,8 +94,6 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def told(body: str) -> set[int]:
-    import re
-
     names = r'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d+)'
     return {int(number) for number in re.findall(names, body)}
 
@@ -130,3 +129,27 @@ async def test_every_api_reports_them(
     assert response.status_code == 200, response.text
     assert HELD in told(response.text), response.text
     assert told(response.text) <= {0, HELD}, response.text
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("seed", [None, 1])
+async def test_a_loss_after_the_first_token_leaves_the_figure_as_it_is(
+    api: Api, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.app.state.openai_serving_completion, "enable_prompt_tokens_details", True)
+    api.cluster.prefill.held = HELD
+    for worker in api.cluster.decodes:
+        worker.held = 0
+
+    def lost(count: int) -> None:
+        if count == 2:
+            api.cluster.decodes[0].before_token = None
+            api.cluster.prefill.held = 0
+            raise EngineFailed("the instance died")
+
+    api.cluster.decodes[0].before_token = lost
+    response = await api.complete(seed=seed)
+    assert response.status_code == 200, response.text
+    assert len(api.cluster.prefill.prefills) == 2
+    assert told(response.text) == {HELD}

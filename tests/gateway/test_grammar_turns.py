@@ -5,11 +5,13 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from gateway import grammar_process
 from gateway.context import Caller, caller
 from gateway.grammar_process import GOOD
 from gateway.grammars import TOO_EXPENSIVE_S, Grammars, _Verdicts
@@ -72,6 +74,18 @@ async def test_that_a_grammar_is_too_expensive_is_kept_for_a_while(monkeypatch: 
     with pytest.raises(VLLMValidationError, match="too expensive"):
         await made.ask("a+")
     assert len(made.tried) == 2
+
+
+async def test_a_grammar_that_takes_too_much_memory_is_too_expensive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(SamplingParams, "_validate_structured_outputs", exhausted)
+    trial = object.__new__(grammar_process._Trial)
+    trial._tokenizer = None
+    trial._config = cast(Any, SimpleNamespace(model_config=None, structured_outputs_config=None))
+    request = msgspec.msgpack.encode(SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+    assert trial.run(request) == b""
 
 
 async def test_a_caller_with_many_grammars_does_not_keep_another_waiting() -> None:
