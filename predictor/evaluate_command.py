@@ -49,7 +49,7 @@ def evaluate_command(
         found = evaluate(classifier, splits["train"], splits[split][: limit or None], on_progress)
     report = found.report(aim_accuracy, aim_p99_ms)
     if out is not None:
-        from predictor.evaluation_files import write_files  # plotly
+        from predictor.evaluation_files import PAGE, PREDICTION, write_files  # plotly
 
         write_files(out, found, classifier.meta.buckets)
     if as_json:
@@ -64,4 +64,6 @@ def evaluate_command(
             )
         if found.latency_p99_ms > aim_p99_ms:
             typer.echo(f"Missed: p99 of {found.latency_p99_ms:.1f} ms, --aim-p99-ms is {aim_p99_ms:g}")
+        if out is not None:
+            typer.echo(f"Written: {out / PAGE} with plots, {out / PREDICTION} for `polyphase simulate --prediction`")
     raise typer.Exit(0 if report["ok"] else NOT_GOOD_ENOUGH)

@@ -130,6 +130,8 @@ def train(
     found: dict[int, Evaluation] = {}
     for width in widths:
         buckets = _buckets(width, bucket_count, examples)
+        if buckets.width_tokens in found:  # what `auto` chose was named, too
+            continue
         folder = out / str(buckets.width_tokens) if len(widths) > 1 else out
         with progress_bar(Console(stderr=True)) as on_progress:
             _, found[buckets.width_tokens] = train_checkpoint(
@@ -138,6 +140,8 @@ def train(
         if not as_json:
             title = f"{folder}: buckets of {buckets.width_tokens} tokens, {buckets.count} of them"
             print_evaluation(Console(), title, found[buckets.width_tokens])
+            if found[buckets.width_tokens].report(aim_accuracy=None, aim_p99_ms=None)["ok"]:
+                typer.echo(f"To serve it, name its folder in the cluster file: predictor: {{checkpoint: {folder}}}")
     reports = {str(width): one.report(aim_accuracy=None, aim_p99_ms=None) for width, one in found.items()}
     ok = any(report["ok"] for report in reports.values())
     if as_json:

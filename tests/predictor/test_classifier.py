@@ -178,7 +178,7 @@ def test_training_prints_tables_and_no_json_without_the_option(folder: Path, tmp
     arguments += " --max-steps 4 --granularity auto --granularity 1000"
     done = ran("train", *arguments.split(), "--out", str(tmp_path / "made"), code=3)
     assert done.stderr == "", "a bar is for a terminal"
-    assert "{" not in done.stdout
+    assert '{"' not in done.stdout
     text = " ".join(done.stdout.split())
     assert "buckets of 100 tokens, 4 of them" in text, "a third of the answers has each of three lengths"
     assert "Warning: 100.0% of the training answers fall into one bucket" in text
@@ -197,7 +197,7 @@ def test_an_evaluation_prints_a_table(folder: Path) -> None:
     arguments = ["--checkpoint", str(folder / "checkpoint"), "--data", str(folder / "data.jsonl")]
     done = ran("evaluate", *arguments, "--aim-p99-ms", "20000")
     assert done.stderr == ""
-    assert "{" not in done.stdout
+    assert '{"' not in done.stdout
     assert "this classifier" in done.stdout
     missed = ran("evaluate", *arguments, "--aim-accuracy", "1.1", code=3)
     assert "--aim-accuracy is 110.0%" in missed.stdout
