@@ -10,6 +10,7 @@ from lab.demo.client import ApiClient, Ask
 from lab.demo.jobs import records
 from lab.demo.run import on_free_ports
 from services.launcher.cluster_file import Cluster
+from services.launcher.model_source import resolve_model
 from services.launcher.up import running_suite
 from shared.domain.route import PolicySpec
 
@@ -35,7 +36,7 @@ def cluster_on(accelerator: str) -> Cluster:
     return Cluster.model_validate(
         {
             "name": "shared-device",
-            "model": "models/demo",
+            "model": resolve_model("models/demo"),
             "max_model_len": 1024,
             "launcher": {"start_s": 900},
             "dashboard": {"enabled": False},
