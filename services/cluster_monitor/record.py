@@ -67,7 +67,7 @@ class Record:
             "death": self.death,
             "connected": self.client.connected,
             "info": msgspec.to_builtins(self.info),
-            "load": msgspec.structs.asdict(self.load),
+            "load": self.load.by_name(),
         }
 
     def heard(self, beat: Heartbeat, now_mono: float) -> bool:

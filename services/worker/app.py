@@ -64,7 +64,7 @@ class Instance:
             "info": msgspec.to_builtins(self.telemetry.info),
             "role": self.roles.role.value,
             "draining": self.roles.draining,
-            "load": msgspec.structs.asdict(self.telemetry.load()),
+            "load": self.telemetry.load().by_name(),
             "flips": self.roles.flips,
             "refused": self.telemetry.refused,
             "chunk_size": self.chunk_size.describe(),

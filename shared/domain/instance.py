@@ -1,6 +1,7 @@
 """An instance: one engine with its accelerators, as the rest of the cluster sees it."""
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -128,6 +129,10 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     kv_ahead: tuple[int, ...] = ()  # the most tokens of KV that the decode jobs will hold, see `shared.policy.kv_ahead`
     accepted: tuple[int, ...] | None = None  # marks of jobs that came lately; None: it does not say
     promised: tuple[Promised, ...] = ()  # decodes bound to it that are still to come, where gateways announce them
+
+    def by_name(self) -> dict[str, Any]:
+        """Its fields by their names, for JSON that people read."""
+        return msgspec.structs.asdict(self) | {"promised": [msgspec.structs.asdict(one) for one in self.promised]}
 
 
 class InstanceView(msgspec.Struct, frozen=True):

@@ -1,12 +1,13 @@
 """What heartbeats make of a record."""
 
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from services.cluster_monitor.record import UNDER_WAY_S, Record
-from shared.domain.instance import InstanceLoad, Role
+from shared.domain.instance import InstanceLoad, Promised, Role
 from shared.wire.messages import Heartbeat
 from tests.services.fake_worker import make_info
 
@@ -34,3 +35,10 @@ def test_one_that_was_not_resumed_drains_at_once() -> None:
     assert one.draining
     one.heard(beat(draining=False), 0.0)
     assert not one.draining
+
+
+def test_decodes_that_are_promised_to_an_instance_are_part_of_what_http_shows() -> None:
+    one = record()
+    one.load = InstanceLoad(time_s=1.0, promised=(Promised(7, 100, 20),))
+    (promised,) = json.loads(json.dumps(one.describe()))["load"]["promised"]
+    assert (promised["mark"], promised["decode_tokens"], promised["answer_tokens"]) == (7, 100, 20)
