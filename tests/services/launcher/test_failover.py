@@ -23,7 +23,7 @@ from tests.services.launcher.up import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 MOST_S = 10.0  # on a busy machine; what it took is printed
-USERS, LONG = 4, 12  # with short answers, and with one that takes a minute and a half
+USERS, LONG = 4, 24  # with short answers, and with one that takes a minute and a half: several of them on each instance
 SLOW = {"engine": "emulated", "accelerator": "A100-SXM-80", "kv_cache_bytes": 8 << 30, "emulated_step_s": 0.05}
 TWO = {"monitors": 2, "launcher": {"hang_s": 60}, "scheduler": {"count": 2}, "instance_defaults": SLOW}
 
