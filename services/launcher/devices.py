@@ -45,7 +45,7 @@ class Assignment:
 
 
 def assign(cluster: Cluster, here: str, visible: Visible | None = None) -> Assignment:
-    """For all instances of the file; `here` is this host, of which alone it is known what there is."""
+    """For all instances of the file; `here` is this host, the only one whose devices can be counted."""
     return _Assigning(cluster, here, visible or visible_here).all()
 
 
@@ -201,7 +201,7 @@ def _variable(entry: InstanceSection) -> str:
     try:
         return catalogue().get(named).visible_by
     except PolyphaseError:
-        return CUDA  # one that nobody knows: other vendors' libraries do not read it
+        return CUDA  # not in the catalogue: other vendors' libraries do not read it
 
 
 @functools.cache

@@ -40,7 +40,7 @@ _FALLBACK: Mapping[str, tuple[str, ...]] = {
     "fp32": ("bf16", "fp16"),
 }
 
-# The variables by which vendors' libraries are told which of a host's devices a process may use.
+# The variables that tell a vendor's libraries which of a host's devices a process may use.
 VISIBLE_BY: Mapping[str, str] = {
     "NVIDIA": "CUDA_VISIBLE_DEVICES",
     "AMD": "HIP_VISIBLE_DEVICES",

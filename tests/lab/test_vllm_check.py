@@ -1,4 +1,4 @@
-"""`make vllm-check` without vLLM's tests: what is run, and what is said of it."""
+"""`make vllm-check` without vLLM's tests: which tests run, and how the result is reported."""
 
 import io
 from pathlib import Path
