@@ -49,16 +49,15 @@ from gateway.tracing import TracedRequests
 from gateway.validation import bound_tokenize_texts, stop_at_first_errors
 from shared.domain.job import WhenFull
 from shared.errors import InvalidRequest
-from shared.runtime.collecting import settle
 from shared.runtime.connections import ConnectionLimits, Connections, bounded
 from shared.runtime.http import READY, exposing
 from shared.runtime.logs import get_log, keeping_levels
-from shared.runtime.process_metrics import describe_process
-from shared.runtime.server import Server
+from shared.runtime.metrics import describe_process
+from shared.runtime.server import Server, settle
 from shared.runtime.tasks import background
 from shared.runtime.tracing import tracing
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.rpc_clients import SWEEP_S, RpcClients
+from shared.wire.rpc_client import SWEEP_S, RpcClients
 from shared.wire.sockets import Sockets
 
 log = get_log(__name__)

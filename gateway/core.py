@@ -37,8 +37,7 @@ from gateway.turns import after_prompt
 from shared.domain.job import Generation, Phase, WhenFull
 from shared.errors import InvalidRequest, Overloaded, PolyphaseError
 from shared.runtime.logs import get_log, in_logs
-from shared.wire.logprobs import decode_rows
-from shared.wire.messages import TokenStep
+from shared.wire.messages import TokenStep, decode_rows
 
 log = get_log(__name__)
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION}

@@ -10,11 +10,10 @@ from gateway.gaps import Gaps
 from gateway.lengths import Asked, LengthClient
 from gateway.tracing import JobTrace
 from shared.domain.job import FirstTokenOut, Generation, JobView, LengthPrediction, Loss, Phase, Slo, itl_met
-from shared.domain.prefix import hashes_of
-from shared.domain.prompt import packed
+from shared.domain.prompt import hashes_of, packed
 from shared.domain.route import InstanceRef, Reason, Route
 from shared.errors import Delayed, PolyphaseError
-from shared.policy.kv_ahead import remaining_tokens
+from shared.policy.decode_admission import remaining_tokens
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 from shared.wire.messages import JobReport, Pause, Reused, TokenStep
 

@@ -13,9 +13,8 @@ from gateway.settings import GatewaySettings
 from shared.domain.job import LengthPrediction, ends_of
 from shared.errors import DeadlineExceeded, PolyphaseError
 from shared.runtime.logs import get_log
-from shared.wire.messages import PredictRequest
-from shared.wire.methods import PREDICT
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.messages import PREDICT, PredictRequest
+from shared.wire.rpc_client import RpcClients
 
 log = get_log(__name__)
 MAX_CALLS = 256  # under way at once; a predictor takes those together that wait

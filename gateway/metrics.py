@@ -9,7 +9,7 @@ from gateway.job import Job
 from gateway.vllm_series import RequestSeries
 from shared.domain.job import Phase, itl_met
 from shared.errors import Busy, Overloaded
-from shared.runtime.bound import Bound
+from shared.runtime.metrics import Bound
 from shared.timeline import Span
 from shared.wire.messages import JobReport
 

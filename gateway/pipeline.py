@@ -36,14 +36,23 @@ from shared.errors import (
     WrongRole,
 )
 from shared.policy.assignment import assignments
-from shared.policy.overload import steps_aside
-from shared.policy.pause import MOVE_LEAST_S
+from shared.policy.overload import MOVE_LEAST_S, steps_aside
 from shared.runtime.logs import get_log
 from shared.timeline import Span
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.messages import DecodeRequest, Pause, Predicted, PrefillReply, PrefillRequest, TokenStep
-from shared.wire.methods import DECODE, PREDICTED, PREFILL, Method
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.messages import (
+    DECODE,
+    PREDICTED,
+    PREFILL,
+    DecodeRequest,
+    Method,
+    Pause,
+    Predicted,
+    PrefillReply,
+    PrefillRequest,
+    TokenStep,
+)
+from shared.wire.rpc_client import RpcClients
 
 log = get_log(__name__)
 Request = TypeVar("Request")

@@ -11,10 +11,16 @@ from shared.domain.route import InstanceRef
 from shared.errors import PolyphaseError
 from shared.policy.assignment import Assignment, promise_of
 from shared.runtime.logs import get_log
-from shared.wire.messages import ExpectRequest, PrefetchRequest, PrefillStarted, ReleaseRequest
-from shared.wire.methods import EXPECT, PREFETCH, RELEASE
-from shared.wire.rpc_client import RpcClient
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.messages import (
+    EXPECT,
+    PREFETCH,
+    RELEASE,
+    ExpectRequest,
+    PrefetchRequest,
+    PrefillStarted,
+    ReleaseRequest,
+)
+from shared.wire.rpc_client import RpcClient, RpcClients
 
 log = get_log(__name__)
 ANNOUNCE_S = 2.0  # for the connection to a decode instance that is new to this gateway

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from gateway.gaps import BOUNDS, Gaps
 from gateway.job import Job
-from shared.runtime.bound import Bound
+from shared.runtime.metrics import Bound
 from shared.timeline import RequestTimeline, Span
 
 LABELS = ("model_name", "engine")

@@ -8,8 +8,7 @@ from predictor.query import Query
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings
 from shared.domain.job import LengthPrediction
-from shared.wire.messages import PredictRequest
-from shared.wire.methods import PREDICT
+from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 

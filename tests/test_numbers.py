@@ -17,7 +17,7 @@ import gateway
 import predictor
 import services
 import shared
-from services.cluster_monitor.policy_routes import PolicyIn
+from services.cluster_monitor.routes import PolicyIn
 from services.launcher.cluster_file import load_cluster
 from shared.errors import InvalidRequest
 from shared.runtime.keys import digest_of, load_keys

@@ -15,8 +15,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.cluster_monitor.history_page import Grid, history
-from services.cluster_monitor.instances_page import instances
+from services.cluster_monitor.history import Grid, history, instances_over_time
 from shared.domain.instance import (
     Compatibility,
     InstanceInfo,
@@ -26,14 +25,13 @@ from shared.domain.instance import (
     KvGeometry,
     Role,
 )
-from shared.domain.situation import Situation, Standing
-from shared.domain.verdict import Thresholds
+from shared.domain.verdict import Situation, Standing, Thresholds
 from shared.policy.load_history import FIGURES, STEPS_S, LoadBook, Totals
 from shared.policy.served import STEPS_S as SERVED_STEPS_S
 from shared.policy.served import Ended, How, Served
 from shared.policy.verdict import judge
 from shared.store.database import open_engine
-from shared.store.search import Order, Wanted, search_requests
+from shared.store.reading import Order, Wanted, search_requests
 from shared.store.tables import load_steps, requests, served
 from shared.store.write_behind import WriteBehind
 
@@ -104,8 +102,8 @@ def _reads(engine: AsyncEngine, now: float) -> dict[str, Callable[[], Awaitable[
     for minutes in (5, 60, 1_440):
         grid = Grid.of(minutes, 120, now)
         found[f"history_{minutes}"] = partial(history, engine, grid, [])
-        found[f"instances_{minutes}"] = partial(instances, engine, grid)
-        found[f"instance_{minutes}"] = partial(instances, engine, grid, "decode-7")
+        found[f"instances_{minutes}"] = partial(instances_over_time, engine, grid)
+        found[f"instance_{minutes}"] = partial(instances_over_time, engine, grid, "decode-7")
     for order in Order:
         found[f"search_{order.value}"] = partial(search_requests, engine, Wanted(order=order))
     for name, wanted in {

@@ -19,7 +19,7 @@ from shared.domain.cluster import ClusterState
 from shared.domain.job import JobView, Phase
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import JobReport
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 
 SIZES = (10, 100, 1_000)

@@ -17,11 +17,9 @@ from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, Kv
 from shared.domain.rates import LinkRate, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.errors import PolyphaseError
 from shared.runtime.wire_version import WIRE_VERSION
-from shared.wire.broadcast import Publisher
+from shared.wire.broadcast import ClusterFeed, Publisher
 from shared.wire.clients.monitor import MonitorClient
-from shared.wire.cluster_feed import ClusterFeed
-from shared.wire.messages import Heartbeat, PrefixesRequest
-from shared.wire.methods import PREFIXES
+from shared.wire.messages import PREFIXES, Heartbeat, PrefixesRequest
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 

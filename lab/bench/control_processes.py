@@ -24,7 +24,7 @@ from services.launcher import ports
 from shared.domain.cluster import ClusterState
 from shared.domain.instance import InstanceState
 from shared.errors import Unavailable
-from shared.wire.cluster_feed import ClusterFeed
+from shared.wire.broadcast import ClusterFeed
 from shared.wire.sockets import Sockets
 
 SETTLE_S, READY_S = 3.0, 60.0

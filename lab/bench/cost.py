@@ -15,10 +15,9 @@ from lab.bench.replayed import COUPLED, Result, at_most, coupled, mean_s, word
 from lab.bench.silicon import silicon_errors
 from lab.fit.efficiencies import TableFit, fit_tables
 from lab.fit.profilers import read_tables
-from shared.cost.geometry import ExpertSplit
+from shared.cost.geometry import ExpertSplit, kv_capacity_tokens
 from shared.cost.library import Library
-from shared.cost.lockstep import Lockstep
-from shared.cost.memory import kv_capacity_tokens
+from shared.cost.step import Lockstep
 from shared.errors import NotFound
 from shared.files.text import read_json, read_records
 from shared.sim.cluster import simulate

@@ -384,7 +384,7 @@ async def _answered(engine: Any, port: Any, order: Order) -> Result | str:
     from services.worker.engines.base import FAILED, EngineRequest
     from shared.domain.job import Generation, JobView
     from shared.domain.kv import TransferOutcome
-    from shared.wire.logprobs import decode_rows
+    from shared.wire.messages import decode_rows
 
     stops = [] if order.forced else [_END]
     sampling = {"temperature": 0.0, "ignore_eos": True, "stop_token_ids": stops, "logprobs": 0}  # vLLM's SamplingParams

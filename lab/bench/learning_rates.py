@@ -9,13 +9,13 @@ import numpy as np
 
 from lab.bench.mixed_sim import FormSteps
 from lab.calibrate.kinds import timed_step
+from shared.cost.kinds import others_busy, slowdown_at
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, ScaledSteps
-from shared.cost.shared_host import others_busy, slowdown_at
 from shared.cost.step import Batch
 from shared.domain.rates import StepRates
 from shared.sim.measured import LiveInstance
-from shared.wire.steps import StepRecord
+from shared.wire.messages import StepRecord
 
 FEWEST = 10  # steps of a kind, in the traffic and in the calibration, else there is nothing to compare
 _CONTEXTS = (128, 384)  # tokens of a decode's context

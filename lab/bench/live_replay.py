@@ -12,11 +12,10 @@ from lab.calibrate.target import Target
 from lab.calibrate.traffic import Sample, Shot, Traffic
 from shared.cost.library import Library
 from shared.domain.instance import Role
-from shared.sim.arrivals import poisson, synthetic
 from shared.sim.measured import simulate_on_hosts, specs_of, with_control
 from shared.sim.metrics import summary
 from shared.sim.spec import RunSpec
-from shared.sim.workload import Workload
+from shared.sim.workload import Workload, poisson, synthetic
 
 _CV = 0.7  # spread of the lengths
 _LONGEST_SHARE = 0.6  # of the model's context

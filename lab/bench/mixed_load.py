@@ -10,9 +10,8 @@ import numpy as np
 from lab.calibrate.traffic import Sample, Shot
 from lab.papers.lengths import CONVERSATION
 from lab.simulate.workloads import WorkloadOptions, make_workload
-from shared.sim.arrivals import poisson
 from shared.sim.traces import read_trace
-from shared.sim.workload import Workload
+from shared.sim.workload import Workload, poisson
 
 # A 48-million-parameter model on a core is to conversations of a third of the prompt and a quarter of the answer about
 # what an accelerator is to whole ones with a model of billions.

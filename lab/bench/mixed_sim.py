@@ -12,16 +12,15 @@ from lab.bench.mixed_load import SEED, Load, drawn
 from lab.bench.mixed_pair import DATA_PARALLEL, SHAPE, STAGING_BYTES, Speeds, System
 from lab.calibrate.kinds import Steps
 from shared.cost.linear import rates_of_steps
+from shared.cost.network import Link
 from shared.cost.pipeline import Pipeline
 from shared.cost.rates_file import ControlPlane
 from shared.cost.step import Batch
 from shared.cost.step_rates import NAMES, TERMS, fit_form
-from shared.cost.transfer import Link
 from shared.domain.job import JobView
 from shared.domain.rates import StepForm, StepRates
 from shared.errors import Unavailable
-from shared.policy.choice import Choice
-from shared.policy.dispatch import PowerOfTwo
+from shared.policy.dispatch import Choice, PowerOfTwo
 from shared.policy.index import ClusterIndex
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.split import NoSplit
@@ -30,7 +29,7 @@ from shared.sim.measured import LiveInstance, with_control
 from shared.sim.outcomes import Outcomes
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
 from shared.sim.workload import Workload
-from shared.wire.steps import StepRecord
+from shared.wire.messages import StepRecord
 
 FEWEST = 12  # steps of a kind, below which the instance's own account of them is taken
 PAUSE_S = 0.05  # between two steps of an engine that has work: shorter ones are part of the second

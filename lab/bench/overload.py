@@ -18,10 +18,9 @@ from lab.bench.scenarios import SLO, TARGET, Scenario, instances, run_of
 from lab.bench.throughput import tokens_per_s
 from shared.domain.job import Slo, WhenFull
 from shared.sim.cluster import simulate
-from shared.sim.mix import of_class, together
 from shared.sim.outcomes import SimResult, Status
-from shared.sim.policy_words import with_words
-from shared.sim.workload import Times, Workload
+from shared.sim.spec import with_words
+from shared.sim.workload import Times, Workload, of_class, together
 
 SCENARIOS = (Scenario("equal", "conversation"), Scenario("fast_slow", "conversation"), Scenario("equal", "code"))
 CONTROLLED = {

@@ -23,8 +23,8 @@ from lab.simulate.deployment import Deployment, load_deployment
 from shared.domain.job import Slo, WhenFull
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import Outcomes
-from shared.sim.policy_words import with_words
 from shared.sim.prediction import Prediction
+from shared.sim.spec import with_words
 from shared.sim.workload import Mix, Workload
 
 TABLE = "pauses"

@@ -29,7 +29,7 @@ from lab.demo.run import on_free_ports
 from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster
 from services.launcher.up import RunningSuite, running_suite
-from shared.policy.written import from_words
+from shared.policy.registry import from_words
 from shared.sim.workload import Workload
 
 TABLE = "pauses, live and simulated"

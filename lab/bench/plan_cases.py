@@ -9,19 +9,16 @@ from time import perf_counter
 from lab.papers.lengths import CODING, CONVERSATION, azure
 from shared.cost.kinds import Workshop
 from shared.cost.library import Library
-from shared.cost.network import Network
-from shared.cost.transfer import Link
+from shared.cost.network import Link, Network
 from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.domain.kv import Codec
 from shared.plan.group import Group, Part
-from shared.plan.inventory import Inventory, Pool
-from shared.plan.inventory_file import read_inventory
+from shared.plan.inventory import Inventory, Pool, read_inventory
 from shared.plan.methods.registry import method
 from shared.plan.problem import Problem
 from shared.plan.search import Outcome, Search, searched
-from shared.sim.arrivals import synthetic
-from shared.sim.workload import Workload
+from shared.sim.workload import Workload, synthetic
 
 FILE = Path(__file__).with_name("inventories") / "thunderserve.yaml"
 MODEL, CONTEXT_TOKENS = "LLaMA-30B", 2048

@@ -17,7 +17,7 @@ from shared.domain.instance import Role
 from shared.plan.estimate import Estimator
 from shared.plan.group import Group, Part
 from shared.plan.plan import Plan, routes_of
-from shared.plan.reschedule import Proposal, rescheduled, survivors
+from shared.plan.running import Proposal, rescheduled, survivors
 from shared.plan.search import Outcome, Search
 
 NODES = {"a100": ("A100-SXM-80", 1), "a40": ("A40", 2), "a10": ("A10", 4)}

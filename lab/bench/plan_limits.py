@@ -8,9 +8,9 @@ from lab.bench.plan_thunderserve import Part, aim
 from shared.cost.network import Network
 from shared.domain.job import Slo
 from shared.errors import PolyphaseError
-from shared.plan.advice import nearest
+from shared.plan.answer import nearest
 from shared.plan.inventory import Inventory
-from shared.sim.arrivals import synthetic
+from shared.sim.workload import synthetic
 
 
 def case_impossible() -> Part:

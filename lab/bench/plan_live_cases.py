@@ -20,8 +20,7 @@ from shared.domain.job import Slo
 from shared.plan.inventory import Inventory
 from shared.plan.judge import Ask
 from shared.plan.methods.registry import method
-from shared.plan.plan import Plan
-from shared.plan.plan_file import Target, plan_text
+from shared.plan.plan import Plan, Target, plan_text
 from shared.plan.problem import Problem
 from shared.plan.search import Outcome, Search, searched
 from shared.sim.spec import RunSpec

@@ -9,23 +9,19 @@ from lab.papers.lengths import sharegpt
 from lab.papers.testbed import ACCELERATORS
 from shared.cost.kinds import Workshop
 from shared.cost.library import Library
-from shared.cost.network import Network
-from shared.cost.transfer import Link
+from shared.cost.network import Link, Network
 from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.plan.group import Group
 from shared.plan.group import Part as StagePart
 from shared.plan.inventory import Inventory, Pool
-from shared.plan.methods.exhaustive import machine_throughputs
-from shared.plan.methods.joint import recommended
+from shared.plan.methods.papers import machine_throughputs, recommended
 from shared.plan.plan import Plan, deployed
 from shared.plan.problem import Problem
 from shared.plan.search import Search
-from shared.sim.arrivals import synthetic
 from shared.sim.cluster import simulate
-from shared.sim.policy_words import with_words
-from shared.sim.spec import EngineLimits, RunSpec
-from shared.sim.workload import Workload
+from shared.sim.spec import EngineLimits, RunSpec, with_words
+from shared.sim.workload import Workload, synthetic
 
 # The machine and the model whose degrees Huawei ranks (5.1, Fig 4).
 _MACHINE = ("V100-32-PCIe", 8, "Llama-3-8B")

@@ -13,13 +13,13 @@ from lab.bench.plan_cases import cluster, drawn, problem_of, solved
 from lab.bench.plan_thunderserve import Part, aim
 from shared.domain.job import Slo
 from shared.errors import Incompatible
-from shared.plan.cheapest import cheapest
+from shared.plan.answer import cheapest
 from shared.plan.inventory import Inventory
-from shared.plan.methods.bruteforce import deployments
 from shared.plan.methods.registry import QUICK
+from shared.plan.methods.simple import deployments
 from shared.plan.problem import Problem
 from shared.plan.search import Search
-from shared.sim.arrivals import synthetic
+from shared.sim.workload import synthetic
 
 ORACLE, BESIDE = 50, 10  # inventories
 _TIE, _NEAR = 0.01, 0.02  # goodputs that are equal, and near, as runs differ by chance

@@ -28,9 +28,9 @@ from shared.plan.methods.registry import method
 from shared.plan.methods.simple import COUPLED, SPLIT
 from shared.plan.plan import Plan, routes_of
 from shared.plan.problem import Problem
-from shared.plan.reschedule import rescheduled, survivors
+from shared.plan.running import rescheduled, survivors
 from shared.plan.search import Found, Outcome, Search, searched
-from shared.sim.arrivals import synthetic
+from shared.sim.workload import synthetic
 
 Part = tuple[dict[str, float], dict[str, dict[str, Any]], list[str]]  # figures, aims, notes
 _SIZES = {16: ("a40", "a6000-0", "3090ti-0"), 24: ("a40", "a6000-0", "a6000-1", "a5000-0", "3090ti-0")}

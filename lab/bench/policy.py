@@ -21,11 +21,10 @@ from shared.domain.instance import (
     Role,
 )
 from shared.domain.job import JobView, LengthPrediction
-from shared.domain.prefix import BLOCK_TOKENS
+from shared.domain.prompt import BLOCK_TOKENS
 from shared.domain.rates import ChunkedCost, HuaweiCost, LinkRate, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.policy import registry
 from shared.policy.assignment import assignments
-from shared.policy.cronus import Balance, best_split
 from shared.policy.decode_admission import DecodeMemory, RunningDecode
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
@@ -33,6 +32,7 @@ from shared.policy.placement import Policies, place
 from shared.policy.prefill_order import WaitingJob
 from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex
 from shared.policy.role_flip import RoleFlip, Seen
+from shared.policy.split import Balance, best_split
 from shared.policy.waiting_line import WaitingLine
 
 SIZES = (10, 100, 1_000)

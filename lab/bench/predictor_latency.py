@@ -21,8 +21,7 @@ from predictor.service import SOURCE
 from services.launcher.model_source import PROJECT
 from shared.domain.job import ends_of
 from shared.errors import PolyphaseError
-from shared.wire.messages import PredictRequest
-from shared.wire.methods import PREDICT
+from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_client import RpcClient
 
 AT_ONCE = (1, 8, 64)

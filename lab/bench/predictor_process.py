@@ -14,8 +14,7 @@ import httpx
 from predictor.settings import PredictorSettings
 from services.launcher import ports
 from shared.errors import Unavailable
-from shared.wire.rpc_client import RpcClient
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.rpc_client import RpcClient, RpcClients
 from shared.wire.sockets import Sockets
 
 READY_S, LOOK_S, END_S = 180.0, 0.2, 20.0

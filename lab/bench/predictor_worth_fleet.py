@@ -28,8 +28,7 @@ from shared.domain.job import LengthPrediction
 from shared.errors import Busy
 from shared.sim.workload import Lengths, Workload
 from shared.wire.clients.monitor import MonitorClient
-from shared.wire.messages import PredictRequest
-from shared.wire.methods import PREDICT
+from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
 

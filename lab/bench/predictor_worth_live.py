@@ -42,13 +42,13 @@ from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
-from shared.policy.written import from_words
-from shared.runtime.curve_key import read_pair
+from shared.policy.registry import from_words
+from shared.runtime.keys import read_pair
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment, summary
 from shared.sim.outcomes import SimResult
-from shared.sim.policy_words import with_words
 from shared.sim.prediction import Prediction
+from shared.sim.spec import with_words
 from shared.sim.workload import Workload
 from shared.wire.sockets import Curve
 

@@ -24,9 +24,8 @@ from shared.domain.job import Slo
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment, summary
 from shared.sim.outcomes import SimResult
-from shared.sim.policy_words import with_words
 from shared.sim.prediction import Prediction
-from shared.sim.spec import InstanceSpec, RunSpec
+from shared.sim.spec import InstanceSpec, RunSpec, with_words
 from shared.sim.workload import Workload
 
 DEFAULT = "default"

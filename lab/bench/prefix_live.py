@@ -20,7 +20,7 @@ from lab.bench.stream_client import StreamFailed, stream_completion
 from lab.calibrate.target import Target
 from services.launcher.up import RunningSuite
 from shared.domain.instance import Role
-from shared.domain.prefix import block_hashes
+from shared.domain.prompt import block_hashes
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
 

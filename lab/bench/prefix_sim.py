@@ -15,8 +15,7 @@ from shared.domain.job import Slo
 from shared.errors import NotFound
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment
-from shared.sim.policy_words import with_words
-from shared.sim.spec import InstanceSpec, RunSpec
+from shared.sim.spec import InstanceSpec, RunSpec, with_words
 from shared.sim.traces import read_trace
 from shared.sim.workload import Workload
 

@@ -22,9 +22,8 @@ from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
-from shared.sim.policy_words import with_words
 from shared.sim.prediction import Prediction
-from shared.sim.spec import InstanceSpec, RunSpec
+from shared.sim.spec import InstanceSpec, RunSpec, with_words
 
 SLO = Slo(ttft_s=2.0, tpot_s=0.03)
 LONGEST = 8_000

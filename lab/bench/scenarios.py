@@ -18,9 +18,8 @@ from shared.domain.rates import StepForm, StepRates
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment
 from shared.sim.outcomes import SimResult
-from shared.sim.policy_words import with_words
 from shared.sim.prediction import Prediction
-from shared.sim.spec import InstanceSpec, RunSpec
+from shared.sim.spec import InstanceSpec, RunSpec, with_words
 from shared.sim.workload import Workload
 
 CLUSTERS = ("equal", "fast_slow", "prefill_heavy", "mixed_32")

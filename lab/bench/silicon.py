@@ -16,11 +16,9 @@ import numpy as np
 import pandas as pd
 
 from lab.bench.replayed import COUPLED, Result, at_most, coupled, mean_s, word
-from shared.cost.geometry import ExpertSplit
+from shared.cost.geometry import ExpertSplit, kv_capacity_tokens
 from shared.cost.library import Library
-from shared.cost.lockstep import Lockstep
-from shared.cost.memory import kv_capacity_tokens
-from shared.cost.step import StepModel
+from shared.cost.step import Lockstep, StepModel
 from shared.errors import InvalidRequest, NotFound
 from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits

@@ -13,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from shared.cost.geometry import kv_capacity_tokens
 from shared.cost.library import Library
-from shared.cost.memory import kv_capacity_tokens
 from shared.domain.instance import Role
-from shared.sim.arrivals import poisson, synthetic
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
 from shared.sim.traces import read_trace
-from shared.sim.workload import Workload
+from shared.sim.workload import Workload, poisson, synthetic
 
 AZURE = Path("traces/azure2023/AzureLLMInferenceTrace_conv.csv")
 MODEL = "Llama-3-8B"

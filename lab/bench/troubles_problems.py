@@ -30,8 +30,7 @@ from lab.bench.troubles_known import (
 )
 from lab.bench.troubles_load import Shot
 from shared.domain.instance import Role
-from shared.domain.verdict import Problem, Verdict
-from shared.domain.words import duration
+from shared.domain.verdict import Problem, Verdict, duration
 
 _SEEN_S = 1.2  # loads come with heartbeats, and a verdict is kept for half a second
 _FORESEEN = 1.15  # what is to come is foreseen by measured rates

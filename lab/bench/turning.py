@@ -19,7 +19,7 @@ SPARE = 1.5  # requests that are made for each that is wanted: some are too long
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """So many seconds of one kind of requests. arrivals: a name of `shared.sim.arrivals.ARRIVALS`."""
+    """So many seconds of one kind of requests. arrivals: a name of `shared.sim.workload.ARRIVALS`."""
 
     kind: str
     rate: float

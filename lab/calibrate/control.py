@@ -11,7 +11,7 @@ from shared.cost.rates_file import ControlPlane
 from shared.domain.kv import TransferOutcome
 from shared.errors import Unavailable
 from shared.timeline import RequestTimeline, Span, SpanRecord
-from shared.wire.steps import StepRecord
+from shared.wire.messages import StepRecord
 
 _ENOUGH = 12  # handovers
 _SLACK_S = 0.002  # between an engine's note of a step and the span that ends with it

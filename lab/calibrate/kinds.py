@@ -7,13 +7,13 @@ import numpy as np
 
 from lab.fit.host import HostFit, fit_on_host
 from lab.fit.steps import TimedStep
+from shared.cost.kinds import Floats, joined, others_busy
 from shared.cost.library import Library
 from shared.cost.linear import rates_of, saturation_tokens
 from shared.cost.rates_file import CalibratedKind, Kind, ScaledSteps, geometry_name, scaled_rates
-from shared.cost.shared_host import Floats, joined, others_busy
 from shared.cost.step import Batch, StepModel
 from shared.sim.measured import LiveInstance
-from shared.wire.steps import StepRecord
+from shared.wire.messages import StepRecord
 
 Steps = Mapping[str, Sequence[StepRecord]]
 

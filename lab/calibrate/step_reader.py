@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from shared.sim.measured import LiveInstance
-from shared.wire.clients.worker import WorkerAdmin
-from shared.wire.steps import StepRecord
+from shared.wire.clients.http import WorkerAdmin
+from shared.wire.messages import StepRecord
 
 _A_PAGE = 10_000
 

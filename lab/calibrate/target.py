@@ -18,9 +18,9 @@ from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, NotFound, Unavailable
 from shared.sim.measured import LiveInstance
 from shared.timeline import RequestTimeline
+from shared.wire.clients.http import WorkerAdmin
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerAdmin
-from shared.wire.clients.worker import WorkerAdmin
 
 WHO = "polyphase calibrate"
 _RECORDS_S = 15.0

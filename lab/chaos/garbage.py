@@ -18,9 +18,9 @@ from services.worker.kv.wire.tcp_framing import HEARTBEAT
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import InstanceLoad, Role
 from shared.domain.kv import Codec
+from shared.wire.broadcast import sealed
 from shared.wire.envelope import Envelope, Kind, encode_body, pack
 from shared.wire.messages import Heartbeat
-from shared.wire.sealed import sealed
 
 _MARK = "AAAAAAAA"  # becomes bytes that are no UTF-8
 _DEEP = b"\x91" * 50_000 + b"\xc0"

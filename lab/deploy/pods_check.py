@@ -27,7 +27,7 @@ from services.launcher.render.manifests import render
 from services.launcher.render.objects import Manifest
 from services.launcher.render.options import RenderOptions
 from shared.errors import NotFound, PolyphaseError
-from shared.runtime.cluster_token import new_token
+from shared.runtime.keys import new_token
 
 _SUBNET = "10.213"  # some network that nobody has
 

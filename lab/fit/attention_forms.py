@@ -7,9 +7,8 @@ import numpy as np
 from lab.fit.forms import fixed_unless
 from lab.fit.least_squares import Form, Parameter
 from lab.fit.rows import AttentionRows, Floats
-from shared.cost.attention import DecodeAttention, VarlenAttention
 from shared.cost.catalogue import Accelerator
-from shared.cost.operators import Memory, device_of
+from shared.cost.operators import DecodeAttention, Memory, VarlenAttention, device_of
 
 _US, _NS, _MB = 1e-6, 1e-9, 1e6
 _ROWS, _PACKED_ROWS = 64.0, 128.0  # query rows of a tile, see VarlenAttention

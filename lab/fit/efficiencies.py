@@ -13,9 +13,9 @@ from lab.fit.forms import all_reduce_form, elementwise_form, experts_form, gemm_
 from lab.fit.least_squares import Fit, fit
 from lab.fit.rows import AllReduceRows, AttentionRows, ElementwiseRows, ExpertRows, GemmRows, MlpRows
 from lab.fit.tables import Table
-from shared.cost.attention import VarlenAttention
 from shared.cost.catalogue import Accelerator
 from shared.cost.efficiency import BY_PRECISION, EfficiencyTable
+from shared.cost.operators import VarlenAttention
 
 # Whose tables give an operator's constants, first choice first. An operator table that is not listed is fitted and
 # reported, but not used: it times other kernels than an engine of today runs.

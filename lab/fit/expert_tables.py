@@ -12,7 +12,7 @@ import pandas as pd
 from lab.fit.rows import ExpertRows
 from lab.fit.tables import column, read_csv
 from shared.cost.catalogue import Catalogue, precision_of
-from shared.cost.models import bundled_geometry
+from shared.cost.library import bundled_geometry
 from shared.errors import InvalidRequest
 
 _MS, _US = 1e-3, 1e-6

@@ -9,7 +9,7 @@ from scipy.optimize import nnls
 
 from lab.fit.least_squares import mape
 from lab.fit.steps import LiveFit, TimedStep, fit_live
-from shared.cost.shared_host import NEAR, Curve, Floats, slowdown_at, slowdown_curve
+from shared.cost.kinds import NEAR, Curve, Floats, slowdown_at, slowdown_curve
 from shared.cost.step import Batch, StepModel
 from shared.errors import InvalidRequest
 

@@ -17,7 +17,7 @@ from lab.fit.tables import Table, column, merged, read_csv
 from lab.fit.vidur_tables import vidur_attention, vidur_tables
 from shared.cost.catalogue import Accelerator, Catalogue, bytes_of, precision_of
 from shared.cost.geometry import ModelGeometry
-from shared.cost.models import bundled_geometry
+from shared.cost.library import bundled_geometry
 from shared.errors import InvalidRequest, NotFound
 
 _MS, _US, _NS = 1e-3, 1e-6, 1e-9

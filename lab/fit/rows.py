@@ -6,7 +6,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.cost.attention import Heads
+from shared.cost.operators import Heads
 
 Floats = NDArray[np.float64]
 

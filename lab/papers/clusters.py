@@ -8,9 +8,9 @@ import numpy as np
 
 from lab.papers.testbed import Testbed
 from shared.cost.linear import rates_of
+from shared.cost.network import Link
 from shared.cost.rates_file import ScaledSteps
 from shared.cost.step import StepTimes
-from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, InstanceSpec

@@ -9,9 +9,8 @@ from lab.papers.cronus_stages import LOWS, MODELS, capacities, requests
 from lab.papers.cronus_systems import SYSTEMS, Column, run_system
 from lab.papers.rows import Row, Section, gain, order, ratio_gain, told, value
 from lab.papers.testbed import Testbed
-from shared.sim.arrivals import evenly
 from shared.sim.outcomes import SimResult
-from shared.sim.workload import Workload
+from shared.sim.workload import Workload, evenly
 
 _COLUMNS = tuple(Column(low, model) for low in LOWS for model in MODELS)
 # Requests a second, in the order of the columns.

@@ -15,7 +15,7 @@ from lab.papers.clusters import Kind, instances, requests_per_s
 from lab.papers.lengths import CONVERSATION, azure
 from lab.papers.testbed import Testbed
 from lab.papers.watermark import Watermark
-from shared.cost.transfer import Link
+from shared.cost.network import Link
 from shared.domain.instance import Role
 from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, FirstToken, RunSpec

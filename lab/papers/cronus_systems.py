@@ -9,10 +9,9 @@ from lab.papers.stages import Stage, in_turn, staged
 from lab.papers.testbed import Testbed
 from lab.papers.watermark import Watermark
 from shared.domain.instance import Role
-from shared.policy.cronus import CronusSplit
 from shared.policy.dispatch import PowerOfTwo
 from shared.policy.placement import LeastLoad, Placement, Policies, Weighted
-from shared.policy.split import FullSplit, NoSplit, Split
+from shared.policy.split import CronusSplit, FullSplit, NoSplit, Split
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, FirstToken, InstanceSpec, RunSpec

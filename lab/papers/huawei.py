@@ -15,16 +15,15 @@ from lab.papers.testbed import Testbed
 from lab.papers.watermark import Watermark
 from shared.cost.linear import huawei_of
 from shared.domain.instance import Role
-from shared.plan.methods.exhaustive import estimated_throughput
+from shared.plan.methods.papers import estimated_throughput
 from shared.policy.dispatch import RandomDispatch
 from shared.policy.placement import Placement, Policies, RoundRobin, Single, Weighted
+from shared.policy.placement_policies import Memory
+from shared.policy.placement_policies import Workload as LeastWorkload
 from shared.policy.split import NoSplit
-from shared.policy.workload import Memory
-from shared.policy.workload import Workload as LeastWorkload
-from shared.sim.arrivals import poisson
 from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
-from shared.sim.workload import Workload
+from shared.sim.workload import Workload, poisson
 
 # vLLM 0.6.0 as it comes: prefill first, whole prompts, 256 sequences.
 _LIMITS = EngineLimits(batched_tokens=8192, sequences=256, prefill_first=True)

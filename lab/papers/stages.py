@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 from lab.papers.testbed import Testbed
+from shared.cost.geometry import kv_capacity_tokens
 from shared.cost.linear import partial_prefill_of
-from shared.cost.memory import kv_capacity_tokens
+from shared.cost.network import Link
 from shared.cost.pipeline import Pipeline
 from shared.cost.rates_file import ScaledSteps
 from shared.cost.step import StepModel
-from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.domain.rates import PartialPrefillCost, Rates
 from shared.sim.spec import EngineLimits, InstanceSpec

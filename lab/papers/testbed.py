@@ -9,9 +9,8 @@ import msgspec
 from lab.papers.engine_steps import EngineSteps
 from shared.cost.catalogue import Accelerator, Catalogue
 from shared.cost.efficiency import Efficiencies
-from shared.cost.geometry import ModelGeometry
+from shared.cost.geometry import ModelGeometry, kv_capacity_tokens
 from shared.cost.library import Library
-from shared.cost.memory import kv_capacity_tokens
 from shared.cost.operators import Collective
 from shared.cost.step import StepModel
 from shared.files.yaml_file import read_yaml

@@ -10,8 +10,8 @@ from lab.papers.testbed import Testbed
 from lab.papers.tetriinfer_micro import micro_rows
 from lab.papers.tetriinfer_schedulers import scheduler_rows
 from lab.papers.tetriinfer_testbed import SEEDS, coupled, disaggregated
-from shared.sim.arrivals import tetri
 from shared.sim.outcomes import SimResult
+from shared.sim.workload import tetri
 
 
 @dataclass(frozen=True, slots=True)

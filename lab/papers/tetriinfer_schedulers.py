@@ -15,9 +15,9 @@ from shared.policy.dispatch import DispatchPolicy, PowerOfTwo, RandomDispatch, S
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.prefill_order import Fcfs, PrefillOrder, Sjf
 from shared.policy.split import FullSplit
-from shared.sim.arrivals import tetri
 from shared.sim.outcomes import SimResult
 from shared.sim.prediction import Prediction
+from shared.sim.workload import tetri
 
 _SURE = Prediction(width_tokens=200, buckets=10, accuracy=1.0)
 

@@ -11,7 +11,7 @@ from lab.papers.clusters import Kind, instances
 from lab.papers.testbed import Testbed
 from lab.papers.tetriinfer_micro import ACCELERATOR, DEGREE, MODEL
 from lab.papers.watermark import AtopWatermark, Watermark
-from shared.cost.transfer import Link
+from shared.cost.network import Link
 from shared.domain.instance import Role
 from shared.policy.decode_admission import ReserveDynamic
 from shared.policy.dispatch import PowerOfTwo

@@ -8,12 +8,12 @@ from lab.papers.stages import Stage, staged
 from lab.papers.testbed import Testbed
 from lab.papers.thunderserve_ratio import NETWORK, RUN
 from lab.papers.watermark import Watermark
-from shared.cost.transfer import Link, transfer_time_s
+from shared.cost.network import Link, transfer_time_s
 from shared.domain.instance import Role
 from shared.domain.kv import Codec
-from shared.sim.arrivals import synthetic
 from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
+from shared.sim.workload import synthetic
 
 MODEL, LAYERS = "LLaMA-30B", 60
 INSIDE = Link(16e9, latency_s=1e-4)  # between stages of one host, over PCIe

@@ -16,11 +16,10 @@ from lab.papers.testbed import Testbed
 from lab.papers.thunderserve_link import INSIDE, LAYERS, MODEL
 from lab.papers.thunderserve_ratio import CONTEXT_TOKENS, NETWORK, RUN
 from shared.domain.instance import Role
-from shared.sim.arrivals import poisson
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss
-from shared.sim.workload import Times, Workload
+from shared.sim.workload import Times, Workload, poisson
 
 _P, _D = Role.PREFILL, Role.DECODE
 _HALF = LAYERS // 2

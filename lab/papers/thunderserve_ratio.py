@@ -9,7 +9,7 @@ from lab.papers.lengths import CODING, CONVERSATION, azure
 from lab.papers.rows import Row, order
 from lab.papers.testbed import Testbed
 from lab.papers.watermark import Watermark
-from shared.cost.transfer import Link
+from shared.cost.network import Link
 from shared.domain.instance import Role
 from shared.domain.kv import Codec
 from shared.sim.cluster import simulate

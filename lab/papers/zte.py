@@ -13,12 +13,12 @@ from lab.papers.testbed import Testbed
 from lab.papers.watermark import Watermark
 from shared.cost.catalogue import Accelerator
 from shared.cost.geometry import ModelGeometry
-from shared.cost.transfer import Link
+from shared.cost.network import Link
 from shared.domain.instance import Role
-from shared.sim.arrivals import poisson, synthetic
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, RunSpec
+from shared.sim.workload import poisson, synthetic
 
 _MODEL = "Llama-2-7B"
 _RDMA = Link(25e9, efficiency=0.8)

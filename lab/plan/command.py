@@ -46,7 +46,7 @@ def plan_command(
     if context.invoked_subcommand is not None:
         return
     from lab.plan.session import PlanOptions, run_plan
-    from shared.plan.asked import Wanted
+    from shared.plan.answer import Wanted
 
     wanted = Wanted(
         rate=rate,
@@ -74,7 +74,7 @@ def inventory_command(out: _Out = Path("inventory.yaml")) -> None:
     from lab.plan.local_inventory import inventory_here
     from shared.cost.library import Library
     from shared.errors import InvalidRequest
-    from shared.plan.inventory_file import write_inventory
+    from shared.plan.inventory import write_inventory
 
     if out.exists():
         raise InvalidRequest(f"{out} exists already; give another --out")

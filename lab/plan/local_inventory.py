@@ -7,9 +7,7 @@ import subprocess
 
 from shared.cost.catalogue import Accelerator, Catalogue
 from shared.cost.kinds import HOP_LATENCY_S
-from shared.cost.network import Network
-from shared.cost.network_file import INSIDE_EFFICIENCY
-from shared.cost.transfer import Link
+from shared.cost.network import INSIDE_EFFICIENCY, Link, Network
 from shared.errors import NotFound
 from shared.plan.inventory import Inventory, Pool
 

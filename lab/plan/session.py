@@ -17,9 +17,8 @@ from shared.cost.catalogue import Catalogue
 from shared.cost.kinds import Workshop
 from shared.domain.job import Slo, tight_gaps
 from shared.errors import InvalidRequest
-from shared.plan.answer import answered, cluster_file, figures
-from shared.plan.asked import Asked, Wanted
-from shared.plan.inventory_file import read_inventory
+from shared.plan.answer import Asked, Wanted, answered, cluster_file, figures
+from shared.plan.inventory import read_inventory
 from shared.plan.search import Found, Outcome
 
 

@@ -13,21 +13,18 @@ from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.geometry import ModelGeometry
 from shared.cost.kinds import HOP_LATENCY_S, EngineKind, Stage, Workshop, even_layers
 from shared.cost.library import Library
-from shared.cost.network import Network
-from shared.cost.network_file import INSIDE_EFFICIENCY, LinkEntry
+from shared.cost.network import INSIDE_EFFICIENCY, Link, LinkEntry, Network
 from shared.cost.rates_file import CalibratedKind, ScaledSteps, merged_rates, scaled_rates
 from shared.cost.step import Batch, StepTimes
 from shared.cost.step_rates import step_rates_of
-from shared.cost.transfer import Link
 from shared.domain.job import Slo
 from shared.domain.kv import default_staging
 from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest, PolyphaseError
 from shared.policy.chunk_size import ChunkBounds, chunk_tokens
-from shared.policy.written import from_file
-from shared.sim.policy_words import with_policies
+from shared.policy.registry import from_file
 from shared.sim.prediction import Prediction
-from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec
+from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec, with_policies
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ from shared.errors import InvalidRequest
 from shared.sim.cluster import simulate
 from shared.sim.metrics import goodput, summary
 from shared.sim.outcomes import SimResult
-from shared.sim.policy_words import with_words
 from shared.sim.prediction import Prediction
-from shared.sim.spec import RunSpec
+from shared.sim.spec import RunSpec, with_words
 from shared.sim.workload import Workload
 
 _SAMPLES = 400  # of a load timeline

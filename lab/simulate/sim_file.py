@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from services.launcher.cluster_file import CLUSTERS
 from services.launcher.cluster_sections import with_defaults
 from services.worker.settings import ChunkSetting
-from shared.cost.memory import RESERVE_BYTES, UTILISATION
-from shared.cost.network_file import LinkEntry, NetworkEntry
+from shared.cost.geometry import RESERVE_BYTES, UTILISATION
+from shared.cost.network import LinkEntry, NetworkEntry
 from shared.domain.instance import Role
 from shared.domain.job import FirstTokenOut, WhenFull, tight_gaps
 from shared.domain.kv import Codec
@@ -181,7 +181,7 @@ class SimFile(_Part):
     instances: tuple[InstanceEntry, ...] = Field(min_length=1)
     links: dict[str, LinkEntry] = {}
     network: NetworkEntry | None = None
-    policies: dict[str, Any] = {}  # as `shared.policy.written.from_file` reads it
+    policies: dict[str, Any] = {}  # as `shared.policy.registry.from_file` reads it
     prediction: PredictionEntry | None = None
     slo: SloEntry = SloEntry()
     losses: tuple[LossEntry, ...] = ()

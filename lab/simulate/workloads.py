@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import InvalidRequest
-from shared.sim.arrivals import ARRIVALS, Tetri, bursts
-from shared.sim.made import CHOICES, is_made, made
 from shared.sim.traces import BLOCK_TOKENS, read_trace
-from shared.sim.workload import Workload
+from shared.sim.workload import ARRIVALS, CHOICES, Tetri, Workload, bursts, is_made, made
 
 DEFAULT_REQUESTS = 1000
 

@@ -10,36 +10,26 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.cluster_monitor.audit import Audit
-from services.cluster_monitor.auto_flips import AutoFlips, seen_now
-from services.cluster_monitor.broadcaster import Broadcaster
-from services.cluster_monitor.console_routes import router as console_router
-from services.cluster_monitor.demand import DemandService
-from services.cluster_monitor.ends import Ends
+from services.cluster_monitor.broadcaster import Broadcaster, Ends, Heartbeats
 from services.cluster_monitor.events import EventKind, Events
-from services.cluster_monitor.flips import Operations
-from services.cluster_monitor.followers import Followers
-from services.cluster_monitor.heartbeats import Heartbeats
+from services.cluster_monitor.flips import AutoFlips, Operations, seen_now
 from services.cluster_monitor.history import SERVED_S, History
 from services.cluster_monitor.lease import NAME, Alone, Lease, Turn
-from services.cluster_monitor.memory import Memory
 from services.cluster_monitor.metrics import ClusterCollector, count_detections
-from services.cluster_monitor.peers import Peers
-from services.cluster_monitor.policy_book import PolicyBook
-from services.cluster_monitor.policy_routes import router as policy_router
-from services.cluster_monitor.registry import MAX_DEAD, Registry
-from services.cluster_monitor.routes import router
+from services.cluster_monitor.policy_book import Followers, PolicyBook
+from services.cluster_monitor.registry import MAX_DEAD, Memory, Registry
+from services.cluster_monitor.routes import router, targets_router
+from services.cluster_monitor.routes import router as console_router
+from services.cluster_monitor.routes import router as policy_router
 from services.cluster_monitor.settings import MonitorSettings
-from services.cluster_monitor.situation import Judge
-from services.cluster_monitor.slo import SloService
-from services.cluster_monitor.state import State
-from services.cluster_monitor.targets import targets_router
-from services.cluster_monitor.turns import Turns
-from services.cluster_monitor.watch import PERIOD_S as WATCH_S
-from services.cluster_monitor.watch import Watch
+from services.cluster_monitor.situation import PERIOD_S as WATCH_S
+from services.cluster_monitor.situation import Judge, Peers, Watch
+from services.cluster_monitor.slo import DemandService, SloService
+from services.cluster_monitor.state import State, Turns
 from shared.domain.policies import PolicySet
 from shared.errors import PolyphaseError
+from shared.policy.registry import from_file
 from shared.policy.role_flip import Seen
-from shared.policy.written import from_file
 from shared.runtime.http import service_app
 from shared.runtime.logs import get_log
 from shared.runtime.tasks import Background, background

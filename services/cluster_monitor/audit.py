@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.cluster_monitor.record import Record
+from services.cluster_monitor.registry import Record
 from shared.domain.instance import Role
 from shared.errors import DeadlineExceeded, OutcomeUnknown, PolyphaseError
 from shared.runtime.logs import get_log

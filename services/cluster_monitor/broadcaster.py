@@ -2,20 +2,25 @@
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 
 import msgspec
 
 from services.cluster_monitor.lease import Turn
-from services.cluster_monitor.memory import Memory
 from services.cluster_monitor.policy_book import PolicyBook
-from services.cluster_monitor.record import Record
-from services.cluster_monitor.registry import Registry
+from services.cluster_monitor.registry import Memory, Record, Registry
+from services.cluster_monitor.settings import MonitorSettings
 from shared.domain.cluster import ClusterDelta
-from shared.domain.instance import ClusterView
+from shared.domain.instance import ClusterView, InstanceState
 from shared.domain.policies import PolicySet
-from shared.errors import Standby
-from shared.runtime.alarm import Alarm
-from shared.wire.cluster_feed import POLICIES, WHOLE, ClusterPublisher
+from shared.errors import PolyphaseError, Standby
+from shared.runtime.logs import get_log
+from shared.runtime.tasks import Alarm
+from shared.wire.broadcast import POLICIES, WHOLE, ClusterPublisher, Subscriber
+from shared.wire.messages import Heartbeat
+from shared.wire.sockets import Sockets
 
 SLICE = 64  # loads of a broadcast: with more of them, listeners would be busy with one for milliseconds
 SAME_S = 1.0  # so often the same load is told again: what listeners have assigned and never came ends with it
@@ -174,3 +179,113 @@ class Broadcaster:
     def _asked(self, topic: bytes) -> None:
         self._wanted.add(topic)
         self.soon()
+
+
+# MERGED heartbeats.py
+# Heartbeats: from the socket into the records, and what their absence means.
+
+
+log = get_log(__name__)
+LEAST_S = 0.01  # between two looks
+
+
+class Heartbeats:
+    """Takes heartbeats in. Who is not registered, or taken for dead, is told so, and counted in `ignored`."""
+
+    def __init__(self, registry: Registry, memory: Memory, broadcaster: Broadcaster, period_s: float) -> None:
+        self._registry = registry
+        self._memory = memory
+        self._broadcaster = broadcaster
+        self._period_s = period_s
+        self._loop = asyncio.get_running_loop()
+        self.taken = 0
+        self.ignored: Counter[str] = Counter()
+
+    def take(self, beat: Heartbeat) -> None:
+        """One heartbeat."""
+        record = self._registry.find(beat.instance_id)
+        if record is None:
+            self._recall(beat)
+            record = self._registry.find(beat.instance_id)
+        if record is None or beat.generation != record.info.generation or not record.alive:
+            self._ignore(beat, record)
+            return
+        self.taken += 1
+        role = record.role
+        renewed = record.heard(beat, self._loop.time())
+        if role is not record.role:
+            self._broadcaster.changed(record)
+        elif renewed:
+            self._broadcaster.renewed(record)
+        else:
+            self._broadcaster.loaded(record)
+        if record.state is not InstanceState.READY or record.draining:
+            self._registry.settle(record)
+        if role is not record.role and record.state is InstanceState.READY and not record.operation:
+            log.info("instance changed its role by itself", instance_id=beat.instance_id, role=beat.role.value)
+
+    async def watch(self) -> None:
+        """Look for silence, until cancelled: whenever somebody may have been silent for too long.
+
+        After a stall of this process heartbeats wait unread: look a period later.
+        """
+        while True:
+            due = max(self._registry.tick(self._period_s), self._loop.time() + LEAST_S)
+            await asyncio.sleep(due - self._loop.time())
+            if self._loop.time() - due > 3 * self._period_s:
+                await asyncio.sleep(self._period_s)
+
+    def _ignore(self, beat: Heartbeat, record: Record | None) -> None:
+        if record is None:
+            self.ignored["unknown"] += 1
+        elif beat.generation == record.info.generation:
+            self.ignored["dead"] += 1
+        else:
+            self.ignored["generation"] += 1
+            if beat.generation < record.info.generation:
+                return  # somebody has taken its place
+        self._broadcaster.stranger(beat.instance_id, beat.generation)
+
+    def _recall(self, beat: Heartbeat) -> None:
+        known = self._memory.take(beat.instance_id, beat.generation)
+        if known is None:
+            return
+        try:
+            self._registry.register(known, beat.role, remembered=True)
+        except PolyphaseError as error:
+            log.warning("remembered instance refused", instance_id=beat.instance_id, why=error.message)
+
+
+# MERGED ends.py
+# The monitor's bound sockets: they are there while it stands by, too, so that the others need not connect first.
+
+
+GATHER_S = 0.05  # heartbeats that share a wake-up: most wait for the next broadcast anyway
+
+
+class Ends:
+    """Where heartbeats come in and broadcasts go out, for the life of the process."""
+
+    def __init__(self, stack: AsyncExitStack, settings: MonitorSettings) -> None:
+        self.sockets = Sockets.of(settings)
+        stack.callback(self.sockets.close)
+        self.publisher = ClusterPublisher(self.sockets, settings.broadcast_address)
+        stack.callback(self.publisher.close)
+        self._beats: Heartbeats | None = None
+        self.on_epoch: Callable[[int], None] = lambda _: None  # of each heartbeat, also while the monitor is a standby
+        self.subscriber = Subscriber(self.sockets, settings.heartbeat_address, Heartbeat, self._take, GATHER_S)
+        stack.callback(self.subscriber.close)
+
+    @contextmanager
+    def heard_by(self, beats: Heartbeats) -> Iterator[None]:
+        """Hand heartbeats over, for the block's length; nobody hears them outside of one."""
+        self._beats = beats
+        try:
+            yield
+        finally:
+            self._beats = None
+
+    def _take(self, beat: Heartbeat) -> None:
+        self.on_epoch(beat.epoch)
+        if self._beats is not None:
+            self._beats.take(beat)

@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.cluster_monitor.audit import Result
-from services.cluster_monitor.record import Record
+from services.cluster_monitor.registry import Record
 from shared.domain.instance import InstanceState
 from shared.store.reading import read_events
 from shared.store.tables import events

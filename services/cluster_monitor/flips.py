@@ -1,17 +1,94 @@
 """Flips, drains and resumes: the only place that knows the order of their steps."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
+
+import anyio
 
 from services.cluster_monitor.audit import Asked, Audit, Entry, Result
 from services.cluster_monitor.lease import Turn
-from services.cluster_monitor.record import Record
-from services.cluster_monitor.registry import Registry
+from services.cluster_monitor.registry import Record, Registry
 from services.cluster_monitor.settings import MonitorSettings
-from services.cluster_monitor.steps import Steps
-from shared.domain.instance import InstanceState, Role
+from shared.domain.demand import Demand, RolesWanted
+from shared.domain.instance import ClusterView, InstanceState, Role
+from shared.domain.policies import PolicySet
+from shared.domain.route import PolicySpec, Reason
 from shared.errors import Conflict, DeadlineExceeded, NotFound, OutcomeUnknown, PolyphaseError, Standby, from_code
+from shared.policy import registry
+from shared.policy.predictive_roles import PredictiveFlip
+from shared.policy.role_flip import FlipDecision, NoFlip, Seen
+from shared.runtime.logs import get_log
+from shared.runtime.tasks import Background
+from shared.wire.messages import DRAIN, FLIP, RESUME, DrainRequest, FlipRequest, ResumeRequest
+
+# MERGED steps.py
+# The calls to one instance of which operations are made.
+
+
+log = get_log(__name__)
+UNDO_S = 3.0
+
+
+class Steps:
+    """Drain, change, resume, undo; each notes in the operation's entry how long it took."""
+
+    def __init__(self, settings: MonitorSettings, turn: Turn) -> None:
+        self._settings = settings
+        self._turn = turn
+
+    async def drain(self, record: Record, entry: Entry, timeout_s: float | None) -> None:
+        """Wait for its work to end. Raises DeadlineExceeded when some is left (it goes on draining), PeerLost."""
+        self._turn.check()
+        limit_s = timeout_s or self._settings.drain_timeout_s
+        record.resumed_mono = -math.inf
+        started = asyncio.get_running_loop().time()
+        try:
+            reply = await record.client.call(
+                DRAIN, DrainRequest(limit_s, self._turn.epoch), timeout_s=limit_s + self._settings.rpc_timeout_s
+            )
+        finally:
+            entry.drain_s = asyncio.get_running_loop().time() - started
+        record.draining = True
+        if not reply.drained:
+            raise DeadlineExceeded(
+                f"{record.instance_id} did not drain within {limit_s:g} s: {reply.remaining} jobs remain"
+            )
+
+    async def change(self, record: Record, entry: Entry, target: Role) -> None:
+        """Take the other role, and show it. Raises Conflict, DeadlineExceeded, PeerLost."""
+        self._turn.check()
+        request = FlipRequest(target, self._turn.epoch)
+        reply = await record.client.call(FLIP, request, timeout_s=self._settings.rpc_timeout_s)
+        entry.flip_s = reply.duration_s
+        if reply.role is not target:
+            raise Conflict(f"{record.instance_id} answered the flip with the role {reply.role.value}")
+        try:
+            await record.next_heartbeat(lambda beat: beat.role is target, self._settings.verify_timeout_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{record.instance_id} sent no heartbeat as {target.value} within "
+                f"{self._settings.verify_timeout_s:g} s of its flip"
+            ) from error
+
+    async def resume(self, record: Record) -> None:
+        """Take work again. Raises DeadlineExceeded, PeerLost."""
+        self._turn.check()
+        await record.client.call(RESUME, ResumeRequest(self._turn.epoch), timeout_s=self._settings.rpc_timeout_s)
+        record.draining, record.resumed_mono = False, asyncio.get_running_loop().time()
+
+    async def undo(self, record: Record) -> None:
+        """Let it work again in whatever role it has; also when this very call is being cancelled."""
+        if not record.alive:
+            return
+        try:
+            with anyio.move_on_after(UNDO_S, shield=True):
+                await self.resume(record)
+        except PolyphaseError as error:
+            log.error("an instance could not be resumed", instance_id=record.instance_id, why=error.message)
+
 
 OPERABLE = (InstanceState.READY, InstanceState.DRAINING)
 
@@ -159,3 +236,87 @@ class Operations:
             said = f"whether the {entry.kind} of {record.instance_id} was carried out is unknown: {over.message}"
             return OutcomeUnknown(said, operation_id=entry.operation_id)
         return error
+
+
+# MERGED auto_flips.py
+# Role flips that a policy decides: the thin driver between it and the operations that carry a flip out.
+
+POLICY = "role_flip:"  # who, in the audit, before the policy's name
+_STOOD = (Result.RUNNING, Result.SUCCEEDED, Result.UNKNOWN)
+
+
+class AutoFlips:
+    """Asks the policy that the view names at each `step`, another one without what its predecessor remembered.
+
+    Its decisions run as operations like any other, with their reasons in the audit.
+    """
+
+    def __init__(
+        self, view: Callable[[], ClusterView], seen: Callable[[], Seen], operations: Operations, tasks: Background
+    ) -> None:
+        self._view = view
+        self._seen = seen
+        self._operations = operations
+        self._tasks = tasks
+        self._spec = PolicySet().role_flip
+        self._policy = registry.role_flip(self._spec.name)
+        self._state = self._policy.start()
+
+    def step(self) -> None:
+        """Ask once."""
+        now, view = asyncio.get_running_loop().time(), self._view()
+        self._follow(view.policies.role_flip)
+        if isinstance(self._policy, NoFlip):
+            return
+        self._state, decision = self._policy.step(self._state, view, now, self._seen())
+        if decision is not None:
+            self._tasks.start(f"role flip of {decision.instance_id}", self._flip(decision))
+
+    def held(self) -> Seen:
+        """What people's flips forbid every policy, and the planner, at the moment."""
+        return self._seen()
+
+    def wanted(self) -> RolesWanted | None:
+        """The roles that `predictive` would go for, whether it is in force or not; None while it cannot tell."""
+        policy = self._policy if isinstance(self._policy, PredictiveFlip) else PredictiveFlip()
+        return policy.wanted(self._view(), self._seen())
+
+    def _follow(self, spec: PolicySpec) -> None:
+        if spec != self._spec:
+            self._spec = spec
+            self._policy = registry.role_flip(spec.name, spec.parameters)
+            self._state = self._policy.start()
+
+    async def _flip(self, decision: FlipDecision) -> None:
+        who = f"{POLICY}{self._policy.name}"
+        asked = Asked(who, why=in_words(decision.reasons))
+        try:
+            await self._operations.flip(decision.instance_id, asked, force=False, drain_timeout_s=None)
+        except PolyphaseError as error:  # the policy decides again when its conditions hold again
+            log.warning("a flip failed", instance_id=decision.instance_id, who=who, error=error.message)
+
+
+def seen_now(demand: Demand | None, audit: Audit, respects_s: float) -> Seen:
+    """What a policy may know beside the loads; flips that people have ordered hold for `respects_s`."""
+    now = time.time()
+    return Seen.of(demand, _by_people(audit, now - respects_s), now, respects_s)
+
+
+def _by_people(audit: Audit, since_s: float) -> Iterator[tuple[float, str, Role]]:
+    """The flips that people have ordered since then and that were not refused and did not fail, newest first.
+
+    Programs give reasons with theirs, people do not.
+    """
+    for row in audit.newest_first():
+        if row["started_s"] < since_s:
+            return
+        if row["kind"] == "flip" and row["result"] in _STOOD and not row["why"]:
+            yield row["started_s"], row["instance_id"], Role(row["to_role"])
+
+
+def in_words(reasons: Iterable[Reason]) -> str:
+    """Reasons as one line for the audit."""
+    return "; ".join(
+        f"{reason.what} ({', '.join(f'{name} {value}' for name, value in reason.figures.items())})"
+        for reason in reasons
+    )

@@ -1,16 +1,31 @@
 """What the database keeps of instances and requests: the registry, samples of loads, and both in steps of time."""
 
+import asyncio
 import time
 import uuid
-from typing import Any
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import ceil
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.cluster_monitor.record import Record
-from services.cluster_monitor.registry import Registry
-from shared.policy.load_history import LoadBook, Seen
+from services.cluster_monitor.registry import Record, Registry
+from shared.domain.instance import Role
+from shared.domain.verdict import Stage
+from shared.errors import NotFound
+from shared.policy import load_history
+from shared.policy import served as served_rows
+from shared.policy.load_history import FIGURES, STEPS_S, LoadBook, Seen, Totals
+from shared.policy.log_histogram import quantile
 from shared.policy.served import KEPT_S, Ended, Served, ServedBook, Slot
+from shared.store.reading import tuples_of
 from shared.store.tables import instances, load_steps, loads, served
+from shared.store.tables import served as served_table
 from shared.store.write_behind import WriteBehind
 
 LOADS_S = 5.0  # samples that share a transaction
@@ -133,3 +148,245 @@ def _served_row(slot: Slot, one: Served, life: str) -> dict[str, Any]:
         "itl_target_s": one.itl_target_s,
         "content": msgspec.json.encode(msgspec.structs.replace(one, stages={})).decode(),
     }
+
+
+# MERGED history_page.py
+# `GET /history`: what was served and how full the cluster was, point by point.
+
+
+LEAST_S = 10  # of a point
+FINE_MINUTES = 120  # over more than that points are a minute long at least
+Column = list[float | None]
+Columns = dict[str, Column]
+
+
+class Grid(NamedTuple):
+    """Points of equal length, of which the last one holds `now`. Unix seconds."""
+
+    from_s: int
+    to_s: int
+    step_s: int
+    now: float
+
+    @classmethod
+    def of(cls, minutes: int, points: int, now: float) -> "Grid":
+        """About so many points over so many minutes: whole steps of the finest rows that are not finer than they."""
+        wanted = minutes * 60 / points
+        unit_s = 60 if minutes > FINE_MINUTES or wanted > 60 else LEAST_S
+        step_s = max(1, ceil(wanted / unit_s)) * unit_s
+        to_s = (int(now) // step_s + 1) * step_s
+        return cls(to_s - max(1, minutes * 60 // step_s) * step_s, to_s, step_s, now)
+
+    @property
+    def times(self) -> list[int]:
+        """Where each point begins."""
+        return list(range(self.from_s, self.to_s, self.step_s))
+
+    def at(self, time_s: float) -> int:
+        """The point of a moment within it."""
+        return int(time_s - self.from_s) // self.step_s
+
+    def lasted_s(self, start_s: int) -> float:
+        """Of a point, as much as has passed."""
+        return max(1.0, min(start_s + self.step_s, self.now) - start_s)
+
+    def level(self, steps_s: Sequence[int]) -> int:
+        """Of rows: the longest that are not longer than a point."""
+        return max(step_s for step_s in steps_s if step_s <= self.step_s)
+
+    def describe(self) -> dict[str, Any]:
+        """What every answer begins with."""
+        return {"from_s": self.from_s, "to_s": self.to_s, "step_s": self.step_s, "time_s": self.times}
+
+
+async def history(engine: AsyncEngine, grid: Grid, marks: list[dict[str, Any]]) -> bytes:
+    """The page as JSON. Raises Unavailable when the database fails."""
+    ended = await tuples_of(engine, _rows(served_table, grid, served_rows.STEPS_S, "slo", "content"))
+    loads = await tuples_of(engine, _rows(load_steps, grid, load_history.STEPS_S, "samples", "totals"))
+    return await asyncio.to_thread(_page, grid, ended, loads, marks)  # some 10 ms, which the loop is spared
+
+
+def _rows(table: Any, grid: Grid, steps_s: Sequence[int], *names: str) -> Any:
+    columns = (table.c.time_s, *(table.c[name] for name in names))
+    level = grid.level(steps_s)
+    wanted = (table.c.step_s == level, table.c.time_s >= grid.from_s, table.c.time_s < grid.to_s)
+    return select(*columns).where(*wanted).order_by(table.c.time_s)
+
+
+def _page(
+    grid: Grid, ended: Sequence[tuple[Any, ...]], loads: Sequence[tuple[Any, ...]], marks: list[dict[str, Any]]
+) -> bytes:
+    decode = msgspec.json.Decoder(Served).decode
+    by_class: dict[str, dict[int, list[Served]]] = defaultdict(lambda: defaultdict(list))
+    for time_s, slo, content in ended:
+        by_class[slo][grid.at(time_s)].append(decode(content))
+    classes = {
+        slo: [served_rows.total(parts.get(at, ())) for at in range(len(grid.times))] for slo, parts in by_class.items()
+    }
+    whole = (
+        [served_rows.total(one) for one in zip(*classes.values(), strict=True)]
+        if classes
+        else [Served() for _ in grid.times]
+    )
+    seen = {grid.at(time_s) for time_s, *_ in (*ended, *loads)} | {len(grid.times) - 1}
+    targets = {slo: _targets(points) for slo, points in classes.items()}
+    busiest = max(classes, key=lambda slo: sum(one.judged for one in classes[slo]), default="")
+    return msgspec.json.encode(
+        {
+            **grid.describe(),
+            "series": served_columns(grid, whole, seen) | load_columns(grid, loads),
+            "targets": targets.get(busiest, _targets(())),
+            "classes": {slo: served_columns(grid, points, seen) for slo, points in sorted(classes.items())},
+            "class_targets": targets,
+            "marks": marks,
+        }
+    )
+
+
+def _targets(points: Sequence[Served]) -> dict[str, float | None]:
+    last = next((one for one in reversed(points) if one.ttft_target_s), None)
+    if last is None:
+        return {"ttft_s": None, "tpot_s": None, "itl_s": None}
+    return {"ttft_s": last.ttft_target_s, "tpot_s": last.tpot_target_s, "itl_s": last.itl_target_s or None}
+
+
+def served_columns(grid: Grid, points: Sequence[Served], seen: Collection[int]) -> Columns:
+    """Of what was served: rates, latencies, attainment, where the time went; None in points that no monitor saw."""
+    found: Columns = defaultdict(list)
+    for at, (start_s, one) in enumerate(zip(grid.times, points, strict=True)):
+        for name, value in _served_figures(one, grid.lasted_s(start_s)):
+            found[name].append(value if at in seen else None)
+    return dict(found)
+
+
+def _served_figures(one: Served, lasted_s: float) -> Iterable[tuple[str, float | None]]:
+    ended = one.completed + one.failed + one.cancelled + one.refused
+    for name, number in (
+        ("requests", ended),
+        ("failed", one.failed),
+        ("cancelled", one.cancelled),
+        ("refused", one.refused),
+        ("prompt_tokens", one.prompt_tokens),
+        ("output_tokens", one.output_tokens),
+    ):
+        yield f"{name}_per_s", round(number / lasted_s, 4)
+    for name, histogram in (("ttft", one.ttft), ("tpot", one.tpot)):
+        for share in (50, 99):
+            yield f"{name}_p{share}_s", quantile(histogram, share / 100)
+    for share in (50, 90, 99):
+        yield f"gap_p{share}_s", quantile(one.longest_gap, share / 100)
+    yield "itl_attainment", one.itl_met / one.judged if one.judged and one.itl_target_s else None
+    for name, met in (("attainment", one.met), ("ttft_attainment", one.ttft_met), ("tpot_attainment", one.tpot_met)):
+        yield name, met / one.judged if one.judged else None
+    for stage in Stage:
+        yield f"stage_{stage.value}_s", one.seconds.get(stage.value, 0.0) / one.timed if one.timed else None
+
+
+def load_columns(grid: Grid, rows: Iterable[tuple[Any, ...]]) -> Columns:
+    """Of what instances did: means over the samples of each point; None where there is none."""
+    decode = msgspec.json.Decoder(Totals).decode
+    sums: dict[int, Totals] = {}
+    samples: dict[int, int] = defaultdict(int)
+    for time_s, number, totals in rows:
+        at, one = grid.at(time_s), decode(totals)
+        samples[at] += number
+        into = sums.setdefault(at, Totals())
+        for name in Totals.__struct_fields__:
+            setattr(into, name, getattr(into, name) + getattr(one, name))
+    points = [(sums.get(at, Totals()), samples[at]) for at in range(len(grid.times))]
+    found = {name: [_mean(getattr(one, name), number) for one, number in points] for name in _SUMMED}
+    for role in Role:
+        used, known = f"kv_used_{role.value}", f"kv_samples_{role.value}"
+        found[used] = [_mean(getattr(one, used), getattr(one, known)) for one, _ in points]
+    return found
+
+
+_SUMMED = ("running", "waiting", "queued_prefill_tokens", "ready_prefill", "ready_decode")
+
+
+def _mean(total: float, number: int) -> float | None:
+    return round(total / number, 4) if number else None
+
+
+def marks_of(
+    grid: Grid, events: Iterable[Mapping[str, Any]], flips: Iterable[Mapping[str, Any]], most: int = 500
+) -> list[dict[str, Any]]:
+    """What to draw across the pictures: events of the kinds that are given, and flips that succeeded; newest first."""
+    found = [
+        {"time_s": one["time_s"], "kind": one["kind"], "instance_id": one["instance_id"], "text": one["text"]}
+        for one in events
+        if one["time_s"] >= grid.from_s
+    ]
+    for one in flips:
+        if one["kind"] == "flip" and one["result"] == "succeeded" and one["started_s"] >= grid.from_s:
+            text = f"{one['from_role']} → {one['to_role']} by {one['who']}" + (f": {one['why']}" if one["why"] else "")
+            at_s = one["started_s"] + (one["total_s"] or 0.0)
+            found.append({"time_s": at_s, "kind": "flip", "instance_id": one["instance_id"], "text": text})
+    return sorted(found, key=lambda one: -float(one["time_s"]))[:most]
+
+
+# MERGED instances_page.py
+# `GET /history/instances`: role, state and load of each instance, point by point.
+
+
+Who = list[tuple[str, str, str]]
+DIGITS = {"kv_used": 4, "staged_bytes": 0}  # after the point; of other figures 2
+
+
+async def instances_over_time(engine: AsyncEngine, grid: Grid, instance_id: str = "") -> bytes:
+    """The page as JSON, of one instance if it is named. Raises NotFound, Unavailable when the database fails."""
+    of = load_steps.c
+    wanted = (of.step_s == grid.level(STEPS_S), of.time_s >= grid.from_s, of.time_s < grid.to_s)
+    query = select(of.time_s, of.samples, of.instances, of.figures).where(*wanted).order_by(of.time_s)
+    rows = await tuples_of(engine, query)
+    return await asyncio.to_thread(_instances_page_page, grid, rows, instance_id)
+
+
+def _instances_page_page(grid: Grid, rows: Sequence[tuple[Any, ...]], instance_id: str) -> bytes:
+    decode = msgspec.json.Decoder(Who).decode
+    steps = [(grid.at(time_s), samples, decode(who), _array(figures)) for time_s, samples, who, figures in rows]
+    names = sorted({name for _, _, who, _ in steps for name, _, _ in who})
+    if instance_id:
+        if instance_id not in names:
+            raise NotFound(f"nothing is known of an instance {instance_id!r} in that time")
+        names = [instance_id]
+    means, roles, states = _gathered(steps, names, len(grid.times))
+    found = {name: _encoded(means[at], roles[at], states[at]) for at, name in enumerate(names)}
+    return msgspec.json.encode({**grid.describe(), "instances": found})
+
+
+def _encoded(means: NDArray[np.float64], roles: list[str | None], states: list[str | None]) -> msgspec.Raw:
+    """One instance by itself: encoding all at once would keep the interpreter, and the loop, for too long."""
+    figures = {figure: means[:, column].tolist() for column, figure in enumerate(FIGURES)}  # NaN becomes null
+    return msgspec.Raw(msgspec.json.encode({"role": roles, "state": states, **figures}))
+
+
+def _array(figures: bytes) -> NDArray[np.float32]:
+    return np.frombuffer(figures, np.float32).reshape(-1, len(FIGURES))
+
+
+def _gathered(
+    steps: Sequence[tuple[int, int, Who, NDArray[np.float32]]], names: Sequence[str], points: int
+) -> tuple[NDArray[np.float64], list[list[str | None]], list[list[str | None]]]:
+    """Means [instances, points, FIGURES] over samples, and what each was last in a point."""
+    rows = {name: row for row, name in enumerate(names)}
+    sums = np.zeros((len(names), points, len(FIGURES)))
+    counts = np.zeros_like(sums)
+    roles: list[list[str | None]] = [[None] * points for _ in names]
+    states: list[list[str | None]] = [[None] * points for _ in names]
+    for at, samples, who, figures in steps:
+        there = [(number, rows[name]) for number, (name, _, _) in enumerate(who) if name in rows]
+        if not there:
+            continue
+        numbers, into = (np.array(side, np.intp) for side in zip(*there, strict=True))
+        values = figures[numbers].astype(np.float64)
+        known = ~np.isnan(values)
+        sums[into, at] += np.where(known, values, 0.0) * samples
+        counts[into, at] += known * samples
+        for number, row in there:
+            _, roles[row][at], states[row][at] = who[number]
+    with np.errstate(invalid="ignore"):
+        means = sums / counts
+    for column, figure in enumerate(FIGURES):
+        means[:, :, column] = np.round(means[:, :, column], DIGITS.get(figure, 2))
+    return means, roles, states

@@ -8,10 +8,8 @@ from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.cluster_monitor.broadcaster import Broadcaster
-from services.cluster_monitor.heartbeats import Heartbeats
-from services.cluster_monitor.record import Record
-from services.cluster_monitor.registry import Registry
+from services.cluster_monitor.broadcaster import Broadcaster, Heartbeats
+from services.cluster_monitor.registry import Record, Registry
 from services.cluster_monitor.slo import SloService
 from shared.domain.instance import InstanceState, Role
 from shared.wire.broadcast import Subscriber

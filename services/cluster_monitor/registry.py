@@ -1,19 +1,166 @@
 """The instances of the cluster: who may join, what state each is in, who is gone."""
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import zmq
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.cluster_monitor.handshake import check
-from services.cluster_monitor.record import Record
 from services.cluster_monitor.settings import MonitorSettings
-from shared.domain.instance import InstanceInfo, InstanceState, Role
-from shared.errors import Conflict, InvalidRequest, NotFound
+from shared.domain.instance import Compatibility, InstanceInfo, InstanceLoad, InstanceState, InstanceView, Role
+from shared.errors import Conflict, Incompatible, InvalidRequest, NotFound
 from shared.runtime.logs import get_log
+from shared.runtime.wire_version import WireVersions
+from shared.store.reading import read_instances
+from shared.wire.messages import Heartbeat
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets
+
+# MERGED record.py
+# What the monitor knows of one instance at the moment.
+
+
+UNDER_WAY_S = 0.5  # of a heartbeat, at most
+
+
+@dataclass(slots=True)
+class Record:
+    """One registered instance. `…_mono` are readings of the loop's clock, `…_s` unix seconds."""
+
+    info: InstanceInfo
+    role: Role
+    client: RpcClient
+    registered_s: float
+    registered_mono: float
+    state: InstanceState = InstanceState.STARTING
+    state_since_s: float = 0.0
+    load: InstanceLoad = field(default_factory=InstanceLoad)
+    told_load: InstanceLoad | None = None  # that was broadcast last, and when
+    told_mono: float = 0.0
+    draining: bool = False
+    resumed_mono: float = -math.inf  # when it was resumed, unless it drains again
+    policies_revision: int = 0  # that its engine goes by, as it said last
+    policies_trouble: str = ""
+    connected_once: bool = False
+    heard_mono: float | None = None
+    arrival: str = "registered"  # or "restarted" or "returned": how it came to be known
+    operation: str = ""  # the flip, drain or resume under way
+    death: str = ""
+    died_mono: float = 0.0
+    waiters: list[tuple[Callable[[Heartbeat], bool], asyncio.Future[None]]] = field(default_factory=list)
+
+    @property
+    def instance_id(self) -> str:
+        """Short for `info.instance_id`."""
+        return self.info.instance_id
+
+    @property
+    def alive(self) -> bool:
+        """Not dead; perhaps silent."""
+        return self.state is not InstanceState.DEAD
+
+    def view(self) -> InstanceView:
+        """As policies see it."""
+        return InstanceView(self.info, self.role, self.state, self.load)
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON for people and dashboards."""
+        return {
+            "instance_id": self.instance_id,
+            "role": self.role.value,
+            "state": self.state.value,
+            "state_since_s": self.state_since_s,
+            "registered_s": self.registered_s,
+            "operation": self.operation,
+            "death": self.death,
+            "connected": self.client.connected,
+            "info": msgspec.to_builtins(self.info),
+            "load": self.load.by_name(),
+        }
+
+    def heard(self, beat: Heartbeat, now_mono: float) -> bool:
+        """Take a heartbeat in and wake those who wait for one like it. Whether it has other rates, or steps."""
+        info = self.info
+        self.heard_mono = now_mono
+        self.connected_once = self.connected_once or self.client.connected
+        self.role = beat.role
+        # A heartbeat comes over a socket of its own: one from before the resume may come after it.
+        self.draining = beat.draining and now_mono - self.resumed_mono >= UNDER_WAY_S
+        self.load = beat.load
+        self.policies_revision, self.policies_trouble = beat.policies_revision, beat.policies_trouble
+        if beat.rates is not None and beat.rates != self.info.rates:
+            self.info = msgspec.structs.replace(self.info, rates=beat.rates)
+        if beat.chunk_size not in (0, self.info.chunk_size):
+            self.info = msgspec.structs.replace(self.info, chunk_size=beat.chunk_size)
+        for accepts, future in tuple(self.waiters):
+            if not future.done() and accepts(beat):
+                future.set_result(None)
+        return info is not self.info
+
+    async def next_heartbeat(self, accepts: Callable[[Heartbeat], bool], timeout_s: float) -> None:
+        """Wait for a heartbeat that `accepts` likes. Raises TimeoutError."""
+        entry = (accepts, asyncio.get_running_loop().create_future())
+        self.waiters.append(entry)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await entry[1]
+        finally:
+            self.waiters.remove(entry)
+
+
+# MERGED handshake.py
+# Whether an instance fits the cluster, and if not, exactly why.
+
+
+def check(newcomer: InstanceInfo, members: Sequence[InstanceInfo], fingerprint: str = "") -> None:
+    """Let `newcomer` in or raise Incompatible with each field that differs and both values.
+
+    Model fingerprint and KV geometry must agree with every member, the engine's version with members of the same
+    engine, and wire versions must be compatible, see `shared.runtime.wire_version`. dtype, block size, tensor and
+    pipeline parallelism and context length may differ.
+    With no members anything goes, but for a `fingerprint` that the settings pin.
+    """
+    if fingerprint and newcomer.compatibility.fingerprint != fingerprint:
+        found = newcomer.compatibility.fingerprint
+        raise Incompatible(
+            f"{newcomer.instance_id} does not fit this cluster: fingerprint is {found!r}, "
+            f"the settings pin {fingerprint!r}"
+        )
+    alike = {member.compatibility: member for member in members}
+    for member in alike.values():
+        if differences := _differences(newcomer, member):
+            raise Incompatible(
+                f"{newcomer.instance_id} does not fit this cluster: {'; '.join(differences)} "
+                f"(as {member.instance_id} has it)"
+            )
+
+
+def _differences(newcomer: InstanceInfo, member: InstanceInfo) -> list[str]:
+    ours, theirs = newcomer.compatibility, member.compatibility
+    pairs: list[tuple[str, object, object]] = [
+        ("fingerprint", ours.fingerprint, theirs.fingerprint),
+        ("geometry.layers", ours.geometry.layers, theirs.geometry.layers),
+        ("geometry.kv_heads", ours.geometry.kv_heads, theirs.geometry.kv_heads),
+        ("geometry.head_dim", ours.geometry.head_dim, theirs.geometry.head_dim),
+    ]
+    if ours.engine == theirs.engine:  # engines may mix where the model agrees; versions of one engine may not
+        pairs.append(("engine_version", ours.engine_version, theirs.engine_version))
+    if not _wire(ours).speaks_with(_wire(theirs)):
+        pairs += [
+            ("wire_version", ours.wire_version, theirs.wire_version),
+            ("min_wire_version", ours.min_wire_version, theirs.min_wire_version),
+        ]
+    return [f"{name} is {mine!r}, the cluster has {its!r}" for name, mine, its in pairs if mine != its]
+
+
+def _wire(compatibility: Compatibility) -> WireVersions:
+    return WireVersions(compatibility.wire_version, compatibility.min_wire_version or compatibility.wire_version)
+
 
 log = get_log(__name__)
 OnChange = Callable[[Record, InstanceState], None]
@@ -233,3 +380,65 @@ def _check_identity(info: InstanceInfo, known: Record) -> None:
     silent = known.state in (InstanceState.DEAD, InstanceState.UNRESPONSIVE)
     if not silent and known.info.rpc != info.rpc:
         raise Conflict(f"{info.instance_id} is {known.state.value} at {known.info.rpc}, not at {info.rpc}")
+
+
+# MERGED memory.py
+# What a restarted monitor remembers: instances of the database, until each shows that it lives.
+
+_COUNTED = frozenset(state.value for state in InstanceState)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An instance of the monitor's former life, and its role then."""
+
+    info: InstanceInfo
+    role: Role
+
+
+class Memory:
+    """Instances of the monitor's former life. The heartbeat of one brings it back without a registration."""
+
+    def __init__(self) -> None:
+        self._living: dict[str, Known] = {}
+        self.loaded = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether all who are remembered came back, as far as known."""
+        return self.loaded and not self._living
+
+    async def load(self, engine: AsyncEngine) -> list[Known]:
+        """Read them from the database; gives back those that were dead already. Raises Unavailable."""
+        dead = []
+        for row in await read_instances(engine):
+            if row["state"] not in _COUNTED:  # it left, or somebody had it forgotten
+                continue
+            try:
+                known = Known(msgspec.json.decode(row["info"], type=InstanceInfo), Role(row["role"]))
+            except (msgspec.MsgspecError, ValueError) as error:  # written by another version
+                log.warning("instance row not understood", instance_id=row["instance_id"], error=str(error))
+                continue
+            if row["state"] == InstanceState.DEAD.value:
+                dead.append(known)
+            else:
+                self._living[known.info.instance_id] = known
+        self.loaded = True
+        return dead
+
+    def take(self, instance_id: str, generation: int) -> InstanceInfo | None:
+        """The remembered instance of that very process, once."""
+        known = self._living.get(instance_id)
+        if known is None or known.info.generation != generation:
+            return None
+        return self._living.pop(instance_id).info
+
+    def give_up(self) -> list[Known]:
+        """Those who never came back."""
+        lost = list(self._living.values())
+        self._living.clear()
+        return lost
+
+    def drop(self, instance_id: str) -> None:
+        """It has registered by itself."""
+        self._living.pop(instance_id, None)

@@ -2,20 +2,29 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from math import inf
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, field_validator
 
-from services.cluster_monitor.edge import DrainIn, FlipIn, LeaveIn, NewsIn, OperationIn, Registration
+from services.cluster_monitor import history
+from services.cluster_monitor.edge import DrainIn, FlipIn, HappenedIn, LeaveIn, NewsIn, OperationIn, Registration
 from services.cluster_monitor.events import EventKind
-from services.cluster_monitor.state import State
-from services.cluster_monitor.turns import Turns
+from services.cluster_monitor.history import Grid
+from services.cluster_monitor.registry import Record
+from services.cluster_monitor.settings import ScrapeTarget
+from services.cluster_monitor.state import State, Turns
 from shared.domain.instance import Role
-from shared.errors import PolyphaseError
+from shared.domain.numbers import infinite_in
+from shared.domain.route import PolicySpec
+from shared.errors import PolyphaseError, Unavailable
 from shared.runtime.actor import actor
 from shared.runtime.settings import Name
+from shared.wire.clients.http import JsonClient
 
 
 async def _state(request: Request) -> State:
@@ -186,3 +195,174 @@ async def cluster(monitor: Monitor) -> dict[str, Any]:
         "operations": {r.instance_id: r.operation for r in records if r.operation},
         "slo": monitor.slo.describe(),
     }
+
+
+# MERGED console_routes.py
+# What a console shows of the cluster: the verdict, its history, and what an instance tells of itself.
+
+
+ASK_S = 2.0  # for an instance to answer
+MARKS = (
+    EventKind.DEATH,
+    EventKind.RESTARTED,
+    EventKind.LEFT,
+    EventKind.UNRESPONSIVE,
+    EventKind.POLICIES_CHANGED,
+    EventKind.PLAN_ACCEPTED,
+    EventKind.PLAN_APPLIED,
+    EventKind.GATEWAY_GONE,
+    EventKind.SCHEDULER_GONE,
+    EventKind.VERDICT,
+)
+MOST_MARKS = 500
+Minutes = Annotated[int, Query(ge=5, le=1_440)]
+Points = Annotated[int, Query(ge=2, le=720)]
+
+
+@router.get("/verdict")
+async def verdict(monitor: Monitor) -> Response:
+    """How the cluster does: a Verdict of `shared.domain.verdict`, of the shortest SLO window."""
+    return _json(msgspec.json.encode(monitor.judge.verdict(monitor.policies.policies)))
+
+
+@router.get("/history")
+async def get_history(monitor: Monitor, minutes: Minutes = 60, points: Points = 120) -> Response:
+    """Rates, latencies, attainment, load and where the time went, in columns; with what happened meanwhile."""
+    grid = Grid.of(minutes, points, time.time())
+    found = monitor.events.newest(MOST_MARKS, grid.from_s, MARKS)
+    marks = history.marks_of(grid, found, monitor.audit.newest_first(), MOST_MARKS)
+    return _json(await history.history(monitor.engine, grid, marks))
+
+
+@router.get("/history/instances")
+async def history_of_instances(
+    monitor: Monitor, minutes: Minutes = 60, points: Points = 120, instance: Name | None = None
+) -> Response:
+    """Role, state and load of each instance in columns; null where nothing is known."""
+    grid = Grid.of(minutes, points, time.time())
+    return _json(await history.instances_over_time(monitor.engine, grid, instance or ""))
+
+
+@router.get("/instances/{instance_id}/details")
+async def details(monitor: Monitor, instance_id: str) -> dict[str, Any]:
+    """What the instance tells of itself, beside what the monitor knows; 503 or 504 where it does not answer."""
+    told: dict[str, Any] = await _ask(monitor, instance_id, "/details", {})
+    record = monitor.registry.get(instance_id)
+    seen = monitor.events.newest(1_000, 0.0, (EventKind.RESTARTED,), instance_id)
+    return {**told, "known": record.describe(), "restarts": len(seen)}
+
+
+@router.get("/instances/{instance_id}/log")
+async def log_tail(
+    monitor: Monitor, instance_id: str, lines: Annotated[int, Query(ge=1, le=2_000)] = 200
+) -> dict[str, Any]:
+    """The last lines of its log, oldest first."""
+    told: dict[str, Any] = await _ask(monitor, instance_id, "/log", {"lines": lines})
+    return told
+
+
+@router.post("/events")
+async def happened(monitor: Monitor, body: HappenedIn) -> dict[str, bool]:
+    """What became of a plan, as the planner tells; whether it is news."""
+    return {"new": monitor.events.told(body.kind, body.text, body.subject, body.event_id)}
+
+
+async def _ask(monitor: State, instance_id: str, path: str, params: dict[str, int]) -> Any:
+    record = monitor.registry.get(instance_id)
+    if not record.alive:
+        raise Unavailable(f"{instance_id} is dead ({record.death}); it tells nothing of itself any more")
+    async with JsonClient(record.info.http) as client:
+        return await client.call("GET", path, params=params, timeout_s=ASK_S)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+# MERGED policy_routes.py
+# The monitor's HTTP API of policies.
+
+
+class PolicyIn(BaseModel):
+    """PolicySpec."""
+
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid", frozen=True)
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+    @field_validator("parameters")
+    @classmethod
+    def _finite(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        if where := infinite_in(parameters):
+            raise ValueError(f"{where} must be a finite number")
+        return parameters
+
+
+@router.get("/policies")
+async def get_policies(monitor: Monitor) -> dict[str, Any]:
+    """The policies in force, what the cluster file says, who changed what, the choices, and who follows."""
+    return _described(monitor)
+
+
+@router.put("/policies")
+async def put_policies(monitor: Monitor, who: Who, change: dict[str, PolicyIn | None]) -> dict[str, Any]:
+    """Change the policies of the kinds that are named; null: back to the cluster file's."""
+    wanted = {kind: PolicySpec(one.name, one.parameters) if one else None for kind, one in change.items()}
+    await monitor.policies.change(wanted, who)
+    return _described(monitor)
+
+
+def _described(monitor: State) -> dict[str, Any]:
+    return {**monitor.policies.describe(), "followers": monitor.followers.describe(monitor.policies.policies)}
+
+
+# MERGED targets.py
+# Whom Prometheus is to scrape: every process that this monitor knows, or was told of.
+
+
+SERVICE, PROCESS, INSTANCE = "service", "process", "instance_id"  # labels; none of them ever changes for a process
+
+
+def targets_router(told: Iterable[ScrapeTarget]) -> APIRouter:
+    """The route that Prometheus' `http_sd_configs` ask."""
+    router = APIRouter()
+
+    @router.get("/sd/prometheus")
+    async def prometheus(monitor: Monitor, request: Request) -> list[dict[str, Any]]:
+        """Every process of the cluster that has metrics, with its service, its name and its instance id.
+
+        503 from a monitor that stands by: Prometheus goes on with what it was told last.
+        """
+        return targets(told, monitor.registry.all(), request.url.netloc)
+
+    return router
+
+
+def targets(told: Iterable[ScrapeTarget], records: Iterable[Record], own_address: str) -> list[dict[str, Any]]:
+    """As Prometheus' HTTP service discovery reads it.
+
+    Dead instances are in it until they return or are forgotten: nobody is to miss that they are down. `own_address`:
+    where the monitor was reached; it speaks for itself unless it was told of monitors.
+    """
+    known = list(told)
+    if not any(each.service == "monitor" for each in known):
+        known.append(ScrapeTarget(service="monitor", process="monitor", url=f"http://{own_address}"))
+    return [*_of_told(known), *_of_instances(records)]
+
+
+def _of_told(known: Iterable[ScrapeTarget]) -> Iterator[dict[str, Any]]:
+    for each in known:
+        yield _group(each.url, {SERVICE: each.service, PROCESS: each.process})
+
+
+def _of_instances(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    for record in sorted(records, key=lambda each: each.instance_id):
+        name = record.instance_id
+        yield _group(record.info.http, {SERVICE: "worker", PROCESS: name, INSTANCE: name})
+
+
+def _group(url: str, labels: dict[str, str]) -> dict[str, Any]:
+    parts = urlsplit(url)
+    scheme = {"__scheme__": parts.scheme} if parts.scheme != "http" else {}
+    return {"targets": [parts.netloc], "labels": {**labels, **scheme}}

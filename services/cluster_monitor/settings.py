@@ -45,11 +45,11 @@ class MonitorSettings(ServiceSettings):
     rpc_timeout_s: float = Field(2.0, gt=0)  # of a flip's steps other than the drain
     verify_timeout_s: float = Field(1.0, gt=0)  # for the heartbeat that shows the new role
 
-    policies: dict[str, Any] = Field(default_factory=dict)  # the cluster file's: see `shared.policy.written.from_file`
+    policies: dict[str, Any] = Field(default_factory=dict)  # the cluster file's: see `shared.policy.registry.from_file`
     role_flip_period_s: float = Field(1.0, gt=0)  # between two questions to the policy of role flips
     role_flip_respects_s: float = Field(600.0, ge=0)  # for so long a person's flip stands against it
 
-    scrape: tuple[ScrapeTarget, ...] = ()  # what else has metrics: see `services.cluster_monitor.targets`
+    scrape: tuple[ScrapeTarget, ...] = ()  # what else has metrics: see `services.cluster_monitor.routes`
     expected_instances: dict[str, Role] = Field(default_factory=dict)  # of the cluster file: who never came is missing
 
     slo_windows_s: tuple[float, ...] = (60.0, 300.0)

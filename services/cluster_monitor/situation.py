@@ -3,22 +3,73 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from services.cluster_monitor.demand import DemandService
-from services.cluster_monitor.followers import Followers
-from services.cluster_monitor.peers import Peers
-from services.cluster_monitor.record import Record
-from services.cluster_monitor.registry import Registry
+from services.cluster_monitor.events import EventKind, Events
+from services.cluster_monitor.policy_book import Followers
+from services.cluster_monitor.registry import Record, Registry
+from services.cluster_monitor.slo import DemandService
 from shared.domain.instance import Role
 from shared.domain.policies import PolicySet
-from shared.domain.situation import ClassSeen, Peer, Situation, StageSeen, Standing
-from shared.domain.verdict import Stage, Thresholds, Verdict
-from shared.policy.backlog import queued_prefill_s
+from shared.domain.verdict import ClassSeen, Level, Peer, Situation, Stage, StageSeen, Standing, Thresholds, Verdict
+from shared.policy.index import queued_prefill_s
 from shared.policy.load_history import kv_used
 from shared.policy.log_histogram import quantile
 from shared.policy.served import Served, ServedBook, total, window_begins
 from shared.policy.verdict import judge
+
+# MERGED peers.py
+# Who else is there: gateways and schedulers, as schedulers tell; and since when one has not been heard of.
+
+
+FORGET_S = 900.0  # one that is silent for so long is missed no more
+
+
+class Peers:
+    """By name, when each was last heard of, by the loop's clock."""
+
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._schedulers: dict[str, float] = {}
+        self._gateways: dict[str, float] = {}
+        self._left: dict[str, float] = {}  # gateways that stopped in good order, and when: others may not know yet
+
+    def hear(
+        self, scheduler_id: str, gateways: Mapping[str, float], left: Iterable[str] = (), *, leaving: bool = False
+    ) -> None:
+        """A scheduler tells of itself, for how many seconds each gateway was silent there, and of those that left."""
+        now = self._clock()
+        if leaving:
+            self._schedulers.pop(scheduler_id, None)
+        else:
+            self._schedulers[scheduler_id] = now
+        for name in left:
+            if self._gateways.pop(name, None) is not None:
+                self._left[name] = now
+        for name, silent_s in gateways.items():
+            heard = now - silent_s
+            if heard > self._left.get(name, float("-inf")):
+                self._left.pop(name, None)
+                self._gateways[name] = max(self._gateways.get(name, heard), heard)
+
+    def schedulers(self) -> dict[str, float]:
+        """Seconds of silence, by name."""
+        self._schedulers = self._recent(self._schedulers)
+        return self._silent(self._schedulers)
+
+    def gateways(self) -> dict[str, float]:
+        """Seconds of silence, by name."""
+        self._gateways, self._left = self._recent(self._gateways), self._recent(self._left)
+        return self._silent(self._gateways)
+
+    def _recent(self, heard: Mapping[str, float]) -> dict[str, float]:
+        since = self._clock() - FORGET_S
+        return {name: at for name, at in heard.items() if at > since}
+
+    def _silent(self, heard: Mapping[str, float]) -> dict[str, float]:
+        now = self._clock()
+        return {name: now - at for name, at in sorted(heard.items())}
+
 
 FRESH_S = 0.5  # for so long a verdict is given again
 
@@ -161,3 +212,50 @@ def _stages(ended: Served) -> dict[Stage, StageSeen]:
 def whats(verdict: Verdict, wanted: Iterable[str]) -> dict[str, str]:
     """The texts of its problems of those codes."""
     return {one.what: one.text for one in verdict.problems if one.what in set(wanted)}
+
+
+# MERGED watch.py
+# Tells of it when the verdict changes: its level, and troubles that no instance shows.
+
+
+PERIOD_S = 1.0
+STEADY = 3  # looks in turn at which it is so, before it is told: windows pass limits to and fro
+_KINDS = {
+    "predictor_fallback": (EventKind.PREDICTOR_FALLBACK, EventKind.PREDICTOR_RECOVERED),
+    "gateway_gone": (EventKind.GATEWAY_GONE, EventKind.GATEWAY_RETURNED),
+    "scheduler_gone": (EventKind.SCHEDULER_GONE, EventKind.SCHEDULER_RETURNED),
+}
+_WELL = (Level.GOOD, Level.IDLE)
+
+
+class Watch:
+    """Looks at each `step`."""
+
+    def __init__(self, verdict: Callable[[], Verdict], events: Events) -> None:
+        self._verdict = verdict
+        self._events = events
+        self._level = Level.GOOD
+        self._told: dict[str, str] = {}
+        self._other: dict[str, int] = {}  # for how many looks something is other than was told
+
+    def step(self) -> None:
+        """Look once."""
+        verdict = self._verdict()
+        level = Level.GOOD if verdict.level in _WELL else verdict.level
+        if self._steady("level", other=level is not self._level):
+            self._level = level
+            self._events.note(EventKind.VERDICT, verdict.headline)
+        now = whats(verdict, _KINDS)
+        for what, (begun, over) in _KINDS.items():
+            if not self._steady(what, other=(what in now) != (what in self._told)):
+                continue
+            if what in now:
+                self._told[what] = now[what]
+                self._events.note(begun, now[what])
+            else:
+                self._events.note(over, f"no longer: {self._told.pop(what)}")
+
+    def _steady(self, what: str, *, other: bool) -> bool:
+        looks = self._other.get(what, 0) + 1 if other else 0
+        self._other[what] = 0 if looks >= STEADY else looks
+        return looks >= STEADY

@@ -1,21 +1,23 @@
 """What the monitor's routes work on."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.cluster_monitor.audit import Audit
-from services.cluster_monitor.auto_flips import AutoFlips
 from services.cluster_monitor.broadcaster import Broadcaster
-from services.cluster_monitor.demand import DemandService
 from services.cluster_monitor.events import Events
-from services.cluster_monitor.flips import Operations
-from services.cluster_monitor.followers import Followers
-from services.cluster_monitor.memory import Memory
-from services.cluster_monitor.policy_book import PolicyBook
-from services.cluster_monitor.registry import Registry
+from services.cluster_monitor.flips import AutoFlips, Operations
+from services.cluster_monitor.lease import Lease
+from services.cluster_monitor.policy_book import Followers, PolicyBook
+from services.cluster_monitor.registry import Memory, Registry
 from services.cluster_monitor.situation import Judge
-from services.cluster_monitor.slo import SloService
+from services.cluster_monitor.slo import DemandService, SloService
+from shared.errors import Standby
 from shared.store.write_behind import WriteBehind
 
 
@@ -37,3 +39,41 @@ class State:
     store: WriteBehind
     engine: AsyncEngine
     judge: Judge
+
+
+# MERGED turns.py
+# What a monitor is at the moment, for its routes, its health and its metrics: it acts, or it stands by.
+
+
+class Turns(Collector):
+    """Its present turn, if it has one. Of its metrics those that belong to a turn are there during that one only."""
+
+    def __init__(self, monitor_id: str) -> None:
+        self._monitor_id = monitor_id
+        self.lease: Lease | None = None
+        self.state: State | None = None
+        self.metrics = CollectorRegistry()
+
+    def acting(self) -> State:
+        """What the routes work on. Raises Standby, naming who acts."""
+        if self.lease is not None:
+            self.lease.check()
+        if self.state is None:
+            raise Standby(f"{self._monitor_id} is taking over: it reads what the one before it knew")
+        return self.state
+
+    def describe(self) -> Mapping[str, str]:
+        """For `/health`."""
+        if self.lease is None:
+            return {}
+        acts = self.lease.acting and self.state is not None
+        return {"monitor": "active" if acts else "standby", "who_acts": self.lease.describe()}
+
+    def collect(self) -> Iterator[Metric]:
+        """One scrape."""
+        acts = self.lease is None or self.lease.acting
+        yield GaugeMetricFamily(
+            "polyphase_monitor_acting", "Whether this monitor acts (1) or stands by (0)", float(acts)
+        )
+        if self.state is not None:
+            yield from self.metrics.collect()

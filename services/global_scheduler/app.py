@@ -9,18 +9,13 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.global_scheduler.demand import DemandTeller
-from services.global_scheduler.forward import Forwarder
-from services.global_scheduler.gateways import Gateways
+from services.global_scheduler.forward import Forwarder, ForwardMetrics, Waiting
 from services.global_scheduler.journal import Journal
-from services.global_scheduler.metrics import SchedulerMetrics
-from services.global_scheduler.news import MonitorNews
-from services.global_scheduler.open_jobs import SWEEP_S, OpenJobs
-from services.global_scheduler.placer import Placer
-from services.global_scheduler.reports import Reports
+from services.global_scheduler.news import DemandTeller, Gateways, MonitorNews
+from services.global_scheduler.placer import Placer, SchedulerMetrics
+from services.global_scheduler.reports import SWEEP_S, OpenJobs, Reports
 from services.global_scheduler.routes import State, router
 from services.global_scheduler.settings import SchedulerSettings
-from services.global_scheduler.waiting import ForwardMetrics, Waiting
 from services.global_scheduler.wiring import open_broadcast, open_prefixes, open_rpc, open_sockets, watch
 from shared.policy.demand import KEPT
 from shared.runtime.http import service_app

@@ -9,7 +9,7 @@ from typing import BinaryIO, Self
 import msgspec
 
 from shared.domain.cluster import ClusterDelta
-from shared.domain.prefix import PrefixDelta
+from shared.domain.prompt import PrefixDelta
 from shared.domain.route import Route
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.policy.decider import Decider

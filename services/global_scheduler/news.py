@@ -6,18 +6,85 @@ seconds, and of its policies, once in a while.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from services.global_scheduler.demand import DemandTeller
-from services.global_scheduler.forward import Batch, deliver
-from services.global_scheduler.gateways import Gateways
+from services.global_scheduler.forward import Batch, Waiting, deliver
 from services.global_scheduler.placer import Placer
-from services.global_scheduler.waiting import Waiting
+from shared.domain.demand import DemandSecond
+from shared.domain.job import JobView
+from shared.domain.route import Route
+from shared.policy.demand import DemandCounter
 from shared.wire.clients.monitor import MonitorClient
+
+# MERGED gateways.py
+# Which gateways are there, as their reports show; the monitor is told.
+
+
+FORGET_S = 900.0  # one that is silent for so long is no more
+TOLD_S = 30.0  # for so long it is told that one left
+
+
+class Gateways:
+    """By name, when each was last heard of. `clock` is monotonic, in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._heard: dict[str, float] = {}
+        self._gone: dict[str, float] = {}
+
+    def heard(self, name: str) -> None:
+        """It shows that it lives."""
+        if name:
+            self._heard[name] = self._clock()
+            self._gone.pop(name, None)
+
+    def left(self, name: str) -> None:
+        """It stopped in good order: nobody misses it."""
+        if name:
+            self._heard.pop(name, None)
+            self._gone[name] = self._clock()
+
+    def gone(self) -> list[str]:
+        """Those that left lately."""
+        since = self._clock() - TOLD_S
+        self._gone = {name: at for name, at in self._gone.items() if at > since}
+        return list(self._gone)
+
+    def silent_s(self) -> dict[str, float]:
+        """Seconds since each was heard of."""
+        now = self._clock()
+        self._heard = {name: at for name, at in self._heard.items() if now - at < FORGET_S}
+        return {name: now - at for name, at in self._heard.items()}
+
+
+# MERGED demand.py
+# What clients ask for, second by second: the monitor decides on roles by it.
+
+
+class DemandTeller:
+    """Counts the jobs that get their first route here, and how long their answers turn out."""
+
+    def __init__(self, scheduler_id: str, placer: Placer) -> None:
+        self._placer = placer
+        self._counter = DemandCounter(scheduler_id, time.time())
+
+    def placed(self, job: JobView, route: Route) -> None:
+        """A job has its first route."""
+        held_tokens, output_tokens = self._placer.expected(job, route)
+        self._counter.add(job, held_tokens, output_tokens, self._placer.freedom, time.time())
+
+    def ended(self, job_id: str, output_tokens: int) -> None:
+        """A job is over here; `output_tokens` of a whole answer, else 0."""
+        self._counter.ended(job_id, output_tokens, time.time())
+
+    def take(self) -> list[DemandSecond]:
+        """The seconds that are over and were not taken yet."""
+        return self._counter.take(time.time())
+
 
 PERIOD_S = 1.0
 QUIET_S = 3.0  # the monitor takes a scheduler for gone that tells nothing for five

@@ -12,8 +12,7 @@ from services.global_scheduler.reports import Reports, plain
 from shared.domain.job import Phase, job_name
 from shared.domain.policies import ROUTING
 from shared.errors import NotFound
-from shared.store.reading import read_request, read_requests
-from shared.store.search import Order, Wanted, search_requests
+from shared.store.reading import Order, Wanted, read_request, read_requests, search_requests
 from shared.store.write_behind import WriteBehind
 
 

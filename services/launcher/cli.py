@@ -18,7 +18,7 @@ from services.launcher.cli_options import DATA_DIR, DataDir, Json
 from services.launcher.render.command import render_app
 from services.launcher.up import UpOptions, up
 from shared.errors import PolyphaseError
-from shared.runtime.cluster_token import new_token
+from shared.runtime.keys import new_token
 
 SERVE, MEASURE = "Serve", "Plan and measure"
 app = typer.Typer(

@@ -18,13 +18,13 @@ from services.launcher.cluster_sections import (
     with_defaults,
 )
 from services.launcher.model_source import resolve_model, resolve_path, shipped_or_own
-from shared.cost.network_file import NetworkEntry
+from shared.cost.network import NetworkEntry
 from shared.domain.numbers import infinite_in
 from shared.errors import InvalidRequest
 from shared.files.faults import describe, meant, unknown
 from shared.files.places import Places
 from shared.files.yaml_file import read_document
-from shared.runtime.cluster_token import checked
+from shared.runtime.keys import checked
 from shared.runtime.settings import Tracing
 
 LOCAL = "local"
@@ -51,7 +51,7 @@ class Cluster(BaseModel):
 
     network: NetworkEntry | None = None  # between the `node`s of instances: for emulated engines and the simulator
     tracing: Tracing | None = None  # of gateways, schedulers and instances, unless their sections say else
-    policies: dict[str, Any] = {}  # the monitor's: see `shared.policy.written.from_file`
+    policies: dict[str, Any] = {}  # the monitor's: see `shared.policy.registry.from_file`
     launcher: LauncherSection = LauncherSection()
     gateway: GatewaySection = GatewaySection()
     scheduler: SchedulerSection = SchedulerSection()

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from services.launcher.cluster_file import Cluster
-from shared.runtime.cluster_token import checked, new_token, read_token
+from shared.runtime.keys import checked, new_token, read_token
 
 NAME = "cluster-token"
 _VARIABLE = "POLYPHASE_CLUSTER_TOKEN"

@@ -13,7 +13,7 @@ from rich.text import Text
 from services.launcher import pages, state_file
 from shared import palette
 from shared.domain.job import job_name
-from shared.domain.words import duration
+from shared.domain.verdict import duration
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
 from shared.explain import Explanation, explain
 from shared.timeline import RequestTimeline, SpanRecord

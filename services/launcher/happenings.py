@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.launcher import pages
-from shared.domain.words import duration
+from shared.domain.verdict import duration
 from shared.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable
 from shared.wire.clients.http import JsonClient
 

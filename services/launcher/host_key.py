@@ -4,7 +4,7 @@ from pathlib import Path
 
 from services.launcher import cluster_token
 from services.launcher.cluster_file import Cluster
-from shared.runtime.curve_key import new_key, read_pair
+from shared.runtime.keys import new_key, read_pair
 
 NAME = "curve-key"
 

@@ -15,7 +15,7 @@ from services.launcher.process import Child, spawn
 from services.launcher.spec import ProcessSpec
 from services.launcher.watch import Limits, Unready, until_ended, until_healthy
 from shared.errors import Unavailable
-from shared.runtime.process_metrics import RESTARTS
+from shared.runtime.metrics import RESTARTS
 
 
 class State(StrEnum):

@@ -14,8 +14,7 @@ from services.launcher import cluster_token
 from services.launcher.container import TOKEN_FILE, read_environment
 from shared.errors import Conflict, InvalidRequest
 from shared.files.text import read_text
-from shared.runtime.cluster_token import new_token
-from shared.runtime.keys import OPERATE, ROLES
+from shared.runtime.keys import OPERATE, ROLES, new_token
 
 _CURVED = ("MONITOR", "SCHEDULER", "GATEWAY", "WORKER", "PREDICTOR", "PLANNER")
 _PAIR = ("curve_public", "curve_secret")

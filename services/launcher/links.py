@@ -3,8 +3,7 @@
 from services.launcher.cluster_file import Cluster
 from shared.cost.catalogue import Catalogue
 from shared.cost.kinds import HOP_LATENCY_S
-from shared.cost.network_file import INSIDE_EFFICIENCY, LinkEntry
-from shared.cost.transfer import Link
+from shared.cost.network import INSIDE_EFFICIENCY, Link, LinkEntry
 from shared.errors import PolyphaseError
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from services.launcher import cluster_token, state_file
-from shared.domain.words import duration
+from shared.domain.verdict import duration
 from shared.errors import Conflict, DeadlineExceeded, NotFound, OutcomeUnknown, PolyphaseError
 from shared.files.faults import meant
 from shared.wire.addresses import several

@@ -9,8 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shared.domain.verdict import Level, Link, Problem, Verdict
-from shared.domain.words import duration
+from shared.domain.verdict import Level, Link, Problem, Verdict, duration
 
 NONE = "–"
 LEVEL_STYLE = {Level.GOOD: "green", Level.IDLE: "dim", Level.DEGRADED: "yellow", Level.DOWN: "bold red"}

@@ -15,7 +15,7 @@ from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy import registry
-from shared.policy.written import from_words, in_words
+from shared.policy.registry import from_words, in_words
 from shared.wire.clients.monitor import MonitorClient
 
 Change = dict[str, PolicySpec | None]

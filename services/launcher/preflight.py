@@ -20,13 +20,13 @@ from services.launcher.fork_client import NAME as FORK_SERVER
 from services.launcher.model_source import fault_of
 from services.launcher.spec import Plan
 from services.worker.settings import MARGIN_BYTES, WorkerSettings
-from shared.cost.models import bundled_geometry
+from shared.cost.library import bundled_geometry
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.files.faults import meant
 from shared.model.support import config_of, fault_of_division, fault_of_stored_kv, faults_of_model, text_config
 from shared.model.weights import weights_of
 from shared.policy import registry
-from shared.policy.written import from_file
+from shared.policy.registry import from_file
 from shared.store.database import parse_url
 
 _FILES = frozenset({"chat_template", "tool_parser_plugin", "reasoning_parser_plugin"})  # of vllm_args

@@ -9,8 +9,7 @@ from rich.text import Text
 from services.launcher import pages
 from services.launcher.sight import Seen
 from services.launcher.state_file import RunningProcess
-from shared.domain.verdict import Level
-from shared.domain.words import count
+from shared.domain.verdict import Level, count
 
 # Exit codes; 1 is an error (no suite runs there), 2 a word that is not understood.
 DEGRADED, DOWN = 3, 4

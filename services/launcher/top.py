@@ -18,7 +18,7 @@ from rich.text import Text
 
 from services.launcher import pages
 from services.launcher.sight import Seen
-from shared.domain.words import duration
+from shared.domain.verdict import duration
 from shared.errors import PolyphaseError
 
 PERIOD_S = 1.0

@@ -9,15 +9,13 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from services.planner.answers import Answers
-from services.planner.decider import Decider
-from services.planner.fleet_routes import router as fleet_router
-from services.planner.news import PERIOD_S, PlanNews
-from services.planner.proposals import Proposals
-from services.planner.search_routes import router as search_router
+from services.planner.fleet import Answers
+from services.planner.proposals import PERIOD_S, Decider, PlanNews, Proposals
+from services.planner.routes import State
+from services.planner.routes import router as fleet_router
+from services.planner.routes import router as search_router
 from services.planner.searches import Searches
 from services.planner.settings import PlannerSettings
-from services.planner.state import State
 from services.planner.watch import Watch
 from shared.cost.library import Library
 from shared.domain.cluster import ClusterDelta, ClusterState
@@ -28,8 +26,8 @@ from shared.runtime.tasks import background
 from shared.store.database import open_engine
 from shared.store.retention import Limit, Retention
 from shared.store.write_behind import WriteBehind
+from shared.wire.broadcast import ClusterFeed
 from shared.wire.clients.monitor import MonitorClient
-from shared.wire.cluster_feed import ClusterFeed
 from shared.wire.sockets import Sockets
 
 log = get_log(__name__)

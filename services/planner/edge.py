@@ -4,20 +4,18 @@ import json
 from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, Tag, field_validator, model_validator
 
 from shared.cost.kinds import Workshop
-from shared.cost.library import Library
-from shared.cost.models import bundled_geometry, bundled_names
+from shared.cost.library import Library, bundled_geometry, bundled_names
+from shared.domain.instance import Role
 from shared.domain.job import Slo, tight_gaps
 from shared.errors import InvalidRequest, NotFound, PolyphaseError
 from shared.files.places import Places
 from shared.files.yaml_file import Document, parse_document
-from shared.plan.asked import Asked, Wanted
-from shared.plan.inventory import Inventory
-from shared.plan.inventory_file import checked, located
-from shared.sim.made import made
-from shared.sim.workload import Workload
+from shared.plan.answer import Asked, Wanted
+from shared.plan.inventory import Inventory, checked, located
+from shared.sim.workload import Workload, made
 
 MOST_REQUESTS = 50_000
 MOST_TOKENS = 10_000_000  # of a request
@@ -143,3 +141,48 @@ def _inventory(said: str | dict[str, Any], library: Library) -> tuple[Inventory,
         return located(read, library.catalogue, document.places), read.name or where
     except PolyphaseError as error:
         raise InvalidRequest(error.message) from error
+
+
+# MERGED edge_fleet.py
+# What comes in over HTTP about the running cluster.
+
+
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+Factor = Annotated[float, Field(gt=0, le=1_000)]
+MOST_ADDED = 256  # instances that a question may add: the links between all of them are looked at
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid", frozen=True)
+
+
+class Added(_Strict):
+    """So many more instances like one that is there; in its role, unless another is named."""
+
+    like: Name
+    count: Annotated[int, Field(ge=1, le=MOST_ADDED)] = 1
+    role: Role | None = None
+
+
+class WhatIf(_Strict):
+    """Other instances, or another demand: its rate and lengths so many times as much."""
+
+    lost: Annotated[tuple[Name, ...], Field(max_length=1_000)] = ()
+    added: Annotated[tuple[Added, ...], Field(max_length=64)] = ()
+    rate_factor: Factor = 1.0
+    prompt_factor: Factor = 1.0
+    output_factor: Factor = 1.0
+
+    @field_validator("added")
+    @classmethod
+    def _few_enough(cls, added: tuple[Added, ...]) -> tuple[Added, ...]:
+        count = sum(one.count for one in added)
+        if count > MOST_ADDED:
+            raise ValueError(f"{count} instances in all; at most {MOST_ADDED}")
+        return added
+
+
+class ModeIn(_Strict):
+    """Whether proposals are applied by themselves."""
+
+    auto: StrictBool

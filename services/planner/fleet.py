@@ -1,21 +1,23 @@
 """The running cluster as people see it: who does what, what goes where, what is expected and what is measured."""
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
 import msgspec
 
-from services.planner.edge_fleet import WhatIf
+from services.planner.edge import WhatIf
 from services.planner.watch import Watch
 from shared.domain.instance import InstanceState, InstanceView
 from shared.errors import InvalidRequest, PolyphaseError
 from shared.plan.plan import routes_of
-from shared.plan.review import named, reviewed, surviving
-from shared.plan.running import Fleet, changed
-from shared.policy.plan_routes import PlanRoute
+from shared.plan.running import Fleet, changed, named, reviewed, surviving
+from shared.policy.placement_policies import PlanRoute
 from shared.policy.role_flip import load_share
+from shared.wire.clients.monitor import MonitorClient
 
 
 def described(watch: Watch, slo: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
@@ -118,3 +120,32 @@ def _measured(slo: Sequence[Mapping[str, Any]], watch: Watch) -> dict[str, Any] 
         "tpot_p50_s": most["tpot_s"]["p50"],
         "rate": watch.demand.rate if watch.demand is not None else requests / shortest,
     }
+
+
+# MERGED answers.py
+# Answers that take thought, and are asked for by many: each is thought about once.
+
+
+FRESH_S = 0.5  # for so long whoever asks for the fleet hears the same
+
+
+class Answers:
+    """asked: held while a what-if question is thought about."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Lock()
+        self._describing = asyncio.Lock()
+        self._fleet: dict[str, Any] = {}
+        self._fleet_s = -inf  # monotonic
+
+    async def fleet(self, monitor: MonitorClient, watch: Watch) -> dict[str, Any]:
+        """See `described`."""
+        async with self._describing:
+            if time.monotonic() - self._fleet_s >= FRESH_S:
+                try:
+                    slo = await monitor.slo()
+                except PolyphaseError:
+                    slo = None  # `trouble` says that the monitor is away
+                self._fleet = await asyncio.to_thread(described, watch, slo)
+                self._fleet_s = time.monotonic()
+            return self._fleet

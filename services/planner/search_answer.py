@@ -5,10 +5,9 @@ from time import perf_counter
 from typing import Any
 
 from services.planner.edge import SearchIn
-from services.planner.search_messages import Answer
+from services.planner.search_process import Answer
 from shared.cost.library import Library
-from shared.plan.answer import answered, cluster_file, figures, why
-from shared.plan.asked import Asked
+from shared.plan.answer import Asked, answered, cluster_file, figures, why
 from shared.plan.search import Outcome, Tell
 
 

@@ -13,7 +13,7 @@ from time import monotonic
 
 import msgspec
 
-from services.planner.search_messages import Answer, Failed, Message, Order, Progress
+from services.planner.search_process import Answer, Failed, Message, Order, Progress
 from shared.errors import PolyphaseError
 
 _NICE = 10  # who serves goes first

@@ -38,7 +38,7 @@ from shared.runtime.tasks import Background, background
 from shared.runtime.tracing import tracing
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
-from shared.wire.methods import PREFIXES
+from shared.wire.messages import PREFIXES
 from shared.wire.rpc_server import RpcServer
 from shared.wire.sockets import Sockets
 

@@ -13,10 +13,10 @@ from services.worker.engines.base import Engine
 from services.worker.live_rates import LiveRates
 from services.worker.prefixes.feed import PrefixFeed
 from services.worker.telemetry import Telemetry
-from shared.domain.prefix import BLOCK_TOKENS
+from shared.domain.prompt import BLOCK_TOKENS
 from shared.domain.rates import StepRates
 from shared.runtime.logs import LogTail
-from shared.wire.steps import StepRecord
+from shared.wire.messages import StepRecord
 
 STEPS = 200
 PACKAGES = ("polyphase", "vllm", "torch", "transformers", "pyzmq", "nixl")

@@ -5,6 +5,15 @@ from services.worker.jobs.prefill import PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
 from shared.wire.messages import (
+    DECODE,
+    DRAIN,
+    EXPECT,
+    FLIP,
+    PREDICTED,
+    PREFETCH,
+    PREFILL,
+    RELEASE,
+    RESUME,
     DrainReply,
     DrainRequest,
     FlipReply,
@@ -13,7 +22,6 @@ from shared.wire.messages import (
     ReleaseRequest,
     ResumeRequest,
 )
-from shared.wire.methods import DECODE, DRAIN, EXPECT, FLIP, PREDICTED, PREFETCH, PREFILL, RELEASE, RESUME
 from shared.wire.rpc_server import Handlers, ServerCall
 
 

@@ -9,7 +9,7 @@ from services.worker.settings import WorkerSettings
 from services.worker.telemetry import Telemetry
 from shared.domain.policies import PolicySet
 from shared.runtime.tasks import Background
-from shared.wire.cluster_feed import ClusterFeed
+from shared.wire.broadcast import ClusterFeed
 from shared.wire.sockets import Sockets
 
 

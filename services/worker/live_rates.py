@@ -10,12 +10,11 @@ from services.worker.engine_kind import kind_of
 from services.worker.engines.step_log import StepLog
 from services.worker.settings import WorkerSettings
 from shared.cost.kinds import Workshop
-from shared.cost.learning import StepLearner
+from shared.cost.learning import LinkLearner, StepLearner
 from shared.cost.library import Library
 from shared.cost.linear import rates_of_steps
 from shared.cost.step import Batch
 from shared.cost.step_rates import step_rates_of
-from shared.cost.transfers import LinkLearner
 from shared.domain.instance import InstanceInfo
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import UNKNOWN_STEPS, Rates, StepRates

@@ -4,7 +4,7 @@ from services.worker.engines.base import Engine
 from services.worker.engines.policies import EnginePolicies
 from shared.domain.policies import ENGINE, PolicySet
 from shared.domain.route import PolicySpec
-from shared.policy.following import Following
+from shared.policy.decider import Following
 from shared.runtime.logs import get_log
 
 log = get_log(__name__)

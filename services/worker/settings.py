@@ -6,7 +6,7 @@ from pydantic import Field, PlainValidator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.worker.engine_args import faults_of
-from shared.cost.network_file import LinkEntry
+from shared.cost.network import LinkEntry
 from shared.domain.instance import Role
 from shared.runtime.settings import Name, TracedSettings
 

@@ -9,8 +9,16 @@ from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.errors import PolyphaseError
 from shared.runtime.logs import in_logs
 from shared.runtime.otlp import Trace, Tracer
-from shared.wire.messages import DecodeReply, DecodeRequest, PrefillReply, PrefillRequest, PrefillStarted, TokenStep
-from shared.wire.methods import DECODE, PREFILL
+from shared.wire.messages import (
+    DECODE,
+    PREFILL,
+    DecodeReply,
+    DecodeRequest,
+    PrefillReply,
+    PrefillRequest,
+    PrefillStarted,
+    TokenStep,
+)
 from shared.wire.rpc_server import Handlers, ServerCall
 
 Figures = dict[str, str | int | float | bool | list[str]]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
-from shared.runtime.bound import Bound
+from shared.runtime.metrics import Bound
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 NOTHING = "none"  # no transport carried anything

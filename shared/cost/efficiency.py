@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shared.cost.attention import DecodeAttention, VarlenAttention
 from shared.cost.catalogue import Links, precision_of
-from shared.cost.operators import Collective, Elementwise, ExpertMlp, Gemm
+from shared.cost.operators import Collective, DecodeAttention, Elementwise, ExpertMlp, Gemm, VarlenAttention
 from shared.errors import InvalidRequest
 from shared.files.yaml_file import read_yaml
 

@@ -3,17 +3,19 @@
 The planner, `polyphase simulate` and the papers' testbeds make their instances here, so that all predict the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shared.cost.catalogue import Accelerator, bytes_of
-from shared.cost.geometry import ModelGeometry
+from shared.cost.geometry import RESERVE_BYTES, UTILISATION, ModelGeometry, kv_capacity_tokens
 from shared.cost.library import Library
 from shared.cost.linear import rates_of
-from shared.cost.memory import RESERVE_BYTES, UTILISATION, kv_capacity_tokens
+from shared.cost.network import Link
 from shared.cost.pipeline import Pipeline
 from shared.cost.step import Batch, StepModel, StepTimes
-from shared.cost.transfer import Link
 from shared.domain.rates import Rates
 from shared.errors import Incompatible, InvalidRequest
 
@@ -196,3 +198,66 @@ class _Spread:
 
     def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
         return self.times.decode_segments(-(-count // self.lanes), context_tokens // self.lanes, steps)
+
+
+# MERGED shared_host.py
+# Instances that share a host's cores: how much slower a step gets while others compute.
+
+
+Floats = NDArray[np.float64]
+Curve = tuple[float, ...]  # at [k]: how many times longer a step takes while k other instances of the host are busy
+
+NEAR = 0.25  # a step with so nearly k others busy says something of the curve at k
+_LEAST_STEPS = 20  # fewer say too little
+
+
+def others_busy(intervals: Mapping[str, tuple[Floats, Floats]]) -> dict[str, Floats]:
+    """For each step of each instance, how many others were busy on average while it ran.
+
+    intervals: starts and ends of the instances' steps, shape [n] each, in order of time; one clock for all.
+    """
+    busy = {name: _busy_until(*times) for name, times in intervals.items()}
+    found = {}
+    for name, (starts, ends) in intervals.items():
+        total = np.zeros(len(starts))
+        for other, (moments, seconds) in busy.items():
+            if other != name and len(moments):
+                total += np.interp(ends, moments, seconds) - np.interp(starts, moments, seconds)
+        found[name] = total / np.maximum(ends - starts, 1e-9)
+    return found
+
+
+def _busy_until(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
+    """Seconds of work done by each start and end. Steps of one engine cannot overlap; clocks may say that they do."""
+    starts = np.maximum(starts, np.concatenate(([-np.inf], np.maximum.accumulate(ends)[:-1])))
+    ends = np.maximum(ends, starts)
+    moments = np.stack((starts, ends), axis=1).ravel()
+    done = np.cumsum(ends - starts)
+    return moments, np.stack((done - (ends - starts), done), axis=1).ravel()
+
+
+def slowdown_curve(others: Floats, seconds: Floats, alone_s: Floats) -> Curve:
+    """The curve from steps, shape [n] each: how many others were busy, the time taken, and the time when alone.
+
+    Starts at 1, never falls, and ends at the most others that enough steps have seen.
+    """
+    curve = [1.0]
+    for count in range(1, int(others.max(initial=0.0) + NEAR) + 1):
+        near = np.abs(others - count) <= NEAR
+        if near.sum() < _LEAST_STEPS:
+            break
+        curve.append(max(curve[-1], float(seconds[near].sum() / alone_s[near].sum())))
+    return tuple(curve)
+
+
+def slowdown_at(curve: Curve, others: Floats) -> Floats:
+    """The curve at any number of others, shape [n]; beyond its end it goes on as steeply as it ended."""
+    reach = len(curve) - 1
+    slope = curve[-1] - curve[-2] if reach else 0.0
+    within = np.asarray(np.interp(others, np.arange(reach + 1), curve), dtype=np.float64)
+    return np.asarray(within + slope * np.maximum(0.0, others - reach))
+
+
+def joined(parts: Sequence[Floats]) -> Floats:
+    """One array of several; of shape [0] for none."""
+    return np.concatenate(parts) if parts else np.zeros(0)

@@ -7,11 +7,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.cost.attention import Heads
 from shared.cost.catalogue import Accelerator, bytes_of
 from shared.cost.efficiency import Efficiencies
 from shared.cost.geometry import ExpertSplit, Matmul, ModelGeometry
-from shared.cost.operators import Device, Gemm, Numeric, device_of
+from shared.cost.operators import Device, Gemm, Heads, Numeric, device_of
 
 
 def _product_s(gemm: Gemm, rows: Numeric, n: int, k: int, width: float, device: Device) -> Numeric:

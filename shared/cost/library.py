@@ -1,13 +1,297 @@
 """The cost model by name: catalogue, bundled models and shipped efficiencies in one place."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from shared.cost.catalogue import Catalogue
 from shared.cost.efficiency import EfficiencyTable
-from shared.cost.geometry import ExpertSplit, ModelGeometry
-from shared.cost.models import bundled_geometry, geometry_from_file
+from shared.cost.geometry import Experts, ExpertSplit, LatentAttention, ModelGeometry
 from shared.cost.step import StepModel
+from shared.errors import InvalidRequest, NotFound
+from shared.files.text import read_json, shown
+from shared.files.yaml_file import read_yaml
+
+# MERGED models.py
+# Model geometry from a Hugging Face `config.json`, and a few well-known models that ship with the product.
+
+
+_MOST_LAYERS = 10_000
+BUNDLED = Path(__file__).with_name("models.yaml")
+
+Config = Mapping[str, Any]  # a foreign document: its values are what its author wrote
+
+
+def geometry_from_config(config: Config, name: str = "model") -> ModelGeometry:
+    """The geometry that a `config.json` describes. An architecture that we do not know is an error that lists ours."""
+    if isinstance(config.get("text_config"), Mapping):
+        outer, config = config, config["text_config"]
+        config = {**config, "architectures": config.get("architectures") or outer.get("architectures")}
+    architecture = _architecture(config, name)
+    reader = _READERS[architecture]
+    extra = reader(config)
+    return ModelGeometry(**{**_common(config, name), "name": name, "architecture": architecture, **extra})
+
+
+def geometry_from_file(path: Path) -> ModelGeometry:
+    """The geometry of a `config.json`, or of a folder that holds one."""
+    file = path / "config.json" if path.is_dir() else path
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"{file}: a model's config is a JSON object, not {shown(config)}")
+    try:
+        return geometry_from_config(config, name=path.name if path.is_dir() else path.parent.name)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{file}: {error.message}") from error
+
+
+def bundled_geometry(name: str) -> ModelGeometry:
+    """A well-known model by name or hub id (`Llama-3-8B`, `meta-llama/Meta-Llama-3-8B`)."""
+    entries = _bundle()
+    found = _index().get(_key(name)) or _index().get(_key(name.rpartition("/")[2]))
+    if found is None:
+        raise NotFound(
+            f"no bundled geometry for the model {name!r}; bundled: {', '.join(entries)}. "
+            "Give the path of its config.json instead."
+        )
+    return geometry_from_config(entries[found], found)
+
+
+def bundled_names() -> tuple[str, ...]:
+    """Names of the models that ship with the product."""
+    return tuple(_bundle())
+
+
+def _architecture(config: Config, name: str) -> str:
+    listed = [str(architecture) for architecture in _list(config, "architectures")]
+    for architecture in listed:
+        if architecture in _READERS:
+            return architecture
+    by_type = _MODEL_TYPES.get(str(config.get("model_type", "")))
+    if by_type and not listed:
+        return by_type
+    said = ", ".join(map(shown, listed)) or f"model_type {shown(config.get('model_type'))}"
+    raise InvalidRequest(f"{name}: unknown architecture {said}; known: {', '.join(_READERS)}")
+
+
+def _need(config: Config, key: str, most: int = 10**12) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise InvalidRequest(f"model config: {key} must be a whole number from 1 to {most:,}, not {shown(value)}")
+    return value
+
+
+def _optional(config: Config, key: str, otherwise: int = 0) -> int:
+    """A number that may be missing, null or 0."""
+    return _need(config, key) if config.get(key) not in (None, 0) else otherwise
+
+
+def _layers(config: Config) -> int:
+    return _need(config, "num_hidden_layers", _MOST_LAYERS)
+
+
+def _list(config: Config, key: str) -> list[Any]:
+    value = config.get(key) or []
+    if not isinstance(value, list):
+        raise InvalidRequest(f"model config: {key} must be a list, not {shown(value)}")
+    return value
+
+
+def _common(config: Config, name: str) -> dict[str, Any]:
+    hidden = _need(config, "hidden_size")
+    heads = _need(config, "num_attention_heads")
+    return {
+        "layers": _layers(config),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": _optional(config, "num_key_value_heads", heads),
+        "head_dim": _optional(config, "head_dim", max(1, hidden // heads)),
+        "intermediate": _optional(config, "intermediate_size") or _optional(config, "ffn_dim", 4 * hidden),
+        "vocab": _need(config, "vocab_size"),
+        "max_position": _optional(config, "max_position_embeddings", 2048),
+        "dtype": _dtype(config),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+    }
+
+
+def _dtype(config: Config) -> str:
+    quantisation = config.get("quantization_config") or {}
+    if not isinstance(quantisation, Mapping):
+        raise InvalidRequest(f"model config: quantization_config must be an object, not {shown(quantisation)}")
+    method = str(quantisation.get("quant_method", ""))
+    if method in ("fp8", "fbgemm_fp8"):
+        return "fp8"
+    if method in ("gptq", "awq", "gptq_marlin", "awq_marlin"):
+        return "int4" if quantisation.get("bits", 4) == 4 else "int8"
+    stated = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    return {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}.get(str(stated), str(stated))
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    return _window(config)
+
+
+def _qwen2(config: Config) -> dict[str, Any]:
+    window = _window(config) if config.get("use_sliding_window") else {}
+    return {"qkv_bias": True, **window}
+
+
+def _qwen3(config: Config) -> dict[str, Any]:
+    window = _window(config) if config.get("use_sliding_window") else {}
+    return {"qk_norm": True, **window}
+
+
+def _opt(config: Config) -> dict[str, Any]:
+    positions = _optional(config, "max_position_embeddings", 2048)
+    projected = _optional(config, "word_embed_proj_dim", _need(config, "hidden_size"))
+    if projected != config["hidden_size"]:
+        raise InvalidRequest("model config: OPT with word_embed_proj_dim != hidden_size is not supported")
+    return {
+        "intermediate": _need(config, "ffn_dim"),
+        "gated_mlp": False,
+        "all_bias": True,
+        "tied_embeddings": bool(config.get("tie_word_embeddings", True)),
+        "learned_positions": positions + 2,
+    }
+
+
+def _gemma(config: Config) -> dict[str, Any]:
+    return {"tied_embeddings": bool(config.get("tie_word_embeddings", True))}
+
+
+def _gemma2(config: Config) -> dict[str, Any]:
+    return {**_gemma(config), "norms_per_layer": 4, **_window(config, every=2)}
+
+
+def _gemma3(config: Config) -> dict[str, Any]:
+    every = _optional(config, "sliding_window_pattern", 6)
+    return {**_gemma(config), "norms_per_layer": 4, "qk_norm": True, **_window(config, every=every)}
+
+
+def _window(config: Config, every: int = 0) -> dict[str, Any]:
+    """Sliding window; with `every`, one layer in that many attends to all positions instead."""
+    window = _optional(config, "sliding_window")
+    if not window:
+        return {}
+    layers = _layers(config)
+    kinds = _list(config, "layer_types")
+    if kinds:
+        windowed = sum(kind == "sliding_attention" for kind in kinds)
+    else:
+        windowed = layers - (layers // every if every else 0)
+    return {"window_tokens": window, "window_layers": windowed}
+
+
+def _mixtral(config: Config) -> dict[str, Any]:
+    experts = Experts(
+        count=_need(config, "num_local_experts"),
+        per_token=_need(config, "num_experts_per_tok"),
+        intermediate=_need(config, "intermediate_size"),
+        shared_intermediate=0,
+        layers=_layers(config),
+    )
+    return {"experts": experts, **_window(config)}
+
+
+def _qwen_moe(config: Config) -> dict[str, Any]:
+    layers = _layers(config)
+    dense = _list(config, "mlp_only_layers")
+    step = _optional(config, "decoder_sparse_step", 1)
+    sparse = sum(1 for i in range(layers) if i not in dense and (i + 1) % step == 0)
+    shared = _optional(config, "shared_expert_intermediate_size")
+    experts = Experts(
+        count=_need(config, "num_experts"),
+        per_token=_need(config, "num_experts_per_tok"),
+        intermediate=_need(config, "moe_intermediate_size"),
+        shared_intermediate=shared,
+        layers=sparse,
+        shared_gate=bool(shared),
+    )
+    return {"experts": experts}
+
+
+def _qwen2_moe(config: Config) -> dict[str, Any]:
+    return {"qkv_bias": True, **_qwen_moe(config)}
+
+
+def _qwen3_moe(config: Config) -> dict[str, Any]:
+    return {"qk_norm": True, **_qwen_moe(config)}
+
+
+def _deepseek(config: Config) -> dict[str, Any]:
+    latent = LatentAttention(
+        kv_rank=_need(config, "kv_lora_rank"),
+        q_rank=_optional(config, "q_lora_rank"),
+        nope_dim=_need(config, "qk_nope_head_dim"),
+        rope_dim=_need(config, "qk_rope_head_dim"),
+        v_dim=_need(config, "v_head_dim"),
+    )
+    if not config.get("n_routed_experts"):
+        return {"latent": latent}
+    width = _need(config, "moe_intermediate_size")
+    layers = _layers(config) - _optional(config, "first_k_dense_replace")
+    experts = Experts(
+        count=_need(config, "n_routed_experts"),
+        per_token=_need(config, "num_experts_per_tok"),
+        intermediate=width,
+        shared_intermediate=width * _optional(config, "n_shared_experts"),
+        layers=layers,
+        router_bias=config.get("topk_method") == "noaux_tc",
+    )
+    return {"latent": latent, "experts": experts}
+
+
+_READERS: Mapping[str, Callable[[Config], dict[str, Any]]] = {
+    "LlamaForCausalLM": _plain,
+    "MistralForCausalLM": _plain,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "OPTForCausalLM": _opt,
+    "GemmaForCausalLM": _gemma,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "DeepseekV2ForCausalLM": _deepseek,
+    "DeepseekV3ForCausalLM": _deepseek,
+}
+_MODEL_TYPES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+
+
+@cache
+def _bundle() -> dict[str, Config]:
+    return read_yaml(BUNDLED)
+
+
+@cache
+def _index() -> dict[str, str]:
+    index: dict[str, str] = {}
+    for name, config in _bundle().items():
+        for alias in (name, *config.get("aliases", ())):
+            index[_key(alias)] = name
+    return index
+
+
+def _key(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,3 +236,174 @@ class Mlp:
         first = self.gemm.time_s(tokens, up, hidden, element, device)
         second = self.gemm.time_s(tokens, hidden, width, element, device)
         return first + self.activation.time_s(tokens * (up + width) * 2.0, device) + second
+
+
+# MERGED attention.py
+# The time of attention on one device: decodes alone, and prefill chunks with or without decodes in one kernel.
+
+
+# Shared memory of one tile of 64 queries against 128 positions: queries, keys and values, 128 wide, in 16 bits.
+_TILE_BYTES = (64 + 2 * 128) * 128 * 2
+_CACHE_STEEPNESS = 4.0  # how abruptly contexts cease to fit the cache
+_LEAST_S = 1e-15
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention's shape on one rank."""
+
+    query: int
+    kv: int
+    flops: float  # of one query against one position, over all query heads
+    kv_bytes: float  # of one position, over all KV heads
+    query_bytes: float  # of one token's query and output
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeAttention:
+    """One query token for each sequence: the KV is read once, by one work item for each sequence and KV head.
+
+    For a given number of sequences the time is piecewise linear in their total context.
+    """
+
+    overhead_s: float
+    long_s: float  # more when the context is split over several units (beyond 128 tokens)
+    grouped_s: float  # more with several KV heads of grouped queries
+    depth_s: float  # latency of one position along the context, while units are idle ...
+    depth_tokens: float  # ... up to that many positions ...
+    depth_items: float  # ... fading with the number of work items
+    item_s: float  # cost of a work item once all units are busy
+    splits: float  # ways in which one KV head's context is divided over units
+    ungrouped_splits: float  # the same without grouped queries
+    compute: float  # share of the peak rate
+    memory: Memory
+
+    def fixed_s(self, count: Numeric, heads: Heads, device: Device, low: Extremum) -> Numeric:
+        """What does not depend on the context."""
+        items = count * heads.kv
+        several = low(1.0, (items - low(items, 8.0)) / 8.0)
+        grouped = low(1.0, heads.query - heads.kv) * low(1.0, heads.kv - 1.0) * several
+        idle = low(items, device.units)
+        return self.overhead_s + self.grouped_s * grouped + self.item_s * (items - idle)
+
+    def depth_at(self, count: Numeric, mean_context: Numeric, heads: Heads, low: Extremum) -> Numeric:
+        """Latency along a context of that length."""
+        return self.depth_s / (1.0 + count * heads.kv / self.depth_items) * low(mean_context, self.depth_tokens)
+
+    def busy(self, count: Numeric, heads: Heads, device: Device, low: Extremum, high: Extremum) -> Numeric:
+        """Share of the units that have work, hence of the bandwidth that can be drawn."""
+        grouped = low(1.0, heads.query - heads.kv)  # 1 or 0
+        with_groups = low(1.0, heads.kv * high(self.splits, 2.0 * count) / device.units)
+        without = low(1.0, count * heads.kv * self.ungrouped_splits / device.units)
+        return grouped * with_groups + (1.0 - grouped) * without
+
+    def cold_position_s(self, heads: Heads, device: Device) -> float:
+        """Seconds of one position of context when all units are busy and KV comes from memory."""
+        return smooth_max(
+            heads.flops / (device.flops * self.compute), heads.kv_bytes / (device.bandwidth * self.memory.share), 4.0
+        )
+
+    def time_s(self, count: Numeric, context: Numeric, heads: Heads, device: Device) -> Numeric:
+        """Seconds of a table's row: `count` sequences of `context` positions each, KV in the cache where it fits."""
+        total = self.fixed_s(count, heads, device, np.minimum) + self.long_s * (context > 128)
+        total = total + self.depth_at(count, context, heads, np.minimum)
+        positions = count * context
+        memory_s = self.memory.time_s(positions * heads.kv_bytes + count * heads.query_bytes, device)
+        memory_s = memory_s / self.busy(count, heads, device, np.minimum, np.maximum)
+        compute_s = positions * heads.flops / (device.flops * self.compute)
+        return total + (compute_s**4.0 + memory_s**4.0) ** 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenAttention:
+    """One kernel over prefill chunks and, in a mixed batch, decodes too.
+
+    A decode has a tile of its own for each query head, or for each KV head when the kernel packs the query heads that
+    share one. FlashAttention-2 over paged KV does not pack and computes 64 rows a tile (`run_mha_fwd_splitkv_dispatch`,
+    kBlockM "fixed for all head dimensions"), whatever the accelerator; FlashAttention-3 packs whenever lengths vary
+    (`should_pack_gqa`) and computes 128 rows. Packing is what decodes lose in a mixed batch: alone, both pack.
+    """
+
+    overhead_s: float
+    compute: float  # share of the peak rate
+    tile_rows: float  # query rows that a tile computes, wanted or not
+    depth_s: float  # latency of one position along the longest context
+    sharpness: float
+    memory: Memory
+    decode_rows: float  # query rows computed for a decode inside a mixed batch
+    decode_item_s: float  # cost of each decode and query head inside a mixed batch
+    packs_groups: bool  # query heads that share a KV head share its tile
+    decode_share: float = 0.93  # of the bandwidth that decodes inside a mixed batch draw
+    decode_sharpness: float = 5.0  # how sharply their compute and memory times overlap
+    cache_use: float = 1.1  # multiple of the cache up to which one KV head's contexts stay in it
+    triangle: float = 0.5  # share of the chunk's own square that is computed: 0.5 skips all of the future, 1 nothing
+
+    def positions(self, tokens: Numeric, context: Numeric, high: Extremum) -> Numeric:
+        """Query-key pairs that a causal chunk computes, whole tiles counted."""
+        return high(tokens, self.tile_rows) * (context + self.triangle * tokens + self.tile_rows / 2.0)
+
+    def decode_positions(self, contexts: Numeric, heads: Heads) -> Numeric:
+        """Query-key pairs that decodes of that total context compute inside a mixed batch."""
+        share = heads.kv / heads.query if self.packs_groups else 1.0
+        return self.decode_rows * share * contexts
+
+    def decode_reads(
+        self, count: Numeric, contexts: Numeric, heads: Heads, device: Device, low: Extremum, high: Extremum
+    ) -> Numeric:
+        """How often a mixed batch reads its decodes' KV from memory: 1, up to the query heads of a KV head.
+
+        Tiles start head by head, all sequences of one head before the next. Query heads of one KV head that run at the
+        same time read its KV once, and so do later ones as long as the cache holds it. With n sequences and room for w
+        tiles, w/n heads run at a time: the KV is read ⌈g·n/w⌉ times, g at most, where n contexts of one KV head exceed
+        the cache. Source: ours (F), from the mixed rows of LLMServingSim's tables: 128 contexts of 4096 and more draw
+        a fourth of the bandwidth on 128 units (g = 4), a third and a sixth on 188 (g = 4 and 8), 64 contexts a half;
+        and no more than one read where one head's contexts fit the 72 and 128 MiB of cache.
+        """
+        if self.packs_groups:
+            return 1.0
+        group = heads.query / heads.kv
+        room = device.units * max(1.0, device.unit_memory_bytes // _TILE_BYTES)
+        reads = low(group, high(1.0, -(-group * count // room)))
+        held = self.cache_use * device.cache_bytes * heads.kv / (contexts * heads.kv_bytes + 1.0)
+        return 1.0 + (reads - 1.0) / (1.0 + held**_CACHE_STEEPNESS)
+
+    def decode_s(
+        self, count: Numeric, contexts: Numeric, heads: Heads, device: Device, low: Extremum, high: Extremum
+    ) -> Numeric:
+        """Seconds that `count` decodes of that total context add to a mixed batch."""
+        compute_s = self.decode_positions(contexts, heads) * heads.flops / (device.flops * self.compute)
+        moved = contexts * heads.kv_bytes * self.decode_reads(count, contexts, heads, device, low, high)
+        memory_s = (moved + count * heads.query_bytes) / (device.bandwidth * self.decode_share)
+        p = self.decode_sharpness
+        # Of two powers of small times the greater is taken out, lest both vanish.
+        greater = high(compute_s, memory_s) + _LEAST_S
+        both = ((compute_s / greater) ** p + (memory_s / greater) ** p) ** (1.0 / p)
+        return self.decode_item_s * count * heads.query + greater * both
+
+    def time_s(
+        self,
+        positions: Numeric,
+        moved: Numeric,
+        longest: Numeric,
+        heads: Heads,
+        device: Device,
+        decode_s: Numeric = 0.0,
+    ) -> Numeric:
+        """Seconds. `positions`, `moved`: of the chunks; `longest`: of all contexts; `decode_s`: what decodes add."""
+        p = self.sharpness
+        compute_s = positions * heads.flops / (device.flops * self.compute)
+        memory_s = self.memory.time_s(moved, device)
+        work_s = (compute_s**p + memory_s**p) ** (1.0 / p) + decode_s
+        return self.overhead_s + (work_s**p + (self.depth_s * longest) ** p) ** (1.0 / p)
+
+
+def smooth_max(a: float, b: float, sharpness: float) -> float:
+    """(a^p + b^p)^(1/p) of two times: at least the greater, at most their sum; safe at any scale.
+
+    Source: FORMULAS section 1, `c + (t_compute^p + t_memory^p)^(1/p)`, p in 1…12.
+    """
+    if a < b:
+        a, b = b, a
+    if b <= 0.0:
+        return a
+    return float(a * (1.0 + (b / a) ** sharpness) ** (1.0 / sharpness))

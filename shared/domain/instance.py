@@ -126,7 +126,9 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     inbound_bytes: int = 0  # of KV that is being pulled
     inflight: int = 0  # jobs of any kind accepted and not finished; 0 means drained
     prefill_share: float = 0.0  # of the last seconds' steps with decodes in them: how many computed prompts, too
-    kv_ahead: tuple[int, ...] = ()  # the most tokens of KV that the decode jobs will hold, see `shared.policy.kv_ahead`
+    kv_ahead: tuple[
+        int, ...
+    ] = ()  # the most tokens of KV that the decode jobs will hold, see `shared.policy.decode_admission`
     accepted: tuple[int, ...] | None = None  # marks of jobs that came lately; None: it does not say
     promised: tuple[Promised, ...] = ()  # decodes bound to it that are still to come, where gateways announce them
 

@@ -215,7 +215,7 @@ class Loss(msgspec.Struct, frozen=True):
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """What a policy may know of a job. prefix: hashes of its prompt's blocks, see `shared.domain.prefix`.
+    """What a policy may know of a job. prefix: hashes of its prompt's blocks, see `shared.domain.prompt`.
 
     begun: it has been placed before, so that it is not refused any more. over_share: whoever sent it has had more than
     others who ask at the same gateway. answer_tokens: for which room is kept, as its scheduler said; 0: max_tokens.

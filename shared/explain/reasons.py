@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 
 from shared.domain.route import Reason
-from shared.domain.words import count, duration
+from shared.domain.verdict import count, duration
 
 Figures = Mapping[str, float | str]
 Clauses = tuple[str, ...]  # each is said if all figures that it names are there

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from shared.domain.kv import TransferOutcome, TransferReport
-from shared.domain.words import count, duration, size
+from shared.domain.verdict import count, duration, size
 from shared.explain.reasons import LOCAL, phrase
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 

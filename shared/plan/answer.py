@@ -1,19 +1,276 @@
 """The planner's answer to what was asked: the plan, what it is compared with, why it won, and its cluster file."""
 
-from collections.abc import Sequence
-from math import isfinite
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
 
+import msgspec
+import numpy as np
+
+from shared.cost.catalogue import bytes_of
+from shared.cost.kinds import Workshop
 from shared.domain.instance import Role
-from shared.errors import Incompatible
-from shared.plan.advice import nearest
-from shared.plan.asked import Asked
-from shared.plan.cheapest import cheapest
+from shared.domain.job import Slo, default_itl_s
+from shared.domain.kv import Codec
+from shared.errors import Incompatible, InvalidRequest
+from shared.plan.compose import MARGINS, Composer, Margin
 from shared.plan.estimate import Estimator
+from shared.plan.group import Group
+from shared.plan.inventory import Inventory
 from shared.plan.methods.registry import QUICK, method
-from shared.plan.plan_file import TOKENIZER, Target, plan_text
-from shared.plan.problem import Clock
-from shared.plan.search import Outcome, Search, Stopped, Tell, searched
-from shared.sim.spec import RunSpec
+from shared.plan.methods.simple import smallest
+from shared.plan.plan import TOKENIZER, Plan, Target, plan_text
+from shared.plan.problem import Clock, Problem
+from shared.plan.search import Found, Outcome, Search, Stopped, Tell, searched
+from shared.sim.spec import EngineLimits, RunSpec
+from shared.sim.workload import Workload
+
+# MERGED asked.py
+# What a person asks of the planner, whoever takes it: the command line or the planner's service.
+
+
+ENGINES = ("emulated", "vllm")
+MOST_SEQUENCES = 256  # that an engine runs at once
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is wanted of a plan, and of the search for it, in a person's words; errors name the fields as they are here.
+
+    rate: requests a second to be served; 0: as many as can be. target: SLO attainment at which a rate counts as served.
+    budget: USD an hour that the accelerators used may cost. cheapest: the least USD an hour that serves `rate`.
+    compare: beside the other methods. seconds: after which nothing new is begun. engine: of the file. max_model_len:
+    tokens of a request; None: the model's own. chunk_size: tokens of a step.
+    """
+
+    rate: float = 0.0
+    target: float = 0.9
+    budget: float | None = None
+    cheapest: bool = False
+    method: str = "best"
+    compare: bool = True
+    seconds: float = 60.0
+    codec: str = "raw"
+    engine: str = "emulated"
+    one_node: bool = False
+    max_model_len: int | None = None
+    chunk_size: int = 2048
+    seed: int = 1
+
+    def check(self) -> None:
+        """Raises InvalidRequest that names the field and the choices."""
+        if self.engine not in ENGINES:
+            raise InvalidRequest(f"engine: {' or '.join(ENGINES)}, not {self.engine!r}")
+        if self.codec not in list(Codec):
+            raise InvalidRequest(f"codec: one of {', '.join(Codec)}, not {self.codec!r}")
+        if self.cheapest and not self.rate > 0:
+            raise InvalidRequest("cheapest needs the rate that is to be served")
+        method(self.method)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A problem, and how it is to be searched. name: the inventory's. model: by the name that it was asked for."""
+
+    problem: Problem
+    wanted: Wanted
+    name: str
+    model: str
+
+    @classmethod
+    def of(
+        cls, wanted: Wanted, name: str, inventory: Inventory, model: str, shop: Workshop, workload: Workload, slo: Slo
+    ) -> "Asked":
+        """Put together. Raises InvalidRequest that names what is wrong."""
+        wanted.check()
+        problem = Problem(
+            inventory,
+            shop,
+            fitting(workload, wanted.max_model_len or shop.geometry.max_position),
+            slo=slo,
+            rate=wanted.rate,
+            target=wanted.target,
+            limits=EngineLimits(batched_tokens=wanted.chunk_size, sequences=min(MOST_SEQUENCES, wanted.chunk_size)),
+            one_node=wanted.one_node or wanted.engine == "vllm",
+            codec=Codec(wanted.codec),
+            budget_usd_hour=inf if wanted.budget is None else wanted.budget,
+            longest_tokens=wanted.max_model_len or 0,
+        )
+        return cls(problem, wanted, name, model)
+
+
+def fitting(workload: Workload, longest: int) -> Workload:
+    """The requests that a context of `longest` tokens holds. Raises InvalidRequest where none is left."""
+    fits = workload.prompt_tokens + workload.output_tokens <= longest
+    if not fits.any():
+        raise InvalidRequest(f"{workload.name}: every request is longer than {longest} tokens (max_model_len)")
+    if fits.all():
+        return workload
+    return replace(
+        workload,
+        name=f"{workload.name} (without {int((~fits).sum())} of {len(fits)} requests of more than {longest} tokens)",
+        arrival_s=workload.arrival_s[fits],
+        prompt_tokens=workload.prompt_tokens[fits],
+        output_tokens=workload.output_tokens[fits],
+        prefixes=None,
+        mix=None,
+    )
+
+
+# MERGED advice.py
+# What is possible where what was asked is not: the memory that is missing, the tightest SLO that can be reached.
+
+
+_LOOSER = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 8.0)  # than a request that is alone
+
+
+def nearest(problem: Problem, clock: Clock) -> str:
+    """In words. Looks at memory first, then at targets, one at a time and both together."""
+    missing = missing_memory(problem)
+    return missing or tightest_slo(problem, clock) or "no deployment of it serves any request in time"
+
+
+def missing_memory(problem: Problem) -> str:
+    """Why the model fits nowhere; empty where it fits somewhere."""
+    search = Search(problem, lambda: 0.0)
+    if next(_holding(search), None) is not None:
+        return ""
+    inventory, geometry = problem.inventory, problem.shop.geometry
+    weights = geometry.weight_bytes(bytes_of(problem.dtype or geometry.dtype))
+    kv = problem.longest * search.estimator.costs.kv_bytes
+    nodes = dict.fromkeys(inventory.nodes, 0.0)
+    for pool in inventory.pools:
+        nodes[pool.node] += pool.count * pool.accelerator.memory_bytes
+    largest = max(nodes, key=lambda node: nodes[node])
+    room = nodes[largest] if problem.one_node else sum(nodes.values())
+    where = f"the largest node, {largest}, has" if problem.one_node else "all accelerators together have"
+    need = (weights + kv) / 0.9
+    if need <= room:
+        return (
+            f"{geometry.name} would fit the {room / 1e9:.1f} GB that {where}, but no group of one type, or of two that "
+            f"give as many, holds it: give a node more accelerators of one type"
+        )
+    return (
+        f"{geometry.name} needs {weights / 1e9:.1f} GB of weights and {kv / 1e9:.2f} GB of KV for a request of "
+        f"{problem.longest} tokens; {where} {room / 1e9:.1f} GB, of which nine tenths are usable: "
+        f"{(need - room) / 1e9:.1f} GB are missing"
+    )
+
+
+def tightest_slo(problem: Problem, clock: Clock) -> str:
+    """The tightest targets that a deployment keeps: what the fastest groups take alone, and then by steps more."""
+    fastest = _fastest(Search(problem, clock))
+    if fastest is None:
+        return ""
+    slo = problem.slo
+    for looser in _LOOSER:
+        ttft_s, tpot_s = max(slo.ttft_s, looser * fastest[0]), max(slo.tpot_s, looser * fastest[1])
+        wider = msgspec.structs.replace(slo, ttft_s=ttft_s, tpot_s=tpot_s, itl_s=max(slo.itl_s, default_itl_s(tpot_s)))
+        found = _served(replace(problem, slo=wider, rate=0.0), clock)
+        if found > 0.0:
+            return (
+                f"the nearest that is possible here: TTFT {ttft_s:.3g} s and TPOT {tpot_s:.3g} s, at up to "
+                f"{found:.2g} requests/s"
+            )
+    return ""
+
+
+def _fastest(search: Search) -> tuple[float, float] | None:
+    """Seconds of a long prompt, and of a token, on the fastest group of each role with nothing else to do."""
+    layouts, share = search.estimator.layouts, search.problem.target
+    costs = [layouts.cost(group) for group in _holding(search)]
+    if not costs:
+        return None
+    return min(float(np.quantile(c.prefill_s, share)) for c in costs), min(c.decode_s(1.0) for c in costs)
+
+
+def _served(problem: Problem, clock: Clock) -> float:
+    """Goodput of the most promising deployment, by the estimate, checked by a run at half of it."""
+    search = Search(problem, clock)
+    best = max(
+        ((search.estimator.of(groups).goodput, groups) for groups in Composer(search.estimator).candidates()),
+        key=lambda one: one[0],
+        default=(0.0, ()),
+    )
+    goodput, groups = best
+    if goodput <= 0.0:
+        return 0.0
+    return goodput / 2.0 if search.judge.attained(Plan(groups), goodput / 2.0) >= problem.target else 0.0
+
+
+def _holding(search: Search) -> Iterator[Group]:
+    """Layouts that hold the model: of single pools, then of pairs."""
+    pools, layouts = search.problem.inventory.pools, search.estimator.layouts
+    for one, entry in enumerate(pools):
+        for size in range(1, entry.count + 1):
+            yield from layouts.all({one: size}, Role.DECODE)
+    for one, first in enumerate(pools):
+        for other in range(one + 1, len(pools)):
+            if search.problem.one_node and first.node != pools[other].node:
+                continue
+            for size in range(1, min(first.count, pools[other].count) + 1):
+                yield from layouts.all({one: size, other: size}, Role.DECODE)
+
+
+# MERGED cheapest.py
+# The cheapest accelerators out of what is on offer that serve a rate within the SLO.
+
+
+# Spare capacity with which programmes are tried: the estimate knows no bursts, so the first may serve too little.
+SPARES = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
+_SIDES = MARGINS[1:]
+
+
+def cheapest(search: Search) -> Plan:
+    """The plan with the lowest price that serves the problem's rate in the simulator.
+
+    Raises Incompatible that names the highest rate that all that is on offer serves, or says that the time was up;
+    Stopped after Ctrl-C: an offer that serves the rate ends the search, so there is no best so far.
+    """
+    found = _first_that_serves(search)
+    if found is not None:
+        return found
+    most = max((goodput for _, goodput in _all_of_it(search)), default=0.0)
+    raise Incompatible(
+        f"all that is on offer serves {most:.2f} requests/s of {search.problem.workload.name} within TTFT "
+        f"{search.problem.slo.ttft_s:g} s and TPOT {search.problem.slo.tpot_s:g} s, not {search.problem.rate:g}"
+    )
+
+
+def _first_that_serves(search: Search) -> Plan | None:
+    """Of the offers, the cheapest first; None where none of them does."""
+    try:
+        for price, plan in _offers(search):
+            if search.judge.attained(plan, search.problem.rate) >= search.problem.target:
+                search.tell(f"cheapest: {price:.2f} USD/h serves it", None)
+                return plan
+            if search.over():
+                raise Incompatible("the time is up before an offer was found that serves the rate (seconds)")
+    except KeyboardInterrupt as error:
+        raise Stopped("stopped before an offer was found that serves the rate") from error
+    return None
+
+
+def _offers(search: Search) -> Iterator[tuple[float, Plan]]:
+    """Deployments and their prices, the cheapest of each programme; the tightest first."""
+    composer, inventory = Composer(search.estimator), search.problem.inventory
+    offers: dict[tuple[Group, ...], float] = {}
+    for spare in SPARES:
+        for side in _SIDES:
+            margin = Margin(side.prefill, side.decode, side.local, side.split, search.problem.rate * spare)
+            groups = composer.best(margin)
+            if groups:
+                offers[groups] = sum(group.price_usd_hour(inventory) for group in groups)
+    for groups in (*composer.candidates(), smallest(search, Role.DECODE)):
+        if groups:
+            offers.setdefault(groups, sum(group.price_usd_hour(inventory) for group in groups))
+    for groups, price in sorted(offers.items(), key=lambda one: one[1]):
+        yield price, Plan(groups)
+
+
+def _all_of_it(search: Search) -> Iterator[Found]:
+    for groups in (*Composer(search.estimator).candidates(), smallest(search, Role.DECODE)):
+        yield search.judged(Plan(groups), local=True)
 
 
 def answered(asked: Asked, clock: Clock, tell: Tell, helped: bool = False) -> list[Outcome]:

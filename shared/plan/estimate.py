@@ -4,26 +4,256 @@ Flows by a linear programme; waiting for prefill as in a queue with several serv
 share of requests within their SLO from both, over a sample of the workload. The simulator judges what is left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from math import inf, sqrt
+from functools import lru_cache
+from math import floor, inf, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
+from shared.cost.geometry import kv_capacity_tokens
+from shared.cost.kinds import EngineKind, Stage, even_layers
+from shared.cost.network import rate_of
+from shared.cost.step import Batch
 from shared.domain.instance import Role
 from shared.domain.kv import wire_share
 from shared.errors import Incompatible
-from shared.plan.costs import Costs, EngineCost, EngineCosts
-from shared.plan.group import Group
-from shared.plan.layouts import Layouts
-from shared.plan.places import Places
+from shared.plan.group import Group, Part
 from shared.plan.problem import Problem
-from shared.plan.routes import Flows, Joints, Route, best_flows, decode_capacity, prefill_capacity
-from shared.plan.waits import Wait
+from shared.plan.routes import (
+    Costs,
+    EngineCost,
+    EngineCosts,
+    Flows,
+    Joints,
+    Places,
+    Route,
+    best_flows,
+    decode_capacity,
+    prefill_capacity,
+)
 from shared.sim.workload import Times
+
+# MERGED layouts.py
+# How accelerators of a group divide the model: tensor-parallel degree, stages in order, layers of each.
+#
+# Source: ThunderServe Algorithm 2, with FORMULAS' corrections: every (TP, PP) with TP times PP accelerators.
+
+
+_TP = (1, 2, 4, 8, 16)
+MOST_STAGES = 8
+_BATCH = 16  # decodes of the step by which stages are compared
+
+
+class Layouts:
+    """Every way to divide the model over a set of accelerators, and the best one for a role. Each worked out once."""
+
+    def __init__(self, problem: Problem, costs: EngineCosts) -> None:
+        self._problem = problem
+        self._costs = costs
+        self._known: dict[tuple[Role, tuple[tuple[int, int], ...]], tuple[Group, ...]] = {}
+        self._layer_s: dict[tuple[str, int, Role], float] = {}
+        self._room: dict[tuple[str, int, int], int] = {}
+        self._alike = problem.inventory.alike
+
+    def cost(self, group: Group) -> EngineCost:
+        """Of a group that one of these made."""
+        found = self._costs.of(group.kind(self._problem.inventory, self._problem.dtype))
+        assert found is not None
+        return found
+
+    def all(self, uses: Mapping[int, int], role: Role) -> tuple[Group, ...]:
+        """Those that hold the model and the longest request; none where the memory is too small."""
+        key = (role, tuple(sorted(uses.items())))
+        if key not in self._known:
+            made = [group for degree in self._degrees(uses) for group in self._of(uses, degree, role)]
+            self._known[key] = tuple(dict.fromkeys(made))
+        return self._known[key]
+
+    def best(self, uses: Mapping[int, int], role: Role) -> Group | None:
+        """By the paper's rule: prefill groups by latency, decode groups by throughput within the TPOT target."""
+        return max(self.all(uses, role), key=self.worth, default=None)
+
+    def worth(self, group: Group) -> float:
+        """What a role wants most: short prompts' time, or many decodes."""
+        cost = self.cost(group)
+        if group.role is Role.PREFILL:
+            return -float(cost.prefill_s.mean())
+        batch = cost.batch_within(self._problem.slo.tpot_s)
+        return cost.lanes * batch / cost.decode_s(batch) if batch >= 1.0 else -cost.decode_s(1.0)
+
+    def _degrees(self, uses: Mapping[int, int]) -> list[int]:
+        """Tensor parallelism stays inside one node and type: it divides what each pool gives."""
+        heads = self._problem.shop.geometry.heads
+        return [t for t in _TP if heads % t == 0 and all(count % t == 0 for count in uses.values())]
+
+    def _of(self, uses: Mapping[int, int], degree: int, role: Role) -> list[Group]:
+        pools = [pool for pool, count in sorted(uses.items()) for _ in range(count // degree)]
+        if len(pools) > min(MOST_STAGES, self._problem.shop.geometry.layers):
+            return []
+        ordered = self._ordered(pools)
+        found = []
+        for weights in self._weights(ordered, degree, role):
+            layers = self._layers(ordered, degree, weights)
+            if layers is None:
+                continue
+            group = Group(role, degree, tuple(map(Part, ordered, layers)))
+            if self._costs.of(group.kind(self._problem.inventory, self._problem.dtype)) is not None:
+                found.append(group)
+        return found
+
+    def _ordered(self, pools: Sequence[int]) -> tuple[int, ...]:
+        if len(set(pools)) == 1:
+            return tuple(pools)
+        network, at = self._problem.inventory.network, self._problem.inventory.pools
+        rates = tuple(tuple(rate_of(network.path(at[one].node, at[other].node)) for other in pools) for one in pools)
+        return tuple(pools[position] for position in widest_path(rates))
+
+    def _weights(self, pools: Sequence[int], degree: int, role: Role) -> list[list[float]]:
+        """Layers in proportion to speed; for decode also to memory, which lets more requests in."""
+        names = [self._problem.inventory.pools[pool].accelerator.name for pool in pools]
+        if len(set(names)) == 1:
+            return [[1.0] * len(pools)]
+        speed = [1.0 / self._layer_time_s(name, degree, role) for name in names]
+        memory = [self._problem.shop.device(name).memory_bytes for name in names]
+        return [speed, memory] if role is Role.DECODE else [speed]
+
+    def _layers(self, pools: Sequence[int], degree: int, weights: Sequence[float]) -> tuple[int, ...] | None:
+        total = self._problem.shop.geometry.layers
+        names = [self._problem.inventory.pools[pool].accelerator.name for pool in pools]
+        rooms = [self._most_layers(name, degree, len(pools)) for name in names]
+        if sum(rooms) < total or min(rooms) < 1:
+            return None
+        if len(set(weights)) == 1 and len(set(rooms)) == 1:
+            return even_layers(total, len(pools))
+        return proportional(total, weights, rooms)
+
+    def _layer_time_s(self, name: str, degree: int, role: Role) -> float:
+        key = (name, degree, role)
+        if key not in self._layer_s:
+            problem = self._problem
+            kind = EngineKind((Stage(name, problem.shop.geometry.layers),), degree, problem.dtype)
+            times, context = problem.shop.times(kind), int(problem.sample.context)
+            self._layer_s[key] = (
+                times.step_time_s(Batch(((problem.limits.batched_tokens, 0),)))
+                if role is Role.PREFILL
+                else times.decode_time_s(_BATCH, _BATCH * context)
+            )
+        return self._layer_s[key]
+
+    def _most_layers(self, name: str, degree: int, stages: int) -> int:
+        """Layers that a stage's memory holds beside the KV of the longest request in every lane."""
+        key = (name, degree, stages)
+        if key not in self._room:
+            problem = self._problem
+            device, geometry, need = problem.shop.device(name), problem.shop.geometry, problem.longest * stages
+
+            def fits(layers: int) -> bool:
+                part = geometry.part(layers)
+                return kv_capacity_tokens(device, part, tensor_parallel=degree, dtype=problem.dtype) >= need
+
+            self._room[key] = next((n for n in range(geometry.layers, 0, -1) if fits(n)), 0)
+        return self._room[key]
+
+
+def proportional(total: int, weights: Sequence[float], rooms: Sequence[int]) -> tuple[int, ...]:
+    """`total` in whole numbers as the weights say, at least 1 each and none above its room; the rooms hold them all."""
+    counts = [1] * len(weights)
+    left = total - len(weights)
+    while left:
+        open_ = [at for at in range(len(weights)) if counts[at] < rooms[at]]
+        whole = sum(weights[at] for at in open_)
+        wants = {at: min(rooms[at] - counts[at], floor(left * weights[at] / whole)) for at in open_}
+        if not any(wants.values()):
+            # Less than one each: the stage that is furthest below its share.
+            neediest = max(open_, key=lambda at: weights[at] / (counts[at] + 1))
+            wants = {neediest: 1}
+        for at, more in wants.items():
+            counts[at] += more
+            left -= more
+    return tuple(counts)
+
+
+@lru_cache(maxsize=4096)
+def widest_path(rates: tuple[tuple[float, ...], ...]) -> tuple[int, ...]:
+    """The order of stages whose slowest hop is fastest, and of those the one with the fastest hops in all.
+
+    rates: bytes a second from one to the other, shape [n, n]. Source: ThunderServe Algorithm 2, a bitmask dynamic
+    programme over the stages that are in the path so far and the last of them.
+    """
+    count = len(rates)
+    best: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {
+        (1 << at, at): (float("inf"), 0.0, (at,)) for at in range(count)
+    }
+    for mask in range(1, 1 << count):
+        for last in range(count):
+            so_far = best.get((mask, last))
+            if so_far is None:
+                continue
+            slowest, total, path = so_far
+            for after in range(count):
+                if mask & 1 << after:
+                    continue
+                rate = rates[last][after]
+                found = (min(slowest, rate), total + rate, (*path, after))
+                key = (mask | 1 << after, after)
+                if key not in best or found[:2] > best[key][:2]:
+                    best[key] = found
+    full = (1 << count) - 1
+    return max((best[full, last] for last in range(count)), key=lambda one: one[:2])[2]
+
+
+# MERGED waits.py
+# How long requests wait: for an engine that computes prompts, and for a seat among its decodes.
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long a prompt waits: not at all, or an exponential time. Source: Sakasegawa's form for M/G/c."""
+
+    probability: float
+    rate: float
+
+    @classmethod
+    def of(cls, costs: Sequence[EngineCost], flows: NDArray[np.float64]) -> "Wait":
+        """Where such flows come to such engines, each of which takes a prompt of those that wait when it is free."""
+        used = [(cost, flow) for cost, flow in zip(costs, flows.tolist(), strict=True) if flow > 0.0]
+        if not used:
+            return cls(0.0, inf)
+        speed = sum(cost.prefills_per_s for cost, _ in used)
+        load = sum(flow for _, flow in used) / speed
+        if load >= 1.0:
+            return cls(1.0, 0.0)
+        servers = sum(cost.lanes for cost, _ in used)
+        times = np.concatenate([cost.prefill_s for cost, _ in used])
+        varies = float(times.var() / times.mean() ** 2)
+        return cls(load ** (sqrt(2.0 * (servers + 1.0)) - 1.0), 2.0 * (1.0 - load) * speed / (1.0 + varies))
+
+    @classmethod
+    def for_seats(cls, taken: float, seats: float, life_s: float) -> "Wait":
+        """Where decodes of `life_s` take so many of the seats on average."""
+        load = taken / seats
+        if load >= 1.0:
+            return cls(1.0, 0.0)
+        return cls(load ** (sqrt(2.0 * (seats + 1.0)) - 1.0), seats * (1.0 - load) / life_s)
+
+    @property
+    def mean_s(self) -> float:
+        """Of all prompts."""
+        return self.probability / self.rate if self.rate > 0.0 else inf
+
+    def within(self, left_s: Times) -> NDArray[np.float64]:
+        """The probability that a prompt waits no longer than that, by request."""
+        if self.rate == inf or self.probability == 0.0:
+            return (left_s >= 0.0).astype(np.float64)
+        waits: NDArray[np.float64] = np.where(
+            left_s >= 0.0, 1.0 - self.probability * np.exp(-self.rate * np.maximum(left_s, 0.0)), 0.0
+        )
+        return waits
+
 
 _SPREAD = 0.7  # of a batch over a request's life, in square roots of it (instants are Poisson: 1)
 _BESIDE = 1.1  # times as long a prompt takes in steps that decode, too

@@ -4,10 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Self
 
-from shared.cost.catalogue import Accelerator
-from shared.cost.network import Network, pair_of
-from shared.errors import InvalidRequest, NotFound
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shared.cost.catalogue import Accelerator, Catalogue
+from shared.cost.kinds import HOP_LATENCY_S
+from shared.cost.library import Library
+from shared.cost.network import INSIDE_EFFICIENCY, Link, LinkEntry, Network, NetworkEntry, entry_of, pair_of
+from shared.errors import InvalidRequest, NotFound, PolyphaseError
+from shared.files.faults import describe
+from shared.files.places import Places
+from shared.files.yaml_file import Document, read_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +125,175 @@ class Inventory:
                 how = " | ".join(", ".join(part) for part in parts)
                 cut = f"they are cut into {how}: plan each by itself" if len(parts) > 1 else "give each pair one"
                 raise InvalidRequest(f"network: no link between the nodes {one!r} and {other!r}; {cut}")
+
+
+# MERGED inventory_file.py
+# The inventory file: nodes, devices and links, in YAML. Strict: errors name file, line and key.
+
+
+MOST_NODES = 512
+Count = Annotated[int, Field(gt=0, le=100_000)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
+
+
+class DeviceEntry(_Part):
+    """`count` accelerators of a type. price_usd_hour: of one; by default the catalogue's."""
+
+    accelerator: str
+    count: Count = 1
+    price_usd_hour: Price | None = None
+
+
+class NodeEntry(_Part):
+    """One node, or `replicas` alike ones, named name-0, name-1, …: one type of accelerator, or `devices` of several."""
+
+    name: Name
+    replicas: Count = 1
+    accelerator: str = ""
+    count: Count = 1
+    price_usd_hour: Price | None = None
+    devices: tuple[DeviceEntry, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if bool(self.accelerator) == bool(self.devices):
+            raise ValueError("give it an `accelerator`, or `devices`, and not both")
+        kinds = [device.accelerator for device in self.devices]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError("`devices` name a type twice: give it their `count`")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the nodes that this entry stands for."""
+        return (self.name,) if self.replicas == 1 else tuple(f"{self.name}-{at}" for at in range(self.replicas))
+
+    @property
+    def all_devices(self) -> tuple[DeviceEntry, ...]:
+        """However they were given."""
+        single = DeviceEntry(accelerator=self.accelerator, count=self.count, price_usd_hour=self.price_usd_hour)
+        return self.devices or (single,)
+
+
+class InventoryFile(_Part):
+    """The whole file. `accelerators`: catalogue entries of your own; a path beside it."""
+
+    name: str = ""
+    accelerators: Path | None = None
+    nodes: tuple[NodeEntry, ...] = Field(min_length=1)
+    network: NetworkEntry = NetworkEntry()
+
+    @model_validator(mode="after")
+    def _names(self) -> Self:
+        count = sum(entry.replicas for entry in self.nodes)
+        if count > MOST_NODES:
+            raise ValueError(f"nodes: {count} of them; at most {MOST_NODES} can be planned")
+        seen: set[str] = set()
+        for index, entry in enumerate(self.nodes):
+            for name in entry.names:
+                if name in seen:
+                    raise ValueError(f"nodes.{index}.name: {name!r} is there twice")
+                seen.add(name)
+        return self
+
+    def inventory(self, catalogue: Catalogue) -> Inventory:
+        """As the planner takes it. Raises NotFound or InvalidRequest, whose message begins with the key."""
+        pools = [
+            Pool(
+                name,
+                device := _known(catalogue, entry.accelerator, f"nodes.{index}"),
+                entry.count,
+                device.price_usd_hour if entry.price_usd_hour is None else entry.price_usd_hour,
+            )
+            for index, node in enumerate(self.nodes)
+            for name in node.names
+            for entry in node.all_devices
+        ]
+        inside = {
+            pool.node: Link(pool.accelerator.links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY)
+            for pool in reversed(pools)
+        }
+        nodes = list(dict.fromkeys(pool.node for pool in pools))
+        network = self.network.network(nodes, inside)
+        if len(nodes) > 1 and not (self.network.between or self.network.pairs or self.network.matrix):
+            return _with_assumed_links(Inventory(tuple(pools), network))
+        made = Inventory(tuple(pools), network)
+        made.require_joined()
+        return made
+
+
+def _with_assumed_links(inventory: Inventory) -> Inventory:
+    """With a link of every two nodes that is as wide as the catalogue's network of the slower one."""
+    bytes_s = {
+        node: sum(pool.accelerator.links.network * pool.count for pool in inventory.pools if pool.node == node)
+        for node in inventory.nodes
+    }
+    between = {
+        pair_of(*pair): LinkEntry(gbps=min(bytes_s[node] for node in pair) * 8.0 / 1e9).link
+        for pair in combinations(inventory.nodes, 2)
+    }
+    rates = sorted({round(link.bandwidth_bytes_s * 8.0 / 1e9, 1) for link in between.values()})
+    width = " to ".join(f"{rate:g}" for rate in dict.fromkeys((rates[0], rates[-1])))
+    usual = next(iter(between.values()))
+    told = (
+        "The inventory gives no links between its nodes. Each two are assumed to be joined by the network cards that "
+        f"the catalogue has for the accelerators of the slower one ({width} Gbit/s, of which {usual.efficiency:.0%} is "
+        f"reached, {usual.latency_s * 1000:g} ms). Give yours: `network: {{between: {{gbps: …}}}}`."
+    )
+    return replace(inventory, network=Network(inventory.network.inside, between), assumed=told)
+
+
+def read_inventory(file: Path) -> tuple[Inventory, Library, str]:
+    """An inventory file: the inventory, the library with its own accelerators, its name.
+
+    Raises InvalidRequest or NotFound that name the file and the key.
+    """
+    document = read_document(file)
+    read = checked(document)
+    try:
+        library = Library.built_in(file.parent / read.accelerators if read.accelerators else None)
+    except PolyphaseError as error:
+        raise type(error)(document.places.tell("accelerators", error.message)) from error
+    return located(read, library.catalogue, document.places), library, read.name or file.stem
+
+
+def checked(document: Document) -> InventoryFile:
+    """The content of an inventory file. Raises InvalidRequest that names file, line and key."""
+    try:
+        return InventoryFile.model_validate(document.mapping())
+    except ValidationError as error:
+        raise InvalidRequest(describe(document.places, error, kind=InventoryFile)) from error
+
+
+def located(read: InventoryFile, catalogue: Catalogue, places: Places) -> Inventory:
+    """As `InventoryFile.inventory`, and what it raises names the file, and the line where the message has a key."""
+    try:
+        return read.inventory(catalogue)
+    except PolyphaseError as error:
+        raise type(error)(places.tell_of_text(error.message)) from error
+
+
+def write_inventory(inventory: Inventory, name: str) -> str:
+    """The text of an inventory file."""
+    nodes = []
+    for node in inventory.nodes:
+        devices = [
+            {"accelerator": p.accelerator.name, "count": p.count, "price_usd_hour": p.price_usd_hour}
+            for p in inventory.pools
+            if p.node == node
+        ]
+        nodes.append({"name": node, **(devices[0] if len(devices) == 1 else {"devices": devices})})
+    network = entry_of(inventory.network).model_dump(mode="json", exclude_defaults=True)
+    return yaml.safe_dump({"name": name, "nodes": nodes, "network": network}, sort_keys=False, default_flow_style=None)
+
+
+def _known(catalogue: Catalogue, name: str, key: str) -> Accelerator:
+    try:
+        return catalogue.get(name)
+    except NotFound as error:
+        raise NotFound(f"{key}.accelerator: {error.message}") from error

@@ -4,9 +4,10 @@ What an inventory's engines get from the cost model these get from what their in
 step times, links, memory. So roles and routes can be thought about for any engine, on accelerators that nobody listed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import nlargest
 from itertools import combinations
 from math import exp, isfinite, log, sqrt
 
@@ -18,20 +19,20 @@ from shared.cost.catalogue import Accelerator, Links, precision_of
 from shared.cost.geometry import ModelGeometry
 from shared.cost.kinds import EngineKind, Workshop
 from shared.cost.library import Library
-from shared.cost.network import Network
-from shared.cost.transfer import Link
+from shared.cost.network import Link, Network
 from shared.domain.demand import Demand
-from shared.domain.instance import InstanceInfo, InstanceView
+from shared.domain.instance import InstanceInfo, InstanceView, Role
 from shared.domain.job import Slo
 from shared.domain.kv import Codec
 from shared.errors import InvalidRequest
-from shared.plan.costs import Engine, EngineCost
 from shared.plan.estimate import Estimate, Estimator
 from shared.plan.group import Group, Part
 from shared.plan.inventory import Inventory, Pool
+from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.problem import Problem, Sample
-from shared.plan.routes import Route
-from shared.policy.role_harm import Sort, sorted_out
+from shared.plan.routes import Engine, EngineCost, Route
+from shared.policy.placement_policies import PlanRoute
+from shared.policy.predictive_roles import Sort, sorted_out
 from shared.sim.spec import EngineLimits
 from shared.sim.workload import Lengths, Times, Workload
 
@@ -238,3 +239,200 @@ def _geometry(info: InstanceInfo) -> ModelGeometry:
     return ModelGeometry(
         info.model, "measured", kv.layers, width, kv.kv_heads, kv.kv_heads, kv.head_dim, width, 1, info.max_model_len
     )
+
+
+# MERGED reschedule.py
+# A running plan meets another workload, or loses groups: other roles and routes, and nothing is loaded anew.
+#
+# Source: ThunderServe 3.4: of the tabu search only flips of the phase, the layouts as they are, the orchestration again.
+# Ours: all deployments within a few flips of alike groups, by the estimate; so it takes milliseconds, not seconds.
+
+
+LOOKED_AT = 4  # of the deployments within reach, those that can get most through: what they serve in time is estimated
+STRIDES = (1, 2, 4, 8)  # flips of alike groups in one step of a climb, which goes on while it gains
+WORTH_IT = 1.1  # times the goodput: less is not worth a drain, and less than the estimate can tell
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """New roles and routes of groups that stay. flips: their positions. before, after: what the estimate says."""
+
+    plan: Plan
+    flips: tuple[int, ...]
+    before: Estimate
+    after: Estimate
+
+    @property
+    def changes(self) -> bool:
+        """Whether any role is another."""
+        return bool(self.flips)
+
+
+def rescheduled(estimator: Estimator, running: Plan, fixed: Collection[int] = ()) -> Proposal:
+    """The roles that serve most of the problem's workload; those there are where no others are clearly better.
+
+    fixed: groups, by position, whose roles are not to change.
+    Raises Incompatible for a group whose memory does not hold that workload's longest request.
+    """
+    policies, problem = running.policies, estimator.problem
+    local = not policies.startswith("plan:") or any(route.prefill is None for route in running.routes)
+    start = running.groups
+    before = estimator.of(start, local=local)
+    here, best = start, before
+    while True:
+        turned = _flipped(problem.inventory.alike, here, frozenset(fixed))
+        able = nlargest(LOOKED_AT, turned, key=lambda one: estimator.most(one, local=local))
+        near = max(able, key=lambda one: estimator.of(one, local=local).goodput, default=here)
+        found = estimator.of(near, local=local)
+        if found.goodput <= best.goodput * WORTH_IT:
+            break
+        here, best = near, found
+    flips = tuple(at for at, (one, other) in enumerate(zip(start, here, strict=True)) if one.role is not other.role)
+    plan = Plan(here, routes_of(best), policies)
+    if policies.startswith("plan:"):
+        plan = Plan(here, plan.routes, plan.routed(problem))
+    return Proposal(plan, flips, before, best)
+
+
+def survivors(plan: Plan, lost: Sequence[int]) -> tuple[tuple[Group, ...], tuple[Route, ...]]:
+    """The groups that are left and the routes between them, in proportion."""
+    kept = [at for at in range(len(plan.groups)) if at not in set(lost)]
+    number = {at: new for new, at in enumerate(kept)}
+    routes = [
+        Route(None if route.prefill is None else number[route.prefill], number[route.decode], route.share)
+        for route in plan.routes
+        if route.decode in number and (route.prefill is None or route.prefill in number)
+    ]
+    whole = sum(route.share for route in routes)
+    shares = tuple(Route(route.prefill, route.decode, route.share / whole) for route in routes)
+    return tuple(plan.groups[at] for at in kept), shares
+
+
+def _flipped(alike: Sequence[int], groups: Sequence[Group], fixed: frozenset[int]) -> Iterator[tuple[Group, ...]]:
+    """`STRIDES` flips of alike groups in one direction, alike results once; one group decodes at least."""
+    seen = {canonical(groups, alike)}
+    for role in Role:
+        for at, group in enumerate(groups):
+            if group.role is not role or at in fixed:
+                continue
+            turned, made = list(groups), 0
+            for other in range(at, len(groups)):
+                same = groups[other].role is role and canonical((groups[other],), alike) == canonical((group,), alike)
+                if not same or other in fixed:
+                    continue
+                turned[other] = groups[other].flipped()
+                made += 1
+                if made not in STRIDES:
+                    continue
+                key = canonical(turned, alike)
+                if key not in seen and any(one.role is Role.DECODE for one in turned):
+                    seen.add(key)
+                    yield tuple(turned)
+
+
+# MERGED review.py
+# Whether a running cluster should have other roles or routes: what would change, what is expected, and why.
+
+
+ENOUGH = 1.1  # times the rate asked for: goodput that needs nothing more
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """An instance is to change its role."""
+
+    instance_id: str
+    from_role: Role
+    to_role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Roles and routes beside those that are.
+
+    now, then: what is expected of both. routes: along which requests would be sent then. changes_routes: whether they
+    take the place of those in force. why: in a sentence, also where nothing is to change.
+    """
+
+    flips: tuple[Flip, ...]
+    routes: tuple[PlanRoute, ...]
+    changes_routes: bool
+    now: Expected
+    then: Expected
+    why: str
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.flips) or self.changes_routes
+
+
+def reviewed(fleet: Fleet, in_force: Sequence[PlanRoute] = (), fixed: Collection[str] = ()) -> Finding:
+    """What would be best for the fleet's demand.
+
+    in_force: the routes of placement `plan`; none under another. fixed: instances whose roles are not to change.
+    Nothing is to change where the demand is served with something to spare, or nothing else is clearly better.
+    """
+    routes = surviving(fleet.views, in_force)
+    now = fleet.expected(routes=routes)
+    if now.goodput >= ENOUGH * now.rate and now.attainment >= fleet.target:
+        return _as_it_is(fleet, in_force, now, f"the roles serve this: {_served(now)}")
+    positions = {at for at, view in enumerate(fleet.views) if view.instance_id in set(fixed)}
+    plan = Plan(fleet.groups, routes, "adaptive" if fleet.local else "plan:")
+    groups = rescheduled(fleet.estimator, plan, positions).plan.groups
+    then = fleet.expected(groups)
+    if then.goodput <= WORTH_IT * now.goodput:
+        kept = f"; {len(positions)} are kept as they are" if positions else ""
+        return _as_it_is(fleet, in_force, now, f"no other roles serve clearly more: {_served(now)}{kept}")
+    flips = tuple(
+        Flip(view.instance_id, view.role, group.role)
+        for view, group in zip(fleet.views, groups, strict=True)
+        if view.role is not group.role
+    )
+    best = named(fleet.views, routes_of(fleet.estimate(groups)))
+    why = f"{_served(now)}; with {_said(flips, bool(in_force))} {then.goodput:.3g}"
+    return Finding(flips, best, bool(in_force), now, then, why)
+
+
+def _as_it_is(fleet: Fleet, in_force: Sequence[PlanRoute], now: Expected, why: str) -> Finding:
+    """No other roles; and other routes only where nobody is left whom those in force join."""
+    routes = surviving(fleet.views, in_force)
+    dead = bool(in_force) and not routes
+    here = named(fleet.views, routes or routes_of(fleet.estimate()))
+    return Finding((), here, dead, now, now, f"no route in force has its instances any more; {why}" if dead else why)
+
+
+def surviving(views: Sequence[InstanceView], in_force: Sequence[PlanRoute]) -> tuple[Route, ...]:
+    """Of the routes in force those whose instances are there in their roles, in proportion, by position."""
+    at = {(view.instance_id, view.role): position for position, view in enumerate(views)}
+    found = []
+    for route in in_force:
+        decode = at.get((route.decode, Role.DECODE))
+        prefill = at.get((route.prefill, Role.PREFILL)) if route.prefill else None
+        if decode is not None and (prefill is not None or not route.prefill):
+            found.append(Route(prefill, decode, route.share))
+    whole = sum(route.share for route in found)
+    return tuple(Route(route.prefill, route.decode, route.share / whole) for route in found)
+
+
+def named(views: Sequence[InstanceView], routes: Sequence[Route]) -> tuple[PlanRoute, ...]:
+    """Routes by instance id."""
+    return tuple(
+        PlanRoute(
+            "" if route.prefill is None else views[route.prefill].instance_id,
+            views[route.decode].instance_id,
+            route.share,
+        )
+        for route in routes
+    )
+
+
+def _served(now: Expected) -> str:
+    return f"{now.goodput:.3g} requests/s within the SLO, {now.rate:.3g} asked for"
+
+
+def _said(flips: Sequence[Flip], routed: bool) -> str:
+    words = [f"{flip.instance_id} for {flip.to_role.value}" for flip in flips]
+    if routed:
+        words.append("other routes")
+    return ", ".join(words[:-1]) + (" and " if len(words) > 1 else "") + words[-1]

@@ -10,11 +10,21 @@ from shared.domain.job import JobView
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
 from shared.policy.answers import UNKNOWN_LENGTHS, within
-from shared.policy.choice import Choice, context_of, usable
-from shared.policy.dispatch import DispatchPolicy
-from shared.policy.estimate import DecodeSide, PrefillSide, usual_wait_s
+from shared.policy.dispatch import Choice, DispatchPolicy, context_of, usable
+from shared.policy.estimate import (
+    HOLD_S,
+    DecodeSide,
+    Option,
+    PrefillSide,
+    figures_of,
+    has_room,
+    kept_to,
+    local,
+    options,
+    total_of,
+    usual_wait_s,
+)
 from shared.policy.index import ClusterIndex, ReadySet
-from shared.policy.options import HOLD_S, Option, figures_of, has_room, kept_to, local, options, total_of
 from shared.policy.prefix_index import saved_of, saved_tokens
 from shared.policy.split import Split, SplitChoice
 

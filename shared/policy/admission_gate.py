@@ -8,11 +8,12 @@ from shared.policy.decode_admission import (
     UNPREDICTED_TOKENS,
     DecodeAdmission,
     DecodeMemory,
+    PredictedEnd,
     ReserveDynamic,
     ReserveStatic,
     RunningDecode,
+    predicted_tokens,
 )
-from shared.policy.lengths import PredictedEnd, predicted_tokens
 
 
 class Decoding(NamedTuple):

@@ -6,7 +6,7 @@ from zlib import crc32
 from shared.domain.instance import Promised
 from shared.domain.job import JobView
 from shared.domain.route import Route
-from shared.policy.lengths import is_heavy
+from shared.policy.decode_admission import is_heavy
 
 
 @dataclass(frozen=True, slots=True)

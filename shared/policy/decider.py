@@ -4,8 +4,9 @@ Pure: every event comes with its time, and random numbers from a seed, so that t
 again. The live scheduler is its driver; a journal of its events can be replayed.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from random import Random
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -13,17 +14,58 @@ from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import ClusterView
 from shared.domain.job import JobView
 from shared.domain.policies import ROUTING, PolicySet
-from shared.domain.prefix import PrefixDelta
+from shared.domain.prompt import PrefixDelta
 from shared.domain.route import Reason, Route
+from shared.errors import PolyphaseError
 from shared.policy import registry
 from shared.policy.assignment import assignments
-from shared.policy.following import Following
+from shared.policy.index import LoadTracker
 from shared.policy.ledger import WorkloadLedger
-from shared.policy.load_tracker import LoadTracker
 from shared.policy.overload import decide
 from shared.policy.placement import Policies
 from shared.policy.prefix_index import MAX_BLOCKS, PrefixIndex, saved_tokens, wants_prefixes
 from shared.policy.split import Freedom, freedom
+
+# MERGED following.py
+# How a process follows the policies that broadcasts name: it goes by the newest of them that it can make.
+
+
+Made = TypeVar("Made")
+
+
+class Following(Generic[Made]):
+    """Follows the policies of some `kinds`; `make` makes them, and raises InvalidRequest for those that it cannot.
+
+    made: what `make` gave last; it is called only when a policy of those kinds is another one, since policies may have
+    a state. policies: what was heard when that was done. trouble: why what was heard last is not followed, or nothing.
+    """
+
+    def __init__(
+        self, kinds: Collection[str], make: Callable[[PolicySet], Made], first: PolicySet = PolicySet()
+    ) -> None:
+        self._kinds = tuple(kinds)
+        self._make = make
+        self._refused: PolicySet | None = None
+        self.policies = first
+        self.made = make(self.policies)
+        self.trouble = ""
+
+    def hear(self, policies: PolicySet) -> None:
+        """What a broadcast says. An older revision than the one followed is that of a monitor that remembers nothing
+        yet: nothing changes. Nor does anything when it cannot be made: another version of the suite may know more.
+        """
+        if policies == self.policies:
+            self._refused, self.trouble = None, ""
+            return
+        if policies.revision < self.policies.revision or policies == self._refused:
+            return
+        if any(policies.of(kind) != self.policies.of(kind) for kind in self._kinds):
+            try:
+                self.made = self._make(policies)
+            except PolyphaseError as error:
+                self._refused, self.trouble = policies, error.message
+                return
+        self.policies, self._refused, self.trouble = policies, None, ""
 
 
 class Decider:

@@ -12,13 +12,10 @@ from shared.domain.job import JobView
 from shared.domain.route import Reason, Route
 from shared.errors import Delayed, InvalidRequest
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
-from shared.policy.backlog import queued_prefill_s
-from shared.policy.choice import Choice, context_of, ref_of, usable, why_none
-from shared.policy.cronus import CronusSplit
-from shared.policy.dispatch import DispatchPolicy, choose_decode
-from shared.policy.index import ClusterIndex
+from shared.policy.dispatch import Choice, DispatchPolicy, choose_decode, context_of, ref_of, usable, why_none
+from shared.policy.index import ClusterIndex, queued_prefill_s
 from shared.policy.prefix_index import saved_tokens
-from shared.policy.split import Split
+from shared.policy.split import CronusSplit, Split
 
 HELD_S = 0.05, 0.25  # least and most until a held job asks again
 LOOK = 2  # instances of each class of speed: the best and a runner-up

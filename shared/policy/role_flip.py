@@ -12,7 +12,7 @@ from shared.domain.demand import Demand
 from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest
-from shared.policy.backlog import queued_prefill_s
+from shared.policy.index import queued_prefill_s
 
 MADE = 32  # flips that are remembered
 

@@ -29,7 +29,7 @@ class Ended(msgspec.Struct, frozen=True):
     code: a finish reason, or an error's code. seconds: by kind of stretch (`shared.timeline.Span`); before_first: of
     these, what lies before its first token. longest_gap_s, gaps, gaps_over: between the deliveries of its tokens, and
     how many exceeded the target. whole_s: arrival to end. predicted: who said how long its answer would be,
-    see `shared.domain.situation.Situation.predictions`.
+    see `shared.domain.verdict.Situation.predictions`.
     """
 
     slo: str

@@ -15,12 +15,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shared.errors import InvalidRequest, PolyphaseError, TokenMissing
-from shared.runtime.cluster_token import OPEN, READING, fault_of
-from shared.runtime.collecting import settle
 from shared.runtime.connections import BoundedProtocol, ConnectionLimits, Connections, bounded
+from shared.runtime.keys import OPEN, READING, fault_of
 from shared.runtime.logs import get_log
-from shared.runtime.process_metrics import describe_process
-from shared.runtime.server import Server
+from shared.runtime.metrics import describe_process
+from shared.runtime.server import Server, settle
 from shared.runtime.stray import nothing_stray
 from shared.runtime.wire_version import HTTP_HEADER, OURS
 

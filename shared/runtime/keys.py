@@ -1,15 +1,20 @@
 """API keys as they are kept: hashed, in one YAML file that the gateway and the dashboard read."""
 
 import hashlib
+import hmac
 import math
+import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
 
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, PolyphaseError, TokenMissing, TokenUnset, TokenWrong
+from shared.files.text import read_text
 from shared.files.yaml_file import read_document
 from shared.secrecy import shown_key
 
@@ -100,3 +105,93 @@ def _key_of(file: Path, number: int, entry: dict[str, Any]) -> ApiKey:
         return msgspec.convert({**entry, "classes": classes}, ApiKey)
     except msgspec.ValidationError as error:  # it names the types, and repeats no value
         raise InvalidRequest(f"keys file {file}: entry {number}: {error}") from error
+
+
+# MERGED curve_key.py
+# The key of a suite on one host: the secret half of a CurveZMQ pair in a file that only its user can read.
+#
+# The public half follows from it. A process without it connects to no control socket of the suite.
+
+
+def new_key() -> str:
+    """A new secret half (Z85)."""
+    return zmq.curve_keypair()[1].decode()
+
+
+def read_pair(file: Path) -> tuple[str, str]:
+    """The pair (public, secret; Z85) of a key's file. Raises InvalidRequest that names the file."""
+    try:
+        secret = read_text(file).strip()
+        return zmq.curve_public(secret.encode()).decode(), secret
+    except (InvalidRequest, ValueError, zmq.ZMQError) as error:
+        reason = (
+            error.message
+            if isinstance(error, InvalidRequest)
+            else "not the secret half of a CurveZMQ pair (40 characters)"
+        )
+        raise InvalidRequest(
+            f"the key file {file} cannot be used: {reason}; remove it and start the suite again: it makes a new one"
+        ) from None
+
+
+# MERGED cluster_token.py
+# The cluster's secret: whoever changes something over HTTP shows it, from whatever host and process.
+#
+# One for all services of a cluster. It is compared in constant time, sent with calls that change something and with no
+# others, and never part of a message, a log line or an address.
+
+
+OPEN = "open"  # in the place of a secret: whoever reaches the port may change what he likes
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_SHAPE = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")  # what may follow `Bearer`, and long enough
+_GIVE = (
+    "send it as `Authorization: Bearer …`. The polyphase command takes it from its --data-dir, POLYPHASE_CLUSTER_TOKEN "
+    "or POLYPHASE_CLUSTER_TOKEN_FILE, a service from POLYPHASE_<SERVICE>_CLUSTER_TOKEN or ..._FILE"
+)
+
+
+def new_token() -> str:
+    """A new secret, 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
+def checked(token: str, where: str) -> str:
+    """The secret, if it can be one. Raises InvalidRequest that names `where`, and not what is there."""
+    if token != OPEN and not _SHAPE.fullmatch(token):
+        raise InvalidRequest(
+            f"{where}: a cluster token is 16 to 512 letters, digits and ._~+/=-, or the word {OPEN}; "
+            "`polyphase keys token` makes one"
+        )
+    return token
+
+
+def read_token(file: Path) -> str:
+    """The secret in a file, and nothing else in it. Raises InvalidRequest that names the file."""
+    try:
+        text = read_text(file)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"the cluster token's file {error.message}") from None
+    return checked(text.strip(), str(file))
+
+
+def bearer(token: str) -> dict[str, str]:
+    """The header; none without a secret."""
+    return {"Authorization": f"Bearer {token}"} if token not in ("", OPEN) else {}
+
+
+def fault_of(what: str, token: str, said: Sequence[str]) -> PolyphaseError | None:
+    """Why `what` is refused where the secret is `token`; `said`: its headers of that name. None: it may be done."""
+    if token == OPEN:
+        return None
+    if not token:
+        return TokenUnset(
+            f"{what}: this service was given no cluster token, so nothing can be changed by way of it: set its "
+            f"cluster_token or cluster_token_file, or `cluster_token: {OPEN}` to let anybody"
+        )
+    shown = [value.strip() for scheme, _, value in (each.partition(" ") for each in said) if scheme.lower() == "bearer"]
+    if not any(shown):
+        return TokenMissing(f"{what} needs the cluster's secret: {_GIVE}")
+    # Bytes: of text beyond ASCII, which a header may have, compare_digest makes an error.
+    if len(shown) == 1 and hmac.compare_digest(shown[0].encode(), token.encode()):
+        return None
+    return TokenWrong(f"{what}: what was sent is not this cluster's secret: {_GIVE}")

@@ -11,8 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from shared.errors import InvalidRequest
 from shared.files.faults import OTLP
-from shared.runtime.cluster_token import checked, read_token
-from shared.runtime.curve_key import read_pair
+from shared.runtime.keys import checked, read_pair, read_token
 
 # Of a process, in what others are told of it: one that the monitor did not take would cost all news beside it.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@-]{1,128}$")]

@@ -7,7 +7,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
 from shared.errors import InvalidRequest
-from shared.runtime.cluster_token import READING
+from shared.runtime.keys import READING
 
 _EMPTY = len("{}")
 

@@ -10,16 +10,14 @@ from typing import Protocol
 from shared.cost.step import Batch, StepTimes
 from shared.domain.rates import StepRates
 from shared.policy.decode_admission import DecodeAdmission
-from shared.policy.prefill_share import PrefillShare
+from shared.policy.prefill_order import PrefillShare
 from shared.sim.events import NEVER
-from shared.sim.glide import Glide, Segment
+from shared.sim.group import Glide, Segment, without_first
 from shared.sim.memory import KvMemory
 from shared.sim.outcomes import Gaps
-from shared.sim.pauses import without_first
 from shared.sim.request import Leg
-from shared.sim.scheduler import Chunk, Scheduler
+from shared.sim.scheduler import Chunk, Scheduler, WaitingLegs
 from shared.sim.spec import EngineLimits
-from shared.sim.waiting import WaitingLegs
 
 
 class EngineEvents(Protocol):

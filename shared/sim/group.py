@@ -1,9 +1,161 @@
 """The requests of one engine that decode: advanced together, without touching each one."""
 
+from bisect import bisect_left
 from heapq import heappop, heappush
+from math import ceil, floor, inf, sqrt
 
-from shared.sim.pauses import Pauses
 from shared.sim.request import Leg
+
+# MERGED glide.py
+# Several decode steps of one batch as one event: exact times of every step in between.
+
+
+Segment = tuple[int, float, float]  # steps, seconds of the first, seconds of the last: linear in between
+
+
+class Glide:
+    """Decode steps from `start_s` on. Step times grow linearly within a segment, so sums and their inverse are closed.
+
+    Equal to taking the steps one by one, within rounding.
+    """
+
+    __slots__ = ("_segments", "first_step_s", "start_s", "steps")
+
+    def __init__(self, start_s: float, segments: tuple[Segment, ...]) -> None:
+        self.start_s = start_s
+        self._segments = segments
+        self.first_step_s = segments[0][1]
+        self.steps = segments[0][0] if len(segments) == 1 else sum(segment[0] for segment in segments)
+
+    def end_s(self, steps: int) -> float:
+        """When that many of the steps are done."""
+        at = self.start_s
+        for length, first, last in self._segments:
+            if steps <= length:
+                growth = (last - first) / (length - 1) if length > 1 else 0.0
+                return at + steps * (first + growth * (steps - 1) / 2.0)
+            at += length * (first + last) / 2.0
+            steps -= length
+        return at
+
+    def steps_begun(self, now: float) -> int:
+        """Steps done or under way at `now`: the engine schedules anew once they are done. At least 1."""
+        left = now - self.start_s
+        done = 0
+        for length, first, last in self._segments:
+            whole = length * (first + last) / 2.0
+            if left < whole:
+                return max(1, done + _first_reaching(length, first, last, left))
+            left -= whole
+            done += length
+        return self.steps
+
+    def steps_done(self, now: float) -> int:
+        """Steps that have ended by `now`."""
+        begun = self.steps_begun(now)
+        return begun if self.end_s(begun) <= now else begun - 1
+
+    def runs(self, steps: int) -> tuple[Segment, ...]:
+        """The first `steps` steps as segments."""
+        if steps == self.steps:
+            return self._segments
+        found: list[Segment] = []
+        for length, first, last in self._segments:
+            if steps <= length:
+                growth = (last - first) / (length - 1) if length > 1 else 0.0
+                found.append((steps, first, first + growth * (steps - 1)))
+                break
+            found.append((length, first, last))
+            steps -= length
+        return tuple(found)
+
+
+def _first_reaching(length: int, first: float, last: float, seconds: float) -> int:
+    """The least number of steps of a segment that take at least `seconds`; at most `length`."""
+    growth = (last - first) / (length - 1) if length > 1 else 0.0
+    half = first - growth / 2.0
+    if growth * length > 1e-9 * first:
+        guess = ceil((sqrt(half * half + 2.0 * growth * seconds) - half) / growth)
+    else:
+        guess = ceil(seconds / first)
+    guess = min(max(guess, 0), length)
+    growth /= 2.0
+    # The closed form may be off by one for rounding.
+    while guess > 0 and (guess - 1) * (first + growth * (guess - 2)) >= seconds:
+        guess -= 1
+    while guess < length and guess * (first + growth * (guess - 1)) < seconds:
+        guess += 1
+    return guess
+
+
+# MERGED pauses.py
+# Gaps between the tokens of each request, from counts of its engine's steps: no step touches a member of its batch.
+#
+# All requests that decode get a token with each step, so that a step is a gap of every one of them. The longest step and
+# the number of steps over a target, between a member's joining and its leaving, are read from what is kept of all steps.
+
+
+class Pauses:
+    """The steps of one engine's batch. Adding steps costs O(targets), joining and leaving O(log n)."""
+
+    __slots__ = ("_added", "_least_s", "_longest", "_over")
+
+    def __init__(self) -> None:
+        self._added = 0
+        self._over: dict[float, int] = {}  # by target, in seconds: steps that took longer, so far
+        self._least_s = inf  # of the targets
+        # (when it was added, seconds) of steps that no later one exceeds: the first at or after a moment is the longest
+        self._longest: list[tuple[int, float]] = []
+
+    def join(self, leg: Leg) -> None:
+        """Steps that are added from now on are gaps of it."""
+        target_s = leg.request.job.slo.itl_s
+        if target_s not in self._over:
+            self._over[target_s] = 0
+            self._least_s = min(self._least_s, target_s)
+        leg.joined_at, leg.joined_over = self._added, self._over[target_s]
+
+    def leave(self, leg: Leg) -> None:
+        """Its request has had all steps since it joined; others are none of its gaps."""
+        at = bisect_left(self._longest, (leg.joined_at, -1.0))
+        if at < len(self._longest):
+            over = self._over[leg.request.job.slo.itl_s] - leg.joined_over
+            leg.request.paused(self._longest[at][1], over)
+
+    def add(self, runs: tuple[Segment, ...]) -> None:
+        """Steps of the batch, as they follow each other."""
+        longest_s = max(max(first, last) for _, first, last in runs)
+        kept = self._longest
+        while kept and kept[-1][1] <= longest_s:
+            kept.pop()
+        kept.append((self._added, longest_s))
+        self._added += 1
+        if longest_s > self._least_s:
+            for target_s in self._over:
+                self._over[target_s] += sum(steps_over(run, target_s) for run in runs)
+
+    def clear(self) -> None:
+        """The batch is empty."""
+        self._longest.clear()
+
+
+def steps_over(run: Segment, target_s: float) -> int:
+    """How many steps of a segment take longer than `target_s`."""
+    length, first, last = run
+    if max(first, last) <= target_s:
+        return 0
+    if min(first, last) > target_s or length == 1:
+        return length
+    at = (target_s - first) * (length - 1) / (last - first)  # of the step that takes just so long, from 0
+    return length - 1 - floor(at) if last > first else ceil(at)
+
+
+def without_first(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """The steps after the first one."""
+    length, first, last = runs[0]
+    if length == 1:
+        return runs[1:]
+    return ((length - 1, first + (last - first) / (length - 1), last), *runs[1:])
 
 
 class DecodeGroup:

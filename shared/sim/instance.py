@@ -15,13 +15,13 @@ from shared.domain.instance import (
     Role,
 )
 from shared.domain.rates import LinkRate
-from shared.policy.kv_ahead import ahead_of, own_part, remaining_tokens
-from shared.policy.pause import Beside, pause_s
+from shared.policy.decode_admission import ahead_of, own_part, remaining_tokens
+from shared.policy.overload import Beside, pause_s
 from shared.sim.engine import Engine, EngineEvents
 from shared.sim.outcomes import Gaps, InstanceUse
 from shared.sim.request import Leg, SimRequest
+from shared.sim.scheduler import WaitingLegs
 from shared.sim.spec import InstanceSpec, RunSpec
-from shared.sim.waiting import WaitingLegs
 from shared.sim.wires import Wires
 
 

@@ -1,27 +1,302 @@
 """From the arrival of a request to its first leg on an engine: the gateway and the global scheduler of a run."""
 
 from collections import deque
+from collections.abc import Callable
 from random import Random
 
 import msgspec
 
+from shared.domain.demand import DemandSecond, Shift
+from shared.domain.instance import InstanceView, Role
 from shared.domain.job import WhenFull, itl_met
 from shared.domain.route import Route
 from shared.errors import Delayed, InvalidRequest, Overloaded, PolyphaseError, Unavailable
 from shared.policy.assignment import assignments
-from shared.policy.fair_share import Shares
+from shared.policy.decode_admission import is_heavy
+from shared.policy.demand import DemandBook, DemandCounter
+from shared.policy.fair_share import FairLine, Shares
 from shared.policy.index import ClusterIndex
-from shared.policy.overload import decide
-from shared.sim.auto_flips import AutoFlips
+from shared.policy.overload import decide, steps_aside
+from shared.policy.prefix_index import saved_tokens
+from shared.policy.role_flip import FlipDecision, RoleFlip, Seen
+from shared.policy.split import freedom
+from shared.sim.engine import Engine
 from shared.sim.events import NEVER, EventLoop, Handler
 from shared.sim.fleet import Fleet
-from shared.sim.gate import DelayLines, Queued
 from shared.sim.instance import SimInstance
-from shared.sim.legs import Legs
-from shared.sim.outcomes import Status
+from shared.sim.outcomes import RoleFlipped, Status
 from shared.sim.record import Record
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import FirstToken, RunSpec
+
+# MERGED gate.py
+# The gateway of a run: how many requests it takes, and the lines of those that are delayed.
+
+
+_ASIDE = "\0aside"  # after a class's name: its line of those that have stepped aside
+
+
+class Queued:
+    """Requests that wait to be computed or decoded, of which the gateway takes so many, with so many prompt tokens."""
+
+    def __init__(self, run: RunSpec) -> None:
+        self._most, self._most_tokens = run.max_queued_jobs, run.max_queued_tokens
+        self._tokens: dict[SimRequest, int] = {}
+        self._sum = 0
+
+    def take(self, request: SimRequest) -> bool:
+        """Whether there is room for one more. One that nobody is before always has it."""
+        tokens = request.job.prompt_tokens
+        if self._most is not None and len(self._tokens) >= self._most:
+            return False
+        if self._most_tokens is not None and self._sum and self._sum + tokens > self._most_tokens:
+            return False
+        self._tokens[request] = tokens
+        self._sum += tokens
+        return True
+
+    def leave(self, request: SimRequest) -> None:
+        """It decodes, or never will."""
+        self._sum -= self._tokens.pop(request, 0)
+
+
+class DelayLines:
+    """One line for each class. Only the head asks, when it was told to; the next follows at once. Those that step aside
+    (see `shared.policy.overload.steps_aside`) have a line of their own.
+
+    `ask(request, now)` gives the seconds until the request may ask again, or None once it waits no more.
+    """
+
+    def __init__(self, loop: EventLoop, shares: Shares, ask: Callable[[SimRequest, float], float | None]) -> None:
+        self._loop = loop
+        self._shares = shares
+        self._ask = ask
+        self._lines: dict[str, FairLine[SimRequest]] = {}
+        self._asleep: set[str] = set()  # lines whose head was told when to ask again
+        self._aside: dict[SimRequest, None] = {}
+
+    def join(self, request: SimRequest, now: float) -> None:
+        """The request waits for its turn, which may be now."""
+        self._push(request)
+        self._turns(self._name(request), now)
+
+    def join_asleep(self, request: SimRequest, again_s: float, now: float) -> None:
+        """The same for the first of a line, which has asked already and is to ask again in so many seconds."""
+        self._push(request)
+        name = self._name(request)
+        self._asleep.add(name)
+        self._loop.at(now + again_s, self._wake, name)
+
+    def waiting(self, request: SimRequest) -> bool:
+        """Whether others of its class wait."""
+        line = self._lines.get(self._name(request))
+        return line is not None and len(line) > 0
+
+    def _name(self, request: SimRequest) -> str:
+        name = request.job.slo.name
+        return name + _ASIDE if request in self._aside else name
+
+    def _push(self, request: SimRequest) -> None:
+        name = self._name(request)
+        line = self._lines.get(name)
+        if line is None:
+            line = self._lines[name] = FairLine(self._shares)
+        line.push(request, request.caller)
+
+    def leave(self, request: SimRequest) -> bool:
+        """The request gives up; False when it does not wait here."""
+        line = self._lines.get(self._name(request))
+        self._aside.pop(request, None)
+        return line is not None and line.remove(request, request.caller)
+
+    def left(self) -> list[SimRequest]:
+        """Everybody who waits; they leave."""
+        found = []
+        for line in self._lines.values():
+            while (request := line.head()) is not None:
+                line.remove(request, request.caller)
+                found.append(request)
+        return found
+
+    def _turns(self, name: str, now: float) -> None:
+        line = self._lines[name]
+        while name not in self._asleep and (request := line.head()) is not None:
+            again_s = self._ask(request, now)
+            if again_s is None:
+                line.remove(request, request.caller)
+                self._aside.pop(request, None)
+            elif request not in self._aside and steps_aside(request.job.slo, now - request.arrived_s, again_s):
+                line.remove(request, request.caller)
+                self._aside[request] = None
+                if self.waiting(request):
+                    self._push(request)
+                else:
+                    self.join_asleep(request, again_s, now)
+            else:
+                self._asleep.add(name)
+                self._loop.at(now + again_s, self._wake, name)
+                return
+
+    def _wake(self, name: str, now: float) -> None:
+        self._asleep.discard(name)
+        self._turns(name, now)
+
+
+# MERGED legs.py
+# The legs of requests on the engines of their instances: how they get there, step, and leave.
+
+
+class Legs:
+    """Puts legs on engines, runs the engines when their steps are due, and takes legs off.
+
+    `left` is called with an instance that a request has left, and the time.
+    """
+
+    def __init__(self, run: RunSpec, loop: EventLoop, fleet: Fleet, left: Callable[[SimInstance, float], None]) -> None:
+        self._loop = loop
+        self._fleet = fleet
+        self._hop_s = run.hop_s
+        self._left = left
+
+    def start(self, instance: SimInstance, leg: Leg, now: float) -> None:
+        """Give an instance a leg of a request; it counts at once, and is there after `hop_s`."""
+        instance.requests[leg.request] = None
+        if leg.decodes:
+            instance.decoding += 1
+            self._fleet.ledger.arrived(leg.request.job.job_id)
+            instance.heavy += is_heavy(leg.request.job)
+        if self._hop_s > 0.0:
+            self._loop.at(now + self._hop_s, self._enter, (instance, leg))
+        else:
+            self._enter((instance, leg), now)
+
+    def kv_arrived(self, leg: Leg, now: float) -> None:
+        """All of the KV that a decode waits for is at its instance."""
+        engine = self._engine(leg)
+        engine.kv_arrived(leg, now)
+        self._wake(engine)
+
+    def started(self, leg: Leg, now: float) -> None:
+        """The client of a decode has its first token, from a prefill instance."""
+        if leg.lane is not None:
+            engine = self._engine(leg)
+            engine.started(leg, now)
+            self._wake(engine)
+
+    def leave(self, instance: SimInstance, request: SimRequest, now: float) -> None:
+        """The request has no leg on that instance any more."""
+        if request in instance.requests:
+            del instance.requests[request]
+            if instance.index == request.decode and request.decode_leg is not None:
+                instance.decoding -= 1
+                instance.heavy -= is_heavy(request.job)
+            leg = request.prefill_leg
+            if instance.index == request.prefill and leg is not None and leg.lane is not None:
+                engine = self._engine(leg)
+                engine.sent(leg, now)
+                self._wake(engine)
+            self._left(instance, now)
+
+    def drop(self, request: SimRequest, now: float) -> int:
+        """Stop the request wherever it is. How many output tokens this attempt has given to the client."""
+        given = int(request.carried and request.prefill_done_s >= 0.0)
+        computes = request.decode if request.prefill is None else request.prefill
+        for leg, position in ((request.prefill_leg, request.prefill), (request.decode_leg, request.decode)):
+            if leg is None or position is None:
+                continue
+            instance = self._fleet.instances[position]
+            if leg.decodes:
+                given += leg.given
+                request.last_token_s = max(request.last_token_s, leg.last_token_s)
+            if request in instance.requests:
+                if leg.lane is not None:
+                    engine = self._engine(leg)
+                    engine.cancel(leg, now)
+                    self._wake(engine)
+                if request.waits_prefill and position == computes:
+                    instance.prefills -= 1
+            leg.cancelled = True
+            self.leave(instance, request, now)
+        return given
+
+    def _engine(self, leg: Leg) -> Engine:
+        request = leg.request
+        assert leg.lane is not None
+        return self._fleet.instance(request.decode if leg.decodes else request.prefill).engines[leg.lane]
+
+    def _enter(self, subject: tuple[SimInstance, Leg], now: float) -> None:
+        instance, leg = subject
+        if leg.cancelled or not instance.engines:
+            return
+        leg.lane = instance.next_lane()
+        engine = instance.engines[leg.lane]
+        engine.add(leg, now)
+        self._wake(engine)
+
+    def _wake(self, engine: Engine) -> None:
+        """Have the engine run when its step is due."""
+        if engine.due_s != engine.booked_s:
+            engine.booked_s = engine.due_s
+            if engine.due_s != NEVER:
+                self._loop.at(engine.due_s, self._step, engine)
+
+    def _step(self, engine: Engine, now: float) -> None:
+        if engine.due_s == now:  # else it was cut short, or its instance is gone
+            engine.run(now)
+            self._wake(engine)
+
+
+# MERGED auto_flips.py
+# Role flips that a policy decides in a run, from what the live monitor would know at that moment.
+
+
+TELL_S = 1.0  # schedulers tell of a second when it is over, once a second
+
+
+class AutoFlips:
+    """The policy with its state, and the profile of what clients ask for, as old as live."""
+
+    def __init__(self, run: RunSpec, fleet: Fleet, policy: RoleFlip) -> None:
+        self._run = run
+        self._fleet = fleet
+        self._policy = policy
+        self._state = policy.start()
+        self._counter = DemandCounter("scheduler", -1.0, pause_s=float("inf"))
+        self._split = freedom(run.policies.split)
+        self._book = DemandBook()
+        self._untold: list[DemandSecond] = []
+        self._ordered: list[tuple[float, str, Role]] = []
+        self.made: list[RoleFlipped] = []
+        self.shifts: list[tuple[float, Shift]] = []
+
+    def placed(self, request: SimRequest, route: Route, now: float) -> None:
+        """A request was placed for the first time."""
+        index, job, first = self._fleet.index(now), request.job, route.prefill or route.decode
+        assert first is not None
+        view = self._fleet.instance(self._fleet.position(first.instance_id)).view(now) if job.prefix else None
+        held = saved_tokens(index.prefixes, view, job) if view is not None else 0
+        self._counter.add(job, held, self._fleet.ledger.answers.expected(job).mean, self._split, now)
+
+    def ended(self, job_id: str, output_tokens: int, now: float) -> None:
+        """A request is over; `output_tokens` of a whole answer, else 0."""
+        self._counter.ended(job_id, output_tokens, now)
+
+    def ordered(self, view: InstanceView, now: float) -> None:
+        """A flip that the run's spec orders, as a person would."""
+        self._ordered.append((now, view.instance_id, view.role.other))
+
+    def ask(self, now: float) -> FlipDecision | None:
+        """What the policy decides now."""
+        self._untold += self._counter.take(now)
+        told = [one for one in self._untold if one.second + 1 + TELL_S <= now]
+        del self._untold[: len(told)]
+        self._book.take(told, now)
+        self.shifts += [(now, shift) for shift in self._book.advance(now)]
+        seen = Seen.of(self._book.demand(now), self._ordered, now, self._run.role_flip_respects_s)
+        self._state, decision = self._policy.step(self._state, self._fleet.view(now), now, seen)
+        if decision is not None:
+            self.made.append(RoleFlipped(now, decision.instance_id, decision.to.value, decision.reasons))
+        return decision
 
 
 class Patience:

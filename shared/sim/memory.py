@@ -8,7 +8,7 @@ import msgspec
 
 from shared.policy.admission_gate import Blocks, Decoding, may_decode
 from shared.policy.decode_admission import DecodeAdmission
-from shared.policy.prefix_blocks import ReachableBlocks
+from shared.policy.prefix_index import ReachableBlocks
 from shared.sim.group import DecodeGroup
 from shared.sim.request import Leg
 from shared.sim.spec import EngineLimits

@@ -1,21 +1,27 @@
 """What is simulated: instances, how they are run, and what happens to them on the way."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from shared.cost.network import Network
+import msgspec
+
+from shared.cost.network import Link, Network
 from shared.cost.step import StepTimes
-from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.domain.kv import Codec
+from shared.domain.policies import KINDS, ROUTING, PolicySet
 from shared.domain.rates import Rates
+from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
+from shared.policy import registry
 from shared.policy.decode_admission import DecodeAdmission, Greedy
 from shared.policy.dispatch import PowerOfTwo
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.prefill_order import Fcfs, PrefillOrder
-from shared.policy.role_flip import RoleFlip
+from shared.policy.registry import from_words, known
+from shared.policy.role_flip import NoFlip, RoleFlip
 from shared.policy.split import FullSplit
 from shared.sim.prediction import Prediction
 
@@ -176,3 +182,64 @@ class RunSpec:
     sample_s: float = 0.0
     seed: int = 0
     stepwise: bool = False
+
+
+# MERGED policy_words.py
+# The policies of a run: those of a file, and those of words such as `least_load+cronus+power_of_two`.
+
+
+_SETTINGS: dict[str, type[StrEnum]] = {"codec": Codec, "first_token": FirstToken}
+
+
+def with_policies(run: RunSpec, policies: PolicySet) -> RunSpec:
+    """`run` under these policies. Raises InvalidRequest."""
+    for kind in KINDS:
+        run = _under(run, kind, policies.of(kind))
+    return run
+
+
+def with_words(run: RunSpec, words: str) -> RunSpec:
+    """`run` with the policies that `words` name, and the words as its label.
+
+    words: parts joined by `+`, in any order; what they leave out stays as it is in `run`. A part is a policy as
+    `shared.policy.registry.from_words` reads it; `codec=int8` and `first_token=decode` are parts, too.
+    Raises InvalidRequest that names the part and the choices.
+    """
+    given: set[str] = set()
+    for kind, said in _parts(words):
+        if kind in given:
+            raise InvalidRequest(f"policy {words!r}: two parts are of kind {kind}")
+        given.add(kind)
+        run = replace(run, **{kind: said}) if isinstance(said, StrEnum) else _under(run, kind, said)  # type: ignore[arg-type]
+    return replace(run, label=words)
+
+
+def _parts(words: str) -> Iterator[tuple[str, PolicySpec | StrEnum]]:
+    for part in words.split("+"):
+        kind, _, value = (piece.strip() for piece in part.partition("="))
+        if kind in _SETTINGS:
+            yield kind, _setting(kind, value)
+        elif part.strip():
+            yield from from_words(part.strip()).items()
+        else:
+            raise InvalidRequest(f"policy: an empty part; known: {known()}")
+
+
+def _under(run: RunSpec, kind: str, spec: PolicySpec) -> RunSpec:
+    made = registry.make(kind, spec)
+    if kind in ROUTING:
+        return replace(run, policies=msgspec.structs.replace(run.policies, **{kind: made}))
+    if kind == "step_budget":
+        return replace(run, step_budget=made.limits)
+    if isinstance(made, NoFlip):
+        return replace(run, role_flip=None)
+    return replace(run, **{kind: made})
+
+
+def _setting(kind: str, name: str) -> StrEnum:
+    if ":" in name:
+        raise InvalidRequest(f"{kind} takes no parameters, not {name!r}")
+    try:
+        return _SETTINGS[kind](name)
+    except ValueError as error:
+        raise InvalidRequest(f"{kind} must be one of {', '.join(_SETTINGS[kind])}, not {name!r}") from error

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from shared.cost.network import Network, Pair, rate_of
-from shared.cost.transfer import Link
+from shared.cost.network import Link, Network, Pair, rate_of
 from shared.domain.rates import LinkRate
 
 

@@ -24,8 +24,7 @@ from sqlalchemy import Executable, RowMapping, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from shared.store.database import open_engine, parse_url
-from shared.store.file import Identity, identity, make
+from shared.store.database import Identity, identity, make, open_engine, parse_url
 from shared.store.migrate import locked
 from shared.store.tables import leases as table
 

@@ -16,8 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.errors import Unavailable
 from shared.runtime.logs import get_log
-from shared.store.database import open_engine
-from shared.store.file import make, path_of
+from shared.store.database import make, open_engine, path_of
 
 log = get_log(__name__)
 LOCK_S = 30.0

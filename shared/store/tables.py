@@ -224,9 +224,9 @@ proposals = Table(
     "proposals",
     metadata,
     Column("proposal_id", String, primary_key=True),
-    Column("state", String, nullable=False),  # services.planner.proposal.ProposalState
+    Column("state", String, nullable=False),  # services.planner.proposals.ProposalState
     Column("made_s", Double, nullable=False),
-    Column("content", Text, nullable=False),  # JSON of services.planner.proposal.Proposal
+    Column("content", Text, nullable=False),  # JSON of services.planner.proposals.Proposal
     Index("proposals_made", "made_s"),
 )
 

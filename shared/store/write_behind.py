@@ -15,9 +15,9 @@ from sqlalchemy.sql import ClauseElement
 
 from shared.domain.job import LOST
 from shared.errors import Unavailable
-from shared.runtime.alarm import Alarm
 from shared.runtime.logs import get_log
-from shared.store.file import Identity, identity
+from shared.runtime.tasks import Alarm
+from shared.store.database import Identity, identity
 from shared.store.migrate import migrate
 from shared.store.tables import requests
 

@@ -3,15 +3,18 @@
 `trace` names the span that the work is done for, see `shared.runtime.otlp`; empty: it is not traced.
 """
 
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
 import msgspec
 
 from shared.domain.instance import InstanceLoad, Promised, Role
 from shared.domain.job import Generation, JobView, LengthPrediction, Loss, Phase
 from shared.domain.kv import Codec, KvHandle, TransferReport
 from shared.domain.numbers import Finite
-from shared.domain.prompt import length, whole
+from shared.domain.prompt import PrefixDelta, length, whole
 from shared.domain.rates import Rates
-from shared.domain.route import InstanceRef, PolicySpec, Reason
+from shared.domain.route import InstanceRef, PolicySpec, Reason, Route
 from shared.timeline import RequestTimeline
 
 
@@ -320,3 +323,113 @@ class Heartbeat(msgspec.Struct, array_like=True):
     policies_trouble: str = ""
     chunk_size: int = 0
     epoch: int = 0
+
+
+# MERGED methods.py
+# Every method of the RPC and its types, in one place.
+
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Request, Reply, Item]):
+    """A method: what is asked, what is answered, and what may come in between."""
+
+    name: str
+    request: type[Request]
+    reply: type[Reply]
+    item: type[Item]
+
+
+_Nothing = type(None)
+
+# Global scheduler.
+PLACE = Method("place", PlaceRequest, Route, _Nothing)
+REPORT = Method("report", JobReports, _Nothing, _Nothing)
+
+# Predictor.
+PREDICT = Method("predict", PredictRequest, LengthPrediction, _Nothing)
+
+# Worker, as a prefill instance.
+PREFILL = Method("prefill", PrefillRequest, PrefillReply, PrefillStarted)
+PREDICTED = Method("predicted", Predicted, _Nothing, _Nothing)
+RELEASE = Method("release", ReleaseRequest, _Nothing, _Nothing)
+
+# Worker, as a decode instance.
+EXPECT = Method("expect", ExpectRequest, _Nothing, _Nothing)
+PREFETCH = Method("prefetch", PrefetchRequest, _Nothing, _Nothing)
+DECODE = Method("decode", DecodeRequest, DecodeReply, TokenStep)
+
+# Worker, by the global schedulers.
+PREFIXES = Method("prefixes", PrefixesRequest, _Nothing, PrefixDelta)
+
+# Worker, by the cluster monitor.
+DRAIN = Method("drain", DrainRequest, DrainReply, _Nothing)
+RESUME = Method("resume", ResumeRequest, _Nothing, _Nothing)
+FLIP = Method("flip", FlipRequest, FlipReply, _Nothing)
+
+# MERGED logprobs.py
+# Log probabilities on the wire: packed numbers, whose shape travels with them.
+
+
+class LogprobRows(msgspec.Struct, array_like=True, gc=False):
+    """One row a token position: candidate ids, their log probabilities, and the rank of the chosen one.
+
+    Little-endian: ids int32 and values float32 of shape [positions][candidates], ranks int32 [positions]. There may be
+    no positions: the prompt of one token has none.
+    """
+
+    candidates: int
+    ids: bytes
+    values: bytes
+    ranks: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(LogprobRows)
+
+
+def encode_rows(rows: LogprobRows) -> bytes:
+    """Rows as opaque bytes."""
+    return msgspec.msgpack.encode(rows)
+
+
+def decode_rows(data: bytes) -> LogprobRows:
+    """Raises msgspec.MsgspecError on anything else."""
+    return _decoder.decode(data)
+
+
+# MERGED steps.py
+# What a worker tells of its engine's steps: raw material for calibration and for looking inside.
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """One engine step that computed something.
+
+    `seconds` is from the start of the step, new requests taken in, until its tokens were on their way. `prefill`:
+    (tokens computed now, tokens computed before) of each chunk; a single token after some context counts as a decode.
+    `decode_context_tokens` is without the tokens under way.
+    """
+
+    number: int  # counts up from 0 while the instance lives
+    ended_s: Finite  # unix time
+    seconds: Finite
+    cpu_s: Finite  # of it, what the engine's own thread computed; 0 where that says nothing (emulated, remote ranks)
+    prefill: tuple[tuple[int, int], ...]
+    decode_count: int
+    decode_context_tokens: int
+
+
+class StepPage(msgspec.Struct, frozen=True):
+    """Steps in order, from the number that was asked for. Ask for `next` to go on.
+
+    `lost` counts steps that were asked for and are forgotten by now.
+    """
+
+    instance_id: str
+    generation: int
+    steps: tuple[StepRecord, ...]
+    next: int
+    lost: int

@@ -18,17 +18,16 @@ from dashboard.records import AuditEntry, DemandSeen, EventRow, InstanceRow, Len
 from gateway.metrics import GatewayMetrics
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings
-from services.cluster_monitor import history_page
+from services.cluster_monitor import history
 from services.cluster_monitor.audit import Asked, Audit, Result
-from services.cluster_monitor.console_routes import router as console_routes
-from services.cluster_monitor.demand import DemandService
 from services.cluster_monitor.edge import DrainIn, FlipIn
 from services.cluster_monitor.events import EventKind, Events
-from services.cluster_monitor.followers import Followers
-from services.cluster_monitor.policy_book import PolicyBook
-from services.cluster_monitor.policy_routes import router as policy_routes
-from services.cluster_monitor.record import Record
+from services.cluster_monitor.policy_book import Followers, PolicyBook
+from services.cluster_monitor.registry import Record
+from services.cluster_monitor.routes import router as console_routes
 from services.cluster_monitor.routes import router as monitor_routes
+from services.cluster_monitor.routes import router as policy_routes
+from services.cluster_monitor.slo import DemandService
 from services.global_scheduler.reports import plain
 from services.global_scheduler.routes import router as scheduler_routes
 from services.worker.details import Details
@@ -36,11 +35,10 @@ from shared.domain.demand import DemandSecond, RolesWanted, Shift
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
 from shared.domain.job import Phase
 from shared.domain.policies import KINDS
+from shared.policy.registry import from_file
 from shared.policy.slo import SloOutcome, SloReport, SloWindows
-from shared.policy.written import from_file
-from shared.store.search import SHOWN
-from shared.wire.messages import JobReport
-from shared.wire.steps import StepRecord
+from shared.store.reading import SHOWN
+from shared.wire.messages import JobReport, StepRecord
 
 
 def record() -> Record:
@@ -76,8 +74,8 @@ def test_every_kind_of_event_can_be_chosen() -> None:
 
 
 def test_history() -> None:
-    grid = history_page.Grid.of(60, 12, time.time())
-    known = msgspec.json.decode(history_page._page(grid, [], [], []), type=History)
+    grid = history.Grid.of(60, 12, time.time())
+    known = msgspec.json.decode(history._page(grid, [], [], []), type=History)
     assert len(known.time_s) == 12
     shown = {name for panel in PANELS for name, *_ in panel.lines}
     assert shown <= set(known.series)

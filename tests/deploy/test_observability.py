@@ -9,7 +9,7 @@ import pytest
 import yaml
 from prometheus_client import Metric
 
-from shared.runtime.process_metrics import RESTARTS
+from shared.runtime.metrics import RESTARTS
 from tests.deploy.observability import HERE, generator, need, panel_queries, rules
 from tests.services.expositions import expositions
 from tests.services.test_metric_owners import families

@@ -19,9 +19,8 @@ from shared.domain.job import Generation, Slo
 from shared.domain.route import Route
 from shared.errors import PolyphaseError, Unavailable
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.messages import JobReport, JobReports, PlaceRequest, TokenStep
-from shared.wire.methods import PLACE, REPORT
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.messages import PLACE, REPORT, JobReport, JobReports, PlaceRequest, TokenStep
+from shared.wire.rpc_client import RpcClients
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 from tests.gateway.worker import Worker, listen

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from gateway.job import Job
 from shared.domain.job import LengthPrediction, Slo
 from shared.timeline import Span
-from shared.wire.messages import PredictRequest
-from shared.wire.methods import PREDICT
+from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 from tests.gateway.cluster import Cluster, make_job

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from shared.domain.job import LengthPrediction
-from shared.wire.messages import PredictRequest
-from shared.wire.methods import PREDICT
+from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 from tests.gateway.worker import listen

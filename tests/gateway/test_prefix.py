@@ -3,7 +3,7 @@
 import pytest
 
 from gateway import job as job_module
-from shared.domain.prefix import BLOCK_TOKENS, block_hashes
+from shared.domain.prompt import BLOCK_TOKENS, block_hashes
 from shared.errors import EngineFailed
 from tests.gateway.cluster import Cluster, make_job, running_cluster
 

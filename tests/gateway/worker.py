@@ -12,6 +12,12 @@ from shared.domain.prompt import unpacked
 from shared.domain.route import InstanceRef
 from shared.errors import NoRoom
 from shared.wire.messages import (
+    DECODE,
+    EXPECT,
+    PREDICTED,
+    PREFETCH,
+    PREFILL,
+    RELEASE,
     DecodeReply,
     DecodeRequest,
     ExpectRequest,
@@ -24,7 +30,6 @@ from shared.wire.messages import (
     Reused,
     TokenStep,
 )
-from shared.wire.methods import DECODE, EXPECT, PREDICTED, PREFETCH, PREFILL, RELEASE
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 from tests.ports import free_address

@@ -17,8 +17,7 @@ from predictor.service import Predictor
 from predictor.settings import PredictorSettings
 from shared.errors import InvalidRequest
 from shared.runtime.tasks import background
-from shared.wire.messages import PredictRequest
-from shared.wire.methods import PREDICT
+from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets
 from tests.ports import free_address

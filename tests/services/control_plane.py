@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from shared.domain.cluster import ClusterDelta, ClusterState
 from shared.domain.instance import ClusterView
-from shared.wire.cluster_feed import CHANGES, ClusterFeed, ClusterPublisher
+from shared.wire.broadcast import CHANGES, ClusterFeed, ClusterPublisher
 from shared.wire.sockets import Sockets
 
 

@@ -20,7 +20,7 @@ from shared.domain.instance import Role
 from shared.domain.job import Phase
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.errors import Overloaded
-from shared.runtime.process_metrics import describe_process
+from shared.runtime.metrics import describe_process
 from shared.timeline import Span
 from tests.ports import free_address, free_port
 from tests.services.control_plane import running, sqlite, text

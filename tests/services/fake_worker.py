@@ -13,8 +13,17 @@ from shared.domain.rates import Rates
 from shared.errors import EngineFailed
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
-from shared.wire.messages import DrainReply, DrainRequest, FlipReply, FlipRequest, Heartbeat, ResumeRequest
-from shared.wire.methods import DRAIN, FLIP, RESUME
+from shared.wire.messages import (
+    DRAIN,
+    FLIP,
+    RESUME,
+    DrainReply,
+    DrainRequest,
+    FlipReply,
+    FlipRequest,
+    Heartbeat,
+    ResumeRequest,
+)
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets
 

@@ -27,7 +27,7 @@ from services.worker.settings import WorkerSettings
 from shared.domain.route import PolicySpec
 from shared.wire.clients.monitor import MonitorClient
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 from tests.ports import free_address, free_port
 from tests.services.control_plane import running, sqlite, until

@@ -26,7 +26,7 @@ from services.planner.app import create_app as planner_app
 from services.planner.settings import PlannerSettings
 from shared.domain.demand import DemandSecond
 from shared.domain.instance import Role
-from shared.runtime.cluster_token import READING, new_token
+from shared.runtime.keys import READING, new_token
 from shared.wire.clients.monitor import MonitorClient
 from tests.ports import free_address, free_port
 from tests.services.all_apps import all_apps

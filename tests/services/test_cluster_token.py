@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute, Mount, Route
 
 from shared.errors import InvalidRequest
-from shared.runtime.cluster_token import OPEN, READING, new_token
+from shared.runtime.keys import OPEN, READING, new_token
 from tests.services.all_apps import NAMES, ROOT, all_apps
 
 TOKEN = new_token()

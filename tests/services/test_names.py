@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.settings import GatewaySettings
-from services.global_scheduler.gateways import Gateways
+from services.global_scheduler.news import Gateways
 from services.global_scheduler.settings import SchedulerSettings
 from services.worker.settings import WorkerSettings
 

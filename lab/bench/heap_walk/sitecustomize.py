@@ -23,18 +23,18 @@ POLL_S = 0.2
 KEPT = (
     ("services.global_scheduler.reports.Reports", "_jobs", "newest jobs"),
     ("shared.policy.prefix_index.PrefixIndex", "_holders", "prefix blocks"),
-    ("services.global_scheduler.open_jobs.OpenJobs", "_jobs", "open jobs"),
+    ("services.global_scheduler.reports.OpenJobs", "_jobs", "open jobs"),
     ("shared.policy.ledger.WorkloadLedger", "_entries", "ledger"),
     ("shared.policy.answers.Answers", "_said", "predictions of open jobs"),
     ("shared.policy.class_needs.ClassNeeds", "_open", "classes of open jobs"),
-    ("services.global_scheduler.waiting.Waiting", "_items", "outcomes that wait"),
+    ("services.global_scheduler.forward.Waiting", "_items", "outcomes that wait"),
     ("services.global_scheduler.placer.Placer", "_refused", "jobs without a place"),
     ("services.cluster_monitor.slo.SloService", "_seen", "ids that were counted"),
     ("shared.policy.slo.SloWindows", "_slots", "SLO windows"),
     ("shared.policy.served.ServedBook", "_slots", "steps of what was served"),
     ("services.cluster_monitor.events.Events", "_rings", "events"),
     ("services.cluster_monitor.audit.Audit", "_entries", "operations"),
-    ("services.cluster_monitor.demand.DemandService", "_asked", "demand by second"),
+    ("services.cluster_monitor.slo.DemandService", "_asked", "demand by second"),
     ("shared.store.write_behind.WriteBehind", "_rows", "rows that wait"),
 )
 _LEFT_OUT = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.FrameType)

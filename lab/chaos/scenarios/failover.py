@@ -18,12 +18,10 @@ from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, PolyphaseError, Standby
 from shared.runtime.wire_version import OURS
 from shared.store.lease import ENDING
+from shared.wire.broadcast import opened, sealed
 from shared.wire.clients.monitor import MonitorClient
-from shared.wire.messages import DrainRequest, FlipRequest, ResumeRequest
-from shared.wire.methods import DRAIN, FLIP, RESUME, Method
-from shared.wire.rpc_client import RpcClient
-from shared.wire.rpc_clients import RpcClients
-from shared.wire.sealed import opened, sealed
+from shared.wire.messages import DRAIN, FLIP, RESUME, DrainRequest, FlipRequest, Method, ResumeRequest
+from shared.wire.rpc_client import RpcClient, RpcClients
 from shared.wire.sockets import Sockets
 
 TAKEN_OVER_S = 6.0  # the longest on a busy machine; what it took is told

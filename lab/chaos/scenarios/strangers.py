@@ -13,11 +13,9 @@ from services.worker.kv.wire.tcp_framing import HEARTBEAT
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import InstanceLoad, Role
 from shared.errors import NotConnected, PolyphaseError
-from shared.wire.broadcast import Publisher
-from shared.wire.cluster_feed import ClusterFeed
-from shared.wire.messages import DrainRequest, FlipRequest, Heartbeat, ResumeRequest
-from shared.wire.methods import DRAIN, FLIP, RESUME, Method
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.broadcast import ClusterFeed, Publisher
+from shared.wire.messages import DRAIN, FLIP, RESUME, DrainRequest, FlipRequest, Heartbeat, Method, ResumeRequest
+from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 
 _EPOCH = 1 << 40  # of a monitor that would shut out every other one

@@ -9,7 +9,7 @@ from services.launcher.suite import until
 from shared.domain.instance import Role
 from shared.errors import NotFound
 from shared.runtime.wire_version import OURS
-from shared.wire.clients.worker import WorkerAdmin
+from shared.wire.clients.http import WorkerAdmin
 
 _STRANGER, _NEWCOMER = "stranger", "newcomer"  # that is refused, and that joins: what was in the list stays there
 _OTHER = "200"  # a wire version

@@ -22,8 +22,7 @@ from services.worker.engines.step_log import StepLog
 from services.worker.kv.emulated import EmulatedLink
 from services.worker.settings import WorkerSettings
 from shared.cost.kinds import EngineKind, Workshop
-from shared.cost.library import Library
-from shared.cost.models import bundled_geometry, geometry_from_file
+from shared.cost.library import Library, bundled_geometry, geometry_from_file
 from shared.cost.rates_file import ScaledSteps, scaled_rates
 from shared.cost.step import Batch
 from shared.domain.instance import Compatibility

@@ -4,8 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from services.worker.engines.cache_events import BlocksRemoved, BlocksStored, CacheSink
-from shared.domain.prefix import block_hashes, next_hash, root_hash
-from shared.domain.prompt import packed
+from shared.domain.prompt import block_hashes, next_hash, packed, root_hash
 
 _MOST = 1 << 30
 

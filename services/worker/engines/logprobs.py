@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.wire.logprobs import LogprobRows, encode_rows
+from shared.wire.messages import LogprobRows, encode_rows
 
 
 def encode_logprobs(logprobs: Any) -> bytes:

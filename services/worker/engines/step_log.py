@@ -2,8 +2,8 @@
 
 import time
 
-from shared.policy.prefill_share import PrefillShare
-from shared.wire.steps import StepPage, StepRecord
+from shared.policy.prefill_order import PrefillShare
+from shared.wire.messages import StepPage, StepRecord
 
 KEPT = 8192  # steps: over a minute of a fast engine's, some 2 MB
 

@@ -15,9 +15,17 @@ from shared.domain.instance import InstanceInfo, Promised, Role
 from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import unpacked
 from shared.errors import EngineFailed, NoRoom
-from shared.policy.kv_ahead import Ahead, ahead_of, fits_after, own_part, remaining_tokens, shared_each, with_job
-from shared.policy.lengths import is_heavy
-from shared.policy.pause import PAUSE_NEWS_S, Beside, pause_s
+from shared.policy.decode_admission import (
+    Ahead,
+    ahead_of,
+    fits_after,
+    is_heavy,
+    own_part,
+    remaining_tokens,
+    shared_each,
+    with_job,
+)
+from shared.policy.overload import PAUSE_NEWS_S, Beside, pause_s
 from shared.wire.messages import DecodeReply, DecodeRequest, ExpectRequest, Pause, Predicted, PrefetchRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
 

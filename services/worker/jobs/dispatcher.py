@@ -14,9 +14,9 @@ from shared.domain.route import InstanceRef, PolicySpec, Reason
 from shared.errors import InvalidRequest
 from shared.policy import registry
 from shared.policy.assignment import Assignment
+from shared.policy.decode_admission import is_heavy
 from shared.policy.dispatch import DispatchPolicy, choose_decode
-from shared.policy.lengths import is_heavy
-from shared.policy.load_tracker import LoadTracker
+from shared.policy.index import LoadTracker
 
 _KEPT = 16  # policies; schedulers name one at a time
 PATIENCE_S = 1.0  # for the first word of the cluster

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from shared.domain.instance import Role
 from shared.errors import Conflict, InvalidRequest, WrongRole
 from shared.policy.assignment import mark_of
-from shared.policy.load_tracker import SHOWN_S
+from shared.policy.index import SHOWN_S
 from shared.runtime.logs import get_log
 from shared.wire.messages import DrainReply, FlipReply
 

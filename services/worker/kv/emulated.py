@@ -9,8 +9,7 @@ import msgspec
 from services.worker.kv.port import ExpectedImport
 from shared.cost.catalogue import bytes_of
 from shared.cost.geometry import ModelGeometry
-from shared.cost.network import rate_of
-from shared.cost.transfer import Link, wire_bytes
+from shared.cost.network import Link, rate_of, wire_bytes
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.runtime.tasks import Background
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from services.worker.engines.cache_events import CacheEvent
 from services.worker.prefixes.held import HeldPrefixes
-from shared.domain.prefix import PrefixDelta
+from shared.domain.prompt import PrefixDelta
 from shared.wire.messages import PrefixesRequest
 from shared.wire.rpc_server import ServerCall
 

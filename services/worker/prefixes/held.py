@@ -4,9 +4,8 @@ from collections import Counter
 
 from services.worker.engines.cache_events import BlockName, BlocksCleared, BlocksRemoved, BlocksStored, CacheEvent
 from services.worker.kv.errors import is_lossy_salt
-from shared.domain.prefix import BLOCK_TOKENS, MAX_BLOCKS, next_hash, root_hash
-from shared.domain.prompt import TOKEN_BYTES, packed
-from shared.policy.prefix_blocks import ReachableBlocks
+from shared.domain.prompt import BLOCK_TOKENS, MAX_BLOCKS, TOKEN_BYTES, next_hash, packed, root_hash
+from shared.policy.prefix_index import ReachableBlocks
 
 
 class _End:

@@ -13,13 +13,10 @@ from shared.domain.instance import Role
 from shared.plan.compose import Composer
 from shared.plan.estimate import Estimator
 from shared.plan.group import Group
-from shared.plan.judge import race
-from shared.plan.methods.bruteforce import deployments
-from shared.plan.methods.exhaustive import exhaustive_groups
-from shared.plan.methods.joint import joint_groups
-from shared.plan.methods.simple import smallest
+from shared.plan.judge import Scout, race
+from shared.plan.methods.papers import exhaustive_groups, joint_groups
+from shared.plan.methods.simple import deployments, smallest
 from shared.plan.plan import Plan, canonical, routes_of
-from shared.plan.scout import Scout
 from shared.plan.search import Found, Search
 
 FEW = 8  # accelerators of which every deployment is estimated

@@ -2,11 +2,8 @@
 
 from shared.errors import InvalidRequest
 from shared.plan.methods.best import best
-from shared.plan.methods.bruteforce import bruteforce
-from shared.plan.methods.exhaustive import exhaustive
-from shared.plan.methods.joint import joint
-from shared.plan.methods.simple import coupled, single_type, thirds
-from shared.plan.methods.tabu import tabu
+from shared.plan.methods.papers import exhaustive, joint, tabu
+from shared.plan.methods.simple import bruteforce, coupled, single_type, thirds
 from shared.plan.search import Method
 
 METHODS: dict[str, Method] = {

@@ -5,11 +5,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import msgspec
 
 from shared.errors import DeadlineExceeded, InvalidRequest, PolyphaseError, Standby, Unavailable, from_code
-from shared.runtime.cluster_token import READING, bearer
+from shared.runtime.keys import READING, bearer
 from shared.runtime.wire_version import OURS
 from shared.wire.addresses import several
+from shared.wire.messages import StepPage
 
 TIMEOUT_S = 2.0
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
@@ -128,3 +130,21 @@ def _error_of(response: httpx.Response) -> PolyphaseError:
         return from_code(str(error["code"]), str(error["message"]))
     except (ValueError, KeyError, TypeError):
         return Unavailable(f"{response.request.url}: HTTP {response.status_code}: {response.text[:200]}")
+
+
+# MERGED worker.py
+# The HTTP API of one instance.
+
+
+class WorkerAdmin(JsonClient):
+    """Typed calls to one worker. All raise errors of `shared.errors`."""
+
+    async def instance(self) -> dict[str, Any]:
+        """Who it is, what it does right now, and the settings of its speed."""
+        answer: dict[str, Any] = await self.call("GET", "/instance")
+        return answer
+
+    async def steps(self, since: int = -1, limit: int = 10_000) -> StepPage:
+        """The engine's steps from number `since` on; by default the newest ones."""
+        answer = await self.call("GET", "/steps", params={"since": since, "limit": limit})
+        return msgspec.convert(answer, StepPage)

@@ -11,10 +11,8 @@ from shared.domain.route import Route
 from shared.errors import DeadlineExceeded, PeerLost, PolyphaseError, Unavailable
 from shared.runtime.logs import get_log
 from shared.wire.clients.http import JsonClient
-from shared.wire.messages import JobReport, JobReports, PlaceRequest, Refused
-from shared.wire.methods import PLACE, REPORT
-from shared.wire.rpc_client import RpcClient
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.messages import PLACE, REPORT, JobReport, JobReports, PlaceRequest, Refused
+from shared.wire.rpc_client import RpcClient, RpcClients
 
 log = get_log(__name__)
 JOBS_KEPT = 100_000  # whose scheduler is remembered; the oldest are forgotten first

@@ -17,7 +17,7 @@ from shared.cost.step_rates import step_rates_of
 from shared.domain.instance import Role
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.sim.measured import LiveInstance
-from shared.wire.steps import StepRecord
+from shared.wire.messages import StepRecord
 from tests.services.fake_worker import make_info
 
 TRUE = ScaledSteps(Library.built_in().step_model("cpu", "Llama-3-8B"))

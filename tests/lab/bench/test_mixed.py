@@ -22,7 +22,7 @@ from shared.domain.rates import Rates, StepForm, StepRates
 from shared.errors import Unavailable
 from shared.sim.measured import LiveInstance
 from shared.sim.workload import Workload
-from shared.wire.steps import StepRecord
+from shared.wire.messages import StepRecord
 
 SPEEDS = {FAST: 2.8, SLOW: 1.0}
 STEPS = StepRates(

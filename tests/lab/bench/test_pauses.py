@@ -12,8 +12,7 @@ from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster
 from shared.cost.step import Batch
 from shared.errors import InvalidRequest
-from shared.sim.policy_words import with_words
-from shared.sim.spec import RunSpec
+from shared.sim.spec import RunSpec, with_words
 
 BATCH = Batch(((256, 0),), 8, 8_000)
 SCENARIOS = {scenario.name: scenario for scenario in pause_scenarios()}

@@ -12,7 +12,7 @@ from lab.bench.plan_papers import case_zte
 from lab.bench.plan_thunderserve import prefill_share
 from shared.domain.instance import Role
 from shared.errors import InvalidRequest
-from shared.plan.inventory_file import read_inventory
+from shared.plan.inventory import read_inventory
 
 
 @pytest.mark.parametrize("kind", TRACES)

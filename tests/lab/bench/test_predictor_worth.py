@@ -32,8 +32,7 @@ from services.worker.engines.emulated_scheduler import token_at
 from shared.domain.policies import KINDS
 from shared.errors import Busy, InvalidRequest
 from shared.sim.prediction import Prediction
-from shared.wire.messages import PredictRequest
-from shared.wire.methods import PREDICT
+from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets
 from tests.ports import free_address

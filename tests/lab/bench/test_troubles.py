@@ -19,8 +19,7 @@ from lab.bench.troubles_load import Shot
 from lab.bench.troubles_problems import of_problem
 from lab.bench.troubles_stage import counted, sample_of
 from shared.domain.instance import InstanceState, Role
-from shared.domain.situation import ClassSeen, Peer, Situation, StageSeen, Standing
-from shared.domain.verdict import Level, Stage, Thresholds, Verdict
+from shared.domain.verdict import ClassSeen, Level, Peer, Situation, Stage, StageSeen, Standing, Thresholds, Verdict
 from shared.errors import InvalidRequest
 from shared.policy import verdict as policy
 from shared.policy.verdict import judge

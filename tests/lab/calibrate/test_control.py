@@ -9,7 +9,7 @@ from lab.calibrate.traffic import Sample, Shot
 from shared.domain.kv import TransferOutcome, TransferReport
 from shared.errors import Unavailable
 from shared.timeline import RequestTimeline, Span, SpanRecord
-from shared.wire.steps import StepRecord
+from shared.wire.messages import StepRecord
 
 GATEWAY, HOP, TOKEN, LATENCY, BYTES_S = 0.006, 0.002, 0.001, 0.003, 1e6
 PREFILL_S, DECODE_S = 0.050, 0.010

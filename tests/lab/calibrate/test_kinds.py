@@ -10,7 +10,7 @@ from shared.cost.step import Batch
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
 from shared.errors import InvalidRequest
 from shared.sim.measured import LiveInstance
-from shared.wire.steps import StepRecord
+from shared.wire.messages import StepRecord
 
 LIBRARY = Library.built_in()
 

@@ -18,7 +18,7 @@ from services.launcher.up import running_suite
 from shared.cost.rates_file import Calibration, Kind
 from shared.domain.instance import InstanceInfo
 from shared.errors import NotFound
-from shared.wire.clients.worker import WorkerAdmin
+from shared.wire.clients.http import WorkerAdmin
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 LINK_BYTES_S = 0.58 * 10e9 / 8

@@ -19,7 +19,7 @@ from lab.chaos.zmtp import Part, ZmtpSplitter
 from services.launcher.plan import make_plan
 from shared.errors import InvalidRequest
 from shared.runtime.wire_version import OURS
-from shared.wire.sealed import opened, sealed
+from shared.wire.broadcast import opened, sealed
 
 
 async def nothing(_: object) -> None:

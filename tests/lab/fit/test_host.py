@@ -7,8 +7,8 @@ import pytest
 
 from lab.fit.host import fit_on_host
 from lab.fit.steps import TimedStep
+from shared.cost.kinds import slowdown_at
 from shared.cost.library import Library
-from shared.cost.shared_host import slowdown_at
 from shared.cost.step import Batch, StepModel
 from shared.errors import InvalidRequest
 

@@ -19,15 +19,15 @@ from lab.papers.thunderserve_link import kv_rows
 from lab.papers.watermark import AtopWatermark, Watermark
 from lab.papers.zte import Discounts, decode_memory_bytes, first_token_s, output_token_s, prefill_memory_bytes
 from shared.cost.linear import huawei_of
+from shared.cost.network import Link
 from shared.cost.step import Batch
-from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.domain.job import JobView
 from shared.errors import NotFound
-from shared.plan.methods.exhaustive import estimated_throughput, packed
+from shared.plan.methods.papers import estimated_throughput, packed
 from shared.policy.decode_admission import DecodeMemory, Greedy
-from shared.sim.arrivals import synthetic
 from shared.sim.spec import EngineLimits
+from shared.sim.workload import synthetic
 
 
 @pytest.fixture(scope="module")

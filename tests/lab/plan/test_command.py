@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from lab.simulate.deployment import load_deployment
 from services.launcher.cli import app
 from shared.errors import InvalidRequest, PolyphaseError
-from shared.plan.inventory_file import read_inventory
+from shared.plan.inventory import read_inventory
 
 STOCK = """
 nodes:

@@ -10,9 +10,9 @@ from lab.simulate.deployment import FixedSteps, load_deployment
 from services.worker.engines.emulated import fixed_step_rates
 from shared.cost.catalogue import Catalogue
 from shared.cost.efficiency import SHIPPED
+from shared.cost.geometry import kv_capacity_tokens
 from shared.cost.library import Library
 from shared.cost.linear import rates_of
-from shared.cost.memory import kv_capacity_tokens
 from shared.cost.pipeline import Pipeline
 from shared.cost.step import Batch, StepModel
 from shared.domain.instance import Role

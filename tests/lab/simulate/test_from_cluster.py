@@ -14,8 +14,7 @@ from shared.cost.step import Batch
 from shared.domain.kv import Codec
 from shared.domain.rates import PartialPrefillCost, Rates
 from shared.errors import InvalidRequest, NotFound
-from shared.policy.decode_admission import Greedy, ReserveStatic
-from shared.policy.lengths import PredictedEnd
+from shared.policy.decode_admission import Greedy, PredictedEnd, ReserveStatic
 from shared.policy.prefill_order import Fcfs, Sjf
 from shared.policy.role_flip import PressureFlip
 

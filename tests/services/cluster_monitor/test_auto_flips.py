@@ -4,7 +4,7 @@ from typing import Any, cast
 import pytest
 
 from services.cluster_monitor.app import create_app
-from services.cluster_monitor.auto_flips import AutoFlips, in_words
+from services.cluster_monitor.flips import AutoFlips, in_words
 from services.cluster_monitor.settings import MonitorSettings
 from shared.domain.instance import ClusterView, InstanceLoad, Role
 from shared.domain.policies import PolicySet

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.cluster_monitor.history_page import Grid
+from services.cluster_monitor.history import Grid
 from shared.domain.instance import InstanceLoad, Role
 from shared.errors import InvalidRequest
 from tests.ports import free_address, free_port
@@ -289,7 +289,7 @@ async def instance_http(port: int, answers: dict[str, Any]) -> AsyncIterator[Non
 
 
 async def test_what_an_instance_tells_of_itself(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cluster_monitor.console_routes.ASK_S", 0.3)
+    monkeypatch.setattr("services.cluster_monitor.routes.ASK_S", 0.3)
     port = free_port()
     info = make_info("d0", free_address(), http=f"http://127.0.0.1:{port}")
     await cluster.worker("d0", Role.DECODE, info=info)
@@ -338,7 +338,7 @@ async def test_what_became_of_plans_is_told_once(cluster: Cluster) -> None:
 
 
 async def test_a_change_of_the_verdict_is_an_event(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.cluster_monitor.watch.STEADY", 1)
+    monkeypatch.setattr("services.cluster_monitor.situation.STEADY", 1)
     monkeypatch.setattr("services.cluster_monitor.situation.FRESH_S", 0.0)
     await cluster.workers(d0=Role.DECODE)
     await tell(cluster, gateways={"gateway-0": 60.0})

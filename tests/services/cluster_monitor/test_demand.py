@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from services.cluster_monitor.demand import in_words
+from services.cluster_monitor.slo import in_words
 from shared.domain.demand import DemandSecond, Shift
 from shared.domain.instance import InstanceInfo, Role
 from shared.domain.rates import Rates, StepForm, StepRates

@@ -3,7 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.cluster_monitor.handshake import check
+from services.cluster_monitor.registry import check
 from shared.errors import Incompatible
 from tests.services.fake_worker import FIT, GEOMETRY, make_info
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from services.cluster_monitor.peers import FORGET_S, Peers
+from services.cluster_monitor.situation import FORGET_S, Peers
 
 
 @pytest.fixture

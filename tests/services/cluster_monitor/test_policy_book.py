@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from services.cluster_monitor import followers, policy_book
+from services.cluster_monitor import policy_book
 from services.cluster_monitor.events import EventKind
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import Role
@@ -276,7 +276,7 @@ async def test_who_follows(start: Start, monkeypatch: pytest.MonkeyPatch) -> Non
     assert told.keys() == {"s0", "s1", "s2", "p0", "d0"}
     assert told["s1"]["trouble"] == "unknown split policy"
     assert told["d0"] == {"process": "instance", "name": "d0", "revision": 0, "follows": False, "trouble": ""}
-    monkeypatch.setattr(followers, "SILENT_S", 0.0)
+    monkeypatch.setattr(policy_book, "SILENT_S", 0.0)
     assert {one["name"] for one in (await cluster.client.policies())["followers"]} == {"p0", "d0"}
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.cluster_monitor.record import UNDER_WAY_S, Record
+from services.cluster_monitor.registry import UNDER_WAY_S, Record
 from shared.domain.instance import InstanceLoad, Promised, Role
 from shared.wire.messages import Heartbeat
 from tests.services.fake_worker import make_info

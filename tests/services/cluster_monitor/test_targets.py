@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from services.cluster_monitor.app import create_app
+from services.cluster_monitor.routes import targets
 from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
-from services.cluster_monitor.targets import targets
 from shared.domain.instance import InstanceState, Role
 from tests.ports import free_address
 from tests.services.cluster_monitor.conftest import Cluster

@@ -19,7 +19,7 @@ from shared.domain.route import PolicySpec
 from shared.timeline import RequestTimeline
 from shared.wire.clients.scheduler import SchedulerAdmin, SchedulerClient
 from shared.wire.messages import JobReport
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 from tests.ports import free_address
 from tests.services.control_plane import Announcer, running, sqlite, until

@@ -9,7 +9,7 @@ from gateway import reports
 from gateway.metrics import GatewayMetrics
 from shared.domain.job import Phase
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 from tests.services.global_scheduler.gateways import make_job
 

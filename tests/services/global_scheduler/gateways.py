@@ -12,7 +12,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.reports import Reporter
 from shared.domain.job import Generation, Phase, Slo
 from shared.wire.clients.scheduler import SchedulerClient
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 from tests.services.control_plane import until
 

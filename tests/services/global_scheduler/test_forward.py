@@ -10,8 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from structlog.testing import capture_logs
 
-from services.global_scheduler.forward import SENDS, Batch, Forwarder, deliver
-from services.global_scheduler.waiting import BATCH, ForwardMetrics, Waiting
+from services.global_scheduler.forward import BATCH, SENDS, Batch, Forwarder, ForwardMetrics, Waiting, deliver
 from shared.errors import InvalidRequest, Unavailable
 from shared.wire.clients.http import JsonClient
 

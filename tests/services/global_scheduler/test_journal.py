@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from services.global_scheduler.journal import Begun, Decided, Journal, read, replay
 from shared.domain.instance import Role
 from shared.domain.job import JobView, LengthPrediction, Phase, Slo, WhenFull
-from shared.domain.prefix import PrefixDelta
+from shared.domain.prompt import PrefixDelta
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, Overloaded, Unavailable
 from tests.services.global_scheduler.conftest import Start, report

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.global_scheduler.outcomes import outcome_of
+from services.global_scheduler.reports import outcome_of
 from shared.domain.job import Loss, Phase, Slo
 from shared.domain.kv import TransferOutcome, TransferReport
 from shared.errors import EngineFailed, InstancesLost

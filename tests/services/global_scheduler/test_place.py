@@ -179,7 +179,7 @@ async def test_work_counts_until_a_report_says_that_the_job_is_over(scheduler: S
 
 async def test_another_scheduler_is_asked_when_one_is_away(scheduler: Scheduler) -> None:
     from shared.wire.clients.scheduler import SchedulerClient
-    from shared.wire.rpc_clients import RpcClients
+    from shared.wire.rpc_client import RpcClients
 
     await scheduler.hear(**CLUSTER)
     with RpcClients(scheduler.sockets) as clients:

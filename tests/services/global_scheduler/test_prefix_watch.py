@@ -9,16 +9,15 @@ import msgspec
 import pytest
 import zmq
 
-from services.global_scheduler import prefix_watch
-from services.global_scheduler.prefix_watch import PrefixWatch
+from services.global_scheduler import wiring
+from services.global_scheduler.wiring import PrefixWatch
 from shared.domain.instance import ClusterView, InstanceInfo, InstanceView, Role
 from shared.domain.job import JobView
-from shared.domain.prefix import BLOCK_TOKENS, PrefixDelta, block_hashes
+from shared.domain.prompt import BLOCK_TOKENS, PrefixDelta, block_hashes
 from shared.domain.route import PolicySpec
 from shared.policy.prefix_index import PrefixIndex
-from shared.wire.messages import PrefixesRequest
-from shared.wire.methods import PREFIXES
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.messages import PREFIXES, PrefixesRequest
+from shared.wire.rpc_client import RpcClients
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
 from tests.ports import free_address
@@ -44,7 +43,7 @@ class Sink:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_watch, "RETRY_S", 0.05)
+    monkeypatch.setattr(wiring, "RETRY_S", 0.05)
 
 
 class Teller:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.global_scheduler.forward import Forwarder
-from services.global_scheduler.waiting import ForwardMetrics, Waiting
+from services.global_scheduler.forward import Forwarder, ForwardMetrics, Waiting
 from shared.domain.instance import Role
 from shared.domain.job import JobView, LengthPrediction, Phase, Slo
-from shared.domain.prefix import PrefixDelta
+from shared.domain.prompt import PrefixDelta
 from shared.errors import NotFound
 from shared.store.reading import read_request
 from shared.wire.clients.http import JsonClient
@@ -201,7 +200,7 @@ async def test_metrics_of_placements(scheduler: Scheduler) -> None:
 async def test_series_of_instances_that_are_gone_are_bounded(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.global_scheduler.metrics.GONE_SERIES", 2)
+    monkeypatch.setattr("services.global_scheduler.placer.GONE_SERIES", 2)
 
     async def chosen() -> list[str]:
         metrics = (await text(scheduler.transport, "/metrics")).splitlines()

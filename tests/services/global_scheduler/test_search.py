@@ -13,7 +13,7 @@ from shared.store.reading import read_request
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import Refused
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.rpc_client import RpcClients
 from tests.ports import free_port
 from tests.services.control_plane import request, until
 from tests.services.global_scheduler.conftest import Scheduler, Start, report

@@ -19,10 +19,10 @@ from services.launcher.preflight import preflight
 from services.launcher.render.options import RenderOptions
 from shared.cost.catalogue import BUILT_IN, Catalogue
 from shared.cost.efficiency import SHIPPED, EfficiencyTable
-from shared.cost.models import geometry_from_file
+from shared.cost.library import geometry_from_file
 from shared.cost.rates_file import Calibration
 from shared.errors import PolyphaseError
-from shared.plan.inventory_file import read_inventory
+from shared.plan.inventory import read_inventory
 from shared.runtime.keys import digest_of, load_keys
 
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from services.launcher import cli, measuring, operate, state_file
 from services.launcher.spec import Plan
 from shared.errors import NotFound
-from shared.runtime.cluster_token import checked
+from shared.runtime.keys import checked
 
 RUN = CliRunner()
 TOKEN = "a-secret-of-the-cluster"

@@ -15,7 +15,7 @@ from services.launcher.container import TOKEN_FILE, token_environment
 from services.launcher.plan import make_plan
 from services.launcher.state_file import SuiteState
 from shared.errors import InvalidRequest
-from shared.runtime.cluster_token import read_token
+from shared.runtime.keys import read_token
 
 TOKEN = "a-secret-of-the-cluster"
 OTHER = "a-secret-of-another-one"

@@ -15,11 +15,9 @@ from services.launcher.keys import curve_pair
 from services.launcher.plan import make_plan
 from shared.domain.cluster import ClusterDelta
 from shared.errors import InvalidRequest, NotConnected
-from shared.runtime.curve_key import read_pair
-from shared.wire.broadcast import Publisher, Subscriber
-from shared.wire.cluster_feed import ClusterFeed, ClusterPublisher
-from shared.wire.messages import DrainReply, DrainRequest
-from shared.wire.methods import DRAIN
+from shared.runtime.keys import read_pair
+from shared.wire.broadcast import ClusterFeed, ClusterPublisher, Publisher, Subscriber
+from shared.wire.messages import DRAIN, DrainReply, DrainRequest
 from shared.wire.rpc_client import RpcClient
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets

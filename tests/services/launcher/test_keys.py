@@ -11,7 +11,7 @@ from gateway.auth import KeyRing, load_keys
 from services.launcher.container import read_environment
 from services.launcher.keys import add_key, curve_pair, init_database, init_folder
 from shared.errors import Conflict, InvalidRequest
-from shared.runtime.cluster_token import read_token
+from shared.runtime.keys import read_token
 from shared.wire.sockets import Curve, Sockets
 
 

@@ -14,8 +14,8 @@ import pytest
 from services.cluster_monitor.app import create_app as monitor_app
 from services.cluster_monitor.settings import MonitorSettings
 from services.planner.app import create_app
+from services.planner.routes import State
 from services.planner.settings import PlannerSettings
-from services.planner.state import State
 from shared.domain.demand import DemandSecond
 from shared.domain.instance import Role
 from shared.domain.rates import LinkRate, Rates, StepForm, StepRates

@@ -11,8 +11,8 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from services.planner.routes import router
 from services.planner.search_process import COMMAND
-from services.planner.search_routes import router
 from services.planner.searches import Searches
 from services.planner.settings import PlannerSettings
 from shared.runtime.http import service_app

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from services.planner.carry_out import MOST_WHY, carry_out
-from services.planner.proposal import Cause, Proposal, ProposalState, Step
+from services.planner.proposals import MOST_WHY, Cause, Proposal, ProposalState, Step, carry_out
 from shared.domain.instance import Role
 from shared.errors import Conflict, NotFound, OutcomeUnknown, PeerLost, PolyphaseError
-from shared.plan.review import Flip
-from shared.plan.running import Expected
+from shared.plan.running import Expected, Flip
 
 P, D = Role.PREFILL, Role.DECODE
 NOTHING = Expected(0.0, 0.0, 0.0, 0.0, 0.0)

@@ -2,8 +2,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.planner.news import KEPT, PlanNews
-from services.planner.proposal import Proposal, ProposalState
+from services.planner.proposals import KEPT, PlanNews, Proposal, ProposalState
 from shared.errors import InvalidRequest, PolyphaseError, Unavailable
 from shared.wire.clients.monitor import MonitorClient
 
@@ -73,7 +72,7 @@ async def test_what_it_refuses_stands_in_nobodys_way(monitor: Monitor) -> None:
 
 
 def test_every_state_has_a_kind_of_event() -> None:
-    from services.planner.news import _KINDS
+    from services.planner.proposals import _KINDS
 
     assert _KINDS.keys() == set(ProposalState)
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from services.planner import presence
-from services.planner.presence import LOST_KEPT, Presence
+from services.planner import watch
+from services.planner.watch import LOST_KEPT, Presence
 from shared.domain.instance import ClusterView, InstanceState, InstanceView, Role
 from tests.services.fake_worker import make_info
 
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
-    monkeypatch.setattr(presence, "time", made)
+    monkeypatch.setattr(watch, "time", made)
     return made
 
 
@@ -58,7 +58,7 @@ def test_a_silent_host_is_lost_after_a_moment(clock: Clock) -> None:
     watched.heard(view(("a", READY), ("b", READY)))
     watched.heard(view(("a", READY), ("b", SILENT)))
     assert watched.gone() == {}
-    clock.now_s += presence.SILENT_S + 0.01
+    clock.now_s += watch.SILENT_S + 0.01
     assert list(watched.gone()) == ["b"]
     watched.heard(view(("a", READY)))
     assert watched.gone() == {}, "its end is no second loss"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.planner import search_memory
-from services.planner.search_runner import ATTEMPTS
+from services.planner import searches
+from services.planner.searches import ATTEMPTS
 from shared.errors import NotFound, Unavailable
 from tests.services.control_plane import until
 from tests.services.planner.search_app import QUICK, planner, saying
@@ -80,7 +80,7 @@ async def test_a_request_that_means_nothing_any_more_says_so(tmp_path: Path) -> 
 
 
 async def test_old_ones_are_found_in_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_memory, "KEPT", 2)
+    monkeypatch.setattr(searches, "KEPT", 2)
     async with planner(tmp_path, saying("sys.exit(3)"), waiting=0) as own:
         ids = []
         for _ in range(5):
@@ -92,7 +92,7 @@ async def test_old_ones_are_found_in_the_database(tmp_path: Path, monkeypatch: p
 
 
 async def test_before_the_database_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_memory, "RECALL_S", 0.05)
+    monkeypatch.setattr(searches, "RECALL_S", 0.05)
     async with planner(tmp_path, WAITS, recalls=False) as own:
         plan_id = (await own.client.submit(QUICK))["plan_id"]
         assert (await own.client.plan(plan_id))["plan_id"] == plan_id

@@ -7,9 +7,8 @@ import time
 from shared.domain.job import Generation, JobView
 from shared.domain.prompt import packed
 from shared.domain.route import PolicySpec
-from shared.wire.messages import PrefillRequest
-from shared.wire.methods import PREFILL
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.messages import PREFILL, PrefillRequest
+from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from services.worker.details import expected_s
 from shared.domain.rates import UNKNOWN_STEPS
-from shared.wire.steps import StepRecord
+from shared.wire.messages import StepRecord
 
 
 def step(prefill: tuple[tuple[int, int], ...], decodes: int = 0, context: int = 0) -> StepRecord:

@@ -17,9 +17,8 @@ from services.launcher.suite import until
 from shared.domain.job import Generation, JobView
 from shared.domain.prompt import packed
 from shared.errors import PolyphaseError, WrongRole
-from shared.wire.messages import DecodeReply, DecodeRequest, TokenStep
-from shared.wire.methods import DECODE
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.messages import DECODE, DecodeReply, DecodeRequest, TokenStep
+from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 from tests.ports import free_port
 

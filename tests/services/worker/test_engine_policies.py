@@ -14,8 +14,7 @@ from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
-from shared.policy.decode_admission import Greedy, ReserveDynamic
-from shared.policy.lengths import PredictedEnd
+from shared.policy.decode_admission import Greedy, PredictedEnd, ReserveDynamic
 from shared.policy.prefill_order import Fcfs, Sjf
 from tests.ports import free_port
 from tests.services.worker.engines.test_emulated import settings

@@ -13,11 +13,9 @@ from services.worker.app import Instance
 from services.worker.settings import WorkerSettings
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import Generation, JobView
-from shared.domain.prefix import PrefixDelta, block_hashes
-from shared.domain.prompt import packed
+from shared.domain.prompt import PrefixDelta, block_hashes, packed
 from shared.policy.prefix_index import PrefixIndex, saved_tokens
-from shared.wire.messages import PrefillRequest, PrefixesRequest
-from shared.wire.methods import PREFILL, PREFIXES
+from shared.wire.messages import PREFILL, PREFIXES, PrefillRequest, PrefixesRequest
 from shared.wire.rpc_client import RpcClient
 from shared.wire.sockets import Sockets
 from tests.ports import free_address, free_port

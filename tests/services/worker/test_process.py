@@ -21,9 +21,8 @@ from shared.domain.job import Generation, JobView
 from shared.domain.prompt import packed
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
-from shared.wire.messages import PrefillReply, PrefillRequest, ReleaseRequest
-from shared.wire.methods import PREFILL, RELEASE
-from shared.wire.rpc_clients import RpcClients
+from shared.wire.messages import PREFILL, RELEASE, PrefillReply, PrefillRequest, ReleaseRequest
+from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 from tests.ports import free_port
 from tests.services.worker.kv.wire.hostile import NOT_UTF8, SEALED_NESTED

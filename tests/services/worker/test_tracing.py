@@ -18,8 +18,16 @@ from shared.domain.route import InstanceRef, Reason
 from shared.errors import WrongRole
 from shared.runtime.otlp import Tracer
 from shared.runtime.settings import Tracing
-from shared.wire.messages import DecodeReply, DecodeRequest, PrefillReply, PrefillRequest, PrefillStarted, TokenStep
-from shared.wire.methods import DECODE, PREFILL
+from shared.wire.messages import (
+    DECODE,
+    PREFILL,
+    DecodeReply,
+    DecodeRequest,
+    PrefillReply,
+    PrefillRequest,
+    PrefillStarted,
+    TokenStep,
+)
 from shared.wire.rpc_server import ServerCall
 
 ID, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cost.attention import DecodeAttention, Heads, VarlenAttention
-from shared.cost.operators import Device, Memory
+from shared.cost.operators import DecodeAttention, Device, Heads, Memory, VarlenAttention
 
 DEVICE = Device(flops=100e12, bandwidth=1e12, units=100)
 HEADS = Heads(query=32, kv=8, flops=4.0 * 32 * 128, kv_bytes=4096.0, query_bytes=4.0 * 32 * 128)

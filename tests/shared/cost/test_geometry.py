@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.cost.geometry import Matmul, causal_positions
-from shared.cost.models import bundled_geometry
+from shared.cost.library import bundled_geometry
 
 LENGTHS = st.integers(1, 5000)
 

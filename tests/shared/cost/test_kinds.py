@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from shared.cost.geometry import kv_capacity_tokens
 from shared.cost.kinds import EngineKind, Stage, Workshop, even_layers
 from shared.cost.library import Library
-from shared.cost.memory import kv_capacity_tokens
 from shared.cost.pipeline import Pipeline
 from shared.cost.step import Batch
 from shared.errors import Incompatible, InvalidRequest

@@ -2,11 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cost.geometry import ExpertSplit
+from shared.cost.geometry import ExpertSplit, kv_capacity_tokens
 from shared.cost.library import Library
-from shared.cost.lockstep import Lockstep
-from shared.cost.memory import kv_capacity_tokens
-from shared.cost.step import Batch, StepModel
+from shared.cost.step import Batch, Lockstep, StepModel
 
 MODEL, CARD = "Qwen3-30B-A3B", "RTX-PRO-6000-Server"
 

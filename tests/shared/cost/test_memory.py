@@ -1,7 +1,7 @@
 import pytest
 
+from shared.cost.geometry import kv_capacity_tokens, require_fit
 from shared.cost.library import Library
-from shared.cost.memory import kv_capacity_tokens, require_fit
 from shared.errors import Incompatible
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shared.cost.models import bundled_geometry, bundled_names, geometry_from_config, geometry_from_file
+from shared.cost.library import bundled_geometry, bundled_names, geometry_from_config, geometry_from_file
 from shared.errors import InvalidRequest, NotFound
 
 # Parameters of the published checkpoints, to the last weight.

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shared.cost.network_file import NetworkEntry, entry_of
-from shared.cost.transfer import Link
+from shared.cost.network import Link, NetworkEntry, entry_of
 from shared.errors import InvalidRequest
 
 NODES = ("a", "b", "c")

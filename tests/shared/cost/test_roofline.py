@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.cost.attention import smooth_max
+from shared.cost.operators import smooth_max
 
 TIMES = st.floats(1e-12, 1e6)
 SHARPNESS = st.floats(1.0, 12.0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shared.cost.shared_host import others_busy, slowdown_at, slowdown_curve
+from shared.cost.kinds import others_busy, slowdown_at, slowdown_curve
 
 
 def interval(*pairs: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.kv.codec import payload_bytes
-from shared.cost.models import bundled_geometry
-from shared.cost.transfer import Link, transfer_time_s, wire_bytes
+from shared.cost.library import bundled_geometry
+from shared.cost.network import Link, transfer_time_s, wire_bytes
 from shared.domain.kv import Codec, wire_share
 from shared.errors import InvalidRequest
 

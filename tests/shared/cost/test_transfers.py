@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.cost.transfers import LinkLearner
+from shared.cost.learning import LinkLearner
 from shared.domain.kv import Codec
 from shared.domain.rates import LinkRate
 

@@ -6,7 +6,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.domain.prefix import BLOCK_TOKENS, MAX_BLOCKS, block_hashes
+from shared.domain.prompt import BLOCK_TOKENS, MAX_BLOCKS, block_hashes
 
 tokens = st.lists(st.integers(0, 3), max_size=24)
 
@@ -50,6 +50,6 @@ def test_no_vocabulary_has_such_tokens() -> None:
 
 def test_they_are_the_same_in_every_process() -> None:
     """And in every version: instances and gateways are not upgraded at one moment."""
-    said = "from shared.domain.prefix import block_hashes; print(block_hashes(range(130), 's'))"
+    said = "from shared.domain.prompt import block_hashes; print(block_hashes(range(130), 's'))"
     out = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True).stdout
     assert out.strip() == str(block_hashes(range(130), "s")) == "(11241549196322108863, 4722872189300414374)"

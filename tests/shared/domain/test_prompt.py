@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.domain.job import Generation, JobView
-from shared.domain.prefix import block_hashes, hashes_of
-from shared.domain.prompt import beginning, length, packed, unpacked
+from shared.domain.prompt import beginning, block_hashes, hashes_of, length, packed, unpacked
 from shared.wire.messages import DecodeRequest, PrefillRequest
 
 tokens = st.lists(st.integers(0, (1 << 31) - 1), max_size=300)

@@ -21,9 +21,9 @@ PUT_TOGETHER: dict[tuple[str, str], list[str]] = {
     ],
     ("shared/policy/codec.py", "f'codec:{chosen.value}'"): [f"codec:{codec.value}" for codec in Codec],
     ("shared/policy/split.py", "f'split:{name}'"): ["split:full", "split:none", "split:fraction", "split:random"],
-    ("shared/policy/cronus.py", "f'split:{self.name}'"): ["split:cronus", "split:balanced"],
-    ("shared/policy/cronus.py", "f'split:{self.name}, full'"): ["split:cronus, full", "split:balanced, full"],
-    ("shared/policy/workload.py", "f'placement:{self.name}'"): ["placement:workload", "placement:memory"],
+    ("shared/policy/split.py", "f'split:{self.name}'"): ["split:cronus", "split:balanced"],
+    ("shared/policy/split.py", "f'split:{self.name}, full'"): ["split:cronus, full", "split:balanced, full"],
+    ("shared/policy/placement_policies.py", "f'placement:{self.name}'"): ["placement:workload", "placement:memory"],
     ("shared/policy/placement.py", "why"): [
         "local_only: one instance must compute it whole",
         "local: no prefill instance is ready (1 dead)",

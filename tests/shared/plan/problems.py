@@ -5,13 +5,12 @@ from time import perf_counter
 
 from shared.cost.kinds import Workshop
 from shared.cost.library import Library
-from shared.cost.network import Network
-from shared.cost.transfer import Link
+from shared.cost.network import Link, Network
 from shared.domain.job import Slo
 from shared.plan.inventory import Inventory, Pool
 from shared.plan.problem import Problem
 from shared.plan.search import Search
-from shared.sim.arrivals import synthetic
+from shared.sim.workload import synthetic
 
 LIBRARY = Library.built_in()
 INSIDE = Link(16e9, 1e-4, 0.8)

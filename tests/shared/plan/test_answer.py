@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from shared.errors import InvalidRequest
-from shared.plan.answer import answered, cluster_file, figures, why
-from shared.plan.asked import Asked, Wanted, fitting
+from shared.plan.answer import Asked, Wanted, answered, cluster_file, figures, fitting, why
 from shared.plan.judge import Judge, Promise
 from shared.plan.search import Found, silent
-from shared.sim.arrivals import synthetic
+from shared.sim.workload import synthetic
 from tests.shared.plan.problems import inventory, problem
 
 STOCK = inventory(("a", "A100-SXM-80", 1), ("b", "A10", 1))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import InvalidRequest, NotFound
-from shared.plan.inventory_file import read_inventory, write_inventory
+from shared.plan.inventory import read_inventory, write_inventory
 from tests.shared.plan.problems import inventory
 
 TWINS = (("a", "A10", 4), ("b", "A10", 4), ("c", "A40", 2))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.domain.instance import Role
-from shared.plan.layouts import proportional, widest_path
+from shared.plan.estimate import proportional, widest_path
 from tests.shared.plan.problems import inventory, problem, search
 
 

@@ -9,10 +9,9 @@ from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.errors import Incompatible, InvalidRequest
 from shared.plan.compose import Composer
-from shared.plan.methods.bruteforce import deployments
-from shared.plan.methods.exhaustive import machine_throughputs
-from shared.plan.methods.joint import recommended, strategies
+from shared.plan.methods.papers import machine_throughputs, recommended, strategies
 from shared.plan.methods.registry import METHODS, method
+from shared.plan.methods.simple import deployments
 from shared.plan.plan import Plan, canonical, routes_of
 from shared.plan.problem import Problem
 from shared.plan.search import Found, Search, searched

@@ -5,7 +5,7 @@ import pytest
 from shared.cost.network import rate_of
 from shared.domain.instance import Role
 from shared.plan.group import Group, Part
-from shared.plan.places import Places, place_name
+from shared.plan.routes import Places, place_name
 from tests.shared.plan.problems import INSIDE, inventory
 
 STOCK = inventory(("a", "A10", 4), ("b", "A10", 4), gbps=8.0)  # 1 GB/s, of which 58 % are reached

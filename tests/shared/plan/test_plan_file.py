@@ -16,8 +16,7 @@ from shared.domain.instance import Role
 from shared.domain.kv import Codec
 from shared.plan.group import Group, Part
 from shared.plan.judge import Ask
-from shared.plan.plan import Plan, deployed
-from shared.plan.plan_file import Target, plan_text, policies_of
+from shared.plan.plan import Plan, Target, deployed, plan_text, policies_of
 from shared.plan.problem import Problem
 from shared.plan.routes import Route
 from shared.plan.search import Search

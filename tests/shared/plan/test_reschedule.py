@@ -6,14 +6,13 @@ import pytest
 
 from shared.domain.instance import Role
 from shared.errors import Incompatible
-from shared.plan.advice import nearest
-from shared.plan.cheapest import cheapest
+from shared.plan.answer import cheapest, nearest
 from shared.plan.group import Group, Part
 from shared.plan.plan import Plan
-from shared.plan.reschedule import rescheduled, survivors
 from shared.plan.routes import Route
+from shared.plan.running import rescheduled, survivors
 from shared.plan.search import Stopped
-from shared.sim.arrivals import synthetic
+from shared.sim.workload import synthetic
 from tests.shared.plan.problems import inventory, problem, search
 
 P, D = Role.PREFILL, Role.DECODE

@@ -9,9 +9,8 @@ from shared.domain.demand import Demand
 from shared.domain.instance import InstanceView, Role
 from shared.domain.rates import LinkRate, Rates
 from shared.errors import InvalidRequest
-from shared.plan.review import Finding, reviewed
-from shared.plan.running import Fleet, changed, workload_of
-from shared.policy.plan_routes import PlanRoute
+from shared.plan.running import Finding, Fleet, changed, reviewed, workload_of
+from shared.policy.placement_policies import PlanRoute
 from tests.shared.policy.views import instance
 
 LIBRARY = Library.built_in()

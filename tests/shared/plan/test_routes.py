@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from shared.plan.costs import EngineCost
-from shared.plan.routes import Capacity, Joints, best_flows, decode_capacity
+from shared.plan.routes import Capacity, EngineCost, Joints, best_flows, decode_capacity
 
 
 def joints(rows: list[list[float]], *ports: tuple[list[tuple[int, int, float]], float]) -> Joints:

@@ -4,12 +4,10 @@ from time import perf_counter
 
 from shared.domain.instance import Role
 from shared.plan.group import Group, Part
-from shared.plan.helper import Helper, helped
-from shared.plan.judge import Ask
+from shared.plan.judge import Ask, Scout
 from shared.plan.methods.best import best
 from shared.plan.plan import Plan
-from shared.plan.scout import Scout
-from shared.plan.search import Search, searched
+from shared.plan.search import Helper, Search, helped, searched
 from tests.shared.plan.problems import inventory, problem, search
 
 ASKED = problem(inventory(("a", "A10", 4)))

@@ -15,9 +15,8 @@ from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.answers import Answers, Lengths
 from shared.policy.assignment import assignments
 from shared.policy.dispatch import DispatchPolicy, LeastInterference
-from shared.policy.estimate import DecodeSide, PrefillSide
+from shared.policy.estimate import DecodeSide, PrefillSide, options
 from shared.policy.index import ClusterIndex
-from shared.policy.options import options
 from shared.policy.placement import Policies, place
 from shared.policy.split import FractionSplit, FullSplit, NoSplit, Split
 from tests.shared.policy.adaptive_cases import ALL, TARGETS, asked, busy, d, p, rates, route, way

@@ -1,7 +1,6 @@
 from shared.domain.job import JobView, LengthPrediction
 from shared.policy.admission_gate import Blocks, Decoding, may_decode
-from shared.policy.decode_admission import Greedy, ReserveDynamic, ReserveStatic
-from shared.policy.lengths import PredictedEnd
+from shared.policy.decode_admission import Greedy, PredictedEnd, ReserveDynamic, ReserveStatic
 
 
 def job(prompt: int, lower: int) -> JobView:

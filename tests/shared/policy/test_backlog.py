@@ -1,7 +1,7 @@
 import pytest
 
 from shared.domain.rates import ChunkedCost, PartialPrefillCost, Rates
-from shared.policy.backlog import UNKNOWN_S_PER_TOKEN, chunked_rate, prefill_rate, queued_prefill_s
+from shared.policy.index import UNKNOWN_S_PER_TOKEN, chunked_rate, prefill_rate, queued_prefill_s
 from tests.shared.policy.views import decode, prefill
 
 

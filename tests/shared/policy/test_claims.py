@@ -16,7 +16,7 @@ from shared.errors import Delayed
 from shared.policy import overload
 from shared.policy.claims import FORGET_S, KEEP_S, Claims
 from shared.policy.decider import Decider
-from shared.policy.kv_ahead import ahead_of
+from shared.policy.decode_admission import ahead_of
 from shared.policy.overload import HOLD_LOOK_S
 from tests.shared.policy.views import decode, job
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.domain.rates import ChunkedCost, PartialPrefillCost, Rates
-from shared.policy.cronus import CANDIDATES, Balance, CronusSplit, best_split
+from shared.policy.split import CANDIDATES, Balance, CronusSplit, best_split
 from tests.shared.policy.views import decode, instance, job, prefill
 
 CHUNKED = ChunkedCost(1e-6, 0.0, 0.05)

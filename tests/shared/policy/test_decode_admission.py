@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.policy.decode_admission import DecodeMemory, Greedy, ReserveDynamic, ReserveStatic, RunningDecode
-from shared.policy.lengths import PredictedEnd, predicted_tokens
+from shared.policy.decode_admission import (
+    DecodeMemory,
+    Greedy,
+    PredictedEnd,
+    ReserveDynamic,
+    ReserveStatic,
+    RunningDecode,
+    predicted_tokens,
+)
 from tests.shared.policy.views import job, predicted
 
 LONG = predicted(200, 400)

@@ -10,6 +10,7 @@ from shared.domain.instance import InstanceView
 from shared.errors import InvalidRequest, Unavailable
 from shared.policy import registry
 from shared.policy.assignment import Assignment
+from shared.policy.decode_admission import PredictedEnd
 from shared.policy.dispatch import (
     DispatchPolicy,
     LeastInterference,
@@ -21,7 +22,6 @@ from shared.policy.dispatch import (
     free_tokens,
     interference,
 )
-from shared.policy.lengths import PredictedEnd
 from tests.shared.policy.views import decode, index, job, predicted
 
 HEAVY, LIGHT = predicted(200, 400), predicted(0, 200)

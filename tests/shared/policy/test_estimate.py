@@ -5,10 +5,9 @@ from random import Random
 import pytest
 
 from shared.policy.answers import Lengths
-from shared.policy.estimate import EVEN, DecodeSide, PrefillSide, usual_wait_s
+from shared.policy.estimate import EVEN, DecodeSide, PrefillSide, balanced, usual_wait_s
 from shared.policy.harm import harm
 from shared.policy.index import ClusterIndex
-from shared.policy.options import balanced
 from shared.policy.placement import place
 from tests.shared.policy.adaptive_cases import ALL, TARGETS, asked, busy, d, p
 from tests.shared.policy.views import view

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shared.domain.policies import ENGINE, KINDS, ROUTING, PolicySet
 from shared.domain.route import PolicySpec
 from shared.policy import registry
-from shared.policy.following import Following
+from shared.policy.decider import Following
 
 BAD = PolicySpec("of tomorrow")
 

@@ -3,7 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.policy.kv_ahead import STRETCHES, ahead_of, fits_after, own_part, remaining_tokens, takes_tokens, with_job
+from shared.policy.decode_admission import (
+    STRETCHES,
+    ahead_of,
+    fits_after,
+    own_part,
+    remaining_tokens,
+    takes_tokens,
+    with_job,
+)
 from tests.shared.policy.views import decode
 
 BLOCK = 16

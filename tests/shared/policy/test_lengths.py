@@ -3,7 +3,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.domain.job import LengthPrediction
-from shared.policy.lengths import PredictedEnd, is_heavy, predicted_tokens
+from shared.policy.decode_admission import PredictedEnd, is_heavy, predicted_tokens
 from tests.shared.policy.views import job, predicted
 
 

@@ -8,7 +8,7 @@ from shared.domain.instance import InstanceLoad
 from shared.domain.route import InstanceRef, Route, Work
 from shared.errors import Unavailable
 from shared.policy.assignment import Assignment, assignments, mark_of
-from shared.policy.load_tracker import FORGET_S, HOLD_S, LoadTracker
+from shared.policy.index import FORGET_S, HOLD_S, LoadTracker
 from tests.shared.policy.views import decode, job, prefill, view
 
 

@@ -11,8 +11,7 @@ from shared.domain.policies import PolicySet
 from shared.domain.rates import PartialPrefillCost, Rates, StepForm, StepRates
 from shared.domain.route import InstanceRef, PolicySpec, Route
 from shared.policy.assignment import assignments
-from shared.policy.index import ClusterIndex
-from shared.policy.load_tracker import LoadTracker
+from shared.policy.index import ClusterIndex, LoadTracker
 from tests.shared.policy.views import instance, job, view
 
 NAMES = ("p0", "p1", "d0", "d1", "d2")

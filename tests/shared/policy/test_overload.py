@@ -13,10 +13,9 @@ from shared.domain.route import PolicySpec, Route
 from shared.errors import Delayed, Overloaded
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.assignment import assignments
-from shared.policy.choice import ref_of
-from shared.policy.dispatch import PowerOfTwo
+from shared.policy.decode_admission import ahead_of
+from shared.policy.dispatch import PowerOfTwo, ref_of
 from shared.policy.index import ClusterIndex
-from shared.policy.kv_ahead import ahead_of
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.overload import HOLD_LOOK_S, LATE_S, QUEUE_S, SOON_S, decide
 from shared.policy.placement import LeastLoad, Policies

@@ -9,11 +9,10 @@ from shared.domain.job import FirstTokenOut, JobView, Slo
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.errors import Stays, Unavailable
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
+from shared.policy.decode_admission import ahead_of
 from shared.policy.dispatch import PowerOfTwo
 from shared.policy.index import ClusterIndex
-from shared.policy.kv_ahead import ahead_of
-from shared.policy.overload import decide
-from shared.policy.pause import MOVE_LEAST_S, MOVE_SHARE, Beside, moves, pause_s
+from shared.policy.overload import MOVE_LEAST_S, MOVE_SHARE, Beside, decide, moves, pause_s
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.split import FullSplit, NoSplit
 from tests.shared.policy.views import decode, prefill, view

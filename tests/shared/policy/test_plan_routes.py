@@ -10,7 +10,7 @@ from shared.policy import registry
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger, pair_key
 from shared.policy.placement import Policies, place
-from shared.policy.plan_routes import PlanRoute, PlanRoutes
+from shared.policy.placement_policies import PlanRoute, PlanRoutes
 from tests.shared.policy.views import decode, job, prefill, view
 
 PLAN = PlanRoutes((PlanRoute("p", "d", 0.5), PlanRoute("p", "e", 0.25), PlanRoute("q", "e", 0.25)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.policy.prefill_share import PrefillShare
+from shared.policy.prefill_order import PrefillShare
 
 
 def test_it_is_the_share_of_steps() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.policy.prefix_blocks import ReachableBlocks
+from shared.policy.prefix_index import ReachableBlocks
 
 BLOCKS = 7  # a binary tree: block n follows (n - 1) // 2, and 0 begins a prompt
 

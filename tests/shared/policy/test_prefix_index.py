@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.domain.prefix import PrefixDelta, block_hashes
+from shared.domain.prompt import PrefixDelta, block_hashes
 from shared.policy.prefix_index import PrefixIndex, saved_tokens, wants_prefixes
 from tests.shared.policy import views
 

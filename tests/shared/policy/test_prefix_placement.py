@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.domain.instance import InstanceView, Role
-from shared.domain.prefix import block_hashes
+from shared.domain.prompt import block_hashes
 from shared.errors import InvalidRequest
 from shared.policy import registry
 from shared.policy.index import ClusterIndex

@@ -7,14 +7,11 @@ from shared.domain.policies import KINDS, PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy import registry
-from shared.policy.cronus import CronusSplit
-from shared.policy.decode_admission import ReserveStatic
+from shared.policy.decode_admission import PredictedEnd, ReserveStatic
 from shared.policy.dispatch import PowerOfTwo
-from shared.policy.lengths import PredictedEnd
-from shared.policy.plan_routes import PlanRoute, PlanRoutes
+from shared.policy.placement_policies import Penalty, PlanRoute, PlanRoutes, Workload
 from shared.policy.role_flip import IdleFlip
-from shared.policy.split import FractionSplit
-from shared.policy.workload import Penalty, Workload
+from shared.policy.split import CronusSplit, FractionSplit
 
 
 def test_every_name_makes_its_policy() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shared.domain.demand import Demand
 from shared.domain.instance import Role
 from shared.domain.rates import LinkRate, Rates, StepForm, StepRates
-from shared.policy.role_harm import Outlook, Roles, outlook, roles_of, sorted_out
+from shared.policy.predictive_roles import Outlook, Roles, outlook, roles_of, sorted_out
 from tests.shared.policy.views import instance
 
 

@@ -21,7 +21,7 @@ from shared.domain.route import PolicySpec, Route
 from shared.errors import Delayed
 from shared.policy.assignment import assignments, mark_of, promise_of
 from shared.policy.decider import Decider
-from shared.policy.kv_ahead import ahead_of
+from shared.policy.decode_admission import ahead_of
 from tests.shared.policy.views import decode, instance, job, view
 
 BROADCAST_S = 0.1  # `broadcast_period_s` of the monitor

@@ -8,8 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.domain.instance import InstanceState, Role
-from shared.domain.situation import ClassSeen, Peer, Situation, StageSeen, Standing
-from shared.domain.verdict import Level, Problem, Stage, Thresholds, Verdict
+from shared.domain.verdict import (
+    ClassSeen,
+    Level,
+    Peer,
+    Problem,
+    Situation,
+    Stage,
+    StageSeen,
+    Standing,
+    Thresholds,
+    Verdict,
+)
 from shared.policy.verdict import judge
 
 LIMITS = Thresholds()

@@ -10,11 +10,11 @@ from shared.domain.instance import InstanceView
 from shared.domain.rates import HuaweiCost, Rates
 from shared.domain.route import Route
 from shared.policy import registry
-from shared.policy.choice import Choice
+from shared.policy.dispatch import Choice
 from shared.policy.index import ClusterIndex
 from shared.policy.ledger import WorkloadLedger
 from shared.policy.placement import Policies, place
-from shared.policy.workload import Memory, Penalty, Workload, batch_time_s
+from shared.policy.placement_policies import Memory, Penalty, Workload, batch_time_s
 from tests.shared.policy.views import decode, job, predicted, prefill, view
 
 FAST = HuaweiCost(1e-5, 0.0, 0.0, 0.01, 0.0, 1e-4, 0.0, 0.01)

@@ -8,7 +8,7 @@ from shared.domain.policies import PolicySet
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
 from shared.policy import registry
-from shared.policy.written import from_file, from_words, in_words
+from shared.policy.registry import from_file, from_words, in_words
 
 
 def test_a_file_names_some_and_the_suites_defaults_hold_for_the_rest() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-from shared.runtime.alarm import Alarm
+from shared.runtime.tasks import Alarm
 from tests.services.control_plane import until
 
 

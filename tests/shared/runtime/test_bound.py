@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter
 
-from shared.runtime.bound import Bound
+from shared.runtime.metrics import Bound
 
 
 def test_it_gives_the_metrics_own_children() -> None:

@@ -5,7 +5,7 @@ import gc
 import psutil
 import pytest
 
-from shared.runtime.collecting import trim
+from shared.runtime.server import trim
 
 BLOCKS, SIZE = 4_000, 32_000  # below the size from which glibc maps each block by itself
 

@@ -9,7 +9,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from shared.runtime.header_limit import MAX_HEAD_BYTES, HeaderLimitProtocol
+from shared.runtime.connections import MAX_HEAD_BYTES, HeaderLimitProtocol
 from shared.runtime.http import service_app
 
 

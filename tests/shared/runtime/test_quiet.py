@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from shared.runtime import logs
-from shared.runtime.quiet import KINDS, QUIET_S, Kind, Limiter, Quiet, QuietHandler
+from shared.runtime.logs import KINDS, QUIET_S, Kind, Limiter, Quiet, QuietHandler
 
 AWAY = Kind("store", logging.ERROR, "database failed")
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.cost.network import Link
 from shared.cost.step import Batch
-from shared.cost.transfer import Link
 from shared.domain.instance import Role
 from shared.sim.spec import EngineLimits, InstanceSpec
 

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from shared.errors import InvalidRequest
-from shared.sim.arrivals import ARRIVALS, Tetri, bursts, evenly, on_off, poisson, synthetic, tetri
 from shared.sim.traces import read_trace
-from shared.sim.workload import Workload
+from shared.sim.workload import ARRIVALS, Tetri, Workload, bursts, evenly, on_off, poisson, synthetic, tetri
 
 MANY = synthetic(50_000, 1000, 200)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.cost.transfer import Link
+from shared.cost.network import Link
 from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.domain.kv import Codec

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.sim.glide import Glide
+from shared.sim.group import Glide
 
 SEGMENTS = st.lists(
     st.tuples(

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from shared.domain.instance import Role
 from shared.domain.job import JobView, Slo
 from shared.domain.rates import Rates, StepForm, StepRates
-from shared.policy.choice import Choice
 from shared.policy.decode_admission import DecodeAdmission, Greedy, ReserveDynamic, ReserveStatic
-from shared.policy.dispatch import PowerOfTwo
+from shared.policy.dispatch import Choice, PowerOfTwo
 from shared.policy.index import ClusterIndex
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf

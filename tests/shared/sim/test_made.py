@@ -3,7 +3,7 @@
 import pytest
 
 from shared.errors import InvalidRequest
-from shared.sim.made import is_made, made
+from shared.sim.workload import is_made, made
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
 from shared.domain.rates import Rates
-from shared.sim.arrivals import poisson, synthetic
 from shared.sim.cluster import simulate
 from shared.sim.measured import LiveInstance, simulate_on_hosts, specs_of, with_control
 from shared.sim.spec import RunSpec
+from shared.sim.workload import poisson, synthetic
 
 CONTROL = ControlPlane(0.004, 0.002, 0.001, 0.003, 1e8)
 

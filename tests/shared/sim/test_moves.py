@@ -9,8 +9,7 @@ import pytest
 
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
-from shared.policy.choice import Choice
-from shared.policy.dispatch import PowerOfTwo
+from shared.policy.dispatch import Choice, PowerOfTwo
 from shared.policy.split import NoSplit
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult

@@ -12,14 +12,12 @@ from shared.errors import InvalidRequest
 from shared.policy.adaptive import Adaptive, AdaptiveDispatch, AdaptiveSplit
 from shared.policy.overload import steps_aside
 from shared.policy.placement import Policies
-from shared.sim import gate
-from shared.sim.arrivals import evenly, synthetic
+from shared.sim import intake
 from shared.sim.cluster import simulate
 from shared.sim.metrics import attainment
-from shared.sim.mix import of_class, together
 from shared.sim.outcomes import Outcomes, Status
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec, plain_policies
-from shared.sim.workload import Workload
+from shared.sim.workload import Workload, evenly, of_class, synthetic, together
 from tests.shared.sim.clusters import Linear, instance
 
 CHAT = Slo("default", 2.0, 0.15, 1.0, WhenFull.REJECT)
@@ -129,7 +127,7 @@ def test_a_late_request_that_waits_for_room_makes_none_behind_it_late(monkeypatc
     chosen = Policies(Adaptive(), AdaptiveSplit(), AdaptiveDispatch())
     met = []
     for aside in (steps_aside, lambda *_: False):
-        monkeypatch.setattr(gate, "steps_aside", aside)
+        monkeypatch.setattr(intake, "steps_aside", aside)
         result = simulate(work, specs, RunSpec(policies=chosen, slo=Slo()))
         assert result.outcomes.completed.all()
         met.append(attainment(result.outcomes, Slo()).every)

@@ -12,8 +12,7 @@ from shared.policy.dispatch import PowerOfTwo
 from shared.policy.placement import LeastLoad, Policies
 from shared.policy.split import FullSplit, NoSplit
 from shared.sim.cluster import simulate
-from shared.sim.glide import Segment
-from shared.sim.pauses import Pauses, steps_over, without_first
+from shared.sim.group import Pauses, Segment, steps_over, without_first
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import EngineLimits, FirstToken, Loss, RunSpec
 from tests.shared.sim.clusters import instance, pair

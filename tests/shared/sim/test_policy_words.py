@@ -9,8 +9,7 @@ from shared.policy.placement import LeastLoad, RoundRobin
 from shared.policy.prefill_order import Sjf
 from shared.policy.role_flip import PressureFlip
 from shared.policy.split import FractionSplit, NoSplit
-from shared.sim.policy_words import with_words
-from shared.sim.spec import FirstToken, RunSpec
+from shared.sim.spec import FirstToken, RunSpec, with_words
 
 BASE = RunSpec(seed=7)
 

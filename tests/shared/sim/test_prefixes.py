@@ -18,11 +18,11 @@ from shared.policy.prefix_index import PrefixIndex
 from shared.policy.split import SplitChoice
 from shared.sim.cluster import simulate
 from shared.sim.engine import EngineEvents
+from shared.sim.fleet import PrefixNews
 from shared.sim.instance import SimInstance
 from shared.sim.memory import KvMemory, PrefixCache
 from shared.sim.metrics import attainment
 from shared.sim.outcomes import SimResult
-from shared.sim.prefixes import PrefixNews
 from shared.sim.request import Leg, SimRequest
 from shared.sim.spec import EngineLimits, InstanceSpec, Loss, RunSpec
 from shared.sim.traces import read_trace

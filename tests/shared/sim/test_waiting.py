@@ -16,8 +16,8 @@ from shared.policy.prefill_order import Fcfs, LeastSlack, Ljf, PrefillOrder, Sjf
 from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
 from shared.sim.request import Leg, SimRequest
+from shared.sim.scheduler import WaitingLegs
 from shared.sim.spec import InstanceSpec, RunSpec
-from shared.sim.waiting import WaitingLegs
 from tests.shared.sim.clusters import instance
 from tests.shared.sim.test_time import workload
 

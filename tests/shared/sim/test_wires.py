@@ -2,8 +2,7 @@
 
 import pytest
 
-from shared.cost.network import Network
-from shared.cost.transfer import Link
+from shared.cost.network import Link, Network
 from shared.errors import InvalidRequest
 from shared.sim.wires import Port, Wires, known_rates, send
 

@@ -6,7 +6,7 @@ from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from shared.store.search import Order, Wanted, query_of, search_requests
+from shared.store.reading import Order, Wanted, query_of, search_requests
 from shared.store.tables import requests
 from shared.store.write_behind import WriteBehind
 from tests.shared.store.rows import request_row

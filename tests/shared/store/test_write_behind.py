@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from shared.errors import Unavailable
-from shared.store.database import open_engine
-from shared.store.file import identity
+from shared.store.database import identity, open_engine
 from shared.store.migrate import migrate
 from shared.store.reading import read_request, read_requests
 from shared.store.tables import loads, requests

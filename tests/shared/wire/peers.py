@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from shared.errors import Busy, PolyphaseError
-from shared.wire.methods import Method
+from shared.wire.messages import Method
 from shared.wire.rpc_client import RpcClient
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets

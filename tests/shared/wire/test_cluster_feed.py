@@ -11,7 +11,7 @@ from shared.domain.cluster import ClusterDelta, ClusterState
 from shared.domain.instance import InstanceLoad
 from shared.domain.policies import PolicySet
 from shared.errors import Conflict
-from shared.wire.cluster_feed import CHANGES, POLICIES, WHOLE, ClusterFeed, ClusterPublisher
+from shared.wire.broadcast import CHANGES, POLICIES, WHOLE, ClusterFeed, ClusterPublisher
 from shared.wire.sockets import Curve, Sockets
 from tests.ports import free_address
 from tests.services.control_plane import until

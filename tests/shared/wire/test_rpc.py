@@ -8,7 +8,7 @@ import zmq
 
 from shared.errors import Busy, DeadlineExceeded, InvalidRequest, PeerLost, PolyphaseError
 from shared.wire.envelope import MAX_MESSAGE_BYTES, Envelope, Kind, encode_body, pack, unpack
-from shared.wire.methods import Method
+from shared.wire.messages import Method
 from shared.wire.rpc_client import RpcClient
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets

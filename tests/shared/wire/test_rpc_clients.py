@@ -8,8 +8,8 @@ import pytest
 import zmq
 
 from shared.errors import PeerLost, Unavailable
-from shared.wire import rpc_clients
-from shared.wire.rpc_clients import RpcClients
+from shared.wire import rpc_client
+from shared.wire.rpc_client import RpcClients
 from shared.wire.sockets import Sockets
 from tests.ports import free_address
 from tests.shared.wire.peers import ECHO, WAIT, Ask, Peer, until
@@ -27,7 +27,7 @@ def open_files() -> int:
 
 
 async def test_hundreds_of_replaced_instances_leave_nothing(sockets: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_clients, "LOST_S", 0.0)
+    monkeypatch.setattr(rpc_client, "LOST_S", 0.0)
     peer, before = Peer(), 0
     with RpcClients(sockets) as clients:
         for number in range(400):
@@ -60,10 +60,10 @@ async def test_what_is_used_or_to_be_kept_stays(sockets: Sockets, monkeypatch: p
             clients.to(gone)
             clients.sweep()
             assert len(clients) == 3  # not yet
-            monkeypatch.setattr(rpc_clients, "LOST_S", 0.0)
+            monkeypatch.setattr(rpc_client, "LOST_S", 0.0)
             clients.sweep()
             assert len(clients) == 2
-            monkeypatch.setattr(rpc_clients, "IDLE_S", 0.0)
+            monkeypatch.setattr(rpc_client, "IDLE_S", 0.0)
             clients.sweep()
             assert len(clients) == 2  # a call is under way
             call.cancel()
@@ -75,7 +75,7 @@ async def test_what_is_used_or_to_be_kept_stays(sockets: Sockets, monkeypatch: p
 
 
 async def test_a_closed_client_fails_at_once(sockets: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_clients, "LOST_S", 0.0)
+    monkeypatch.setattr(rpc_client, "LOST_S", 0.0)
     with RpcClients(sockets) as clients:
         client = clients.to(free_address())
         clients.sweep()

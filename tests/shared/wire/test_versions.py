@@ -11,10 +11,9 @@ import zmq
 from shared.domain.cluster import ClusterDelta
 from shared.errors import BY_CODE, NotConnected, PeerLost, WireVersionMismatch
 from shared.runtime.wire_version import HEADER_BYTES, OURS, WireVersions
-from shared.wire.broadcast import Publisher, Subscriber
-from shared.wire.cluster_feed import ClusterFeed, ClusterPublisher
+from shared.wire.broadcast import ClusterFeed, ClusterPublisher, Publisher, Subscriber
 from shared.wire.envelope import MALFORMED, Envelope, Kind, encode_body, pack, unpack
-from shared.wire.methods import Method
+from shared.wire.messages import Method
 from shared.wire.rpc_client import RpcClient
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Sockets

@@ -11,7 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from services.worker.kv.wire.frames import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Buffer, checksum
 from services.worker.kv.wire.transport import Link, Place, Received
-from shared.wire.connections import LOST, RENEW_S, TRYING
+from shared.wire.sockets import LOST, RENEW_S, TRYING
 
 _MAX_SOCKETS = 16_384  # libzmq's 1,023 are 341 links, each a socket and two ends of a monitor
 
@@ -228,7 +228,7 @@ class ZmqLink:
             self._renew_s = time.monotonic() + RENEW_S if event & LOST else math.inf
 
     def renew(self) -> None:
-        """Make a lost connection again that libzmq has given up; see `shared.wire.connections`."""
+        """Make a lost connection again that libzmq has given up; see `shared.wire.sockets`."""
         if time.monotonic() > self._renew_s:
             self._renew_s = math.inf
             with suppress(zmq.ZMQError):

@@ -13,8 +13,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from services.worker.engines.base import EngineRequest
 from services.worker.engines.vllm import VllmEngine
 from shared.domain.job import Generation, JobView
-from shared.wire.logprobs import decode_rows
-from shared.wire.messages import TokenStep
+from shared.wire.messages import TokenStep, decode_rows
 from tests.services.worker.engines.own_engine import started
 
 DEAR = json.dumps({"type": "string", "pattern": r"^(\w{1,99}-){1,99}$"})  # compiles for seconds

@@ -16,7 +16,7 @@ from services.worker.prefixes.held import HeldPrefixes
 from services.worker.settings import WorkerSettings
 from shared.domain.job import Generation
 from shared.domain.kv import KvHandle
-from shared.domain.prefix import BLOCK_TOKENS, block_hashes
+from shared.domain.prompt import BLOCK_TOKENS, block_hashes
 from shared.policy.prefix_index import PrefixIndex
 from tests.services.worker.engines.engine_run import Run, freed, greedy
 from tests.services.worker.engines.own_engine import started

@@ -18,16 +18,14 @@ from services.worker.jobs.roles import RoleState
 from services.worker.kv.emulated import EmulatedPort
 from services.worker.settings import WorkerSettings
 from shared.cost.kinds import EngineKind, Stage, Workshop
-from shared.cost.library import Library
-from shared.cost.models import bundled_geometry
+from shared.cost.library import Library, bundled_geometry
 from shared.domain.instance import InstanceInfo, Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.prompt import packed
 from shared.errors import InvalidRequest
-from shared.wire.messages import DecodeRequest, TokenStep
+from shared.wire.messages import DecodeRequest, StepRecord, TokenStep
 from shared.wire.rpc_server import ServerCall
-from shared.wire.steps import StepRecord
 from tests.services.fake_worker import make_info
 from tests.services.worker.jobs.sides import Call
 

@@ -13,7 +13,7 @@ from services.worker.engines.emulated_cache import CacheUse, EmulatedCache
 from services.worker.prefixes.held import HeldPrefixes
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle
-from shared.domain.prefix import BLOCK_TOKENS, block_hashes
+from shared.domain.prompt import BLOCK_TOKENS, block_hashes
 from shared.wire.messages import Reused, TokenStep
 from tests.services.worker.engines.test_emulated import finish, handle, settings, steps
 

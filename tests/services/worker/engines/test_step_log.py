@@ -5,7 +5,7 @@ import threading
 import msgspec
 
 from services.worker.engines.step_log import StepLog
-from shared.wire.steps import StepPage
+from shared.wire.messages import StepPage
 
 
 def numbers(page: StepPage) -> list[int]:

@@ -19,8 +19,8 @@ from shared.policy.prefill_order import Fcfs
 from shared.policy.step_budget import FLOOR_TOKENS, MARGIN, gap_target_s
 from shared.sim.engine import Engine
 from shared.sim.request import Leg, SimRequest
+from shared.sim.scheduler import WaitingLegs
 from shared.sim.spec import EngineLimits
-from shared.sim.waiting import WaitingLegs
 from tests.services.worker.engines.test_emulated import settings
 from tests.shared.sim.clusters import Linear
 

@@ -20,8 +20,7 @@ from shared.domain.prompt import packed
 from shared.domain.route import InstanceRef, PolicySpec
 from shared.errors import PolyphaseError
 from shared.runtime.tasks import Background
-from shared.wire.messages import DecodeRequest, Predicted, PrefillReply, PrefillRequest, TokenStep
-from shared.wire.methods import PREDICTED
+from shared.wire.messages import PREDICTED, DecodeRequest, Predicted, PrefillReply, PrefillRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
 from tests.services.fake_worker import make_info
 

@@ -10,7 +10,7 @@ from services.worker.jobs import decode as decode_side
 from shared.domain.instance import Role
 from shared.domain.job import JobView
 from shared.domain.rates import UNKNOWN_STEPS, Rates
-from shared.policy.pause import Beside, pause_s
+from shared.policy.overload import Beside, pause_s
 from shared.wire.messages import Pause, TokenStep
 from tests.services.control_plane import until
 from tests.services.fake_worker import make_info

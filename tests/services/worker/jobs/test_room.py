@@ -13,8 +13,7 @@ from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec
 from shared.domain.prompt import packed
 from shared.errors import NoRoom
-from shared.wire.messages import DecodeRequest, ExpectRequest, ReleaseRequest, TokenStep
-from shared.wire.methods import EXPECT, RELEASE
+from shared.wire.messages import EXPECT, RELEASE, DecodeRequest, ExpectRequest, ReleaseRequest, TokenStep
 from shared.wire.rpc_server import ServerCall
 from tests.services.worker.jobs.sides import Call, Side, decode_request
 

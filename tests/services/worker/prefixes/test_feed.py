@@ -10,7 +10,7 @@ import pytest
 from services.worker.engines.cache_events import BlocksRemoved, BlocksStored
 from services.worker.prefixes import feed as module
 from services.worker.prefixes.feed import PrefixFeed
-from shared.domain.prefix import BLOCK_TOKENS, PrefixDelta, block_hashes
+from shared.domain.prompt import BLOCK_TOKENS, PrefixDelta, block_hashes
 from shared.policy.prefix_index import PrefixIndex
 from shared.wire.messages import PrefixesRequest
 from shared.wire.rpc_server import ServerCall

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.worker.engines.cache_events import BlocksCleared, BlocksRemoved, BlocksStored
 from services.worker.kv import lossy_salt
 from services.worker.prefixes.held import HeldPrefixes
-from shared.domain.prefix import block_hashes
+from shared.domain.prompt import block_hashes
 
 OURS = 4
 

@@ -1,20 +1,85 @@
-"""The planner's HTTP API of the running cluster: what is, what is proposed, what would be."""
+"""The planner's HTTP API of searches."""
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query, Request
 
-from services.planner.edge_fleet import ModeIn, WhatIf
-from services.planner.fleet import route_json, what_if
-from services.planner.proposal import Cause, Proposal
-from services.planner.state import Planner, State, Who
-from services.planner.watch import News
+from services.planner.edge import ModeIn, SearchIn, WhatIf
+from services.planner.fleet import Answers, route_json, what_if
+from services.planner.proposals import Cause, Decider, Proposal, Proposals
+from services.planner.searches import Searches
+from services.planner.settings import PlannerSettings
+from services.planner.watch import News, Watch
 from shared.errors import Busy, Conflict
+from shared.runtime.actor import actor
+from shared.wire.clients.monitor import MonitorClient
+
+# MERGED state.py
+# What the planner's routes work on; built in the lifespan.
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All of it."""
+
+    settings: PlannerSettings
+    monitor: MonitorClient
+    watch: Watch
+    proposals: Proposals
+    decider: Decider
+    searches: Searches
+    answers: Answers
+
+
+async def _state(request: Request) -> State:
+    state: State = request.app.state.planner
+    return state
+
+
+Planner = Annotated[State, Depends(_state)]
+Who = Annotated[str, Depends(actor)]
 
 router = APIRouter()
+
+
+async def _searches(request: Request) -> Searches:
+    searches: Searches = request.app.state.planner.searches
+    return searches
+
+
+Book = Annotated[Searches, Depends(_searches)]
+
+
+@router.post("/plans")
+async def submit(searches: Book, who: Who, wanted: SearchIn) -> dict[str, Any]:
+    """Search for a plan; 429 when too many wait."""
+    return (await searches.submit(wanted, who)).full()
+
+
+@router.get("/plans")
+async def list_plans(searches: Book, limit: Annotated[int, Query(ge=1, le=1_000)] = 20) -> list[dict[str, Any]]:
+    """The newest searches, newest first, without cluster files and inventories."""
+    return [record.brief() for record in await searches.newest(limit)]
+
+
+@router.get("/plans/{plan_id}")
+async def get_plan(searches: Book, plan_id: str) -> dict[str, Any]:
+    """One search: its state, its progress, its result."""
+    return (await searches.find(plan_id)).full()
+
+
+@router.post("/plans/{plan_id}/cancel")
+async def cancel(searches: Book, who: Who, plan_id: str) -> dict[str, Any]:
+    """End a search, answered at once; the best so far becomes its result, if there is one. 409 when it has ended."""
+    return (await searches.cancel(plan_id, who)).full()
+
+
+# MERGED fleet_routes.py
+# The planner's HTTP API of the running cluster: what is, what is proposed, what would be.
 
 
 @router.get("/fleet")

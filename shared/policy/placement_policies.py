@@ -1,23 +1,26 @@
 """Placement by accumulated workload: each job's time on each kind of instance, weighed by how full its memory is."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from random import Random
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.domain.instance import Role
+from shared.domain.instance import InstanceView, Role
 from shared.domain.job import JobView
 from shared.domain.rates import HuaweiCost
 from shared.domain.route import Reason, Work
 from shared.errors import InvalidRequest
-from shared.policy.choice import Choice, context_of
+from shared.policy.decode_admission import PredictedEnd, predicted_tokens
+from shared.policy.dispatch import Choice, context_of, usable
 from shared.policy.index import ClusterIndex
-from shared.policy.lengths import PredictedEnd, predicted_tokens
+from shared.policy.ledger import pair_key
+from shared.policy.placement import LeastLoad
+from shared.policy.prefix_index import saved_tokens
 
 UNPREDICTED_TOKENS = 128
 LEAST_S = 1e-9  # a fit may extrapolate below zero; a time may not
@@ -198,3 +201,158 @@ def _output(job: JobView, index: ClusterIndex, end: PredictedEnd, unpredicted_to
 def _check(name: str, theta: float, unpredicted_tokens: int) -> None:
     if not 0.0 < theta < inf or unpredicted_tokens < 0:
         raise InvalidRequest(f"{name}: theta must be positive, unpredicted_tokens must not be negative")
+
+
+# MERGED prefix_placement.py
+# Placement that knows what each instance would not have to compute.
+
+
+LOOK = 2  # of each class of speed, as least_load
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPlacement:
+    """The instance that would finish this prefill first, what it holds of the prompt taken off.
+
+    score = backlog + k_p * (prompt - saved) + b_p, in seconds (tokens where no rate is measured): that of `least_load`
+    and its candidates, and beside them `holders` instances with the longest runs of the prompt's blocks. So an instance
+    is at most so much busier than another one as its prefix saves time.
+    """
+
+    name: ClassVar[str] = "prefix"
+    uses_prefixes: ClassVar[bool] = True
+    holders: int = 8
+
+    def __post_init__(self) -> None:
+        if self.holders < 1:
+            raise InvalidRequest(f"{self.name}: holders must be at least 1, not {self.holders}")
+
+    def choose(
+        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
+    ) -> Choice | None:
+        """See `Placement`."""
+        backlog, context = index.backlog, context_of(job, index.placing)
+        best: tuple[float, InstanceView, int] | None = None
+        for view in self._candidates(job, index, context, exclude):
+            saved = saved_tokens(index.prefixes, view, job)
+            instance_id = view.info.instance_id
+            score = backlog.waits_s(instance_id) + backlog.cost_s(instance_id, job.prompt_tokens - saved)
+            if best is None or score < best[0]:
+                best = score, view, saved
+        if best is None:
+            return None
+        score, chosen, saved = best
+        figures: dict[str, float | str] = {
+            "chosen": chosen.info.instance_id,
+            "score": round(score, 6),
+            "saved_tokens": saved,
+        }
+        return Choice(chosen, (Reason("placement:prefix", figures),))
+
+    def _candidates(
+        self, job: JobView, index: ClusterIndex, context: int, exclude: Collection[str]
+    ) -> Iterable[InstanceView]:
+        found: dict[str, InstanceView] = {}
+        for keys in index.backlog.classes():
+            looked = 0
+            for _, _, instance_id in keys:
+                view = index.candidates.get(instance_id)
+                if view is not None and usable(view, context, exclude):
+                    found[instance_id] = view
+                    looked += 1
+                    if looked == LOOK:
+                        break
+        for instance_id, _ in index.prefixes.holders(job.prefix, self.holders):
+            view = index.candidates.get(instance_id)
+            if view is not None and usable(view, context, exclude):
+                found[instance_id] = view
+        return found.values()
+
+
+# MERGED plan_routes.py
+# Placement by a plan: pairs of instances, each with its share of the jobs.
+
+
+class PlanRoute(NamedTuple):
+    """A pair and its share of the jobs, relative to the others'. Without `prefill` the decode instance does it all."""
+
+    prefill: str
+    decode: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRoutes:
+    """The pair whose turn it is by the shares of the plan; the decode instance is bound, too.
+
+    Pairs that are not ready have no turn, and their share goes to the others in proportion. While no pair can take the
+    job, the least loaded candidate does.
+    Source: ThunderServe 3.3 for routes as shares of pairs. F: the order of the turns (see `ledger.Rotation`).
+    """
+
+    name: ClassVar[str] = "plan"
+    routes: tuple[PlanRoute, ...] = ()
+
+    def __post_init__(self) -> None:
+        keys = {pair_key(route.prefill, route.decode) for route in self.routes}
+        if len(keys) < len(self.routes):
+            raise InvalidRequest("plan: a pair of instances is listed twice")
+        for route in self.routes:
+            if not (0.0 < route.share < inf and route.decode):
+                raise InvalidRequest(f"plan: a route needs a decode instance and a positive share: {list(route)}")
+
+    def choose(
+        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
+    ) -> Choice | None:
+        """See `Placement`."""
+        ready, weights = index.cached(self, lambda: _ready(self.routes, index))
+        for key in index.ledger.rotation(self.name, weights).order():
+            chosen = _choice(ready[key], job, index, exclude)
+            if chosen is not None:
+                return chosen
+        instead = LeastLoad().choose(job, index, exclude, now, rng)
+        if instead is None:
+            return None
+        why = Reason("placement:plan, none of its routes can take the job", {"ready_routes": len(ready)})
+        return Choice(instead.instance, (why, *instead.reasons))
+
+
+def parse_routes(where: str, value: Any) -> tuple[PlanRoute, ...]:
+    """Routes from JSON: a list of [prefill id or "", decode id, share]. Raises InvalidRequest."""
+    rows = value if isinstance(value, list | tuple) else [value]
+    routes = []
+    for row in rows:
+        if not (isinstance(row, list | tuple) and len(row) == 3):
+            raise InvalidRequest(f"{where} must list [prefill, decode, share], not {row!r}")
+        prefill, decode, share = row
+        number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not (isinstance(prefill, str) and isinstance(decode, str) and number):
+            raise InvalidRequest(f"{where} must list [prefill, decode, share], not {row!r}")
+        routes.append(PlanRoute(prefill, decode, float(share)))
+    return tuple(routes)
+
+
+def _ready(routes: tuple[PlanRoute, ...], index: ClusterIndex) -> tuple[Mapping[str, PlanRoute], Mapping[str, float]]:
+    """Routes whose instances are ready, and their shares, by pair."""
+    ready = {
+        pair_key(route.prefill, route.decode): route
+        for route in routes
+        if index.decode.get(route.decode) and (not route.prefill or index.prefill.get(route.prefill))
+    }
+    return ready, {key: route.share for key, route in ready.items()}
+
+
+def _choice(route: PlanRoute, job: JobView, index: ClusterIndex, exclude: Collection[str]) -> Choice | None:
+    decode = _usable(index.decode.get(route.decode), job, Role.DECODE, exclude)
+    if decode is None:
+        return None
+    figures: dict[str, float | str] = {"prefill": route.prefill, "decode": route.decode, "share": route.share}
+    reasons = (Reason("placement:plan", figures),)
+    if not route.prefill:
+        return Choice(decode, reasons)
+    prefill = _usable(index.prefill.get(route.prefill), job, Role.PREFILL, exclude)
+    return Choice(prefill, reasons, decode) if prefill else None
+
+
+def _usable(view: InstanceView | None, job: JobView, role: Role, exclude: Collection[str]) -> InstanceView | None:
+    return view if view is not None and usable(view, context_of(job, role), exclude) else None
