@@ -7,19 +7,18 @@ from typing import Any
 import streamlit as st
 from pydantic import ValidationError
 
-from dashboard import look, resources
+from dashboard import login_gate, look, resources
+from dashboard.accounts import Account
+from dashboard.chat_page import try_it
 from dashboard.console import Console
 from dashboard.dashboard_settings import DashboardSettings
-from dashboard.fleet.page import instances
-from dashboard.happenings.page import events
-from dashboard.jobs.page import requests
-from dashboard.lengths.page import predictor
-from dashboard.login import gate
-from dashboard.login.accounts import Account
-from dashboard.overview.page import overview
+from dashboard.events_page import events
+from dashboard.instances_page import instances
+from dashboard.overview_page import overview
 from dashboard.plan.page import plan
-from dashboard.policies.page import policies
-from dashboard.talk.page import try_it
+from dashboard.policies_page import policies
+from dashboard.predictor_page import predictor
+from dashboard.requests_page import requests
 from shared.errors import InvalidRequest
 
 PAGES: dict[str, tuple[Callable[[Console], None], str, str]] = {
@@ -40,13 +39,13 @@ def main() -> None:
     st.html(look.STYLE)
     try:
         settings = DashboardSettings.load()
-        account = gate.who(settings)
+        account = login_gate.who(settings)
     except (InvalidRequest, ValidationError) as error:
         st.error(f"**The dashboard's settings cannot work.**\n\n```text\n{error}\n```")
         return
-    gate.keep()
+    login_gate.keep()
     if account is None:
-        st.navigation(list(_pages(lambda _: gate.form(settings)).values()), position="hidden").run()
+        st.navigation(list(_pages(lambda _: login_gate.form(settings)).values()), position="hidden").run()
         return
     _open(settings, account)
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import streamlit as st
 
 from dashboard import resources
+from dashboard.accounts import Account
 from dashboard.dashboard_settings import DashboardSettings
 from dashboard.data import Api
-from dashboard.login.accounts import Account
 
 INSTANCE, REQUEST, OPERATION = "instance", "request", "operation"  # in addresses
 

@@ -8,21 +8,24 @@ from typing import Any
 
 import msgspec
 
+from dashboard.accounts import Account, KeyFile
 from dashboard.dashboard_settings import DashboardSettings
-from dashboard.gateway_classes import ClassLoad, class_loads
-from dashboard.history import Found, History, InstanceHistory, LogTail
-from dashboard.hub import Hub
-from dashboard.login.accounts import Account, KeyFile
 from dashboard.operations import Action, Intent
-from dashboard.reads import Read
+from dashboard.reads import Hub, Read
 from dashboard.records import (
     AuditEntry,
+    ClassLoad,
     ClusterSummary,
     DemandSeen,
     EventRow,
+    Found,
+    History,
+    InstanceHistory,
     InstanceRow,
     LengthSource,
+    LogTail,
     PoliciesInForce,
+    class_loads,
 )
 from shared.domain.route import PolicySpec
 from shared.domain.verdict import Verdict

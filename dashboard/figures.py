@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from dashboard import look
-from dashboard.history import Column, Mark
+from dashboard.records import Column, Mark
 
 SMALL: dict[str, Any] = {"displayModeBar": False}
 PANEL_PX, GAP_PX, TOP_PX, FOOT_PX = 116, 52, 30, 24

@@ -1,16 +1,19 @@
 """What stands on every page: the name, whether each service answers, a clock that tells when nothing is refreshed."""
 
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
 import streamlit as st
 
 from dashboard import look, units
 from dashboard.console import Console
-from dashboard.login.gate import leave_button
+from dashboard.login_gate import leave_button
+from dashboard.operations import Acting, Action, Intent, Operation, Outcome, Session, consequences, question
 from dashboard.reads import Read
 
 NO_MONITOR = "Nothing to show while the cluster monitor does not answer."
@@ -113,3 +116,123 @@ def _dot(service: Service) -> str:
     error = service.error
     said = f"{service.name} ✕" if error else service.name  # not by the colour alone
     return look.dot(said, look.BAD if error else look.GOOD, error or "answers")
+
+
+# MERGED confirm.py
+# The question before each action, and the result after it.
+
+
+NOTHING: Mapping[str, int] = {}
+
+
+def ask(session: Session, console: Console) -> None:
+    """Put the waiting question on the screen. Auto-refreshes run beside it and leave it alone."""
+    intent = session.intent
+    if intent is None:
+        return
+    session.asking = True
+    st.dialog(question(intent), on_dismiss=session.drop_intent)(_body)(session, console, intent)
+
+
+def asked_elsewhere(session: Acting[Any, Any]) -> None:
+    """Begin a whole run when somebody wants something: the question stands outside of what refreshes itself."""
+    if session.intent is not None and not session.asking:
+        st.rerun()
+
+
+def results(session: Acting[Any, Any], console: Console, now_s: float, left: Mapping[str, int] = NOTHING) -> None:
+    """What became of confirmed actions, and of those under way how far they are. left: jobs of each instance."""
+    asked_elsewhere(session)
+    for operation in session.operations:
+        outcome = operation.outcome(now_s)
+        with st.container(horizontal=True, vertical_alignment="center", key=f"result-{operation.key}"):
+            _show(outcome, operation.progress(left))
+            if operation.reference:
+                console.link("events", f"operation {operation.reference[:8]}", operation=operation.reference)
+            if outcome.state != "running":
+                st.button(
+                    "Dismiss",
+                    key=f"dismiss-{operation.key}",
+                    type="tertiary",
+                    on_click=session.dismiss,
+                    args=(operation.key,),
+                )
+
+
+def _show(outcome: Outcome, progress: str) -> None:
+    match outcome.state:
+        case "running":
+            st.info(outcome.text + progress, icon=":material/hourglass_top:")
+        case "succeeded":
+            st.success(outcome.text, icon=":material/check_circle:")
+        case "refused":
+            st.warning(outcome.text, icon=":material/block:")
+        case "unknown":
+            st.warning(outcome.text, icon=":material/help:")
+        case _:
+            st.error(outcome.text, icon=":material/error:")
+
+
+def _body(session: Session, console: Console, intent: Intent) -> None:
+    st.write(consequences(intent, console.settings.drain_timeout_s))
+    force = False
+    if intent.last_ready and intent.action is not Action.RESUME:
+        st.warning(_last(intent), icon=":material/warning:")
+        force = st.checkbox(f"{intent.action.capitalize()} it all the same (force)", key="force")
+    with st.container(horizontal=True, horizontal_alignment="right"):
+        answered = st.button("Cancel", key="cancel", on_click=session.drop_intent)
+        wanted = intent.forced() if force else intent
+        act = (session, console, intent, wanted)
+        answered |= st.button("Confirm", key="confirm", type="primary", on_click=_act, args=act)
+    if answered:
+        st.rerun()
+
+
+def _act(session: Session, console: Console, asked: Intent, wanted: Intent) -> None:
+    if session.settle(asked):
+        operation_id = uuid.uuid4().hex
+        future = console.submit(console.api.operate, wanted, operation_id, console.account)
+        session.add(Operation(wanted, future, key=operation_id))
+
+
+def _last(intent: Intent) -> str:
+    said = f"{intent.instance_id} is the last ready {intent.role.value} instance: without it requests wait or fail."
+    return f"{said} The monitor refuses to {intent.action} it unless forced."
+
+
+# MERGED tables.py
+# Tables in which a click on a row opens something.
+
+
+ROW_PX, HEAD_PX = 35, 38
+
+
+def clicked(key: str) -> str | None:
+    """The id of the row that was just clicked in that table, before the table is drawn again; a click counts once.
+
+    Streamlit forgets the selection of a table that is gone only when a run of the page ends. A run that is cut off by
+    the reader's next click (back to the list) would leave it, and the table would open the same row again. So a table
+    whose click was followed is drawn as a new one.
+    """
+    selection = st.session_state.get(_widget(key), {}).get("selection", {})
+    cells, shown = selection.get("cells") or [], st.session_state.get(f"{key}-shown", ())
+    if not cells or not 0 <= cells[0][0] < len(shown):
+        return None
+    st.session_state[f"{key}-clicks"] = _clicks(key) + 1
+    return str(shown[cells[0][0]])
+
+
+def clickable(frame: pd.DataFrame, ids: Sequence[str], key: str, *, most_px: int = 560, **more: Any) -> None:
+    """Draw it; `ids` are those of its rows."""
+    st.session_state[f"{key}-shown"] = tuple(ids)
+    height = min(most_px, HEAD_PX + ROW_PX * max(1, len(ids)))
+    chosen: dict[str, Any] = {"on_select": "rerun", "selection_mode": "single-cell"}
+    st.dataframe(frame, hide_index=True, key=_widget(key), height=height, placeholder=units.NONE, **chosen, **more)
+
+
+def _widget(key: str) -> str:
+    return f"{key}-{_clicks(key)}"
+
+
+def _clicks(key: str) -> int:
+    return int(st.session_state.get(f"{key}-clicks", 0))

@@ -1,13 +1,17 @@
 """What the services answer, as types. Fields that the page does not use are ignored."""
 
+from collections import defaultdict
 from typing import Any
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from shared.domain.demand import AskedSecond, Demand, RolesWanted, Shift
 from shared.domain.instance import InstanceInfo, InstanceLoad, InstanceState, Role
 from shared.domain.route import PolicySpec
+from shared.errors import Busy, Overloaded
 from shared.policy.slo import SloReport
+from shared.wire.messages import JobReport
 
 EMULATED = "emulated"
 CLASSIFIER = "classifier"  # source of predicted lengths
@@ -190,3 +194,115 @@ class LengthSource(msgspec.Struct, frozen=True):
     def fallen_back(self) -> bool:
         """Whether there is a classifier that is not to answer, or a checkpoint that should have brought one."""
         return self.source != CLASSIFIER and (bool(self.why) or self.checkpoint.state in ("loaded", "broken"))
+
+
+# MERGED history.py
+# What the services tell of the past, as types: columns of equal length, None where nothing is known.
+
+
+Column = list[float | None]
+RANGES = {"5 min": 5, "15 min": 15, "1 h": 60, "6 h": 360, "24 h": 1440}  # minutes
+POINTS = 120
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """A moment at which something happened."""
+
+    time_s: float
+    kind: str
+    text: str
+    instance_id: str = ""
+
+
+class History(msgspec.Struct, frozen=True):
+    """The monitor's `GET /history`. Times are unix seconds; `classes`: the columns of each SLO class."""
+
+    from_s: float
+    to_s: float
+    step_s: float
+    time_s: list[float]
+    series: dict[str, Column]
+    targets: dict[str, float | None] = {}
+    classes: dict[str, dict[str, Column]] = {}
+    class_targets: dict[str, dict[str, float | None]] = {}
+    marks: list[Mark] = []
+
+    def of(self, slo: str) -> "History":
+        """The same with what one class had in place of all; of all for a class that is not known."""
+        if slo not in self.classes:
+            return self
+        series = {**self.series, **self.classes[slo]}
+        return msgspec.structs.replace(self, series=series, targets=self.class_targets.get(slo, {}))
+
+
+class InstanceColumns(msgspec.Struct, frozen=True):
+    """One instance over time."""
+
+    role: list[str | None] = []
+    state: list[str | None] = []
+    kv_used: Column = []
+    running: Column = []
+    waiting: Column = []
+    queued_prefill_tokens: Column = []
+    inflight: Column = []
+    staged_bytes: Column = []
+
+
+class InstanceHistory(msgspec.Struct, frozen=True):
+    """The monitor's `GET /history/instances`."""
+
+    from_s: float
+    to_s: float
+    step_s: float
+    time_s: list[float]
+    instances: dict[str, InstanceColumns]
+
+
+class LogTail(msgspec.Struct, frozen=True):
+    """The last lines of an instance's log."""
+
+    lines: list[str] = []
+
+
+class FoundRow(JobReport):
+    """A request as a search finds it. caller: the name of the key that asked, empty without one."""
+
+    caller: str = ""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The scheduler's `GET /requests/search`; `more`: there are others beyond these."""
+
+    rows: list[FoundRow]
+    more: bool = False
+
+
+# MERGED gateway_classes.py
+# What the gateway counts of each SLO class, read from its metrics.
+
+
+_WAITING, _DELAYED, _REFUSED = "polyphase_gateway_delayed_jobs", "polyphase_delayed_total", "polyphase_refused_total"
+_FOR_LOAD = (Busy.code, Overloaded.code)
+
+
+class ClassLoad(msgspec.Struct, frozen=True):
+    """One SLO class at the gateway: jobs that wait there now for heavier classes, and since its processes started those
+    that had to and those that were refused for load.
+    """
+
+    slo: str
+    waiting: int = 0
+    delayed: int = 0
+    refused: int = 0
+
+
+def class_loads(*metrics: str) -> list[ClassLoad]:
+    """Of the texts of `GET /metrics` of every process, by name; only classes of which something was counted."""
+    told = (line for text in metrics for line in text.splitlines())
+    lines = (line for line in told if line.startswith((_WAITING, _DELAYED, _REFUSED)))
+    counts: dict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys((_WAITING, _DELAYED, _REFUSED), 0))
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            if sample.name != _REFUSED or sample.labels["cause"] in _FOR_LOAD:
+                counts[sample.labels["slo"]][sample.name] += int(sample.value)
+    return [ClassLoad(slo, *counts[slo].values()) for slo in sorted(counts)]

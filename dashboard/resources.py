@@ -7,10 +7,9 @@ from typing import Any
 
 import streamlit as st
 
+from dashboard.accounts import KeyFile, Tickets
 from dashboard.dashboard_settings import DashboardSettings
 from dashboard.data import Api
-from dashboard.login.accounts import KeyFile
-from dashboard.login.tickets import Tickets
 
 OPERATIONS, CHATS, QUESTIONS = 16, 32, 4  # under way at once, over all sessions
 

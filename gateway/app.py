@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -21,36 +22,27 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from gateway import surface, vllm_options
-from gateway.admission import Admissions
-from gateway.auth import LOOPBACK, REREAD_S, KeyRing
+from gateway import vllm_options, vllm_patches
+from gateway.admission import Admissions, TableLedger
+from gateway.auth import LOOPBACK, REREAD_S, KeyRing, OwnRates, TableRates
 from gateway.connection import WRITE_TIMEOUT_S, giving_up_after
-from gateway.core import ClusterCore, JobRunner
-from gateway.counts import TableLedger
-from gateway.edge import Edge
-from gateway.grammars import Grammars
+from gateway.core import ClusterCore, ClusterLLM, JobRunner
+from gateway.edge import App, Edge, Receive, Scope, Send
+from gateway.fast_path import ShortWay, health_of, serve_plain_streams
 from gateway.lengths import LengthClient
-from gateway.lines import Lines
-from gateway.listening import sockets_of
-from gateway.llm import ClusterLLM
 from gateway.metrics import GatewayMetrics
-from gateway.pace import Pace
-from gateway.pipeline import Pipeline
-from gateway.plain import serve_plain_streams
-from gateway.rates import OwnRates, TableRates
-from gateway.readiness import ready_of
-from gateway.recording import recording
-from gateway.reports import Reporter
+from gateway.pipeline import Lines, Pipeline
+from gateway.plain_stream import Pace
+from gateway.reports import Reporter, recording
 from gateway.settings import GatewaySettings
-from gateway.short_way import ShortWay, health_of
+from gateway.structured_outputs import Grammars
 from gateway.table import shared_table
-from gateway.tokenising import SLOTS, share_threads
 from gateway.tracing import TracedRequests
-from gateway.validation import bound_tokenize_texts, stop_at_first_errors
+from gateway.vllm_patches import SLOTS, bound_tokenize_texts, share_threads, stop_at_first_errors
 from shared.domain.job import WhenFull
-from shared.errors import InvalidRequest
+from shared.errors import Conflict, InvalidRequest
 from shared.runtime.connections import ConnectionLimits, Connections, bounded
-from shared.runtime.http import READY, exposing
+from shared.runtime.http import READY, exposing, say_state
 from shared.runtime.logs import get_log, keeping_levels
 from shared.runtime.metrics import describe_process
 from shared.runtime.server import Server, settle
@@ -59,6 +51,59 @@ from shared.runtime.tracing import tracing
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.rpc_client import SWEEP_S, RpcClients
 from shared.wire.sockets import Sockets
+
+# MERGED listening.py
+# Where a gateway process listens: on a port alone, or on one that it shares and on one of its own beside it.
+
+
+BACKLOG = 2048  # uvicorn's
+
+
+def sockets_of(settings: GatewaySettings) -> list[socket.socket] | None:
+    """Those of a process that shares its port; None where the server opens its only one. Raises Conflict.
+
+    The kernel gives each new connection to one of the processes that listen on the port, all of one user.
+    """
+    if settings.processes == 1:
+        return None
+    shared = _listening(settings.host, settings.port, share=True)
+    try:
+        return [shared, _listening(settings.host, settings.own_port)]
+    except BaseException:
+        shared.close()
+        raise
+
+
+def _listening(host: str, port: int, *, share: bool = False) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise Conflict(f"cannot listen on {host}, port {port}: {error.strerror}") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise Conflict(f"cannot listen on {host}, port {port}: {error.strerror}") from error
+    return listening
+
+
+# MERGED readiness.py
+# Whether clients are to be sent here: a gateway that hears of no scheduler can only have them wait.
+
+
+def ready_of(schedulers: SchedulerClient) -> App:
+    """What answers `/ready`, as every service's does."""
+
+    async def ready(_: Scope, __: Receive, send: Send) -> None:
+        await say_state(send, "gateway", "" if schedulers.connected else "no scheduler is there")
+
+    return ready
+
 
 log = get_log(__name__)
 _TASKS = ("generate",)
@@ -158,9 +203,9 @@ async def running(settings: GatewaySettings, keys: KeyRing, runner: JobRunner | 
         share_threads(llm.renderer, args.renderer_num_workers, keys.weights)
         app, served = await _vllm_app(args, llm)
         if settings.lean_streams:
-            serve_plain_streams(app.state, direct=surface.bodies_pass(app))
+            serve_plain_streams(app.state, direct=vllm_patches.bodies_pass(app))
         edge = Edge(app, settings, keys, metrics, admission, rates)
-        edge.served, edge.root_path, edge.rejection = served, args.root_path or "", surface.rejection
+        edge.served, edge.root_path, edge.rejection = served, args.root_path or "", vllm_patches.rejection
         _open_beside(edge, app, settings, schedulers, registry, llm)
         if tracer is not None:
             edge.traced = TracedRequests(tracer, settings.served_model_name or settings.model, served)
@@ -208,13 +253,13 @@ async def _vllm_app(args: Any, llm: ClusterLLM) -> tuple[FastAPI, frozenset[str]
         bound_tokenize_texts(tokenizer.max_chars_per_token)
     with keeping_levels():
         app: FastAPI = build_app(args, _TASKS, llm.model_config)
-    served = surface.trim(app)
-    surface.use_parsed_bodies()
+    served = vllm_patches.trim(app)
+    vllm_patches.use_parsed_bodies()
     await init_app_state(llm, app.state, args, _TASKS)
-    surface.name_errors(app.state.anthropic_serving_messages)
-    surface.name_tiers(app.state)
-    surface.release_bodies(app.state)
-    surface.score_in_threads(app.state.serving_generative_scoring, llm.renderer)
+    vllm_patches.name_errors(app.state.anthropic_serving_messages)
+    vllm_patches.name_tiers(app.state)
+    vllm_patches.release_bodies(app.state)
+    vllm_patches.score_in_threads(app.state.serving_generative_scoring, llm.renderer)
     return app, served
 
 

@@ -6,9 +6,13 @@ is tokens and sampling parameters; what we give back is tokens.
 
 import asyncio
 import copy
+import math
+import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from enum import StrEnum
 from functools import partial
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -18,26 +22,163 @@ import msgspec
 import numpy as np
 import torch
 from vllm import SamplingParams
-from vllm.exceptions import GracefulHTTPError
+from vllm.config import VllmConfig
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.renderers.chat_utils import BaseMultiModalItemTracker
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from gateway.admission import Seat, Ticket
-from gateway.context import caller
-from gateway.fields import refuse_request
-from gateway.gaps import Gaps
-from gateway.job import Job, JobSpec
-from gateway.pace import Pace
+from gateway.job import Gaps, Job, JobSpec
+from gateway.plain_stream import Pace, PlainStream, StreamPass, submitted
+from gateway.request_context import after_prompt, caller
 from gateway.settings import GatewaySettings
-from gateway.stream import PlainStream, submitted
-from gateway.stream_pass import StreamPass
+from gateway.structured_outputs import Grammars
 from gateway.tracing import request_trace
-from gateway.turns import after_prompt
-from shared.domain.job import Generation, Phase, WhenFull
+from gateway.vllm_patches import read_only_ends
+from shared.domain.job import NAME_CHARS, Generation, Phase, WhenFull, job_name
 from shared.errors import InvalidRequest, Overloaded, PolyphaseError
 from shared.runtime.logs import get_log, in_logs
 from shared.wire.messages import TokenStep, decode_rows
+
+# MERGED fields.py
+# What becomes of each field of vLLM's requests: it reaches the engine, is dealt with here, or is refused by name.
+#
+# A request is vLLM's EngineCoreRequest with its SamplingParams (0.32). A field that a new vLLM adds has no entry here,
+# and a test fails until there is one: nothing that a client asks for is dropped in silence.
+
+
+class Fate(StrEnum):
+    """What becomes of a field."""
+
+    CARRIED = "carried"  # its value reaches the engine
+    HERE = "here"  # the front end does what it says, or it is of the front end's own making
+    HINT = "hint"  # changes no answer, and has no effect
+    REFUSED = "refused"  # any value that asks for something is a 400
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """why: of what is refused, what a client reads; else what happens to it."""
+
+    fate: Fate
+    why: str = ""
+
+
+_CARRIED = Field(Fate.CARRIED)
+MEDIA = "this cluster computes text alone: send text, without images, audio, video or embeddings"
+_NO_LOG = "this cluster does not carry what the engine would answer: leave it out"
+
+REQUEST: dict[str, Field] = {
+    "request_id": _CARRIED,
+    "prompt_token_ids": _CARRIED,
+    "mm_features": Field(Fate.REFUSED, MEDIA),
+    "sampling_params": _CARRIED,
+    "pooling_params": Field(Fate.REFUSED, "this cluster generates text: it has no embeddings, scores or classes"),
+    "arrival_time": Field(Fate.CARRIED, "as the moment at which all of the body was here"),
+    "lora_request": Field(Fate.REFUSED, "this cluster serves no LoRA adapters: name the model itself"),
+    "cache_salt": _CARRIED,
+    "data_parallel_rank": Field(
+        Fate.REFUSED, "the scheduler chooses the engine: leave out the header X-Data-Parallel-Rank"
+    ),
+    "prompt_embeds": Field(Fate.REFUSED, MEDIA),
+    "prompt_is_token_ids": Field(Fate.REFUSED, MEDIA),
+    "client_index": Field(Fate.HERE, "which front end of an engine; each of ours has its own connection"),
+    "current_wave": Field(Fate.HERE, "of data-parallel engines, which are instances here"),
+    "priority": Field(Fate.REFUSED, "requests are ordered by their SLO class: name one in the header X-Polyphase-SLO"),
+    "trace_headers": Field(Fate.HERE, "traces follow the request's own headers; see `tracing`"),
+    "resumable": Field(Fate.REFUSED, "the prompt of a request must be all there: send it in one piece"),
+    "external_req_id": Field(Fate.HERE, "the client's name of the request"),
+    "reasoning_ended": _CARRIED,
+    "reasoning_parser_kwargs": _CARRIED,
+    "abort_immediately": Field(Fate.REFUSED, "how KV moves is the cluster's to say"),
+    "session_id": Field(Fate.HINT, "placement looks at prefixes and loads, not at sessions"),
+    "kv_hints": Field(Fate.REFUSED, "how KV moves is the cluster's to say: leave them out"),
+}
+
+SAMPLING: dict[str, Field] = {
+    "n": Field(Fate.HERE, "each answer is a job"),
+    "presence_penalty": _CARRIED,
+    "frequency_penalty": _CARRIED,
+    "repetition_penalty": _CARRIED,
+    "temperature": _CARRIED,
+    "watermarking": Field(Fate.REFUSED, "this cluster has no watermark: leave it out"),
+    "top_p": _CARRIED,
+    "top_k": _CARRIED,
+    "min_p": _CARRIED,
+    "seed": _CARRIED,
+    "stop": Field(Fate.HERE, "found in the text; the engine is stopped"),
+    "stop_token_ids": _CARRIED,
+    "ignore_eos": _CARRIED,
+    "max_tokens": Field(Fate.CARRIED, "as what is left of it after a lost attempt"),
+    "min_tokens": _CARRIED,
+    "logprobs": _CARRIED,
+    "prompt_logprobs": _CARRIED,
+    "prompt_logprob_token_ids": Field(Fate.REFUSED, _NO_LOG),
+    "prompt_logprob_start": Field(Fate.REFUSED, _NO_LOG),
+    "logprob_token_ids": _CARRIED,
+    "flat_logprobs": Field(Fate.HERE, "how they are kept"),
+    "detokenize": Field(Fate.HERE, "into text"),
+    "skip_special_tokens": Field(Fate.HERE, "into text"),
+    "spaces_between_special_tokens": Field(Fate.HERE, "into text"),
+    "include_stop_str_in_output": Field(Fate.HERE, "into text"),
+    "output_kind": Field(Fate.HERE, "how outputs are handed on"),
+    "stream_interval": Field(Fate.HERE, "how outputs are handed on"),
+    "skip_clone": Field(Fate.HERE, "of vLLM's own objects"),
+    "output_text_buffer_length": Field(Fate.HERE, "follows from the stop strings"),
+    "_eos_token_id": _CARRIED,
+    "_all_stop_token_ids": _CARRIED,
+    "_watermarking_skipped": Field(Fate.HERE, "of an engine that has a watermark"),
+    "structured_outputs": _CARRIED,
+    "logit_bias": _CARRIED,
+    "allowed_token_ids": _CARRIED,
+    "extra_args": Field(Fate.CARRIED, "without how KV moves"),
+    "bad_words": _CARRIED,
+    "_bad_words_token_ids": _CARRIED,
+    "skip_reading_prefix_cache": _CARRIED,
+    "thinking_token_budget": _CARRIED,
+    "repetition_detection": _CARRIED,
+    "routed_experts_prompt_start": Field(Fate.REFUSED, _NO_LOG),
+    "trace_decode_token_ids": _CARRIED,
+}
+_ASKED = {"data_parallel_rank", "prompt_logprob_start"}  # of these 0 is a wish, too
+
+
+def refuse_request(request: EngineCoreRequest) -> None:
+    """Raises InvalidRequest that names the first field whose value asks for what the cluster cannot do."""
+    for name, field in REQUEST.items():
+        if field.fate is Fate.REFUSED:
+            refuse(name, getattr(request, name), field)
+    refuse_sampling(request.sampling_params)
+
+
+def refuse_arguments(arguments: dict[str, Any]) -> None:
+    """The same for fields that are arguments of the front end as yet."""
+    for name, value in arguments.items():
+        if (field := REQUEST.get(name)) is not None and field.fate is Fate.REFUSED:
+            refuse(name, value, field)
+
+
+def refuse_sampling(params: SamplingParams | None) -> None:
+    """The same for sampling parameters; what has none asks for no text."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"pooling_params cannot be served: {REQUEST['pooling_params'].why}")
+    for name, field in SAMPLING.items():
+        if field.fate is Fate.REFUSED:
+            refuse(name, getattr(params, name), field)
+
+
+def refuse(name: str, value: Any, field: Field) -> None:
+    """Raises InvalidRequest, unless `value` asks for nothing."""
+    if value is None or (isinstance(value, int | float | list) and not value and name not in _ASKED):
+        return
+    given = f" ({value!r})" if isinstance(value, int | float | str) else ""
+    raise InvalidRequest(f"{name}{given} cannot be served: {field.why}")
+
 
 log = get_log(__name__)
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.REPETITION}
@@ -62,7 +203,7 @@ class _Running:
     left: bool = False  # its seat: it decodes
     told: bool = False  # what it reuses
     scoring: asyncio.Task[None] | None = None  # reads its prompt's log probabilities
-    held: list[TokenStep] = field(default_factory=list)  # steps that wait for that
+    held: list[TokenStep] = dataclass_field(default_factory=list)  # steps that wait for that
 
 
 class ClusterCore:
@@ -425,3 +566,138 @@ def _prompt_logprobs(data: bytes) -> LogprobsTensors:
 def _internal(error: BaseException) -> PolyphaseError:
     """A bug of ours, as its client is told of it: the details are for the log."""
     return PolyphaseError(f"internal error: {type(error).__name__}")
+
+
+# MERGED llm.py
+# vLLM's front end over a ClusterCore, and what of a client's wishes passes it.
+
+# How KV moves is ours to say; the rest of vllm_xargs is for an operator's logits processors.
+_OURS = ("kv_", "ec_")
+# Arguments of `add_request` that are passed on; all others are fields of a request that are refused or hints.
+PASSED = frozenset({"arrival_time", "tokenization_kwargs", "prompt_text", "reasoning_ended", "reasoning_parser_kwargs"})
+
+
+class ClusterLLM(AsyncLLM):  # type: ignore[misc]  # vLLM is untyped to mypy
+    """The front end. Its engine core is the cluster."""
+
+    def __init__(self, config: VllmConfig, core: ClusterCore, grammars: Grammars) -> None:
+        read_only_ends()
+        _refuse_media()
+        # vLLM offers no argument for the client of the engine core; this is its one seam.
+        make = EngineCoreClient.make_async_mp_client
+        EngineCoreClient.make_async_mp_client = staticmethod(lambda **_: core)
+        try:
+            super().__init__(vllm_config=config, executor_class=None, log_stats=False, log_requests=False)
+        finally:
+            EngineCoreClient.make_async_mp_client = make
+        self._core = core
+        self._grammars = grammars
+        self.input_processor.structured_outputs_config = None  # it would try them on the event loop
+        core.attach(self.output_processor, config.model_config.get_vocab_size())
+        _process_each(self.output_processor, core.output_failed)
+
+    async def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **how: Any) -> Any:
+        """Every job comes through here. Raises VLLMValidationError, which is a 400."""
+        ticket = caller.get().ticket
+        try:
+            safe_id = job_name(request_id)
+            if safe_id is not request_id:
+                _require_text(request_id)
+            _require_finite(params)
+            try:
+                refuse_arguments(how)
+                refuse_sampling(params)
+            except InvalidRequest as error:
+                raise VLLMValidationError(error.message) from None
+            params = copy.copy(params)
+            params.extra_args = {
+                name: value for name, value in (params.extra_args or {}).items() if not name.startswith(_OURS)
+            } or None
+            if params.structured_outputs is not None:
+                params.structured_outputs = await self._grammars.check(params)
+            if isinstance(prompt, dict):
+                await after_prompt(prompt.get("prompt_token_ids"))
+            passed = {name: value for name, value in how.items() if name in PASSED}
+            queue = await super().add_request(safe_id[:NAME_CHARS], prompt, params, **passed)
+        except (VLLMClientError, GracefulHTTPError) as error:
+            ticket.rejection = error
+            raise
+        if ticket.on_submitted is not None and ticket.rejection is None and ticket.refusal is None:
+            await ticket.on_submitted()
+        return queue
+
+    async def _add_request(self, request: EngineCoreRequest, *how: Any) -> None:
+        """Register a request and submit it. Where that fails or is cancelled vLLM (0.32) keeps the registration."""
+        try:
+            await super()._add_request(request, *how)
+        except BaseException:
+            self._core.forget(request.request_id)
+            raise
+
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
+        """The client is gone. vLLM itself tells its engine core the same of one whose answer hit a stop string."""
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        self._core.cancel(self.output_processor.abort_requests(ids, internal))
+
+    async def notify_kv_transfer_request_rejected(self, *_: Any, **__: Any) -> None:
+        """Nothing is held for a request before it is a job; vLLM would submit one to free it."""
+
+
+def _refuse_media() -> None:
+    """Have vLLM's chat parser, which all APIs share, refuse what is no text before it is fetched (0.32).
+
+    The engines get tokens alone: an answer would be about a picture that the model never saw.
+    """
+
+    def refuse(_: BaseMultiModalItemTracker, modality: str) -> None:
+        raise VLLMValidationError(f"{modality}: {MEDIA}", parameter=modality)
+
+    BaseMultiModalItemTracker._validate_add = refuse
+
+
+def _process_each(processor: OutputProcessor, failed: Callable[[str, Exception], None]) -> None:
+    """Have vLLM's output processor end the request whose output raises, and that request alone.
+
+    vLLM takes the outputs of all requests in one loop, in one task: what one of them raises ends the task, and with it
+    the front end (0.32: AsyncLLM's `output_handler`). Should that task die all the same, this process can answer
+    nothing any more, and ends.
+    """
+    process = processor.process_outputs
+
+    def process_each(outputs: list[Any], *timestamp_and_stats: Any, **more: Any) -> OutputProcessorOutput:
+        ended: list[str] = []
+        for output in outputs:
+            try:
+                ended += process([output], *timestamp_and_stats, **more).reqs_to_abort
+            except Exception as error:
+                failed(output.request_id, error)
+        return OutputProcessorOutput(request_outputs=[], reqs_to_abort=ended)
+
+    processor.process_outputs = process_each
+    processor.propagate_error = _end_process
+
+
+def _end_process(error: BaseException) -> None:
+    """At once: open streams break off, and the launcher starts another. Answers would be errors, one and all."""
+    log.critical("vLLM's output handler died; the process ends", exc_info=error)
+    os._exit(os.EX_SOFTWARE)
+
+
+def _require_text(request_id: str) -> None:
+    try:
+        request_id.encode()
+    except UnicodeEncodeError:
+        raise VLLMValidationError(
+            f"request_id must be text, got {request_id[:100]!r}: half of a surrogate pair is none",
+            parameter="request_id",
+        ) from None
+
+
+def _require_finite(params: SamplingParams) -> None:
+    """JSON as Python reads it knows NaN and Infinity, and vLLM's comparisons let NaN pass."""
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        numbers = value.values() if isinstance(value, dict) else (value,)
+        for number in numbers:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise VLLMValidationError(f"{name} must be a finite number, got {number}", parameter=name, value=number)

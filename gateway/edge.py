@@ -13,15 +13,22 @@ from math import ceil
 from typing import Any
 
 from gateway.admission import Admissions, Ticket
-from gateway.auth import ApiKey, KeyRing
+from gateway.auth import ApiKey, KeyRing, Rates
 from gateway.connection import EXTENSION
-from gateway.context import Caller, caller
-from gateway.hints import PARSED, RESPONSES, RequestHints, hints_of, parse, require_few_items
 from gateway.metrics import GatewayMetrics
-from gateway.rates import Rates
+from gateway.request_context import (
+    PARSED,
+    RESPONSES,
+    Caller,
+    RequestHints,
+    after_body,
+    caller,
+    hints_of,
+    parse,
+    require_few_items,
+)
 from gateway.settings import USUAL_TIERS, GatewaySettings
 from gateway.tracing import TracedRequests
-from gateway.turns import after_body
 from shared.errors import Busy, EngineFailed, InvalidRequest, PolyphaseError, Unavailable
 from shared.runtime.http import error_body
 from shared.runtime.logs import get_log

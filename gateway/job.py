@@ -2,11 +2,11 @@
 
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.gaps import Gaps
 from gateway.lengths import Asked, LengthClient
 from gateway.tracing import JobTrace
 from shared.domain.job import FirstTokenOut, Generation, JobView, LengthPrediction, Loss, Phase, Slo, itl_met
@@ -16,6 +16,57 @@ from shared.errors import Delayed, PolyphaseError
 from shared.policy.decode_admission import remaining_tokens
 from shared.timeline import Decision, RequestTimeline, Span, SpanRecord
 from shared.wire.messages import JobReport, Pause, Reused, TokenStep
+
+# MERGED gaps.py
+# Gaps between the tokens of answers, counted where each step passes: it costs one search in a short list.
+
+
+# As vLLM counts them: vllm.v1.metrics.buckets. Seconds.
+GAP_BOUNDS_S = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+
+
+class Gaps:
+    """How many gaps came to at most each bound, and, last, to more. Their sum is known otherwise: an answer's gaps add
+    up to the time from its first token to its last.
+    """
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(GAP_BOUNDS_S) + 1)
+
+    def add(self, gap_s: float) -> None:
+        """One gap, of a step that brought tokens."""
+        self.counts[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """As Prometheus has it: bound, and how many came to at most that."""
+        total, found = 0, []
+        for bound, count in zip((*map(str, GAP_BOUNDS_S), "+Inf"), self.counts, strict=True):
+            total += count
+            found.append((bound, float(total)))
+        return found
+
 
 Emit = Callable[[TokenStep], None]
 PAUSES_TOLD = 32  # of one leg, in its timeline; the time of later ones counts as decode

@@ -5,19 +5,17 @@ The pipeline owns the job: its deadline, the cancellation of every leg, and the 
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
 
-from gateway import spans
 from gateway.job import Job
 from gateway.lengths import LengthClient
-from gateway.lines import Lines
 from gateway.reports import Reporter
 from gateway.settings import GatewaySettings
-from gateway.staged import StagedKv
 from shared.domain.job import JobView, LengthPrediction, Phase, WhenFull
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.domain.prompt import beginning
@@ -35,24 +33,206 @@ from shared.errors import (
     Unavailable,
     WrongRole,
 )
-from shared.policy.assignment import assignments
+from shared.policy.assignment import Assignment, assignments, promise_of
+from shared.policy.fair_share import FairLine, Ledger, Shares
 from shared.policy.overload import MOVE_LEAST_S, steps_aside
 from shared.runtime.logs import get_log
-from shared.timeline import Span
+from shared.timeline import Span, clock_shift_s
 from shared.wire.clients.scheduler import SchedulerClient
 from shared.wire.messages import (
     DECODE,
+    EXPECT,
     PREDICTED,
+    PREFETCH,
     PREFILL,
+    RELEASE,
+    DecodeReply,
     DecodeRequest,
+    ExpectRequest,
     Method,
     Pause,
     Predicted,
+    PrefetchRequest,
     PrefillReply,
     PrefillRequest,
+    PrefillStarted,
+    ReleaseRequest,
     TokenStep,
 )
-from shared.wire.rpc_client import RpcClients
+from shared.wire.rpc_client import RpcClient, RpcClients
+
+# MERGED staged.py
+# What one attempt holds on instances: KV staged by its prefill, fetches of it that decode instances have begun, and
+# the place that one of them keeps for it.
+
+ANNOUNCE_S = 2.0  # for the connection to a decode instance that is new to this gateway
+
+
+class StagedKv:
+    """Entered before the prefill is called. At the end all is released but what `ended_on` says is gone.
+
+    That holds for every end, also where the prefill's reply and its cancellation cross: the id is the gateway's own.
+    """
+
+    def __init__(self, clients: RpcClients, job: Job, prefill: InstanceRef) -> None:
+        self._clients = clients
+        self._job = job
+        self._transfer_id = job.transfer_id
+        self._prefill = prefill
+        self._holders = {prefill.rpc}
+        self._fetches: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for address in self._holders:
+            self._clients.to(address).notify(RELEASE, ReleaseRequest([self._transfer_id]))
+        for fetch in self._fetches:
+            fetch.cancel()
+        if self._fetches:
+            await asyncio.gather(*self._fetches)
+
+    def announce(self, decode: InstanceRef, bound: Assignment) -> None:
+        """Tell the decode instance what will come to it, so that its load shows that to all schedulers."""
+        self._holders.add(decode.rpc)
+        request = ExpectRequest(self._transfer_id, promise_of(bound), keep_s=self._job.left_s)
+        client = self._clients.to(decode.rpc)
+        if client.connected:
+            client.notify(EXPECT, request)
+        else:  # a notification would be lost
+            self._fetches.append(asyncio.get_running_loop().create_task(self._announce(client, request)))
+
+    def prefetch(self, started: PrefillStarted) -> None:
+        """Have the decode instance fetch while the prefill goes on; what fails or is late only costs the overlap."""
+        self._holders.add(started.decode.rpc)
+        self._fetches.append(asyncio.get_running_loop().create_task(self._prefetch(started)))
+
+    def ended_on(self, decode: InstanceRef) -> None:
+        """A decode has ended there, and what had been fetched for it with it.
+
+        The prefill instance is told all the same: that the KV was pulled, it heard by a connection that may be broken.
+        """
+        self._holders.discard(decode.rpc)
+
+    async def _announce(self, client: RpcClient, request: ExpectRequest) -> None:
+        try:
+            await client.call(EXPECT, request, timeout_s=ANNOUNCE_S)
+        except asyncio.CancelledError:
+            return  # by us, at the end of the attempt
+        except PolyphaseError as error:
+            log.info("a decode is not announced", transfer_id=self._transfer_id, error=error.message)
+
+    async def _prefetch(self, started: PrefillStarted) -> None:
+        client = self._clients.to(started.decode.rpc)
+        try:
+            request = PrefetchRequest(started.handle, keep_s=self._job.left_s)
+            await client.call(PREFETCH, request, timeout_s=self._job.left_s)
+        except asyncio.CancelledError:
+            return  # by us, at the end of the attempt
+        except PolyphaseError as error:
+            log.info("prefetch failed", transfer_id=self._transfer_id, error=error.message)
+
+
+# MERGED lines.py
+# The lines of jobs that wait for their place: one a class, fair between callers, and only its head asks. Those that
+# step aside for others of their class (`shared.policy.overload.steps_aside`) have a line of their own.
+
+
+class Lines:
+    """A job that waits costs one entry and nothing a second. `shares`: what each caller has had, of any class."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None, ledger: Ledger | None = None) -> None:
+        """ledger: of the processes that share this one's port."""
+        self.shares = Shares(weights, ledger)
+        self._lines: dict[tuple[str, bool], FairLine[asyncio.Event]] = {}  # by class, and whether they stepped aside
+
+    def waiting(self, slo: str) -> int:
+        """How many jobs of that class wait, those that ask included."""
+        return sum(len(line) for (name, _), line in self._lines.items() if name == slo)
+
+    def queued(self, slo: str) -> bool:
+        """Whether a job of that class that comes now has others before it."""
+        line = self._lines.get((slo, False))
+        return line is not None and len(line) > 0
+
+    @asynccontextmanager
+    async def turn(self, slo: str, caller: str, *, aside: bool = False) -> AsyncIterator[None]:
+        """The block is entered when it is this job's turn to ask, and its end is the next one's turn."""
+        line = self._lines.get((slo, aside))
+        if line is None:
+            line = self._lines[slo, aside] = FairLine(self.shares)
+        turn = asyncio.Event()
+        line.push(turn, caller)
+        _call(line)
+        try:
+            await turn.wait()
+            yield
+        finally:
+            line.remove(turn, caller)
+            _call(line)
+
+
+def _call(line: FairLine[asyncio.Event]) -> None:
+    if (head := line.head()) is not None:
+        head.set()
+
+
+# MERGED spans.py
+# Where the time of a job's legs went, on the gateway's clock: stretches that leave no gap before its first token.
+
+
+def prefill_ended(job: Job, instance_id: str, reply: PrefillReply) -> None:
+    """Take in the times of a prefill that has just replied."""
+    replied_s = time.time()
+    shift_s = clock_shift_s(reply.queued_s, reply.ended_s, job.mark_s, replied_s)
+    for span, until_s in (
+        (Span.HANDOVER, reply.queued_s),
+        (Span.QUEUE, reply.started_s),
+        (Span.PREFILL, reply.ended_s),
+    ):
+        job.spent(span, min(until_s + shift_s, replied_s), instance_id)
+    job.spent(Span.REPLY, replied_s, instance_id)
+
+
+def decode_ended(job: Job, instance_id: str, reply: DecodeReply) -> None:
+    """Take in the times of a decode that has just replied, and its transfer: the wait until there was room for its KV,
+    the transfer itself, and the wait from when the KV was there to the end of the first step are apart.
+    """
+    replied_s = time.time()
+    shift_s = clock_shift_s(reply.queued_s, reply.ended_s, job.mark_s, replied_s)
+    transfer = reply.transfer
+    job.spent(Span.HANDOVER, reply.queued_s + shift_s, instance_id)
+    first_step_s = job.leg_first_step_s or replied_s
+    if transfer.started_s:
+        transfer = msgspec.structs.replace(
+            transfer, started_s=transfer.started_s + shift_s, ended_s=transfer.ended_s + shift_s
+        )
+        if transfer.started_s > job.mark_s:  # else it was fetched beforehand
+            job.spent_here(Span.DECODE_QUEUE, min(transfer.started_s, first_step_s), instance_id)
+        job.record(Span.TRANSFER, transfer.started_s, transfer.ended_s, instance_id)
+    job.timeline.transfers.append(transfer)
+    job.spent_here(Span.DECODE_QUEUE, min(reply.started_s + shift_s, first_step_s), instance_id)
+    if job.timeline.first_token_s == first_step_s:
+        job.spent(Span.REPLY, first_step_s, instance_id)
+    job.spent_here(Span.DECODE, min(reply.ended_s + shift_s, replied_s), instance_id)
+
+
+def leg_broke_off(job: Job, instance_id: str, error: BaseException) -> None:
+    """A leg ended without a reply: it failed, or was cancelled because the client has enough or is gone."""
+    now_s = time.time()
+    if job.trace is not None and isinstance(error, PolyphaseError):
+        job.trace.leg_lost(instance_id, job.mark_s, now_s, error.code)
+    job.end_pause(now_s)
+    first_s = job.leg_first_step_s or (job.pauses[0].began_s if job.pauses else 0.0)
+    if first_s:
+        job.spent_here(Span.DECODE_QUEUE, first_s, instance_id)
+        job.spent_here(Span.DECODE, now_s, instance_id)
+    else:
+        job.spent(Span.LOST, now_s, instance_id)
+
 
 log = get_log(__name__)
 Request = TypeVar("Request")
@@ -369,7 +549,7 @@ class Pipeline:
         if reply.tokens:
             finish = reply.finish_reason or ("length" if job.remaining <= len(reply.tokens) else "")
             job.accept(TokenStep(reply.tokens, finish, reply.stop_reason, reply.logprobs))
-        spans.prefill_ended(job, instance.instance_id, reply)
+        prefill_ended(job, instance.instance_id, reply)
         if reply.decode is not None:
             job.decided("dispatch", reply.decode.instance_id, reply.reasons)
         if reply.codec is not None and reply.handle is not None:
@@ -472,7 +652,7 @@ class Pipeline:
             if not leg.expired():
                 raise
             return moving.route
-        spans.decode_ended(job, instance.instance_id, reply)
+        decode_ended(job, instance.instance_id, reply)
         if handle is not None and reply.transfer.outcome is TransferOutcome.RECOMPUTED:
             log.warning("KV was recomputed", job_id=job.spec.job_id, error=reply.transfer.error)
         if not job.finished:
@@ -498,7 +678,7 @@ class Pipeline:
         try:
             reply = await self._clients.to(instance.rpc).call(method, request, timeout_s=job.left_s, on_item=on_item)
         except BaseException as error:
-            spans.leg_broke_off(job, instance.instance_id, error)
+            leg_broke_off(job, instance.instance_id, error)
             if isinstance(error, PolyphaseError):
                 job.failed_instances.append(instance.instance_id)
             if isinstance(error, NotConnected):

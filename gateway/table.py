@@ -45,7 +45,7 @@ class Kind(IntEnum):
 
 
 class Field(IntEnum):
-    """Of a process's words of one Kind. The last three are floats: see `gateway.counts`."""
+    """Of a process's words of one Kind. The last three are floats: see `gateway.admission`."""
 
     JOBS = 0
     TOKENS = 1

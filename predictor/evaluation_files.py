@@ -8,8 +8,7 @@ import yaml
 from plotly.subplots import make_subplots
 
 from predictor.buckets import Buckets
-from predictor.evaluate import Evaluation
-from predictor.tables import name_of
+from predictor.evaluate import Evaluation, name_of
 
 PAGE, PREDICTION = "evaluation.html", "prediction.yaml"
 

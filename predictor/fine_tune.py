@@ -2,17 +2,19 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoTokenizer,
     EarlyStoppingCallback,
+    OPTConfig,
     OPTForSequenceClassification,
     PrinterCallback,
     Trainer,
@@ -29,8 +31,60 @@ from predictor.buckets import Buckets
 from predictor.data.examples import Example, labels
 from predictor.model import encode_ends
 from predictor.progress import OnProgress, silent
-from predictor.scratch import SIZES, new_network, train_tokenizer
 from shared.errors import InvalidRequest
+
+# MERGED scratch.py
+# A small OPT classifier from nothing, for machines without a model hub. Imports torch.
+
+
+# layers, hidden size, heads, vocabulary
+SIZES = {
+    "tiny": (2, 64, 2, 1024),
+    "small": (2, 128, 4, 4096),
+    "medium": (4, 256, 4, 8192),
+    "base": (12, 768, 12, 16384),
+}
+BOS, PAD = "</s>", "<pad>"
+
+
+def train_tokenizer(texts: Iterable[str], size: str) -> Tokenizer:
+    """A byte-level BPE over the training prompts, beginning each text with `</s>` as OPT's does."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=SIZES[size][3],
+        special_tokens=[BOS, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+def new_network(tokenizer: Tokenizer, size: str, input_tokens: int, bucket_count: int) -> Any:
+    """An untrained OPTForSequenceClassification of that size."""
+    layers, hidden, heads, _ = SIZES[size]
+    bos, pad = tokenizer.token_to_id(BOS), tokenizer.token_to_id(PAD)
+    return OPTForSequenceClassification(
+        OPTConfig(
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=hidden,
+            word_embed_proj_dim=hidden,
+            ffn_dim=4 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            max_position_embeddings=input_tokens,
+            num_labels=bucket_count,
+            bos_token_id=bos,
+            eos_token_id=bos,
+            pad_token_id=pad,
+        )
+    )
+
 
 Row = dict[str, Any]
 CONSOLE = Console(stderr=True)

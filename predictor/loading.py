@@ -11,13 +11,34 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from predictor.checkpoint import BrokenCheckpoint, CheckpointMeta
-from predictor.query import Query
-from predictor.served import ServedTokenizer, load_served
+from predictor.served import ServedTokenizer, estimate_tokens, load_served
 from predictor.settings import PredictorSettings
 from shared.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from predictor.model import LengthClassifier
+
+# MERGED query.py
+# One prediction to make.
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Either `text` or token ids of the served model's prompt, or of its ends."""
+
+    timeout_s: float
+    text: str | None = None
+    token_ids: tuple[int, ...] = ()
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole prompt, estimated where nobody counted them."""
+        if self.prompt_tokens is not None:
+            return self.prompt_tokens
+        return len(self.token_ids) if self.text is None else estimate_tokens(self.text)
+
 
 TRIES = 3
 SHARE = 0.5  # of the deadline that one full prompt may take: the rest is for those before it

@@ -33,25 +33,18 @@ IMPURE = {"asyncio", "time", "socket", "httpx", "zmq", "sqlalchemy", "threading"
 VLLM = {
     "gateway/app.py",
     "gateway/core.py",
-    "gateway/fields.py",
-    "gateway/grammar_process.py",
-    "gateway/grammars.py",
-    "gateway/llm.py",
-    "gateway/plain.py",
-    "gateway/validation.py",
-    "gateway/short_way.py",
-    "gateway/stream.py",
-    "gateway/surface.py",
+    "gateway/structured_outputs.py",
+    "gateway/fast_path.py",
+    "gateway/vllm_patches.py",
+    "gateway/plain_stream.py",
     "lab/vllm_check/plugin.py",
     "services/worker/engines/vllm.py",
-    "services/worker/engines/vllm_forced.py",
-    "services/worker/engines/vllm_requests.py",
-    "services/worker/engines/vllm_seam.py",
-    "services/worker/engines/vllm_cpu_async.py",
+    "services/worker/engines/vllm_observers.py",
+    "services/worker/engines/vllm_patches.py",
     "services/worker/engines/vllm_cpu_worker.py",
     "services/worker/engines/vllm_start.py",
 }
-TORCH = {"gateway/core.py", "services/worker/engines/vllm_cpu_async.py"}
+TORCH = {"gateway/core.py", "services/worker/engines/vllm_cpu_worker.py"}
 LAUNCHER = "services/launcher/"  # composes the suite: it may know every process's settings, and nothing else of them
 LAUNCHER_MAY = {"gateway.auth", "gateway.table"}  # and makes what the processes share
 

@@ -1,19 +1,114 @@
 """The page Plan from top to bottom. All of it refreshes itself, but for an open question."""
 
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import streamlit as st
 
-from dashboard import frame, look
-from dashboard.confirm import results
-from dashboard.console import Console
-from dashboard.plan.in_force import in_force
-from dashboard.plan.plan_session import PlanSession
-from dashboard.plan.planner import Planner, PlanSnapshot
-from dashboard.plan.proposals import auto, proposals
-from dashboard.plan.question import ask
+from dashboard import frame, look, units
+from dashboard.console import Console, Submit
+from dashboard.frame import results
+from dashboard.plan.in_force import NO_PLANNER, changes, in_force
+from dashboard.plan.operations import Planner, PlanSession, PlanSnapshot, Supposed, ask
+from dashboard.plan.picture import natural
+from dashboard.plan.proposals import auto, flips, proposals
+from dashboard.plan.records import Fleet, WhatIf
 from dashboard.plan.searches import searches
-from dashboard.plan.what_if import what_if
+from dashboard.reads import Read
+from shared.domain.instance import Role
+from shared.errors import PolyphaseError
+
+# MERGED what_if.py
+# What would be if instances were lost or added, or the demand were another.
+
+
+FACTORS = {"rate_factor": "Request rate ×", "prompt_factor": "Prompt length ×", "output_factor": "Output length ×"}
+
+
+def what_if(read: Read[Fleet], session: PlanSession, planner: Planner, submit: Submit, now_s: float) -> None:
+    """The form, and the answer to what was asked last."""
+    st.subheader("What if", anchor=False)
+    fleet = read.value
+    if fleet is None:
+        st.html(look.empty(NO_PLANNER))
+        return
+    ids = sorted((one.instance_id for one in fleet.instances if not one.lost), key=natural)
+    if not ids:
+        st.html(look.empty("The planner knows of no instance that is there."))
+        return
+    _form(ids, session, planner, submit, read.stale)
+    if session.supposed is not None:
+        _answer(session.supposed, now_s)
+
+
+def change_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of the question, out of what the form's fields hold."""
+    count = int(state.get("suppose_count", 0))
+    added = [{"like": state["suppose_like"], "count": count, "role": state["suppose_role"]}] if count else []
+    factors = {name: float(state.get(f"suppose_{name}", 1.0)) for name in FACTORS}
+    return {"lost": list(state.get("suppose_lost", [])), "added": added, **factors}
+
+
+def words(change: Mapping[str, Any]) -> str:
+    """The question in words."""
+    parts = [f"without {', '.join(change['lost'])}"] if change["lost"] else []
+    parts += [f"{one['count']} more like {one['like']} as {one['role']}" for one in change["added"]]
+    parts += [f"{said.lower()} {change[name]:g}" for name, said in FACTORS.items() if change[name] != 1.0]
+    return "; ".join(parts) or "nothing changed"
+
+
+def _form(ids: Sequence[str], session: PlanSession, planner: Planner, submit: Submit, stale: bool) -> None:
+    with st.form("what-if", border=True):
+        lost, count, like, role = st.columns([4, 1.3, 2, 1.7], gap="small")
+        lost.multiselect("Lose instances", ids, key="suppose_lost", placeholder="none")
+        count.number_input("Add", min_value=0, max_value=1000, step=1, key="suppose_count")
+        like.selectbox("like instance", ids, key="suppose_like")
+        role.selectbox("as", [role.value for role in Role], key="suppose_role")
+        columns = st.columns([1.5, 1.5, 1.5, 4.5], gap="small", vertical_alignment="bottom")
+        for column, (name, said) in zip(columns, FACTORS.items(), strict=False):
+            column.number_input(
+                said, min_value=0.01, max_value=100.0, value=1.0, step=0.1, format="%.2f", key=f"suppose_{name}"
+            )
+        columns[-1].form_submit_button(
+            "Work it out", key="suppose", disabled=stale, on_click=_ask, args=(session, planner, submit)
+        )
+
+
+def _ask(session: PlanSession, planner: Planner, submit: Submit) -> None:
+    change = change_of(st.session_state.to_dict())
+    known = session.supposed
+    if known is None or known.future.done() or known.change != change:
+        session.supposed = Supposed(change, submit(planner.what_if, change), time.time())
+
+
+def _answer(supposed: Supposed, now_s: float) -> None:
+    asked = f"{look.strong(words(supposed.change).capitalize())} {look.soft(units.ago(supposed.asked_s, now_s))}"
+    if not supposed.future.done():
+        st.html(look.page(f"{asked} {look.soft('· being worked out …')}"))
+        return
+    error = supposed.future.exception()
+    if error is not None:
+        said = error.message if isinstance(error, PolyphaseError) else f"{type(error).__name__}: {error}"
+        st.warning(f"What if {words(supposed.change)}: {said}", icon=":material/block:")
+        return
+    with st.container(key="what-if-answer"):
+        st.html(look.page(f"<div>{asked}</div>", *_told(supposed.future.result())))
+
+
+def _told(answer: WhatIf) -> list[str]:
+    best = answer.best
+    titles, columns = ["Now", "Then, roles as they are"], [answer.now, answer.then]
+    if best is not None:
+        titles, columns = [*titles, "Then, with the best flips"], [*columns, best.expected]
+    parts = [changes(titles, columns)]
+    if best is not None:
+        what = flips(best.flips) if best.flips else look.text("none: the roles are best as they are")
+        parts.append(look.below(f"{look.soft('Best flips:')} {what}"))
+    if answer.why:
+        parts.append(look.below(look.text(answer.why)))
+    return parts
+
 
 NOT_THERE = (
     "No planner is configured: POLYPHASE_DASHBOARD_PLANNER_URL is empty. With one, this page shows the plan in force, "

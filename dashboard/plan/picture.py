@@ -1,13 +1,210 @@
 """The plan in force as a picture: prefill instances left, decode instances right, routes as bands between them."""
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import plotly.graph_objects as go
 
 from dashboard import look, units
-from dashboard.plan.nodes import Graph, Node, hardware
-from dashboard.plan.places import CARD_WIDTH, TALL_PX, Band, Card, bands, cards
+from dashboard.plan.records import FleetInstance, Route
 from shared.domain.instance import Role
+
+# MERGED nodes.py
+# What the picture of a plan consists of: instances, or groups of alike ones, and the routes between them.
+
+
+GROUPED_ABOVE = 40  # instances
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Alike instances, mostly one. own: the share of all requests whose prompts they compute and then decode."""
+
+    members: tuple[FleetInstance, ...]
+    own: float = 0.0
+
+    @property
+    def first(self) -> FleetInstance:
+        """What the others are like."""
+        return self.members[0]
+
+    @property
+    def name(self) -> str:
+        """Its id, or how many they are and of what."""
+        if len(self.members) == 1:
+            return self.first.instance_id
+        return f"{len(self.members)} × {hardware(self.first) or self.first.role.value}"
+
+    @property
+    def load(self) -> float | None:
+        """Mean, 0..1; None where nobody told any."""
+        told = [one.load for one in self.members if one.load is not None]
+        return min(1.0, max(0.0, sum(told) / len(told))) if told else None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A route between two nodes, by their places; share: of all requests, 0..1."""
+
+    prefill: int
+    decode: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Nodes in the order in which they are drawn from above, and links among them."""
+
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...]
+
+    def column(self, role: Role) -> list[int]:
+        """Places of the nodes of one role."""
+        return [place for place, node in enumerate(self.nodes) if node.first.role is role]
+
+
+def graph(instances: Sequence[FleetInstance], routes: Sequence[Route], grouped_above: int = GROUPED_ABOVE) -> Graph:
+    """One node an instance; of more than `grouped_above`, one for all that are alike.
+
+    Ids that routes name and nobody has are drawn as lost. Shares are made to sum to one.
+    """
+    routes = [route for route in routes if route.share > 0.0]
+    total = sum(route.share for route in routes) or 1.0
+    everybody = [*instances, *_missing(instances, routes)]
+    own: dict[str, float] = defaultdict(float)
+    for route in routes:
+        if route.prefill is None:
+            own[route.decode] += route.share / total
+    groups = _groups(everybody, own, together=len(everybody) > grouped_above)
+    nodes = tuple(Node(tuple(group), sum(own.get(one.instance_id, 0.0) for one in group)) for group in groups)
+    place = {one.instance_id: at for at, node in enumerate(nodes) for one in node.members}
+    links: dict[tuple[int, int], float] = defaultdict(float)
+    for route in routes:
+        if route.prefill is not None:
+            links[place[route.prefill], place[route.decode]] += route.share / total
+    return Graph(nodes, tuple(Link(*ends, share) for ends, share in sorted(links.items())))
+
+
+def hardware(one: FleetInstance) -> str:
+    """Accelerator and degrees of parallelism: `A40 TP2 PP2`."""
+    degrees = (("TP", one.tensor_parallel), ("PP", one.pipeline_parallel))
+    return " ".join([one.accelerator, *(f"{name}{degree}" for name, degree in degrees if degree > 1)]).strip()
+
+
+def natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """A key that sorts p2 before p10."""
+    parts = (part for part in re.split(r"(\d+)", name) if part)
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in parts)
+
+
+def _missing(instances: Iterable[FleetInstance], routes: Iterable[Route]) -> list[FleetInstance]:
+    known = {one.instance_id for one in instances}
+    missing: dict[str, FleetInstance] = {}
+    for route in routes:
+        for name, role in ((route.prefill, Role.PREFILL), (route.decode, Role.DECODE)):
+            if name is not None and name not in known:
+                missing.setdefault(name, FleetInstance(name, role, "lost"))
+    return list(missing.values())
+
+
+def _groups(
+    everybody: Sequence[FleetInstance], own: dict[str, float], *, together: bool
+) -> Iterable[list[FleetInstance]]:
+    groups: dict[tuple[object, ...], list[FleetInstance]] = defaultdict(list)
+    for one in sorted(everybody, key=lambda one: natural(one.instance_id)):
+        alike = (one.role, hardware(one), one.state, one.instance_id in own)
+        groups[alike if together else (one.instance_id,)].append(one)
+    return groups.values()
+
+
+# MERGED places.py
+# Where the parts of a plan's picture stand, in pixels from above and in shares of its width.
+
+
+CARD_WIDTH = 0.29  # of the picture's
+TALL_PX = 52  # of a card with two lines of text
+_TOP_PX, _LOW_PX, _GAP_PX = 26, 28, 10
+_TALL_UP_TO = 10  # cards in a column; more are low
+_EDGE_PX = 8  # of a card's height that no band touches
+_THICKEST_PX, _THINNEST_PX = 24.0, 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One node's rectangle."""
+
+    node: Node
+    left: float
+    top: float
+    height: float
+
+    @property
+    def middle(self) -> float:
+        """Of its height."""
+        return self.top + self.height / 2.0
+
+    @property
+    def inner_edge(self) -> float:
+        """The side at which bands begin and end."""
+        return self.left + CARD_WIDTH if self.node.first.role is Role.PREFILL else self.left
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """One link: where it leaves and arrives, and how thick it is."""
+
+    link: Link
+    leaves: float
+    arrives: float
+    thick: float
+
+
+def cards(graph: Graph) -> tuple[list[Card], float]:
+    """A card for each node, in their order; and how high the picture is."""
+    columns = {role: graph.column(role) for role in Role}
+    most = max(1, *map(len, columns.values()))
+    height, gap = (TALL_PX, _GAP_PX) if most <= _TALL_UP_TO else (_LOW_PX, _GAP_PX // 2)
+    placed: dict[int, Card] = {}
+    for role, places in columns.items():
+        top = _TOP_PX + (most - len(places)) * (height + gap) / 2.0
+        left = 0.0 if role is Role.PREFILL else 1.0 - CARD_WIDTH
+        for row, place in enumerate(places):
+            placed[place] = Card(graph.nodes[place], left, top + row * (height + gap), height)
+    return [placed[place] for place in range(len(graph.nodes))], _TOP_PX + most * (height + gap)
+
+
+def bands(links: Sequence[Link], placed: Sequence[Card]) -> list[Band]:
+    """Side by side along a card's edge, in the order of the cards at their other ends, so that few of them cross."""
+    out: dict[int, list[Link]] = defaultdict(list)
+    into: dict[int, list[Link]] = defaultdict(list)
+    for link in links:
+        out[link.prefill].append(link)
+        into[link.decode].append(link)
+    fullest = max((sum(link.share for link in ends) for ends in (*out.values(), *into.values())), default=1.0)
+    room = placed[0].height - _EDGE_PX if placed else 0.0
+    thick = {link: min(_THICKEST_PX, max(_THINNEST_PX, room * link.share / fullest)) for link in links}
+    leaves = _along(out, thick, placed, {link: placed[link.decode].top for link in links})
+    arrives = _along(into, thick, placed, {link: placed[link.prefill].top for link in links})
+    return [Band(link, leaves[link], arrives[link], thick[link]) for link in links]
+
+
+def _along(
+    ends: Mapping[int, Sequence[Link]], thick: Mapping[Link, float], placed: Sequence[Card], order: Mapping[Link, float]
+) -> dict[Link, float]:
+    """The middle of each band at one side's cards, spread over the room that is left."""
+    found: dict[Link, float] = {}
+    for place, links in ends.items():
+        card = placed[place]
+        room = card.height - _EDGE_PX - sum(thick[link] for link in links)
+        gap = max(0.0, room) / len(links)
+        at = card.top + _EDGE_PX / 2.0 + min(0.0, room) / 2.0
+        for link in sorted(links, key=lambda link: order[link]):
+            found[link] = at + (gap + thick[link]) / 2.0
+            at += gap + thick[link]
+    return found
+
 
 LEGEND = (
     "Filled: load. Dashed and named: not ready. ✕ and dotted: lost. ↻: computes prompts itself. "

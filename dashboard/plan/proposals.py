@@ -5,11 +5,9 @@ from collections.abc import Sequence
 import streamlit as st
 
 from dashboard import look, units
-from dashboard.plan.figures import changes
-from dashboard.plan.in_force import NO_PLANNER, SHARES, frame
-from dashboard.plan.plan_session import PlanSession
+from dashboard.plan.in_force import NO_PLANNER, SHARES, changes, frame
+from dashboard.plan.operations import Act, PlanSession, Wish, accept, refuse
 from dashboard.plan.records import Fleet, Flip, Proposal, Step
-from dashboard.plan.wishes import Act, Wish, accept, refuse
 from dashboard.reads import Read
 
 CAUSES = {

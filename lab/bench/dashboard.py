@@ -16,9 +16,9 @@ import uvloop
 from playwright.async_api import Browser, Page, async_playwright
 
 from lab.bench.console import fill
-from lab.bench.control_processes import Control, healthy, running, until
+from lab.bench.control import Control, healthy, running, until
 from services.launcher import ports
-from services.launcher.dashboard_program import dashboard_command
+from services.launcher.plan import dashboard_command
 from shared.errors import NotFound
 from shared.store.database import open_engine
 

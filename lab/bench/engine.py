@@ -6,19 +6,222 @@ of unlike lengths for the orders; answers that outgrow the KV for the admissions
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from random import Random
+from statistics import fmean, median
+from typing import Any
 
 from rich.console import Console
 
-from lab.bench.engine_load import Wanted, burst, predicted_in_time, pressing, send
-from lab.bench.engine_report import ALONE, DYNAMIC, FCFS, GREEDY, SJF, STATIC, Result, Run, report
-from lab.bench.engine_suite import BLOCK, KV_TOKENS, SEATS, OneEngine, one_engine
+from lab.bench.mixed import at_least, at_most
+from lab.bench.real_engines import BLOCK, KV_TOKENS, PATIENT, SEATS, SHAPE, OneEngine, one_engine
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.target import Target
-from lab.demo.client import ApiClient
+from lab.demo.client import Answer, ApiClient, Ask
 from shared.domain.route import PolicySpec
+from shared.errors import Unavailable
+from shared.policy.prefill_order import WINDOW
+from shared.timeline import RequestTimeline
+
+# MERGED engine_load.py
+# What is sent to the engine of `bench engine`, bursts of unlike prompts and answers that outgrow its KV; what came.
+
+
+PROMPTS = (24, 48, 96, 192, 384, 768)  # tokens of a burst's prompts
+BURST, BURST_OUTPUT = 36, 4
+APART_S = 0.01  # between one request and the next: their order is that of the list
+# Prompts and answers of the requests that outgrow the KV: what is predicted of an answer rests on its prompt's length.
+SORTS = (((20, 31), (34, 62)), ((64, 120), (130, 158)), ((140, 250), (290, 318)))
+PRESSING = 33
+_VOCABULARY = range(300, SHAPE.vocab_size)  # without special tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request to be. slo: its class, "" for the default."""
+
+    prompt: tuple[int, ...]
+    output_tokens: int
+    slo: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A request that was. sent_s: after the first was sent; ttft_s, jct_s: from then on."""
+
+    wanted: Wanted
+    request_id: str
+    sent_s: float
+    ttft_s: float
+    jct_s: float
+    tokens: tuple[int, ...]
+
+    @property
+    def first_s(self) -> float:
+        """When its first token came, after the first request was sent."""
+        return self.sent_s + self.ttft_s
+
+
+def burst(seed: int) -> list[Wanted]:
+    """As many prompts of each length, in any order; every other one is patient."""
+    rng = Random(seed)
+    lengths = list(PROMPTS) * (BURST // len(PROMPTS))
+    rng.shuffle(lengths)
+    classes = ("", PATIENT)
+    return [
+        Wanted(tuple(rng.choices(_VOCABULARY, k=length)), BURST_OUTPUT, classes[at % 2])
+        for at, length in enumerate(lengths)
+    ]
+
+
+def pressing(seed: int) -> list[Wanted]:
+    """As many of each of the `SORTS`, in any order."""
+    rng = Random(seed)
+    sorts = list(SORTS) * (PRESSING // len(SORTS))
+    rng.shuffle(sorts)
+    return [
+        Wanted(tuple(rng.choices(_VOCABULARY, k=rng.randint(*prompt))), rng.randint(*output))
+        for prompt, output in sorts
+    ]
+
+
+async def send(api: ApiClient, wanted: Sequence[Wanted], label: str, at_once: int = 0) -> list[Served]:
+    """One after the other, `APART_S` apart; with `at_once`, never more than so many. In the order of `wanted`.
+
+    `label` is of the run: a prompt that is sent again under another one is found in no prefix cache. Raises Unavailable
+    when one fails.
+    """
+    loop = asyncio.get_running_loop()
+    seats, began_s = asyncio.Semaphore(at_once or len(wanted)), loop.time()
+
+    async def one(at: int, request: Wanted) -> Served:
+        await asyncio.sleep(began_s + at * APART_S - loop.time())
+        async with seats:
+            sent_s, name = loop.time() - began_s, f"{label}n{at}"
+            ask = Ask(list(request.prompt), request.output_tokens, name, salt=name, slo=request.slo)
+            answer = await api.stream(ask)
+        _check(answer, request)
+        return Served(request, name, sent_s, answer.first_s, answer.took_s, tuple(answer.tokens))
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(at, request)) for at, request in enumerate(wanted)]
+    return [task.result() for task in tasks]
+
+
+def predicted_in_time(timeline: RequestTimeline) -> bool:
+    """Whether the length of its answer was predicted before its first token."""
+    said = [decision.time_s for decision in timeline.decisions if decision.kind == "prediction"]
+    return bool(said) and said[0] <= timeline.first_token_s
+
+
+def _check(answer: Answer, request: Wanted) -> None:
+    if answer.error or len(answer.tokens) != request.output_tokens:
+        raise Unavailable(
+            f"a request failed: {answer.error or f'{len(answer.tokens)} of {request.output_tokens} tokens'}"
+        )
+
+
+# MERGED engine_report.py
+# What `bench engine` makes of its runs: medians of rounds, who was overtaken by how many, whose tokens differ.
+
+
+FCFS, SJF = "fcfs", "sjf"
+GREEDY, STATIC, DYNAMIC = "greedy", "reserve_static", "reserve_dynamic"
+ALONE = "alone"  # a run of few requests at once, that only says what their tokens are
+JCT_SHARE = 1.02  # of greedy's, at most: what counts as no longer
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One load under one policy, in one round."""
+
+    round: int
+    policy: str
+    served: Sequence[Served]
+    preemptions: int = 0
+    predicted: float = 0.0  # share of the requests whose length was predicted in time
+
+
+def passed(served: Sequence[Served]) -> list[int]:
+    """For each request, in the order of sending, by how many that came later its first token was preceded."""
+    return [sum(later.first_s < one.first_s for later in served[at + 1 :]) for at, one in enumerate(served)]
+
+
+def unlike(runs: Sequence[Run]) -> list[str]:
+    """Requests whose tokens are not those that they had in the round's first run of the same load."""
+    found = []
+    first: dict[int, Run] = {}
+    for run in runs:
+        before = first.setdefault(run.round, run)
+        for at, (one, other) in enumerate(zip(before.served, run.served, strict=True)):
+            if one.tokens != other.tokens:
+                found.append(f"round {run.round}: {before.policy} and {run.policy}, request {at}")
+    return found
+
+
+def report(orders: Sequence[Run], admissions: Sequence[Run]) -> Result:
+    """Figures, aims and notes."""
+    figures, aims = _of_orders(_by_policy(orders))
+    more, wanted = _of_admissions(_by_policy(admissions))
+    found = [*unlike(orders), *unlike(admissions)]
+    answers = sum(len(run.served) for run in (*orders, *admissions))
+    aims |= wanted
+    aims["answers_with_other_tokens"] = {"want": 0, "got": "; ".join(found[:5]) or 0, "met": not found}
+    return {"figures": figures | more | {"answers_compared": float(answers)}, "aims": aims, "notes": []}
+
+
+def _by_policy(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.policy != ALONE:
+            found.setdefault(run.policy, []).append(run)
+    return found
+
+
+def _of_orders(runs: Mapping[str, Sequence[Run]]) -> tuple[dict[str, float], Result]:
+    figures: dict[str, float] = {}
+    for policy, rounds in runs.items():
+        tight = [[one for one in run.served if not one.wanted.slo] for run in rounds]
+        figures |= {
+            f"{policy}_ttft_mean_s": median(fmean(one.ttft_s for one in run.served) for run in rounds),
+            f"{policy}_ttft_max_s": median(max(one.ttft_s for one in run.served) for run in rounds),
+            f"{policy}_tight_ttft_mean_s": median(fmean(one.ttft_s for one in some) for some in tight),
+            f"{policy}_passed_by_at_most": float(max(max(passed(run.served)) for run in rounds)),
+        }
+    ratio = figures[f"{SJF}_ttft_mean_s"] / figures[f"{FCFS}_ttft_mean_s"]
+    figures["sjf_ttft_mean_over_fcfs"] = ratio
+    most = max(figures[f"{policy}_passed_by_at_most"] for policy in runs)
+    return figures, {
+        "sjf_ttft_mean_over_fcfs": {"want": "< 1", "got": round(ratio, 3), "met": ratio < 1.0},
+        "passed_by_at_most": at_most(WINDOW, most),
+    }
+
+
+def _of_admissions(runs: Mapping[str, Sequence[Run]]) -> tuple[dict[str, float], Result]:
+    figures: dict[str, float] = {}
+    for policy, rounds in runs.items():
+        figures |= {
+            f"{policy}_preemptions": median(run.preemptions for run in rounds),
+            f"{policy}_jct_mean_s": median(fmean(one.jct_s for one in run.served) for run in rounds),
+            f"{policy}_ttft_under_pressure_mean_s": median(fmean(one.ttft_s for one in run.served) for run in rounds),
+            f"{policy}_predicted_share": min(run.predicted for run in rounds),
+        }
+    for policy in (STATIC, DYNAMIC):
+        ratios = [
+            fmean(one.jct_s for one in run.served) / fmean(one.jct_s for one in greedy.served)
+            for run, greedy in zip(runs[policy], runs[GREEDY], strict=True)
+        ]
+        figures[f"{policy}_jct_mean_over_greedy"] = median(ratios)
+    fewer = figures[f"{GREEDY}_preemptions"] - figures[f"{DYNAMIC}_preemptions"]
+    return figures, {
+        "greedy_preemptions": at_least(1, figures[f"{GREEDY}_preemptions"]),
+        "reserve_dynamic_fewer_preemptions": at_least(1, fewer),
+        "reserve_dynamic_jct_mean_over_greedy": at_most(JCT_SHARE, figures[f"{DYNAMIC}_jct_mean_over_greedy"]),
+    }
+
 
 ORDERS = (FCFS, SJF, "ljf", "least_slack")
 OURS = {STATIC: {"reserve_all": True}}

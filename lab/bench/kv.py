@@ -6,30 +6,115 @@ installed: ours over it by its default path, and NIXL itself over TCP, which is 
 """
 
 import multiprocessing
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
-from lab.bench.kv_nixl import PlainNixl, note, plain_nixl
-from services.worker.kv.codec_speed import codec_speeds
+from services.worker.kv.codec import codec_speeds
+from services.worker.kv.host_memory import Bytes
 from services.worker.kv.shards import Shards
 from services.worker.kv.wire.endpoint import EndpointSettings, KvEndpoint
 from services.worker.kv.wire.importing import ImportShape, Load, PullResult
-from services.worker.kv.wire.nixl_agent import installed
-from services.worker.kv.wire.server import ExportIdentity
-from services.worker.kv.wire.serving import ExportShape
+from services.worker.kv.wire.nixl_agent import NixlAgent, installed
+from services.worker.kv.wire.server import ExportIdentity, ExportShape
 from shared.domain.instance import KvGeometry
 from shared.domain.kv import Codec, KvHandle
+
+# MERGED kv_nixl.py
+# NIXL itself over TCP, without anything of ours around it: what a transport of ours over TCP is measured against.
+#
+# One registered block on each side and one read of all that is wanted: nothing is cut into frames and nothing is
+# checked. Both sides look ten thousand times a second how far it is. Looking without a pause takes cores from the
+# kernel, which copies: on two busy ones a third of the rate was left.
+
+
+_PAUSE_S = 0.0001
+NOT_INSTALLED = "NIXL is not installed (pip install 'polyphase[nixl]'): nothing is measured against it"
+
+
+def note() -> str:
+    """What is measured, or why it is not."""
+    return f"NIXL {version('nixl')} over UCX's TCP" if installed() else NOT_INSTALLED
+
+
+class PlainNixl:
+    """Reads of another process's memory."""
+
+    def __init__(self, pipe: Connection, size: int) -> None:
+        self._pipe = pipe
+        self._agent, self._block = _agent(size)
+        metadata, self._address = pipe.recv()
+        self._peer = self._agent.meet(metadata)
+
+    def copy(self, size: int) -> tuple[float, float]:
+        """Read so many bytes; seconds, and seconds of this process's CPU. Raises NixlError."""
+        self._pipe.send(True)
+        self._pipe.recv()
+        cpu_s, started = time.process_time(), time.perf_counter()
+        read = self._agent.read(self._peer, self._address, self._block, size)
+        while not read.done():
+            time.sleep(_PAUSE_S)
+        took = time.perf_counter() - started, time.process_time() - cpu_s
+        self._pipe.send(False)
+        self._pipe.recv()
+        return took
+
+
+@contextmanager
+def plain_nixl(size: int) -> Iterator[PlainNixl]:
+    """Two processes with blocks of so many bytes. Raises OSError where NIXL is not to be had."""
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=_export_nixl, args=(there, size), daemon=True)
+    child.start()
+    try:
+        yield PlainNixl(here, size)
+    finally:
+        here.send(None)
+        child.join(10)
+        if child.is_alive():
+            child.kill()
+
+
+def _export_nixl(pipe: Connection, size: int) -> None:
+    agent, block = _agent(size)
+    block[:] = 1
+    pipe.send((agent.metadata, block.ctypes.data))
+    while pipe.recv() is not None:
+        pipe.send(True)
+        while not pipe.poll(0):
+            agent.progress()
+            time.sleep(_PAUSE_S)
+        pipe.recv()
+        pipe.send(True)
+
+
+def _agent(size: int) -> tuple[NixlAgent, Bytes]:
+    before = os.environ.get("UCX_TLS")
+    os.environ["UCX_TLS"] = "tcp"
+    try:
+        agent = NixlAgent(trusted=False)
+    finally:
+        if before is None:
+            del os.environ["UCX_TLS"]
+        else:
+            os.environ["UCX_TLS"] = before
+    block: Bytes = np.zeros(size, np.uint8)
+    agent.register(block)
+    return agent, block
+
 
 LAYERS, HEADS, DIM = 16, 8, 64  # 32 KiB of bfloat16 a token
 _TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * 2

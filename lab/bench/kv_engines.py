@@ -17,8 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lab.bench.quota_suite import cluster_file
-from lab.bench.random_llama import LlamaShape, make_llama
+from lab.bench.real_engines import LlamaShape, cluster_file, make_llama
 from lab.demo.client import ApiClient, Ask
 from lab.demo.jobs import records
 from lab.demo.run import on_free_ports

@@ -8,26 +8,278 @@ import asyncio
 import os
 import tempfile
 import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from statistics import fmean, median
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
-from lab.bench.learning_rates import Compared, apart, beside, busy_others, compare
-from lab.bench.learning_report import Result, report
-from lab.bench.learning_shares import Episode, Placed, placed
-from lab.bench.learning_suite import CORES, EQUAL, FAST, HALF, Trio, running_trio
-from lab.bench.mixed_load import SEED, conversations, replay
+from lab.bench.mixed import at_most
+from lab.bench.mixed_pair import CHUNK, SEATS, SEED, STAGING_BYTES, FormSteps, conversations, replay
+from lab.bench.real_engines import FLIP_S, SHAPE, QuotaSuite, cluster_file, running_under_quotas
 from lab.calibrate.host_watch import HostWatch
-from lab.calibrate.kinds import fit_kinds
-from lab.calibrate.phases import run_phases
-from lab.calibrate.step_reader import StepReader
-from lab.calibrate.target import Target
-from lab.calibrate.traffic import Shot, Traffic
+from lab.calibrate.live import StepReader, fit_kinds, run_phases, timed_step
+from lab.calibrate.target import Shot, Target, Traffic
+from shared.cost.kinds import others_busy, slowdown_at
 from shared.cost.library import Library
+from shared.cost.rates_file import CalibratedKind, ScaledSteps
+from shared.cost.step import Batch
+from shared.domain.instance import Role
 from shared.domain.rates import StepRates
+from shared.errors import Unavailable
+from shared.sim.measured import LiveInstance
 from shared.sim.workload import Workload
+from shared.wire.messages import StepRecord
+
+# MERGED learning_suite.py
+# Three real engines under CPU quotas that change while they run: what `bench learning` measures.
+
+
+FAST, SLOW, THIRD = "fast", "slow", "third"
+CORES = MappingProxyType({FAST: 0.8, SLOW: 0.3, THIRD: 0.5})  # the rest of two cores is for everything else
+EQUAL, HALF = 0.5, 0.25  # cores of each where they are alike, and of the one that is slowed down
+MAX_MODEL_LEN = 1024
+WHO = "polyphase bench learning"
+
+
+@dataclass(frozen=True, slots=True)
+class Trio(QuotaSuite):
+    """The running suite."""
+
+    async def turn_third(self) -> None:
+        """Have the third instance decode, too, once nobody has work. Raises the monitor's errors."""
+        suite = self.running.suite
+        await suite.wait_idle()
+        async with suite.monitor() as monitor:
+            await monitor.flip(THIRD, drain_timeout_s=FLIP_S, force=True, who=WHO)
+
+    async def rates(self) -> dict[str, StepRates]:
+        """What they publish of their steps. Raises Unavailable for one that says nothing."""
+        infos = await self.instances()
+        silent = [info.instance_id for info in infos if info.rates.step is None]
+        if silent:
+            raise Unavailable(f"{', '.join(silent)}: no step times are told")
+        return {info.instance_id: info.rates.step for info in infos if info.rates.step is not None}
+
+
+def running_trio(folder: Path, console: Console) -> AbstractAsyncContextManager[Trio]:
+    """The suite with its engines under their quotas. Raises Unavailable where this machine allows none."""
+    return running_under_quotas(Trio, folder, console, SHAPE, CORES, cluster_of)
+
+
+def cluster_of(model: Path) -> dict[str, Any]:
+    """The cluster file. Two compute whole requests, and meet decodes and chunks beside them; the third prompts only."""
+    roles = {FAST: Role.DECODE, SLOW: Role.DECODE, THIRD: Role.PREFILL}
+    instances = [{"id": name, "role": role.value} for name, role in roles.items()]
+    memory = {"kv_cache_bytes": 256 << 20, "staging_bytes": STAGING_BYTES}
+    return cluster_file("learning", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
+
+
+# MERGED learning_rates.py
+# Rates that were learned beside those of a calibration: predicted times of steps as an instance meets them.
+
+
+FEWEST = 10  # steps of a kind, in the traffic and in the calibration, else there is nothing to compare
+_CONTEXTS = (128, 384)  # tokens of a decode's context
+# Prefill chunks at a prompt's beginning and further on; decodes at several counts and contexts; both together.
+BATCHES: Mapping[str, tuple[Batch, ...]] = MappingProxyType(
+    {
+        "prefill": tuple(Batch(((new, before),)) for new in (64, 128, 256) for before in (0, 256)),
+        "decode": tuple(Batch((), count, count * context) for count in (1, 2, 4, 8) for context in _CONTEXTS),
+        "mixed": tuple(
+            Batch(((new, before),), count, count * 256)
+            for new, before in ((64, 0), (192, 0), (192, 256))
+            for count in (1, 2, 4)
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One kind of an instance's steps. off: learned over calibrated times − 1, of each of the `BATCHES`.
+
+    measured_off: the same of the calibration's steps, learned over measured.
+    """
+
+    instance_id: str
+    kind: str
+    steps: int  # that were learned from
+    off: tuple[float, ...]
+    measured_off: tuple[float, ...]
+
+    @property
+    def mean_error(self) -> float:
+        """Of the magnitudes; a share."""
+        return fmean(abs(one) for one in self.off)
+
+
+def apart(instances: Sequence[LiveInstance]) -> tuple[LiveInstance, ...]:
+    """The same as kinds of their own: alike by name, they differ in their cores, which no kind knows."""
+    return tuple(replace(one, threads=1000 + number) for number, one in enumerate(instances))
+
+
+def busy_others(steps: Mapping[str, Sequence[StepRecord]]) -> dict[str, float]:
+    """By instance, how many of the others computed on average while it did; 0 for one that did nothing."""
+    intervals = {}
+    for name, records in steps.items():
+        ended_s = np.array([one.ended_s for one in records])
+        intervals[name] = (ended_s - np.array([one.seconds for one in records]), ended_s)
+    found = others_busy(intervals)
+    return {name: float(others.mean()) if len(others) else 0.0 for name, others in found.items()}
+
+
+def beside(calibrated: CalibratedKind, others: float) -> ScaledSteps:
+    """Its step times while so many others of the host compute: they share more than their quotas say."""
+    slowdown = float(slowdown_at(calibrated.slowdown, np.array([others]))[0])
+    return calibrated.step_times(Library.built_in()).times(slowdown)
+
+
+def compare(
+    instance_id: str, learned: StepRates, calibrated: ScaledSteps, steps: Sequence[StepRecord]
+) -> list[Compared]:
+    """The kinds that the instance has served and that its calibration, of these `steps`, has seen enough of."""
+    by_kind: dict[str, list[StepRecord]] = {kind: [] for kind in BATCHES}
+    for step in steps:
+        by_kind[kind_of(timed_step(step).batch)].append(step)
+    told, found = FormSteps(learned), []
+    for kind, batches in BATCHES.items():
+        known = getattr(learned, kind).steps
+        if min(known, len(by_kind[kind])) >= FEWEST:
+            off = tuple(told.step_time_s(batch) / calibrated.step_time_s(batch) - 1.0 for batch in batches)
+            timed = [timed_step(step) for step in by_kind[kind]]
+            measured = tuple(told.step_time_s(one.batch) / one.seconds - 1.0 for one in timed)
+            found.append(Compared(instance_id, kind, known, off, measured))
+    return found
+
+
+def kind_of(batch: Batch) -> str:
+    """As rates have it."""
+    return "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
+
+
+def median_error(compared: Sequence[Compared]) -> float:
+    """Of all batches of all kinds and instances; a share."""
+    return median(abs(one) for each in compared for one in each.off)
+
+
+# MERGED learning_shares.py
+# Who got how much of the new work, before and after an instance was slowed down.
+
+
+WINDOW_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A request, when it came (unix seconds), and where it went. tokens: of its prompt and its answer."""
+
+    at_s: float
+    instance_id: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """An instance was slowed down at `at_s`, unix seconds."""
+
+    instance_id: str
+    at_s: float
+
+
+def placed(rows: Iterable[Mapping[str, Any]]) -> list[Placed]:
+    """From rows of the status table; what found no place is left out."""
+    return [
+        Placed(row["arrived_s"], row["decode_instance"], row["prompt_tokens"] + row["output_tokens"])
+        for row in rows
+        if row["decode_instance"]
+    ]
+
+
+def share(work: Sequence[Placed], episodes: Sequence[Episode], begins_s: float, ends_s: float) -> float | None:
+    """Of the new work of all episodes from `begins_s` until `ends_s` after the slowdown, what the slowed one got.
+
+    None where there was no work.
+    """
+    mine = every = 0
+    for episode in episodes:
+        for one in work:
+            if begins_s <= one.at_s - episode.at_s < ends_s:
+                every += one.tokens
+                mine += one.tokens if one.instance_id == episode.instance_id else 0
+    return mine / every if every else None
+
+
+def windows(
+    work: Sequence[Placed], episodes: Sequence[Episode], begins_s: float, ends_s: float
+) -> list[tuple[float, float | None]]:
+    """Shares in windows of `WINDOW_S`, by when each begins."""
+    count = round((ends_s - begins_s) / WINDOW_S)
+    starts = [begins_s + number * WINDOW_S for number in range(count)]
+    return [(start, share(work, episodes, start, start + WINDOW_S)) for start in starts]
+
+
+# MERGED learning_report.py
+# What `bench learning` makes of its runs: how far learned rates are off, and what a slowed instance still got.
+
+
+OFF_PERCENT = 15.0
+LEFT = 0.5  # of its share before
+WINDOW_FROM_S, SOON_S, BY_S, UNTIL_S = -10.0, 6.0, 10.0, 20.0  # after the slowdown
+Result = dict[str, Any]
+
+
+def report(compared: Sequence[Compared], work: Sequence[Placed], episodes: Sequence[Episode]) -> Result:
+    """Figures, aims and notes."""
+    figures, aims = _of_rates(compared)
+    more, wanted = _of_shares(work, episodes)
+    notes = ["in proportion to their speeds the halved one of three would keep 0.6 of its share"]
+    return {"figures": figures | more, "aims": aims | wanted, "notes": notes}
+
+
+def _of_rates(compared: Sequence[Compared]) -> tuple[dict[str, float], Result]:
+    figures: dict[str, float] = {}
+    for one in compared:
+        name = f"{one.instance_id}_{one.kind}"
+        figures |= {
+            f"{name}_steps": float(one.steps),
+            f"{name}_off_mean_percent": 100.0 * one.mean_error,
+            f"{name}_bias_percent": 100.0 * fmean(one.off),
+            f"{name}_measured_steps_off_median_percent": 100.0 * median(abs(off) for off in one.measured_off),
+        }
+    figures["off_median_percent"] = 100.0 * median_error(compared)
+    aims = {"off_median_percent": at_most(OFF_PERCENT, figures["off_median_percent"])}
+    for kind in BATCHES:
+        of_kind = [abs(off) for one in compared if one.kind == kind for off in one.off]
+        got = 100.0 * fmean(of_kind) if of_kind else None
+        aims[f"{kind}_off_mean_percent"] = at_most(OFF_PERCENT, got)
+    return figures, aims
+
+
+def _of_shares(work: Sequence[Placed], episodes: Sequence[Episode]) -> tuple[dict[str, float], Result]:
+    before = share(work, episodes, WINDOW_FROM_S, 0.0)
+    figures = {
+        f"halved_share_from_{begins_s:g}_s": got
+        for begins_s, got in windows(work, episodes, WINDOW_FROM_S, UNTIL_S)
+        if got is not None
+    }
+    if before is not None:
+        figures["share_before"] = before
+    aims: Result = {}
+    for name, begins_s, ends_s in (("within_10_s", SOON_S, BY_S), ("from_10_to_20_s", BY_S, UNTIL_S)):
+        after = share(work, episodes, begins_s, ends_s)
+        ratio = after / before if after is not None and before else None
+        if ratio is not None:
+            figures[f"share_left_{name}"] = ratio
+        aims[f"share_left_{name}"] = at_most(LEFT, ratio)
+    return figures, aims
+
 
 COLD_S, COLD_RATE = 120.0, 1.6  # of chats, requests a second: some two fifths of what the three can serve
 PROMPT, OUTPUT = (48, 96), (6, 14)  # tokens of the steady load: small, so that shares of two seconds mean something

@@ -16,11 +16,20 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
-from lab.bench.live_clusters import EMULATED, REAL, Scenario, Variant
-from lab.bench.live_replay import METRICS, Means, Replay, replay_live, replay_simulated, workload_of
-from lab.calibrate.running import Calibrated, calibrate
-from lab.calibrate.target import Target
-from lab.calibrate.traffic import Traffic
+from lab.bench.live_clusters import (
+    EMULATED,
+    METRICS,
+    REAL,
+    Means,
+    Replay,
+    Scenario,
+    Variant,
+    replay_live,
+    replay_simulated,
+    workload_of,
+)
+from lab.calibrate.live import Calibrated, calibrate
+from lab.calibrate.target import Target, Traffic
 from lab.demo.run import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.up import RunningSuite, running_suite

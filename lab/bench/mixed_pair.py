@@ -1,21 +1,45 @@
 """Two real engines of unlike speed on one machine, and the systems that `bench mixed` compares on them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from random import Random
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+import msgspec
+import numpy as np
 from rich.console import Console
 
-from lab.bench.cpu_quota import Throttled
-from lab.bench.quota_suite import FLIP_S, QuotaSuite, cluster_file, running_under_quotas
-from lab.bench.random_llama import LlamaShape
+from lab.bench.real_engines import FLIP_S, LlamaShape, QuotaSuite, Throttled, cluster_file, running_under_quotas
+from lab.calibrate.live import Steps
+from lab.calibrate.target import Sample, Shot
+from lab.papers.testbed import CONVERSATION
+from lab.simulate.workloads import WorkloadOptions, make_workload
+from shared.cost.linear import rates_of_steps
+from shared.cost.network import Link
+from shared.cost.pipeline import Pipeline
+from shared.cost.rates_file import ControlPlane
+from shared.cost.step import Batch
+from shared.cost.step_rates import NAMES, TERMS, fit_form
 from shared.domain.instance import Role
+from shared.domain.job import JobView
+from shared.domain.rates import StepForm, StepRates
 from shared.domain.route import PolicySpec
+from shared.errors import Unavailable
 from shared.policy import registry
-from shared.policy.placement import Policies
+from shared.policy.dispatch import Choice, PowerOfTwo
+from shared.policy.index import ClusterIndex
+from shared.policy.placement import LeastLoad, Policies
+from shared.policy.split import NoSplit
+from shared.sim.cluster import simulate
+from shared.sim.measured import LiveInstance, with_control
+from shared.sim.outcomes import Outcomes
+from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
+from shared.sim.traces import read_trace
+from shared.sim.workload import Workload, poisson
+from shared.wire.messages import StepRecord
 
 FAST, SLOW = "fast", "slow"
 CORES = MappingProxyType({FAST: 0.90, SLOW: 0.32})  # 2.8 : 1, and the rest of two cores for everything else
@@ -106,3 +130,285 @@ def cluster_of(model: Path) -> dict[str, Any]:
     instances = ({"id": FAST, "role": Role.DECODE.value}, {"id": SLOW, "role": Role.PREFILL.value})
     memory = {"kv_cache_bytes": KV_BYTES, "staging_bytes": STAGING_BYTES}
     return cluster_file("mixed", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
+
+
+# MERGED mixed_load.py
+# What is sent to the pair: conversations, scaled so that computing dominates; and what clients saw of them.
+
+
+# A 48-million-parameter model on a core is to conversations of a third of the prompt and a quarter of the answer about
+# what an accelerator is to whole ones with a model of billions.
+PROMPT_PART, OUTPUT_PART = 3, 4
+SHORTEST, LONGEST = 40, 2400  # prompt tokens of the trace's requests that are taken
+FEWEST_PROMPT, FEWEST_OUTPUT = 16, 4
+SEED = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests and when they arrive. share: of data-parallel's throughput; 0: all at once."""
+
+    label: str
+    share: float
+    workload: Workload
+
+    @property
+    def shots(self) -> list[Shot]:
+        """To be sent."""
+        work = self.workload
+        rows = zip(work.prompt_tokens, work.output_tokens, work.arrival_s, strict=True)
+        return [Shot(int(prompt), int(output), float(at)) for prompt, output, at in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Figures of one replay: seconds, and requests a second from the first arrival to the last token."""
+
+    requests_per_s: float
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tbt_p50_s: float
+    tbt_p99_s: float
+    tpot_mean_s: float
+    jct_mean_s: float
+    longest_gap_p90_s: float  # of the requests' longest gaps
+    longest_gap_max_s: float
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "Seen":
+        """As clients saw it."""
+        ttft = [sample.ttft_s for sample in samples]
+        gaps = [gap for sample in samples for gap in sample.gaps_s]
+        longest = [gap_s for sample in samples if (gap_s := sample.longest_gap_s) is not None]
+        tpot = [value for sample in samples if (value := sample.tpot_s) is not None]
+        took_s = max(s.sent_s + s.jct_s for s in samples) - min(s.sent_s for s in samples)
+        return cls(
+            len(samples) / took_s,
+            float(np.mean(ttft)),
+            *_percentiles(ttft),
+            *_percentiles(gaps),
+            float(np.mean(tpot)),
+            float(np.mean([sample.jct_s for sample in samples])),
+            float(np.percentile(longest, 90)) if longest else 0.0,
+            max(longest, default=0.0),
+        )
+
+
+METRICS = tuple(field.name for field in fields(Seen))
+
+
+def conversations(data: Path, seed: int = SEED) -> Workload:
+    """Lengths to draw from: of the public trace under `data`, or made like them where it is not there."""
+    path = data / CONVERSATION
+    table = read_trace(path) if path.is_file() else make_workload(WorkloadOptions("azure-conv", 5000, seed=seed))
+    taken = (table.prompt_tokens > SHORTEST) & (table.prompt_tokens < LONGEST)
+    prompts = np.maximum(FEWEST_PROMPT, table.prompt_tokens[taken] // PROMPT_PART)
+    outputs = np.maximum(FEWEST_OUTPUT, table.output_tokens[taken] // OUTPUT_PART)
+    return Workload(table.name, np.zeros(len(prompts)), prompts, outputs)
+
+
+def drawn(lengths: Workload, requests: int, seed: int) -> Workload:
+    """So many of them, all at once."""
+    rows = Random(seed).sample(range(len(lengths)), min(requests, len(lengths)))
+    prompts, outputs = lengths.prompt_tokens[rows], lengths.output_tokens[rows]
+    return Workload(lengths.name, np.zeros(len(rows)), prompts, outputs)
+
+
+def burst(lengths: Workload, requests: int, seed: int) -> Load:
+    """All at once."""
+    return Load("burst", 0.0, drawn(lengths, requests, seed))
+
+
+def replay(lengths: Workload, share: float, rate: float, lasts_s: float, seed: int) -> Load:
+    """A Poisson process for some `lasts_s`."""
+    some = drawn(lengths, max(2, round(rate * lasts_s)), seed)
+    found = poisson(some, rate, seed + 1)
+    return Load(
+        f"at_{round(100 * share)}_percent", share, replace(found, arrival_s=found.arrival_s - found.arrival_s[0])
+    )
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float]:
+    found = np.percentile(values, (50, 99)) if values else (0.0, 0.0)
+    return float(found[0]), float(found[1])
+
+
+# MERGED mixed_sim.py
+# The pair in the simulator: the same requests, by the step times that its own engines recorded meanwhile.
+
+
+FEWEST = 12  # steps of a kind, below which the instance's own account of them is taken
+PAUSE_S = 0.05  # between two steps of an engine that has work: shorter ones are part of the second
+UNSEEN_BYTES_S = 1e12  # of a link too fast to be measured
+LANES = 2  # batches in flight in a pipeline
+WARM_UP, SETTLED_S = 64, 60.0  # requests before those that count, from which answers' lengths are known; and a pause
+
+
+@dataclass(frozen=True, slots=True)
+class FormSteps:
+    """Step times by linear forms."""
+
+    rates: StepRates
+
+    def step_time_s(self, batch: Batch) -> float:
+        """See `StepTimes`."""
+        if not batch.prefill:
+            return self.decode_time_s(batch.decode_count, batch.decode_context_tokens)
+        form = self.rates.mixed if batch.decode_count else self.rates.prefill
+        chunks_s = sum(new * (form.token_s + form.position_s * (before + new / 2.0)) for new, before in batch.prefill)
+        decodes_s = form.sequence_s * batch.decode_count + form.context_s * batch.decode_context_tokens
+        return form.fixed_s + chunks_s + decodes_s
+
+    def decode_time_s(self, count: int, context_tokens: int) -> float:
+        """See `StepTimes`."""
+        return self.rates.decode_s(count, context_tokens) if count else 0.0
+
+    def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
+        """See `StepTimes`: with each step each context is a token longer, which is linear throughout."""
+        last_s = self.decode_time_s(count, context_tokens + count * (steps - 1))
+        return ((steps, self.decode_time_s(count, context_tokens), last_s),)
+
+    def share(self, of: float) -> "FormSteps":
+        """Of the layers."""
+        known = self.rates
+        return FormSteps(StepRates(_times(known.prefill, of), _times(known.decode, of), _times(known.mixed, of)))
+
+
+@dataclass(frozen=True, slots=True)
+class AsSent:
+    """Each request goes where it went on the engines, and those before them in the same order.
+
+    For who takes turns: which of a few requests falls to the slow instance is chance, and means of JCT follow it.
+    """
+
+    name: ClassVar[str] = "as_sent"
+    instances: tuple[str, ...]
+
+    def choose(
+        self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
+    ) -> Choice | None:
+        """See `Placement`."""
+        found = index.candidates.get(self.instances[(int(job.job_id) - WARM_UP) % len(self.instances)])
+        return Choice(found) if found is not None else None
+
+
+class Means(NamedTuple):
+    """Of one run, by the names that live figures have: requests a second, and seconds."""
+
+    requests_per_s: float
+    ttft_mean_s: float
+    tpot_mean_s: float
+    jct_mean_s: float
+
+    @classmethod
+    def of(cls, outcomes: Outcomes, first: int) -> "Means":
+        """Of the requests from `first` on. Raises Unavailable when one of them did not end."""
+        if not outcomes.completed[first:].all():
+            raise Unavailable("a simulated request did not end")
+        took_s = outcomes.last_token_s[first:].max() - outcomes.arrival_s[first]
+        means = (getattr(outcomes, name)[first:] for name in ("ttft_s", "tpot_s", "jct_s"))
+        count = len(outcomes.arrival_s) - first
+        return cls(count / float(took_s), *(float(np.nanmean(values)) for values in means))
+
+
+def learned(instances: Sequence[LiveInstance], steps: Steps) -> dict[str, StepRates]:
+    """Step times of each instance, fitted to what it recorded; what it saw too little of is as it says itself.
+
+    Raises Unavailable for an instance that says nothing of its steps.
+    """
+    found = {}
+    for one in instances:
+        name, told = one.info.instance_id, one.info.rates.step
+        if told is None:
+            raise Unavailable(f"{name} tells no step times")
+        samples = lasting(steps.get(name, ()))
+        forms = {
+            kind: fit_form(kind, of_kind)
+            if len(of_kind := [each for each in samples if _kind(each[0]) == kind]) >= FEWEST
+            else getattr(told, kind)
+            for kind in TERMS
+        }
+        found[name] = StepRates(**forms)
+    return found
+
+
+def lasting(steps: Sequence[StepRecord]) -> list[tuple[Batch, float]]:
+    """How long steps kept their engine: from the end of the one before where that was just before."""
+    found, ended_s = [], 0.0
+    for step in sorted(steps, key=lambda one: one.ended_s):
+        pause_s = step.ended_s - step.seconds - ended_s
+        seconds = step.seconds + (pause_s if 0.0 < pause_s < PAUSE_S else 0.0)
+        found.append((Batch(step.prefill, step.decode_count, step.decode_context_tokens), seconds))
+        ended_s = step.ended_s
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """The pair as the simulator has it."""
+
+    instances: tuple[LiveInstance, ...]
+    rates: Mapping[str, StepRates]
+    control: ControlPlane
+    speeds: Speeds
+
+    def run(self, system: System, load: Load, lengths: Workload, sent: Sequence[str] = ()) -> Means:
+        """A system under a load. sent: where each request went on the engines, if that was a matter of turns."""
+        specs = tuple(self._spec(one, system) for one in self.instances)
+        policies = system.policies(self.speeds)
+        if sent:
+            policies = msgspec.structs.replace(policies, placement=AsSent(tuple(sent)))
+        return self._means(specs, policies, load, lengths)
+
+    def pipeline(self, load: Load, lengths: Workload) -> Means:
+        """One instance whose layers are divided over both by their speeds, with two batches in flight.
+
+        Only here: the bench's CPU quotas are an instance's, not a stage's.
+        """
+        one, whole = self.instances[0], sum(self.speeds.values())
+        layers = {name: max(1, round(SHAPE.num_hidden_layers * speed / whole)) for name, speed in self.speeds.items()}
+        all_layers = sum(layers.values())
+        stages = tuple(FormSteps(self.rates[name]).share(count / all_layers) for name, count in layers.items())
+        plain = self._spec(one, DATA_PARALLEL)
+        limits = replace(plain.limits, sequences=max(1, plain.limits.sequences // LANES))
+        kv_tokens = int(plain.kv_tokens * all_layers / max(layers.values()))
+        spec = replace(plain, model=Pipeline(stages, LANES), limits=limits, kv_tokens=kv_tokens, lanes=LANES)
+        policies = Policies(LeastLoad(), NoSplit(), PowerOfTwo())
+        return self._means((spec,), policies, load, lengths)
+
+    def _means(self, specs: tuple[InstanceSpec, ...], policies: Policies, load: Load, lengths: Workload) -> Means:
+        """Requests before those that count, from which schedulers know answers' lengths, as the live one does."""
+        before, work = drawn(lengths, WARM_UP, len(load.workload)), load.workload
+        early_s = np.arange(len(before)) * (1.0 / max(self.speeds.values()))
+        both = Workload(
+            work.name,
+            np.concatenate([early_s, work.arrival_s + early_s[-1] + SETTLED_S]),
+            np.concatenate([before.prompt_tokens, work.prompt_tokens]),
+            np.concatenate([before.output_tokens, work.output_tokens]),
+        )
+        result = simulate(both, specs, with_control(RunSpec(policies=policies, seed=SEED), self.control))
+        return Means.of(result.outcomes, len(before))
+
+    def _spec(self, one: LiveInstance, system: System) -> InstanceSpec:
+        info, rates = one.info, self.rates[one.info.instance_id]
+        return InstanceSpec(
+            instance_id=info.instance_id,
+            model=FormSteps(rates),
+            role=system.roles[info.instance_id],
+            kv_tokens=info.total_blocks * info.block_size,
+            kv_bytes_per_token=info.kv_bytes_per_token,
+            limits=EngineLimits(info.chunk_size, one.max_seqs, info.block_size, info.max_model_len),
+            link=Link(self.control.link_bytes_s or UNSEEN_BYTES_S, self.control.link_latency_s, 1.0),
+            accelerator=info.accelerator,
+            staging_tokens=int(STAGING_BYTES / info.kv_bytes_per_token),
+            rates=rates_of_steps(rates, info.chunk_size),
+        )
+
+
+def _kind(batch: Batch) -> str:
+    return "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
+
+
+def _times(form: StepForm, factor: float) -> StepForm:
+    return msgspec.structs.replace(form, **{name: getattr(form, name) * factor for name in NAMES})

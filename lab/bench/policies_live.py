@@ -19,17 +19,14 @@ import numpy as np
 import yaml
 from rich.console import Console
 
+from lab.bench.comparison import Row, goodput, of_result, of_samples
 from lab.bench.live import Round, judged
-from lab.bench.live_clusters import PLAIN, SERVICES, Variant, model_with_context
-from lab.bench.live_replay import Means, Replay, send
+from lab.bench.live_clusters import PLAIN, SERVICES, Means, Replay, Variant, model_with_context, send
 from lab.bench.pauses import TABLE as PAUSES
-from lab.bench.pauses_live import USUAL, pause_scenarios_live, run_pauses_live
+from lab.bench.pauses import USUAL, pause_scenarios_live, run_pauses_live
 from lab.bench.policies import named
-from lab.bench.policies_search import goodput
 from lab.bench.scenarios import SLO, TARGET, Scenario, instances, learned
-from lab.bench.side_by_side import Row, of_result, of_samples
-from lab.calibrate.target import Target
-from lab.calibrate.traffic import Sample, Traffic
+from lab.calibrate.target import Sample, Target, Traffic
 from lab.demo.run import on_free_ports
 from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster

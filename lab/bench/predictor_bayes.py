@@ -5,19 +5,175 @@ them, split, trained, saved, loaded again, and judged by `evaluate` on prompts t
 """
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-from lab.bench.predictor_checkpoints import fine_tuning_rate
-from lab.bench.predictor_prompts import BUCKETS, Drawn, Generator
+import numpy as np
+from numpy.typing import NDArray
+
+from lab.bench.predictor_latency import fine_tuning_rate
+from predictor.buckets import Buckets
 from predictor.checkpoint import TOKENIZER_FILE
 from predictor.data.examples import Example, load_examples
 from predictor.evaluate import Evaluation
 from predictor.loading import has_cuda
 from predictor.served import ServedTokenizer, load_served
+
+# MERGED predictor_prompts.py
+# Drawn prompts whose best possible prediction is known: what a classifier of answer lengths can be held to.
+#
+# A prompt carries one word that says what is asked for (a verb) and one that says of what (a topic); all other
+# words say nothing. A verb is of one of six kinds, a topic too, and P(bucket | kinds) is a table, so that the
+# accuracy of whoever knows the table, Bayes' optimum, is exact. Lengths are shaped like ShareGPT's. After half of
+# the kinds of verbs a topic means the opposite of what it means after the others: neither word alone, nor the sum
+# of both, says what the pair does.
+
+
+Floats = NDArray[np.float64]
+SHARES = (0.22, 0.26, 0.24, 0.16, 0.11, 0.01)
+BUCKETS = Buckets(200, len(SHARES))
+LONGEST_TOKENS = 1_600  # of the last bucket, which is open-ended
+# How often a word points at the true bucket; else at another, at one so many further away each time half as often.
+VERB_RIGHT, TOPIC_RIGHT, FURTHER = 0.50, 0.70, 0.5
+LONG_SHARE = 0.4  # of prompts that are mostly filler
+SHORT_WORDS, LONG_WORDS = (6, 60), (150, 450)
+# Where a long prompt's evidence stands: nobody sees its middle, the classifier least of all.
+FROM_HEAD, FROM_TAIL = 8, 30
+
+VERBS = (
+    ("name", "spell"),
+    ("define", "translate"),
+    ("list", "summarise"),
+    ("explain", "describe"),
+    ("compare", "discuss"),
+    ("write", "compose"),
+)
+TOPICS = (
+    ("capital", "colour"),
+    ("recipe", "melody"),
+    ("bridge", "planet"),
+    ("policy", "engine"),
+    ("history", "theorem"),
+    ("saga", "constitution"),
+)
+OPPOSITE = (3, 4, 5)  # the kinds of verbs after which topics mean the opposite
+_FILLER = (
+    "the a of and to in that it with as for on at by from this which some other more than into over under after before"
+    " while because although perhaps maybe really quite rather very often always never sometimes please thanks hello"
+    " yesterday today tomorrow morning evening week month year house garden window table paper letter street river"
+    " mountain forest ocean island village market station train road field stone water light night winter summer green"
+    " blue white heavy small large early late quiet simple useful common recent modern local public private friend"
+    " teacher doctor neighbour child people group story question reason result moment place number part side kind work"
+    " think know want need find give take make see look use come go keep let help start"
+)
+FILLER = tuple(_FILLER.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A prompt, what its two words are of, and the answer's length."""
+
+    prompt: str
+    verb: int
+    topic: int
+    output_tokens: int
+
+    def record(self) -> dict[str, Any]:
+        """As `polyphase predictor train --data` reads it."""
+        return {"prompt": self.prompt, "output_tokens": self.output_tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """joint: [bucket, verb, topic], the probability that a prompt has that length and words of those kinds."""
+
+    joint: Floats
+
+    @classmethod
+    def like_sharegpt(cls) -> "Generator":
+        """The one that the bench draws from."""
+        count = len(SHARES)
+        verb, topic = pointing(count, VERB_RIGHT), pointing(count, TOPIC_RIGHT)
+        after = np.stack([topic[:, ::-1] if kind in OPPOSITE else topic for kind in range(count)], axis=1)
+        return cls(np.asarray(SHARES)[:, None, None] * verb[:, :, None] * after)
+
+    @property
+    def evidence(self) -> Floats:
+        """[verb, topic]: how often prompts have words of those kinds."""
+        result: Floats = self.joint.sum(axis=0)
+        return result
+
+    @property
+    def posterior(self) -> Floats:
+        """[bucket, verb, topic]: P(bucket | kinds)."""
+        result: Floats = self.joint / self.evidence
+        return result
+
+    @property
+    def optimum(self) -> float:
+        """How often whoever knows the table is right: the mean of the highest posterior over all prompts. Exact."""
+        return float(self.joint.max(axis=0).sum())
+
+    @property
+    def optimum_of_one(self) -> float:
+        """The same of who sees the better one of both words alone."""
+        return float(max(self.joint.sum(axis=other).max(axis=0).sum() for other in (1, 2)))
+
+    def draw(self, count: int, seed: int) -> list[Drawn]:
+        """So many prompts: first their kinds, then the bucket by its posterior. Equal for equal seeds."""
+        rng, kinds = Random(seed), len(SHARES)
+        pairs = rng.choices(range(kinds * kinds), self.evidence.ravel().tolist(), k=count)
+        posterior = self.posterior
+        found = []
+        for verb, topic in (divmod(pair, kinds) for pair in pairs):
+            bucket = rng.choices(range(kinds), posterior[:, verb, topic].tolist())[0]
+            found.append(Drawn(_prompt(verb, topic, rng), verb, topic, _tokens(bucket, rng)))
+        return found
+
+    def best_accuracy(self, drawn: list[Drawn]) -> float:
+        """How often the table's likeliest bucket is the true one of these: with luck above the optimum, or below."""
+        best = self.joint.argmax(axis=0)
+        return float(np.mean([best[one.verb, one.topic] == BUCKETS.of(one.output_tokens) for one in drawn]))
+
+    def optimum_on(self, drawn: list[Drawn]) -> float:
+        """The mean of the highest posterior over these prompts."""
+        highest = self.posterior.max(axis=0)
+        return float(np.mean([highest[one.verb, one.topic] for one in drawn]))
+
+    def expected_accuracy(self, drawn: list[Drawn], guesses: list[int]) -> float:
+        """What those guesses are right of on average over all lengths that these prompts could have had."""
+        posterior = self.posterior
+        pairs = zip(drawn, guesses, strict=True)
+        return float(np.mean([posterior[guess, one.verb, one.topic] for one, guess in pairs]))
+
+
+def pointing(count: int, right: float) -> Floats:
+    """[bucket, kind]: the probability of each kind of word, given the bucket."""
+    apart = np.abs(np.subtract.outer(np.arange(count), np.arange(count)))
+    near = np.where(apart > 0, FURTHER**apart, 0.0)
+    result: Floats = np.eye(count) * right + near / near.sum(axis=1, keepdims=True) * (1.0 - right)
+    return result
+
+
+def _prompt(verb: int, topic: int, rng: Random) -> str:
+    said = [rng.choice(VERBS[verb]), rng.choice(TOPICS[topic])]
+    rng.shuffle(said)
+    is_long = rng.random() < LONG_SHARE
+    words = rng.choices(FILLER, k=rng.randint(*(LONG_WORDS if is_long else SHORT_WORDS)))
+    where = [*range(FROM_HEAD), *range(len(words) - FROM_TAIL, len(words))] if is_long else range(len(words))
+    for at, word in zip(rng.sample(where, len(said)), said, strict=True):
+        words[at] = word
+    return " ".join(words)
+
+
+def _tokens(bucket: int, rng: Random) -> int:
+    lower, upper = BUCKETS.bounds(bucket)
+    return rng.randrange(lower, min(upper, LONGEST_TOKENS))
+
 
 PROMPTS, FRESH, SEED = 20_000, 10_000, 1
 SIZE, INPUT_TOKENS, THREADS = "small", 64, 2
@@ -69,7 +225,7 @@ def aim_of(ratio: float) -> dict[str, Any]:
 
 def _served(folder: Path, drawn: list[Drawn]) -> ServedTokenizer:
     """A served model's tokenizer, which cuts prompts to what a predictor is sent."""
-    from predictor.scratch import train_tokenizer
+    from predictor.fine_tune import train_tokenizer
 
     folder.mkdir()
     train_tokenizer((one.prompt for one in drawn), SIZE).save(str(folder / TOKENIZER_FILE))

@@ -18,10 +18,8 @@ from typing import Any
 
 import psutil
 
-from lab.bench.predictor_checkpoints import SERVED
-from lab.bench.predictor_latency import ask_once
-from lab.bench.predictor_process import serving
-from lab.bench.predictor_prompts import Generator
+from lab.bench.predictor_bayes import Generator
+from lab.bench.predictor_latency import SERVED, ask_once, serving
 from predictor.service import SOURCE
 from services.launcher.model_source import PROJECT
 

@@ -5,24 +5,171 @@ long. Within the service's deadline, and within a longer one, which shows how lo
 """
 
 import asyncio
+import os
 import statistics
-from dataclasses import dataclass
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from shutil import copy
 from tempfile import TemporaryDirectory
 from time import monotonic, perf_counter
 from typing import Any
 
-from lab.bench.predictor_checkpoints import DEMO, SERVED, make_opt_125m
-from lab.bench.predictor_process import serving
-from predictor.checkpoint import TOKENIZER_FILE
+import httpx
+
+from predictor.buckets import Buckets
+from predictor.checkpoint import TOKENIZER_FILE, CheckpointMeta, Scores, write_meta
+from predictor.data.examples import Example
 from predictor.loading import has_cuda
 from predictor.service import SOURCE
+from predictor.settings import PredictorSettings
+from services.launcher import ports
 from services.launcher.model_source import PROJECT
-from shared.domain.job import ends_of
-from shared.errors import PolyphaseError
+from shared.domain.job import PREDICTED_FROM, ends_of
+from shared.errors import PolyphaseError, Unavailable
 from shared.wire.messages import PREDICT, PredictRequest
-from shared.wire.rpc_client import RpcClient
+from shared.wire.rpc_client import RpcClient, RpcClients
+from shared.wire.sockets import Sockets
+
+# MERGED predictor_checkpoints.py
+# Checkpoints to measure a predictor with, and how quickly they are fine-tuned. Imports torch in its functions.
+
+
+DEMO, SERVED = PROJECT / "models" / "demo-lengths", PROJECT / "models" / "demo"
+BUCKETS = Buckets(200, 10)
+FEW_STEPS, MANY_STEPS, FEW = 5, 45, 32
+
+
+def make_opt_125m(folder: Path) -> Path:
+    """facebook/opt-125m in shape, with random weights and the demo model's tokenizer."""
+    from tokenizers import Tokenizer
+    from transformers import OPTConfig, OPTForSequenceClassification
+
+    from predictor.fine_tune import save
+
+    source = SERVED / TOKENIZER_FILE
+    tokenizer = Tokenizer.from_file(str(source))
+    network = OPTForSequenceClassification(OPTConfig(num_labels=BUCKETS.count))  # its defaults are OPT-125M's
+    folder.mkdir(parents=True)
+    save(network, tokenizer, folder, TOKENIZER_FILE)
+    copy(source, folder / TOKENIZER_FILE)
+    write_meta(folder, untrained_meta("OPT-125M, random weights", PREDICTED_FROM))
+    return folder
+
+
+def untrained_meta(base: str, input_tokens: int) -> CheckpointMeta:
+    """Of weights that nobody trained."""
+    return CheckpointMeta(
+        bucket_tokens=BUCKETS.width_tokens,
+        bucket_count=BUCKETS.count,
+        input_tokens=input_tokens,
+        base=base,
+        served_model=str(SERVED),
+        data_digest="",
+        examples={},
+        scores=Scores(0, 0.0, 0.0, 0.0, 0.0, [], []),
+        seed=0,
+        trained_unix_s=0.0,
+        means=[(at + 0.5) * BUCKETS.width_tokens for at in range(BUCKETS.count)],
+    )
+
+
+def fine_tuning_rate(examples: list[Example], plan: Any) -> float:
+    """Prompts a second of `plan` (a `fine_tune.FineTuning`), from what further steps add: what begins and ends a
+    training is in both. examples: at least as many as MANY_STEPS take.
+    """
+    from predictor.fine_tune import fine_tune, start
+
+    took_s: dict[int, float] = {}
+    for steps in (FEW_STEPS, FEW_STEPS, MANY_STEPS):  # the first one warms up
+        network, tokenizer = start(examples, replace(plan, max_steps=steps))
+        with TemporaryDirectory(prefix="polyphase-bench-") as folder:
+            began_s = monotonic()
+            fine_tune(network, tokenizer, examples, examples[:FEW], replace(plan, max_steps=steps), Path(folder))
+            took_s[steps] = monotonic() - began_s
+    seconds = took_s[MANY_STEPS] - took_s[FEW_STEPS]
+    return float((MANY_STEPS - FEW_STEPS) * plan.batch_size / seconds)
+
+
+# MERGED predictor_process.py
+# A predictor process to be measured: started with a checkpoint, asked over its RPC, ended with the context.
+
+
+READY_S, LOOK_S, END_S = 180.0, 0.2, 20.0
+
+
+@asynccontextmanager
+async def serving(
+    checkpoint: Path, served: Path, device: str, timeout_ms: float
+) -> AsyncIterator[tuple[RpcClient, dict[str, Any]]]:
+    """A client of a process whose classifier is loaded, and what the process says of how it runs it.
+
+    Raises Unavailable when the checkpoint is not loaded in READY_S.
+    """
+    port = ports.free_range()
+    rpc, http = f"tcp://127.0.0.1:{port + 1}", f"http://127.0.0.1:{port}"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "predictor"),
+        env={**os.environ, **environment(port, rpc, checkpoint, served, device, timeout_ms)},
+        stderr=subprocess.DEVNULL,
+    )
+    sockets = Sockets()
+    try:
+        runs = await _loaded(http, process)
+        with RpcClients(sockets) as clients:
+            yield clients.to(rpc), runs
+    finally:
+        sockets.close()
+        await _end(process)
+
+
+def environment(
+    port: int, rpc_address: str, checkpoint: Path, served: Path, device: str, timeout_ms: float
+) -> dict[str, str]:
+    """Settings that make the classifier answer whatever it is worth: random weights are, too."""
+    chosen = {
+        "port": port,
+        "rpc_address": rpc_address,
+        "checkpoint": checkpoint,
+        "model": str(served),
+        "timeout_ms": timeout_ms,
+        "device": device,
+        "use": "classifier",
+    }
+    known = {key: value for key, value in chosen.items() if key in PredictorSettings.model_fields}
+    return PredictorSettings.model_validate(known).to_environment()
+
+
+async def _loaded(address: str, process: asyncio.subprocess.Process) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=address, timeout=5.0, trust_env=False) as client, asyncio.timeout(READY_S):
+        while process.returncode is None:
+            try:
+                about = (await client.get("/v1/model")).json()["checkpoint"]
+            except httpx.HTTPError:  # not listening yet
+                about = {"state": "starting"}
+            if about["state"] == "loaded":
+                return dict(about.get("runs") or {})
+            if about["state"] in ("broken", "missing"):
+                raise Unavailable(f"the predictor did not load its checkpoint: {about.get('error') or about}")
+            await asyncio.sleep(LOOK_S)
+    raise Unavailable(f"the predictor ended with exit code {process.returncode}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Politely, and after END_S at once. One that has ended by itself is no fault here."""
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), END_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
 
 AT_ONCE = (1, 8, 64)
 TIMEOUTS_MS = (250.0, 2000.0)

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from lab.bench import predictor_worth_live as live
 from lab.bench import predictor_worth_sim as sim
-from lab.bench.predictor_worth_arms import TRAINED, trained
-from services.launcher import measuring
+from lab.bench.predictor_worth_sim import TRAINED, trained
+from services.launcher import cli_common
 
 NO_WORSE = 0.97  # of the goodput without predictions: the resolution of its search
 
@@ -78,7 +78,7 @@ def main() -> None:
     said: dict[str, Any] = vars(parser.parse_args())
     only = said.pop("only")
     said |= {half: only in (None, half) for half in ("simulated", "live")}
-    measuring.report(Console(), run_worth(WorthOptions(**said)), as_json=True)
+    cli_common.report(Console(), run_worth(WorthOptions(**said)), as_json=True)
 
 
 if __name__ == "__main__":

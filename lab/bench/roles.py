@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lab.bench.scenarios import MAX_TOKENS, learned
-from lab.bench.turning import Phase, attained, turning
+from lab.bench.scenarios import MAX_TOKENS, Phase, attained, learned, turning
 from lab.simulate.deployment import load_deployment
 from shared.domain.instance import Role
 from shared.domain.job import Slo

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from lab.bench.live_clusters import SERVICES, model_with_context
 from lab.bench.roles import SETTLE_S, Seen, Setting, judged, told
-from lab.bench.turning import Phase, shares, turning
-from lab.calibrate.target import Target
-from lab.calibrate.traffic import Sample, Shot, Traffic
+from lab.bench.scenarios import Phase, shares, turning
+from lab.calibrate.target import Sample, Shot, Target, Traffic
 from lab.demo.run import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.up import RunningSuite, running_suite

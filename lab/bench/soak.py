@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from lab.bench.cpu_quota import CpuGroup, cpu_quota
+from lab.bench.real_engines import CpuGroup, cpu_quota
 from lab.bench.soak_clients import HOST
 from lab.bench.stream_client import StreamFailed, stream_completion
 from lab.demo.run import on_free_ports

@@ -14,8 +14,8 @@ from contextlib import suppress
 from random import Random
 
 from lab.bench.stream_client import StreamFailed, stream_completion
-from lab.chaos import rude
-from lab.chaos.client import Ask, send
+from lab.chaos import hostile
+from lab.chaos.load import Ask, send
 
 HOST = "127.0.0.1"
 PAUSE_S = 0.5  # between two attacks of one hostile client
@@ -41,18 +41,18 @@ async def _many_items(address: Address, rng: Random) -> None:
         Ask("hostile", "/v1/chat/completions", {"model": "demo", "messages": messages[:1], "tools": [tool] * 40_000}),
         _completion(stop=["a"] * 200_000),
     ]
-    await rude.body_of(address, rng.choice(bodies), _ANSWER_S)
+    await hostile.body_of(address, rng.choice(bodies), _ANSWER_S)
 
 
 async def _long_text(address: Address, rng: Random) -> None:
     """The largest text to tokenise."""
     ask = Ask("hostile", "/tokenize", {"model": "demo", "prompt": "a b " * (_BODY_BYTES // 4)})
-    await rude.body_of(address, ask, _ANSWER_S)
+    await hostile.body_of(address, ask, _ANSWER_S)
 
 
 async def _prompt_logprobs(address: Address, rng: Random) -> None:
     """Log probabilities of a prompt of one token."""
-    await rude.body_of(address, _completion(prompt=[5], max_tokens=1, prompt_logprobs=1), _ANSWER_S)
+    await hostile.body_of(address, _completion(prompt=[5], max_tokens=1, prompt_logprobs=1), _ANSWER_S)
 
 
 async def _costly_grammar(address: Address, rng: Random) -> None:
@@ -62,17 +62,17 @@ async def _costly_grammar(address: Address, rng: Random) -> None:
     response_format = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
     message = {"role": "user", "content": "Hello"}
     body = {"model": "demo", "messages": [message], "max_tokens": 4, "response_format": response_format}
-    await rude.body_of(address, Ask("hostile", "/v1/chat/completions", body), _ANSWER_S)
+    await hostile.body_of(address, Ask("hostile", "/v1/chat/completions", body), _ANSWER_S)
 
 
 async def _unread(address: Address, rng: Random) -> None:
     """Streams that are not read."""
-    await rude.never_read(address, _completion(max_tokens=200, stream=True), 3.0)
+    await hostile.never_read(address, _completion(max_tokens=200, stream=True), 3.0)
 
 
 async def _disconnect(address: Address, rng: Random) -> None:
     """A stream that is left at any moment."""
-    await rude.leave(address, _completion(max_tokens=200, stream=True), rng.uniform(0.0, 1.0))
+    await hostile.leave(address, _completion(max_tokens=200, stream=True), rng.uniform(0.0, 1.0))
 
 
 async def _silent(address: Address, rng: Random) -> None:

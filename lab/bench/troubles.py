@@ -7,8 +7,8 @@ knows by itself: the processes it killed, and what its clients measured in the s
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,384 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lab.bench.troubles_beds import LATE, LIMITS, REAL
-from lab.bench.troubles_known import Known
-from lab.bench.troubles_list import MISSING, TROUBLES
-from lab.bench.troubles_load import Clients, Wish
 from lab.bench.troubles_stage import Stage, Staged, Trouble, counted, stage
+from lab.bench.troubles_suite import JOB_S, LATE, LIMITS, REAL, Clients, Known, Wish
 from lab.chaos.arena import Arena, started_arena
 from lab.chaos.clusters import Testbed
+from services.launcher.suite import until
+from services.launcher.supervisor import State
 from services.launcher.up import until_stopped
+from shared.domain.route import PolicySpec
+from shared.domain.verdict import Level
 from shared.errors import InvalidRequest
+
+# MERGED troubles_making.py
+# How each trouble is made, and undone at the end of its block.
+
+
+SLOW_S = 0.8  # of each KV transfer
+_HELD_S = 0.1
+
+
+@asynccontextmanager
+async def _killed(on: Stage, *names: str) -> AsyncIterator[None]:
+    """SIGKILL, and again whenever the launcher has started it anew; at the end, until it is back."""
+    old = on.arena.processes.kill(*names)
+
+    async def hold() -> None:
+        while True:
+            await asyncio.sleep(_HELD_S)
+            on.arena.processes.kill(*names)
+
+    task = asyncio.create_task(hold())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    await until(lambda: all(_is_back(on, name) for name in names), 60.0, f"{', '.join(old)} to be back")
+
+
+def _is_back(on: Stage, name: str) -> bool:
+    status = on.arena.processes.statuses[name]
+    return status.state is State.READY and bool(status.pid)
+
+
+@asynccontextmanager
+async def dead(on: Stage) -> AsyncIterator[None]:
+    """SIGKILL of a decode instance, and of each that is started in its place."""
+    async with _dead_are(on, "decode-0"):
+        yield
+
+
+@asynccontextmanager
+async def all_dead(on: Stage) -> AsyncIterator[None]:
+    """The same of all decode instances."""
+    async with _dead_are(on, *(name for name in on.arena.decode if name != LATE)):
+        if on.late is not None:
+            on.be("dead", LATE)
+            on.late.kill()
+        yield
+    if on.late is not None:
+        await _start_late(on)
+
+
+@asynccontextmanager
+async def _dead_are(on: Stage, *names: str) -> AsyncIterator[None]:
+    on.be("dead", *names)
+    async with _killed(on, *names):
+        yield
+    on.be("ready", *names)
+
+
+@asynccontextmanager
+async def unresponsive(on: Stage) -> AsyncIterator[None]:
+    """A prefill instance is not heard of, and works."""
+    wires = on.arena.wires.between("prefill-0", "monitor", "heartbeats")
+    on.be("unresponsive", "prefill-0")
+    for wire in wires:
+        wire.proxy.stall()
+    try:
+        yield
+    finally:
+        for wire in wires:
+            wire.proxy.heal()
+    on.be("ready", "prefill-0")
+
+
+@asynccontextmanager
+async def frozen(on: Stage) -> AsyncIterator[None]:
+    """A prefill instance stands still."""
+    on.be("dead", "prefill-0")
+    on.arena.processes.freeze("prefill-0")
+    try:
+        yield
+    finally:
+        on.arena.processes.thaw("prefill-0")
+    on.be("ready", "prefill-0")
+
+
+@asynccontextmanager
+async def missing(on: Stage) -> AsyncIterator[None]:
+    """Nobody has started it; it is due a minute after the monitor's start."""
+    on.be("missing", LATE)
+    yield
+    await _start_late(on)
+
+
+async def _start_late(on: Stage) -> None:
+    spec = on.arena.spec(LATE)
+    on.late = await on.arena.strangers.start(LATE, spec.argv, spec.env)
+    on.be("ready", LATE)
+
+
+@asynccontextmanager
+async def silent_gateway(on: Stage) -> AsyncIterator[None]:
+    """A gateway stands still."""
+    async with _silent(on, "gateway-1"):
+        yield
+
+
+@asynccontextmanager
+async def silent_scheduler(on: Stage) -> AsyncIterator[None]:
+    """A scheduler stands still."""
+    async with _silent(on, "scheduler-1"):
+        yield
+
+
+@asynccontextmanager
+async def _silent(on: Stage, name: str) -> AsyncIterator[None]:
+    with on.doubted():
+        on.known.silent[name] = time.time()
+        on.arena.processes.freeze(name)
+        try:
+            yield
+        finally:
+            on.arena.processes.thaw(name)
+    del on.known.silent[name]
+
+
+@asynccontextmanager
+async def no_predictor(on: Stage) -> AsyncIterator[None]:
+    """SIGKILL of the predictor, and of each that is started in its place."""
+    on.known.mute_s = time.time()
+    async with _killed(on, "predictor"):
+        yield
+    on.known.mute_s = None
+
+
+@asynccontextmanager
+async def deaf(on: Stage) -> AsyncIterator[None]:
+    """A policy is changed, and an instance gets no broadcasts any more."""
+    wires = on.arena.wires.between("decode-0", "monitor", "broadcasts")
+    for wire in wires:
+        wire.proxy.stall()
+    on.known.behind = frozenset({"decode-0"})
+    await on.monitor.set_policies({"decode_admission": PolicySpec("reserve_dynamic")}, who="troubles")
+    try:
+        yield
+    finally:
+        for wire in wires:
+            wire.proxy.heal()
+    await on.monitor.set_policies({"decode_admission": None}, who="troubles")
+    on.known.behind = frozenset()
+
+
+@asynccontextmanager
+async def burst(on: Stage) -> AsyncIterator[None]:
+    """More requests at once than gateways take."""
+    task = asyncio.create_task(on.clients.burst(160, Wish(30, 8)))
+    try:
+        yield
+        await task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def too_long(on: Stage) -> AsyncIterator[None]:
+    """Answers of 16 s where a request may take 10."""
+    task = asyncio.create_task(on.clients.burst(12, Wish(60, int(JOB_S * 40))))
+    try:
+        yield
+        await task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def instant(on: Stage) -> AsyncIterator[None]:
+    """Clients whose first tokens are to come sooner than they can."""
+    async with on.clients.users(3, Wish(300, 8, "instant")):
+        yield
+
+
+@asynccontextmanager
+async def swift(on: Stage) -> AsyncIterator[None]:
+    """Clients who want tokens sooner than steps are."""
+    async with on.clients.users(3, Wish(60, 24, "swift")):
+        yield
+
+
+@asynccontextmanager
+async def overload(on: Stage) -> AsyncIterator[None]:
+    """More long prompts than prefill instances compute in time."""
+    async with on.clients.users(24, Wish(900, 4)):
+        yield
+
+
+@asynccontextmanager
+async def full(on: Stage) -> AsyncIterator[None]:
+    """More KV than the decode instances have."""
+    async with on.clients.users(44, Wish(300, 120)):
+        yield
+
+
+@asynccontextmanager
+async def kv_cut(on: Stage) -> AsyncIterator[None]:
+    """No KV connection lives."""
+    wires = on.arena.wires.between(purpose="kv")
+    on.known.cut_s = time.time()
+    for wire in wires:
+        wire.proxy.cut(refuse=True)
+    try:
+        yield
+    finally:
+        for wire in wires:
+            wire.proxy.heal()
+
+
+@asynccontextmanager
+async def kv_slow(on: Stage) -> AsyncIterator[None]:
+    """KV takes its time."""
+    wires = on.arena.wires.between(purpose="kv")
+    on.known.slow_s = SLOW_S / 2  # its way there takes half of it, and its way back the other half
+    for wire in wires:
+        wire.proxy.slow(latency_s=SLOW_S / 2)
+    try:
+        yield
+    finally:
+        for wire in wires:
+            wire.proxy.heal()
+
+
+# MERGED troubles_list.py
+# The troubles that `polyphase bench troubles` stages, in this order, each from outside and by a real means.
+
+
+def _prefill(arena: Arena) -> tuple[str, ...]:
+    return arena.prefill
+
+
+MISSING = Trouble(
+    "missing",
+    "nobody starts an instance of the cluster file",
+    "instances_missing",
+    rf"1 of \d decode instances never came: {LATE}",
+    missing,
+    culprits=lambda _: (LATE,),
+)
+TROUBLES: tuple[Trouble, ...] = (
+    Trouble(
+        "dead",
+        "SIGKILL of a decode instance, and of each that the launcher starts in its place",
+        "instances_dead",
+        r"1 of \d decode instances dead: decode-0",
+        dead,
+        culprits=lambda _: ("decode-0",),
+    ),
+    MISSING,
+    Trouble(
+        "unresponsive",
+        "a proxy drops all heartbeats of a prefill instance",
+        "instances_unresponsive",
+        r"1 of 2 prefill instances unresponsive: prefill-0",
+        unresponsive,
+        culprits=lambda _: ("prefill-0",),
+    ),
+    Trouble(
+        "frozen",
+        "SIGSTOP of a prefill instance, which is counted as dead when its connections are silent for 2 s",
+        "instances_dead",
+        r"1 of 2 prefill instances dead: prefill-0",
+        frozen,
+        culprits=lambda _: ("prefill-0",),
+    ),
+    Trouble(
+        "burst",
+        "160 requests at once, where each of two gateways takes 40 that do not decode yet",
+        "refusals",
+        r"more at once than the gateway or a key may have \(\d+ busy\)",
+        burst,
+    ),
+    Trouble(
+        "too-long",
+        "12 answers of 16 s, where a request may take 10 s",
+        "errors",
+        r"they took longer than they may \(\d+ deadline_exceeded\)",
+        too_long,
+    ),
+    Trouble(
+        "ttft",
+        "3 clients of a class whose first token is to come within 30 ms, which no prompt of 300 tokens can",
+        "ttft_missed",
+        r"target 30 ms, class instant\): (prompts take long to compute|requests wait for prefill)",
+        instant,
+    ),
+    Trouble(
+        "tpot",
+        "3 clients of a class that wants a token every 20 ms, of instances whose steps take 40 ms",
+        "tpot_missed",
+        r"target 20 ms, class swift\): decode steps are slow",
+        swift,
+    ),
+    Trouble(
+        "overload",
+        "24 clients with prompts of 900 tokens, each asking again at once",
+        "ttft_missed",
+        r"requests wait for prefill \(queue: .*; \d+ prompts? waits? for up to .* \(prefill-0, prefill-1\)",
+        overload,
+        culprits=_prefill,
+    ),
+    Trouble(
+        "kv-full",
+        "44 clients whose answers need more KV than the decode instances have",
+        "kv_full",
+        r"decode KV \S+ %.*, \d+ waiting: decode-",
+        full,
+    ),
+    Trouble(
+        "all-dead",
+        "SIGKILL of all decode instances, and of each that the launcher starts in their place",
+        "role_empty",
+        r"no decode instance is ready: \d dead",
+        all_dead,
+        level=Level.DOWN,
+    ),
+    Trouble("gateway", "SIGSTOP of a gateway", "gateway_gone", "1 of 2 gateways silent .*: gateway-1", silent_gateway),
+    Trouble(
+        "scheduler",
+        "SIGSTOP of a scheduler",
+        "scheduler_gone",
+        "1 of 2 schedulers silent .*: scheduler-1",
+        silent_scheduler,
+    ),
+    Trouble(
+        "policies",
+        "a policy is changed while a proxy drops all broadcasts to an instance",
+        "policies_not_followed",
+        "policies not followed by decode-0: they go by older ones",
+        deaf,
+        culprits=lambda _: ("decode-0",),
+    ),
+    Trouble(
+        "predictor",
+        "SIGKILL of the predictor, and of each that the launcher starts in its place",
+        "predictor_fallback",
+        "output lengths not predicted: no predictor answers",
+        no_predictor,
+    ),
+    Trouble(
+        "kv-cut",
+        "a proxy resets every KV connection",
+        "transfers_failing",
+        r"(cannot be reached for KV|KV connections break) \(\d+ \w+\); decode instances compute these prompts again",
+        kv_cut,
+        bed=REAL,
+    ),
+    Trouble(
+        "kv-slow",
+        f"a proxy has every KV message take {SLOW_S / 2:g} s longer",
+        "transfers_slow",
+        r"half of the KV transfers take over .*: \S+ [kM]?B each on average, at \S+ [kM]?B/s",
+        kv_slow,
+        bed=REAL,
+    ),
+)
 
 _STEADY = Wish(90, 24), Wish(300, 24)
 _DUE_S = 30.0  # after the start the one that never comes is next: a minute after it that is told anyhow

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from lab.bench.troubles_beds import EMULATED
-from lab.bench.troubles_figures import figures
-from lab.bench.troubles_known import Figure, Known, Sample
-from lab.bench.troubles_load import Clients
+from lab.bench.troubles_suite import EMULATED, Clients, Figure, Known, Sample
+from lab.bench.troubles_verdict import figures
 from lab.chaos.arena import Arena
 from lab.chaos.clusters import Testbed
-from services.launcher.process import Child
+from services.launcher.child_process import Child
 from shared.domain.instance import Role
 from shared.domain.verdict import Count, Level, Problem, Verdict
 from shared.errors import PolyphaseError

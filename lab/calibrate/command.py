@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from services.launcher import measuring
+from services.launcher import cli_common
 
 calibrate_app = typer.Typer(no_args_is_help=True, help="Fit the cost model: to operator tables, or to a running suite.")
 
@@ -21,7 +21,7 @@ def tables_command(
     as_json: _Json = False,
 ) -> None:
     """Fit operators to measured tables: an efficiencies file, with errors held out beside the peak roofline's."""
-    from lab.calibrate.from_tables import run_tables
+    from lab.calibrate.tables import run_tables
 
     _report(run_tables(folder, out), out, as_json)
 
@@ -38,7 +38,7 @@ def live_command(
     as_json: _Json = False,
 ) -> None:
     """Measure a running suite for a minute: step times of each kind of instance, latencies of the services."""
-    from lab.calibrate.running import run_live
+    from lab.calibrate.live import run_live
     from lab.calibrate.target import find_target
 
     target = find_target(data_dir, api, monitor, tuple(scheduler or ()), api_key)
@@ -47,5 +47,5 @@ def live_command(
 
 def _report(result: dict[str, Any], out: Path, as_json: bool) -> None:
     result.setdefault("notes", []).append(f"written to {out}")
-    if not measuring.report(Console(), result, as_json):
+    if not cli_common.report(Console(), result, as_json):
         raise typer.Exit(1)

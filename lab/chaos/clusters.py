@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lab.chaos.wires import ALL_LINKS
+from lab.chaos.proxy import ALL_LINKS
 from services.launcher import ports
 from services.launcher.cluster_file import Cluster
-from services.launcher.keys import curve_pair
+from services.launcher.cluster_keys import curve_pair
 from services.launcher.model_source import PROJECT
 
 MODEL = PROJECT / "models" / "demo"

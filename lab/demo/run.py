@@ -10,20 +10,25 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from lab.demo.bad_input import check_bad_input
-from lab.demo.client import ApiClient
-from lab.demo.control_plane import check_control_plane
-from lab.demo.disconnects import check_disconnects
-from lab.demo.failover import check_decode_loss, check_prefill_loss
-from lab.demo.findings import Section
-from lab.demo.flips import check_flips
-from lab.demo.identity import check_identity, check_splits, check_zeroed_kv
-from lab.demo.lengths import check_lengths
-from lab.demo.overlap import check_first_token
-from lab.demo.prompts import Prompts
-from lab.demo.report import as_result, show_section, show_summary
-from lab.demo.samples import check_samples
-from services.launcher import measuring, ports
+from lab.demo.answers import (
+    check_bad_input,
+    check_first_token,
+    check_identity,
+    check_lengths,
+    check_samples,
+    check_splits,
+    check_zeroed_kv,
+)
+from lab.demo.client import ApiClient, Prompts
+from lab.demo.disturbances import (
+    check_control_plane,
+    check_decode_loss,
+    check_disconnects,
+    check_flips,
+    check_prefill_loss,
+)
+from lab.demo.report import Section, as_result, show_section, show_summary
+from services.launcher import cli_common, ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.up import RunningSuite, UpOptions, cluster_of, running_suite, until_stopped
 from shared.errors import PolyphaseError
@@ -50,8 +55,8 @@ async def demo(
     if not finished and not keep:
         result["aims"]["the demo ran to its end"] = {"want": "yes", "got": "interrupted", "met": False}
     if as_json:
-        measuring.print_json(measuring.summary(result))
-    return bool(measuring.summary(result)["ok"])
+        cli_common.print_json(cli_common.summary(result))
+    return bool(cli_common.summary(result)["ok"])
 
 
 async def _show(

@@ -11,9 +11,19 @@ import threading
 import time
 from collections.abc import Callable
 
-from lab.deploy.client import Client, Load
-from lab.deploy.docker import Project, compose_command, has_image, image_bytes, run, until
-from lab.deploy.seen import MONITOR, TOKEN, Seen
+from lab.deploy.containers import (
+    MONITOR,
+    TOKEN,
+    Client,
+    Load,
+    Project,
+    Seen,
+    compose_command,
+    has_image,
+    image_bytes,
+    run,
+    until,
+)
 from services.launcher.ports import free_range
 from shared.errors import NotFound, PolyphaseError
 

@@ -18,13 +18,12 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from lab.deploy.client import Client
 from lab.deploy.compose_check import postgres_image
-from lab.deploy.docker import compose_command, run, until
+from lab.deploy.containers import Client, compose_command, run, until
 from services.launcher.cluster_file import CLUSTERS, Cluster, load_cluster
-from services.launcher.keys import add_key, curve_pair
+from services.launcher.cluster_keys import add_key, curve_pair
+from services.launcher.render.groups import Manifest
 from services.launcher.render.manifests import render
-from services.launcher.render.objects import Manifest
 from services.launcher.render.options import RenderOptions
 from shared.errors import NotFound, PolyphaseError
 from shared.runtime.keys import new_token

@@ -16,16 +16,14 @@ from typing import Any
 from rich.console import Console
 
 from lab.demo import jobs
-from lab.demo.client import Answer, ApiClient, Ask
-from lab.demo.findings import Section
-from lab.demo.identity import asks, reference
-from lab.demo.prompts import Prompts
-from lab.demo.report import show_section, show_summary
+from lab.demo.answers import asks, reference
+from lab.demo.client import Answer, ApiClient, Ask, Prompts
+from lab.demo.report import Section, show_section, show_summary
 from lab.demo.run import on_free_ports
 from lab.deploy.ray_nodes import RayNodes, ray_nodes
 from services.launcher.cluster_file import Cluster, load_cluster
-from services.launcher.keeper import State, Status
 from services.launcher.suite import until
+from services.launcher.supervisor import State, Status
 from services.launcher.up import RunningSuite, running_suite
 
 FILE = Path(__file__).with_name("on_ray.yaml")

@@ -8,11 +8,9 @@ from typing import Any, cast
 import msgspec
 import yaml
 
-from lab.fit.attention_forms import decode_form, varlen_form
-from lab.fit.forms import all_reduce_form, elementwise_form, experts_form, gemm_form, mlp_form
-from lab.fit.least_squares import Fit, fit
-from lab.fit.rows import AllReduceRows, AttentionRows, ElementwiseRows, ExpertRows, GemmRows, MlpRows
-from lab.fit.tables import Table
+from lab.fit.forms import all_reduce_form, decode_form, elementwise_form, experts_form, gemm_form, mlp_form, varlen_form
+from lab.fit.least_squares import AllReduceRows, AttentionRows, ElementwiseRows, ExpertRows, Fit, GemmRows, MlpRows, fit
+from lab.fit.profilers import Table
 from shared.cost.catalogue import Accelerator
 from shared.cost.efficiency import BY_PRECISION, EfficiencyTable
 from shared.cost.operators import VarlenAttention

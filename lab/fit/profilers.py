@@ -5,20 +5,218 @@ Formats, with where to get them: NVIDIA aiconfigurator (ai-dynamo/aiconfigurator
 formats and contains none of the data.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from lab.fit.expert_tables import accelerator_named, aiconfigurator_experts, llmservingsim_experts
-from lab.fit.rows import AllReduceRows, AttentionRows, ElementwiseRows, Floats, GemmRows, MlpRows
-from lab.fit.tables import Table, column, merged, read_csv
-from lab.fit.vidur_tables import vidur_attention, vidur_tables
+from lab.fit.least_squares import (
+    AllReduceRows,
+    AttentionRows,
+    ElementwiseRows,
+    ExpertRows,
+    Floats,
+    GemmRows,
+    MlpRows,
+    Rows,
+)
 from shared.cost.catalogue import Accelerator, Catalogue, bytes_of, precision_of
 from shared.cost.geometry import ModelGeometry
 from shared.cost.library import bundled_geometry
 from shared.errors import InvalidRequest, NotFound
+from shared.files.text import open_text
+
+# MERGED tables.py
+# Operator tables in memory: rows of measured times of one operator on one accelerator, from one profiler.
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of one operator on one accelerator, from one profiler."""
+
+    accelerator: Accelerator
+    operator: str  # gemm, experts, decode, prefill, mixed, elementwise, all_reduce, mlp
+    origin: str  # the profiler, and what distinguishes its tables of one operator
+    rows: Rows
+    rejected: int = 0  # rows that cannot be measurements
+    cached: bool = False  # weights may have come from the cache
+    quantised: bool = False  # times include quantising activations
+    blocks: bool = False  # they are scaled block by block
+
+
+def read_csv(path: Path) -> pd.DataFrame:
+    """A profiler's CSV, plain or gzip. Raises InvalidRequest that names the file."""
+    with open_text(path) as file:
+        try:
+            return pd.read_csv(file)
+        except ValueError as error:  # pandas' errors of parsing
+            raise InvalidRequest(f"{path}: not CSV: {str(error).strip()}") from error
+
+
+def merged(tables: Iterable[Table]) -> tuple[Table, ...]:
+    """One table for each accelerator, operator and origin: several files of the same kind are one measurement."""
+    groups: dict[tuple[str, str, str], list[Table]] = {}
+    for table in tables:
+        groups.setdefault((table.accelerator.name, table.operator, table.origin), []).append(table)
+    return tuple(_concatenated(group) for group in groups.values())
+
+
+def _concatenated(group: Sequence[Table]) -> Table:
+    first = group[0]
+    if len(group) == 1:
+        return first
+    values = {}
+    for name in first.rows.__dataclass_fields__:
+        parts = [getattr(table.rows, name) for table in group]
+        values[name] = np.concatenate(parts) if isinstance(parts[0], np.ndarray) else parts[0]
+    rows = type(first.rows)(**values)
+    return replace(first, rows=rows, rejected=sum(table.rejected for table in group))
+
+
+def column(frame: pd.DataFrame, name: str) -> Floats:
+    """One column of numbers. Raises InvalidRequest when there is none of that name."""
+    if name not in frame.columns:
+        raise InvalidRequest(f"the table lacks the column {name!r}; it has {', '.join(map(str, frame.columns))}")
+    return frame[name].to_numpy(dtype=np.float64)
+
+
+# MERGED expert_tables.py
+# Measured mixture-of-experts kernels, read for calibration.
+#
+# Formats: NVIDIA aiconfigurator (`systems/data/*/moe`), LLMServingSim (`profiler/perf`, `moe.csv`).
+
+
+_EXPERT_MS, _EXPERT_US = 1e-3, 1e-6
+_MOST_TOKENS = 16384  # of a step
+
+
+def aiconfigurator_experts(path: Path) -> Iterator[tuple[str, ExpertRows]]:
+    """(precision, rows) of `{system}_vllm-{version}_moe_perf.parquet`; latency in ms.
+
+    Of rows with expert parallelism the table does not say how many tokens reached the rank, so that only those without
+    are read; of the distributions over experts, the most even one that was measured.
+    """
+    frame = pd.read_parquet(path)
+    plain = (frame["moe_ep_size"] == 1) & (frame["num_tokens"] <= _MOST_TOKENS)
+    frame = frame[plain & (frame["kernel_source"] == "vllm_fused_moe")]
+    even = min(frame["distribution"].unique())
+    for name, part in frame[frame["distribution"] == even].groupby("moe_dtype"):
+        tokens, count = column(part, "num_tokens"), column(part, "num_experts")
+        picked = column(part, "topk")
+        yield (
+            str(name),
+            ExpertRows(
+                seconds=column(part, "latency") * _EXPERT_MS,
+                rows=tokens * picked,
+                active=count * (1.0 - (1.0 - picked / count) ** tokens),  # see Experts.expected_active
+                hidden=column(part, "hidden_size"),
+                width=column(part, "inter_size") / column(part, "moe_tp_size"),
+                precision=precision_of(str(name)),
+            ),
+        )
+
+
+def llmservingsim_experts(path: Path) -> ExpertRows:
+    """Rows of `{device}_{model}_tp{n}_moe.csv`: tokens, activated experts, time in µs."""
+    geometry = bundled_geometry(path.stem.split("_")[1])
+    if geometry.experts is None:
+        raise InvalidRequest(f"{path.name}: {geometry.name} has no experts")
+    frame = read_csv(path)
+    same = np.ones(len(frame))
+    return ExpertRows(
+        seconds=column(frame, "time_us") * _EXPERT_US,
+        rows=column(frame, "tokens") * geometry.experts.per_token,
+        active=column(frame, "activated_experts"),
+        hidden=same * geometry.hidden,
+        width=same * geometry.experts.intermediate,
+        precision=precision_of(geometry.dtype),
+    )
+
+
+def accelerator_named(path: Path, catalogue: Catalogue) -> str:
+    """The catalogue's name of the device that a table's file name begins with."""
+    return catalogue.get(path.name.split("_vllm-")[0] if "_vllm-" in path.name else path.name.split("_")[0]).name
+
+
+# MERGED vidur_tables.py
+# Vidur's operator tables (microsoft/vidur, `data/profiling`), and attention tables with its columns.
+
+
+_VIDUR_MS = 1e-3
+
+
+def vidur_tables(path: Path, catalogue: Catalogue) -> Iterator[Table]:
+    """`{device}_{model}_mlp.csv` and attention tables; times in ms with a resolution of 1 µs."""
+    if path.name.startswith("net_") or "cpu_overheads" in path.name:
+        return
+    accelerator = catalogue.get(path.name.split("_")[0])
+    frame = read_csv(path)
+    if "attention" in path.name:
+        yield from vidur_attention(frame, accelerator, "vidur")
+    elif path.name.endswith("_mlp.csv"):
+        yield from _vidur_mlp(frame, accelerator)
+
+
+def _vidur_mlp(frame: pd.DataFrame, accelerator: Accelerator) -> Iterator[Table]:
+    tokens, degree = column(frame, "num_tokens"), column(frame, "num_tensor_parallel_workers")
+    hidden, width = column(frame, "n_embd"), column(frame, "n_expanded_embd") / degree
+    dim = hidden / column(frame, "n_head")
+    heads, kv_heads = column(frame, "n_head") / degree, np.ceil(column(frame, "n_kv_head") / degree)
+    up = width * np.where(frame["use_gated_mlp"].to_numpy(dtype=np.bool_), 2.0, 1.0)
+    products = {
+        "attn_pre_proj": ((heads + 2.0 * kv_heads) * dim, hidden),
+        "attn_post_proj": (hidden, heads * dim),
+        "mlp_up_proj": (up, hidden),
+        "mlp_down_proj": (hidden, width),
+    }
+    for name, (n, k) in products.items():
+        yield Table(accelerator, "gemm", "vidur", GemmRows(_median(frame, name), tokens, n, k, "fp16"), cached=True)
+    moved = {
+        "input_layernorm": hidden * 6.0,
+        "attn_rope": (heads + kv_heads) * dim * 4.0,
+        "mlp_act": width * 6.0,
+        "add": hidden * 6.0,
+    }
+    for name, each in moved.items():
+        times = _median(frame, name)
+        rows = ElementwiseRows(times, tokens * each).where(times > 0)
+        yield Table(accelerator, "elementwise", "vidur", rows)
+    total = _median(frame, "mlp_up_proj") + _median(frame, "mlp_act") + _median(frame, "mlp_down_proj")
+    yield Table(accelerator, "mlp", "vidur", MlpRows(total, tokens, up, width, hidden, "fp16"), cached=True)
+
+
+def vidur_attention(
+    frame: pd.DataFrame, accelerator: Accelerator, origin: str, *, shared_context: bool = False
+) -> Iterator[Table]:
+    """`shared_context`: the context of a decode row is the batch's total, evenly divided."""
+    prefill = frame["is_prefill"].to_numpy(dtype=np.bool_)
+    degree = column(frame, "num_tensor_parallel_workers")
+    times = np.where(prefill, _median(frame, "attn_prefill"), _median(frame, "attn_decode"))
+    batch, cached = column(frame, "batch_size"), column(frame, "kv_cache_size")
+    each = np.floor(cached / batch) if shared_context else cached
+    rows = AttentionRows(
+        seconds=times,
+        sequences=np.where(prefill, batch, 0.0),
+        tokens=np.where(prefill, column(frame, "prefill_chunk_size"), 0.0),
+        context=np.where(prefill, cached, 0.0),
+        decodes=np.where(prefill, 0.0, batch),
+        decode_context=np.where(prefill, 0.0, each),
+        heads=column(frame, "n_q_head") / degree,
+        kv_heads=column(frame, "n_kv_head") / degree,
+        head_dim=int(frame["n_embd"].iloc[0] // frame["n_q_head"].iloc[0]),
+        kv_precision="bf16",
+        kv_width=2.0,
+    )
+    measured = np.isfinite(times) & (times > 0)
+    yield Table(accelerator, "decode", origin, rows.where(~prefill & measured & (each > 0)))
+    yield Table(accelerator, "prefill", origin, rows.where(prefill & measured & (rows.tokens > 0)))
+
+
+def _median(frame: pd.DataFrame, name: str) -> Floats:
+    return column(frame, f"time_stats.{name}.median") * _VIDUR_MS
+
 
 _MS, _US, _NS = 1e-3, 1e-6, 1e-9
 # No kernel runs faster than this multiple of the data sheet's peak rate; such rows did not do the work they name.

@@ -4,10 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.papers.cronus import cronus_section
-from lab.papers.document import write_docs
 from lab.papers.huawei import huawei_section
-from lab.papers.prose import told_in_words
-from lab.papers.rows import as_result
+from lab.papers.report import as_result, told_in_words, write_docs
 from lab.papers.testbed import COEFFICIENTS, Testbed
 from lab.papers.tetriinfer import tetriinfer_section
 from lab.papers.thunderserve import thunderserve_section

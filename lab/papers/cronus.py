@@ -1,16 +1,201 @@
 """Cronus: Table 2 predicted from its stage capacities, and its comparisons of TTFT and TBT (Fig 4)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lab.papers.chart import Chart
-from lab.papers.clusters import change, p99_ttft_s, requests_per_s
-from lab.papers.cronus_stages import LOWS, MODELS, capacities, requests
-from lab.papers.cronus_systems import SYSTEMS, Column, run_system
-from lab.papers.rows import Row, Section, gain, order, ratio_gain, told, value
-from lab.papers.testbed import Testbed
+from lab.papers.report import Chart, Row, Section, gain, order, ratio_gain, told, value
+from lab.papers.testbed import (
+    CONVERSATION,
+    Kind,
+    Stage,
+    Testbed,
+    Watermark,
+    azure,
+    change,
+    in_turn,
+    instances,
+    p99_ttft_s,
+    requests_per_s,
+    staged,
+    weighed,
+)
+from shared.cost.network import Link
+from shared.domain.instance import Role
+from shared.policy.dispatch import PowerOfTwo
+from shared.policy.placement import LeastLoad, Placement, Policies, Weighted
+from shared.policy.split import CronusSplit, FullSplit, NoSplit, Split
+from shared.sim.cluster import simulate
 from shared.sim.outcomes import SimResult
+from shared.sim.spec import EngineLimits, FirstToken, InstanceSpec, RunSpec
 from shared.sim.workload import Workload, evenly
+
+# MERGED cronus_stages.py
+# Cronus' stage capacities: what each GPU does alone as prefill or decode stage, measured (derived) and modelled.
+#
+# They are all that the coefficients are fitted to. Table 2 over Table 3 gives twelve: prefill and decode of three GPUs
+# and two models (FORMULAS section 6). Eight numbers are fitted: of each GPU the share of predicted compute (from its
+# prefill) and of predicted bandwidth (from its decode), shared by both models; and what a step and a sequence cost the
+# engine. Those two follow from the decodes: 25 to 256 sequences run at once, and the models differ in the bytes
+# that they read.
+
+
+HIGH, LOWS = "A100-SXM-80", ("A10", "A30")
+MODELS = ("Llama-3-8B", "Qwen2-7B")
+REQUESTS = 1000
+INFINIBAND = Link(12.5e9, latency_s=1e-4, efficiency=0.8)  # 100 Gb/s
+WHOLE = EngineLimits(batched_tokens=8192, sequences=1)  # the prefill instance computes one prompt at a time (4.4)
+CHUNKED = EngineLimits(batched_tokens=512, sequences=256)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Requests a second of one GPU with one model in one role."""
+
+    accelerator: str
+    model: str
+    role: Role
+    measured: float
+
+
+# Means where two hardware columns give the A100's figure.
+CAPACITIES = (
+    Capacity(HIGH, MODELS[0], Role.PREFILL, 11.82),
+    Capacity(HIGH, MODELS[0], Role.DECODE, 12.95),
+    Capacity(HIGH, MODELS[1], Role.PREFILL, 12.40),
+    Capacity(HIGH, MODELS[1], Role.DECODE, 17.37),
+    Capacity("A10", MODELS[0], Role.PREFILL, 4.15),
+    Capacity("A10", MODELS[0], Role.DECODE, 1.35),
+    Capacity("A10", MODELS[1], Role.PREFILL, 4.18),
+    Capacity("A10", MODELS[1], Role.DECODE, 3.42),
+    Capacity("A30", MODELS[0], Role.PREFILL, 6.27),
+    Capacity("A30", MODELS[0], Role.DECODE, 3.05),
+    Capacity("A30", MODELS[1], Role.PREFILL, 6.66),
+    Capacity("A30", MODELS[1], Role.DECODE, 6.74),
+)
+
+
+def requests(data: Path) -> Workload:
+    """The paper's: the first 1000 of the conversation trace, 1014 tokens in and 247 out on average."""
+    return azure(data, CONVERSATION, REQUESTS)
+
+
+def modelled(testbed: Testbed, workload: Workload, capacity: Capacity) -> float:
+    """The same of the model: prompts one after the other; or decodes whose KV is at hand."""
+    if capacity.role is Role.PREFILL:
+        model = testbed.model(capacity.accelerator, capacity.model)
+        return len(workload) / sum(model.prefill_time_s(int(tokens)) for tokens in workload.prompt_tokens)
+    anything = replace(WHOLE, sequences=256)
+    feed = Kind(HIGH, capacity.model, limits=anything, link=Link(1e12, 0.0, 1.0), slowed=1e-3)
+    cluster = (
+        *instances(testbed, feed, Role.PREFILL),
+        *instances(testbed, Kind(capacity.accelerator, capacity.model, limits=CHUNKED, link=feed.link), Role.DECODE),
+    )
+    run = RunSpec(label="decode alone", first_token=FirstToken.DECODE, streaming=False, decode_admission=Watermark())
+    return requests_per_s(simulate(workload.at_once(), cluster, run))
+
+
+def capacities(testbed: Testbed, workload: Workload) -> Mapping[Capacity, float]:
+    """All twelve."""
+    return {capacity: modelled(testbed, workload, capacity) for capacity in CAPACITIES}
+
+
+# MERGED cronus_systems.py
+# The five systems of Cronus' evaluation (5.1), on an A100 and an A10 or A30 in different hosts.
+
+
+SYSTEMS = ("DP", "PP", "Disagg H-L", "Disagg L-H", "Cronus")
+_LOW_CHUNKED = EngineLimits(batched_tokens=256, sequences=256)
+# Layers on the A100 and on the other, by the paper's split after BF16 rates.
+_LAYERS = {
+    ("A10", "Llama-3-8B"): (23, 9),
+    ("A30", "Llama-3-8B"): (21, 11),
+    ("A10", "Qwen2-7B"): (20, 8),
+    ("A30", "Qwen2-7B"): (18, 10),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A hardware pair with a model."""
+
+    low: str
+    model: str
+
+    @property
+    def name(self) -> str:
+        """Short."""
+        return f"A100+{self.low} {self.model}"
+
+
+def run_system(testbed: Testbed, column: Column, system: str, workload: Workload) -> SimResult:
+    """The workload through one of `SYSTEMS`."""
+    return _BUILDERS[system](testbed, column, workload)
+
+
+def _dp(testbed: Testbed, column: Column, workload: Workload) -> SimResult:
+    """Weights 3 and 1; 3 and 1 requests may wait, beside the one whose prompt is being computed."""
+    high, low = (
+        instances(testbed, Kind(accelerator, column.model, limits=limits, link=INFINIBAND), Role.DECODE, 1, prefix)[0]
+        for accelerator, limits, prefix in ((HIGH, CHUNKED, "high"), (column.low, _LOW_CHUNKED, "low"))
+    )
+    cluster = (replace(weighed(high, 3.0), max_prefills=4), replace(weighed(low, 1.0), max_prefills=2))
+    return _simulate(workload, cluster, Weighted(), NoSplit())
+
+
+def _pp(testbed: Testbed, column: Column, workload: Workload) -> SimResult:
+    """Two micro-batches that take turns, each with half of the KV: the stages do not overlap (see `prose.yaml`)."""
+    layers = _LAYERS[column.low, column.model]
+    stages = (Stage(HIGH, layers[0]), Stage(column.low, layers[1]))
+    spec = staged(testbed, "pp", column.model, stages, Role.DECODE, CHUNKED, INFINIBAND, INFINIBAND)
+    return _simulate(workload, (in_turn(spec),), LeastLoad(), NoSplit())
+
+
+def _disaggregated(first: str | None, second: str | None) -> "Builder":
+    """Prefill on one GPU, decode on the other; None is the column's low-end one."""
+
+    def build(testbed: Testbed, column: Column, workload: Workload) -> SimResult:
+        cluster = _pair(testbed, column, first or column.low, second or column.low)
+        return _simulate(workload, cluster, LeastLoad(), FullSplit())
+
+    return build
+
+
+def _cronus(testbed: Testbed, column: Column, workload: Workload) -> SimResult:
+    """The policy as it is; the prefill instance's own limit (`_pair`) is what `max_prefills` of the split does live."""
+    split = CronusSplit(max_prefills=0)
+    return _simulate(workload, _pair(testbed, column, column.low, HIGH), LeastLoad(), split)
+
+
+def _pair(testbed: Testbed, column: Column, first: str, second: str) -> tuple[InstanceSpec, ...]:
+    """At most two requests are in the prefill instance, so that each split rests on fresh loads (4.2)."""
+    prefill = Kind(first, column.model, limits=WHOLE, link=INFINIBAND)
+    decode = Kind(second, column.model, limits=CHUNKED, link=INFINIBAND)
+    return (
+        *(replace(spec, max_prefills=2) for spec in instances(testbed, prefill, Role.PREFILL)),
+        *instances(testbed, decode, Role.DECODE),
+    )
+
+
+def _simulate(workload: Workload, cluster: tuple[InstanceSpec, ...], placement: Placement, split: Split) -> SimResult:
+    run = RunSpec(
+        policies=Policies(placement, split, PowerOfTwo()),
+        decode_admission=Watermark(),
+        first_token=FirstToken.DECODE,
+        streaming=False,
+        broadcast_s=0.0,
+    )
+    return simulate(workload, cluster, run)
+
+
+Builder = Callable[[Testbed, Column, Workload], SimResult]
+_BUILDERS: dict[str, Builder] = {
+    "DP": _dp,
+    "PP": _pp,
+    "Disagg H-L": _disaggregated(HIGH, None),
+    "Disagg L-H": _disaggregated(None, HIGH),
+    "Cronus": _cronus,
+}
 
 _COLUMNS = tuple(Column(low, model) for low in LOWS for model in MODELS)
 # Requests a second, in the order of the columns.

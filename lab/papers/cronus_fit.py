@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from scipy.optimize import least_squares
 
-from lab.papers.cronus_stages import CAPACITIES, HIGH, LOWS, Capacity, capacities, modelled, requests
+from lab.papers.cronus import CAPACITIES, HIGH, LOWS, Capacity, capacities, modelled, requests
 from lab.papers.testbed import Coefficients, EngineCost, Shares, Testbed
 from shared.sim.workload import Workload
 

@@ -7,12 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.papers.chart import Chart
-from lab.papers.clusters import Kind, change, instances, tokens_per_s, weighed
-from lab.papers.lengths import sharegpt
-from lab.papers.rows import Row, Section, gain, order
-from lab.papers.testbed import Testbed
-from lab.papers.watermark import Watermark
+from lab.papers.report import Chart, Row, Section, gain, order
+from lab.papers.testbed import Kind, Testbed, Watermark, change, instances, sharegpt, tokens_per_s, weighed
 from shared.cost.linear import huawei_of
 from shared.domain.instance import Role
 from shared.plan.methods.papers import estimated_throughput

@@ -1,19 +1,83 @@
 """What all five papers are simulated with: one library, one set of coefficients, instances made from them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
+import numpy as np
 
-from lab.papers.engine_steps import EngineSteps
 from shared.cost.catalogue import Accelerator, Catalogue
 from shared.cost.efficiency import Efficiencies
 from shared.cost.geometry import ModelGeometry, kv_capacity_tokens
+from shared.cost.layers import LayerCost
 from shared.cost.library import Library
+from shared.cost.linear import partial_prefill_of, rates_of
+from shared.cost.network import Link
 from shared.cost.operators import Collective
-from shared.cost.step import StepModel
+from shared.cost.pipeline import Pipeline
+from shared.cost.rates_file import ScaledSteps
+from shared.cost.step import Batch, StepModel, StepTimes
+from shared.domain.instance import Role
+from shared.domain.job import JobView
+from shared.domain.rates import PartialPrefillCost, Rates
+from shared.errors import NotFound
 from shared.files.yaml_file import read_yaml
+from shared.policy.decode_admission import Admission, DecodeAdmission, DecodeMemory
+from shared.sim.outcomes import SimResult
+from shared.sim.spec import EngineLimits, InstanceSpec
+from shared.sim.traces import read_trace
+from shared.sim.workload import Workload
+
+# MERGED engine_steps.py
+# Step times of the papers' engines, vLLM up to 0.8 (V0), where they differ from the later engine that ours prices.
+
+
+class EngineSteps(StepModel):
+    """Prefill chunks and decodes of one step have attention kernels of their own; ours are priced as one.
+
+    shares_heads: query heads that share a KV head read its KV once. The paged-attention kernel, which is all that GPUs
+    before Ampere can run, reads it for each of them.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        geometry: ModelGeometry,
+        tensor_parallel: int,
+        efficiencies: Efficiencies,
+        shares_heads: bool = True,
+    ) -> None:
+        super().__init__(accelerator, geometry, tensor_parallel, efficiencies=efficiencies)
+        self.shares_heads = shares_heads
+        if not shares_heads and geometry.kv_heads < geometry.heads:
+            apart = replace(geometry, kv_heads=geometry.heads)
+            self._layers = _DecodeApart(
+                accelerator, geometry, tensor_parallel, 1, self.dtype, self.kv_dtype, efficiencies
+            )
+            self._layers.decodes = LayerCost(
+                accelerator, apart, tensor_parallel, 1, self.dtype, self.kv_dtype, efficiencies
+            )
+
+    def step_time_s(self, batch: Batch) -> float:
+        """See `StepModel`."""
+        count, contexts = batch.decode_count, batch.decode_context_tokens
+        if not batch.prefill or not count:
+            return super().step_time_s(batch)
+        apart = self._layers.mixed_attention_s(batch.prefill, 0, 0) + self._layers.decode_attention_s(count, contexts)
+        return self._dense_s(batch.tokens) + apart + self._head_s(count + len(batch.prefill))
+
+
+class _DecodeApart(LayerCost):
+    """Layers whose decode attention is that of others."""
+
+    decodes: LayerCost
+
+    def decode_attention_s(self, count: int, context_tokens: float) -> float:
+        """See `LayerCost`."""
+        return self.decodes.decode_attention_s(count, context_tokens)
+
 
 ACCELERATORS = Path(__file__).with_name("accelerators.yaml")
 COEFFICIENTS = Path(__file__).with_name("coefficients.yaml")
@@ -117,3 +181,237 @@ class Testbed:
             step_s=known.engine.step_s,
             sequence_s=known.engine.sequence_s,
         )
+
+
+# MERGED watermark.py
+# How vLLM's engines of the papers' time (V0) let a request start: some blocks always stay free for those that run.
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """Admit iff `share` of all blocks is left free beside the whole prompt. Fewer requests are preempted so.
+
+    Source: vLLM's block manager up to 0.8, `watermark` = 0.01. An empty instance takes anything.
+    """
+
+    name: ClassVar[str] = "watermark"
+    needs_running: ClassVar[bool] = False
+    share: float = 0.01
+
+    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
+        """See `DecodeAdmission`."""
+        need = -(-job.prompt_tokens // memory.block_size)
+        left = memory.free_blocks - need
+        empty = memory.free_blocks == memory.total_blocks and left >= 0
+        return Admission(empty or left >= self.share * memory.total_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class AtopWatermark:
+    """Another policy in such an engine: both must admit."""
+
+    name: ClassVar[str] = "atop_watermark"
+    needs_running: ClassVar[bool] = True
+    inner: DecodeAdmission
+
+    def admit(self, job: JobView, memory: DecodeMemory, now: float) -> Admission:
+        """See `DecodeAdmission`."""
+        by_engine = Watermark().admit(job, memory, now)
+        return self.inner.admit(job, memory, now) if by_engine.admitted else by_engine
+
+
+# MERGED lengths.py
+# The lengths of requests that the papers' workloads have, from the public tables below the data folder.
+
+
+SHAREGPT = Path("traces/token_counts/sharegpt_8k_filtered_stats_llama2_tokenizer.csv")
+CODING = Path("traces/azure2023/AzureLLMInferenceTrace_code.csv")
+CONVERSATION = Path("traces/azure2023/AzureLLMInferenceTrace_conv.csv")
+
+
+def sharegpt(data: Path, count: int, seed: int = 0) -> Workload:
+    """`count` requests like the first turns of ShareGPT, at most 2048 tokens in all; all at time 0.
+
+    The public table counts the conversation so far as the prompt. Its prompts of up to 512 tokens have a mean of 162,
+    that of ShareGPT's first turns (161, with outputs of 338: vLLM, SOSP 2023, Fig 11); outputs are longer here (414).
+    """
+    table = read_trace(_file(data, SHAREGPT))
+    prompt, output = table.prompt_tokens, table.output_tokens
+    fits = np.flatnonzero((prompt >= 4) & (prompt <= 512) & (output >= 4))
+    at = np.random.default_rng(seed).choice(fits, count, replace=count > len(fits))
+    return Workload("ShareGPT", np.zeros(count), prompt[at], output[at])
+
+
+def azure(data: Path, which: Path, count: int, longest_tokens: int | None = None) -> Workload:
+    """The first `count` requests of an Azure trace; prompts cut so that a request has at most `longest_tokens`."""
+    trace = read_trace(_file(data, which)).head(count)
+    if longest_tokens is None:
+        return trace
+    output = np.minimum(trace.output_tokens, longest_tokens // 2)
+    return replace(trace, prompt_tokens=np.minimum(trace.prompt_tokens, longest_tokens - output), output_tokens=output)
+
+
+def _file(data: Path, path: Path) -> Path:
+    if not (data / path).is_file():
+        raise NotFound(f"no {path} below {data}; give the folder that holds `traces/`")
+    return data / path
+
+
+# MERGED clusters.py
+# Simulated instances of the papers' testbeds, and what a run of them comes to.
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Instances of one kind: an accelerator, how many of them, a model, and how the engine is run.
+
+    slowed: factor on every step (a second model on the same accelerator). kv_tokens: capacity, worked out if None.
+    """
+
+    accelerator: str
+    model: str
+    tensor_parallel: int = 1
+    limits: EngineLimits = field(default_factory=EngineLimits)
+    link: Link = field(default_factory=lambda: Link(12.5e9))
+    slowed: float = 1.0
+    kv_tokens: int | None = None
+
+
+def instances(testbed: Testbed, kind: Kind, role: Role, count: int = 1, prefix: str = "") -> tuple[InstanceSpec, ...]:
+    """`count` instances of one kind; ids are `prefix` (by default the role) and a number."""
+    model = testbed.model(kind.accelerator, kind.model, kind.tensor_parallel)
+    device = testbed.catalogue.get(kind.accelerator)
+    price = device.price_usd_hour * kind.tensor_parallel
+    times: StepTimes = model if kind.slowed == 1.0 else ScaledSteps(model, kind.slowed)
+    first = InstanceSpec(
+        instance_id="",
+        model=times,
+        role=role,
+        kv_tokens=kind.kv_tokens or testbed.kv_tokens(kind.accelerator, kind.model, kind.tensor_parallel),
+        kv_bytes_per_token=model.geometry.kv_bytes_per_token(),
+        limits=kind.limits,
+        link=kind.link,
+        accelerator=device.name,
+        accelerators=kind.tensor_parallel,
+        price_per_hour=price,
+        rates=rates_of(model, min(kind.limits.batched_tokens, 2048), price),
+    )
+    return tuple(first.renamed(f"{prefix or role.value}-{at}") for at in range(count))
+
+
+def mean_ttft_s(result: SimResult) -> float:
+    """Of completed requests."""
+    return float(result.outcomes.ttft_s[result.outcomes.completed].mean())
+
+
+def mean_jct_s(result: SimResult) -> float:
+    """Of completed requests."""
+    return float(result.outcomes.jct_s[result.outcomes.completed].mean())
+
+
+def p99_ttft_s(result: SimResult) -> float:
+    """Of completed requests."""
+    return float(np.percentile(result.outcomes.ttft_s[result.outcomes.completed], 99))
+
+
+def requests_per_s(result: SimResult) -> float:
+    """Completed requests over the run."""
+    return float(result.outcomes.completed.sum()) / result.duration_s
+
+
+def tokens_per_s(result: SimResult) -> float:
+    """Prompt and output tokens of completed requests over the run."""
+    done = result.outcomes.completed
+    total = result.outcomes.prompt_tokens[done].sum() + result.outcomes.output_tokens[done].sum()
+    return float(total) / result.duration_s
+
+
+def busy_s(result: SimResult, ids: Iterable[str] = ()) -> float:
+    """Seconds with a step under way, of those instances (of all, if none are named)."""
+    wanted = set(ids)
+    return sum(use.busy_s for use in result.instances if not wanted or use.instance_id in wanted)
+
+
+def change(ours: float, baseline: float) -> float:
+    """Percent by which `ours` differs from `baseline`."""
+    return 100.0 * (ours / baseline - 1.0)
+
+
+def weighed(spec: InstanceSpec, weight: float) -> InstanceSpec:
+    """The same with that share under weighted placement."""
+    return replace(spec, rates=msgspec.structs.replace(spec.rates, weight=weight))
+
+
+# MERGED stages.py
+# Instances whose layers lie on several groups of accelerators: pipeline parallelism, alike or unlike.
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`layers` layers on `tensor_parallel` accelerators."""
+
+    accelerator: str
+    layers: int
+    tensor_parallel: int = 1
+
+
+def staged(
+    testbed: Testbed,
+    name: str,
+    model: str,
+    stages: tuple[Stage, ...],
+    role: Role,
+    limits: EngineLimits,
+    link: Link,
+    hop: Link,
+) -> InstanceSpec:
+    """One instance; a single stage is a plain tensor-parallel one. hop: the path from a stage to the next.
+
+    As many batches are in flight as there are stages.
+    """
+    geometry = testbed.geometry(model)
+    models = tuple(testbed.stage(s.accelerator, model, s.tensor_parallel, s.layers) for s in stages)
+    lanes = len(stages)
+    per_token_s = geometry.hidden * 2.0 / (hop.bandwidth_bytes_s * hop.efficiency)
+    price = sum(testbed.catalogue.get(s.accelerator).price_usd_hour * s.tensor_parallel for s in stages)
+    return InstanceSpec(
+        instance_id=name,
+        model=models[0] if lanes == 1 else Pipeline(models, lanes, hop.latency_s, per_token_s),
+        role=role,
+        kv_tokens=_kv_tokens(testbed, stages, models),
+        kv_bytes_per_token=geometry.kv_bytes_per_token(),
+        limits=limits,
+        link=link,
+        accelerator="+".join(f"{s.tensor_parallel}x{s.accelerator}" for s in stages),
+        accelerators=sum(s.tensor_parallel for s in stages),
+        price_per_hour=price,
+        lanes=lanes,
+        rates=Rates(prefill=_prefill_cost(models), price_per_hour=price),
+    )
+
+
+def in_turn(spec: InstanceSpec) -> InstanceSpec:
+    """The same with lanes that take turns instead of overlapping: a step waits for a pass of every other lane."""
+    pipeline = spec.model
+    if not isinstance(pipeline, Pipeline):
+        return spec
+    passes = float(spec.lanes)
+    stages = tuple(ScaledSteps(stage, passes) for stage in pipeline.stages if isinstance(stage, StepModel))
+    hops = {"hop_s": passes * pipeline.hop_s, "hop_s_per_token": passes * pipeline.hop_s_per_token}
+    return replace(spec, model=Pipeline(stages, 1, **hops))
+
+
+def _kv_tokens(testbed: Testbed, stages: tuple[Stage, ...], models: tuple[StepModel, ...]) -> int:
+    """Every token has its KV on all stages: the tightest one decides."""
+    return min(
+        kv_capacity_tokens(
+            testbed.catalogue.get(stage.accelerator), model.geometry, tensor_parallel=stage.tensor_parallel
+        )
+        for stage, model in zip(stages, models, strict=True)
+    )
+
+
+def _prefill_cost(models: tuple[StepModel, ...]) -> PartialPrefillCost:
+    """Of a prompt that passes the stages alone."""
+    costs = [partial_prefill_of(model) for model in models]
+    return PartialPrefillCost(sum(cost.k_p for cost in costs), sum(cost.b_p for cost in costs))

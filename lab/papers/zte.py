@@ -6,11 +6,8 @@ from statistics import fmean
 
 import numpy as np
 
-from lab.papers.chart import Chart
-from lab.papers.clusters import Kind, change, instances, p99_ttft_s
-from lab.papers.rows import Row, Section, gain, order, told
-from lab.papers.testbed import Testbed
-from lab.papers.watermark import Watermark
+from lab.papers.report import Chart, Row, Section, gain, order, told
+from lab.papers.testbed import Kind, Testbed, Watermark, change, instances, p99_ttft_s
 from shared.cost.catalogue import Accelerator
 from shared.cost.geometry import ModelGeometry
 from shared.cost.network import Link

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from services.launcher import measuring
+from services.launcher import cli_common
 
 plan_app = typer.Typer(
     help="What each accelerator should do, and what to expect of it.", invoke_without_command=True, no_args_is_help=True
@@ -65,7 +65,7 @@ def plan_command(
     )
     answer = run_plan(PlanOptions(inventory, model, workload, slo, requests, wanted, out), Console())
     if as_json:
-        measuring.print_json(measuring.summary(answer))
+        cli_common.print_json(cli_common.summary(answer))
 
 
 @plan_app.command("inventory")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from services.launcher import measuring
+from services.launcher import cli_common
 
 _Trace = Annotated[
     str,
@@ -90,4 +90,4 @@ def simulate_command(
     )
     result = run_simulation(options, Console())
     if as_json:
-        measuring.print_json(measuring.summary(result))
+        cli_common.print_json(cli_common.summary(result))

@@ -2,22 +2,211 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from string import Template
 
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
 from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
 from rich.table import Table
 from rich.text import Text
 
-from lab.simulate import impossible, report
+from lab.simulate import report
 from lab.simulate.deployment import Deployment
-from lab.simulate.plots import Plot, plots_of
-from lab.simulate.report import Run
+from lab.simulate.report import Run, file_word
 from shared import palette
 from shared.errors import InvalidRequest
+from shared.sim.outcomes import LoadTimeline, SimResult
 from shared.sim.workload import Workload
+
+# MERGED plots.py
+# Plots of a simulation: latency by policy, how it went over time, load and roles of each instance.
+
+
+_POINTS = 500  # of a distribution
+_STRETCHES = 60  # of a run, over each of which percentiles are taken
+_LEAST = 5  # requests of a stretch, that one says anything
+_SLO, _DOTTED = "Dashed: the SLO.", "Dotted: 99th percentile."
+Scale = list[tuple[float, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A figure, and by ground what is coloured otherwise on it: the scale of each trace that has one."""
+
+    name: str
+    title: str
+    figure: go.Figure
+    note: str = ""
+    light: dict[int, Scale] = field(default_factory=dict)
+    dark: dict[int, Scale] = field(default_factory=dict)
+
+
+def plots_of(runs: Sequence[Run]) -> list[Plot]:
+    """All of them, in the order in which they are read."""
+    found = [
+        Plot("latency", "Latency: share of completed requests within a time", latency_figure(runs), _SLO),
+        Plot("course", "TTFT and TPOT by time of arrival", course_figure(runs), f"Solid: median. {_DOTTED} {_SLO}"),
+    ]
+    if any(run.goodput is not None and run.goodput.tried for run in runs):
+        found.append(Plot("goodput", "Goodput: SLO attainment by rate", goodput_figure(runs)))
+    for run in runs:
+        if run.result.timeline is not None and len(run.result.timeline.time_s):
+            found.append(load_plot(run.result, run.result.timeline, run.label))
+    return found
+
+
+def latency_figure(runs: Sequence[Run]) -> go.Figure:
+    """Shares of completed requests whose TTFT, TPOT and JCT do not exceed a time; the SLO as a dashed line."""
+    kinds = ("ttft", "tpot", "jct")
+    figure = make_subplots(rows=1, cols=3, subplot_titles=[f"{kind.upper()} (s)" for kind in kinds], shared_yaxes=True)
+    for number, run in enumerate(runs):
+        outcomes = run.result.outcomes
+        for column, kind in enumerate(kinds, 1):
+            values = getattr(outcomes, f"{kind}_s")[outcomes.completed]
+            seconds, shares = _distribution(values[np.isfinite(values)])
+            figure.add_trace(_line(run, number, seconds, shares, legend=column == 1), row=1, col=column)
+    slo = runs[0].spec.slo
+    for column, target in ((1, slo.ttft_s), (2, slo.tpot_s)):
+        figure.add_vline(x=target, line={"dash": "dash", "color": palette.BAD, "width": 1}, row=1, col=column)
+    figure.update_yaxes(tickformat=".0%", rangemode="tozero")
+    figure.update_xaxes(type="log", dtick="D2")
+    return _framed(figure, 380, len(runs))
+
+
+def course_figure(runs: Sequence[Run]) -> go.Figure:
+    """Median (line) and 99th percentile (dotted) of TTFT and TPOT of the requests that came in each stretch of time."""
+    kinds = ("ttft", "tpot")
+    figure = make_subplots(rows=1, cols=2, subplot_titles=[f"{kind.upper()} (s)" for kind in kinds])
+    for number, run in enumerate(runs):
+        outcomes = run.result.outcomes
+        for column, kind in enumerate(kinds, 1):
+            middle_s, p50, p99 = _course(outcomes.arrival_s, getattr(outcomes, f"{kind}_s"), outcomes.completed)
+            figure.add_trace(_line(run, number, middle_s, p50, legend=column == 1), row=1, col=column)
+            figure.add_trace(_line(run, number, middle_s, p99, legend=False, dash="dot"), row=1, col=column)
+    slo = runs[0].spec.slo
+    for column, target in ((1, slo.ttft_s), (2, slo.tpot_s)):
+        figure.add_hline(y=target, line={"dash": "dash", "color": palette.BAD, "width": 1}, row=1, col=column)
+    figure.update_xaxes(title_text="seconds from the start")
+    figure.update_yaxes(type="log", dtick="D2")
+    return _framed(figure, 380, len(runs))
+
+
+def goodput_figure(runs: Sequence[Run]) -> go.Figure:
+    """Attainment at each rate that the search tried."""
+    figure = make_subplots(rows=1, cols=1)
+    for number, run in enumerate(runs):
+        tried = sorted(run.goodput.tried) if run.goodput is not None else []
+        rates, attained = np.array([rate for rate, _ in tried]), np.array([share for _, share in tried])
+        figure.add_trace(_line(run, number, rates, attained, legend=True, mode="lines+markers"))
+    figure.update_xaxes(title_text="requests/s")
+    figure.update_yaxes(tickformat=".0%", rangemode="tozero")
+    return _framed(figure, 340, len(runs))
+
+
+def load_plot(result: SimResult, timeline: LoadTimeline, label: str) -> Plot:
+    """Role, requests in decode, queued prefill tokens and KV of every instance over time."""
+    names = [use.instance_id for use in result.instances]
+    gone = timeline.role < 0
+    rows: tuple[tuple[str, NDArray[np.generic], str, float | None], ...] = (
+        ("role", np.where(gone, -1, timeline.role), "", 1.0),
+        ("requests in decode", timeline.decoding, palette.DECODE, None),
+        ("prefill tokens that wait", timeline.queued_prefill_tokens, palette.PREFILL, None),
+        ("share of KV in use", timeline.kv_share, palette.TRANSFER, 1.0),
+    )
+    figure = make_subplots(
+        rows=len(rows), cols=1, shared_xaxes=True, vertical_spacing=0.06, subplot_titles=[row[0] for row in rows]
+    )
+    for number, (title, values, colour, most) in enumerate(rows, 1):
+        known = np.asarray(values, dtype=np.float64) if not colour else np.where(gone, np.nan, values)
+        figure.add_trace(_heat(timeline, names, title, known, -1.0 if not colour else 0.0, most), row=number, col=1)
+    figure.update_xaxes(title_text="seconds from the start", row=len(rows), col=1)
+    figure.update_yaxes(autorange="reversed")
+    _framed(figure, len(rows) * (70 + min(18, max(6, 900 // len(names))) * len(names)), 0)
+    scales = (
+        {at: _roles(ground) if not colour else ground.heat(colour) for at, (_, _, colour, _) in enumerate(rows)}
+        for ground in (palette.LIGHT, palette.DARK)
+    )
+    return Plot(f"load-{file_word(label)}", f"Load of each instance: {label}", figure, "", *scales)
+
+
+def _heat(
+    timeline: LoadTimeline, names: list[str], title: str, values: NDArray[np.float64], least: float, most: float | None
+) -> go.Heatmap:
+    return go.Heatmap(
+        x=timeline.time_s,
+        y=names,
+        z=values.T,
+        zmin=least,
+        zmax=most,
+        showscale=False,
+        hovertemplate=f"%{{y}} at %{{x:.2f}} s<br>{title}: %{{z}}<extra></extra>",
+    )
+
+
+def _roles(ground: palette.Ground) -> Scale:
+    """Gone, prefill, decode: -1, 0, 1."""
+    shades = (ground.line, palette.PREFILL, palette.DECODE)
+    return [(edge / 3, shade) for at, shade in enumerate(shades) for edge in (at, at + 1)]
+
+
+def _line(
+    run: Run,
+    number: int,
+    x: NDArray[np.float64],
+    y: NDArray[np.float64],
+    *,
+    legend: bool,
+    dash: str = "solid",
+    mode: str = "lines",
+) -> go.Scatter:
+    colour = palette.SERIES[number % len(palette.SERIES)]
+    group = {"name": run.label, "legendgroup": run.label, "showlegend": legend}
+    return go.Scatter(x=x, y=y, mode=mode, line={"color": colour, "dash": dash, "width": 2}, **group)
+
+
+def _framed(figure: go.Figure, height: int, labels: int) -> go.Figure:
+    """The frame that all have; colours come with the ground. A legend only where there is something to tell apart."""
+    figure.update_layout(
+        template="none",
+        height=height,
+        margin={"l": 8, "r": 8, "t": 36, "b": 8},
+        showlegend=labels > 1,
+        legend={"orientation": "h", "y": -0.2},
+    )
+    figure.update_xaxes(automargin=True)
+    figure.update_yaxes(automargin=True)
+    return figure
+
+
+def _distribution(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    if not len(values):
+        return np.empty(0), np.empty(0)
+    shares = np.linspace(0.0, 1.0, min(_POINTS, len(values)) + 1)
+    return np.asarray(np.quantile(values, shares), dtype=np.float64), shares
+
+
+def _course(
+    arrival_s: NDArray[np.float64], values_s: NDArray[np.float64], completed: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """The middle of each stretch with enough requests, and their median and 99th percentile."""
+    use = completed & np.isfinite(values_s)
+    if not use.any():
+        return np.empty(0), np.empty(0), np.empty(0)
+    edges = np.linspace(arrival_s[0], arrival_s[-1], _STRETCHES + 1)
+    at = np.clip(np.searchsorted(edges, arrival_s, side="right") - 1, 0, _STRETCHES - 1)
+    rows = [
+        ((edges[one] + edges[one + 1]) / 2, *np.quantile(values_s[chosen], (0.5, 0.99)))
+        for one in range(_STRETCHES)
+        if (chosen := use & (at == one)).sum() >= _LEAST
+    ]
+    middle, p50, p99 = np.array(rows, dtype=np.float64).reshape(-1, 3).T
+    return middle, p50, p99
+
 
 NAME = "report.html"
 _HERE = Path(__file__).parent
@@ -60,7 +249,7 @@ def page(deployment: Deployment, workload: Workload, runs: Sequence[Run]) -> str
 def _alarms(deployment: Deployment, runs: Sequence[Run]) -> list[str]:
     told: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
-        if (found := impossible.found(run.result.outcomes, deployment.instances)) is not None:
+        if (found := report.found(run.result.outcomes, deployment.instances)) is not None:
             told.setdefault(found.sentences(), []).append(run.label)
     return [
         f'<div class="alarm"><b>{escape(loud)}</b>{escape(more)}{_of(labels, runs)}</div>'

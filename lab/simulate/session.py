@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from lab.simulate import impossible
+from lab.simulate import report
 from lab.simulate.deployment import Deployment, load_deployment
 from lab.simulate.report import Run, show, write_csv
 from lab.simulate.sim_file import load_prediction
@@ -55,7 +55,7 @@ def run_simulation(options: SimulateOptions, console: Console) -> dict[str, Any]
     deployment = load_deployment(options.cluster, options.calibration)
     workload = make_workload(options.workload)
     specs = run_specs(options, deployment, workload)
-    hopeless = impossible.certain(workload, deployment.instances)
+    hopeless = report.certain(workload, deployment.instances)
     if hopeless is not None:  # before anything runs: it may take long
         console.print(Text(hopeless.sentences()[0], "bold red"))
     with _progress() as progress:

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from services.launcher.cluster_file import CLUSTERS
-from services.launcher.cluster_sections import with_defaults
+from services.launcher.cluster_file import CLUSTERS, with_defaults
 from services.worker.settings import ChunkSetting
 from shared.cost.geometry import RESERVE_BYTES, UTILISATION
 from shared.cost.network import LinkEntry, NetworkEntry

@@ -3,22 +3,48 @@
 import asyncio
 import importlib
 import sys
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from sqlalchemy.exc import SQLAlchemyError
 
-from services.launcher import cli_options, completion, database, keys, measuring
+from services.launcher import cli_common, cluster_keys
 from services.launcher.cli_bench import bench_app
+from services.launcher.cli_common import DATA_DIR, DataDir, Json
 from services.launcher.cli_look import look_app
 from services.launcher.cli_operate import operate_app
-from services.launcher.cli_options import DATA_DIR, DataDir, Json
-from services.launcher.render.command import render_app
+from services.launcher.render.manifests import render_app
 from services.launcher.up import UpOptions, up
-from shared.errors import PolyphaseError
+from shared.errors import PolyphaseError, Unavailable
 from shared.runtime.keys import new_token
+from shared.store.database import open_engine
+from shared.store.migrate import migrate
+
+# MERGED database.py
+# `polyphase migrate`: the newest schema, before anything writes.
+
+
+_AGAIN_S = 0.5
+
+
+async def migrate_url(url: str, wait_s: float) -> None:
+    """Try for `wait_s` seconds. Raises InvalidRequest for a URL that is none, Unavailable with the last reason."""
+    until = time.monotonic() + wait_s
+    while True:
+        engine = open_engine(url)
+        try:
+            return await migrate(engine)
+        except (OSError, SQLAlchemyError, TimeoutError) as error:
+            if time.monotonic() > until:
+                raise Unavailable(f"the database does not answer: {type(error).__name__}: {error}") from error
+        finally:
+            await engine.dispose()
+        await asyncio.sleep(_AGAIN_S)
+
 
 SERVE, MEASURE = "Serve", "Plan and measure"
 app = typer.Typer(
@@ -30,11 +56,14 @@ app.add_typer(operate_app)
 app.add_typer(keys_app, name="keys", rich_help_panel=SERVE)
 app.add_typer(render_app, name="render", rich_help_panel=SERVE)
 app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
-app.add_typer(measuring.from_lab("calibrate.command", "calibrate_app"), name="calibrate", rich_help_panel=MEASURE)
-app.add_typer(measuring.from_lab("plan.command", "plan_app"), name="plan", rich_help_panel=MEASURE)
+app.add_typer(cli_common.from_lab("calibrate.command", "calibrate_app"), name="calibrate", rich_help_panel=MEASURE)
+app.add_typer(cli_common.from_lab("plan.command", "plan_app"), name="plan", rich_help_panel=MEASURE)
 
 ClusterFile = Annotated[
-    Path, typer.Option(help="A cluster file, or the name of one that is shipped.", autocompletion=completion.clusters)
+    Path,
+    typer.Option(
+        help="A cluster file, or the name of one that is shipped.", autocompletion=cli_common.complete_clusters
+    ),
 ]
 ModelName = Annotated[str, typer.Option(help="A Hugging Face name or a folder, instead of the file's.")]
 LAPTOP, DEMO = Path("laptop"), Path("demo")
@@ -43,7 +72,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 def _say_version(wanted: bool) -> None:
     if wanted:
-        print(cli_options.version())
+        print(cli_common.version())
         raise typer.Exit
 
 
@@ -96,7 +125,7 @@ def demo_command(
     data_dir: Annotated[Path | None, typer.Option("--data-dir", help="Default: a temporary folder.")] = None,
 ) -> None:
     """Start a suite on free ports, put it through everything it promises, and report."""
-    demo = measuring.from_lab("demo.run", "demo")
+    demo = cli_common.from_lab("demo.run", "demo")
     options = UpOptions(cluster, model)
     if not asyncio.run(demo(options, data_dir, Console(), as_json=as_json, keep=keep)):
         raise typer.Exit(1)
@@ -111,7 +140,7 @@ def keys_add(
     role: Annotated[str, typer.Option(help="At the dashboard: look or operate; none: the API only.")] = "",
 ) -> None:
     """Make an API key. Its secret is shown once and kept nowhere."""
-    secret = keys.add_key(file, name, rate, burst, role)
+    secret = cluster_keys.add_key(file, name, rate, burst, role)
     print(f"{name!r} is in {file}. The secret, shown only now:", file=sys.stderr)
     print(secret)
 
@@ -119,7 +148,7 @@ def keys_add(
 @keys_app.command("curve")
 def keys_curve() -> None:
     """Make the key pair that encrypts traffic between hosts; its two lines go into the cluster file."""
-    for key, value in keys.curve_pair().items():
+    for key, value in cluster_keys.curve_pair().items():
         print(f"{key}: '{value}'")
 
 
@@ -136,8 +165,8 @@ def keys_init(
     database: Annotated[Path | None, typer.Option(help="A folder for a password of PostgreSQL's, too.")] = None,
 ) -> None:
     """Make an API key, a CurveZMQ pair and the cluster's secret, for containers; what is there already stays."""
-    made = keys.init_folder(folder, api)
-    made += keys.init_database(database) if database is not None else []
+    made = cluster_keys.init_folder(folder, api)
+    made += cluster_keys.init_database(database) if database is not None else []
     print(f"{folder}: made or completed {', '.join(made)}" if made else f"{folder}: everything is there already")
 
 
@@ -147,11 +176,11 @@ def migrate_command(
     wait: Annotated[float, typer.Option(help="Seconds for the database to come up.")] = 0.0,
 ) -> None:
     """Bring a database to the newest schema. Services do so themselves; here it is done before any of them starts."""
-    asyncio.run(database.migrate_url(url, wait))
+    asyncio.run(migrate_url(url, wait))
     print("the database has the newest schema")
 
 
-app.command("simulate", rich_help_panel=MEASURE)(measuring.from_lab("simulate.command", "simulate_command"))
+app.command("simulate", rich_help_panel=MEASURE)(cli_common.from_lab("simulate.command", "simulate_command"))
 
 
 @app.command("predictor", rich_help_panel=MEASURE, context_settings=_PASS_ON)

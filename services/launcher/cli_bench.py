@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from services.launcher import measuring
+from services.launcher import cli_common
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure. Exit code 0 only if every aim is met.")
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")]
@@ -36,7 +36,7 @@ def _add_bench(name: str, text: str) -> None:
 
 
 def _measure(name: str, as_json: bool, *arguments: object) -> None:
-    if not measuring.report(Console(), measuring.find_bench(name)(*arguments), as_json):
+    if not cli_common.report(Console(), cli_common.find_bench(name)(*arguments), as_json):
         raise typer.Exit(1)
 
 
@@ -105,10 +105,10 @@ def bench_policies(
     if live and results is not None:
         raise typer.BadParameter("--live measures all of it anew: --results is of the simulated runs")
     if live:
-        options = measuring.from_lab("bench.policies_live", "LiveOptions")
+        options = cli_common.from_lab("bench.policies_live", "LiveOptions")
         _measure("policies_live", as_json, options(tuple(scenario or ()), runs))
         return
-    options = measuring.from_lab("bench.policies", "PoliciesOptions")
+    options = cli_common.from_lab("bench.policies", "PoliciesOptions")
     _measure("policies", as_json, options(tuple(scenario or ()), results, processes))
 
 
@@ -130,7 +130,7 @@ def bench_mixed(
     as_json: Json = False,
 ) -> None:
     """Two real engines, one held to a third of the other's cores: every way to share them (half an hour; root)."""
-    options = measuring.from_lab("bench.mixed", "MixedOptions")
+    options = cli_common.from_lab("bench.mixed", "MixedOptions")
     _measure("mixed", as_json, data, options(rounds, quick))
 
 
@@ -143,7 +143,7 @@ def bench_prefix(
     as_json: Json = False,
 ) -> None:
     """What adaptive finds in prefix caches, beside least_load and an oracle: traces simulated, chats live (root)."""
-    options = measuring.from_lab("bench.prefix", "PrefixOptions")
+    options = cli_common.from_lab("bench.prefix", "PrefixOptions")
     _measure("prefix", as_json, data, options(rounds, simulated or not live, live or not simulated))
 
 
@@ -155,7 +155,7 @@ def bench_plan(
     as_json: Json = False,
 ) -> None:
     """The planner: the papers' cases, beside the oracle and every other method, and on 512 accelerators (long)."""
-    options = measuring.from_lab("bench.plan", "PlanBenchOptions")
+    options = cli_common.from_lab("bench.plan", "PlanBenchOptions")
     _measure("plan", as_json, options(data, tuple(part or ()), processes))
 
 
@@ -182,14 +182,14 @@ def bench_chaos(
     as_json: Json = False,
 ) -> None:
     """Kill, freeze, cut, flood and lie to a suite under load: what clients saw, and what recovered when."""
-    options = measuring.from_lab("chaos.run", "ChaosOptions")
+    options = cli_common.from_lab("chaos.run", "ChaosOptions")
     chosen = options(tuple(only or ()), seed, minutes if at_random else 0.0, write_docs, logs, kv_transport)
     if show:
-        measuring.from_lab("chaos.run", "show_scenarios")(chosen, Console())
+        cli_common.from_lab("chaos.run", "show_scenarios")(chosen, Console())
         return
-    answer = measuring.summary(measuring.find_bench("chaos")(chosen, Console(stderr=as_json)))
+    answer = cli_common.summary(cli_common.find_bench("chaos")(chosen, Console(stderr=as_json)))
     if as_json:
-        measuring.print_json(answer)
+        cli_common.print_json(answer)
     if not answer["ok"]:
         raise typer.Exit(1)
 
@@ -201,10 +201,10 @@ def bench_troubles(
     as_json: Json = False,
 ) -> None:
     """Stage troubles on running suites: what the verdict says of each, and whether every figure of it is right."""
-    options = measuring.from_lab("bench.troubles", "TroublesOptions")
+    options = cli_common.from_lab("bench.troubles", "TroublesOptions")
     console = Console(stderr=as_json)
-    answer = measuring.summary(measuring.find_bench("troubles")(options(tuple(only or ()), logs), console))
+    answer = cli_common.summary(cli_common.find_bench("troubles")(options(tuple(only or ()), logs), console))
     if as_json:
-        measuring.print_json(answer)
+        cli_common.print_json(answer)
     if not answer["ok"]:
         raise typer.Exit(1)

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from services.launcher import completion, explaining, happenings, logs, measuring, operate, sight, status, top
-from services.launcher.cli_options import DATA_DIR, DataDir, Follow, Json, Monitor, Scheduler, until_interrupted
+from services.launcher import cli_common, events, logs, operate, status
+from services.launcher.cli_common import DATA_DIR, DataDir, Follow, Json, Monitor, Scheduler, until_interrupted
 
 look_app = typer.Typer()
 LOOK = "Look"
@@ -26,9 +26,9 @@ def status_command(
 
     Exit code 0: good, or nothing is asked for. 3: degraded, or the monitor is away. 4: down. 1: no suite runs there.
     """
-    seen = asyncio.run(sight.look(data_dir, monitor))
+    seen = asyncio.run(status.observe(data_dir, monitor))
     if as_json:
-        measuring.print_json(seen.as_json())
+        cli_common.print_json(seen.as_json())
     else:
         status.show(Console(), seen, everything=everything)
     if code := status.exit_code(seen):
@@ -47,13 +47,14 @@ def top_command(
 
     While the monitor is away what it said last stays, greyed, with its age.
     """
-    until_interrupted(top.run(Console(), partial(sight.look, data_dir, monitor, rates=True), once=once))
+    until_interrupted(status.run_top(Console(), partial(status.observe, data_dir, monitor, rates=True), once=once))
 
 
 @look_app.command("logs", rich_help_panel=LOOK)
 def logs_command(
     name: Annotated[
-        str, typer.Argument(help="A process: monitor, gateway, decode-0, …", autocompletion=completion.processes)
+        str,
+        typer.Argument(help="A process: monitor, gateway, decode-0, …", autocompletion=cli_common.complete_processes),
     ],
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 100,
     follow: Follow = False,
@@ -93,11 +94,11 @@ def explain_command(
 
     Also of one that is under way. The id is the one in the answer, or the one that the client gave.
     """
-    explained = asyncio.run(explaining.find(explaining.scheduler_urls(data_dir, scheduler), request))
+    explained = asyncio.run(events.find_request(events.scheduler_urls(data_dir, scheduler), request))
     if as_json:
-        measuring.print_json(explained.as_json())
+        cli_common.print_json(explained.as_json())
     else:
-        explaining.show(Console(), explained, figures=figures)
+        events.show_explanation(Console(), explained, figures=figures)
 
 
 @look_app.command("events", rich_help_panel=LOOK)
@@ -105,7 +106,7 @@ def events_command(
     kind: Annotated[
         list[str] | None, typer.Option("--kind", help="Such as death or policy_flip; again for more kinds.")
     ] = None,
-    instance: Annotated[str, typer.Option(help="Of this one only.", autocompletion=completion.instances)] = "",
+    instance: Annotated[str, typer.Option(help="Of this one only.", autocompletion=cli_common.complete_instances)] = "",
     since: Annotated[str, typer.Option(help="Not older than 90s, 10m, 2h, 1d.")] = "",
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="At most so many, the newest.")] = 50,
     follow: Follow = False,
@@ -119,22 +120,20 @@ def events_command(
 
     Newest last. With --json each is a line of its own.
     """
-    wanted = happenings.EventsWanted(tuple(kind or ()), instance, happenings.ago_s(since) if since else None, limit)
+    wanted = events.EventsWanted(tuple(kind or ()), instance, events.ago_s(since) if since else None, limit)
     until_interrupted(_events(operate.monitor_url(data_dir, monitor), wanted, follow, as_json))
 
 
-async def _events(url: str, wanted: happenings.EventsWanted, follow: bool, as_json: bool) -> None:
+async def _events(url: str, wanted: events.EventsWanted, follow: bool, as_json: bool) -> None:
     console, none = Console(), True
-    async for row in happenings.events(url, wanted, follow=follow):
+    async for row in events.events(url, wanted, follow=follow):
         none = False
         if as_json:
-            measuring.print_json(row)
+            cli_common.print_json(row)
         else:
-            happenings.show_event(console, row)
+            events.show_event(console, row)
     if none and not as_json:
-        console.print(
-            "nothing of that kind happened" if wanted != happenings.EventsWanted() else "nothing happened yet"
-        )
+        console.print("nothing of that kind happened" if wanted != events.EventsWanted() else "nothing happened yet")
 
 
 @look_app.command("requests", rich_help_panel=LOOK)
@@ -143,7 +142,9 @@ def requests_command(
     missed: Annotated[
         bool | None, typer.Option("--missed/--met", help="Only those that missed, or met, theirs.")
     ] = None,
-    instance: Annotated[str, typer.Option(help="That were on this one.", autocompletion=completion.instances)] = "",
+    instance: Annotated[
+        str, typer.Option(help="That were on this one.", autocompletion=cli_common.complete_instances)
+    ] = "",
     outcome: Annotated[str, typer.Option(help="Such as stop, length, cancelled, or an error's code.")] = "",
     slo: Annotated[str, typer.Option("--class", help="Of this SLO class.")] = "",
     caller: Annotated[str, typer.Option(help="Of the API key of this name.")] = "",
@@ -160,11 +161,11 @@ def requests_command(
 
     Example: polyphase requests --missed --since 10m
     """
-    wanted = happenings.RequestsWanted(
-        request, caller, slo, instance, outcome, missed, happenings.ago_s(since) if since else None, order, limit
+    wanted = events.RequestsWanted(
+        request, caller, slo, instance, outcome, missed, events.ago_s(since) if since else None, order, limit
     )
-    answer = asyncio.run(happenings.requests(explaining.scheduler_urls(data_dir, scheduler), wanted))
+    answer = asyncio.run(events.requests(events.scheduler_urls(data_dir, scheduler), wanted))
     if as_json:
-        measuring.print_json(answer)
+        cli_common.print_json(answer)
     else:
-        happenings.show_requests(Console(), answer)
+        events.show_requests(Console(), answer)

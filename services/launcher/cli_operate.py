@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from services.launcher import completion, measuring, operate, policies, proposals
-from services.launcher.cli_options import DATA_DIR, DataDir, Force, Instance, Json, Monitor
+from services.launcher import cli_common, operate
+from services.launcher.cli_common import DATA_DIR, DataDir, Force, Instance, Json, Monitor
 from shared.errors import InvalidRequest
 
 operate_app = typer.Typer()
@@ -72,7 +72,7 @@ def operation_command(
     """How a flip, drain or resume stands, by its id: for one whose answer never came."""
     answer = asyncio.run(operate.operation(operation_id, operate.monitor_url(data_dir, monitor)))
     if as_json:
-        measuring.print_json(answer)
+        cli_common.print_json(answer)
     else:
         operate.show_outcome(Console(), answer["kind"], answer["instance_id"], answer)
 
@@ -81,7 +81,9 @@ def operation_command(
 def policies_command(
     wanted: Annotated[
         list[str] | None,
-        typer.Argument(help="Such as split=fraction:fraction=0.5, or sjf.", autocompletion=completion.policies),
+        typer.Argument(
+            help="Such as split=fraction:fraction=0.5, or sjf.", autocompletion=cli_common.complete_policies
+        ),
     ] = None,
     reset: Annotated[bool, typer.Option("--reset", help="Back to the file's: all, or the kinds named.")] = False,
     choices: Annotated[
@@ -99,15 +101,15 @@ def policies_command(
     """
     if choices and (wanted or reset):
         raise InvalidRequest("--choices only lists what there is: leave it out to change policies")
-    change = policies.reset_of(wanted or ()) if reset else policies.change_of(wanted or ())
+    change = operate.reset_of(wanted or ()) if reset else operate.change_of(wanted or ())
     url = operate.monitor_url(data_dir, monitor)
-    answer = asyncio.run(policies.act(url, change, operate.actor(), operate.token(data_dir, url)))
+    answer = asyncio.run(operate.change_policies(url, change, operate.actor(), operate.token(data_dir, url)))
     if as_json:
-        measuring.print_json(answer)
+        cli_common.print_json(answer)
     elif choices:
-        policies.show_choices(Console(), answer["policies"])
+        operate.show_choices(Console(), answer["policies"])
     else:
-        policies.show(Console(), answer)
+        operate.show_policies(Console(), answer)
 
 
 @operate_app.command("proposals", rich_help_panel=OPERATE)
@@ -121,13 +123,13 @@ def proposals_command(
     as_json: Json = False,
 ) -> None:
     """What the planner proposes for the running cluster, and what is expected of it; accept or refuse."""
-    wanted = proposals.Wanted(accept, refuse, ask, auto)
-    url = proposals.planner_url(data_dir, planner)
-    answer = asyncio.run(proposals.act(url, wanted, operate.actor(), operate.token(data_dir, url)))
+    wanted = operate.Wanted(accept, refuse, ask, auto)
+    url = operate.planner_url(data_dir, planner)
+    answer = asyncio.run(operate.answer_proposal(url, wanted, operate.actor(), operate.token(data_dir, url)))
     if as_json:
-        measuring.print_json(answer)
+        cli_common.print_json(answer)
     else:
-        proposals.show(Console(), answer)
+        operate.show_proposals(Console(), answer)
     if answer["failed"]:
         raise typer.Exit(1)
 
@@ -147,6 +149,6 @@ def _operate(
     with console.status(f"{operate.DOING[what]} {instance}…"):  # nothing where it is no terminal
         answer: dict[str, Any] = asyncio.run(operate.act(what, instance, url, token, timeout_s=timeout_s, force=force))
     if as_json:
-        measuring.print_json(answer)
+        cli_common.print_json(answer)
     else:
         operate.show_outcome(console, what, instance, answer)

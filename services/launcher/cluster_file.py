@@ -2,30 +2,235 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
-
-from services.launcher.cluster_sections import (
-    DashboardSection,
-    GatewaySection,
-    InstanceSection,
-    LauncherSection,
-    MonitorSection,
-    PlannerSection,
-    PredictorSection,
-    SchedulerSection,
-    with_defaults,
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
 )
+
+from gateway.settings import GatewaySettings
+from predictor.settings import PredictorSettings
+from services.cluster_monitor.settings import MonitorSettings
+from services.global_scheduler.settings import SchedulerSettings
 from services.launcher.model_source import resolve_model, resolve_path, shipped_or_own
+from services.planner.settings import PlannerSettings
+from services.worker.settings import WorkerSettings
 from shared.cost.network import NetworkEntry
+from shared.domain.instance import Role
+from shared.domain.kv import Codec
 from shared.domain.numbers import infinite_in
+from shared.domain.policies import KINDS
 from shared.errors import InvalidRequest
 from shared.files.faults import describe, meant, unknown
 from shared.files.places import Places
 from shared.files.yaml_file import read_document
 from shared.runtime.keys import checked
-from shared.runtime.settings import Tracing
+from shared.runtime.settings import ServiceSettings, Tracing
+
+# MERGED cluster_sections.py
+# The sections of a cluster file: what may be said of each process, and what follows from the rest of the file.
+
+
+_MOVED = frozenset(  # from the sections into `policies`: they are one for the cluster
+    kind + suffix for kind in KINDS for suffix in ("", "_parameters")
+)
+_AT_THE_TOP = frozenset({"curve_public", "curve_secret", "cluster_token", "database_url", "model"})
+COMMON = _AT_THE_TOP | {"monitor_url", "broadcast_address", "cluster_token_file", "curve_file"}
+
+
+class Section(BaseModel):
+    """One process's part of the file: our keys, and any setting of it that the launcher does not derive."""
+
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="allow")
+    settings: ClassVar[type[ServiceSettings]] = ServiceSettings
+    derived: ClassVar[frozenset[str]] = frozenset()  # settings that follow from the rest of the file
+
+    enabled: bool = True
+    env: dict[str, str] = Field({}, repr=False)  # further environment of the process
+
+    @model_validator(mode="after")
+    def _known_keys(self) -> Self:
+        faults = [f"{key}: {fault}" for key in self.extra if (fault := self._fault_of(key))]
+        if faults:
+            raise ValueError("\n".join(faults))
+        return self
+
+    def _fault_of(self, key: str) -> str:
+        """Why a key may not stand here; empty if it may."""
+        choices = (set(self.settings.model_fields) - self.derived - COMMON) | set(type(self).model_fields)
+        if key in _MOVED:
+            kind = key.removesuffix("_parameters")
+            return f"it belongs to the whole cluster: write `policies: {{{kind}: …}}` at the top"
+        if key in choices:
+            return ""
+        if key in _AT_THE_TOP:
+            return "it belongs to the whole cluster: write it at the top of the file"
+        if key in self.settings.model_fields:
+            return "it follows from the rest of the file, and is not to be given"
+        return unknown("key", key, choices)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The settings of the process that the file gives."""
+        return self.model_extra or {}
+
+
+class LauncherSection(BaseModel):
+    """How patient `polyphase up` is with its processes, in seconds."""
+
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
+
+    # The longest a process may take to become healthy; None: 300, and more for an instance, see `start_time`.
+    start_s: float | None = Field(None, gt=0)
+    hang_s: float = Field(6.0, ge=0)  # so long without a healthy answer it is killed and started again; 0: never
+
+
+class GatewaySection(Section):
+    """The API. `extra`: GatewaySettings."""
+
+    settings = GatewaySettings
+    derived = frozenset(
+        {"schedulers", "served_model_name", "max_model_len", "gateway_id", "predictors", "predictors_beside"}
+        | {"process", "own_port", "shared_table"}
+    )
+
+    host: str = ""  # default: the address of the control host
+    port: int = Field(8000, gt=0, lt=65536)
+    processes: int = Field(1, gt=0, le=16)  # that listen on it together
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes that this section stands for."""
+        return _numbered("gateway", self.processes) if self.enabled else ()
+
+    @property
+    def lossy_kv(self) -> bool:
+        """Whether KV of any request may be sent with a lossy codec."""
+        classes = self.extra.get("slo")
+        rows = classes.values() if isinstance(classes, dict) else ()
+        named = [each.get("lossy_kv") for each in rows if isinstance(each, dict)]
+        return any(codec.lossy and codec in (self.extra.get("kv_codec"), *named) for codec in Codec)
+
+
+class SchedulerSection(Section):
+    """The global schedulers, all alike. `extra`: SchedulerSettings."""
+
+    settings = SchedulerSettings
+    derived = frozenset({"scheduler_id", "http_host", "http_port", "rpc_address", "predictor_urls"})
+
+    count: int = Field(1, gt=0, le=16)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes that this section stands for."""
+        return _numbered("scheduler", self.count)
+
+
+class MonitorSection(Section):
+    """The cluster monitor. `extra`: MonitorSettings."""
+
+    settings = MonitorSettings
+    derived = frozenset(
+        {"monitor_id", "http_host", "http_port", "heartbeat_address", "policies", "expected_instances"}
+    ) | {"advertise_url", "scrape"}
+
+
+class PredictorSection(Section):
+    """The length predictors, all alike: `count` of them on the control host, or one beside each instance.
+    `extra`: PredictorSettings.
+    """
+
+    settings = PredictorSettings
+    derived = frozenset({"host", "port", "rpc_address"})
+
+    count: int = Field(1, gt=0, le=16)
+    beside: Literal["prefill"] | None = None  # each request is predicted beside its prefill instance
+
+    @model_validator(mode="after")
+    def _counted_or_beside(self) -> Self:
+        if self.beside and self.count != 1:
+            raise ValueError(f"count: with `beside` every instance has one predictor, leave count ({self.count}) out")
+        return self
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes on the control host that this section stands for."""
+        return _numbered("predictor", self.count) if self.enabled and not self.beside else ()
+
+    @staticmethod
+    def name_beside(instance_id: str) -> str:
+        """The process beside an instance."""
+        return f"predictor-{instance_id}"
+
+
+class PlannerSection(Section):
+    """The planner. `extra`: PlannerSettings."""
+
+    settings = PlannerSettings
+    derived = frozenset({"http_host", "http_port"})
+
+
+class DashboardSection(BaseModel):
+    """The web page."""
+
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="forbid")
+
+    enabled: bool = True
+    port: int = Field(8501, gt=0, lt=65536)
+    login: bool = False  # with the gateway's keys (`gateway.api_keys_file`) that have a role
+    env: dict[str, str] = Field({}, repr=False)
+
+
+class InstanceSection(Section):
+    """One instance, or `count` alike ones, named id-0, id-1, … `extra`: WorkerSettings."""
+
+    settings = WorkerSettings
+    derived = frozenset(
+        {"instance_id", "rpc_port", "http_port", "kv_port", "heartbeat_address", "emulated_links", "lossy_kv"}
+    )
+
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    role: Role
+    host: str = ""  # a name of `hosts`; default: the control host
+    count: int = Field(1, gt=0, le=1024)
+    # Numbers of the devices of its host that it computes on; empty: the next that are free. See `devices`.
+    devices: tuple[Annotated[int, Field(ge=0, strict=True)], ...] = ()
+    resources: dict[str, float] = {}  # of Ray, with --on ray: what its node must have besides CPUs and accelerators
+
+    @field_validator("devices")
+    @classmethod
+    def _each_once(cls, given: tuple[int, ...]) -> tuple[int, ...]:
+        if twice := [number for number in given if given.count(number) > 1]:
+            raise ValueError(f"device {twice[0]} is there twice")
+        return given
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The instances that this entry stands for."""
+        return _numbered(self.id, self.count)
+
+
+def with_defaults(data: Any) -> Any:
+    """The mapping of a file with what its `instance_defaults` say in each of its `instances`; else as it is."""
+    if not isinstance(data, dict) or not isinstance(data.get("instances"), list):
+        return data
+    defaults = data.get("instance_defaults")
+    if not isinstance(defaults, dict):
+        return data
+    merged = [{**defaults, **entry} if isinstance(entry, dict) else entry for entry in data["instances"]]
+    return {**data, "instances": merged}
+
+
+def _numbered(name: str, count: int) -> tuple[str, ...]:
+    return (name,) if count == 1 else tuple(f"{name}-{index}" for index in range(count))
+
 
 LOCAL = "local"
 CLUSTERS = Path(__file__).parent / "clusters"

@@ -14,9 +14,8 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
+from services.launcher.child_process import Limits, spawn, stop_all, until_ended, until_healthy
 from services.launcher.health import HEALTH_URL, HttpHealth
-from services.launcher.process import spawn, stop_all
-from services.launcher.watch import Limits, until_ended, until_healthy
 from shared.files.text import read_text
 from shared.runtime.signals import end_at_sigterm
 

@@ -1,5 +1,6 @@
 """From a cluster file to the processes of one host: programs, environments, ports, health checks."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -11,25 +12,117 @@ from gateway.settings import GatewaySettings
 from predictor.settings import PredictorSettings
 from services.cluster_monitor.settings import MonitorSettings, ScrapeTarget
 from services.global_scheduler.settings import SchedulerSettings
-from services.launcher import cluster_token, host_key, ports
-from services.launcher.addresses import Addresses, PredictorAt, scheduler_port
-from services.launcher.cluster_file import LOCAL, Cluster
-from services.launcher.cluster_sections import InstanceSection
-from services.launcher.dashboard_program import dashboard_command
+from services.launcher import cluster_keys, ports
+from services.launcher.addresses import (
+    LEASE_S,
+    Addresses,
+    PredictorAt,
+    gateway_ports,
+    gateway_settings,
+    monitor_names,
+    monitor_ports,
+    scheduler_port,
+    targets_of,
+)
+from services.launcher.child_process import Limits
+from services.launcher.cluster_file import LOCAL, Cluster, InstanceSection
 from services.launcher.devices import assign
-from services.launcher.gateways import own_ports, settings_of_process
-from services.launcher.links import links_between
-from services.launcher.monitors import LEASE_S, monitor_names, monitor_ports
+from services.launcher.model_source import PROJECT
 from services.launcher.ports import PortUse
 from services.launcher.spec import Plan, ProcessSpec, child_environment, forkable
-from services.launcher.start_time import start_s_of
-from services.launcher.targets import targets_of
 from services.planner.settings import PlannerSettings
 from services.worker.settings import WorkerSettings
-from shared.errors import InvalidRequest
+from shared.cost.catalogue import Catalogue
+from shared.cost.kinds import HOP_LATENCY_S
+from shared.cost.network import INSIDE_EFFICIENCY, Link, LinkEntry
+from shared.errors import InvalidRequest, PolyphaseError
 from shared.files.faults import describe
 from shared.files.places import Places
+from shared.model.weights import Weights, weights_of
 from shared.runtime.settings import ServiceSettings
+
+# MERGED start_time.py
+# How long an instance's start may take, by the size of its model.
+
+
+READ_BYTES_S = 200e6  # weights from a slow or shared disk
+CAPTURE_S = 300.0  # off CPUs: compiling the model, and capturing its graphs
+FETCH_S = 1800.0  # in all, where the model's size is not known, since it has to be fetched first
+
+
+def start_s_of(settings: WorkerSettings) -> float:
+    """300 s, and what it takes to read the weights at 200 MB/s, and 300 s for graphs where an engine captures some."""
+    if settings.engine == "emulated":
+        return Limits().start_s
+    weights = _weights(settings.model)
+    if weights is None:
+        return FETCH_S
+    captures = settings.accelerator != "cpu" and not settings.engine_args.get("enforce_eager")
+    return Limits().start_s + weights.stored / READ_BYTES_S + (CAPTURE_S if captures else 0.0)
+
+
+@functools.cache
+def _weights(model: str) -> Weights | None:
+    """Read once for all instances."""
+    return weights_of(model)
+
+
+# MERGED links.py
+# What joins emulated instances that stand on nodes: each gets the paths by which KV comes to it.
+
+
+def links_between(cluster: Cluster, where: str) -> dict[str, dict[str, LinkEntry]]:
+    """By instance, then by the instance that KV comes from; nothing for those on no node.
+
+    Raises InvalidRequest or NotFound that name `where`.
+    """
+    if cluster.network is None:
+        return {}
+    placed = [entry for entry in cluster.instances if entry.extra.get("node")]
+    emulated = [entry for entry in placed if entry.extra.get("engine") == "emulated"]
+    if not emulated:
+        return {}
+    nodes = {name: str(entry.extra["node"]) for entry in emulated for name in entry.ids}
+    catalogue = Catalogue.built_in()
+    try:
+        inside = {
+            str(entry.extra["node"]): Link(
+                catalogue.get(str(entry.extra.get("accelerator", ""))).links.scale_up, HOP_LATENCY_S, INSIDE_EFFICIENCY
+            )
+            for entry in placed
+        }
+        network = cluster.network.network(sorted(inside), inside)
+        return {
+            name: {peer: LinkEntry.of(network.path(other, node)) for peer, other in nodes.items() if peer != name}
+            for name, node in nodes.items()
+        }
+    except PolyphaseError as error:
+        raise type(error)(cluster.places(where).tell("network", error.message.removeprefix("network: "))) from error
+
+
+# MERGED dashboard_program.py
+# The dashboard's command line.
+
+
+def dashboard_command(port: int) -> tuple[str, ...]:
+    """Streamlit without its questions, on loopback."""
+    return (
+        sys.executable,
+        "-P",
+        "-m",
+        "streamlit",
+        "run",
+        str(PROJECT / "dashboard" / "app.py"),
+        "--server.port",
+        str(port),
+        "--server.address",
+        "127.0.0.1",
+        "--server.headless",
+        "true",
+        "--browser.gatherUsageStats",
+        "false",
+    )
+
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 _UNSET = "POLYPHASE_NOT_FROM_THE_ENVIRONMENT_"  # settings come from the cluster file alone
@@ -62,7 +155,7 @@ class _Planner:
         self._env = child_environment(cluster.model, imitated)
         self._links = links_between(cluster, where)
         self._devices = assign(cluster, self._here)
-        self._curve: dict[str, Any] = {"curve_file": host_key.file_in(data_dir)}
+        self._curve: dict[str, Any] = {"curve_file": cluster_keys.curve_key_file(data_dir)}
         if cluster.curve_public:
             self._curve = {"curve_public": cluster.curve_public, "curve_secret": cluster.curve_secret}
         self._traced = {**self._curve, "tracing": cluster.tracing}  # of those that a request passes
@@ -166,9 +259,9 @@ class _Planner:
             "predictors_beside": {each.beside: each.rpc_address for each in self._at.predictors if each.beside},
             **self._traced,
         }
-        extra = settings_of_process(c.gateway, index, self._at.base, self._data_dir)
+        extra = gateway_settings(c.gateway, index, self._at.base, self._data_dir)
         settings = self._settings(GatewaySettings, "gateway", extra, values)
-        own = own_ports(c.gateway, self._at.base)[index]
+        own = gateway_ports(c.gateway, self._at.base)[index]
         uses = tuple(dict.fromkeys((c.gateway.port, own) if index == 0 else (own,)))  # the first speaks for all
         return self._process(name, "gateway", settings, self._at.gateway_host, own, uses, c.gateway.env)
 
@@ -208,7 +301,7 @@ class _Planner:
             "POLYPHASE_DASHBOARD_GATEWAY_URLS": json.dumps(self._at.gateway_urls),
             "POLYPHASE_DASHBOARD_PREDICTOR_URL": self._at.predictor_url,
             "POLYPHASE_DASHBOARD_PLANNER_URL": self._at.planner_url,
-            "POLYPHASE_DASHBOARD_CLUSTER_TOKEN_FILE": str(cluster_token.file_in(self._data_dir)),
+            "POLYPHASE_DASHBOARD_CLUSTER_TOKEN_FILE": str(cluster_keys.token_file(self._data_dir)),
         }
         if c.dashboard.login:
             env["POLYPHASE_DASHBOARD_API_KEYS_FILE"] = str(c.gateway.extra.get("api_keys_file") or "")
@@ -269,7 +362,7 @@ class _Planner:
 
     def _settings(self, kind: type[Settings], at: str, extra: dict[str, Any], values: dict[str, Any]) -> Settings:
         asks = kind is not GatewaySettings  # what it changes it changes over ZeroMQ, and its own callers have API keys
-        secret = {"cluster_token_file": cluster_token.file_in(self._data_dir)} if asks else {}
+        secret = {"cluster_token_file": cluster_keys.token_file(self._data_dir)} if asks else {}
         return settings_of(kind, self._where, at, {**secret, **values, **extra})
 
     def _process(

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from services.launcher.keeper import Status
 from services.launcher.spec import Plan
+from services.launcher.supervisor import Status
 from shared.errors import Conflict, InvalidRequest, NotFound
 
 NAME = "state.json"

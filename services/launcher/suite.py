@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from services.launcher import cluster_token, process_log, state_file
+from services.launcher import child_process, cluster_keys, state_file
 from services.launcher.state_file import SuiteState
 from shared.domain.instance import InstanceState, Role
 from shared.domain.route import PolicySpec
@@ -37,7 +37,7 @@ class Suite:
 
     def monitor(self) -> MonitorClient:
         """A client of the monitor, to be closed."""
-        return MonitorClient(self.state.monitor_url, token=cluster_token.kept(self.data_dir))
+        return MonitorClient(self.state.monitor_url, token=cluster_keys.kept_token(self.data_dir))
 
     def schedulers(self) -> tuple[SchedulerAdmin, ...]:
         """A client of each scheduler, to be closed."""
@@ -171,7 +171,7 @@ async def _all_ready(monitor: MonitorClient, wanted: set[str], timeout_s: float,
 
 def _why(log: Path) -> str:
     """What a process last complained of, such as the monitor's reason to refuse it; and where its log is."""
-    complaint = process_log.complaint(log)
+    complaint = child_process.last_error(log)
     return f"; {complaint}; its log: {log}" if complaint else f"; its log: {log}"
 
 

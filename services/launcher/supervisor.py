@@ -1,19 +1,333 @@
 """Keeps processes running: starts them a few at a time, restarts what died or hung, stops them all."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+import json
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from services.launcher import child
-from services.launcher.fork_client import ForkServer
-from services.launcher.health import HttpHealth
-from services.launcher.keeper import Changed, Keeper, Starter, StartFailed, Status
-from services.launcher.process import stop_all
+from services.launcher import child, child_process
+from services.launcher.child_process import Child, Limits, Unready, spawn, stop_all, until_ended, until_healthy
+from services.launcher.health import Health, HttpHealth
 from services.launcher.spec import ProcessSpec
-from services.launcher.watch import Limits
 from shared.errors import NotFound, Unavailable
+from shared.runtime.metrics import RESTARTS
+
+# MERGED fork_client.py
+# The launcher's end of the fork server. An accelerator only: without it every process is started the plain way.
+
+
+NAME = "fork-server"
+FORK_S = 10.0
+Message = dict[str, Any]
+
+
+class ForkServer:
+    """Forks processes that share what `preload` imports. Kept running like any other process, by `spec` and `start`."""
+
+    def __init__(self, env: dict[str, str], preload: Sequence[str]) -> None:
+        argv = (sys.executable, "-P", "-m", "services.launcher.fork_server")
+        self.spec = ProcessSpec(NAME, argv, env)
+        self._preload = tuple(preload)
+        self._channel: asyncio.Future[_Channel] = asyncio.get_running_loop().create_future()
+
+    async def start(self, log: Path) -> Child:
+        """Start it; it is ready some seconds later. Call on the main thread only: see `child`."""
+        child.adopt_orphans()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            program = (*self.spec.argv, str(theirs.fileno()), *self._preload)
+            server = await spawn(program, self.spec.env, log, pass_fds=(theirs.fileno(),))
+        channel = _Channel(*await asyncio.open_connection(sock=ours))
+        if self._channel.done():
+            self._channel.result().close()
+            self._channel = asyncio.get_running_loop().create_future()
+        self._channel.set_result(channel)
+        return server
+
+    async def ready(self) -> bool:
+        """Wait until it can fork; False when it has ended instead."""
+        return await asyncio.shield((await asyncio.shield(self._channel)).ready)
+
+    async def ask(self, deadline_s: float) -> str:
+        """What is wrong with it, within `deadline_s`; empty if nothing is."""
+        channel = self._channel.result()
+        if not channel.ready.done():
+            await asyncio.wait([channel.ready], timeout=deadline_s)
+        if not channel.ready.done():
+            return "it still imports"
+        try:
+            await channel.ask({}, deadline_s)
+        except Unavailable as error:
+            return error.message
+        return ""
+
+    async def fork(self, spec: ProcessSpec, log: Path) -> Child:
+        """A new process that runs `spec.module`. Raises Unavailable when the server is gone or does not answer."""
+        request = {"name": spec.name, "module": spec.module, "env": spec.env, "log": str(log)}
+        reply = await self._channel.result().ask(request, FORK_S)
+        if "pid" not in reply:
+            raise Unavailable(f"the fork server did not fork: {reply['failed']}")
+        return Child.adopt(reply["pid"])
+
+    def close(self) -> None:
+        """Let go of the channel; the process is stopped like any other."""
+        if self._channel.done():
+            self._channel.result().close()
+
+
+class _Channel:
+    """Questions to one fork server and its answers, in turn."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._writer = writer
+        self._asked: deque[asyncio.Future[Message]] = deque()
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def ask(self, question: Message, deadline_s: float) -> Message:
+        """The answer. Raises Unavailable when the server is gone or does not answer in time."""
+        if self._reading.done():
+            raise Unavailable("the fork server has ended")
+        asked: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._asked.append(asked)
+        self._writer.write(json.dumps(question).encode() + b"\n")
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await asked  # cancelled by the timeout: what comes later is not wanted
+        except TimeoutError:
+            raise Unavailable(f"the fork server gave no answer within {deadline_s:g} s") from None
+        except asyncio.CancelledError:
+            if asked.done() and not asked.cancelled():
+                _refuse(asked.result())
+            raise
+
+    def close(self) -> None:
+        """No more questions."""
+        self._writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while line := await reader.readline():
+                self._take(json.loads(line))
+        except ConnectionError:
+            pass
+        if not self.ready.done():
+            self.ready.set_result(False)
+        for asked in self._asked:
+            if not asked.done():
+                asked.set_exception(Unavailable("the fork server has ended"))
+
+    def _take(self, message: Message) -> None:
+        if "ready" in message:
+            self.ready.set_result(True)
+            return
+        asked = self._asked.popleft()
+        if not asked.done():
+            asked.set_result(message)
+        else:
+            _refuse(message)
+
+
+def _refuse(answer: Message) -> None:
+    """Nobody waits for this answer any more."""
+    if "pid" in answer:
+        Child.adopt(answer["pid"]).kill()
+
+
+# MERGED keeper.py
+# Keeps one process running: starts it, restarts it when it died or hung, slower the more often.
+
+
+class State(StrEnum):
+    """Of one process."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One process at one moment. `since_s` is on the monotonic clock; `took_s` is the last start's."""
+
+    name: str
+    log: Path
+    state: State = State.WAITING
+    since_s: float = field(default_factory=time.monotonic)
+    pid: int = 0
+    took_s: float = 0.0
+    restarts: int = 0
+    note: str = ""
+    fault: str = ""  # why it was started again the last time
+
+
+Changed = Callable[[Status], None]
+
+
+class StartFailed(Unavailable):
+    """A process ended, or did not become healthy, at the suite's start."""
+
+    code = "start_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """Starts processes, a few at a time; forked where that is possible."""
+
+    slots: asyncio.Semaphore
+    forks: ForkServer | None
+
+    @asynccontextmanager
+    async def turn(self, spec: ProcessSpec) -> AsyncIterator[None]:
+        """Hold one of the slots, which nobody holds while the fork server still imports."""
+        if self.forks is not None and spec is self.forks.spec:
+            yield
+            return
+        if spec.module and self.forks is not None:
+            await self.forks.ready()
+        async with self.slots:
+            yield
+
+    async def start(self, spec: ProcessSpec, log: Path, restarts: int) -> Child:
+        """A new process, which is told how many there were before it."""
+        if self.forks is not None and spec is self.forks.spec:
+            return await self.forks.start(log)
+        spec = replace(spec, env={**spec.env, RESTARTS: str(restarts)})
+        if spec.module and self.forks is not None and await self.forks.ready():
+            with suppress(Unavailable):
+                return await self.forks.fork(spec, log)
+        return await spawn(spec.argv, spec.env, log)
+
+
+class Keeper:
+    """Keeps one process running. Without one that is not `vital` the suite starts as well."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        logs: Path,
+        changed: Changed,
+        limits: Limits,
+        starter: Starter,
+        health: Health | None,
+        *,
+        vital: bool = True,
+    ) -> None:
+        self.status = Status(spec.name, logs / f"{spec.name}.log")
+        self.child: Child | None = None
+        self.was_ready = asyncio.Event()
+        self.settled = asyncio.Event()  # ready once, or known to be late
+        self.vital = vital
+        self._spec = spec
+        self._changed = changed
+        self._limits = replace(limits, start_s=spec.start_s) if spec.start_s else limits
+        self._starter = starter
+        self._health = health
+        self._failures = 0
+        self._on_purpose = False
+        self._log_from = 0
+
+    @property
+    def late(self) -> bool:
+        """Whether its start took longer than it may, and it has not been ready yet."""
+        return self.settled.is_set() and not self.was_ready.is_set()
+
+    @property
+    def role(self) -> str:
+        """Of which one process has to be ready; empty for none."""
+        return self._spec.role
+
+    async def keep(self) -> None:
+        """Start; then start again whenever it ends.
+
+        Raises StartFailed if the first start of a vital one fails, but for one that the suite serves without and that
+        only takes too long.
+        """
+        if self._spec.module and self._starter.forks is not None:
+            self._set(State.WAITING, note="for the engine's import")
+        while True:
+            async with self._starter.turn(self._spec):
+                unready = await self._start()
+            if unready is None:
+                self.was_ready.set()
+                self.settled.set()
+                fault = await self._run()
+            elif self.settled.is_set() or (unready.late and self._spec.may_be_late):
+                self.settled.set()
+                fault = unready.text
+            else:
+                self._set(State.FAILED, pid=0, note=unready.text)
+                if not self.vital:
+                    return
+                raise StartFailed(self.failure(unready.text))
+            await self._pause(fault)
+
+    async def restart(self, env: dict[str, str]) -> None:
+        """Kill it; the next start has `env` too, and follows at once."""
+        self._spec = replace(self._spec, env={**self._spec.env, **env})
+        self._on_purpose = True
+        if self.child is not None and self.child.running:
+            self.child.kill()
+            await self.child.wait()
+
+    def stopped(self) -> None:
+        """Note that the supervisor has stopped it."""
+        if self.status.state is not State.FAILED:
+            self._set(State.STOPPED, pid=0)
+
+    async def _start(self) -> Unready | None:
+        """Why it did not become healthy, if it did not."""
+        began, self._log_from = time.monotonic(), child_process.log_size(self.status.log)
+        self.child = await self._starter.start(self._spec, self.status.log, self.status.restarts)
+        self._set(State.STARTING, pid=self.child.pid, note="")
+        unready = await until_healthy(self.child, self._health, self._limits)
+        if unready is None:
+            self._set(State.READY, took_s=time.monotonic() - began, note="")
+        return unready
+
+    async def _run(self) -> str:
+        """How it ended, some time after it was ready."""
+        assert self.child is not None
+        fault = await until_ended(self.child, self._health, self._limits, self._say)
+        if time.monotonic() - self.status.since_s > self._limits.stable_s:
+            self._failures = 0
+        return fault
+
+    async def _pause(self, fault: str) -> None:
+        pause = min(self._limits.backoff_max_s, self._limits.backoff_s * 2**self._failures)
+        if self._on_purpose:
+            self._on_purpose, pause = False, 0.0
+        else:
+            self._failures = min(self._failures + 1, 20)
+        note = f"{fault}; starting again" + (f" in {pause:g} s" if pause else "")
+        self._set(State.RESTARTING, pid=0, restarts=self.status.restarts + 1, note=note, fault=fault)
+        await asyncio.sleep(pause)
+
+    def failure(self, fault: str) -> str:
+        """Of a start, for the person who starts the suite: what, why, and where to read more."""
+        log = self.status.log
+        cause = child_process.cause_of(log, self._log_from)
+        return f"{self._spec.name} did not start: {fault}: {cause}\nIts log: {log}"
+
+    def _say(self, line: str) -> None:
+        with self.status.log.open("a") as log:
+            print(line, file=log)
+
+    def _set(self, state: State, **changes: object) -> None:
+        self.status = replace(self.status, state=state, since_s=time.monotonic(), **changes)  # type: ignore[arg-type]
+        self._changed(self.status)
+
 
 Result = TypeVar("Result")
 
@@ -120,3 +434,62 @@ def _raise_first(task: asyncio.Task[None]) -> NoReturn:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     raise error or RuntimeError("the supervisor ended by itself")
+
+
+# MERGED elsewhere.py
+# Who runs the instances of a suite that its launcher does not run itself.
+
+
+class Elsewhere(Protocol):
+    """The instances, as the launcher shows them."""
+
+    @property
+    def statuses(self) -> tuple[Status, ...]:
+        """Of each."""
+        ...
+
+    async def started(self, within_s: float) -> tuple[str, ...]:
+        """Wait until they run; the names of those that the suite is to wait for. Raises Unavailable."""
+        ...
+
+    async def kept(self) -> None:
+        """Never ends, but with the error that ended the care for them."""
+        ...
+
+    def node_of(self, name: str) -> str:
+        """Where an instance is, in the words of who runs it. Raises NotFound."""
+        ...
+
+
+Running = Callable[[Changed], AbstractAsyncContextManager[Elsewhere]]
+
+
+class Nowhere:
+    """All of them are processes of this launcher."""
+
+    statuses: tuple[Status, ...] = ()
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    async def started(self, within_s: float) -> tuple[str, ...]:
+        """At once."""
+        return self._names
+
+    async def kept(self) -> None:
+        """Never ends."""
+        await asyncio.Event().wait()
+
+    def node_of(self, name: str) -> str:
+        """Raises NotFound."""
+        raise NotFound(f"{name!r} does not run elsewhere")
+
+
+def nowhere(names: tuple[str, ...]) -> Running:
+    """For a suite whose instances are processes of this launcher."""
+
+    @asynccontextmanager
+    async def running(_: Changed) -> AsyncIterator[Elsewhere]:
+        yield Nowhere(names)
+
+    return running

@@ -4,28 +4,150 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-from services.launcher import cluster_token, display, host_key, state_file, targets
+from services.launcher import addresses, cluster_keys, state_file
+from services.launcher.addresses import make_shared_table
+from services.launcher.child_process import Limits
 from services.launcher.cluster_file import Cluster, load_cluster
-from services.launcher.elsewhere import Elsewhere, Running, nowhere
-from services.launcher.gateways import make_shared_table
-from services.launcher.keeper import Status
 from services.launcher.model_source import resolve_model
 from services.launcher.plan import make_plan
 from services.launcher.ports import check_free
 from services.launcher.spec import Plan
 from services.launcher.suite import Suite
-from services.launcher.supervisor import Supervisor, supervising
-from services.launcher.watch import Limits
+from services.launcher.supervisor import Elsewhere, Running, State, Status, Supervisor, nowhere, supervising
 from shared.errors import InvalidRequest
+
+# MERGED display.py
+# What a person sees while the suite starts and runs.
+
+
+_MARKS = {
+    State.WAITING: ("·", "dim"),
+    State.STARTING: ("◐", "yellow"),
+    State.READY: ("✔", "green"),
+    State.RESTARTING: ("↻", "magenta"),
+    State.FAILED: ("✘", "red"),
+    State.STOPPED: ("■", "dim"),
+}
+
+
+class StartDisplay:
+    """A live table on a terminal; elsewhere one line for each process that becomes ready."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console = console
+        self._title = title
+        self._statuses: dict[str, Status] = {}
+        self._began = time.monotonic()
+        self._live = Live(get_renderable=self._table, console=console, refresh_per_second=5, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        else:
+            self._console.print(self._title)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+            self._console.print(self._table())
+
+    def expect(self, statuses: tuple[Status, ...]) -> None:
+        """Show these, in this order, from the beginning."""
+        for status in statuses:
+            self._statuses.setdefault(status.name, status)
+
+    def update(self, status: Status) -> None:
+        """Show a change."""
+        self._statuses[status.name] = status
+        if not self._console.is_terminal and status.state in (State.READY, State.RESTARTING, State.FAILED):
+            self._console.print(_line(status))
+
+    def _table(self) -> Table:
+        elapsed = time.monotonic() - self._began
+        title = f"{self._title}  {elapsed:4.0f} s"
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+        for column in ("process", "state", "seconds", "pid"):
+            table.add_column(column, justify="right" if column in ("seconds", "pid") else "left")
+        for status in self._statuses.values():
+            mark, style = _MARKS[status.state]
+            table.add_row(
+                f"[{style}]{mark}[/] {status.name}",
+                Text(f"{status.state.value} {status.note}", style),
+                _seconds(status),
+                str(status.pid or ""),
+            )
+        return table
+
+
+def announce(console: Console, status: Status) -> None:
+    """One line about something that happened to a running suite."""
+    if status.state in (State.RESTARTING, State.READY, State.FAILED):
+        console.print(_line(status))
+
+
+def welcome(console: Console, plan: Plan, took_s: float, memory_bytes: int) -> None:
+    """Where to go, once everything is ready."""
+    lines = [f"API        [bold]{plan.api_url}/v1[/]"] if plan.runs_control else []
+    if plan.dashboard_url:
+        lines.append(f"Dashboard  [bold]{plan.dashboard_url}[/]")
+    lines.append(f"Instances  {', '.join(plan.instance_ids) or 'on other hosts'}")
+    lines.append(f"Memory     {memory_bytes / 2**30:.2f} GiB, all processes")
+    if plan.runs_control:
+        lines += ["", "Try it     " + _example(plan).replace("\n", "\n             ")]
+    title = f"Polyphase serves {plan.model}: ready after {took_s:.1f} s"
+    text = "\n".join(lines)
+    console.print(Panel(text, title=title, title_align="left", border_style="green", expand=False))
+    console.print("Ctrl-C stops everything. In another shell: polyphase status, top, logs NAME, --help")
+
+
+def late(console: Console, names: Sequence[str]) -> None:
+    """A word on instances whose start took too long, while others serve."""
+    if names:
+        are = "is" if len(names) == 1 else "are"
+        console.print(
+            f"[yellow]{', '.join(names)} {are} not ready yet[/] and {are} being started again; the others serve. "
+            "`launcher: {start_s: …}` in the cluster file gives a start longer."
+        )
+
+
+def _example(plan: Plan) -> str:
+    body = f'{{"model": "{plan.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    key = " -H 'Authorization: Bearer <your API key>'" if plan.api_keys else ""
+    return f"curl {plan.api_url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n-d '{body}'"
+
+
+def _line(status: Status) -> str:
+    mark, style = _MARKS[status.state]
+    words = {
+        State.READY: f"ready after {status.took_s:.1f} s (process {status.pid})",
+        State.RESTARTING: status.note,
+        State.FAILED: f"failed: {status.note}",
+    }.get(status.state, status.state.value)
+    return f"[{style}]{mark}[/] {status.name}: {words}"
+
+
+def _seconds(status: Status) -> str:
+    if status.state is State.STARTING:
+        return f"{time.monotonic() - status.since_s:.0f}"
+    return f"{status.took_s:.1f}" if status.took_s else ""
+
 
 Result = TypeVar("Result")
 REGISTER_S = 60.0
@@ -111,8 +233,8 @@ async def running_suite(
         start_s = plan.start_s
         plan, others = (plan, nowhere(plan.instance_ids)) if ray is None else divide(cluster, plan)
         check_free(plan.port_uses)
-        cluster_token.keep(cluster, data_dir)
-        host_key.keep(cluster, data_dir)
+        cluster_keys.keep_token(cluster, data_dir)
+        cluster_keys.keep_curve_key(cluster, data_dir)
         make_shared_table(plan)
         async with _running(cluster, plan, data_dir, console, others, start_s) as suite:
             yield suite
@@ -136,10 +258,10 @@ async def _running(
 
         listener.save = save
         save()
-        targets.write(data_dir, plan.processes)
+        addresses.write_targets(data_dir, plan.processes)
         try:
             suite = Suite(data_dir)
-            with display.StartDisplay(console, f"Starting {cluster.name}") as progress:
+            with StartDisplay(console, f"Starting {cluster.name}") as progress:
                 progress.expect((*supervisor.statuses, *elsewhere.statuses))
                 listener.show = progress.update
                 await supervisor.started()
@@ -147,12 +269,12 @@ async def _running(
                 in_time = [name for name in names if name not in supervisor.late]
                 if in_time:
                     await supervisor.during(suite.wait_ready(in_time, REGISTER_S))
-            listener.show = lambda status: display.announce(console, status)
+            listener.show = lambda status: announce(console, status)
             yield RunningSuite(suite, plan, supervisor, elsewhere, time.monotonic() - began)
         finally:
             listener.save = None
             state_file.remove(data_dir)
-            targets.remove(data_dir)
+            addresses.remove_targets(data_dir)
 
 
 async def up(options: UpOptions, console: Console) -> None:
@@ -181,8 +303,8 @@ async def _serve(options: UpOptions, console: Console) -> None:
     cluster = cluster_of(options)
     where, data_dir, host = str(options.cluster), options.data_dir, options.host_name
     async with running_suite(cluster, data_dir, console, host_name=host, where=where, ray=options.ray) as running:
-        display.welcome(console, running.plan, running.took_s, running.suite.memory_bytes())
-        display.late(console, running.supervisor.late)
+        welcome(console, running.plan, running.took_s, running.suite.memory_bytes())
+        late(console, running.supervisor.late)
         await running.supervisor.during(running.elsewhere.kept())
 
 

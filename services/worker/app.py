@@ -1,46 +1,153 @@
 """Assembles one instance: engine, KV side, prefill and decode services, roles, telemetry, HTTP."""
 
+import asyncio
+import platform
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Query, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from prometheus_client import CollectorRegistry
 
-from services.worker.chunk_size import ChunkSize
-from services.worker.details import Details, routes
 from services.worker.engine_start import start_engine
 from services.worker.engines.base import Engine
-from services.worker.finishing import finish
-from services.worker.handlers import handlers
-from services.worker.instance_info import instance_info
-from services.worker.jobs.codecs import Codecs
+from services.worker.identity import instance_info
 from services.worker.jobs.decode import DecodeService
-from services.worker.jobs.dispatcher import Dispatcher
-from services.worker.jobs.prefill import PrefillService
+from services.worker.jobs.prefill import Codecs, Dispatcher, PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
-from services.worker.listening import listen
-from services.worker.live_rates import LEARN_S, KnownRates, LiveRates
-from services.worker.metrics import WorkerMetrics
-from services.worker.policies import FollowedPolicies
-from services.worker.prefixes.feed import PrefixFeed
+from services.worker.metrics import TransferMetrics, WorkerMetrics
+from services.worker.monitor_link import HEARTBEAT_S, FollowedPolicies, Telemetry, listen
+from services.worker.prefix_feed import PrefixFeed
+from services.worker.rpc import handlers
 from services.worker.settings import WorkerSettings
-from services.worker.telemetry import HEARTBEAT_S, Telemetry
-from services.worker.transfer_metrics import TransferMetrics
+from services.worker.step_costs import LEARN_S, ChunkSize, KnownRates, LiveRates
 from shared.domain.instance import InstanceInfo
+from shared.domain.prompt import BLOCK_TOKENS
+from shared.domain.rates import StepRates
 from shared.runtime.http import service_app
 from shared.runtime.logs import LogTail, get_log
 from shared.runtime.tasks import Background, background
 from shared.runtime.tracing import tracing
 from shared.wire.broadcast import Publisher
 from shared.wire.clients.monitor import MonitorClient
-from shared.wire.messages import PREFIXES
+from shared.wire.messages import PREFIXES, StepRecord
 from shared.wire.rpc_server import RpcServer
 from shared.wire.sockets import Sockets
+
+# MERGED details.py
+# What an instance tells of itself: its steps beside its models, what it has learned, the end of its log.
+
+
+STEPS = 200
+PACKAGES = ("polyphase", "vllm", "torch", "transformers", "pyzmq", "nixl")
+
+
+class Details:
+    """Put together when somebody asks; nothing here is on the way of a request."""
+
+    def __init__(self, telemetry: Telemetry, rates: LiveRates, engine: Engine, prefixes: PrefixFeed) -> None:
+        self._telemetry = telemetry
+        self._rates = rates
+        self._engine = engine
+        self._prefixes = prefixes
+        self._versions = {name: found for name in PACKAGES if (found := _version(name))}
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON: seconds, tokens, bytes a second."""
+        info, stats, rates = self._telemetry.info, self._engine.stats(), self._rates.current
+        page = self._engine.steps.page(info.instance_id, info.generation, -1, STEPS)
+        return {
+            "instance_id": info.instance_id,
+            "started_s": info.generation / 1e9,
+            "uptime_s": max(0.0, time.time() - info.generation / 1e9),
+            "versions": {"python": platform.python_version(), **self._versions},
+            "steps": {"total": page.next, "newest": [self._step(one) for one in page.steps]},
+            "rates": {"at_start": msgspec.to_builtins(self._rates.start), "learned": msgspec.to_builtins(rates.step)},
+            "link": msgspec.to_builtins(rates.link),
+            "codecs": msgspec.to_builtins(rates.codecs),
+            "prefixes": {
+                "blocks": len(self._prefixes.held.reachable.blocks),
+                "block_tokens": BLOCK_TOKENS,
+                "asked_tokens": stats.prompt_tokens,
+                "hit_tokens": stats.hit_tokens,
+            },
+            "preemptions": stats.preemptions,
+        }
+
+    def _step(self, one: StepRecord) -> dict[str, Any]:
+        tokens = sum(computed for computed, _ in one.prefill)
+        return {
+            "ended_s": one.ended_s,
+            "seconds": one.seconds,
+            "prefill_tokens": tokens,
+            "decodes": one.decode_count,
+            "context_tokens": one.decode_context_tokens,
+            "expected_s": expected_s(self._rates.start, one),  # by the cost model, or the calibration
+            "learned_s": expected_s(self._rates.step, one),
+        }
+
+
+def expected_s(rates: StepRates | None, step: StepRecord) -> float | None:
+    """What a step should have taken; None where nothing is known."""
+    if rates is None:
+        return None
+    form = rates.prefill if step.decode_count <= 0 else rates.mixed
+    if not step.prefill:
+        return rates.decode_s(step.decode_count, step.decode_context_tokens)
+    chunks_s = sum(now * (form.token_s + form.position_s * (before + now / 2.0)) for now, before in step.prefill)
+    decodes_s = form.sequence_s * step.decode_count + form.context_s * step.decode_context_tokens
+    return form.fixed_s + chunks_s + (decodes_s if step.decode_count > 0 else 0.0)
+
+
+def routes(details: Callable[[Request], Details], tail: LogTail) -> APIRouter:
+    """`/details`, and `/log` with what `tail` has kept."""
+    router = APIRouter()
+
+    @router.get("/details")
+    async def get_details(request: Request) -> dict[str, Any]:
+        """What this instance knows of itself."""
+        return details(request).describe()
+
+    @router.get("/log")
+    async def get_log_tail(lines: Annotated[int, Query(ge=1, le=2_000)] = 200) -> dict[str, list[str]]:
+        """The last lines of its log, oldest first."""
+        return {"lines": tail.newest(lines)}
+
+    return router
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+# MERGED finishing.py
+# The end of an instance in good order: it gives away nothing that it has begun.
+
+_LOOK_S = 0.05
+
+
+async def finish(roles: RoleState, kv: KvPort, within_s: float) -> None:
+    """Take no new jobs and wait for those under way and until their KV was fetched; `within_s` seconds at most.
+
+    What is left then goes on elsewhere, as after a death. 0: at once.
+    """
+    if not within_s:
+        return
+    until = time.monotonic() + within_s
+    reply = await roles.drain(within_s)
+    await asyncio.sleep(_LOOK_S)  # the last replies leave; one that does not is asked for again elsewhere
+    while kv.staged_bytes and time.monotonic() < until:  # noqa: ASYNC110 - exports end by messages of several kinds
+        await asyncio.sleep(_LOOK_S)
+    log.info("told to end", waited_s=round(reply.duration_s, 3), left=reply.remaining, staged_bytes=kv.staged_bytes)
+
 
 log = get_log(__name__)
 
@@ -161,7 +268,7 @@ async def _answering(
     answers = handlers(prefill, decode, roles, kv)
     tracer = await stack.enter_async_context(tracing(settings.tracing, "worker", settings.instance_id, registry))
     if tracer is not None:
-        from services.worker.tracing import traced
+        from services.worker.rpc import traced
 
         answers = traced(answers, tracer, settings.instance_id, chunk_tokens)
 

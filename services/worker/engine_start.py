@@ -6,13 +6,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from services.worker.engines.base import Engine, EngineInfo
-from services.worker.engines.cache_events import CacheSink
-from services.worker.engines.policies import CurrentRates
-from services.worker.kv.control import DirectControl, KvControl, SocketControl
-from services.worker.kv.events import KvEvents
-from services.worker.kv.ledger import ExportLedger
-from services.worker.kv.port import ConnectorPort, KvPort
+from services.worker.engines.base import CacheSink, CurrentRates, Engine, EngineInfo
+from services.worker.kv.port import ConnectorPort, ExportLedger, KvPort
+from services.worker.kv.rank_links import DirectControl, KvControl, KvEvents, SocketControl
 from services.worker.settings import WorkerSettings
 from shared.domain.kv import KvHandle, default_staging
 
@@ -26,8 +22,7 @@ async def start_engine(
     """
     # Each engine imports what the other does without: vLLM and torch, or the cost model.
     if settings.engine == "emulated":
-        from services.worker.engines.emulated import EmulatedEngine
-        from services.worker.kv.emulated import EmulatedPort
+        from services.worker.engines.emulated import EmulatedEngine, EmulatedPort
 
         emulated = EmulatedEngine(settings, rates, on_cache)
         stack.push_async_callback(emulated.close)
@@ -58,7 +53,7 @@ async def start_engine(
 
 def _connector_config(settings: WorkerSettings, generation: int, events: str, control_key: str) -> dict[str, Any]:
     """What the connector in the engine's ranks has to know."""
-    from services.worker.fingerprint import fingerprint
+    from services.worker.identity import fingerprint
 
     curve_public, curve_secret = settings.curve_pair() or ("", "")
     return {

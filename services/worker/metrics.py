@@ -3,18 +3,20 @@
 No series says which instance it is of: that is the target's label, as service discovery gives it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.worker.engines.base import Engine, EngineStats
-from services.worker.jobs.dispatcher import Dispatcher
+from services.worker.jobs.prefill import Dispatcher
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import KvPort
-from services.worker.telemetry import Telemetry
+from services.worker.monitor_link import Telemetry
 from shared.domain.instance import InstanceInfo, InstanceLoad, Role
+from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
+from shared.runtime.metrics import Bound
 from shared.wire.rpc_server import RpcServer
 
 _VLLM = ("model_name", "engine")  # the only engine of its process is 0
@@ -119,3 +121,41 @@ class WorkerMetrics(Collector):
         for cause, count in self._server.dropped.items():
             dropped.add_metric(["rpc", cause], float(count))
         yield dropped
+
+
+# MERGED transfer_metrics.py
+# KV that came here, by what carried it: the exporter is in no label, so that series grow with instances, not pairs.
+
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+NOTHING = "none"  # no transport carried anything
+
+
+class TransferMetrics:
+    """Of the importing instance. `then` hears of each, too."""
+
+    def __init__(self, registry: CollectorRegistry, then: Callable[[KvHandle, TransferReport], None]) -> None:
+        self._then = then
+        by = ["transport", "codec"]
+        imports = Counter(
+            "polyphase_kv_imports",
+            "KV of others that jobs here came with, by how that went.",
+            [*by, "outcome"],
+            registry=registry,
+        )
+        moved = Counter("polyphase_kv_import_bytes", "Of those, bytes on the wire.", by, registry=registry)
+        tokens = Counter("polyphase_kv_import_tokens", "Of those, prompt tokens.", by, registry=registry)
+        took = Histogram(
+            "polyphase_kv_import_seconds", "Time of those that moved bytes.", by, buckets=_SECONDS, registry=registry
+        )
+        self._imports, self._bytes, self._tokens, self._took = Bound(imports), Bound(moved), Bound(tokens), Bound(took)
+
+    def ended(self, handle: KvHandle, report: TransferReport) -> None:
+        """Count one, and hand it on."""
+        self._then(handle, report)
+        transport, codec = report.transport or NOTHING, handle.codec.value
+        self._imports.of(transport, codec, report.outcome.value).inc()
+        if report.outcome is TransferOutcome.PULLED:
+            self._bytes.of(transport, codec).inc(report.wire_bytes)
+            self._tokens.of(transport, codec).inc(report.tokens)
+            self._took.of(transport, codec).observe(max(0.0, report.ended_s - report.started_s))

@@ -285,7 +285,8 @@ def race(judge: Judge, plans: Iterable[tuple[Plan, float]], stop: Callable[[], b
 # MERGED scout.py
 # A first look at many plans, in short runs at one rate, so that the long runs are for those that lead.
 #
-# Short runs tell too high a goodput, but all plans about as much: their order is that of the long ones, within `_ALIKE`.
+# Short runs tell too high a goodput, but all plans about as much: their order is that of the long ones, within
+# `_ALIKE`.
 
 
 _TELLS = (-0.25, 0.05)  # attainment beside the target at which plans differ: lower all queues grow, higher none does

@@ -244,8 +244,9 @@ def _geometry(info: InstanceInfo) -> ModelGeometry:
 # MERGED reschedule.py
 # A running plan meets another workload, or loses groups: other roles and routes, and nothing is loaded anew.
 #
-# Source: ThunderServe 3.4: of the tabu search only flips of the phase, the layouts as they are, the orchestration again.
-# Ours: all deployments within a few flips of alike groups, by the estimate; so it takes milliseconds, not seconds.
+# Source: ThunderServe 3.4: of the tabu search only flips of the phase, the layouts as they are, the orchestration
+# again. Ours: all deployments within a few flips of alike groups, by the estimate; so it takes milliseconds, not
+# seconds.
 
 
 LOOKED_AT = 4  # of the deployments within reach, those that can get most through: what they serve in time is estimated

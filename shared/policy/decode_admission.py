@@ -206,9 +206,10 @@ def _check(name: str, unpredicted_tokens: int) -> None:
 # MERGED kv_ahead.py
 # KV memory of a decode instance over the steps to come: what its jobs will hold, and whether one more fits to its end.
 #
-# A job that decodes holds one token more with each step until its answer ends, and then nothing. A sum over all jobs at a
-# few stretches of steps is enough to see the peak that they come to together, and is short enough for a heartbeat.
-# Source: ours; the peak of future memory as in LightLLM's past-future scheduler (arXiv 2507.10150), on a grid.
+# A job that decodes holds one token more with each step until its answer ends, and then nothing. A sum over all
+# jobs at a few stretches of steps is enough to see the peak that they come to together, and is short enough for a
+# heartbeat. Source: ours; the peak of future memory as in LightLLM's past-future scheduler (arXiv 2507.10150), on a
+# grid.
 
 
 # Ends of the stretches, in steps; the last stretch has none. A job counts as there by a quarter too long at most.

@@ -24,8 +24,8 @@ from shared.policy.placement import Policies, place
 # MERGED pause.py
 # A stream whose KV blocks were taken back for others: how long its pause lasts here, and whether to move it.
 #
-# Wherever the stream goes on, its prompt and its tokens have to be computed again, so that a move costs no more work than
-# staying. What differs is how soon there is room and how long the computing takes.
+# Wherever the stream goes on, its prompt and its tokens have to be computed again, so that a move costs no more
+# work than staying. What differs is how soon there is room and how long the computing takes.
 
 
 MOVE_SHARE = 0.5  # of the pause here, that a move may take at most: either estimate may be off by a third

@@ -19,8 +19,8 @@ from shared.policy.role_flip import NOTHING, FlipDecision, FlipState, Seen, drai
 # How well a fleet would serve a demand with given roles: queueing formulas over learned rates.
 #
 # Instances that are about alike make a sort, and roles are counts of each sort, so that the cost does not grow with the
-# fleet. Prefill instances are one queue with several servers of unlike speed; a decode instance shares its time among its
-# decodes and the prompts that it computes beside them. Seconds and tokens.
+# fleet. Prefill instances are one queue with several servers of unlike speed; a decode instance shares its time
+# among its decodes and the prompts that it computes beside them. Seconds and tokens.
 
 
 HORIZON_S = 30.0  # what cannot be served waits as if it had gathered for so long

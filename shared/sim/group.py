@@ -91,8 +91,9 @@ def _first_reaching(length: int, first: float, last: float, seconds: float) -> i
 # MERGED pauses.py
 # Gaps between the tokens of each request, from counts of its engine's steps: no step touches a member of its batch.
 #
-# All requests that decode get a token with each step, so that a step is a gap of every one of them. The longest step and
-# the number of steps over a target, between a member's joining and its leaving, are read from what is kept of all steps.
+# All requests that decode get a token with each step, so that a step is a gap of every one of them. The longest
+# step and the number of steps over a target, between a member's joining and its leaving, are read from what is kept
+# of all steps.
 
 
 class Pauses:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from services.launcher.keys import add_key
+from services.launcher.cluster_keys import add_key
 from shared.domain.verdict import Level
 from shared.runtime.keys import LOOK, OPERATE
 from tests.dashboard.cluster import FakeCluster

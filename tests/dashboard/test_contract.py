@@ -9,12 +9,22 @@ from typing import Any, cast
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 
-from dashboard.fleet.steps import Step
-from dashboard.gateway_classes import ClassLoad, class_loads
-from dashboard.happenings.page import KINDS as EVENT_KINDS
-from dashboard.history import Found, FoundRow, History
-from dashboard.overview.graphs import PANELS
-from dashboard.records import AuditEntry, DemandSeen, EventRow, InstanceRow, LengthSource, PoliciesInForce
+from dashboard.events_page import KINDS as EVENT_KINDS
+from dashboard.instance_details import Step
+from dashboard.overview_graphs import PANELS
+from dashboard.records import (
+    AuditEntry,
+    ClassLoad,
+    DemandSeen,
+    EventRow,
+    Found,
+    FoundRow,
+    History,
+    InstanceRow,
+    LengthSource,
+    PoliciesInForce,
+    class_loads,
+)
 from gateway.metrics import GatewayMetrics
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings
@@ -30,7 +40,7 @@ from services.cluster_monitor.routes import router as policy_routes
 from services.cluster_monitor.slo import DemandService
 from services.global_scheduler.reports import plain
 from services.global_scheduler.routes import router as scheduler_routes
-from services.worker.details import Details
+from services.worker.app import Details
 from shared.domain.demand import DemandSecond, RolesWanted, Shift
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role
 from shared.domain.job import Phase

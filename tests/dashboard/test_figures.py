@@ -4,9 +4,9 @@ from datetime import datetime
 
 import msgspec
 
-from dashboard.fleet.past import past
-from dashboard.history import History, InstanceHistory, Mark
-from dashboard.overview import graphs, heat
+from dashboard import overview_graphs
+from dashboard.instance_details import past
+from dashboard.records import History, InstanceHistory, Mark
 from shared import palette
 from shared.domain.instance import Role
 from tests.dashboard.past import history, instance_history
@@ -23,37 +23,37 @@ def fleet(count: int, points: int = 40) -> InstanceHistory:
 
 
 def test_latencies_stand_beside_their_targets() -> None:
-    figure = graphs.figure(known(), "UTC", 0.9)
+    figure = overview_graphs.graphs_figure(known(), "UTC", 0.9)
     targets = {shape.y0 for shape in figure.layout.shapes if shape.y0 == shape.y1}
     assert targets == {0.9, 2.0, 0.06, 0.25}
     titles = [annotation.text for annotation in figure.layout.annotations]
-    assert len(titles) == len(graphs.PANELS)
+    assert len(titles) == len(overview_graphs.PANELS)
     assert any("TTFT" in title and "target 2" in title and "p99" in title for title in titles)
 
 
 def test_what_is_not_known_is_a_gap() -> None:
-    figure = graphs.figure(known(), "UTC", 0.9)
+    figure = overview_graphs.graphs_figure(known(), "UTC", 0.9)
     assert any(value is None for value in figure.data[0].y)
 
 
 def test_what_happened_is_marked_with_its_words() -> None:
-    figure = graphs.figure(known(), "UTC", 0.9)
+    figure = overview_graphs.graphs_figure(known(), "UTC", 0.9)
     words = {text for trace in figure.data if trace.mode == "markers" for text in trace.text}
     assert "d1 connection lost" in words
     hostile = msgspec.structs.replace(known(), marks=[Mark(T0 - 5, "death", "<b>x</b>")])
-    figure = graphs.figure(hostile, "UTC", 0.9)
+    figure = overview_graphs.graphs_figure(hostile, "UTC", 0.9)
     assert {text for trace in figure.data if trace.mode == "markers" for text in trace.text} == {"&lt;b&gt;x&lt;/b&gt;"}
 
 
 def test_times_are_the_readers_own() -> None:
-    utc, there = (graphs.figure(known(), zone, 0.9).data[0].x[0] for zone in ("UTC", "Asia/Tokyo"))
+    utc, there = (overview_graphs.graphs_figure(known(), zone, 0.9).data[0].x[0] for zone in ("UTC", "Asia/Tokyo"))
     assert isinstance(utc, datetime)
     assert (there - utc).total_seconds() == 9 * 3600
 
 
 def test_a_map_has_a_line_an_instance_and_a_colour_a_role() -> None:
     found = fleet(30)
-    figure = heat.figure(found, "UTC")
+    figure = overview_graphs.heat_figure(found, "UTC")
     role, jobs, kv = figure.data
     assert list(role.y)[:2] == ["p1", "p3"]
     assert list(role.y)[-1] == "d28"
@@ -63,7 +63,7 @@ def test_a_map_has_a_line_an_instance_and_a_colour_a_role() -> None:
 
 
 def test_two_hundred_instances_stay_a_small_figure() -> None:
-    figure = heat.figure(fleet(200, 60), "UTC")
+    figure = overview_graphs.heat_figure(fleet(200, 60), "UTC")
     assert figure.layout.height < 420
     assert len(figure.to_json()) < 400_000
 

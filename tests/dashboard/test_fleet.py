@@ -9,9 +9,8 @@ import msgspec
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from dashboard.fleet.details import section
-from dashboard.fleet.log_lines import plain
-from dashboard.fleet.page import trouble
+from dashboard.instance_details import plain, section
+from dashboard.instances_page import trouble
 from dashboard.records import InstanceRow, Load
 from services.cluster_monitor.edge import FlipIn
 from shared.domain.instance import InstanceState, Role

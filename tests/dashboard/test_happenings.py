@@ -4,7 +4,7 @@ from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
-from dashboard.happenings.rows import kind_words, moment, target
+from dashboard.events_page import kind_words, moment, target
 from dashboard.records import EventRow
 from tests.dashboard.pages import html, links, opened
 

@@ -8,8 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from dashboard.dashboard_settings import DashboardSettings
-from dashboard.hub import Hub
-from dashboard.reads import Read
+from dashboard.reads import Hub, Read
 from shared.errors import Unavailable
 
 WAIT_S = 10.0
@@ -62,7 +61,7 @@ def test_what_failed_leaves_what_was_known_and_is_tried_again_soon(hub: Hub, mon
     known = hub.ask("it", service.answer, int, 60.0).result(WAIT_S)
     service.broken = True
     hub.forget()
-    monkeypatch.setattr("dashboard.hub.AGAIN_S", 0.0)
+    monkeypatch.setattr("dashboard.reads.AGAIN_S", 0.0)
     stale = hub.ask("it", service.answer, int, 60.0).result(WAIT_S)
     assert (stale.value, stale.error, stale.read_s) == (1, "away", known.read_s)
     service.broken = False

@@ -4,7 +4,7 @@ from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
-from dashboard.jobs.page import params_of
+from dashboard.requests_page import params_of
 from tests.dashboard.pages import html, links, opened
 from tests.dashboard.rows import T0
 

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from dashboard.lengths.output_lengths import because, scatter, warning
+from dashboard.predictor_page import because, scatter, warning
 from dashboard.records import LengthSource
 from tests.dashboard.pages import html, opened
 

@@ -9,11 +9,10 @@ from streamlit import config
 from streamlit.testing.v1 import AppTest
 
 from dashboard import resources
+from dashboard.accounts import Account, KeyFile, NotAllowed, Tickets
 from dashboard.dashboard_settings import DashboardSettings
-from dashboard.login.accounts import Account, KeyFile, NotAllowed
-from dashboard.login.tickets import Tickets
 from dashboard.operations import Action, Intent
-from services.launcher.keys import add_key
+from services.launcher.cluster_keys import add_key
 from shared.domain.instance import Role
 from shared.errors import Unauthorized
 from shared.runtime.keys import LOOK, OPERATE

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from dashboard.policies.change import parameters_of
+from dashboard.policies_page import parameters_of
 from shared.errors import InvalidRequest
 from tests.dashboard.pages import button, finish, has, html, opened
 

@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from dashboard.tables import clicked
+from dashboard.frame import clicked
 
 
 def test_it_is_the_row_that_was_shown() -> None:

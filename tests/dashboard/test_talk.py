@@ -10,7 +10,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from dashboard import resources
-from dashboard.talk.chat import Turn, events, messages, refusal, stream, take
+from dashboard.chat_page import Turn, events, messages, refusal, stream, take
 from tests.dashboard.pages import LONG_S, button, html, links, opened
 from tests.dashboard.rows import report
 

@@ -1,4 +1,4 @@
-from dashboard.jobs.waterfall import label, waterfall
+from dashboard.requests_page import label, waterfall
 from shared.timeline import RequestTimeline, Span, SpanRecord
 
 

@@ -8,8 +8,7 @@ import pytest_asyncio
 from rich.console import Console
 
 from lab.demo import run
-from lab.demo.client import ApiClient
-from lab.demo.prompts import Prompts
+from lab.demo.client import ApiClient, Prompts
 from services.launcher.up import UpOptions, cluster_of, running_suite
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]

@@ -12,7 +12,7 @@ import pytest_asyncio
 from rich.console import Console
 
 from lab.bench.trace_collector import Collector, Seen, collecting
-from lab.bench.trace_tree import faults, wait
+from lab.bench.traces import faults, wait
 from lab.demo.run import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.admission import Admissions, Ticket
-from gateway.auth import ApiKey
-from gateway.rates import TableRates
+from gateway.auth import ApiKey, TableRates
 from gateway.settings import GatewaySettings
 from gateway.table import SharedTable
 from shared.errors import PolyphaseError

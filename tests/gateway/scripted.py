@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.admission import Admissions
-from gateway.context import Caller, caller
 from gateway.job import Job
+from gateway.request_context import Caller, caller
 from shared.wire.messages import TokenStep
 from tests.gateway.api import Api
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.context import caller
+from gateway.request_context import caller
 from tests.gateway.api import Api
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from gateway.detokenising import END_TOKENS
+from gateway.vllm_patches import END_TOKENS
 from services.launcher.model_source import PROJECT
 
 BYTES = Tokenizer.from_file(
@@ -43,7 +43,7 @@ def test_spaces_and_bytes_of_pieces(prompt: list[int], answer: list[int]) -> Non
 def test_vllm_takes_it() -> None:
     said = """
 import json, tokenizers.decoders
-from gateway.detokenising import read_only_ends
+from gateway.vllm_patches import read_only_ends
 seen = []
 whole = tokenizers.decoders.DecodeStream
 tokenizers.decoders.DecodeStream = lambda ids, skip_special_tokens: seen.append(len(ids)) or whole(ids=ids)

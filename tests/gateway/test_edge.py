@@ -9,11 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.admission import Admissions
-from gateway.auth import ApiKey, KeyRing, create_key
-from gateway.context import caller
+from gateway.auth import ApiKey, KeyRing, OwnRates, create_key
 from gateway.edge import Edge
 from gateway.metrics import GatewayMetrics
-from gateway.rates import OwnRates
+from gateway.request_context import caller
 from gateway.settings import GatewaySettings, SloClass
 from shared.errors import Busy, Overloaded
 from tests.gateway.api import until

@@ -15,14 +15,12 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from gateway.admission import Admissions
-from gateway.context import Caller, caller
-from gateway.core import ClusterCore
-from gateway.fields import REQUEST, SAMPLING, Fate, refuse_request
-from gateway.llm import PASSED
-from gateway.pace import Pace
+from gateway.core import PASSED, REQUEST, SAMPLING, ClusterCore, Fate, refuse_request
+from gateway.plain_stream import Pace
+from gateway.request_context import Caller, caller
 from gateway.settings import GatewaySettings
 from services.worker.engines.base import EngineRequest
-from services.worker.engines.vllm_requests import CoreRequests
+from services.worker.engines.vllm import CoreRequests
 from shared.domain.job import JobView
 from shared.errors import InvalidRequest
 from tests.gateway.api import Api
@@ -79,7 +77,7 @@ REFUSED_SAMPLING: dict[str, Any] = {
 
 
 def test_every_field_has_a_fate() -> None:
-    """What a new vLLM adds is to be decided on: see gateway/fields.py."""
+    """What a new vLLM adds is to be decided on: see gateway/core.py."""
     assert set(EngineCoreRequest.__struct_fields__) == set(REQUEST)
     assert set(SamplingParams.__struct_fields__) == set(SAMPLING)
     arguments = set(inspect.signature(AsyncLLM.add_request).parameters) - {"self", "request_id", "prompt", "params"}

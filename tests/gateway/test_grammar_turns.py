@@ -11,11 +11,10 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from gateway import grammar_process
-from gateway.context import Caller, caller
-from gateway.grammar_process import GOOD
-from gateway.grammars import TOO_EXPENSIVE_S, Grammars, _Verdicts
+from gateway import structured_outputs
+from gateway.request_context import Caller, caller
 from gateway.settings import GatewaySettings
+from gateway.structured_outputs import GOOD, TOO_EXPENSIVE_S, Grammars, _Verdicts
 from tests.gateway.api import until
 
 
@@ -81,7 +80,7 @@ async def test_a_grammar_that_takes_too_much_memory_is_too_expensive(monkeypatch
         raise MemoryError
 
     monkeypatch.setattr(SamplingParams, "_validate_structured_outputs", exhausted)
-    trial = object.__new__(grammar_process._Trial)
+    trial = object.__new__(structured_outputs._Compiler)
     trial._tokenizer = None
     trial._config = cast(Any, SimpleNamespace(model_config=None, structured_outputs_config=None))
     request = msgspec.msgpack.encode(SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))

@@ -13,7 +13,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from gateway import grammar_process
+from gateway import structured_outputs
 from gateway.settings import GatewaySettings
 from tests.gateway.api import Api, until
 
@@ -161,9 +161,9 @@ async def test_a_worker_that_a_grammar_ended_is_replaced_and_so_is_one_that_ends
 
 
 async def test_a_worker_that_has_grown_says_that_it_ends(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gateway.grammars import Grammars
+    from gateway.structured_outputs import Grammars
 
-    monkeypatch.setattr(grammar_process, "_KEPT_BYTES", -1)
+    monkeypatch.setattr(structured_outputs, "_KEPT_BYTES", -1)
     settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo")
     with Grammars(api.app.state.engine_client.vllm_config, settings) as grammars:
         assert [await tried_by(grammars, f"[a-f]+{number}") for number in range(3)] == [[], [], []]
@@ -198,7 +198,7 @@ async def test_a_trial_that_lasts_gives_way_with_all_its_threads(api: Api, monke
 
 
 async def test_the_end_of_the_process_that_tries_is_not_silent(api: Api) -> None:
-    from gateway.grammars import Grammars
+    from gateway.structured_outputs import Grammars
 
     settings = GatewaySettings(schedulers=("tcp://127.0.0.1:1",), model="demo")
     with Grammars(api.app.state.engine_client.vllm_config, settings) as grammars:

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.admission import RETRY_LEAST_S, RETRY_MOST_S, Admissions, retry_after_s
-from gateway.counts import Drain
+from gateway.admission import RETRY_LEAST_S, RETRY_MOST_S, Admissions, Drain, retry_after_s
 from gateway.job import Job
-from gateway.lines import Lines
+from gateway.pipeline import Lines
 from gateway.settings import BUILT_IN, GatewaySettings, SloClass
 from shared.domain.job import Phase, WhenFull
 from shared.errors import Busy, Delayed, Overloaded, PolyphaseError

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gateway.job import JobSpec
-from services.worker.engines.logprobs import encode_logprobs, encode_prompt_logprobs
+from services.worker.engines.vllm import encode_logprobs, encode_prompt_logprobs
 from shared.domain.job import Phase
 from shared.wire.messages import TokenStep
 from tests.gateway.api import Api, until

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.pace import LEAST_S, PERIOD_S, Pace
+from gateway.plain_stream import LEAST_S, PERIOD_S, Pace
 
 
 class Clock:

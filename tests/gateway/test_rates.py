@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.rates import TokenBucket
+from gateway.auth import TokenBucket
 
 
 def test_a_token_bucket_refills_with_time() -> None:

@@ -13,11 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from gateway import recording as module
+from gateway import reports
 from gateway.job import Job
 from gateway.metrics import GatewayMetrics
-from gateway.recording import KEPT, Recorder, recording, seen_text
-from gateway.records_file import RecordsFile
+from gateway.reports import KEPT, Recorder, RecordsFile, recording, seen_text
 from gateway.settings import GatewaySettings
 from predictor.served import load_served
 from shared.domain.job import PREDICTED_FROM, Phase, ends_of
@@ -206,7 +205,7 @@ async def test_a_disk_that_hangs_holds_up_nobody_and_no_more_than_so_much_memory
 
 
 async def test_the_end_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(reports, "_CLOSE_S", 0.01)
     go = threading.Event()
     kept = Recording(tmp_path / "lengths.jsonl", lambda _: str(go.wait(20)))
     kept.recorder.note(finished())

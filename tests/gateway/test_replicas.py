@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from gateway.replicas import ASIDE_S, Replica, Replicas
+from gateway.lengths import ASIDE_S, Replica, Replicas
 from shared.errors import Busy, DeadlineExceeded, NotConnected, PolyphaseError
 
 

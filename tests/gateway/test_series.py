@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.gaps import BOUNDS, Gaps
+from gateway.job import GAP_BOUNDS_S, Gaps
 from gateway.metrics import GatewayMetrics
 from shared.domain.job import Phase
 from shared.wire.messages import TokenStep
@@ -26,7 +26,7 @@ def test_gaps_are_counted_at_their_bound() -> None:
         gaps.add(gap_s)
     found = dict(gaps.cumulative())
     assert (found["0.01"], found["0.025"], found["80.0"], found["+Inf"]) == (3, 4, 5, 6)
-    assert len(found) == len(BOUNDS) + 1
+    assert len(found) == len(GAP_BOUNDS_S) + 1
 
 
 def test_tokens_count_when_they_come_and_once_at_the_end(

@@ -4,8 +4,7 @@ import asyncio
 import time
 from typing import Any
 
-from gateway.pace import Pace
-from gateway.stream_pass import StreamPass
+from gateway.plain_stream import Pace, StreamPass
 
 
 class Stream:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from fastapi import FastAPI
 
-from gateway.served import UNSERVED
+from gateway.vllm_patches import UNSERVED
 from shared.domain.job import job_name
 from shared.errors import InvalidRequest
 from tests.gateway.api import Api, until
@@ -80,8 +80,8 @@ async def test_the_answer_names_the_tier_that_was_served(api: Api, asked: str | 
 
 
 async def test_the_page_names_every_route_that_is_served_and_no_other(everything: FastAPI) -> None:
-    """A route that a new vLLM adds fails here until the page or `gateway.served` names it."""
-    from gateway.surface import trim
+    """A route that a new vLLM adds fails here until the page or `gateway.vllm_patches` names it."""
+    from gateway.vllm_patches import trim
 
     assert {path for _, path in routes(everything)} >= UNSERVED.keys()
     trim(everything)
@@ -197,7 +197,7 @@ async def test_items_are_scored_each_by_a_request(api: Api) -> None:
 
 
 async def test_texts_to_score_are_tokenised_in_a_thread() -> None:
-    from gateway.surface import score_in_threads
+    from gateway.vllm_patches import score_in_threads
 
     class Scoring:
         async def _build_prompts(self, waits: bool) -> int:

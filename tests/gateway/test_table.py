@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from gateway.admission import Admissions
-from gateway.auth import ApiKey
-from gateway.counts import TableCounts, TableLedger
-from gateway.rates import TableRates
+from gateway.admission import Admissions, TableCounts, TableLedger
+from gateway.auth import ApiKey, TableRates
 from gateway.settings import GatewaySettings
 from gateway.table import Kind, SharedTable, make_table, shared_table
 from shared.errors import Busy, InvalidRequest

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from gateway.auth import create_key
-from gateway.context import caller
+from gateway.request_context import caller
 from gateway.settings import GatewaySettings, SloClass
 from tests.gateway.api import until
 from tests.gateway.test_edge import App, edge

@@ -6,8 +6,8 @@ from contextvars import copy_context
 from types import SimpleNamespace
 from typing import Any, cast
 
-from gateway.context import Caller, caller
-from gateway.tokenising import LONG_BYTES, TokeniserSlots
+from gateway.request_context import Caller, caller
+from gateway.vllm_patches import LONG_BYTES, TokeniserSlots
 
 
 class Threads:

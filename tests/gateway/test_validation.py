@@ -32,7 +32,7 @@ async def test_only_the_first_bad_element_is_validated(api: Api, path: str, body
 async def test_every_list_of_every_model_stops_at_its_first_bad_element(api: Api) -> None:
     from pydantic import ValidationError
 
-    from gateway.validation import REQUEST_MODELS
+    from gateway.vllm_patches import REQUEST_MODELS
 
     names = ("messages", "input", "tokens", "prompt")
     for model in REQUEST_MODELS:

@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 
-from services.worker.kv.blocks import Blocks
-from services.worker.kv.device import Copies, DeviceCopies, HostCopies
+from services.worker.kv.device import Blocks, Copies, DeviceCopies, HostCopies, TorchDevice
 from services.worker.kv.host_memory import HeapMemory, PinnedMemory
 from services.worker.kv.layout import slots_of, strided_layout
-from services.worker.kv.parts import Staged
 from services.worker.kv.shards import Shards
-from services.worker.kv.torch_device import TorchDevice
+from services.worker.kv.staging import Staged
 from services.worker.kv.wire.endpoint import EndpointSettings, KvEndpoint
 from services.worker.kv.wire.importing import ImportShape, Load, PullResult
-from services.worker.kv.wire.server import ExportIdentity
-from services.worker.kv.wire.serving import ExportShape
+from services.worker.kv.wire.server import ExportIdentity, ExportShape
 from shared.domain.kv import Codec, KvHandle
 
 BLOCK, HEADS, DIM, LAYERS = 16, 8, 128, 16  # 64 KiB a token in bfloat16

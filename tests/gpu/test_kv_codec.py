@@ -33,7 +33,7 @@ class Paged:
 
     def __init__(self, kv: torch.Tensor, start: int = 0) -> None:
         """`kv`: [layers, 2, tokens, heads, dim], which becomes tokens from `start` on; elsewhere lies 9."""
-        from services.worker.kv.codec_triton import Places, pointers_of
+        from services.worker.kv.device_codec import Places, pointers_of
 
         layers, _, tokens, heads, dim = kv.shape
         blocks = -(-(start + tokens) // BLOCK) + 3
@@ -57,7 +57,7 @@ def random_kv(shape: tuple[int, int, int, int], dtype: torch.dtype, scale: float
 
 
 def same_payload(kv: torch.Tensor, codec: Codec, start: int = 0) -> torch.Tensor:
-    from services.worker.kv.codec_triton import encode_places, require_finite
+    from services.worker.kv.device_codec import encode_places, require_finite
 
     payload, tops = encode_places(Paged(kv, start).places, codec)
     require_finite(tops.cpu())
@@ -68,7 +68,7 @@ def same_payload(kv: torch.Tensor, codec: Codec, start: int = 0) -> torch.Tensor
 
 
 def same_values(payload: torch.Tensor, kv: torch.Tensor, codec: Codec, out: torch.dtype) -> None:
-    from services.worker.kv.codec_triton import decode_places
+    from services.worker.kv.device_codec import decode_places
 
     shape = tuple(kv.shape)
     expected = Paged(decode(payload.cpu(), shape, kv.dtype, codec, out), 5)
@@ -93,7 +93,7 @@ def test_payloads_and_values_are_those_of_the_cpu(
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize(("layers", "each"), [(5, 2), (4, 2), (3, 1), (2, 3)])
 def test_layers_in_several_payloads(codec: Codec, layers: int, each: int) -> None:
-    from services.worker.kv.codec_triton import encode_into, require_finite, spacing
+    from services.worker.kv.device_codec import encode_into, require_finite, spacing
 
     kv = random_kv((layers, 37, 2, 40), torch.bfloat16)
     spaced = spacing((each, 2, 37, 2, 40), kv.dtype, codec)
@@ -109,7 +109,7 @@ def test_layers_in_several_payloads(codec: Codec, layers: int, each: int) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_raw_values_are_moved_bit_by_bit(dtype: torch.dtype) -> None:
-    from services.worker.kv.codec_triton import decode_places, gather_places
+    from services.worker.kv.device_codec import decode_places, gather_places
 
     bits = torch.randint(0, 256, (3, 2, 50, 2, 24 * dtype.itemsize), generator=torch.Generator().manual_seed(2))
     kv = bits.to(torch.uint8).view(dtype)  # among them what is no number
@@ -149,7 +149,7 @@ def test_every_number_of_fp8() -> None:
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_values_that_are_not_finite_are_refused(codec: Codec, bad: float) -> None:
-    from services.worker.kv.codec_triton import encode_places, require_finite
+    from services.worker.kv.device_codec import encode_places, require_finite
 
     kv = random_kv((2, 33, 2, 64), torch.bfloat16)
     kv[1, 1, 32, 1, 63] = bad

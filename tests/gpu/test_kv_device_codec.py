@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from services.worker.kv.blocks import Blocks
 from services.worker.kv.codec import decode, encode
-from services.worker.kv.device import Copies, DeviceCopies, HostCopies
+from services.worker.kv.device import Blocks, Copies, DeviceCopies, HostCopies, TorchDevice
 from services.worker.kv.host_memory import HeapMemory, PinnedMemory
 from services.worker.kv.layout import StridedLayout, slots_of, strided_layout
 from services.worker.kv.shards import Shards
-from services.worker.kv.torch_device import TorchDevice
-from services.worker.kv.wire import serving
+from services.worker.kv.wire import server
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import Load, PullLimits
-from services.worker.kv.wire.serving import ExportShape
+from services.worker.kv.wire.server import ExportShape
 from shared.domain.kv import Codec
 from tests.services.worker.kv.late_device import LateDevice
 from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, Rig, model_kv
@@ -47,7 +45,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture(autouse=True)
 def _small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "FRAME_BYTES", FRAME)
+    monkeypatch.setattr(server, "FRAME_BYTES", FRAME)
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +175,7 @@ def test_kv_is_coded_and_decoded_where_it_lies(
     importer = rig.endpoint(dtype=dtype, copies=target.copies, limits=PATIENT)
     monkeypatch.setattr(Blocks, "write", not_here)
     if codec.lossy:
-        monkeypatch.setattr(serving, "encode", not_here)
+        monkeypatch.setattr(server, "encode", not_here)
     source.issue(lambda: source.compute(kv[:, :, :CUT]))
     source.stage(exporter, 0, CUT, codec)
     source.issue(lambda: source.compute(kv))

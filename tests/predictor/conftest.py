@@ -8,9 +8,8 @@ import httpx
 import pytest
 
 from predictor.app import build_app
-from predictor.checkpoint import CheckpointMeta
+from predictor.checkpoint import CheckpointMeta, Scores
 from predictor.loading import Loaded
-from predictor.scores import Scores
 from predictor.settings import PredictorSettings
 
 META = CheckpointMeta(

@@ -27,7 +27,7 @@ def records() -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data, the served model's tokenizer, and a checkpoint trained on them through the command line."""
-    from predictor.scratch import train_tokenizer
+    from predictor.fine_tune import train_tokenizer
 
     base = tmp_path_factory.mktemp("length")
     data = list(records())

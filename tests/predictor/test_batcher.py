@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from predictor.batcher import BATCH_TOKENS, CUTTING_TOKENS, Batcher
+from predictor.service import BATCH_TOKENS, CUTTING_TOKENS, Batcher
 from shared.errors import Busy, DeadlineExceeded, Unavailable
 from shared.runtime.tasks import background
 

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from predictor.checkpoint import CheckpointMeta
 from predictor.data.examples import Example
-from predictor.evaluate import Evaluation, evaluate
-from predictor.tables import print_evaluation, print_granularities
+from predictor.evaluate import Evaluation, evaluate, print_evaluation, print_granularities
 from shared.errors import InvalidRequest
 from tests.predictor.conftest import META
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from predictor.buckets import Buckets
-from predictor.granularity import LARGEST_SHARE, WIDTHS, choose_buckets, counts, largest_share
+from predictor.evaluate import LARGEST_SHARE, WIDTHS, choose_buckets, counts, largest_share
 
 RNG = random.Random(1)
 SHORT = [round(RNG.lognormvariate(4.0, 0.8)) for _ in range(500)]  # most of 20 to 150 tokens

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.buckets import Buckets
-from predictor.observed import ObservedLengths, band_of
+from predictor.buckets import Buckets, ObservedLengths, band_of
 
 BUCKETS = Buckets(200, 10)
 Seen = list[tuple[int, int]]

@@ -3,7 +3,7 @@ from random import Random
 import pytest
 
 from predictor.buckets import Buckets
-from predictor.reality import FEWEST, Answer, Reality
+from predictor.service import FEWEST, Answer, Reality
 
 BUCKETS = Buckets(100, 4)
 RNG = Random(7)

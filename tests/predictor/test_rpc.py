@@ -9,9 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers import Tokenizer, models
 
+from predictor.app import Metrics, open_rpc
 from predictor.loading import Loaded
-from predictor.metrics import Metrics
-from predictor.rpc import open_rpc
 from predictor.served import ServedTokenizer
 from predictor.service import Predictor
 from predictor.settings import PredictorSettings

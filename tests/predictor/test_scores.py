@@ -1,9 +1,8 @@
 import pytest
 
-from predictor.baselines import Ceiling, by_prompt_length, ceiling, commonest
 from predictor.buckets import Buckets
+from predictor.checkpoint import Ceiling, bucket_means, by_prompt_length, ceiling, commonest, score
 from predictor.data.examples import Example
-from predictor.scores import bucket_means, score
 
 BUCKETS = Buckets(100, 3)
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway import gaps, vllm_series
+from gateway import job, metrics
 from gateway.metrics import GatewayMetrics
 from shared.domain.job import Phase
 from shared.timeline import Span
@@ -65,12 +65,12 @@ def complaints(exposition: str) -> list[str]:
 
 def test_buckets_are_those_of_vllm() -> None:
     buckets = pytest.importorskip("vllm.v1.metrics.buckets")
-    assert gaps.BOUNDS == buckets.INTER_TOKEN_LATENCY_BUCKETS
-    assert vllm_series.TTFT == buckets.TIME_TO_FIRST_TOKEN_BUCKETS
-    assert vllm_series.LATENCY == buckets.REQUEST_LATENCY_BUCKETS
-    assert vllm_series.PARAMS_N == buckets.REQUEST_PARAMS_N_BUCKETS
+    assert job.GAP_BOUNDS_S == buckets.INTER_TOKEN_LATENCY_BUCKETS
+    assert metrics.TTFT == buckets.TIME_TO_FIRST_TOKEN_BUCKETS
+    assert metrics.LATENCY == buckets.REQUEST_LATENCY_BUCKETS
+    assert metrics.PARAMS_N == buckets.REQUEST_PARAMS_N_BUCKETS
     for most in (1, 7, 2048, 131_072):
-        assert list(vllm_series.token_buckets(most)) == buckets.build_1_2_5_buckets(most)
+        assert list(metrics.token_buckets(most)) == buckets.build_1_2_5_buckets(most)
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,14 @@
 """All scenarios, a file a family of faults. The order is that of the report."""
 
 from lab.chaos.scenario import Scenario
-from lab.chaos.scenarios.bodies import BODIES
-from lab.chaos.scenarios.clients import CLIENTS
-from lab.chaos.scenarios.clocks import CLOCKS
-from lab.chaos.scenarios.connections import CONNECTIONS
-from lab.chaos.scenarios.control_plane import CONTROL_PLANE
+from lab.chaos.scenarios.clients import BODIES, CLIENTS, CONNECTIONS
 from lab.chaos.scenarios.database import DATABASE
 from lab.chaos.scenarios.failover import FAILOVER
-from lab.chaos.scenarios.frames import FRAMES
 from lab.chaos.scenarios.kv import KV
-from lab.chaos.scenarios.links import LINKS
-from lab.chaos.scenarios.losses import LOSSES
-from lab.chaos.scenarios.one_request import ONE_REQUEST
-from lab.chaos.scenarios.processes import PROCESSES
-from lab.chaos.scenarios.roles import ROLES
-from lab.chaos.scenarios.strangers import STRANGERS
-from lab.chaos.scenarios.versions import VERSIONS
+from lab.chaos.scenarios.network import FRAMES, LINKS, STRANGERS
+from lab.chaos.scenarios.operations import ROLES, VERSIONS
+from lab.chaos.scenarios.processes import CLOCKS, CONTROL_PLANE, PROCESSES
+from lab.chaos.scenarios.requests import LOSSES, ONE_REQUEST
 
 FAMILIES: dict[str, tuple[Scenario, ...]] = {
     "processes": PROCESSES,

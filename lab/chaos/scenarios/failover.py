@@ -9,10 +9,10 @@ from functools import partial
 
 from lab.chaos.arena import Arena
 from lab.chaos.clusters import OPEN_PAIR, PAIR
+from lab.chaos.framing import Part, ZmtpSplitter
 from lab.chaos.scenario import Scenario
-from lab.chaos.zmtp import Part, ZmtpSplitter
-from services.launcher import cluster_token
-from services.launcher.monitors import LEASE_S
+from services.launcher import cluster_keys
+from services.launcher.addresses import LEASE_S
 from services.launcher.suite import until
 from shared.domain.instance import InstanceState, Role
 from shared.errors import Conflict, PolyphaseError, Standby
@@ -43,7 +43,7 @@ async def _acts(arena: Arena, name: str) -> bool:
 def _client(arena: Arena, name: str) -> MonitorClient:
     """Of that monitor, whichever acts."""
     url = next(f"http://{p.host}:{p.port}" for p in arena.ports if p.process == name and p.purpose == "http")
-    return MonitorClient(url, token=cluster_token.kept(arena.suite.data_dir))
+    return MonitorClient(url, token=cluster_keys.kept_token(arena.suite.data_dir))
 
 
 async def _who(arena: Arena) -> tuple[str, str]:

@@ -6,13 +6,12 @@ from typing import Any
 
 import msgspec
 
-from lab.chaos import garbage, rude
+from lab.chaos import hostile
 from lab.chaos.arena import Arena
-from lab.chaos.client import Ask, Ending, send
 from lab.chaos.clusters import LEASE_S, NARROW, REAL
-from lab.chaos.load import describe, fresh
+from lab.chaos.load import Ask, Ending, describe, fresh, send
 from lab.chaos.scenario import Scenario
-from lab.chaos.scenarios.links import silence
+from lab.chaos.scenarios.network import silence
 from lab.chaos.scenarios.processes import NOTICED_S, freeze, kill_all, kill_one
 from shared.domain.kv import TransferOutcome
 from shared.timeline import RequestTimeline, Span
@@ -48,8 +47,8 @@ async def _freeze_exporter(arena: Arena) -> None:
 
 async def _garbage(arena: Arena) -> None:
     kv = [port for port in arena.ports if port.purpose == "kv"]
-    await garbage.make_noise(kv, arena.rng)
-    await garbage.say(kv, arena.rng)
+    await hostile.make_noise(kv, arena.rng)
+    await hostile.say(kv, arena.rng)
 
 
 async def _corrupt(arena: Arena) -> None:
@@ -125,7 +124,7 @@ async def _stale(arena: Arena) -> None:
 
 async def _wait_for_blocks(arena: Arena) -> None:
     """Long prompts of which one at a time has blocks at the decode instance: the others wait there, staged."""
-    asks = [fresh(rude.wanting(_long_body(arena), max_tokens=300)) for _ in range(WAITING)]
+    asks = [fresh(hostile.wanting(_long_body(arena), max_tokens=300)) for _ in range(WAITING)]
     with arena.away():
         replies = await asyncio.gather(*(send(arena.gateways[0], ask) for ask in asks))
     if len({tuple(reply.tokens) for reply in replies}) != 1 or replies[0].ending is not Ending.DONE:
@@ -146,11 +145,11 @@ async def _cancel_storm(arena: Arena) -> None:
 
     async def one(_: int) -> None:
         await asyncio.sleep(rng.uniform(0.0, 3.0))
-        await rude.leave(arena.gateways[0], fresh(rude.wanting(_long_body(arena))), rng.uniform(0.1, 2.0))
+        await hostile.leave(arena.gateways[0], fresh(hostile.wanting(_long_body(arena))), rng.uniform(0.1, 2.0))
 
     with arena.away():
-        await rude.crowd(STORM, one)
-        ask = fresh(rude.wanting(_long_body(arena)))
+        await hostile.crowd(STORM, one)
+        ask = fresh(hostile.wanting(_long_body(arena)))
         reply = await send(arena.gateways[0], ask)
     if reply.ending is not Ending.DONE:
         raise AssertionError(f"after the storm: {describe(reply)}")

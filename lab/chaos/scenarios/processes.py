@@ -132,3 +132,77 @@ PROCESSES = (
     Scenario("freeze-gateway", "one of two gateways stands still for 4 s", _freeze_gateway),
     Scenario("hang-decode", "a decode instance stands still for good", _hang_decode, away_s=NOTICED_S),
 )
+
+# MERGED clocks.py
+# Clocks that jump. Only wall clocks do; `time.time` of the processes says what it is told to.
+
+
+HOUR_S = 3600.0
+_STAY_S = 1.5
+
+
+async def _jump(arena: Arena, *names: str) -> None:
+    """An hour ahead, an hour behind, and back."""
+    for offset_s in (HOUR_S, -HOUR_S, 0.0):
+        arena.switches.clock(offset_s, *names)
+        await asyncio.sleep(_STAY_S)
+
+
+async def _monitor(arena: Arena) -> None:
+    await _jump(arena, *arena.named("monitor"))
+
+
+async def _front(arena: Arena) -> None:
+    await _jump(arena, *arena.named("scheduler"), arena.named("gateway")[0])
+
+
+async def _instance(arena: Arena) -> None:
+    await _jump(arena, arena.decode[0], arena.prefill[0])
+
+
+async def _restart_behind(arena: Arena) -> None:
+    """A restarted instance, whose clock is behind, looks older than its predecessor."""
+    name = arena.decode[0]
+    arena.switches.clock(-HOUR_S, name)
+    await arena.processes.back(arena.processes.kill(name))
+    await arena.roles.ready(name, timeout_s=10.0)
+
+
+CLOCKS = (
+    Scenario("clock-monitor", "the monitor's clock jumps an hour ahead, and behind", _monitor),
+    Scenario("clock-front", "clocks of schedulers and a gateway jump an hour ahead, and behind", _front),
+    Scenario("clock-instances", "clocks of two instances jump an hour ahead, and behind", _instance),
+    Scenario("clock-restart", "a decode instance is restarted with its clock an hour behind", _restart_behind),
+)
+
+# MERGED control_plane.py
+# Two of a service, and either is lost: nobody waits for the one that is gone.
+
+
+async def either_scheduler(arena: Arena) -> None:
+    """One after the other, each back before the next."""
+    for name in arena.named("scheduler"):
+        await kill_one(arena, name)
+        await asyncio.sleep(0.5)
+
+
+async def either_gateway(arena: Arena) -> None:
+    """One after the other; whoever asked the other one notices nothing."""
+    for name in arena.named("gateway"):
+        await kill_one(arena, name)
+        await asyncio.sleep(0.5)
+
+
+async def monitor_and_decode(arena: Arena) -> None:
+    """An instance dies while nobody can say so: jobs are still placed there, and wait for a connection."""
+    monitor = arena.processes.kill(*arena.named("monitor"))
+    decode = arena.processes.kill(arena.decode[0])
+    await arena.processes.back(monitor | decode)
+    await arena.roles.ready(*arena.roles.first)
+
+
+CONTROL_PLANE = (
+    Scenario("either-scheduler", "kill -9 of one scheduler, then of the other", either_scheduler),
+    Scenario("either-gateway", "kill -9 of one gateway, then of the other", either_gateway, breaks=True, bound_s=60.0),
+    Scenario("monitor-and-decode", "kill -9 of the monitor and of a decode instance together", monitor_and_decode),
+)

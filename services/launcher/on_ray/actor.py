@@ -10,11 +10,11 @@ from typing import Any
 
 import ray
 
-from services.launcher import child, process_log
+from services.launcher import child, child_process
+from services.launcher.child_process import ending
 from services.launcher.health import HEALTH_URL
 from services.launcher.ports import free_range
 from services.launcher.spec import child_environment
-from services.launcher.watch import ending
 from services.worker.settings import WorkerSettings
 
 _WATCHED = (sys.executable, "-P", "-m", "services.launcher.container", sys.executable, "-P", "-m", "services.worker")
@@ -67,7 +67,7 @@ class InstanceActor:
         code = self._process.wait()
         if self._stopping:
             return
-        self._fault = f"{ending(code)}: {process_log.complaint(self._log) or 'its log says nothing'}"
+        self._fault = f"{ending(code)}: {child_process.last_error(self._log) or 'its log says nothing'}"
         if time.monotonic() - self._began < _SOON_S:
             time.sleep(_PAUSE_S)  # in which it can be asked for the fault
         os._exit(1)

@@ -1,20 +1,109 @@
 """What a worker asks of an engine."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
-from services.worker.engines.policies import EnginePolicies
-from services.worker.engines.step_log import StepLog
 from shared.domain.instance import Compatibility
 from shared.domain.job import Generation, JobView, LengthPrediction
 from shared.domain.kv import Codec, KvHandle
-from shared.domain.rates import Rates
+from shared.domain.policies import ENGINE, PolicySet
+from shared.domain.rates import Rates, StepRates
 from shared.errors import EngineFailed, InvalidRequest, PolyphaseError
-from shared.policy.prefill_order import WaitingJob
+from shared.policy import registry
+from shared.policy.decode_admission import DecodeAdmission, Greedy
+from shared.policy.prefill_order import Fcfs, PrefillOrder, PrefillShare, WaitingJob
 from shared.runtime.logs import get_log
-from shared.wire.messages import TokenStep
+from shared.wire.messages import StepPage, StepRecord, TokenStep
+
+# MERGED policies.py
+# What an engine goes by: whom it takes next, whom it lets decode, and how much prefill a step may hold.
+
+
+CurrentRates = Callable[[], StepRates | None]  # what is known of the instance's steps by now; any thread may ask
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePolicies:
+    """May be exchanged between two steps. step_budget: prefill gives way to the TPOT targets of those that decode."""
+
+    order: PrefillOrder = field(default_factory=Fcfs)
+    admission: DecodeAdmission = field(default_factory=Greedy)
+    step_budget: bool = False
+
+    @classmethod
+    def of(cls, policies: PolicySet) -> "EnginePolicies":
+        """Those that an engine goes by. Raises InvalidRequest that names the choices."""
+        order, admission, budget = (registry.make(kind, policies.of(kind)) for kind in ENGINE)
+        return cls(order, admission, budget.limits)
+
+    def names(self) -> dict[str, str | bool]:
+        """For people, and for whoever wants to know how an engine is run."""
+        return {
+            "prefill_order": self.order.name,
+            "decode_admission": self.admission.name,
+            "step_budget": self.step_budget,
+        }
+
+
+# MERGED step_log.py
+# The newest engine steps of an instance, for calibration: written by the engine at each step, read over HTTP.
+
+
+KEPT = 8192  # steps: over a minute of a fast engine's, some 2 MB
+
+Chunks = tuple[tuple[int, int], ...]
+_Entry = tuple[int, float, float, float, Chunks, int, int]
+
+
+class StepLog:
+    """A ring of the last `kept` steps. One thread writes, others may read at any time; neither ever waits."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._ring: list[_Entry | None] = [None] * kept
+        self._count = 0
+        self._share = PrefillShare()
+
+    @property
+    def prefill_share(self) -> float:
+        """Of the last steps with decodes, how many computed prompts, too."""
+        return self._share.after()
+
+    def add(self, seconds: float, cpu_s: float, prefill: Chunks, decode_count: int, decode_context_tokens: int) -> None:
+        """Record a step that ends now. See StepRecord."""
+        number = self._count
+        self._ring[number % len(self._ring)] = (
+            number,
+            time.time(),
+            seconds,
+            cpu_s,
+            prefill,
+            decode_count,
+            decode_context_tokens,
+        )
+        self._count = number + 1
+        if decode_count:
+            if prefill:
+                self._share.mixed()
+            else:
+                self._share.plain()
+
+    def page(self, instance_id: str, generation: int, since: int, limit: int) -> StepPage:
+        """Up to `limit` steps from number `since` on; with a negative `since`, the newest ones."""
+        count = self._count
+        first = max(0, count - limit) if since < 0 else min(since, count)
+        start = max(first, count - len(self._ring))
+        stop = min(count, start + limit)
+        kept = []
+        for number in range(start, stop):
+            entry = self._ring[number % len(self._ring)]
+            if entry is not None and entry[0] == number:  # else the writer has come round meanwhile
+                kept.append(StepRecord(*entry))
+        return StepPage(instance_id, generation, tuple(kept), stop, stop - first - len(kept))
+
 
 log = get_log(__name__)
 
@@ -174,3 +263,36 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop everything."""
         ...
+
+
+# MERGED cache_events.py
+# What an engine tells of its prefix cache. Its blocks have names of its own, each of all tokens up to its end.
+
+
+BlockName = bytes | int
+
+
+class BlocksStored(msgspec.Struct, frozen=True):
+    """Blocks of one prompt, in order, can be found from now on; the first follows `parent`, or begins the prompt.
+
+    `token_ids` are those of the blocks alone. `salt` is told with the first block of a prompt.
+    """
+
+    blocks: Sequence[BlockName]
+    parent: BlockName | None
+    token_ids: Sequence[int]
+    salt: str = ""
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True):
+    """One copy of each of them is gone. A block that was stored twice is gone when it was removed twice."""
+
+    blocks: Sequence[BlockName]
+
+
+class BlocksCleared(msgspec.Struct, frozen=True):
+    """All are gone."""
+
+
+CacheEvent = BlocksStored | BlocksRemoved | BlocksCleared
+CacheSink = Callable[[Sequence[CacheEvent]], None]

@@ -9,28 +9,236 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from services.worker.engine_kind import kind_of
-from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink
-from services.worker.engines.cache_events import CacheSink
-from services.worker.engines.emulated_cache import EmulatedCache
-from services.worker.engines.emulated_lane import EmulatedLane
-from services.worker.engines.emulated_scheduler import EmulatedScheduler, refusal
-from services.worker.engines.policies import CurrentRates, EnginePolicies
-from services.worker.engines.step_log import StepLog
-from services.worker.kv.emulated import EmulatedLink
+import msgspec
+
+from services.worker.engines.base import (
+    CacheSink,
+    CurrentRates,
+    EngineInfo,
+    EnginePolicies,
+    EngineRequest,
+    EngineStats,
+    Sink,
+    StepLog,
+    deliver,
+)
+from services.worker.engines.emulated_scheduler import EmulatedCache, EmulatedScheduler, Entry, refusal
+from services.worker.kv.port import ExpectedImport
 from services.worker.settings import WorkerSettings
+from services.worker.step_costs import kind_of
+from shared.cost.catalogue import bytes_of
+from shared.cost.geometry import ModelGeometry
 from shared.cost.kinds import EngineKind, Workshop
 from shared.cost.library import Library, bundled_geometry, geometry_from_file
+from shared.cost.network import Link, rate_of, wire_bytes
 from shared.cost.rates_file import ScaledSteps, scaled_rates
 from shared.cost.step import Batch
 from shared.domain.instance import Compatibility
 from shared.domain.job import LengthPrediction
+from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.rates import ChunkedCost, HuaweiCost, PartialPrefillCost, Rates, StepForm, StepRates
 from shared.runtime.logs import get_log
+from shared.runtime.tasks import Background
 from shared.runtime.wire_version import OURS
 from shared.wire.messages import TokenStep
+
+# MERGED emulated_lane.py
+# A lane of an emulated engine: a batch in flight, its scheduler, and its steps in real time.
+#
+# An engine has as many as it has pipeline stages, each with its share of the memory; a step of one takes as long as the
+# pipeline needs from a batch of it to its next. The simulator counts so, too.
+
+
+_LATE_S = 0.005  # a timer that fires late makes the next step so much shorter, at most: the mean keeps to the model
+
+
+class EmulatedLane:
+    """Steps what its scheduler plans; `duration` says how long a batch takes."""
+
+    def __init__(self, scheduler: EmulatedScheduler, duration: Callable[[Batch], float], steps: StepLog) -> None:
+        self.scheduler = scheduler
+        self._duration = duration
+        self._steps = steps
+        self._work = asyncio.Event()
+
+    def wake(self) -> None:
+        """Look again who may enter."""
+        self._work.set()
+
+    async def run(self) -> None:
+        """Step for ever."""
+        due = 0.0
+        while True:
+            began = time.monotonic()  # the loop's own clock may tick in milliseconds
+            chunks, decodes = self.scheduler.plan(began)
+            if not chunks and not decodes:
+                await self._wait(began)
+                due = time.monotonic()
+                continue
+            batch = _batch_of(chunks, decodes)
+            due = max(due, began - _LATE_S) + self._duration(batch)
+            await asyncio.sleep(due - began)
+            self._finish_step(chunks, decodes)
+            seconds = time.monotonic() - began
+            self._steps.add(seconds, 0.0, batch.prefill, batch.decode_count, batch.decode_context_tokens)
+
+    async def _wait(self, now: float) -> None:
+        """Until there is new work or the next import is complete."""
+        self._work.clear()
+        ready_s = min((entry.ready_s for entry in self.scheduler.coming), default=None)
+        try:
+            async with asyncio.timeout(None if ready_s is None else ready_s - now):
+                await self._work.wait()
+        except TimeoutError:
+            pass
+
+    def _finish_step(self, chunks: list[tuple[Entry, int]], decodes: list[Entry]) -> None:
+        for entry, tokens in (*((entry, 1) for entry in decodes), *chunks):
+            if entry not in self.scheduler.running:
+                continue  # aborted during the step
+            entry.computed += tokens
+            if entry.use is not None:
+                entry.use.computed(entry.computed)
+            if entry.missing:
+                continue  # not done with its prompt
+            token = entry.token_at(entry.tokens)
+            entry.tokens += 1
+            entry.left -= 1
+            if not entry.left:
+                self.scheduler.remove(entry.request.request_id)
+            reused, entry.reused = entry.reused, None
+            deliver(entry.sink, TokenStep([token], "" if entry.left else entry.ends, reused=reused))
+
+
+def _batch_of(chunks: list[tuple[Entry, int]], decodes: list[Entry]) -> Batch:
+    prefill = tuple((tokens, entry.computed) for entry, tokens in chunks)
+    return Batch(prefill, len(decodes), sum(entry.computed for entry in decodes))
+
+
+# MERGED emulated.py
+# The KV side of an emulated instance: handles, times and reports without bytes.
+
+
+class EmulatedLink:
+    """How long this instance's imports take: in turn through its port of `gbps` Gb/s; 0 takes no time.
+
+    paths: by exporter, where the two stand on nodes; imports by one path take turns there. Counted as the simulator
+    does (`shared.sim.wires`), but for what the exporters' ports would add. All of it `slowdown` times as slow.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        gbps: float,
+        dtype: str,
+        paths: Mapping[str, Link] = MappingProxyType({}),
+        slowdown: float = 1.0,
+    ) -> None:
+        self._geometry = geometry
+        self._link = Link(gbps * 1e9 / 8.0) if gbps > 0 else None
+        self._paths = paths
+        self._slowdown = slowdown
+        self._width = bytes_of(dtype)
+        self._free_s: dict[Link, float] = {}  # monotonic time from which a path, or the port, is idle
+        self._reports: dict[str, TransferReport | None] = {}  # of expected imports; None: it has not begun
+
+    def pull(self, handle: KvHandle, held_tokens: int = 0) -> float:
+        """Begin an import of what is not held here; seconds until all of it is here."""
+        tokens = max(0, handle.tokens - held_tokens)
+        moved = wire_bytes(self._geometry, tokens, handle.codec, self._width)
+        now, waits_s = time.monotonic(), 0.0
+        link = self._paths.get(handle.instance_id, self._link)
+        if link is not None:
+            takes_s = self._slowdown * moved / rate_of(link)
+            self._free_s[link] = max(self._free_s.get(link, 0.0), now) + takes_s
+            waits_s = self._free_s[link] - now + link.latency_s
+        started_s = time.time()
+        if handle.transfer_id in self._reports:
+            self._reports[handle.transfer_id] = TransferReport(
+                TransferOutcome.PULLED, tokens, int(moved), started_s, started_s + waits_s, transport="emulated"
+            )
+        return waits_s
+
+    def expect(self, transfer_id: str) -> None:
+        """Keep the report of that import until it is forgotten."""
+        self._reports[transfer_id] = None
+
+    def known(self, transfer_id: str) -> TransferReport | None:
+        """What became of an expected import, if it has begun."""
+        return self._reports.get(transfer_id)
+
+    def forget(self, transfer_id: str) -> None:
+        """Nobody will ask."""
+        self._reports.pop(transfer_id, None)
+
+
+class EmulatedPort:
+    """Exports are always ready; imports take their time in the engine. Nothing is moved."""
+
+    staged_bytes = 0
+    nixl_failures = 0
+
+    def __init__(self, template: KvHandle, link: EmulatedLink) -> None:
+        self._template = template
+        self._link = link
+
+    def start(self, tasks: Background) -> None:
+        """Nothing runs in the background."""
+
+    def handle(self, transfer_id: str, tokens: int, codec: Codec) -> KvHandle:
+        """A handle of ours."""
+        t = self._template
+        return msgspec.structs.replace(t, transfer_id=transfer_id, tokens=tokens, codec=codec)
+
+    def announce(self, transfer_id: str, tokens: int, owner: bytes) -> None:
+        """Nothing is staged."""
+
+    def reserve(self, transfer_id: str) -> bool:
+        """Nothing is staged, so there is always room."""
+        return True
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        """There never is more."""
+
+    def when_staged(self, transfer_id: str, callback: Callable[[], None]) -> None:
+        """No chunk is ever staged ahead of the rest."""
+
+    def forget(self, transfer_id: str) -> None:
+        """No callback is kept."""
+
+    def expect(self, handle: KvHandle) -> ExpectedImport:
+        """See KvPort. Nothing is staged, so there is no lease."""
+        self._link.expect(handle.transfer_id)
+        return ExpectedImport(handle)
+
+    def end(self, expected: ExpectedImport) -> None:
+        """See KvPort."""
+        self._link.forget(expected.handle.transfer_id)
+
+    async def import_report(self, expected: ExpectedImport) -> TransferReport:
+        """What the engine did."""
+        return self.known_report(expected) or TransferReport(TransferOutcome.PULLED)
+
+    def known_report(self, expected: ExpectedImport) -> TransferReport | None:
+        """What the engine has done by now."""
+        return self._link.known(expected.handle.transfer_id)
+
+    async def release(self, transfer_ids: list[str]) -> None:
+        """Nothing is staged."""
+
+    async def release_of(self, owner: bytes) -> None:
+        """Nothing is staged."""
+
+    async def prefetch(self, handle: KvHandle, keep_s: float) -> None:
+        """An import begins with the decode."""
+
+    async def drop(self, transfer_id: str) -> None:
+        """Nothing was fetched."""
+
 
 log = get_log(__name__)
 

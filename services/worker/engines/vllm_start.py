@@ -12,9 +12,9 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from vllm.usage.usage_lib import UsageContext
 
 from services.worker.engines.base import EngineInfo
-from services.worker.engines.vllm_forced import force_known_tokens
-from services.worker.fingerprint import fingerprint
-from services.worker.kv.codec_speed import codec_speeds
+from services.worker.engines.vllm_patches import force_known_tokens
+from services.worker.identity import fingerprint
+from services.worker.kv.codec import codec_speeds
 from services.worker.kv.vllm.layers import stages_of
 from services.worker.kv.wire.importing import DTYPES
 from services.worker.settings import WorkerSettings

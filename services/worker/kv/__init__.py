@@ -54,7 +54,7 @@ How a worker uses it
    in the importer's prefix cache and would be served to exact requests otherwise. The connector refuses to
    import lossy KV into a request without that salt; it recomputes, with the error "unsalted".
 
-3. Events reach the worker process (`services.worker.kv.events`)::
+3. Events reach the worker process (`services.worker.kv.rank_links`)::
 
     async with KvEvents(address) as events:  # binds; the address of "events"
         async for event in events:           # StagedChunk | TransferEnded | StagingFailed | PullEnded | ThreadEnded
@@ -72,8 +72,8 @@ How a worker uses it
      begins with a code of `errors.KvFault`; for a request that was aborted the code is "cancelled".
    - `ThreadEnded(rank, thread, error)`: a bug ended a thread of that rank; the worker goes down and says why.
 
-4. Control goes to the instance's own ranks (`services.worker.kv.control`): `DirectControl(endpoint)` for a single rank
-   in the worker's own process, else over their sockets::
+4. Control goes to the instance's own ranks (`services.worker.kv.rank_links`): `DirectControl(endpoint)` for a single
+   rank in the worker's own process, else over their sockets::
 
     async with SocketControl(controls, control_key) as control:
         # Drop what is staged or prefetched, on all ranks; idempotent.

@@ -18,13 +18,19 @@ within half a step whatever the offset. A payload is
 fp8 is e4m3fn: scales, float32 [layers, 2, heads], then the values.
 """
 
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
 from services.worker.kv.errors import KvError, KvFault
+from shared.domain.instance import KvGeometry
 from shared.domain.kv import TOKEN_GROUP, Codec, channel_group
+from shared.domain.rates import CodecRate
 
 Shape = tuple[int, int, int, int, int]
 _BITS = {Codec.INT8: 8, Codec.INT4: 4}
@@ -107,10 +113,10 @@ def _encode(kv: torch.Tensor, codec: Codec, payload: torch.Tensor) -> bool:
     values, steps, shape = _flat(kv)
     dim = kv.shape[-1]
     if codec is Codec.FP8:
-        from services.worker.kv.codec_fp8 import encode_fp8
+        from services.worker.kv.numba_kernels import encode_fp8
 
         return encode_fp8(values, steps, shape, dim, payload.numpy())
-    from services.worker.kv.codec_quantise import encode_ints
+    from services.worker.kv.numba_kernels import encode_ints
 
     return encode_ints(values, steps, shape, channel_group(dim), _BITS[codec], payload.numpy())
 
@@ -119,11 +125,11 @@ def _decode(payload: torch.Tensor, codec: Codec, kv: torch.Tensor) -> None:
     values, steps, shape = _flat(kv)
     dim = kv.shape[-1]
     if codec is Codec.FP8:
-        from services.worker.kv.codec_fp8 import decode_fp8
+        from services.worker.kv.numba_kernels import decode_fp8
 
         decode_fp8(payload.numpy(), steps, shape, dim, values)
     else:
-        from services.worker.kv.codec_restore import decode_ints
+        from services.worker.kv.numba_kernels import decode_ints
 
         decode_ints(payload.numpy(), steps, shape, channel_group(dim), _BITS[codec], values)
 
@@ -163,3 +169,37 @@ def _typed(payload: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) ->
     if payload.data_ptr() % dtype.itemsize or payload.storage_offset() % dtype.itemsize:
         payload = payload.clone()  # libzmq gives small messages any address
     return payload.view(dtype).view(shape)
+
+
+# MERGED codec_speed.py
+# What coding KV costs on this machine, measured once at the start on a little random KV.
+
+
+_BYTES = 1 << 20  # of KV as it is stored: about a frame
+_WARM_UP = 4  # calls that meet cold caches, and memory that the kernel has yet to give
+_ROUNDS = 15
+
+
+def codec_speeds(geometry: KvGeometry, dtype: torch.dtype) -> dict[str, CodecRate]:
+    """Of each lossy codec, in one thread, as the connector's threads code and decode. Takes tens of milliseconds."""
+    token_bytes = 2 * geometry.kv_heads * geometry.head_dim * dtype.itemsize
+    shape = (1, 2, max(1, _BYTES // token_bytes), geometry.kv_heads, geometry.head_dim)
+    kv = torch.randn(shape).to(dtype)
+    size, rates = kv.numel() * dtype.itemsize, {}
+    for codec in Codec:
+        if not codec.lossy or (codec is Codec.INT4 and geometry.head_dim % 2):
+            continue
+        payload = encode(kv, codec)
+        encode_s = _time_s(partial(encode, kv, codec))
+        decode_s = _time_s(partial(decode, payload, shape, dtype, codec, dtype))
+        rates[codec.value] = CodecRate(size / encode_s, size / decode_s)
+    return rates
+
+
+def _time_s(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_WARM_UP + _ROUNDS):
+        started_s = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started_s)
+    return max(1e-9, median(times[_WARM_UP:]))

@@ -20,13 +20,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from services.worker.kv.arena import Bytes
 from services.worker.kv.errors import KvError
-from services.worker.kv.parts import Coding, HostMemory, Part, Staged, parts_of, staged_of
+from services.worker.kv.host_memory import Bytes
+from services.worker.kv.layout import KvLayout
+from services.worker.kv.staging import Coding, HostMemory, Part, Staged, parts_of, staged_of
+from shared.domain.kv import Codec
+
+if TYPE_CHECKING:
+    from services.worker.kv.device_codec import DeviceCodec
 
 _log = logging.getLogger(__name__)
 
@@ -290,3 +296,132 @@ class DeviceCopies:
                 result = error
             staging.done(result)
             del staging, result  # host memory is free once nothing refers to it
+
+
+# MERGED blocks.py
+# The blocks of an engine's cache as the destination of an import, by the slots of its tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Where one import goes: see Destination."""
+
+    caches: list[torch.Tensor]
+    layout: KvLayout
+    slots: torch.Tensor
+    token_start: int
+    layer_start: int  # of this rank's, in the model
+    head_start: int
+    copies: Copies
+    freed: Any  # what the blocks were used for before is done after this
+    zero: bool  # fault injection: proves that tests would notice wrong KV
+    codec: "DeviceCodec | None"
+    null_slots: int = 0  # slots below are of the engine's null block, which stands for tokens outside of a window
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the caches."""
+        return self.caches[0].dtype
+
+    def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
+        """See Destination."""
+        first = token_start - self.token_start
+        slots = self.slots[first : first + kv.shape[1]]
+        if self.null_slots and not bool((kept := slots >= self.null_slots).all()):
+            slots, kv = slots[kept], kv[:, kept]
+            if not len(slots):
+                return
+        with self.copies.writing(self.freed):
+            slots = self.copies.upload(slots)
+            kv = self.copies.upload(kv * 0 if self.zero else kv)
+            cache = self.caches[layer - self.layer_start]
+            self.layout.scatter(cache, slots, head_start - self.head_start, kv)
+
+    def take(
+        self,
+        layers: tuple[int, int],
+        tokens: tuple[int, int],
+        heads: tuple[int, int],
+        payload: torch.Tensor,
+        dtype: torch.dtype,
+        codec: Codec,
+    ) -> bool:
+        """See Destination: kernels decode it into the blocks, all layers and tokens of it at once."""
+        if self.codec is None or self.zero or (codec is Codec.RAW and dtype is not self.dtype):
+            return False
+        head, wanted = self.head_start, slice(tokens[0] - self.token_start, tokens[1] - self.token_start)
+        if self.null_slots and bool((self.slots[wanted] < self.null_slots).any()):
+            return False  # what is left of it is written a layer at a time
+        own = (layers[0] - self.layer_start, layers[1] - self.layer_start), (heads[0] - head, heads[1] - head)
+        with self.copies.writing(self.freed):
+            return self.codec.decode(*own, self.slots[wanted], payload, dtype, codec)
+
+    def room(self, layer: int, tokens: tuple[int, int], heads: tuple[int, int]) -> list[memoryview]:
+        """None: blocks hold KV in an order of their own."""
+        return []
+
+    def finish(self) -> None:
+        """See Destination."""
+        self.copies.written()
+
+
+# MERGED torch_device.py
+# A device that torch drives, with the streams, events and copies of `Device`: `torch.cuda`, which is ROCm's, too, and
+# `torch.xpu`.
+
+
+class TorchDevice:
+    """The device of one rank's cache."""
+
+    def __init__(self, cache: torch.Tensor) -> None:
+        self._device = cache.device
+        self._dtype = cache.dtype
+        self._module = torch.get_device_module(cache.device)
+        self._event = self._events()
+
+    def enter(self) -> None:
+        """See Device."""
+        self._module.set_device(self._device)
+
+    def stream(self) -> Any:
+        """See Device."""
+        return self._module.Stream(self._device)
+
+    def event(self) -> Any:
+        """See Device."""
+        return self._event()
+
+    def current(self) -> Any:
+        """See Device."""
+        return self._module.current_stream(self._device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """See Device."""
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    def scratch(self, values: int) -> torch.Tensor:
+        """See Device."""
+        return torch.empty(values, dtype=self._dtype, device=self._device)
+
+    def download(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """See Device. `to` is pinned, or the calling thread would wait."""
+        to.copy_(source, non_blocking=True)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See Device. torch keeps pinned memory of its own until the copy has been done."""
+        return tensor.contiguous().pin_memory().to(self._device, non_blocking=True)
+
+    def _events(self) -> Callable[[], Any]:
+        """A thread that waits for an event sleeps where the device offers that: torch.cuda's would keep a core busy by
+        default, and torch.xpu's have no such choice. One event is made at once, so that what a device lacks is known
+        at the start and not with the first transfer.
+        """
+        blocking = partial(self._module.Event, blocking=True)
+        try:
+            blocking()
+        except TypeError:
+            self._module.Event()
+            made: Callable[[], Any] = self._module.Event
+            return made
+        return blocking

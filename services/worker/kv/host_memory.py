@@ -1,13 +1,123 @@
 """Host memory for staged KV: ordinary memory beside a model on the CPU, pinned memory beside one on a device."""
 
 import math
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from services.worker.kv.arena import Allocate, Arena, Bytes, Extent, pinned
 from services.worker.kv.errors import KvError, KvFault
 from shared.domain.kv import TOKEN_GROUP
+
+# MERGED arena.py
+# Host memory that is allocated once and handed out in parts: pinning it, or registering it, takes far longer than to
+# fill it.
+
+
+_SLAB_BYTES = 64 << 20  # a power of two: torch rounds pinned memory up to one
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Allocate = Callable[[int], torch.Tensor]
+
+
+def plain(size: int) -> torch.Tensor:
+    """So many bytes of ordinary memory, which take none before they are written."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def pinned(size: int) -> torch.Tensor:
+    """So many bytes that a device copies to by itself."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+@dataclass(slots=True)
+class Extent:
+    """Places [start, end) of a slab."""
+
+    slab: int
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+class Arena:
+    """Slabs of places of `place_bytes` each. Thread-safe."""
+
+    def __init__(self, place_bytes: int, places: int, allocate: Allocate = plain) -> None:
+        """At least so many places. Raises RuntimeError when the host does not give so much. `allocate` gives bytes."""
+        self._place_bytes = place_bytes
+        each = max(1, min(places, _SLAB_BYTES // place_bytes))
+        count = -(-places // each)
+        self.slabs: list[Bytes] = [allocate(each * place_bytes).numpy() for _ in range(count)]
+        self._free = [Extent(slab, 0, each) for slab in range(count)]
+        self._returned: deque[Extent] = deque()  # appended to by whoever drops the last reference
+        self._lock = threading.Lock()
+
+    @property
+    def free(self) -> int:
+        """Places that nobody has."""
+        with self._lock:
+            self._collect()
+            return sum(len(extent) for extent in self._free)
+
+    def cut(self, wanted: int, least: int = 1) -> Extent | None:
+        """So many places from the first hole that has them, else the largest hole, of at least `least`. None without
+        one.
+        """
+        with self._lock:
+            self._collect()
+            hole = next((each for each in self._free if len(each) >= wanted), None)
+            if hole is None:
+                hole = max(self._free, key=len, default=None)
+            if hole is None or len(hole) < least:
+                return None
+            cut = Extent(hole.slab, hole.start, min(hole.end, hole.start + wanted))
+            hole.start = cut.end
+            if hole.start == hole.end:
+                self._free.remove(hole)
+            return cut
+
+    def give_back(self, extent: Extent) -> None:
+        """Nobody has these places any more."""
+        self._returned.append(extent)
+
+    def bytes_of(self, extent: Extent, size: int | None = None) -> Bytes:
+        """The memory of places that were cut, or its first `size` bytes. They are given back when nothing refers to
+        this very array; an array that is cut from it is a view of the slab, and does not keep it.
+        """
+        start = extent.start * self._place_bytes
+        end = extent.end * self._place_bytes if size is None else start + size
+        places: Bytes = self.slabs[extent.slab][start:end]
+        weakref.finalize(places, self._returned.append, extent)
+        return places
+
+    def take_bytes(self, size: int) -> Bytes | None:
+        """So many bytes in one piece, or None while there is no such hole; see `bytes_of`."""
+        places = -(-size // self._place_bytes)
+        extent = self.cut(places, places)
+        return None if extent is None else self.bytes_of(extent)
+
+    def _collect(self) -> None:
+        """Take back what was returned, and join neighbours."""
+        if not self._returned:
+            return
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        self._free.sort(key=lambda each: (each.slab, each.start))
+        joined: list[Extent] = []
+        for extent in self._free:
+            if joined and (joined[-1].slab, joined[-1].end) == (extent.slab, extent.start):
+                joined[-1].end = extent.end
+            else:
+                joined.append(extent)
+        self._free = joined
+
 
 Shape = Callable[[int], tuple[int, ...]]  # of so many tokens
 Size = Callable[[int], int]  # bytes of so many tokens, never fewer for more

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from dashboard.plan.figures import ATTAINMENT, GOODPUT, RATE, TTFT, Figure, changes, comparison, deviation
+from dashboard.plan.in_force import ATTAINMENT, GOODPUT, RATE, TTFT, Figure, changes, comparison, deviation
 from dashboard.plan.records import Expected, Fleet, Measured
 from tests.dashboard.planner import small_fleet
 

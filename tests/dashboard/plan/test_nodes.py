@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from dashboard.plan.nodes import Graph, graph, hardware, natural
+from dashboard.plan.picture import Graph, graph, hardware, natural
 from dashboard.plan.records import Fleet, FleetInstance, Route
 from shared.domain.instance import Role
 from tests.dashboard.planner import large_fleet, small_fleet

@@ -6,9 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dashboard.plan.nodes import Graph, graph
-from dashboard.plan.picture import label, picture
-from dashboard.plan.places import bands, cards
+from dashboard.plan.picture import Graph, bands, cards, graph, label, picture
 from dashboard.plan.records import Fleet, FleetInstance
 from shared.domain.instance import Role
 from tests.dashboard.planner import large_fleet, member, small_fleet

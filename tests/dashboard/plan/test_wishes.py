@@ -4,10 +4,10 @@ import httpx
 import msgspec
 import pytest
 
+from dashboard.plan.operations import Act, Deed, Wish, accept, changes, consequences, question
+from dashboard.plan.page import change_of, words
 from dashboard.plan.records import Proposal
-from dashboard.plan.search_form import METHODS, body_of, missing_of, wrong_in
-from dashboard.plan.what_if import change_of, words
-from dashboard.plan.wishes import Act, Deed, Wish, accept, changes, consequences, question
+from dashboard.plan.searches import METHODS, body_of, missing_of, wrong_in
 from shared.errors import Conflict, DeadlineExceeded, PolyphaseError, Unavailable
 from shared.plan.methods.registry import METHODS as KNOWN
 from tests.dashboard.planner import proposal

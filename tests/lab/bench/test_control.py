@@ -2,13 +2,13 @@
 
 import pytest
 
-from lab.bench import control_processes
+from lab.bench import control
 from lab.bench.control import AIMS, _quantile_ms, run_control_bench
 
 
 @pytest.mark.slow
 def test_it_measures_monitor_and_scheduler_and_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_processes, "SETTLE_S", 1.0)
+    monkeypatch.setattr(control, "SETTLE_S", 1.0)
     result = run_control_bench((2, 4), 2.0)  # CPU time has a grain of 10 ms
     for size in (2, 4):
         seen = result["figures"][str(size)]

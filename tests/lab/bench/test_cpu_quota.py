@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lab.bench import cpu_quota as module
-from lab.bench.cpu_quota import PERIOD_US, Throttled, cpu_quota
+from lab.bench import real_engines
+from lab.bench.real_engines import PERIOD_US, Throttled, cpu_quota
 from shared.errors import InvalidRequest, Unavailable
 
 
@@ -19,7 +19,7 @@ from shared.errors import InvalidRequest, Unavailable
 def _as_a_kernel_removes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """A group's own files do not keep it from being removed."""
     if "tmp_path" in request.fixturenames:
-        monkeypatch.setattr(module, "rmdir", shutil.rmtree)
+        monkeypatch.setattr(real_engines, "rmdir", shutil.rmtree)
 
 
 def v1(root: Path) -> Path:
@@ -120,7 +120,7 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path, monkeypatch: 
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "mkdir", read_only)
-    monkeypatch.setattr(module, "geteuid", lambda: 1000)
+    monkeypatch.setattr(real_engines, "geteuid", lambda: 1000)
     refused = f"{parent} cannot be changed .Read-only file system.; this needs root"
     with pytest.raises(Unavailable, match=refused), cpu_quota("slow", 0.5, tmp_path):
         pass

@@ -5,9 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.engine_load import BURST, PRESSING, PROMPTS, SORTS, Served, Wanted, burst, predicted_in_time, pressing
-from lab.bench.engine_report import ALONE, Run, passed, report, unlike
-from lab.bench.engine_suite import CHUNK, KV_TOKENS, MAX_MODEL_LEN, PATIENT, SEATS, cluster_of, counted
+from lab.bench.engine import (
+    ALONE,
+    BURST,
+    PRESSING,
+    PROMPTS,
+    SORTS,
+    Run,
+    Served,
+    Wanted,
+    burst,
+    passed,
+    predicted_in_time,
+    pressing,
+    report,
+    unlike,
+)
+from lab.bench.real_engines import CHUNK, KV_TOKENS, MAX_MODEL_LEN, PATIENT, SEATS, cluster_of, counted
 from services.launcher.cluster_file import Cluster
 from shared.errors import Unavailable
 from shared.policy.prefill_order import WINDOW

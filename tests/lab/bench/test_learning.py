@@ -4,11 +4,27 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.learning import OUTPUT, PROMPT, steady
-from lab.bench.learning_rates import BATCHES, FEWEST, apart, beside, busy_others, compare, kind_of, median_error
-from lab.bench.learning_report import report
-from lab.bench.learning_shares import Episode, Placed, placed, share, windows
-from lab.bench.learning_suite import CORES, cluster_of
+from lab.bench.learning import (
+    BATCHES,
+    CORES,
+    FEWEST,
+    OUTPUT,
+    PROMPT,
+    Episode,
+    Placed,
+    apart,
+    beside,
+    busy_others,
+    cluster_of,
+    compare,
+    kind_of,
+    median_error,
+    placed,
+    report,
+    share,
+    steady,
+    windows,
+)
 from services.launcher.cluster_file import Cluster
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, Kind, ScaledSteps

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from lab.bench import live
-from lab.bench.live_clusters import EMULATED, REAL
-from lab.bench.live_replay import Means, Replay
-from lab.calibrate.running import Calibrated
-from lab.calibrate.traffic import Sample, Shot
+from lab.bench.live_clusters import EMULATED, REAL, Means, Replay
+from lab.calibrate.live import Calibrated
+from lab.calibrate.target import Sample, Shot
 from services.launcher.cluster_file import Cluster
 from shared.cost.rates_file import Calibration, ControlPlane
 

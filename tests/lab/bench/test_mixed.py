@@ -8,12 +8,31 @@ import msgspec
 import numpy as np
 import pytest
 
-from lab.bench import mixed_report
-from lab.bench.mixed_load import Load, Seen, burst, conversations, drawn, replay
-from lab.bench.mixed_pair import ADAPTIVE, BALANCED, DATA_PARALLEL, FAST, HIGH_LOW, LOW_HIGH, SLOW, SYSTEMS, cluster_of
-from lab.bench.mixed_report import Run, report
-from lab.bench.mixed_sim import FormSteps, Means, Twin, lasting, learned
-from lab.calibrate.traffic import Sample, Shot
+from lab.bench import mixed
+from lab.bench.mixed import Run, report
+from lab.bench.mixed_pair import (
+    ADAPTIVE,
+    BALANCED,
+    DATA_PARALLEL,
+    FAST,
+    HIGH_LOW,
+    LOW_HIGH,
+    SLOW,
+    SYSTEMS,
+    FormSteps,
+    Load,
+    Means,
+    Seen,
+    Twin,
+    burst,
+    cluster_of,
+    conversations,
+    drawn,
+    lasting,
+    learned,
+    replay,
+)
+from lab.calibrate.target import Sample, Shot
 from services.launcher.cluster_file import Cluster
 from shared.cost.rates_file import ControlPlane
 from shared.cost.step import Batch
@@ -164,7 +183,7 @@ def test_systems_that_hardly_differ_have_no_order() -> None:
     said = {("burst", run.system.label): Means(2.0, 0.5, 0.1, 10.0) for run in live}
     said["burst", "balanced"] = Means(1.9, 0.5, 0.1, 10.0)  # the same as adaptive, live
     assert "adaptive and balanced" not in str(report(live, said)["aims"]["simulated_pairs_in_wrong_order"]["got"])
-    assert mixed_report.TOLD_APART < 0.2
+    assert mixed.TOLD_APART < 0.2
 
 
 def instance(name: str, factor: float) -> LiveInstance:

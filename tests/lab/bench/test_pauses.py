@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.live_replay import shots_of
-from lab.bench.pauses import ADAPTIVE, POLICIES, SIMPLE, TARGETS, pause_scenarios
-from lab.bench.pauses_live import compared_of, variant, workload_of
+from lab.bench.live_clusters import shots_of
+from lab.bench.pauses import ADAPTIVE, POLICIES, SIMPLE, TARGETS, compared_of, pause_scenarios, variant, workload_of
 from lab.bench.policies_live import LiveOptions, run_policies_live
 from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster

@@ -5,11 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.plan import PlanBenchOptions, run_plan_bench
-from lab.bench.plan_cases import FILE, LOST, TRACES, drawn, table_3
-from lab.bench.plan_limits import case_impossible
-from lab.bench.plan_papers import case_zte
-from lab.bench.plan_thunderserve import prefill_share
+from lab.bench.plan import PlanBenchOptions, case_impossible, case_zte, run_plan_bench
+from lab.bench.plan_thunderserve import FILE, LOST, TRACES, drawn, prefill_share, table_3
 from shared.domain.instance import Role
 from shared.errors import InvalidRequest
 from shared.plan.inventory import read_inventory

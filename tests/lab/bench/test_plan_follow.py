@@ -8,13 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.bench.plan_cases import cluster
-from lab.bench.plan_follow import Ran, answering, judged, settled_shares, story
-from lab.bench.plan_follow_cases import GBPS, NODES, Followed, by_roles, turned
-from lab.bench.plan_live_cases import SLO, Planned, problem_for, search_for
-from lab.bench.plan_promise import shots
-from lab.bench.turning import Phase
-from lab.calibrate.traffic import Sample
+from lab.bench.plan_live import (
+    FOLLOWED_GBPS,
+    FOLLOWED_NODES,
+    SLO,
+    Followed,
+    Planned,
+    Ran,
+    answering,
+    by_roles,
+    followed_story,
+    judged,
+    problem_for,
+    search_for,
+    settled_shares,
+    shots,
+    turned,
+)
+from lab.bench.plan_thunderserve import cluster
+from lab.bench.scenarios import Phase
+from lab.calibrate.target import Sample
 from shared.domain.instance import Role
 from shared.plan.group import Group, Part
 from shared.plan.judge import Promise
@@ -27,7 +40,7 @@ CHANGED_S = 1_000.0
 
 @cache
 def followed(lost: str = "") -> Followed:
-    problem = problem_for("conversation", None, cluster(NODES, GBPS))
+    problem = problem_for("conversation", None, cluster(FOLLOWED_NODES, FOLLOWED_GBPS))
     search = search_for(problem)
     layers = problem.shop.geometry.layers
     plan = by_roles(
@@ -120,9 +133,9 @@ def test_what_the_planner_does_not_do_is_missed(run: Ran, missed: set[str]) -> N
 
 
 def test_the_story_has_its_times() -> None:
-    told, shares = story(followed(), MENDED, ALONE)
+    told, shares = followed_story(followed(), MENDED, ALONE)
     assert "shift noticed 9.0 s after the change, proposed 0.40 s later (a10-0 to decode" in told
     assert "applied 12.0 s after the change" in told
     assert "0.970, 0.910 with the planner, 0.980, 0.400 without; failed 0 and 1" in shares
-    failed = story(followed(), replace(MENDED, failed=("status 503",)), ALONE)
+    failed = followed_story(followed(), replace(MENDED, failed=("status 503",)), ALONE)
     assert failed[-1] == "shift: a request failed: status 503"

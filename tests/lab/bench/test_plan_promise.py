@@ -8,19 +8,27 @@ import numpy as np
 import pytest
 import yaml
 
-from lab.bench.plan_live_cases import (
+from lab.bench.plan_live import (
     LEAST_FACTOR,
     SLO,
     TOKENS_PER_S,
+    Kept,
     Planned,
+    Told,
+    compared,
     factor_for,
     file_of,
+    kept_promise,
+    kept_story,
+    no_trace,
     problem_for,
+    shots,
+    simulated_file,
     slower,
     slower_slo,
+    told,
 )
-from lab.bench.plan_promise import Kept, Told, compared, kept_promise, no_trace, shots, simulated_file, story, told
-from lab.calibrate.traffic import Sample
+from lab.calibrate.target import Sample
 from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster
 from shared.cost.step import Batch
@@ -115,7 +123,7 @@ def test_a_promise_that_is_not_kept_is_told_as_missed() -> None:
         "promise_tpot_mean": True,
         "promise_attainment": True,
     }
-    assert "0.400 s promised, 0.500 s live" in story(pair(), kept)
+    assert "0.400 s promised, 0.500 s live" in kept_story(pair(), kept)
 
 
 def test_a_trace_that_is_missing_is_told_of_and_made(tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.bench import policies as bench
-from lab.bench.policies import Found, PoliciesOptions, Single, report
-from lab.bench.policies_runs import Runs, met_by
-from lab.bench.policies_search import Bracket, Ladder, best_mean, goodput, race
+from lab.bench.comparison import Bracket, Ladder, best_mean, goodput, race
+from lab.bench.policies import Found, PoliciesOptions, Runs, Single, met_by, report
 from lab.bench.scenarios import Scenario, all_scenarios
-from services.launcher.measuring import find_bench, summary
+from services.launcher.cli_common import find_bench, summary
 from shared.errors import InvalidRequest
 
 STEP = 1.02

@@ -7,7 +7,7 @@ import pytest
 from lab.bench.live_clusters import model_with_context
 from lab.bench.policies_live import CONTEXT, SCENARIOS, Slowed, cluster_into, share_within, simulated, slowed_slo
 from lab.bench.scenarios import SLO, Scenario, instances
-from lab.calibrate.traffic import Sample, Shot
+from lab.calibrate.target import Sample, Shot
 from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster
 from shared.cost.step import Batch

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 
 from lab.bench import policy as bench
-from services.launcher.measuring import find_bench, summary
+from services.launcher.cli_common import find_bench, summary
 from shared.policy import registry
 
 

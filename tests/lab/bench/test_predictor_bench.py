@@ -7,8 +7,7 @@ import pytest
 
 from lab.bench import predictor
 from lab.bench.predictor_bayes import aim_of
-from lab.bench.predictor_latency import Call, Cell, aims_of, cell_figures, real_prompts
-from lab.bench.predictor_process import environment
+from lab.bench.predictor_latency import Call, Cell, aims_of, cell_figures, environment, real_prompts
 from predictor.settings import PredictorSettings
 from predictor.train import default_epochs, default_learning_rate
 from shared.errors import InvalidRequest

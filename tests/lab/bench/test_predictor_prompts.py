@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lab.bench.predictor_prompts import BUCKETS, FILLER, FROM_HEAD, FROM_TAIL, SHARES, TOPICS, VERBS, Drawn, Generator
+from lab.bench.predictor_bayes import BUCKETS, FILLER, FROM_HEAD, FROM_TAIL, SHARES, TOPICS, VERBS, Drawn, Generator
 
 MANY = 20_000
 

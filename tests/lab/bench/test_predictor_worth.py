@@ -10,21 +10,37 @@ import yaml
 
 from lab.bench import predictor_worth_sim as sim
 from lab.bench.predictor_worth import NO_WORSE, aims_of
-from lab.bench.predictor_worth_arms import ARMS, MAJORITY, NONE, ORACLE, PAPER, TRAINED, accuracy, arms, trained
-from lab.bench.predictor_worth_fleet import (
+from lab.bench.predictor_worth_live import (
     CLUSTER,
     LEAST_PROMPT,
     MAX_TOKENS,
     Answer,
+    Run,
     StandIn,
     cluster_into,
+    figures_of,
     number_of,
     pointing_to,
+    policies_of,
     prompt_of,
+    run_of,
     short_requests,
 )
-from lab.bench.predictor_worth_live import Run, figures_of, policies_of, run_of
-from lab.bench.predictor_worth_sim import Case, Seen, gain, requests_of
+from lab.bench.predictor_worth_sim import (
+    ARMS,
+    MAJORITY,
+    NONE,
+    ORACLE,
+    PAPER,
+    TRAINED,
+    Case,
+    Seen,
+    accuracy,
+    arms,
+    gain,
+    requests_of,
+    trained,
+)
 from lab.bench.stream_client import StreamResult
 from services.launcher.cluster_file import load_cluster
 from services.launcher.plan import make_plan
@@ -100,7 +116,7 @@ def test_an_evaluation_is_read_and_named(tmp_path: Path) -> None:
 def test_without_an_evaluation_the_papers_figure_stands_in_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lab.bench.predictor_worth_arms.SHIPPED", tmp_path / "none.yaml")
+    monkeypatch.setattr("lab.bench.predictor_worth_sim.SHIPPED", tmp_path / "none.yaml")
     assert trained().prediction == PAPER
     assert "stand-in" in trained().source
 

@@ -6,12 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench import prefix_live, prefix_sim
-from lab.bench.prefix import Traced, live, traced
-from lab.bench.prefix_chats import chats, messages_of
-from lab.bench.prefix_live import Found, Request, Run, cluster_of
-from lab.bench.prefix_oracle import imbalance, oracle_tokens
-from lab.bench.prefix_sim import SHARES, TRACES, Oracles, Point, cases
+from lab.bench import prefix
+from lab.bench.prefix import (
+    SHARES,
+    TRACES,
+    Found,
+    Oracles,
+    Point,
+    Request,
+    Run,
+    Traced,
+    cases,
+    chats,
+    cluster_of,
+    imbalance,
+    live,
+    messages_of,
+    oracle_tokens,
+    traced,
+)
 from services.launcher.cluster_file import Cluster
 from shared.errors import NotFound, Unavailable
 
@@ -51,7 +64,7 @@ def test_each_turn_is_all_that_was_said_and_something_new() -> None:
 
 def test_the_live_cluster_serves_whole_requests() -> None:
     cluster = Cluster.model_validate(cluster_of(Path("model")))
-    assert cluster.instance_ids == tuple(prefix_live.names())
+    assert cluster.instance_ids == tuple(prefix.names())
     assert {section.role for section in cluster.instances} == {"decode"}
 
 
@@ -101,8 +114,8 @@ def test_on_the_nodes_adaptive_finds_what_the_oracle_does_and_least_load_little(
 
 
 def test_the_pooled_oracle_has_the_nodes_memory(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = tuple(replace(node, kv_tokens=2 * 512) for node in prefix_sim.instances())
-    monkeypatch.setattr(prefix_sim, "instances", lambda: small)
+    small = tuple(replace(node, kv_tokens=2 * 512) for node in prefix.instances())
+    monkeypatch.setattr(prefix, "instances", lambda: small)
     oracles = next(cases(data)).oracles()
     assert 0 == oracles.pooled < oracles.unbounded
 
@@ -112,7 +125,7 @@ def point(**more: float) -> Point:
 
 
 def test_aims_of_a_trace() -> None:
-    points = {(share, system): point() for share in SHARES for system in prefix_sim.SYSTEMS}
+    points = {(share, system): point() for share in SHARES for system in prefix.SYSTEMS}
     points |= {(share, "least_load"): point(ttft_mean_s=1.0) for share in SHARES[1:]}
     points[SHARES[-1], "adaptive"] = point(saved_tokens=890, imbalance=1.6)
     result = traced(Traced("t", 4_000, Oracles(1_200, 1_000), points))

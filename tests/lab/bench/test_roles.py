@@ -9,8 +9,8 @@ import pytest
 
 from lab.bench import roles, roles_live
 from lab.bench.roles import Seen, Setting, judged, told
-from lab.bench.turning import Phase, shares, turning
-from lab.calibrate.traffic import Sample, Shot
+from lab.bench.scenarios import Phase, shares, turning
+from lab.calibrate.target import Sample, Shot
 from services.launcher.cluster_file import Cluster
 from services.launcher.plan import settings_of
 

@@ -6,10 +6,10 @@ import json
 import pytest
 from rich.console import Console
 
+from lab.bench.comparison import COLUMNS, of_result, of_samples
 from lab.bench.scenarios import SLO, Scenario
-from lab.bench.side_by_side import COLUMNS, of_result, of_samples
-from lab.calibrate.traffic import Sample, Shot
-from services.launcher.measuring import report
+from lab.calibrate.target import Sample, Shot
+from services.launcher.cli_common import report
 
 
 def test_a_simulated_run() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from lab.bench.silicon import silicon_errors
+from lab.bench.cost import silicon_errors
 from shared.cost.library import Library
 
 ROW: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.bench.throughput import tokens_per_s
+from lab.bench.overload import tokens_per_s
 
 
 @pytest.mark.parametrize(

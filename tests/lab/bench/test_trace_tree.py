@@ -1,7 +1,7 @@
 """What counts as one tree, and as a time that is explained."""
 
 from lab.bench.trace_collector import Seen
-from lab.bench.trace_tree import faults, wait
+from lab.bench.traces import faults, wait
 
 
 def span(name: str, began_s: float, ended_s: float, own: str, parent: str, **events: float) -> Seen:

@@ -10,14 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lab.bench.troubles import TroublesOptions, choose, run_troubles_bench, with_all
-from lab.bench.troubles_beds import EMULATED, LATE, REAL
-from lab.bench.troubles_figures import figures
-from lab.bench.troubles_known import Known, Window, gaps_met, is_refused, share, told_as, tpot_met, ttft_met
-from lab.bench.troubles_list import TROUBLES
-from lab.bench.troubles_load import Shot
-from lab.bench.troubles_problems import of_problem
+from lab.bench.troubles import TROUBLES, TroublesOptions, choose, run_troubles_bench, with_all
 from lab.bench.troubles_stage import counted, sample_of
+from lab.bench.troubles_suite import (
+    EMULATED,
+    LATE,
+    REAL,
+    Known,
+    Shot,
+    Window,
+    gaps_met,
+    is_refused,
+    share,
+    told_as,
+    tpot_met,
+    ttft_met,
+)
+from lab.bench.troubles_verdict import figures, of_problem
 from shared.domain.instance import InstanceState, Role
 from shared.domain.verdict import ClassSeen, Level, Peer, Situation, Stage, StageSeen, Standing, Thresholds, Verdict
 from shared.errors import InvalidRequest

@@ -4,8 +4,8 @@ from collections import defaultdict
 
 import pytest
 
-from lab.calibrate.control import control_plane
-from lab.calibrate.traffic import Sample, Shot
+from lab.calibrate.live import control_plane
+from lab.calibrate.target import Sample, Shot
 from shared.domain.kv import TransferOutcome, TransferReport
 from shared.errors import Unavailable
 from shared.timeline import RequestTimeline, Span, SpanRecord

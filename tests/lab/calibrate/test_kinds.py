@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from lab.calibrate.kinds import fit_kinds
+from lab.calibrate.live import fit_kinds
 from shared.cost.library import Library
 from shared.cost.step import Batch
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry, Role

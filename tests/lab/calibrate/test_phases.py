@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from lab.calibrate.phases import _moderate, _moderate_rate
-from lab.calibrate.traffic import Sample, Shot
+from lab.calibrate.live import _moderate, _moderate_rate
+from lab.calibrate.target import Sample, Shot
 
 
 def alone(ttft_s: float, tpot_s: float) -> list[Sample]:

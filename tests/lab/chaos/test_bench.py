@@ -9,11 +9,9 @@ from rich.console import Console
 
 from lab.chaos.arena import Arena, running_arena
 from lab.chaos.clusters import KEYED
-from lab.chaos.judge import HARM, UNCLEAN, Verdict
-from lab.chaos.recovery import of_run
+from lab.chaos.load import HARM, UNCLEAN, Verdict
 from lab.chaos.run import choose
-from lab.chaos.runner import calm, run_scenario
-from lab.chaos.scenario import Outcome, Scenario
+from lab.chaos.scenario import Outcome, Scenario, calm, of_run, run_scenario
 from services.launcher.suite import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

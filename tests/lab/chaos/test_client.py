@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from lab.chaos.client import Ask, Ending, Reply, encode, send
+from lab.chaos.load import Ask, Ending, Reply, encode, send
 
 ASK = Ask("kind", "/v1/completions", {"stream": True})
 WHOLE = Ask("kind", "/v1/completions", {})

@@ -7,8 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from lab.chaos.arena import INJECT
-from lab.chaos.verbs import LoopTimes, Switches
+from lab.chaos.arena import INJECT, LoopTimes, Switches
 
 ROOT = Path(__file__).parents[3]
 

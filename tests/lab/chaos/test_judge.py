@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.chaos.client import Ending, Reply
-from lab.chaos.judge import Right, Tally, Verdict, compare, judge
+from lab.chaos.load import Ending, Reply, Right, Tally, Verdict, compare, judge
 
 TOKENS = tuple(300 + position * 7919 % 997 for position in range(40, 64))
 RIGHT = Right(TOKENS, "".join(chr(97 + token % 26) for token in TOKENS), "length", 1.0)

@@ -3,9 +3,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.chaos.kv_framing import KvSplitter, Message, said
-from services.worker.kv.wire.tcp_framing import HEARTBEAT
-from services.worker.kv.wire.tcp_outbound import Outbound
+from lab.chaos.framing import KvSplitter, Message, said
+from services.worker.kv.wire.tcp_framing import HEARTBEAT, Outbound
 from tests.services.worker.kv.wire.test_tcp_framing import Pipe
 
 MESSAGES = st.lists(st.tuples(st.binary(min_size=1, max_size=60), st.binary(max_size=3000)), max_size=6)

@@ -6,16 +6,14 @@ import pytest
 
 from lab.chaos import clusters
 from lab.chaos.clusters import TESTBEDS
-from lab.chaos.draws import FAULTS, draw
-from lab.chaos.judge import Verdict
-from lab.chaos.recovery import Recovery
-from lab.chaos.report import as_result, cells_of
-from lab.chaos.run import choose
-from lab.chaos.scenario import Outcome, Scenario
+from lab.chaos.framing import Part, ZmtpSplitter
+from lab.chaos.load import Verdict
+from lab.chaos.monkey import FAULTS, draw
+from lab.chaos.proxy import ports_of
+from lab.chaos.run import as_result, cells_of, choose
+from lab.chaos.scenario import Outcome, Recovery, Scenario
 from lab.chaos.scenarios import FAMILIES, SCENARIOS
 from lab.chaos.scenarios.failover import of_epoch
-from lab.chaos.wires import ports_of
-from lab.chaos.zmtp import Part, ZmtpSplitter
 from services.launcher.plan import make_plan
 from shared.errors import InvalidRequest
 from shared.runtime.wire_version import OURS

@@ -3,8 +3,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.chaos.framing import flip_bit
-from lab.chaos.zmtp import GREETING_BYTES, Part, ZmtpSplitter
+from lab.chaos.framing import GREETING_BYTES, Part, ZmtpSplitter, flip_bit
 
 GREETING = bytes(range(GREETING_BYTES))
 

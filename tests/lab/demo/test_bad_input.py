@@ -1,6 +1,6 @@
 """The list of bad input."""
 
-from lab.demo.bad_input import cases
+from lab.demo.answers import cases
 
 
 def test_every_case_wants_a_4xx_and_has_something_to_send() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.demo.prompts import Prompts
+from lab.demo.client import Prompts
 
 TOKENS = [n * 7919 % 4093 for n in range(6000)]
 

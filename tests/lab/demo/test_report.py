@@ -4,9 +4,8 @@ import io
 
 from rich.console import Console
 
-from lab.demo.findings import Section
-from lab.demo.report import as_result, show_section, show_summary
-from services.launcher.measuring import summary
+from lab.demo.report import Section, as_result, show_section, show_summary
+from services.launcher.cli_common import summary
 
 
 def section(*, good: bool) -> Section:

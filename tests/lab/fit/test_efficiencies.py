@@ -5,8 +5,8 @@ import pytest
 import yaml
 
 from lab.fit.efficiencies import TableFit, constants, fit_tables, recalibrated, to_yaml
-from lab.fit.rows import AttentionRows, ElementwiseRows
-from lab.fit.tables import Table
+from lab.fit.least_squares import AttentionRows, ElementwiseRows
+from lab.fit.profilers import Table
 from shared.cost.efficiency import SHIPPED, EfficiencyTable
 from shared.cost.library import Library
 from shared.files.yaml_file import parse_yaml, read_yaml

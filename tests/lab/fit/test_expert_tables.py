@@ -4,8 +4,7 @@ import pandas as pd
 import pytest
 
 from lab.fit.efficiencies import fit_table
-from lab.fit.expert_tables import aiconfigurator_experts, llmservingsim_experts
-from lab.fit.tables import Table
+from lab.fit.profilers import Table, aiconfigurator_experts, llmservingsim_experts
 from shared.cost.library import Library
 from shared.errors import InvalidRequest
 

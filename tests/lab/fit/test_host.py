@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lab.fit.host import fit_on_host
-from lab.fit.steps import TimedStep
+from lab.fit.steps import TimedStep, fit_on_host
 from shared.cost.kinds import slowdown_at
 from shared.cost.library import Library
 from shared.cost.step import Batch, StepModel

@@ -1,10 +1,8 @@
 import numpy as np
 import pytest
 
-from lab.fit.attention_forms import decode_form, varlen_form
-from lab.fit.forms import all_reduce_form, elementwise_form, gemm_form
-from lab.fit.least_squares import fit, mape
-from lab.fit.rows import AllReduceRows, AttentionRows, ElementwiseRows, Floats, GemmRows
+from lab.fit.forms import all_reduce_form, decode_form, elementwise_form, gemm_form, varlen_form
+from lab.fit.least_squares import AllReduceRows, AttentionRows, ElementwiseRows, Floats, GemmRows, fit, mape
 from shared.cost.library import Library
 from shared.cost.operators import VarlenAttention
 from shared.errors import InvalidRequest

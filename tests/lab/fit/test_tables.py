@@ -4,9 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from lab.fit.profilers import read_tables
-from lab.fit.rows import AttentionRows, ElementwiseRows, GemmRows, MlpRows
-from lab.fit.tables import Table
+from lab.fit.least_squares import AttentionRows, ElementwiseRows, GemmRows, MlpRows
+from lab.fit.profilers import Table, read_tables
 from shared.cost.catalogue import Catalogue
 from shared.errors import InvalidRequest, NotFound
 

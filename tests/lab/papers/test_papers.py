@@ -6,17 +6,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.papers.clusters import Kind, instances, requests_per_s, weighed
+from lab.papers.cronus import CAPACITIES, SYSTEMS, Column, modelled, run_system
 from lab.papers.cronus_fit import with_values
-from lab.papers.cronus_stages import CAPACITIES, modelled
-from lab.papers.cronus_systems import SYSTEMS, Column, run_system
-from lab.papers.lengths import CONVERSATION, azure, sharegpt
-from lab.papers.stages import Stage, in_turn, staged
-from lab.papers.testbed import Coefficients
+from lab.papers.testbed import (
+    CONVERSATION,
+    AtopWatermark,
+    Coefficients,
+    Kind,
+    Stage,
+    Watermark,
+    azure,
+    in_turn,
+    instances,
+    requests_per_s,
+    sharegpt,
+    staged,
+    weighed,
+)
 from lab.papers.testbed import Testbed as Bed  # pytest would collect a name in Test
-from lab.papers.tetriinfer_micro import micro_rows
-from lab.papers.thunderserve_link import kv_rows
-from lab.papers.watermark import AtopWatermark, Watermark
+from lab.papers.tetriinfer import micro_rows
+from lab.papers.thunderserve import kv_rows
 from lab.papers.zte import Discounts, decode_memory_bytes, first_token_s, output_token_s, prefill_memory_bytes
 from shared.cost.linear import huawei_of
 from shared.cost.network import Link

@@ -1,10 +1,8 @@
 from pathlib import Path
 from xml.etree import ElementTree
 
-from lab.papers import rows
-from lab.papers.chart import Chart
-from lab.papers.document import write_docs
-from lab.papers.rows import Section
+from lab.papers import report
+from lab.papers.report import Chart, Section, write_docs
 
 CHART = Chart("bars", "Bars & more", "x", ("a", "b"), {"paper": (1.0, -2.0), "ours": (1.5, 0.0)})
 
@@ -24,7 +22,7 @@ def test_the_page_shows_rows_marks_and_charts(tmp_path: Path) -> None:
     section = Section(
         "zte",
         "ZTE: two vendors",
-        (rows.gain("a", "Fig 9", "throughput", 17.0, 8.0), rows.order("b", "Fig 7", "ratio", "yes", "yes", True)),
+        (report.gain("a", "Fig 9", "throughput", 17.0, 8.0), report.order("b", "Fig 7", "ratio", "yes", "yes", True)),
         (CHART,),
         ("how it was set up",),
         ("no expert parallelism",),

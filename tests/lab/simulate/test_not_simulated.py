@@ -7,9 +7,8 @@ import pytest
 import yaml
 
 from lab.simulate.deployment import load_deployment
-from lab.simulate.from_cluster import read_cluster
-from lab.simulate.not_simulated import ENGINE_ARGS, NOT_SIMULATED
-from services.launcher.cluster_sections import (
+from lab.simulate.from_cluster import ENGINE_ARGS, NOT_SIMULATED, read_cluster
+from services.launcher.cluster_file import (
     COMMON,
     GatewaySection,
     InstanceSection,

@@ -12,8 +12,7 @@ import pytest
 from playwright.sync_api import Browser, sync_playwright
 
 from lab.simulate.deployment import Deployment, load_deployment
-from lab.simulate.page import page, write_page
-from lab.simulate.plots import course_figure, goodput_figure, latency_figure, load_plot, plots_of
+from lab.simulate.page import course_figure, goodput_figure, latency_figure, load_plot, page, plots_of, write_page
 from lab.simulate.report import Run
 from shared import palette
 from shared.errors import InvalidRequest

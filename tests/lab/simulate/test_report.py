@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from lab.simulate.deployment import Deployment, load_deployment
-from lab.simulate.plots import latency_figure
+from lab.simulate.page import latency_figure
 from lab.simulate.report import Run, file_word, outcomes_table, show, write_csv
 from shared.domain.job import Slo
 from shared.errors import InvalidRequest

@@ -15,11 +15,9 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from predictor.data import endpoint as endpoint_module
-from predictor.data.build import Built, Wanted, build, read_prompts
-from predictor.data.endpoint import Api, Asking, seed_of
+from predictor.data import dataset
+from predictor.data.dataset import Api, Asking, Built, Wanted, build, read_prompts, seed_of, settings_of
 from predictor.data.examples import split_of
-from predictor.data.table import settings_of
 from shared.errors import Conflict, InvalidRequest, Unavailable
 from tests.predictor.data.openai_server import Model, length, served
 
@@ -28,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
-    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(dataset, "FIRST_PAUSE_S", 0.01)
     return Model()
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from services.launcher.sight import Seen
 from services.launcher.state_file import RunningProcess, SuiteState
+from services.launcher.status import Seen
 from shared.domain.instance import Role
 from shared.domain.verdict import Count, Level, Link, Problem, Stage, Verdict
 

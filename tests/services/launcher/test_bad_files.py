@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher.cluster_file import load_cluster
-from services.launcher.cluster_sections import GatewaySection, MonitorSection, Section
+from services.launcher.cluster_file import GatewaySection, MonitorSection, Section, load_cluster
 from services.launcher.plan import make_plan
 from services.launcher.preflight import preflight
 from services.launcher.up import UpOptions, cluster_of

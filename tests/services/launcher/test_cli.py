@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from services.launcher import cli, measuring, operate, state_file
+from services.launcher import cli, cli_common, operate, state_file
 from services.launcher.spec import Plan
 from shared.errors import NotFound
 from shared.runtime.keys import checked
@@ -112,7 +112,7 @@ def test_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("met", "code"), [(True, 0), (False, 1)])
 def test_a_bench_exits_0_iff_its_aims_are_met(monkeypatch: pytest.MonkeyPatch, met: bool, code: int) -> None:
     answer = {"figures": {"a_ms": 1.0}, "aims": {"a": {"want": 1, "got": 1, "met": met}}}
-    monkeypatch.setattr(measuring, "find_bench", lambda name: lambda: answer)
+    monkeypatch.setattr(cli_common, "find_bench", lambda name: lambda: answer)
     result = RUN.invoke(cli.app, ["bench", "kv", "--json"])
     assert result.exit_code == code
     assert json.loads(result.stdout.splitlines()[-1])["ok"] is met

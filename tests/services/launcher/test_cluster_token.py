@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from gateway.settings import GatewaySettings
-from services.launcher import cluster_token, operate, state_file
+from services.launcher import cluster_keys, operate, state_file
 from services.launcher.cluster_file import Cluster
 from services.launcher.container import TOKEN_FILE, token_environment
 from services.launcher.plan import make_plan
@@ -33,36 +33,36 @@ def suite(folder: Path) -> None:
 
 
 def test_one_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
-    cluster_token.keep(cluster(), tmp_path / "data")
+    cluster_keys.keep_token(cluster(), tmp_path / "data")
     file = tmp_path / "data" / "cluster-token"
     first = read_token(file)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     file.chmod(0o644)
-    cluster_token.keep(cluster(), tmp_path / "data")
-    assert cluster_token.kept(tmp_path / "data") == first
+    cluster_keys.keep_token(cluster(), tmp_path / "data")
+    assert cluster_keys.kept_token(tmp_path / "data") == first
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    cluster_token.keep(cluster(), tmp_path / "other")
-    assert cluster_token.kept(tmp_path / "other") != first
+    cluster_keys.keep_token(cluster(), tmp_path / "other")
+    assert cluster_keys.kept_token(tmp_path / "other") != first
 
 
 def test_the_cluster_files_own_stands(tmp_path: Path) -> None:
-    cluster_token.keep(cluster(), tmp_path)
+    cluster_keys.keep_token(cluster(), tmp_path)
     named = cluster(cluster_token=TOKEN)
-    cluster_token.keep(named, tmp_path)
-    assert cluster_token.kept(tmp_path) == TOKEN
+    cluster_keys.keep_token(named, tmp_path)
+    assert cluster_keys.kept_token(tmp_path) == TOKEN
     assert TOKEN not in repr(named)
 
 
 def test_a_file_that_has_none_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "cluster-token").write_text("short\n")
     with pytest.raises(InvalidRequest, match="cluster-token: a cluster token is 16 to 512") as refused:
-        cluster_token.keep(cluster(), tmp_path)
+        cluster_keys.keep_token(cluster(), tmp_path)
     assert "short" not in refused.value.message
 
 
 def test_processes_are_told_of_the_file_and_the_secret_is_in_no_environment(tmp_path: Path) -> None:
     named = cluster(cluster_token=TOKEN)
-    cluster_token.keep(named, tmp_path)
+    cluster_keys.keep_token(named, tmp_path)
     plan = make_plan(named, tmp_path)
     for process in plan.processes:
         assert TOKEN not in repr(process)
@@ -74,7 +74,7 @@ def test_processes_are_told_of_the_file_and_the_secret_is_in_no_environment(tmp_
 
 def test_the_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite(tmp_path)
-    cluster_token.keep(cluster(cluster_token=TOKEN), tmp_path)
+    cluster_keys.keep_token(cluster(cluster_token=TOKEN), tmp_path)
     assert operate.token(tmp_path, "http://monitor") == TOKEN
     (tmp_path / "elsewhere").write_text(OTHER + "\n")
     monkeypatch.setenv("POLYPHASE_CLUSTER_TOKEN_FILE", str(tmp_path / "elsewhere"))
@@ -87,7 +87,7 @@ def test_the_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_strangers_monitor_is_not_shown_it(tmp_path: Path) -> None:
-    cluster_token.keep(cluster(cluster_token=TOKEN), tmp_path)
+    cluster_keys.keep_token(cluster(cluster_token=TOKEN), tmp_path)
     assert operate.token(tmp_path, "http://monitor") == ""  # nothing runs there
     suite(tmp_path)
     assert operate.token(tmp_path, "http://planner") == TOKEN
@@ -97,7 +97,7 @@ def test_a_strangers_monitor_is_not_shown_it(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYPHASE_CLUSTER_TOKEN_FILE", str(tmp_path / "none"))
     with pytest.raises(InvalidRequest, match=r"none: cannot be read: No such file"):
-        cluster_token.of_environment()
+        cluster_keys.token_of_environment()
 
 
 def test_a_containers_process_is_told_of_the_volumes_but_for_its_own() -> None:
@@ -110,6 +110,6 @@ def test_a_containers_process_is_told_of_the_volumes_but_for_its_own() -> None:
 def test_writing_does_not_follow_what_lies_in_its_way(tmp_path: Path) -> None:
     target = tmp_path / "target"
     (tmp_path / f"cluster-token.{os.getpid()}").symlink_to(target)
-    cluster_token.write(tmp_path / "cluster-token", TOKEN)
+    cluster_keys.write_secret(tmp_path / "cluster-token", TOKEN)
     assert not target.exists()
     assert read_token(tmp_path / "cluster-token") == TOKEN

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.launcher import container, keys
+from services.launcher import cluster_keys, container
 from services.launcher.health import HEALTH_URL
 from services.launcher.ports import free_range
 from services.launcher.suite import until
@@ -82,7 +82,7 @@ async def test_without_a_url_it_becomes_the_command() -> None:
 
 
 def test_the_keys_are_read_as_they_were_made(tmp_path: Path) -> None:
-    keys.init_folder(tmp_path)
+    cluster_keys.init_folder(tmp_path)
     found = container.read_environment((tmp_path / "curve.env").read_text())
     assert len(found) == 12
     assert len(found["POLYPHASE_WORKER_CURVE_SECRET"]) == 40

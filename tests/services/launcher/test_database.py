@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.launcher import cli
-from services.launcher.database import migrate_url
+from services.launcher.cli import migrate_url
 from shared.errors import InvalidRequest, Unavailable
 from tests.ports import free_port
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from services.launcher.cluster_file import Cluster, load_cluster
+from services.launcher.cluster_keys import curve_pair
 from services.launcher.devices import CUDA, HIP, Assignment, assign, visible_here
-from services.launcher.keys import curve_pair
 from services.launcher.model_source import PROJECT
 from services.launcher.plan import make_plan
 from services.launcher.preflight import preflight

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.launcher.explaining import Explained, find, show, waterfall
+from services.launcher.events import Explained, find_request, show_explanation, waterfall
 from shared.domain.job import NAME_CHARS, job_name
 from shared.domain.route import Reason
 from shared.errors import InvalidRequest, NotFound, Unavailable
@@ -29,7 +29,7 @@ def timeline(**changes: Any) -> RequestTimeline:
 
 def drawn(one: RequestTimeline, *, width: int = 80, figures: bool = False) -> list[str]:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    show(console, Explained(one, explain(one)), figures=figures)
+    show_explanation(console, Explained(one, explain(one)), figures=figures)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert all(len(line) <= width for line in lines)
     return [line.rstrip() for line in lines]
@@ -95,9 +95,9 @@ def test_one_of_which_nothing_is_known_yet() -> None:
 
 async def test_an_empty_id_and_a_suite_that_is_away() -> None:
     with pytest.raises(InvalidRequest, match="polyphase requests"):
-        await find(["http://127.0.0.1:9"], " ")
+        await find_request(["http://127.0.0.1:9"], " ")
     with pytest.raises(Unavailable):
-        await find(["http://127.0.0.1:9"], "x")
+        await find_request(["http://127.0.0.1:9"], "x")
 
 
 class Scheduler:
@@ -128,6 +128,6 @@ async def test_a_request_is_found_by_the_id_that_its_client_sent(monkeypatch: py
     sent = ("4257/g6hr", "a, b", "\u0437\u0430", "x" * 500)
     ids = tuple(f"cmpl-{job_name(name)}"[:NAME_CHARS] + "-0-aa" for name in sent)
     monkeypatch.setattr(Scheduler, "ids", ids)
-    monkeypatch.setattr("services.launcher.explaining.SchedulerAdmin", Scheduler)
-    found = (await find(["http://127.0.0.1:9"], wanted)).timeline.job_id
+    monkeypatch.setattr("services.launcher.events.SchedulerAdmin", Scheduler)
+    found = (await find_request(["http://127.0.0.1:9"], wanted)).timeline.job_id
     assert found == next(each for each in ids if each == wanted or job_name(wanted)[:100] in each)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from services.launcher import cluster_token
+from services.launcher import cluster_keys
 from services.launcher.suite import Suite, until
 from shared.errors import OutcomeUnknown, PolyphaseError, Standby
 from shared.wire.clients.monitor import MonitorClient
@@ -93,7 +93,7 @@ def url_of(suite: Suite, name: str) -> str:
 
 async def taken_over(suite: Suite, name: str, began: float) -> float:
     """Seconds since `began` until that monitor tells of all instances as ready, and carries out what is asked for."""
-    token = cluster_token.kept(suite.data_dir)
+    token = cluster_keys.kept_token(suite.data_dir)
     async with MonitorClient(url_of(suite, name), token=token) as monitor:
 
         async def acts() -> bool:
@@ -176,7 +176,7 @@ async def test_frozen_it_is_replaced_and_does_nothing_when_it_wakes(suite: Suite
         os.kill(pid, signal.SIGCONT)
         with pytest.raises(PolyphaseError):  # that drain's answer: it was not this monitor's turn any more
             await draining
-        token = cluster_token.kept(suite.data_dir)
+        token = cluster_keys.kept_token(suite.data_dir)
         async with MonitorClient(url_of(suite, active), token=token) as woken:
             with pytest.raises(Standby, match=rf"{active} does not act: .*{other} at http://"):
                 await until_it_answers(woken)

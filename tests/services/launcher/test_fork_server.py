@@ -13,13 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.launcher.fork_client import ForkServer
-from services.launcher.keeper import State, Status
-from services.launcher.process import Child
+from services.launcher.child_process import Child, Limits
 from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
-from services.launcher.supervisor import Supervisor, supervising
-from services.launcher.watch import Limits
+from services.launcher.supervisor import ForkServer, State, Status, Supervisor, supervising
 from shared.errors import Unavailable
 
 PROBE = """

@@ -9,8 +9,8 @@ from typing import Any, Self
 import pytest
 from rich.console import Console
 
-from services.launcher import happenings
-from services.launcher.happenings import EventsWanted, RequestsWanted
+from services.launcher import events
+from services.launcher.events import EventsWanted, RequestsWanted
 from shared.errors import InvalidRequest
 
 
@@ -24,25 +24,25 @@ def drawn(draw: Any, told: Any) -> list[str]:
 
 @pytest.mark.parametrize(("words", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("2d", 172_800)])
 def test_how_long_ago(words: str, seconds: float) -> None:
-    assert happenings.ago_s(words) == seconds
+    assert events.ago_s(words) == seconds
 
 
 @pytest.mark.parametrize("words", ["10", "m", "-1m", "1w", "soon"])
 def test_what_is_no_time_is_refused_with_an_example(words: str) -> None:
     with pytest.raises(InvalidRequest, match="10m"):
-        happenings.ago_s(words)
+        events.ago_s(words)
 
 
 def test_an_event_has_its_words_on_lines_of_their_own_beside_its_kind() -> None:
     event = {"time_s": time.time(), "kind": "operation_failed", "instance_id": "d-1", "text": "it was " + "very " * 30}
-    first, *more = drawn(happenings.show_event, event)
+    first, *more = drawn(events.show_event, event)
     assert "operation failed      d-1  it was very" in first
     assert more
     assert all(line.startswith(" " * 32) for line in more)
 
 
 def test_an_old_event_has_its_date() -> None:
-    (line,) = drawn(happenings.show_event, {"time_s": 1e9, "kind": "death", "instance_id": "", "text": "gone"})
+    (line,) = drawn(events.show_event, {"time_s": 1e9, "kind": "death", "instance_id": "", "text": "gone"})
     assert line.startswith("09-0")
 
 
@@ -67,7 +67,7 @@ def row(**changes: Any) -> dict[str, Any]:
 
 def test_requests_that_missed_are_marked_without_colour() -> None:
     rows = [row(slo_met=False), row(outcome="", phase="decode")]
-    lines = drawn(happenings.show_requests, {"rows": rows, "more": True})
+    lines = drawn(events.show_requests, {"rows": rows, "more": True})
     assert lines[1].startswith("✘ mine-0123456789")
     assert lines[2].startswith("  mine-0123456789")
     assert "decode" in lines[2]
@@ -75,7 +75,7 @@ def test_requests_that_missed_are_marked_without_colour() -> None:
 
 
 def test_no_requests() -> None:
-    assert drawn(happenings.show_requests, {"rows": [], "more": False}) == ["no such request"]
+    assert drawn(events.show_requests, {"rows": [], "more": False}) == ["no such request"]
 
 
 class Monitor:
@@ -85,7 +85,7 @@ class Monitor:
         self.events: list[dict[str, Any]] = []
         self.flips: dict[str, dict[str, Any]] = {}
         self._steps = list(steps)
-        monkeypatch.setattr(happenings, "JsonClient", lambda url: self)
+        monkeypatch.setattr(events, "JsonClient", lambda url: self)
         monkeypatch.setattr(asyncio, "sleep", self._sleep)
 
     async def _sleep(self, _: float) -> None:
@@ -121,7 +121,7 @@ async def followed(limit: int = 5) -> list[dict[str, Any]]:
     """What a follower sees until the steps are over."""
     found: list[dict[str, Any]] = []
     try:
-        async for each in happenings.events("http://monitor", EventsWanted(limit=limit), follow=True):
+        async for each in events.events("http://monitor", EventsWanted(limit=limit), follow=True):
             found.append(dict(each))
     except EOFError:
         return found

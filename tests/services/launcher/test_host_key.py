@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from services.launcher import host_key
+from services.launcher import cluster_keys
 from services.launcher.cluster_file import Cluster
-from services.launcher.keys import curve_pair
+from services.launcher.cluster_keys import curve_pair
 from services.launcher.plan import make_plan
 from shared.domain.cluster import ClusterDelta
 from shared.errors import InvalidRequest, NotConnected
@@ -31,43 +31,43 @@ def cluster(**changes: Any) -> Cluster:
 
 def test_a_key_is_made_once_and_its_owner_alone_can_read_it(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    host_key.keep(cluster(), data)
-    file = host_key.file_in(data)
+    cluster_keys.keep_curve_key(cluster(), data)
+    file = cluster_keys.curve_key_file(data)
     made = file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     file.chmod(0o644)
-    host_key.keep(cluster(), data)
+    cluster_keys.keep_curve_key(cluster(), data)
     assert file.read_text() == made
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_with_a_pair_in_the_cluster_file_there_is_no_other_key(tmp_path: Path) -> None:
-    host_key.keep(cluster(**curve_pair()), tmp_path)
-    assert not host_key.file_in(tmp_path).exists()
+    cluster_keys.keep_curve_key(cluster(**curve_pair()), tmp_path)
+    assert not cluster_keys.curve_key_file(tmp_path).exists()
     plan = make_plan(cluster(**curve_pair()), tmp_path)
     assert not any(spec.settings.curve_file for spec in plan.processes if spec.settings)
 
 
 def test_a_file_that_is_no_key_is_named(tmp_path: Path) -> None:
-    host_key.file_in(tmp_path).write_text("short\n")
+    cluster_keys.curve_key_file(tmp_path).write_text("short\n")
     with pytest.raises(InvalidRequest, match=r"curve-key cannot be used: .*remove it"):
-        host_key.keep(cluster(), tmp_path)
+        cluster_keys.keep_curve_key(cluster(), tmp_path)
     with pytest.raises(InvalidRequest, match="No such file"):
         read_pair(tmp_path / "missing")
 
 
 def test_every_process_gets_the_key_and_its_environment_the_path_alone(tmp_path: Path) -> None:
-    host_key.keep(cluster(), tmp_path)
-    secret = host_key.file_in(tmp_path).read_text().strip()
+    cluster_keys.keep_curve_key(cluster(), tmp_path)
+    secret = cluster_keys.curve_key_file(tmp_path).read_text().strip()
     for spec in make_plan(cluster(), tmp_path).processes:
         if spec.settings is not None:
-            assert spec.settings.curve_pair() == read_pair(host_key.file_in(tmp_path))
+            assert spec.settings.curve_pair() == read_pair(cluster_keys.curve_key_file(tmp_path))
         assert not any(secret in value for value in spec.env.values())
 
 
 @asynccontextmanager
 async def suite_and_stranger(folder: Path) -> AsyncIterator[tuple[Sockets, Sockets]]:
-    host_key.keep(cluster(), folder)
+    cluster_keys.keep_curve_key(cluster(), folder)
     worker = next(spec.settings for spec in make_plan(cluster(), folder).processes if spec.name == "d")
     assert worker is not None
     ours, theirs = Sockets.of(worker), Sockets()

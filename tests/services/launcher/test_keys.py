@@ -8,8 +8,8 @@ import pytest
 import zmq
 
 from gateway.auth import KeyRing, load_keys
+from services.launcher.cluster_keys import add_key, curve_pair, init_database, init_folder
 from services.launcher.container import read_environment
-from services.launcher.keys import add_key, curve_pair, init_database, init_folder
 from shared.errors import Conflict, InvalidRequest
 from shared.runtime.keys import read_token
 from shared.wire.sockets import Curve, Sockets

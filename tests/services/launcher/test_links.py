@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.launcher.cluster_file import Cluster
-from services.launcher.links import links_between
+from services.launcher.plan import links_between
 from shared.errors import InvalidRequest
 
 

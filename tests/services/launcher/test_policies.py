@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from services.launcher import cli, policies
-from services.launcher.policies import change_of, reset_of, show
+from services.launcher import cli, operate
+from services.launcher.operate import change_of, reset_of, show_policies
 from shared.domain.policies import KINDS
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest
@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, dict[str,
         calls.append((url, change))
         return answer()
 
-    monkeypatch.setattr(policies, "act", act)
+    monkeypatch.setattr(operate, "change_policies", act)
     return calls
 
 
@@ -98,7 +98,7 @@ def test_nothing_is_asked_for_what_is_wrong(asked: list[Any]) -> None:
 
 def test_the_table_says_who_chose_what_and_who_does_not_follow() -> None:
     out = io.StringIO()
-    show(Console(file=out, width=160), answer(trouble="the database has not answered"))
+    show_policies(Console(file=out, width=160), answer(trouble="the database has not answered"))
     lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     assert any("split fraction:fraction=0.5 anna (polyphase), 1970-01-01" in line for line in lines)
     assert any("placement adaptive the cluster file" in line for line in lines)
@@ -110,7 +110,7 @@ def test_the_table_says_who_chose_what_and_who_does_not_follow() -> None:
 def test_choices_say_what_each_does_and_which_is_in_force() -> None:
     out = io.StringIO()
     in_force = {kind: {"name": "least_load" if kind == "placement" else "off"} for kind in KINDS}
-    policies.show_choices(Console(file=out, width=80), in_force)
+    operate.show_choices(Console(file=out, width=80), in_force)
     text = out.getvalue()
     assert all(len(line) <= 80 for line in text.splitlines())
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -123,7 +123,7 @@ def test_choices_say_what_each_does_and_which_is_in_force() -> None:
 def test_every_policy_says_what_it_does() -> None:
     for table in registry.KINDS.values():
         for name, made in table.items():
-            said = policies.what_it_does(made)
+            said = operate.what_it_does(made)
             assert said.endswith("."), name
             assert len(said) < 200, name
 
@@ -163,10 +163,10 @@ async def test_a_change_waits_a_little_until_all_follow(
     monkeypatch: pytest.MonkeyPatch, after: int, follow: bool
 ) -> None:
     monitor = Monitor(after)
-    monkeypatch.setattr(policies, "MonitorClient", lambda url, token: monitor)
-    monkeypatch.setattr(policies, "ASK_S", 0.001)
-    monkeypatch.setattr(policies, "FOLLOWED_S", 0.3)
-    found = await policies.act("http://m", {"split": PolicySpec("none")}, "anna")
+    monkeypatch.setattr(operate, "MonitorClient", lambda url, token: monitor)
+    monkeypatch.setattr(operate, "POLICY_POLL_S", 0.001)
+    monkeypatch.setattr(operate, "FOLLOWED_S", 0.3)
+    found = await operate.change_policies("http://m", {"split": PolicySpec("none")}, "anna")
     assert [one["follows"] for one in found["followers"]] == [follow] * 2
     if follow:
         assert monitor.asked == after

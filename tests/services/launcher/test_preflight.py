@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.launcher.cluster_file import Cluster
-from services.launcher.keys import add_key, curve_pair
+from services.launcher.cluster_keys import add_key, curve_pair
 from services.launcher.model_source import PROJECT
 from services.launcher.plan import make_plan
 from services.launcher.preflight import preflight

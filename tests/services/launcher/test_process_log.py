@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.launcher import process_log
+from services.launcher import child_process
 
 TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n    main()\n'
 
@@ -33,21 +33,21 @@ def line(**entry: str) -> str:
 def test_cause(tmp_path: Path, text: str, cause: str) -> None:
     log = tmp_path / "log"
     log.write_text(text)
-    assert cause in process_log.cause_of(log)
+    assert cause in child_process.cause_of(log)
 
 
 def test_an_earlier_runs_fault_is_not_this_ones(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert process_log.size(log) == 0
+    assert child_process.log_size(log) == 0
     log.write_text(f"{TRACE}ValueError: yesterday\n")
-    since = process_log.size(log)
+    since = child_process.log_size(log)
     with log.open("a") as more:
         more.write("port 1 is taken\n")
-    assert process_log.cause_of(log, since) == "port 1 is taken"
+    assert child_process.cause_of(log, since) == "port 1 is taken"
 
 
 def test_a_complaint_of_a_running_process(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert process_log.complaint(log) == ""
+    assert child_process.last_error(log) == ""
     log.write_text(line(event="the cluster refuses this instance", level="error", reason="other weights") + "\nmore\n")
-    assert process_log.complaint(log) == "the cluster refuses this instance: other weights"
+    assert child_process.last_error(log) == "the cluster refuses this instance: other weights"

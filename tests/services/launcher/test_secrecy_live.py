@@ -23,7 +23,7 @@ import yaml
 from fastapi.routing import APIRoute
 from sqlalchemy import MetaData, select
 
-from services.launcher.keys import add_key, curve_pair
+from services.launcher.cluster_keys import add_key, curve_pair
 from services.launcher.suite import Suite, until
 from shared.runtime.keys import digest_of
 from shared.store.database import open_engine

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from services.launcher.cluster_file import Cluster
-from services.launcher.plan import make_plan
-from services.launcher.start_time import CAPTURE_S, FETCH_S, READ_BYTES_S, start_s_of
+from services.launcher.plan import CAPTURE_S, FETCH_S, READ_BYTES_S, make_plan, start_s_of
 from tests.services.worker.test_settings import settings
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.launcher import state_file
-from services.launcher.keeper import State, Status
 from services.launcher.spec import Plan
+from services.launcher.supervisor import State, Status
 from shared.errors import Conflict, InvalidRequest, NotFound
 
 PLAN = Plan(

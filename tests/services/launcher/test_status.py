@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from services.launcher import status
-from services.launcher.sight import Seen
 from services.launcher.state_file import RunningProcess
+from services.launcher.status import Seen
 from shared.domain.verdict import Level, Problem
 from tests.services.launcher.suites import entry, many, seen, state, verdict
 

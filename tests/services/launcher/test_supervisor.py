@@ -11,12 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.launcher.keeper import StartFailed, State, Status
+from services.launcher.child_process import Limits
 from services.launcher.ports import free_range
 from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
-from services.launcher.supervisor import Supervisor, supervising
-from services.launcher.watch import Limits
+from services.launcher.supervisor import StartFailed, State, Status, Supervisor, supervising
 from shared.errors import NotFound
 
 QUICK = Limits(start_s=20.0, poll_s=0.02, backoff_s=0.01, backoff_max_s=0.05, stop_s=0.5, at_once=2)

@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from services.launcher import top
-from services.launcher.sight import Seen
+from services.launcher import status
+from services.launcher.status import Seen
 from shared.errors import NotFound, Unavailable
 from tests.services.launcher.suites import many, seen
 
 
-def drawn(sights: top.Sights, rows: int | None = 10) -> str:
+def drawn(sights: status.Sights, rows: int | None = 10) -> str:
     console = Console(file=io.StringIO(), width=80, color_system=None)
-    console.print(top.page(sights, 80, rows))
+    console.print(status.top_page(sights, 80, rows))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(len(line) <= 80 for line in text.splitlines())
     return text
 
 
-def sights_of(*answers: Seen | Exception) -> top.Sights:
+def sights_of(*answers: Seen | Exception) -> status.Sights:
     left = list(answers)
 
     async def look() -> Seen:
@@ -30,7 +30,7 @@ def sights_of(*answers: Seen | Exception) -> top.Sights:
             raise answer
         return answer
 
-    return top.Sights(look)
+    return status.Sights(look)
 
 
 def now(**changes: object) -> Seen:
@@ -93,13 +93,13 @@ async def test_once_shows_all_instances_and_ends() -> None:
     async def look() -> Seen:
         return now(instances=many(60))
 
-    await top.run(console, look, once=True)
+    await status.run_top(console, look, once=True)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     assert "decode-59" in text
 
 
 async def test_into_a_pipe_it_prints_page_after_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top, "PERIOD_S", 0.0)
+    monkeypatch.setattr(status, "PERIOD_S", 0.0)
     console, looks = Console(file=io.StringIO(), width=80), 0
 
     async def look() -> Seen:
@@ -110,7 +110,7 @@ async def test_into_a_pipe_it_prints_page_after_page(monkeypatch: pytest.MonkeyP
         return now(instances=many(60))
 
     with pytest.raises(asyncio.CancelledError):
-        await top.run(console, look)
+        await status.run_top(console, look)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("Good:") == 3
     assert text.count("… and 41 more, all ready") == 3
@@ -121,4 +121,4 @@ async def test_the_first_error_ends_it() -> None:
         raise Unavailable("nobody there")
 
     with pytest.raises(Unavailable):
-        await top.run(Console(file=io.StringIO()), look)
+        await status.run_top(Console(file=io.StringIO()), look)

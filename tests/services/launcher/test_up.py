@@ -13,7 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from services.launcher.process import KILL_S, STOP_S
+from services.launcher.child_process import KILL_S, STOP_S
 from services.launcher.suite import Suite, until
 from tests.services.launcher.up import Up, polyphase, running
 

@@ -10,14 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.launcher import watch
-from services.launcher.keeper import State, Status
+from services.launcher import child_process
+from services.launcher.child_process import Child, Limits, spawn, until_ended, until_healthy
 from services.launcher.ports import free_range
-from services.launcher.process import Child, spawn
 from services.launcher.spec import ProcessSpec
 from services.launcher.suite import until
-from services.launcher.supervisor import Supervisor, supervising
-from services.launcher.watch import Limits, until_ended, until_healthy
+from services.launcher.supervisor import State, Status, Supervisor, supervising
 
 QUICK = Limits(start_s=20.0, poll_s=0.02, hang_s=0.6, check_s=0.05, backoff_s=0.01, stop_s=0.5)
 FOREVER = "import signal\nwhile True: signal.pause()"
@@ -170,7 +168,7 @@ async def test_when_it_counts_as_hung(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, takes_s: tuple[float, ...], asked: int
 ) -> None:
     health = Never(*takes_s)
-    monkeypatch.setattr(watch, "time", Clock(health))
+    monkeypatch.setattr(child_process, "time", Clock(health))
     child = await spawn((sys.executable, "-S", "-c", FOREVER), {}, tmp_path / "log")
     fault = await until_ended(child, health, Limits(hang_s=6.0, check_s=0.0), lambda _: None)
     assert fault.startswith("hung: no good answer for 6 s (no answer)")

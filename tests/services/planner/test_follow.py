@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from dashboard.plan import records
-from services.launcher import proposals
+from services.launcher import operate
 from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Conflict, InvalidRequest, NotFound
@@ -185,7 +185,7 @@ async def test_the_page_and_the_command_understand_all_of_it(watching: Watching)
     assert msgspec.convert(proposed, list[records.Proposal])[0].flips
     msgspec.convert(await cluster.client.what_if({"lost": ["p0"]}), records.WhatIf)
     shown = io.StringIO()
-    proposals.show(Console(file=shown, width=160), {"said": "", "fleet": fleet, "proposals": proposed})
+    operate.show_proposals(Console(file=shown, width=160), {"said": "", "fleet": fleet, "proposals": proposed})
     assert "p1 gone: " in shown.getvalue()
     assert f"polyphase proposals --accept {one['proposal_id']}" in shown.getvalue()
 

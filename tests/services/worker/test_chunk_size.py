@@ -4,10 +4,10 @@ import pytest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
+from services.worker.engines.base import StepLog
 from services.worker.engines.emulated import EmulatedEngine
-from services.worker.engines.step_log import StepLog
-from services.worker.live_rates import LiveRates
 from services.worker.settings import WorkerSettings
+from services.worker.step_costs import LiveRates
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.policy.chunk_size import SMALL, ChunkBounds, chunk_tokens
 from tests.services.worker.engines.test_emulated import engine, finish, request, settings, steps

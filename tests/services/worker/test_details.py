@@ -1,6 +1,6 @@
 import pytest
 
-from services.worker.details import expected_s
+from services.worker.app import expected_s
 from shared.domain.rates import UNKNOWN_STEPS
 from shared.wire.messages import StepRecord
 

@@ -7,9 +7,9 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from services.worker import app
+from services.worker.engines.base import EnginePolicies
 from services.worker.engines.emulated import EmulatedEngine
-from services.worker.engines.policies import EnginePolicies
-from services.worker.policies import FollowedPolicies
+from services.worker.monitor_link import FollowedPolicies
 from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates, StepForm, StepRates
 from shared.domain.route import PolicySpec

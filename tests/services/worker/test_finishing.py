@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.worker.finishing import finish
+from services.worker.app import finish
 from services.worker.jobs.roles import RoleState
 from shared.domain.instance import Role
 from shared.errors import WrongRole

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.worker.engines.step_log import StepLog
-from services.worker.live_rates import REPEAT_S, LiveRates, catalogue_steps
+from services.worker.engines.base import StepLog
 from services.worker.settings import WorkerSettings
+from services.worker.step_costs import REPEAT_S, LiveRates, catalogue_steps
 from shared.cost.library import Library
 from shared.domain.instance import Compatibility, InstanceInfo, KvGeometry
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from services.worker.engines.base import EngineInfo
-from services.worker.instance_info import instance_info
+from services.worker.identity import instance_info
 from services.worker.settings import WorkerSettings
 from shared.cost.rates_file import CalibratedKind, Calibration, ControlPlane, Kind
 from shared.domain.instance import Compatibility, KvGeometry

@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.worker import telemetry as module
+from services.worker import monitor_link
 from services.worker.engines.base import EngineStats
-from services.worker.telemetry import SAME_S, TRY_MAX_S, UNHEARD_S, UNREACHED_MAX_S, Telemetry
+from services.worker.monitor_link import SAME_S, TRY_MAX_S, UNHEARD_S, UNREACHED_MAX_S, Telemetry
 from shared.domain.instance import InstanceInfo, Role
 from shared.domain.policies import PolicySet
 from shared.domain.rates import Rates
@@ -83,7 +83,7 @@ class Worker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(monitor_link, "time", clock)
     return Worker(clock)
 
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from lab.bench.trace_collector import Collector, Seen, collecting
-from services.worker.tracing import traced
+from services.worker.rpc import traced
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport
 from shared.domain.prompt import packed

@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.cost import run_errors
-from lab.bench.silicon import silicon_errors
+from lab.bench.cost import run_errors, silicon_errors
 from lab.fit.efficiencies import fit_table
-from lab.fit.profilers import read_tables
-from lab.fit.tables import Table
+from lab.fit.profilers import Table, read_tables
 from shared.cost.library import Library
 
 AIMS = {"gemm": 0.15, "mlp": 0.08, "decode": 0.12, "prefill": 0.18}

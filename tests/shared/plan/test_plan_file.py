@@ -10,8 +10,8 @@ import yaml
 from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster
 from services.launcher.devices import assign
-from services.launcher.links import links_between
 from services.launcher.model_source import PROJECT
+from services.launcher.plan import links_between
 from shared.domain.instance import Role
 from shared.domain.kv import Codec
 from shared.plan.group import Group, Part

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.telemetry import HEARTBEAT_S
+from services.worker.monitor_link import HEARTBEAT_S
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import InstanceLoad, InstanceView, Promised, Role
 from shared.domain.job import JobView

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import GaugeMetricFamily
 
-from gateway.readiness import ready_of
+from gateway.app import ready_of
 from shared.runtime.http import Exposition, service_app
 
 

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engines.base import EngineRequest
-from services.worker.engines.entrance import Entrance
-from services.worker.engines.policies import EnginePolicies
-from services.worker.kv.ledger import ExportLedger
+from services.worker.engines.admission_queue import Entrance
+from services.worker.engines.base import EnginePolicies, EngineRequest
+from services.worker.kv.port import ExportLedger
 from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle

@@ -7,22 +7,89 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.worker.kv.arena import plain
 from services.worker.kv.codec import prepare
 from services.worker.kv.device import Copies, Fill, HostCopies
 from services.worker.kv.errors import KvError, KvFault
-from services.worker.kv.events import EventSender, PullEnded, StagedChunk, StagingFailed, ThreadEnded, TransferEnded
-from services.worker.kv.host_memory import HeapMemory, PinnedMemory
-from services.worker.kv.parts import Coding, Staged
-from services.worker.kv.staging import LEASE_RENEWALS, StagingPool
-from services.worker.kv.wire.frames import MAX_LIFE_S, MAX_WINDOW_BYTES, RankStats
+from services.worker.kv.host_memory import HeapMemory, PinnedMemory, plain
+from services.worker.kv.rank_links import EventSender, PullEnded, StagedChunk, StagingFailed, ThreadEnded, TransferEnded
+from services.worker.kv.staging import LEASE_RENEWALS, Coding, Staged, StagingPool
 from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
-from services.worker.kv.wire.nixl_state import NIXL_SCHEME, NixlUse
+from services.worker.kv.wire.nixl_agent import NIXL_SCHEME, NixlCounters, NixlUse
+from services.worker.kv.wire.nixl_transport import NixlTransport
+from services.worker.kv.wire.protocol import MAX_LIFE_S, MAX_WINDOW_BYTES, Link, Listener, Place, RankStats, Transport
 from services.worker.kv.wire.puller import Puller
-from services.worker.kv.wire.server import ExportIdentity, KvServer, ServerCounters
-from services.worker.kv.wire.serving import ExportShape
-from services.worker.kv.wire.transports import Transports
+from services.worker.kv.wire.server import ExportIdentity, ExportShape, KvServer, ServerCounters
+from services.worker.kv.wire.tcp_transport import TcpTransport
+from services.worker.kv.wire.zmq_transport import ZmqTransport
 from shared.domain.kv import KvHandle
+
+# MERGED transports.py
+# All transports behind one: the scheme of an address says which. `kv://` is TCP, `tcp://` and `ipc://` are ZeroMQ;
+# `nixl://` is TCP, too, from an exporter whose memory can be read by NIXL, by whoever has it.
+
+
+_TCP_SCHEMES = ("kv://", f"{NIXL_SCHEME}://")
+_TURN_S = 0.001  # ZeroMQ's sockets are looked at so often while NIXL is at it
+
+
+class Transports:
+    """See Transport. Every instance can connect by every scheme. What an exporter listens on is its setting, and so is
+    whether it uses NIXL, in either direction.
+
+    ZeroMQ's context, which has threads of its own, is made for the first address that needs it.
+    """
+
+    def __init__(
+        self, curve: tuple[str, str] | None = None, nixl: NixlUse | None = None, *, encrypted: bool = True
+    ) -> None:
+        """`curve` is the cluster's key pair; `encrypted`: see TcpTransport. ZeroMQ is encrypted with any pair. Raises
+        ValueError for one that is none.
+        """
+        self._curve = curve
+        tcp = TcpTransport(curve, encrypted=encrypted)
+        self._nixl = NixlTransport(tcp, nixl) if nixl is not None else None
+        self._tcp = self._nixl or tcp
+        self._zmq: ZmqTransport | None = None
+
+    @property
+    def nixl(self) -> NixlCounters:
+        """What went by NIXL, and did not."""
+        return self._nixl.counters if self._nixl is not None else NixlCounters()
+
+    def listen(self, address: str) -> Listener:
+        """See Transport."""
+        return self._of(address).listen(address)
+
+    def connect(self, address: str, place: Place | None = None) -> Link:
+        """See Transport."""
+        return self._of(address).connect(address, place)
+
+    def wait(self, timeout_s: float) -> list[Link]:
+        """See Transport."""
+        if self._zmq is None:
+            return self._tcp.wait(timeout_s)
+        busy = self._tcp.busy
+        others = self._zmq.wait(0.0 if busy else timeout_s)
+        return others + self._tcp.wait(min(timeout_s, _TURN_S) if busy and not others else 0.0)
+
+    def wake(self) -> None:
+        """See Transport."""
+        self._tcp.wake()
+
+    def close(self) -> None:
+        """See Transport."""
+        if self._zmq is not None:
+            self._zmq.close()
+        self._tcp.close()
+
+    def _of(self, address: str) -> Transport:
+        if address.startswith(_TCP_SCHEMES):
+            return self._tcp
+        if self._zmq is None:
+            self._zmq = ZmqTransport(self._curve)
+            self._zmq.watch(self._tcp.fileno())
+        return self._zmq
+
 
 UNDER_WAY_BYTES = 64 << 20  # of staging that was released and that peers still get
 

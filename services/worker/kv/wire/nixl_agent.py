@@ -8,16 +8,19 @@ default, takes a core whether or not anything moves (seen: 0.9 of one).
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import numpy as np
 
-from services.worker.kv.arena import Bytes
+from services.worker.kv.host_memory import Arena, Bytes
+from services.worker.kv.wire.protocol import Buffer, opened, sealed
 
 _BACKEND = "UCX"
 _MEMORY = "DRAM"
@@ -158,3 +161,151 @@ def _loopback_only(wanted: bool) -> Iterator[None]:
 
 def _described(address: int, size: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
     return np.array([[address, size, 0]], dtype=np.uint64)
+
+
+# MERGED nixl_state.py
+# Whether and how a rank uses NIXL, and what it has done with it.
+
+
+NIXL_SCHEME = "nixl"
+
+
+@dataclass(frozen=True, slots=True)
+class NixlUse:
+    """Of one side of a rank. `staging`: all memory that may hold KV for export; `receiving_bytes`: to read into, 0 for
+    the side that exports.
+    """
+
+    trusted: bool = False  # nobody but this cluster reaches the networks that UCX uses
+    staging: Sequence[Bytes] = ()
+    receiving_bytes: int = 0
+
+
+@dataclass(slots=True)
+class NixlCounters:
+    """Since the start; written by the transport's thread only."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    failures: int = 0  # of pairs that both have NIXL: a trial or a read that did not go well
+    refused: int = 0  # pairs that may not use it
+
+
+# MERGED nixl_frames.py
+# What the two ends of a connection say to each other about NIXL, beside the KV messages.
+#
+# The importer begins, with `Meet`; the exporter answers with `Met` and its agent's metadata as the payload, or says why
+# not. The importer reads a few bytes as a trial, and says `Ready`, or, whenever it cannot read, `Part`. From
+# `Ready` on a payload is not sent but offered: the importer reads it and says `Taken`, after which the exporter may
+# use that memory for something else.
+#
+# A mark that begins no msgpack value tells them from KV messages.
+
+
+NIXL_VERSION = 1
+_MARK = b"\xc1"
+
+
+class NixlMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all; the tag is the class name."""
+
+
+class Meet(NixlMessage, frozen=True):
+    """The importer has NIXL. `host` is `nixl_agent.this_host()`; `trusted` whether its agent uses other networks."""
+
+    version: int
+    host: str
+    trusted: bool
+
+
+class Met(NixlMessage, frozen=True):
+    """The answer: why the exporter's memory is not to be read, or what to try with: `size_bytes` at `address`, of that
+    checksum.
+    """
+
+    refusal: str
+    address: int = 0
+    size_bytes: int = 0
+    checksum: int = 0
+
+
+class Ready(NixlMessage, frozen=True):
+    """The trial went well."""
+
+
+class Part(NixlMessage, frozen=True):
+    """No reads any more, and those under way have come to nothing."""
+
+    reason: str
+
+
+class Offer(NixlMessage, frozen=True):
+    """In place of a KV message with a payload: its header, and where the payload lies. Numbered from 1."""
+
+    number: int
+    address: int
+    size_bytes: int
+    header: bytes
+
+
+class Taken(NixlMessage, frozen=True):
+    """Offers up to that one have been read."""
+
+    number: int
+
+
+AnyMessage = Meet | Met | Ready | Part | Offer | Taken
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode_nixl(message: NixlMessage) -> bytes:
+    """Any message as bytes."""
+    return _MARK + sealed(_encoder.encode(message))
+
+
+def decode_nixl(part: Buffer) -> AnyMessage | None:
+    """None for what is no message of these."""
+    if part[:1] != _MARK:
+        return None
+    return opened(_decoder, memoryview(part)[1:])
+
+
+# MERGED nixl_memory.py
+# What an importer's links read into.
+
+
+_PLACE_BYTES = 4096
+_QUARANTINE_S = 30.0  # memory of a read that has failed is not used again for so long
+
+
+class ImportMemory:
+    """What is read into, and reads that nobody waits for any more but that may still write."""
+
+    def __init__(self, trusted: bool, receiving_bytes: int) -> None:
+        """Raises OSError where NIXL is not to be had, or does not take the memory."""
+        self.agent = NixlAgent(trusted)
+        self.meet = Meet(NIXL_VERSION, this_host(), trusted)
+        self._arena = Arena(_PLACE_BYTES, -(-receiving_bytes // _PLACE_BYTES))
+        for slab in self._arena.slabs:
+            self.agent.register(slab)
+        self._abandoned: list[tuple[Read, float]] = []
+
+    def take(self, size: int) -> Bytes | None:
+        """Memory to read so much into, or None while there is none."""
+        return self._arena.take_bytes(size)
+
+    def abandon(self, read: Read, now_s: float) -> None:
+        """Nobody wants it."""
+        self._abandoned.append((read, now_s))
+
+    def sweep(self, now_s: float) -> None:
+        """Let go of what is not written any more."""
+        self._abandoned = [each for each in self._abandoned if not _over(*each, now_s)]
+
+
+def _over(read: Read, since_s: float, now_s: float) -> bool:
+    try:
+        return read.done()
+    except NixlError:
+        return now_s - since_s > _QUARANTINE_S

@@ -7,13 +7,19 @@ import socket
 from enum import Enum
 from typing import Protocol
 
-from services.worker.kv.wire.frames import MAX_FRAME_BYTES, Buffer
-from services.worker.kv.wire.tcp_framing import WireError
-from services.worker.kv.wire.tcp_inbound import Inbound
-from services.worker.kv.wire.tcp_outbound import Outbound
-from services.worker.kv.wire.tcp_resolving import Told, Where, host_and_port, numeric
-from services.worker.kv.wire.tcp_streams import Connection, Keys, Untrusted, connection_of, prepared
-from services.worker.kv.wire.transport import Place, Placement, Received
+from services.worker.kv.wire.protocol import MAX_FRAME_BYTES, Buffer, Place, Placement, Received
+from services.worker.kv.wire.tcp_framing import Inbound, Outbound, WireError
+from services.worker.kv.wire.tcp_streams import (
+    Connection,
+    Keys,
+    Told,
+    Untrusted,
+    Where,
+    connection_of,
+    host_and_port,
+    numeric,
+    prepared,
+)
 
 _ATTEMPT_S = 2.0  # the longest that a connection may take to be made, keys included
 _RETRY_S, _RETRY_MAX_S = 0.05, 0.5

@@ -3,18 +3,84 @@ proved that they have the cluster's key.
 """
 
 import hmac
+import ipaddress
+import os
 import secrets
 import socket
 import ssl
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Protocol
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from zmq.utils import z85
+
 from services.worker.kv.wire.tcp_framing import Stream, prefix
-from services.worker.kv.wire.tls import TlsContexts
+
+# MERGED tls.py
+# TLS between KV endpoints: both sides show the certificate that follows from the cluster's keys, and take no other.
+#
+# There is no authority to run and nothing to hand out: whoever has the cluster file's key pair can make the
+# certificate, and proves by its handshake that it has the secret half. Certificate and key are the same on every
+# host.
+
+
+_CERTIFICATE_PURPOSE = b"polyphase kv tls 1"
+_NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "polyphase-kv")])
+_FROM, _UNTIL = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
+
+
+class TlsContexts:
+    """What the two sides of connections are made with."""
+
+    def __init__(self, curve: tuple[str, str]) -> None:
+        """`curve` is the cluster's pair (public, secret; Z85). Raises ValueError for what is none."""
+        key, certificate = identity(curve)
+        self.server = _context(ssl.PROTOCOL_TLS_SERVER, key, certificate)
+        self.server.num_tickets = 0  # no session is resumed
+        self.client = _context(ssl.PROTOCOL_TLS_CLIENT, key, certificate)
+
+
+def identity(curve: tuple[str, str]) -> tuple[bytes, bytes]:
+    """Key and certificate (PEM) that follow from a pair: from the same pair always the same. Raises ValueError."""
+    public, secret = (z85.decode(half) for half in curve)
+    if len(public) != 32 or len(secret) != 32:
+        raise ValueError("a CurveZMQ pair has two keys of 40 characters")
+    key = Ed25519PrivateKey.from_private_bytes(HKDF(hashes.SHA256(), 32, public, _CERTIFICATE_PURPOSE).derive(secret))
+    certificate = (
+        x509.CertificateBuilder(_NAME, _NAME, key.public_key(), 1, _FROM, _UNTIL)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, None)
+    )
+    pem = serialization.Encoding.PEM
+    secret_pem = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return secret_pem, certificate.public_bytes(pem)
+
+
+def _context(protocol: int, key: bytes, certificate: bytes) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # who a peer is follows from its certificate
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=certificate.decode())
+    file = os.memfd_create("polyphase-kv")  # Python's ssl takes files only; this one is in memory
+    try:
+        os.write(file, key + certificate)
+        context.load_cert_chain(f"/proc/self/fd/{file}")
+    finally:
+        os.close(file)
+    return context
+
 
 _UNANSWERED_MS = 30_000  # what was sent and is not acknowledged by then: the peer's host is gone
-_PURPOSE = b"polyphase kv proof 1"
+_PROOF_PURPOSE = b"polyphase kv proof 1"
 _MAGIC = b"PKA1"
 _NUMBER_BYTES = _PROOF_BYTES = 32
 _IN_TURN = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -63,7 +129,7 @@ def keys_of(curve: tuple[str, str] | None, *, encrypted: bool) -> Keys:
     """What connections agree on, from the cluster's pair. Raises ValueError for a pair that is none."""
     if curve is None or encrypted:
         return TlsContexts(curve) if curve else None
-    return ProofKey(sha256(_PURPOSE + "".join(curve).encode()).digest())
+    return ProofKey(sha256(_PROOF_PURPOSE + "".join(curve).encode()).digest())
 
 
 def connection_of(made: socket.socket, keys: Keys, *, server: bool) -> Connection:
@@ -259,3 +325,74 @@ class TlsConnection:
     def close(self) -> None:
         """See Connection."""
         self._socket.close()
+
+
+# MERGED tcp_resolving.py
+# Addresses of KV endpoints over TCP, and their names resolved without holding up the thread that moves KV.
+
+
+Where = tuple[int, tuple[object, ...]]  # family and socket address
+Told = Callable[[list[Where], str], None]  # places, or none of them and the reason
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `scheme://host:port`; a port of `*` is 0. Raises OSError for what is no such address."""
+    _, found, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not found or not host or not (port == "*" or (port.isdecimal() and int(port) < 65536)):
+        raise OSError(f"{address!r} is no address of a host and a port")
+    return host, 0 if port == "*" else int(port)
+
+
+def numeric(host: str, port: int) -> list[Where]:
+    """Where a host is that is given by its number; none for a name."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        return []
+    return [(socket.AF_INET, (host, port)) if version == 4 else (socket.AF_INET6, (host, port, 0, 0))]
+
+
+def resolve(host: str, port: int) -> list[Where]:
+    """Where a host may be, IPv4 first, as ZeroMQ's sockets have it. May take seconds. Raises OSError."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # an empty or overlong label
+        raise OSError(f"{host!r} is no name of a host: {error}") from error
+    places: list[Where] = [(int(family), where) for family, _, _, _, where in found]
+    return sorted(places, key=lambda place: place[0] != socket.AF_INET)
+
+
+class Resolver:
+    """Looks names up in threads of their own: a name server that is silent holds up nobody but who waits for it.
+
+    One thread a name at a time, however often it is asked for meanwhile.
+    """
+
+    def __init__(self, on_done: Callable[[Callable[[], None]], None]) -> None:
+        """`on_done(tell)` is called in such a thread; `tell` is to be called on the owner's."""
+        self._on_done = on_done
+        self._asking: dict[tuple[str, int], list[Told]] = {}
+
+    def look_up(self, host: str, port: int, told: Told) -> None:
+        """`told(places, error)` once it is known."""
+        asking = self._asking.get((host, port))
+        if asking is not None:
+            asking.append(told)
+            return
+        self._asking[host, port] = [told]
+        threading.Thread(target=self._run, args=(host, port), name="kv-resolve", daemon=True).start()
+
+    def _run(self, host: str, port: int) -> None:
+        places: list[Where] = []
+        try:
+            places, error = resolve(host, port), ""
+        except OSError as failure:
+            error = f"{host}: {failure}"
+
+        def tell() -> None:
+            for each in self._asking.pop((host, port)):
+                each(places, error)
+
+        self._on_done(tell)

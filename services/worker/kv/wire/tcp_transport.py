@@ -1,17 +1,277 @@
 """KV messages over plain TCP, or TLS: one thread, one epoll, payloads straight into where they belong."""
 
+import logging
 import os
 import select
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 
-from services.worker.kv.wire.tcp_link import Owner, Source, TcpLink
-from services.worker.kv.wire.tcp_listener import TcpListener
-from services.worker.kv.wire.tcp_resolving import Resolver, Told
-from services.worker.kv.wire.tcp_streams import keys_of
-from services.worker.kv.wire.transport import Link, Place
+from services.worker.kv.wire.protocol import Buffer, Link, Place
+from services.worker.kv.wire.tcp_framing import Inbound, Outbound, WireError
+from services.worker.kv.wire.tcp_link import Loop, Owner, Source, TcpLink
+from services.worker.kv.wire.tcp_streams import (
+    Connection,
+    Keys,
+    Resolver,
+    Told,
+    Untrusted,
+    connection_of,
+    host_and_port,
+    keys_of,
+    numeric,
+    prepared,
+    resolve,
+)
+
+# MERGED tcp_peer.py
+# One connection of an exporter's listener: an importer, or whoever else has connected.
+
+
+_GREETING_S = 5.0  # so long a peer may take to agree on keys and say hello
+_STUCK_S = 30.0  # so long it may take nothing of what waits for it
+_MESSAGE_BURST = 64  # messages of one peer before the others get their turn
+_MAX_UNREAD = 1024  # messages that wait for the server's thread: then nobody is read
+_MAX_WAITING = 1024  # messages that wait for a peer
+
+Messages = deque[tuple[bytes, list[bytes]]]
+
+
+class TcpPeer:
+    """Who is on the other end is known by its number. All methods run on the transport's thread."""
+
+    def __init__(
+        self,
+        name: bytes,
+        connection: Connection,
+        loop: Loop,
+        messages: Messages,
+        on_end: Callable[[bytes, Exception], None],
+        unread: "set[TcpPeer]",
+        now_s: float,
+    ) -> None:
+        """What it says goes to `messages`; it enters `unread` while it has said more than was taken."""
+        self.outbound = Outbound()
+        self._name = name
+        self._connection = connection
+        self._loop = loop
+        self._messages = messages
+        self._on_end = on_end
+        self._unread = unread
+        self._inbound = Inbound(max_payload_bytes=0)
+        self._answered = 0  # heartbeats
+        self._since_s = now_s
+        self._stuck_s = 0.0  # since when nothing went out though something waits, or 0
+        self._agreed = self._greeted = self._closed = False
+        loop.watch(connection, self, writes=False)
+
+    def late(self, now_s: float) -> str:
+        """Why the connection has come to nothing, or nothing."""
+        if not self._greeted and now_s - self._since_s > _GREETING_S:
+            return "no greeting in time"
+        if not self.outbound:
+            self._stuck_s = 0.0
+        elif not self._stuck_s:
+            self._stuck_s = now_s
+        elif now_s - self._stuck_s > _STUCK_S:
+            return "it takes nothing"
+        return ""
+
+    def happened(self, now_s: float, *, writable: bool) -> None:
+        """See tcp_link.Owner."""
+        if self._closed:
+            return
+        self._inbound.readable = True
+        try:
+            if not self._agreed and not self._agree():
+                return
+            self._read()
+        except (OSError, WireError, Untrusted) as error:
+            self.end(error)
+            return
+        if writable or self.outbound:
+            self._stuck_s = 0.0 if writable else self._stuck_s
+            self._flush()
+
+    def send(self, header: bytes, payload: Buffer | None = None) -> bool:
+        """See transport.Listener."""
+        if len(self.outbound) > _MAX_WAITING:
+            self.end(TimeoutError("it takes no answers"))
+            return False
+        self.outbound.put(header, payload)
+        return self._flush()
+
+    def end(self, error: Exception) -> None:
+        """Close for a reason."""
+        self.close()
+        self._on_end(self._name, error)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._closed = True
+        self._unread.discard(self)
+        self._loop.unwatch(self._connection)
+        self._connection.close()
+        self.outbound.clear()
+
+    def _flush(self) -> bool:
+        """Send what goes; False when the peer is gone."""
+        try:
+            done = self.outbound.flush(self._connection)
+        except (OSError, Untrusted) as error:
+            self.end(error)
+            return False
+        self._loop.watch(self._connection, self, writes=not done)
+        return True
+
+    def _agree(self) -> bool:
+        """Say hello once there is agreement on keys; whether that is so."""
+        if not self._connection.ready():
+            return False
+        self._agreed = True
+        self.outbound.heartbeat()
+        return True
+
+    def _read(self) -> None:
+        self._unread.add(self)
+        for _ in range(_MESSAGE_BURST):
+            if len(self._messages) >= _MAX_UNREAD:
+                break
+            message = self._inbound.receive(self._connection)
+            if message is None:
+                self._unread.discard(self)
+                break
+            self._messages.append((self._name, [bytes(message.header)]))
+        self._greeted = self._greeted or self._inbound.heartbeats > 0
+        for _ in range(self._inbound.heartbeats - self._answered):
+            self.outbound.heartbeat()
+        self._answered = self._inbound.heartbeats
+
+
+# MERGED tcp_listener.py
+# An exporter's side of TCP: who has connected, and what they say.
+
+
+_log = logging.getLogger(__name__)
+_BACKLOG = 1024
+_MAX_PEERS = 4096
+_PAUSE_S = 0.5  # when nobody can be taken, as too many files are open
+_TOLD_S = 10.0  # a stranger is told of in the log no more often
+_CONNECTION_BURST = 64  # connections taken before those that are here get their turn
+
+
+class TcpListener:
+    """See transport.Listener. All methods run on the transport's thread."""
+
+    seals = True
+
+    def __init__(self, address: str, loop: Loop, keys: Keys) -> None:
+        """Binds. Raises OSError."""
+        scheme = address.partition("://")[0]
+        host, port = host_and_port(address)
+        family, where = (numeric(host, port) or resolve(host, port))[0]
+        self._socket = socket.create_server(where, family=socket.AddressFamily(family), backlog=_BACKLOG)
+        self._socket.setblocking(False)
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"{scheme}://{shown}:{self._socket.getsockname()[1]}"
+        self._loop = loop
+        self._keys = keys
+        self._peers: dict[bytes, TcpPeer] = {}
+        self._messages: Messages = deque()
+        self._unread: set[TcpPeer] = set()  # those with more of which no socket tells
+        self._numbers = count()
+        self._told_s = -_TOLD_S
+        self._paused_s = 0.0  # since when nobody is accepted, or 0
+        loop.watch(self._socket, self, writes=False)
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody has said more than was taken."""
+        return bool(self._unread)
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        """See transport.Listener."""
+        return self._messages.popleft() if self._messages else None
+
+    def takes(self, peer: bytes) -> bool:
+        """See transport.Listener."""
+        known = self._peers.get(peer)
+        return known is None or not known.outbound
+
+    def send(self, peer: bytes, header: bytes, payload: Buffer | None = None) -> bool:
+        """See transport.Listener."""
+        known = self._peers.get(peer)
+        return known is not None and known.send(header, payload)
+
+    def has(self, peer: bytes) -> bool:
+        """Whether it is still connected."""
+        return peer in self._peers
+
+    def drop(self, peer: bytes, why: str) -> None:
+        """End its connection."""
+        if peer in self._peers:
+            self._peers[peer].end(TimeoutError(why))
+
+    def happened(self, now_s: float, *, writable: bool) -> None:
+        """Somebody connects."""
+        for _ in range(_CONNECTION_BURST):
+            try:
+                made, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:  # too many files are open: whoever waits goes on waiting, and we do not spin
+                _log.warning("cannot take connections: %s", error)
+                self._paused_s = now_s
+                self._loop.unwatch(self._socket)
+                return
+            self._take(made, now_s)
+
+    def _take(self, made: socket.socket, now_s: float) -> None:
+        if len(self._peers) >= _MAX_PEERS:
+            made.close()
+            return
+        try:
+            connection = connection_of(prepared(made), self._keys, server=True)
+        except OSError:  # gone already
+            made.close()
+            return
+        name = next(self._numbers).to_bytes(8, "big")
+        peer = self._peers[name] = TcpPeer(
+            name, connection, self._loop, self._messages, self._gone, self._unread, now_s
+        )
+        peer.happened(now_s, writable=False)
+
+    def go_on(self, now_s: float) -> None:
+        """Read more of those who had said too much for one turn."""
+        for peer in list(self._unread):
+            peer.happened(now_s, writable=False)
+
+    def tick(self, now_s: float) -> None:
+        """Close connections that come to nothing."""
+        for peer in list(self._peers.values()):
+            if why := peer.late(now_s):
+                peer.end(TimeoutError(why))
+        if self._paused_s and now_s - self._paused_s > _PAUSE_S:
+            self._paused_s = 0.0
+            self._loop.watch(self._socket, self, writes=False)
+
+    def close(self) -> None:
+        """Unbind, and end all connections."""
+        self._loop.unwatch(self._socket)
+        self._socket.close()
+        for peer in list(self._peers.values()):
+            peer.close()
+        self._peers.clear()
+
+    def _gone(self, name: bytes, error: Exception) -> None:
+        self._peers.pop(name, None)
+        if isinstance(error, Untrusted) and time.monotonic() - self._told_s > _TOLD_S:
+            self._told_s = time.monotonic()
+            _log.warning("wrong_keys: a peer does not hold this cluster's keys: %s", error)
+
 
 _TICK_S = 0.05  # what is due is looked at so often
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT

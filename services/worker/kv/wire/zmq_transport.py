@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from services.worker.kv.wire.frames import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Buffer, checksum
-from services.worker.kv.wire.transport import Link, Place, Received
+from services.worker.kv.wire.protocol import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Buffer, Link, Place, Received, checksum
 from shared.wire.sockets import LOST, RENEW_S, TRYING
 
 _MAX_SOCKETS = 16_384  # libzmq's 1,023 are 341 links, each a socket and two ends of a monitor

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.launcher.cluster_file import load_cluster
-from services.launcher.on_ray.connection import connected, placed_at
+from services.launcher.on_ray.suite import connected, placed_at
 from shared.errors import InvalidRequest, Unavailable
 
 

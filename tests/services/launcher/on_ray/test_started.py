@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from services.launcher.keeper import State, Status
-from services.launcher.on_ray.instances import RayInstances
+from services.launcher.on_ray.suite import RayInstances
+from services.launcher.supervisor import State, Status
 from shared.domain.instance import Role
 from shared.errors import Unavailable
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from services.launcher.render.accelerators import _LABELS, _PRODUCTS, _RESOURCES
-from services.launcher.render.pods import extra_environment
+from services.launcher.render.pods import _LABELS, _PRODUCTS, _RESOURCES, extra_environment
 from shared.cost.catalogue import Catalogue
 from tests.services.launcher.render.rendering import (
     container,

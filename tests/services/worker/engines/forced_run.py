@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 
-from services.worker.engines.vllm_forced import ForcedTokens
+from services.worker.engines.vllm_patches import ForcedTokens
 from tests.services.worker.engines.engine_run import Run, guided
 from tests.services.worker.engines.own_engine import started
 

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from services.worker.engines.policies import EnginePolicies
+from services.worker.engines.base import EnginePolicies
 from tests.services.worker.engines.engine_run import Run, freed
 from tests.services.worker.engines.own_engine import started
 

@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any
 
-from services.worker.engines.policies import EnginePolicies
+from services.worker.engines.base import EnginePolicies
 from shared.domain.job import LengthPrediction, Slo
 from shared.domain.kv import KvHandle
 from shared.domain.rates import StepForm, StepRates

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from services.worker.engines.cache_events import CacheEvent
+from services.worker.engines.base import CacheEvent
 from services.worker.engines.vllm import VllmEngine
 from services.worker.kv import lossy_salt
-from services.worker.prefixes.held import HeldPrefixes
+from services.worker.prefix_feed import HeldPrefixes
 from services.worker.settings import WorkerSettings
 from shared.domain.job import Generation
 from shared.domain.kv import KvHandle

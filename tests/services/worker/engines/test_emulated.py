@@ -11,11 +11,10 @@ import msgspec
 import pytest
 
 from services.worker.engines.base import EngineRequest, failure
-from services.worker.engines.emulated import EmulatedEngine
+from services.worker.engines.emulated import EmulatedEngine, EmulatedPort
 from services.worker.engines.emulated_scheduler import answer_tokens, token_at
 from services.worker.jobs.decode import DecodeService
 from services.worker.jobs.roles import RoleState
-from services.worker.kv.emulated import EmulatedPort
 from services.worker.settings import WorkerSettings
 from shared.cost.kinds import EngineKind, Stage, Workshop
 from shared.cost.library import Library, bundled_geometry

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engines.base import EngineRequest
-from services.worker.engines.cache_events import CacheEvent
+from services.worker.engines.base import CacheEvent, EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
-from services.worker.engines.emulated_cache import CacheUse, EmulatedCache
-from services.worker.prefixes.held import HeldPrefixes
+from services.worker.engines.emulated_scheduler import CacheUse, EmulatedCache
+from services.worker.prefix_feed import HeldPrefixes
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import KvHandle
 from shared.domain.prompt import BLOCK_TOKENS, block_hashes

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.engines.base import EngineRequest
+from services.worker.engines.base import EnginePolicies, EngineRequest
 from services.worker.engines.emulated import EmulatedEngine
-from services.worker.engines.policies import EnginePolicies
 from shared.cost.step import Batch
 from shared.domain.instance import Role
 from shared.domain.job import Generation, JobView, LengthPrediction, Slo

@@ -4,7 +4,7 @@ import threading
 
 import msgspec
 
-from services.worker.engines.step_log import StepLog
+from services.worker.engines.base import StepLog
 from shared.wire.messages import StepPage
 
 

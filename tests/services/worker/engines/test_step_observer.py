@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from services.worker.engines import step_observer
-from services.worker.engines.step_log import StepLog
-from services.worker.engines.step_observer import StepObserver, batch_of
+from services.worker.engines import vllm_observers
+from services.worker.engines.base import StepLog
+from services.worker.engines.vllm_observers import StepObserver, batch_of
 
 
 def plan(scheduled: dict[str, int], known: dict[str, int] | None = None, new: dict[str, int] | None = None) -> Any:
@@ -124,7 +124,7 @@ def overlapping(monkeypatch: pytest.MonkeyPatch, *, own_cpu: bool) -> list[float
     ends with the tokens of the step before.
     """
     clock = Clock()
-    monkeypatch.setattr(step_observer, "time", clock)
+    monkeypatch.setattr(vllm_observers, "time", clock)
     log, first, second = StepLog(), plan({"a": 8}, new={"a": 0}), plan({"a": 1}, {"a": 8})
     scheduler = Scheduler(first, second)
     observer = StepObserver(scheduler, log, own_cpu=own_cpu)

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engines.base import EngineRequest
-from services.worker.engines.emulated_lane import EmulatedLane
+from services.worker.engines.base import EnginePolicies, EngineRequest, StepLog
+from services.worker.engines.emulated import EmulatedLane
 from services.worker.engines.emulated_scheduler import EmulatedScheduler
-from services.worker.engines.policies import EnginePolicies
-from services.worker.engines.step_log import StepLog
 from shared.domain.job import Generation, JobView, Slo
 from shared.domain.kv import KvHandle
 from shared.domain.rates import StepForm, StepRates

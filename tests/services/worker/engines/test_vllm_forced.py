@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from services.worker.engines.vllm_forced import FORCED, ForcedTokensV2
+from services.worker.engines.vllm_patches import FORCED, ForcedTokensV2
 from tests.services.worker.engines.own_engine import found_by
 
 KNOWN = 13

@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 from vllm import SamplingParams
 
-from services.worker.engines.base import EngineRequest
-from services.worker.engines.policies import EnginePolicies
+from services.worker.engines.base import EnginePolicies, EngineRequest
 from services.worker.engines.vllm import VllmEngine
-from services.worker.kv.events import KvEvents, PullEnded
+from services.worker.kv.rank_links import KvEvents, PullEnded
 from services.worker.settings import WorkerSettings
 from shared.domain.job import Generation, JobView, LengthPrediction, Slo
 from shared.policy.decode_admission import DecodeAdmission, Greedy

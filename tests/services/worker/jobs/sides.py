@@ -4,15 +4,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-from services.worker.engines.base import EngineInfo, EngineRequest, EngineStats, Sink
-from services.worker.engines.policies import EnginePolicies
-from services.worker.handlers import handlers
-from services.worker.jobs.codecs import Codecs
+from services.worker.engines.base import EngineInfo, EnginePolicies, EngineRequest, EngineStats, Sink
 from services.worker.jobs.decode import DecodeService
-from services.worker.jobs.dispatcher import Dispatcher
-from services.worker.jobs.prefill import PrefillService
+from services.worker.jobs.prefill import Codecs, Dispatcher, PrefillService
 from services.worker.jobs.roles import RoleState
 from services.worker.kv.port import ExpectedImport, KvPort
+from services.worker.rpc import handlers
 from shared.domain.instance import InstanceView, Role
 from shared.domain.job import Generation, JobView, LengthPrediction
 from shared.domain.kv import Codec, KvHandle, TransferOutcome, TransferReport

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.worker.jobs.dispatcher import REST_S, Dispatcher
+from services.worker.jobs.prefill import REST_S, Dispatcher
 from shared.domain.cluster import ClusterDelta
 from shared.domain.instance import ClusterView
 from shared.domain.route import PolicySpec
@@ -59,7 +59,7 @@ def test_seeds_of_two_instances_draw_differently_and_one_seed_draws_the_same() -
 async def test_the_cluster_is_followed_while_jobs_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made, wanted, now = Dispatcher(0), list[bool](), [100.0]
     made.on_follow = wanted.append
-    monkeypatch.setattr("services.worker.jobs.dispatcher.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("services.worker.jobs.prefill.time.monotonic", lambda: now[0])
     assert made.known("d0") is None
     made.rest()
     assert not wanted

@@ -6,8 +6,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from services.worker.handlers import handlers
 from services.worker.kv.port import KvPort
+from services.worker.rpc import handlers
 from shared.domain.instance import Promised, Role
 from shared.domain.job import Generation, JobView
 from shared.domain.kv import Codec

@@ -9,12 +9,11 @@ import torch
 import zmq
 
 from services.worker.kv.device import Copies
-from services.worker.kv.events import KvEvents
+from services.worker.kv.rank_links import KvEvents
 from services.worker.kv.shards import Shards
 from services.worker.kv.wire.endpoint import EndpointSettings, Faults, KvEndpoint
 from services.worker.kv.wire.importing import ImportShape, Load, PullLimits, PullResult
-from services.worker.kv.wire.server import ExportIdentity
-from services.worker.kv.wire.serving import ExportShape
+from services.worker.kv.wire.server import ExportIdentity, ExportShape
 from shared.domain.kv import Codec, KvHandle
 
 LAYERS, KV_HEADS, DIM = 3, 4, 8

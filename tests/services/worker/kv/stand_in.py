@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from services.worker.kv.torch_device import TorchDevice
+from services.worker.kv.device import TorchDevice
 
 
 @dataclass(frozen=True)

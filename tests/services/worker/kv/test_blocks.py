@@ -5,8 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from services.worker.kv.blocks import Blocks
-from services.worker.kv.device import HostCopies
+from services.worker.kv.device import Blocks, HostCopies
 from services.worker.kv.host_memory import HeapMemory
 from services.worker.kv.layout import slots_of, strided_layout
 from shared.domain.kv import Codec

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from services.worker.kv import codec_speed
-from services.worker.kv.codec_speed import codec_speeds
+from services.worker.kv import codec
+from services.worker.kv.codec import codec_speeds
 from shared.domain.instance import KvGeometry
 
 
@@ -30,5 +30,5 @@ def test_what_only_the_first_calls_cost_is_not_counted(monkeypatch: pytest.Monke
         now_s += next(lasts_s)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
-    assert codec_speed._time_s(work) == pytest.approx(0.1)
+    assert codec._time_s(work) == pytest.approx(0.1)
     assert next(lasts_s, None) is None

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from services.worker.kv.device import DeviceCopies, HostCopies
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.host_memory import HeapMemory, PinnedMemory
-from services.worker.kv.parts import parts_of
-from services.worker.kv.staging import Segment
+from services.worker.kv.staging import Segment, parts_of
 from tests.services.worker.kv.late_device import LateDevice
 
 SEGMENT, WAIT_S = 4, 20.0

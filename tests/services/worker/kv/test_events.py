@@ -3,12 +3,12 @@ from pathlib import Path
 
 import zmq
 
-from services.worker.kv.control import SocketControl
-from services.worker.kv.events import (
+from services.worker.kv.rank_links import (
     EventSender,
     KvEvent,
     KvEvents,
     PullEnded,
+    SocketControl,
     StagedChunk,
     StagingFailed,
     TransferEnded,

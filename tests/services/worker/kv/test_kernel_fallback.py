@@ -14,16 +14,15 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from services.worker.kv import device_codec
-from services.worker.kv.blocks import Blocks
 from services.worker.kv.codec import encode
-from services.worker.kv.device import HostCopies
+from services.worker.kv.device import Blocks, HostCopies
 from services.worker.kv.device_codec import DeviceCodec
 from services.worker.kv.errors import KvError, KvFault
 from services.worker.kv.host_memory import HeapMemory
 from services.worker.kv.layout import slots_of, strided_layout
 from services.worker.kv.shards import Shards
-from services.worker.kv.vllm.worker_half import codec_on_device
-from services.worker.kv.wire.serving import ExportShape
+from services.worker.kv.vllm.connector import codec_on_device
+from services.worker.kv.wire.server import ExportShape
 from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, model_kv
 

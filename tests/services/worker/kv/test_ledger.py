@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.kv.ledger import ExportLedger
+from services.worker.kv.port import ExportLedger
 
 
 def reserve(ledger: ExportLedger, transfer_id: str, size_bytes: int, owner: bytes = b"x") -> bool:

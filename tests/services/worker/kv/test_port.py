@@ -9,10 +9,8 @@ from typing import Any, cast
 import pytest
 import structlog
 
-from services.worker.kv.control import KvControl
-from services.worker.kv.events import KvEvents, PullEnded, StagedChunk, ThreadEnded, TransferEnded
-from services.worker.kv.ledger import ExportLedger
-from services.worker.kv.port import ConnectorPort, ExpectedImport
+from services.worker.kv.port import ConnectorPort, ExpectedImport, ExportLedger
+from services.worker.kv.rank_links import KvControl, KvEvents, PullEnded, StagedChunk, ThreadEnded, TransferEnded
 from shared.domain.kv import Codec, KvHandle, TransferOutcome
 from shared.errors import DeadlineExceeded
 from shared.runtime.tasks import background

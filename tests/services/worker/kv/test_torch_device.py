@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.worker.kv.blocks import Blocks
-from services.worker.kv.device import DeviceCopies
+from services.worker.kv.device import Blocks, DeviceCopies
 from services.worker.kv.host_memory import HeapMemory
 from services.worker.kv.layout import slots_of, strided_layout
 from services.worker.kv.wire.importing import Load

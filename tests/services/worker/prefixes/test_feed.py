@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.worker.engines.cache_events import BlocksRemoved, BlocksStored
-from services.worker.prefixes import feed as module
-from services.worker.prefixes.feed import PrefixFeed
+from services.worker import prefix_feed
+from services.worker.engines.base import BlocksRemoved, BlocksStored
+from services.worker.prefix_feed import PrefixFeed
 from shared.domain.prompt import BLOCK_TOKENS, PrefixDelta, block_hashes
 from shared.policy.prefix_index import PrefixIndex
 from shared.wire.messages import PrefixesRequest
@@ -90,7 +90,7 @@ async def test_who_comes_late_gets_all_and_then_the_same_as_the_others() -> None
 
 
 async def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BLOCKS", 4)
+    monkeypatch.setattr(prefix_feed, "MOST_BLOCKS", 4)
     feed = PrefixFeed(7)
     feed.take([stored(0, 10)])
     async with calling(feed) as caller:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engines.cache_events import BlocksCleared, BlocksRemoved, BlocksStored
+from services.worker.engines.base import BlocksCleared, BlocksRemoved, BlocksStored
 from services.worker.kv import lossy_salt
-from services.worker.prefixes.held import HeldPrefixes
+from services.worker.prefix_feed import HeldPrefixes
 from shared.domain.prompt import block_hashes
 
 OURS = 4

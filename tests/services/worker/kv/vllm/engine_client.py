@@ -18,9 +18,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from services.worker.kv.control import SocketControl
 from services.worker.kv.errors import lossy_salt
-from services.worker.kv.events import KvEvent, KvEvents, PullEnded
+from services.worker.kv.rank_links import KvEvent, KvEvents, PullEnded, SocketControl
 from shared.domain.kv import Codec, KvHandle
 from tests.ports import free_port
 from tests.tiny_models import VOCABULARY

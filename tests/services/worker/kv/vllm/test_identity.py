@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.worker.kv.events import PullEnded, StagedChunk
+from services.worker.kv.rank_links import PullEnded, StagedChunk
 from shared.domain.kv import Codec
 from tests.services.worker.kv.vllm.engine_client import (
     LENGTHS,

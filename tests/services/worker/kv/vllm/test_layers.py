@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from services.worker.kv.layout import LayoutError, strided_layout
+from services.worker.kv.vllm.connector import WorkerHalf
 from services.worker.kv.vllm.layers import check_specs, in_order, without_draft
-from services.worker.kv.vllm.worker_half import WorkerHalf
 from tests.services.worker.kv.vllm.engine_client import NEW_TOKENS, Engine, emptied, handed_over, identical, prompts
 from tests.tiny_models import make_llama
 

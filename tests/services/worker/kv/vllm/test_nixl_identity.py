@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
-from services.worker.kv.events import PullEnded
+from services.worker.kv.rank_links import PullEnded
 from services.worker.kv.wire.nixl_agent import installed
 from tests.services.worker.kv.vllm.engine_client import (
     LENGTHS,

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from services.worker.kv.events import PullEnded, StagedChunk
+from services.worker.kv.rank_links import PullEnded, StagedChunk
 from tests.services.worker.kv.vllm.engine_client import (
     NEW_TOKENS,
     Engine,

@@ -10,12 +10,14 @@ import torch
 import zmq
 
 from services.worker.kv.wire.endpoint import KvEndpoint
-from services.worker.kv.wire.frames import (
+from services.worker.kv.wire.protocol import (
     Confirm,
     Failed,
     Frame,
+    Listener,
     Message,
     Pull,
+    Transport,
     checksum,
     decode_reply,
     decode_request,
@@ -23,8 +25,7 @@ from services.worker.kv.wire.frames import (
     sealed,
 )
 from services.worker.kv.wire.tcp_framing import HEARTBEAT
-from services.worker.kv.wire.tcp_resolving import host_and_port
-from services.worker.kv.wire.transport import Listener, Transport
+from services.worker.kv.wire.tcp_streams import host_and_port
 from services.worker.kv.wire.zmq_transport import ZmqListener
 from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import Rig, model_kv, stage

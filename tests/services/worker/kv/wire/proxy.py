@@ -12,13 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from lab.chaos.framing import Piece
-from lab.chaos.kv_framing import KvSplitter, Message
-from lab.chaos.zmtp import Part, ZmtpSplitter
-from services.worker.kv.wire.frames import checksum, decode_reply, decode_request
-from services.worker.kv.wire.nixl_frames import Offer, decode
+from lab.chaos.framing import KvSplitter, Message, Part, Piece, ZmtpSplitter
+from services.worker.kv.wire.nixl_agent import Offer, decode_nixl
+from services.worker.kv.wire.protocol import checksum, decode_reply, decode_request
 from services.worker.kv.wire.tcp_framing import DIGEST_BYTES, PREFIX, prefix
-from services.worker.kv.wire.tcp_resolving import host_and_port
+from services.worker.kv.wire.tcp_streams import host_and_port
 
 Parts = list[bytes]  # header and payload, over plain TCP its checksum, too; what is no message of ours has none
 Edit = Callable[[bool, Parts], Parts | None]  # whether the importer says it, and what; None drops it
@@ -92,7 +90,7 @@ def read_message(stream: socket.socket) -> Parts:
 
 def meant(importers: bool, header: bytes) -> object:
     """What a header says; of an offer, what it stands for."""
-    said = decode(header)
+    said = decode_nixl(header)
     if isinstance(said, Offer):
         return decode_reply(said.header)
     return said or (decode_request if importers else decode_reply)(header)

@@ -10,11 +10,11 @@ from itertools import count, islice
 import pytest
 import torch
 
-from services.worker.kv.wire import peers
+from services.worker.kv.wire import puller
 from services.worker.kv.wire.endpoint import KvEndpoint
-from services.worker.kv.wire.frames import Confirm, Credit, Frame, Message, Pull
 from services.worker.kv.wire.importing import PullLimits
-from services.worker.kv.wire.nixl_state import NIXL_SCHEME
+from services.worker.kv.wire.nixl_agent import NIXL_SCHEME
+from services.worker.kv.wire.protocol import Confirm, Credit, Frame, Message, Pull
 from tests.services.worker.kv.rig import LAYERS, Rig, model_kv, stage
 from tests.services.worker.kv.wire.proxy import Cut, Parts, Proxy, meant
 from tests.services.worker.kv.wire.test_rude_peers import line_of, peer, wait_until
@@ -29,7 +29,7 @@ LIMITS = PullLimits(window_bytes=40_000, stall_s=5.0)
 @pytest.fixture(autouse=True)
 def _lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections are shared out for small imports, too."""
-    monkeypatch.setattr(peers, "LANE_BYTES", 1000)
+    monkeypatch.setattr(puller, "LANE_BYTES", 1000)
 
 
 class Script:
@@ -156,7 +156,7 @@ def test_several_connections_carry_what_is_large_and_one_what_is_small(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exporter, kv = staged(rig)
-    monkeypatch.setattr(peers, "LANE_BYTES", kv.numel() * 4 // 2)
+    monkeypatch.setattr(puller, "LANE_BYTES", kv.numel() * 4 // 2)
     importer = rig.endpoint(limits=PullLimits(connections=4))
     with Proxy(exporter.address) as proxy:
         got = rig.load(importer, rig.handle([exporter], TOKENS, endpoints=(proxy.address,)), end=TOKENS // 2)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from services.worker.kv.device import DeviceCopies
-from services.worker.kv.events import KvEvent, KvEvents, StagingFailed, TransferEnded
 from services.worker.kv.host_memory import PinnedMemory
+from services.worker.kv.rank_links import KvEvent, KvEvents, StagingFailed, TransferEnded
 from tests.services.worker.kv.late_device import LateDevice
 from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, WAIT_S, Rig, model_kv
 

@@ -11,9 +11,10 @@ import torch
 import zmq
 import zmq.asyncio
 
-from services.worker.kv.control import SocketControl
-from services.worker.kv.events import StagedChunk, StagingFailed
-from services.worker.kv.wire.frames import (
+from services.worker.kv.rank_links import SocketControl, StagedChunk, StagingFailed
+from services.worker.kv.wire.endpoint import Transports
+from services.worker.kv.wire.importing import PullLimits
+from services.worker.kv.wire.protocol import (
     MAX_MESSAGE_BYTES,
     Answer,
     Control,
@@ -24,9 +25,7 @@ from services.worker.kv.wire.frames import (
     encode_message,
     sealed,
 )
-from services.worker.kv.wire.importing import PullLimits
-from services.worker.kv.wire.tcp_resolving import host_and_port
-from services.worker.kv.wire.transports import Transports
+from services.worker.kv.wire.tcp_streams import host_and_port
 from tests.services.worker.kv.rig import KEY, Rig, model_kv, stage
 from tests.services.worker.kv.wire.hostile import (
     NESTED,

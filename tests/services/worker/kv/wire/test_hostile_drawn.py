@@ -7,11 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.wire.frames import Cancel, Confirm, Credit, Failed, Frame, decode_reply, encode_message, sealed
+from services.worker.kv.wire.endpoint import Transports
 from services.worker.kv.wire.importing import PullLimits
+from services.worker.kv.wire.protocol import (
+    Cancel,
+    Confirm,
+    Credit,
+    Failed,
+    Frame,
+    decode_reply,
+    encode_message,
+    sealed,
+)
 from services.worker.kv.wire.tcp_framing import HEARTBEAT
-from services.worker.kv.wire.tcp_resolving import host_and_port
-from services.worker.kv.wire.transports import Transports
+from services.worker.kv.wire.tcp_streams import host_and_port
 from tests.services.worker.kv.rig import Rig, model_kv, stage
 from tests.services.worker.kv.wire.hostile import (
     NESTED,

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from services.worker.kv.control import DirectControl
-from services.worker.kv.ledger import ExportLedger
-from services.worker.kv.port import ConnectorPort
+from services.worker.kv.port import ConnectorPort, ExportLedger
+from services.worker.kv.rank_links import DirectControl
 from services.worker.kv.wire.endpoint import KvEndpoint
 from shared.domain.kv import KvHandle, TransferOutcome
 from shared.runtime.tasks import background

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from services.worker.kv.wire import imports, peers
+from services.worker.kv.wire import puller
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import PullLimits
 from tests.services.worker.kv.rig import Rig, model_kv, stage
@@ -50,8 +50,8 @@ def test_more_dead_exporters_than_libzmq_has_sockets_fail_their_own_imports_only
 
 
 def test_links_to_replaced_exporters_are_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "LOST_S", 0.0)
-    monkeypatch.setattr(imports, "_SWEEP_S", 0.2)
+    monkeypatch.setattr(puller, "LOST_S", 0.0)
+    monkeypatch.setattr(puller, "_SWEEP_S", 0.2)
     importer = rig.endpoint()
     for number in range(20):
         exporter = rig.endpoint()
@@ -62,10 +62,10 @@ def test_links_to_replaced_exporters_are_closed(rig: Rig, monkeypatch: pytest.Mo
 
 
 def test_connections_that_nobody_uses_are_closed_and_made_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(imports, "_SWEEP_S", 0.2)
+    monkeypatch.setattr(puller, "_SWEEP_S", 0.2)
     importer, exporter = rig.endpoint(), rig.endpoint()
     assert_pulls(rig, importer, exporter, "first")
     assert links(importer) == 1
-    monkeypatch.setattr(peers, "IDLE_S", 0.0)
+    monkeypatch.setattr(puller, "IDLE_S", 0.0)
     until(lambda: links(importer) == 0)
     assert_pulls(rig, importer, exporter, "second")

@@ -9,8 +9,8 @@ import pytest
 import torch
 import zmq
 
-from services.worker.kv.wire.frames import Credit, Frame, Pull, decode_reply, decode_request
 from services.worker.kv.wire.importing import PullLimits
+from services.worker.kv.wire.protocol import Credit, Frame, Pull, decode_reply, decode_request
 from tests.services.worker.kv.rig import Rig, model_kv, stage
 from tests.services.worker.kv.wire.proxy import Proxy, meant
 

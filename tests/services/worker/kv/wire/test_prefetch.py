@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from services.worker.kv.control import DirectControl, KvControl, SocketControl
+from services.worker.kv.rank_links import DirectControl, KvControl, SocketControl
 from services.worker.kv.wire.endpoint import KvEndpoint
-from services.worker.kv.wire.frames import Credit, Pull, RankStats, encode_message
 from services.worker.kv.wire.importing import PullLimits
+from services.worker.kv.wire.protocol import Credit, Pull, RankStats, encode_message
 from shared.domain.kv import Codec
 from shared.errors import DeadlineExceeded, PolyphaseError
 from tests.services.worker.kv.rig import KEY, KV_HEADS, LAYERS, Rig, model_kv, stage

@@ -9,7 +9,7 @@ import torch
 from services.worker.kv.wire.endpoint import KvEndpoint
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.tcp_framing import HEARTBEAT, prefix
-from services.worker.kv.wire.tcp_resolving import host_and_port
+from services.worker.kv.wire.tcp_streams import host_and_port
 from tests.services.worker.kv.rig import Rig, model_kv, stage
 from tests.services.worker.kv.wire.test_wrong_keys import OTHERS, OURS, Pair
 

@@ -6,11 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.kv.wire.frames import MAX_MESSAGE_BYTES, Buffer, checksum
-from services.worker.kv.wire.tcp_framing import HEARTBEAT, WireError, prefix
-from services.worker.kv.wire.tcp_inbound import Inbound
-from services.worker.kv.wire.tcp_outbound import _PIECE, Outbound
-from services.worker.kv.wire.transport import Placement, Received
+from services.worker.kv.wire.protocol import MAX_MESSAGE_BYTES, Buffer, Placement, Received, checksum
+from services.worker.kv.wire.tcp_framing import _WRITE_BYTES, HEARTBEAT, Inbound, Outbound, WireError, prefix
 
 LIMIT = 100_000
 OWNER = object()
@@ -107,7 +104,7 @@ def test_payloads_go_where_they_are_wanted(messages: list[tuple[bytes, bytes]], 
 
 
 @settings(deadline=None, database=None)
-@given(st.integers(1, 3 * _PIECE), st.lists(st.integers(0, 600_000), min_size=1, max_size=5).filter(any))
+@given(st.integers(1, 3 * _WRITE_BYTES), st.lists(st.integers(0, 600_000), min_size=1, max_size=5).filter(any))
 def test_large_payloads_go_piece_by_piece_however_little_is_taken(size: int, sizes: list[int]) -> None:
     payload = bytes(range(251)) * (size // 251 + 1)
     (message,) = received(Inbound(len(payload)), sent([(b"a", payload)], sizes), sizes)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from services.worker.kv.wire import tcp_link, tcp_resolving
+from services.worker.kv.wire import tcp_link, tcp_streams
 from services.worker.kv.wire.importing import PullLimits
 from services.worker.kv.wire.tcp_framing import HEARTBEAT
-from services.worker.kv.wire.tcp_resolving import Where, host_and_port, numeric, resolve
+from services.worker.kv.wire.tcp_streams import Where, host_and_port, numeric, resolve
 from services.worker.kv.wire.tcp_transport import TcpTransport
 from tests.services.worker.kv.rig import Rig, model_kv, stage
 from tests.services.worker.kv.wire.proxy import framed
@@ -65,7 +65,7 @@ def test_a_name_server_that_is_silent_holds_up_nobody_else(rig: Rig, monkeypatch
         raise OSError("no answer")
 
     exporter, importer = rig.endpoint(), rig.endpoint(limits=PullLimits(connect_timeout_s=4.0))
-    monkeypatch.setattr(tcp_resolving, "resolve", slow)
+    monkeypatch.setattr(tcp_streams, "resolve", slow)
     handle = rig.handle([], TOKENS, "named", endpoints=("kv://far.invalid:7",))
     rig.load(importer, handle)
     for number in range(5):

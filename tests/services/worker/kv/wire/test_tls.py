@@ -12,9 +12,8 @@ import torch
 import zmq
 
 from services.worker.kv.wire.importing import PullLimits
-from services.worker.kv.wire.tcp_resolving import host_and_port
+from services.worker.kv.wire.tcp_streams import TlsContexts, host_and_port, identity
 from services.worker.kv.wire.tcp_transport import TcpTransport
-from services.worker.kv.wire.tls import TlsContexts, identity
 from tests.services.worker.kv.rig import Capture, Rig, model_kv, stage
 from tests.services.worker.kv.wire.hostile import TcpStranger, assert_serves
 from tests.services.worker.kv.wire.proxy import Proxy
@@ -112,7 +111,7 @@ def test_a_certificate_of_the_same_name_that_is_not_ours_is_refused(rig: Rig) ->
 def test_a_peer_that_begins_no_handshake_is_dropped_and_holds_up_nobody(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.worker.kv.wire.tcp_peer._GREETING_S", 0.3)
+    monkeypatch.setattr("services.worker.kv.wire.tcp_transport._GREETING_S", 0.3)
     exporter = rig.endpoint()
     with socket.create_connection(host_and_port(exporter.address), timeout=10) as silent:
         silent.settimeout(10)

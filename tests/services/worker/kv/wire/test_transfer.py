@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from services.worker.kv.wire.endpoint import Faults
-from services.worker.kv.wire.frames import FRAME_BYTES
 from services.worker.kv.wire.importing import PullLimits
+from services.worker.kv.wire.protocol import FRAME_BYTES
 from shared.domain.kv import Codec
 from tests.services.worker.kv.rig import DIM, KV_HEADS, LAYERS, Capture, Rig, model_kv, stage
 

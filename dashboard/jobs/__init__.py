@@ -1,1 +1,0 @@
-"""Requests: a search, and one of them in full."""

