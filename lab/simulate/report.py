@@ -51,8 +51,8 @@ class Impossible:
         if self.too_long and kv:
             why = [f"{number:,} {text}" for number, text in zip((self.too_long, kv), why, strict=True)]
         return (
-            f"{self.count:,} of {self.requests:,} requests ({_impossible_share(self.count, self.requests)}) can never be "
-            "served: "
+            f"{self.count:,} of {self.requests:,} requests ({_impossible_share(self.count, self.requests)}) "
+            "can never be served: "
             f"{'; '.join(why)}.",
             f"The first is request {row:,}: {prompt:,} + {output:,} tokens. They miss the SLO, and are in no latency.",
         )

@@ -2,7 +2,8 @@
 
 Starts a suite of the demo model, sends requests, and counts the calls of each function in each process. A file is on
 the path if one of its functions is called at least once per request (0.75, for work that is shared between requests),
-beyond what it is called without requests in the same time. `chat` is a plain chat stream; `flip` a role flip there and back, by `polyphase flip`.
+beyond what it is called without requests in the same time. `chat` is a plain chat stream; `flip` a role flip there and
+back, by `polyphase flip`.
 """
 
 import json
