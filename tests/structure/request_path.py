@@ -125,10 +125,9 @@ class _Suite:
 
     def _flip(self, number: int) -> None:
         del number
+        environment = self._environment | {"PATHTRACE_FROM": "flip_command"}
         for _ in range(2):
-            subprocess.run(
-                self._command("flip", "prefill-1"), cwd=ROOT, env=self._environment, check=True, timeout=120.0
-            )
+            subprocess.run(self._command("flip", "prefill-1"), cwd=ROOT, env=environment, check=True, timeout=120.0)
 
 
 def main() -> None:

@@ -2,9 +2,12 @@
 
 Python imports this module at its start where the folder is on PYTHONPATH. A memory-mapped byte in the file
 PATHTRACE_FLAG names the window that is being recorded: 0 for none, 9 to write the counts to the folder PATHTRACE_OUT.
+With PATHTRACE_FROM a process counts from the first call of the function of that name on, so that its imports do not
+count.
 """
 
 import atexit
+import inspect
 import json
 import mmap
 import os
@@ -13,7 +16,7 @@ import threading
 import time
 from types import CodeType, FrameType
 
-ROOT, FLAG, OUT = (os.environ.get(f"PATHTRACE_{name}", "") for name in ("ROOT", "FLAG", "OUT"))
+ROOT, FLAG, OUT, FROM = (os.environ.get(f"PATHTRACE_{name}", "") for name in ("ROOT", "FLAG", "OUT", "FROM"))
 OFF, WRITE = 0, 9
 
 
@@ -23,11 +26,15 @@ def _install() -> None:
     counts: dict[int, dict[CodeType, int]] = {}
     environment = os.path.join(ROOT, ".venv")
 
+    begun = not FROM
+
     def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal begun
         window = state[0]
-        if event == "call" and OFF < window < WRITE:
+        if event == "call" and OFF < window < WRITE and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function
             code = frame.f_code
-            if code.co_filename.startswith(ROOT) and not code.co_filename.startswith(environment):
+            begun = begun or code.co_name == FROM
+            if begun and code.co_filename.startswith(ROOT) and not code.co_filename.startswith(environment):
                 calls = counts.setdefault(window, {})
                 calls[code] = calls.get(code, 0) + 1
 
