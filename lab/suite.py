@@ -1,10 +1,10 @@
 """Suites of services that the lab starts on this machine: cluster files, free ports, start and stop."""
 
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -16,11 +16,13 @@ from services.launcher.up import RunningSuite, running_suite
 DEMO_MODEL = PROJECT / "models" / "demo"
 _GATEWAY, _DASHBOARD = 240, 241  # offsets in a range of free ports
 _MIB = 1 << 20
+Found = TypeVar("Found")
 
 # Services that are not measured would take cores from those that are.
 BARE: dict[str, Any] = {
     "model": str(DEMO_MODEL),
     "served_model_name": "demo",
+    "max_model_len": 2048,
     "predictor": {"enabled": False},
     "planner": {"enabled": False},
     "dashboard": {"enabled": False},
@@ -61,3 +63,13 @@ async def started(
             on_free_ports(cluster), folder or Path(temporary), console or Console(stderr=True)
         ) as running:
             yield running
+
+
+async def measured(
+    cluster: Cluster | Mapping[str, Any] | Path,
+    work: Callable[[RunningSuite], Coroutine[Any, Any, Found]],
+    folder: Path | None = None,
+) -> Found:
+    """The result of `work` on a suite of that cluster; ends early if a process of the suite fails for good."""
+    async with started(cluster, folder) as running:
+        return await running.supervisor.during(work(running))

@@ -180,7 +180,12 @@ def of_samples(head: Mapping[str, Any], samples: Sequence[Sample], slo: Slo) -> 
         **_shares("longest_gap", longest, 90),
         "longest_gap_max_s": max(longest, default=float("nan")),
     }
-    return _row(head, figures, sum(one.met(slo) for one in samples) / len(samples))
+    return _row(head, figures, share_within(samples, slo))
+
+
+def share_within(samples: Sequence[Sample], slo: Slo) -> float:
+    """The share of requests within their targets."""
+    return sum(one.met(slo) for one in samples) / len(samples)
 
 
 def faster(row: Row, factor: float) -> Row:

@@ -27,9 +27,8 @@ from gateway.alone import TimerTokens
 from gateway.app import prepare_environment, running
 from gateway.auth import KeyRing
 from gateway.settings import GatewaySettings
-from lab.bench.live_clusters import SERVICES
 from lab.client import StreamResult, run_load, stream_completion
-from lab.suite import on_free_ports
+from lab.suite import BARE, on_free_ports
 from services.launcher import ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
@@ -210,7 +209,7 @@ def _cluster() -> Cluster:
     }
     return Cluster.model_validate(
         {
-            **SERVICES,
+            **BARE,
             "name": "bench overhead (structured outputs)",
             "gateway": {"dtype": "float32", "vllm_args": _TOOLS},
             "instance_defaults": instance,

@@ -7,33 +7,32 @@ simulator finds without predictions, under the default policies, for the same cl
 import asyncio
 import re
 import secrets
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from random import Random
 from statistics import median
 from typing import Any
 
 import httpx
 import numpy as np
 import yaml
-from rich.console import Console
 
 from lab.bench.comparison import goodput
-from lab.bench.live_clusters import SERVICES
+from lab.bench.experiment import twin
 from lab.bench.predictor_worth_sim import ARMS, DEFAULT, NONE, POLICIES, SLO, Arms, Trained, arms, requests_of
-from lab.bench.scenarios import TARGET, learned
+from lab.bench.results import rotated
+from lab.bench.scenarios import TARGET
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.target import Target
-from lab.client import StreamFailed, StreamResult, stream_completion
-from lab.simulate.deployment import load_deployment
+from lab.client import StreamFailed, StreamResult, completion_body, stream_completion
 from lab.simulate.workloads import WorkloadOptions, at_rate
-from lab.suite import on_free_ports
+from lab.suite import BARE, started
 from services.launcher import cluster_keys, ports
-from services.launcher.cluster_file import Cluster, load_cluster
-from services.launcher.up import RunningSuite, running_suite
+from services.launcher.cluster_file import load_cluster
+from services.launcher.up import RunningSuite
 from services.worker.engines.emulated_scheduler import token_at
 from shared.domain.job import LengthPrediction
 from shared.domain.policies import KINDS
@@ -69,7 +68,7 @@ _MIB = 1 << 20
 LIVE_SLO = SLO.slower(SLOWER)
 _PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 CLUSTER: dict[str, Any] = {
-    **SERVICES,
+    **BARE,
     "name": "bench predictor (emulated)",
     "max_model_len": 1024,
     "instance_defaults": {
@@ -190,18 +189,10 @@ async def send(target: Target, workload: Workload) -> list[Answer]:
     return [task.result() for task in tasks]
 
 
-def _body(number: int, prompt: int, output: int) -> dict[str, object]:
-    """Its answer's last token occurs nowhere before it: no two positions of an answer so short have the same."""
-    return {
-        "model": "demo",
-        "prompt": prompt_of(number, prompt),
-        "max_tokens": MAX_TOKENS,
-        "stop_token_ids": [token_at(prompt + output - 1)],
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "cache_salt": secrets.token_hex(8),
-    }
+def _body(number: int, prompt: int, output: int) -> dict[str, Any]:
+    """The answer's last token, which stops it, occurs nowhere before: answers are too short for a repetition."""
+    stop = [token_at(prompt + output - 1)]
+    return completion_body(prompt_of(number, prompt), MAX_TOKENS, stop_token_ids=stop, cache_salt=secrets.token_hex(8))
 
 
 async def preemptions(target: Target) -> float:
@@ -283,42 +274,36 @@ def timed(drawn: Workload, rate: float, lasts_s: float) -> Workload:
 
 def simulated(file: Path, workload: Workload, prediction: Prediction | None, policy: str) -> SimResult:
     """The same in virtual time; each instance tells what it would have learned of itself."""
-    deployment, rng = load_deployment(file), Random(SEED)
-    known = [learned(spec, rng, noise=0.0, start_off=1.0) for spec in deployment.instances]
+    deployment = twin(file, SEED)
     run = replace(deployment.run, slo=LIVE_SLO, prediction=prediction, max_tokens=MAX_TOKENS, seed=SEED)
-    return simulate(workload, known, with_words(run, POLICIES[policy]))
+    return simulate(workload, deployment.instances, with_words(run, POLICIES[policy]))
 
 
 async def _served(plan: _Plan, folder: Path) -> Runs:
-    cluster = on_free_ports(load_cluster(plan.file))
-    address = f"tcp://127.0.0.1:{cluster.ports + ports.PREDICTORS + 1}"
+    cluster = load_cluster(plan.file)
+    address = f"tcp://127.0.0.1:{ports.free_range(size=1)}"
+    gateway = cluster.gateway.model_copy(update={"env": {**cluster.gateway.env, **pointing_to(address)}})
     stand_in = StandIn(plan.of_arm, plan.workload.output_tokens, SEED)
-    console = Console(stderr=True)
     cluster_keys.keep_curve_key(cluster, folder)
     keys = Curve(*read_pair(cluster_keys.curve_key_file(folder)))
-    async with stand_in.serving(address, keys), running_suite(_asking(cluster, address), folder, console) as running:
-        return await running.supervisor.during(_all(plan, running, stand_in, console))
+    changed = cluster.model_copy(update={"gateway": gateway})
+    async with stand_in.serving(address, keys), started(changed, folder) as running:
+        return await running.supervisor.during(_all(plan, running, stand_in))
 
 
-def _asking(cluster: Cluster, address: str) -> Cluster:
-    gateway = cluster.gateway.model_copy(update={"env": {**cluster.gateway.env, **pointing_to(address)}})
-    return cluster.model_copy(update={"gateway": gateway})
-
-
-async def _all(plan: _Plan, running: RunningSuite, stand_in: StandIn, console: Console) -> Runs:
+async def _all(plan: _Plan, running: RunningSuite, stand_in: StandIn) -> Runs:
     """Every arm under each policy, a round after the other; which arm begins changes."""
     target = Target.local(running.suite)
     found: Runs = {(policy, arm): [] for policy in plan.under for arm in ARMS}
     await send(target, timed(plan.workload, plan.workload.rate, WARM_S))
     for number in range(plan.rounds):
-        first = number % len(ARMS)
         for policy in plan.under:
             await running.suite.set_policies(policies_of(policy), WHO)
-            for arm in ARMS[first:] + ARMS[:first]:
+            for arm in rotated(ARMS, number):
                 await running.suite.wait_idle(DRAINS_S)
                 stand_in.arm = arm
                 found[policy, arm].append(await _one(plan, target, policy, arm))
-                console.print(f"{policy}, {arm}: {found[policy, arm][-1]}", soft_wrap=True, highlight=False)
+                print(f"{policy}, {arm}: {found[policy, arm][-1]}", file=sys.stderr)
     return found
 
 

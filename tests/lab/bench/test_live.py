@@ -1,26 +1,20 @@
 """The judgement of `bench live`: errors, winners, and differences too small to have one."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lab.bench import live
-from lab.bench.live_clusters import EMULATED, REAL, Means, Replay
-from lab.calibrate.live import Calibrated
+from lab.bench.experiment import Means
+from lab.bench.live import EMULATED, REAL, LivePair
 from lab.calibrate.target import Sample, Shot
 from services.launcher.cluster_file import Cluster
-from shared.cost.rates_file import Calibration, ControlPlane
-
-NOTHING = Calibrated(Calibration("d", "c", ControlPlane(), ()), (), 0, 0.0)
+from shared.sim.spec import RunSpec
 
 
 def judged(*rounds: dict[str, tuple[Means, Means]]) -> dict[str, Any]:
-    made = [
-        live.Round((NOTHING,), {label: (Replay(seen, 0.0), said) for label, (seen, said) in pairs.items()})
-        for pairs in rounds
-    ]
-    return live.judged(replace(REAL, variants=REAL.variants[:2]), made)
+    made = [live.Round((), {label: LivePair(*pair) for label, pair in pairs.items()}) for pairs in rounds]
+    return live.judged(REAL.name, REAL.arms[:2], made)
 
 
 FULL = Means(0.1, 0.010, 0.50)
@@ -57,10 +51,11 @@ def test_one_disturbed_round_of_three_does_not_decide() -> None:
 def test_the_clusters_are_valid_and_their_policies_exist() -> None:
     for scenario in (REAL, EMULATED):
         assert len(Cluster.model_validate(scenario.cluster).instance_ids) == 4
-        names = {variant.policies() for variant in scenario.variants}
-        assert len(names) == len(scenario.variants)
+        policies = {arm.under(RunSpec()).policies for arm in scenario.arms}
+        assert len(policies) == len(scenario.arms)
+        assert all(arm.specs for arm in scenario.arms)
 
 
 def test_means_leave_out_what_is_not_there() -> None:
     samples = [Sample("a", Shot(10, 1), 0.0, 0.1, 0.1), Sample("b", Shot(10, 11), 0.0, 0.3, 0.5)]
-    assert Means.of(samples) == Means(pytest.approx(0.2), pytest.approx(0.02), pytest.approx(0.3))
+    assert Means.from_samples(samples) == Means(pytest.approx(0.2), pytest.approx(0.02), pytest.approx(0.3))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.bench.experiment import shots_of
 from lab.bench.plan_live import (
     FOLLOWED_GBPS,
     FOLLOWED_NODES,
@@ -22,7 +23,6 @@ from lab.bench.plan_live import (
     problem_for,
     search_for,
     settled_shares,
-    shots,
     turned,
 )
 from lab.bench.plan_thunderserve import cluster
@@ -91,7 +91,7 @@ def test_the_last_part_of_each_phase_counts_and_failures_are_misses() -> None:
     took = (late, soon, late, late, soon, soon)
     answers: list[Sample | str] = [
         Sample(str(at), shot, 0.0, ttft_s, ttft_s + 0.01)
-        for at, (shot, ttft_s) in enumerate(zip(shots(workload), took, strict=True))
+        for at, (shot, ttft_s) in enumerate(zip(shots_of(workload), took, strict=True))
     ]
     assert settled_shares(answers, workload, followed()) == (0.5, 1.0)
     answers[4] = "the stream ended"

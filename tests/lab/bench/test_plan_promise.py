@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import yaml
 
+from lab.bench.experiment import shots_of, slower
 from lab.bench.plan_live import (
-    LEAST_FACTOR,
+    MIN_FACTOR,
     SLO,
     TOKENS_PER_S,
     Kept,
@@ -22,10 +23,7 @@ from lab.bench.plan_live import (
     kept_story,
     no_trace,
     problem_for,
-    shots,
     simulated_file,
-    slower,
-    slower_slo,
     told,
 )
 from lab.calibrate.target import Sample
@@ -94,9 +92,8 @@ def test_slowed_it_does_the_same_slowly(tmp_path: Path) -> None:
 
 
 def test_few_tokens_are_slowed_least() -> None:
-    assert factor_for(10.0) == LEAST_FACTOR
+    assert factor_for(10.0) == MIN_FACTOR
     assert factor_for(7.2 * TOKENS_PER_S) == 8.0
-    assert slower_slo(SLO, 2.0).tpot_s == 2.0 * SLO.tpot_s
 
 
 def test_attainment_is_of_those_that_come_once_the_cluster_is_full() -> None:
@@ -104,7 +101,7 @@ def test_attainment_is_of_those_that_come_once_the_cluster_is_full() -> None:
     late, soon = 2.0 * SLO.ttft_s * 3.0, 0.1
     seen = [
         Sample(str(at), shot, 0.0, ttft_s, ttft_s + 10 * 0.03)
-        for at, (shot, ttft_s) in enumerate(zip(shots(workload), (late, late, soon, late), strict=True))
+        for at, (shot, ttft_s) in enumerate(zip(shots_of(workload), (late, late, soon, late), strict=True))
     ]
     found = told(seen, workload, SLO, 3.0)
     assert found.attainment_share == 0.5

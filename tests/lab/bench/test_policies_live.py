@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.live_clusters import model_with_context
-from lab.bench.policies_live import CONTEXT, SCENARIOS, Slowed, cluster_into, share_within, simulated, slowed_slo
+from lab.bench.comparison import share_within
+from lab.bench.experiment import Arm, Experiment, Means, model_with_context, twin
+from lab.bench.policies_live import ADAPTIVE, CONTEXT, FIXED, SCENARIOS, cluster_into
 from lab.bench.scenarios import SLO, Scenario, instances
 from lab.calibrate.target import Sample, Shot
 from lab.simulate.deployment import load_deployment
 from services.launcher.cluster_file import load_cluster
 from shared.cost.step import Batch
+from shared.sim.metrics import attainment, summary
 
 BATCH = Batch(((256, 0),), 8, 8_000)
 
@@ -39,18 +41,22 @@ def test_the_file_has_the_instances_of_the_scenario(folder: Path, scenario: Scen
 def test_a_cluster_as_many_times_as_slow_serves_as_well(folder: Path) -> None:
     scenario = SCENARIOS[0]
     workload = scenario.workload(20.0, 100)
-    plain = Slowed(scenario, cluster_into(folder, scenario, 1.0), workload, 1.0)
-    slow = Slowed(scenario, cluster_into(folder, scenario, 8.0), workload.with_arrivals(8.0 * workload.arrival_s), 8.0)
-    for variant in plain.variants:
-        (means, share), (longer, same) = simulated(plain, variant), simulated(slow, variant)
+
+    def served(factor: float, arm: Arm) -> tuple[Means, float]:
+        file = cluster_into(folder, scenario, factor)
+        one = Experiment("one", file, lambda _: workload, (arm,), SLO, factor)
+        result = one.simulated(twin(file), arm, 1)
+        return Means.from_summary(summary(result, one.slow_slo)), attainment(result.outcomes, one.slow_slo).every
+
+    for arm in (ADAPTIVE, FIXED):
+        (means, share), (longer, same) = served(1.0, arm), served(8.0, arm)
         assert longer.tpot == pytest.approx(8.0 * means.tpot, rel=0.1)
         assert longer.ttft == pytest.approx(8.0 * means.ttft, rel=0.2)
         assert same == pytest.approx(share, abs=0.05)
 
 
 def test_who_met_all_targets() -> None:
-    slo = slowed_slo(2.0)
-    assert (slo.ttft_s, slo.tpot_s) == (2.0 * SLO.ttft_s, 2.0 * SLO.tpot_s)
+    slo = SLO.slower(2.0)
     late, slow = 1.1 * slo.ttft_s, 11 * 1.1 * slo.tpot_s
     samples = [
         Sample("met", Shot(10, 11), 0.0, 0.1, 0.2),
