@@ -122,7 +122,6 @@ def _reads(engine: AsyncEngine, now: float) -> dict[str, Callable[[], Awaitable[
 
 
 async def fill(engine: AsyncEngine, now: float) -> None:
-    """A day of it."""
     store = WriteBehind(engine, CollectorRegistry(), capacity=1_000_000)
     await store._migrate()
     rng = Random(1)

@@ -57,7 +57,7 @@ class _Instance:
     load: InstanceLoad = field(default_factory=InstanceLoad)
 
     def beat(self, busy: bool, now_mono: float) -> None:
-        """Tell the load, another one where it is busy."""
+        """Publish the load, which changes while the fleet is busy."""
         if not busy and now_mono - self.told_mono < SAME_S:
             return
         self.told_mono = now_mono
@@ -77,12 +77,10 @@ class _Instance:
         self.publisher.publish(Heartbeat(self.info.instance_id, self.info.generation, self.role, False, self.load))
 
     def stranger(self, generation: int) -> None:
-        """The monitor does not know it."""
         self.known = self.known and generation != self.info.generation
 
 
 async def run_fleet(options: FleetOptions) -> None:
-    """Until standard input ends."""
     sockets, busy = Sockets(), [False]
     async with AsyncExitStack() as stack:
         monitor = await stack.enter_async_context(MonitorClient(options.monitor_url))

@@ -1,7 +1,7 @@
-"""`polyphase bench cost`: the cost model against public operator tables and measured runs, errors as aims.
+"""`polyphase bench cost`: errors of the cost model against public operator tables, measured runs, and whole engines on
+H100 and H200 (aiconfigurator's `silicon_sample.csv`).
 
-Nothing here feeds back into the constants: tables are fitted on one half and judged on the other, and the runs are
-predicted with the constants that ship (fitted to operator tables alone).
+The fits come from `lab.fit`; each measured run is replayed in the simulator on coupled instances.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,10 +30,6 @@ from shared.sim.outcomes import Outcomes
 from shared.sim.spec import EngineLimits, InstanceSpec, RunSpec
 from shared.sim.workload import Workload
 
-# MERGED replayed.py
-# What the cost model's benches share: coupled instances, mean latencies, names and aims of figures.
-
-
 COUPLED = RunSpec(policies=Policies(LeastLoad(), NoSplit(), RandomDispatch()))
 
 Result = dict[str, Any]
@@ -52,7 +48,6 @@ def mean_s(outcomes: Outcomes, what: str) -> float:
 
 
 def at_most(want: float, got: float) -> dict[str, Any]:
-    """An aim: no more than that."""
     return {"want": f"<= {want:g}", "got": round(got, 2), "met": bool(got <= want)}
 
 
@@ -62,14 +57,10 @@ def word(text: str) -> str:
     return "_".join(words)
 
 
-# MERGED silicon.py
-# The cost model against whole engines on H100 and H200: aiconfigurator's `silicon_sample.csv`.
-#
-# Each row is a closed loop at its concurrency. No constant is fitted to a row. Rows of dense models have an aim;
-# those of mixtures are predicted with vLLM's expert kernels and only told: TensorRT-LLM and SGLang bring faster
-# ones of their own, which no table here has, and rows of wide expert parallelism (64 ranks) cross hosts, of whose
-# links nothing is known.
-
+# Whole engines on H100 and H200, from aiconfigurator's `silicon_sample.csv`. Each row is a closed loop at its
+# concurrency; no constant is fitted to a row. Rows of dense models have an aim. Rows of mixtures are predicted with
+# vLLM's expert kernels and only reported: TensorRT-LLM and SGLang use faster kernels, for which there is no table
+# here, and rows of wide expert parallelism (64 ranks) cross hosts with unknown links.
 
 _AIM = 18.0
 _SYSTEMS = ("h100_sxm", "h200_sxm")
@@ -145,7 +136,6 @@ def _loops(rows: pd.DataFrame, library: Library, result: Result) -> Iterator[Loo
 
 
 def _model(row: Mapping[Any, Any], library: Library, models: dict[Any, StepModel]) -> StepModel:
-    """Step times of one engine of the row."""
     mode, path = str(row["gemm_quant_mode"]), str(row["model_path"])
     name = _LIKE.get(path.rpartition("/")[2], path)
     dtype = next((short for prefix, short in _MODES.items() if mode.startswith(prefix)), "bf16")
@@ -158,7 +148,6 @@ def _model(row: Mapping[Any, Any], library: Library, models: dict[Any, StepModel
 
 
 def _predicted_ms(row: Mapping[Any, Any], model: StepModel) -> float:
-    """Mean TPOT of the row."""
     concurrency, prompt, output = _shape(row)
     engines, backend = model.experts.engines, str(row["backend"])
     room = engines * kv_capacity_tokens(
@@ -324,7 +313,6 @@ def read_run(folder: Path, library: Library) -> Run:
 
 
 def _hardware(folder: Path) -> str:
-    """The device's name: from the run's cluster file, else from the folder."""
     path = folder / "config.json"
     if path.is_file():
         config = read_json(path)
@@ -358,7 +346,6 @@ def _read_requests(folder: Path) -> tuple[Workload, tuple[Measured, ...]]:
 
 
 def failed_aims(result: Result) -> Sequence[str]:
-    """Names of the aims that were missed."""
     return [name for name, aim in result["aims"].items() if not aim["met"]]
 
 

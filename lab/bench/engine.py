@@ -1,7 +1,8 @@
 """`polyphase bench engine`: prefill orders and decode admissions, changed on a real vLLM engine while it runs.
 
-Rounds of all policies, one after the other, another one first in each; in a round the same requests. Bursts of prompts
-of unlike lengths for the orders; answers that outgrow the KV for the admissions.
+Each round sends the same requests under all policies, in rotating order: bursts of prompts of different lengths for the
+orders, answers that outgrow the KV memory for the admissions. The report gives medians of rounds and counts requests
+that were overtaken.
 """
 
 import asyncio
@@ -25,9 +26,7 @@ from shared.errors import Unavailable
 from shared.policy.prefill_order import WINDOW
 from shared.timeline import RequestTimeline
 
-# MERGED engine_load.py
-# What is sent to the engine of `bench engine`, bursts of unlike prompts and answers that outgrow its KV; what came.
-
+# The load.
 
 PROMPTS = (24, 48, 96, 192, 384, 768)  # tokens of a burst's prompts
 BURST, BURST_OUTPUT = 36, 4
@@ -40,7 +39,7 @@ _VOCABULARY = range(300, SHAPE.vocab_size)  # without special tokens
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request to be. slo: its class, "" for the default."""
+    """A request to send. slo: its class, "" for the default."""
 
     prompt: tuple[int, ...]
     output_tokens: int
@@ -60,12 +59,11 @@ class Served:
 
     @property
     def first_s(self) -> float:
-        """When its first token came, after the first request was sent."""
         return self.sent_s + self.ttft_s
 
 
 def burst(seed: int) -> list[Wanted]:
-    """As many prompts of each length, in any order; every other one is patient."""
+    """As many prompts of each length, in a drawn order; every second request is of the patient class."""
     rng = Random(seed)
     lengths = list(PROMPTS) * (BURST // len(PROMPTS))
     rng.shuffle(lengths)
@@ -123,9 +121,7 @@ def _check(answer: Answer, request: Wanted) -> None:
         )
 
 
-# MERGED engine_report.py
-# What `bench engine` makes of its runs: medians of rounds, who was overtaken by how many, whose tokens differ.
-
+# The report.
 
 FCFS, SJF = "fcfs", "sjf"
 GREEDY, STATIC, DYNAMIC = "greedy", "reserve_static", "reserve_dynamic"
@@ -136,8 +132,6 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load under one policy, in one round."""
-
     round: int
     policy: str
     served: Sequence[Served]
@@ -163,7 +157,6 @@ def unlike(runs: Sequence[Run]) -> list[str]:
 
 
 def report(orders: Sequence[Run], admissions: Sequence[Run]) -> Result:
-    """Figures, aims and notes."""
     figures, aims = _of_orders(_by_policy(orders))
     more, wanted = _of_admissions(_by_policy(admissions))
     found = [*unlike(orders), *unlike(admissions)]
@@ -233,7 +226,6 @@ SEED = 21
 
 
 def run_engine_bench(rounds: int = ROUNDS) -> Result:
-    """All of it; figures, aims and notes."""
     return asyncio.run(_bench(rounds))
 
 
@@ -274,7 +266,7 @@ def _turned(policies: Sequence[str], number: int) -> Sequence[str]:
 
 
 class Meter:
-    """Sends loads to the engine and notes what came of them."""
+    """Sends loads to the engine and collects the results."""
 
     def __init__(self, engine: OneEngine, target: Target, api: ApiClient, console: Console) -> None:
         self._engine = engine

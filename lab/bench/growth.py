@@ -123,7 +123,6 @@ async def _bench(minutes: float, requests: Sequence[int]) -> dict[str, Any]:
 
 
 async def _walks(suite: Suite, folder: Path, number: int) -> dict[str, dict[str, Any]]:
-    """The answer of each watched process."""
     pids = {process.name: process.pid for process in suite.state.processes if process.name in PROCESSES}
     (folder / f"go-{number}").touch()
     files = {name: folder / f"heap-{pid}-{number}.json" for name, pid in pids.items()}

@@ -1,8 +1,7 @@
-"""How fast staged KV moves between two processes, beside a plain socket that moves the same bytes.
+"""`polyphase bench kv`: speed of staged KV between two processes, beside a plain socket that moves the same bytes.
 
-One child process exports: it stages KV and serves it, and it also answers a plain TCP connection with the same amount.
-The parent imports into one tensor a layer. All kinds of copy are measured in turns; NIXL among them where it is
-installed: ours over it by its default path, and NIXL itself over TCP, which is what ours over TCP has to reach.
+A child process exports and serves KV; the parent imports it into one tensor per layer. All kinds of copy are measured
+in turns. Where NIXL is installed, the bench also measures NIXL without our transport, over TCP.
 """
 
 import multiprocessing
@@ -33,13 +32,9 @@ from services.worker.kv.wire.server import ExportIdentity, ExportShape
 from shared.domain.instance import KvGeometry
 from shared.domain.kv import Codec, KvHandle
 
-# MERGED kv_nixl.py
-# NIXL itself over TCP, without anything of ours around it: what a transport of ours over TCP is measured against.
-#
-# One registered block on each side and one read of all that is wanted: nothing is cut into frames and nothing is
-# checked. Both sides look ten thousand times a second how far it is. Looking without a pause takes cores from the
-# kernel, which copies: on two busy ones a third of the rate was left.
-
+# NIXL over TCP without our transport. Each side registers one block, and one read moves all bytes; nothing is cut
+# into frames and nothing is checked. Both sides poll ten thousand times a second: polling without a pause takes cores
+# from the kernel, which copies; on two busy cores a third of the rate was left.
 
 _PAUSE_S = 0.0001
 NOT_INSTALLED = "NIXL is not installed (pip install 'polyphase[nixl]'): nothing is measured against it"
@@ -51,8 +46,6 @@ def note() -> str:
 
 
 class PlainNixl:
-    """Reads of another process's memory."""
-
     def __init__(self, pipe: Connection, size: int) -> None:
         self._pipe = pipe
         self._agent, self._block = _agent(size)
@@ -132,8 +125,6 @@ _CODED = KvGeometry(LAYERS, HEADS, 128)
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One copy."""
-
     seconds: float
     cpu_s: float  # of the importing process
 
@@ -279,7 +270,6 @@ class _Destination:
         self._bytes = [[half.view(torch.uint8).reshape(-1).numpy().data for half in each] for each in self._layers]
 
     def write(self, layer: int, token_start: int, head_start: int, kv: torch.Tensor) -> None:
-        """See services.worker.kv.wire.importing.Destination."""
         self._layers[layer][:, token_start : token_start + kv.shape[1]] = kv
 
     def take(self, *_: object) -> bool:

@@ -147,7 +147,6 @@ class Measured:
 
     @property
     def perplexity(self) -> float:
-        """Of all scored tokens together."""
         return math.exp(-sum(self.logprobs) / len(self.logprobs))
 
 

@@ -1,7 +1,8 @@
-"""`polyphase bench learning`: how good the rates are that real engines learn while they serve, and how soon they act.
+"""`polyphase bench learning`: accuracy of the step rates that real engines learn while they serve, and the time until
+they change routing.
 
-First a cold start: two minutes of chats, then a calibration of the same instances beside what they publish. Then all
-instances are made equal, serve a steady load, and one after the other has its cores halved for a while.
+After a cold start the learned rates are compared with a calibration of the same instances. Then all instances are made
+equal and serve a steady load while one after the other has its cores halved.
 """
 
 import asyncio
@@ -37,9 +38,7 @@ from shared.sim.measured import LiveInstance
 from shared.sim.workload import Workload
 from shared.wire.messages import StepRecord
 
-# MERGED learning_suite.py
-# Three real engines under CPU quotas that change while they run: what `bench learning` measures.
-
+# The suite.
 
 FAST, SLOW, THIRD = "fast", "slow", "third"
 CORES = MappingProxyType({FAST: 0.8, SLOW: 0.3, THIRD: 0.5})  # the rest of two cores is for everything else
@@ -50,8 +49,6 @@ WHO = "polyphase bench learning"
 
 @dataclass(frozen=True, slots=True)
 class Trio(QuotaSuite):
-    """The running suite."""
-
     async def turn_third(self) -> None:
         """Have the third instance decode, too, once nobody has work. Raises the monitor's errors."""
         suite = self.running.suite
@@ -81,9 +78,7 @@ def cluster_of(model: Path) -> dict[str, Any]:
     return cluster_file("learning", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
 
 
-# MERGED learning_rates.py
-# Rates that were learned beside those of a calibration: predicted times of steps as an instance meets them.
-
+# Learned rates beside those of a calibration: predicted times of steps.
 
 FEWEST = 10  # steps of a kind, in the traffic and in the calibration, else there is nothing to compare
 _CONTEXTS = (128, 384)  # tokens of a decode's context
@@ -160,7 +155,6 @@ def compare(
 
 
 def kind_of(batch: Batch) -> str:
-    """As rates have it."""
     return "decode" if not batch.prefill else "mixed" if batch.decode_count else "prefill"
 
 
@@ -169,9 +163,7 @@ def median_error(compared: Sequence[Compared]) -> float:
     return median(abs(one) for each in compared for one in each.off)
 
 
-# MERGED learning_shares.py
-# Who got how much of the new work, before and after an instance was slowed down.
-
+# Shares of new work, before and after an instance was slowed down.
 
 WINDOW_S = 2.0
 
@@ -194,7 +186,7 @@ class Episode:
 
 
 def placed(rows: Iterable[Mapping[str, Any]]) -> list[Placed]:
-    """From rows of the status table; what found no place is left out."""
+    """From rows of the status table, without requests that were not placed."""
     return [
         Placed(row["arrived_s"], row["decode_instance"], row["prompt_tokens"] + row["output_tokens"])
         for row in rows
@@ -225,9 +217,7 @@ def windows(
     return [(start, share(work, episodes, start, start + WINDOW_S)) for start in starts]
 
 
-# MERGED learning_report.py
-# What `bench learning` makes of its runs: how far learned rates are off, and what a slowed instance still got.
-
+# The report.
 
 OFF_PERCENT = 15.0
 LEFT = 0.5  # of its share before
@@ -236,7 +226,6 @@ Result = dict[str, Any]
 
 
 def report(compared: Sequence[Compared], work: Sequence[Placed], episodes: Sequence[Episode]) -> Result:
-    """Figures, aims and notes."""
     figures, aims = _of_rates(compared)
     more, wanted = _of_shares(work, episodes)
     notes = ["in proportion to their speeds the halved one of three would keep 0.6 of its share"]
@@ -359,7 +348,7 @@ async def _halved(trio: Trio, traffic: Traffic, console: Console) -> tuple[list[
 
 
 async def _slow_down(trio: Trio) -> list[Episode]:
-    """One instance after the other, each for a while."""
+    """Slow one instance after the other for a while."""
     episodes = []
     await asyncio.sleep(WARM_UP_S)
     for name, group in trio.groups.items():
@@ -373,7 +362,6 @@ async def _slow_down(trio: Trio) -> list[Episode]:
 
 
 def steady(rate: float, lasts_s: float, seed: int) -> list[Shot]:
-    """A Poisson process of small requests."""
     rng = Random(seed)
     at_s, shots = 0.0, list[Shot]()
     while at_s < lasts_s:

@@ -1,7 +1,9 @@
-"""`polyphase bench mixed`: two real engines of unlike speed on this machine, and what each way to share them serves.
+"""`polyphase bench mixed`: two real engines of unequal speed on this machine, and the throughput and latency of each
+way to share them.
 
-One suite, whose roles and policies change while it runs. Rounds of all systems, one after the other; in each the same
-requests. First all at once, for the throughput; then at shares of what data-parallel served. The same in the simulator.
+One suite changes its roles and policies while it runs. Each round sends the same requests to every system: first all at
+once, then at shares of the data-parallel throughput. The report compares medians with the paper's gains and with the
+simulator.
 """
 
 import asyncio
@@ -47,9 +49,7 @@ from lab.calibrate.target import Sample, Shot, Target, Traffic
 from shared.cost.rates_file import ControlPlane
 from shared.sim.workload import Workload
 
-# MERGED mixed_report.py
-# What `bench mixed` makes of its runs: medians, gains beside the paper's, the simulator beside the engines.
-
+# The report.
 
 OVER_DATA_PARALLEL, OVER_DISAGGREGATED = 1.05, 1.8
 TBT_SHARE, JCT_SHARE, TTFT_SHARE = 0.5, 0.7, 1.0  # of data-parallel's, at most
@@ -82,8 +82,6 @@ class Run:
 
 @dataclass(slots=True)
 class Table:
-    """Medians over the rounds, by load, system and metric."""
-
     runs: Sequence[Run]
     found: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
 
@@ -99,17 +97,14 @@ class Table:
             self.found[key] = rows
 
     def get(self, load: str, system: System, metric: str) -> float | None:
-        """None where that system was not put under that load."""
         rows = self.found.get((load, system.label))
         return rows[metric] if rows is not None else None
 
     @property
     def loads(self) -> list[str]:
-        """In the order in which they ran."""
         return list(dict.fromkeys(load for load, _ in self.found))
 
     def figures(self) -> dict[str, float]:
-        """All of them."""
         return {
             f"{load}_{system}_{name}": value
             for (load, system), rows in self.found.items()
@@ -228,17 +223,14 @@ class MixedOptions:
 
     @property
     def rounds_run(self) -> int:
-        """How many there are."""
         return 1 if self.quick else self.rounds
 
     @property
     def burst_requests(self) -> int:
-        """At once."""
         return 16 if self.quick else 40
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Rates, of data-parallel's throughput."""
         return (0.75,) if self.quick else (0.5, 0.75, 1.0)
 
     @property
@@ -295,7 +287,7 @@ def _simulate(twin: Twin, runs: Sequence[Run], lengths: Workload) -> dict[tuple[
 
 
 class Meter:
-    """Sends loads to the pair and notes what came of them."""
+    """Sends loads to the pair and collects the results."""
 
     def __init__(self, pair: Pair, target: Target, traffic: Traffic, lengths: Workload, console: Console) -> None:
         self.speeds: Speeds = dict.fromkeys(CORES, 1.0)
@@ -308,7 +300,6 @@ class Meter:
 
     @classmethod
     async def of(cls, pair: Pair, lengths: Workload, console: Console) -> "Meter":
-        """Ready to measure."""
         target = Target.local(pair.running.suite)
         meter = cls(pair, target, await Traffic.to(target, SEED), lengths, console)
         await pair.become(LOW_HIGH, meter.speeds)
@@ -326,7 +317,7 @@ class Meter:
         return control_plane(samples, samples, timelines, self._reader.steps)
 
     async def round(self, number: int, loads: Sequence[Load], before: Sequence[Run]) -> list[Run]:
-        """Every system that keeps up under every load; another one first each time."""
+        """Every system that keeps up, under every load, in rotating order."""
         await self._warm_up(number)
         best = {run.system.label: run.seen.requests_per_s for run in before if run.load.label == "burst"}
         first = number % len(SYSTEMS)
@@ -339,7 +330,6 @@ class Meter:
         return runs
 
     async def twin(self, control: ControlPlane) -> Twin:
-        """The pair for the simulator."""
         await self._pair.become(LOW_HIGH, self.speeds)
         instances = await self._target.instances()
         return Twin(instances, learned(instances, self._reader.steps), control, self.speeds)
@@ -357,7 +347,7 @@ class Meter:
         self.speeds = await self._speeds()
 
     async def _speeds(self) -> Speeds:
-        """Usual requests a second of each instance, by the rates that it has learned."""
+        """Requests a second of each instance at the mean lengths, by the rates that it has learned."""
         prompt, output = float(self._lengths.prompt_tokens.mean()), float(self._lengths.output_tokens.mean())
         found = {}
         for one in await self._pair.instances():
@@ -385,7 +375,7 @@ class Meter:
         return Run(system, load, seen, met, watch.mean_cores, sent)
 
     async def _sent(self, samples: Sequence[Sample]) -> tuple[str, ...]:
-        """Where each request went, by its first placement."""
+        """The instance of each request's first placement."""
         timelines = await self._target.timelines({sample.request_id for sample in samples})
         ways = (timelines[sample.request_id].decisions for sample in samples)
         return tuple(next(one.chosen for one in way if one.kind == "placement") for way in ways)

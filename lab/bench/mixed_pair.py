@@ -1,4 +1,5 @@
-"""Two real engines of unlike speed on one machine, and the systems that `bench mixed` compares on them."""
+"""Two real engines of unequal speed on one machine: the systems that `bench mixed` compares on them, the requests it
+sends, and the same pair in the simulator with the step times that the engines recorded."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -67,7 +68,6 @@ class System:
     by_speed: bool = False
 
     def specs(self, speeds: Speeds) -> dict[str, PolicySpec]:
-        """The policies by kind."""
         found = {kind: PolicySpec(name) for kind, name in self.names.items()}
         if self.by_speed:
             routes = [["", name, round(speeds[name], 6)] for name in self.roles]
@@ -75,7 +75,7 @@ class System:
         return found
 
     def policies(self, speeds: Speeds) -> Policies:
-        """The same functions, for the simulator."""
+        """The same policies, for the simulator."""
         given = self.specs(speeds)
         return Policies(*(registry.make(kind, given[kind]) for kind in ("placement", "split", "dispatch")))
 
@@ -101,8 +101,6 @@ SYSTEMS = (DATA_PARALLEL, LOW_HIGH, HIGH_LOW, BALANCED, ADAPTIVE, LEAST_LOAD)
 
 @dataclass(frozen=True, slots=True)
 class Pair(QuotaSuite):
-    """The running pair."""
-
     async def become(self, system: System, speeds: Speeds) -> None:
         """Take a system's roles and policies once nobody has work. Raises DeadlineExceeded and the monitor's errors."""
         suite = self.running.suite
@@ -126,15 +124,12 @@ def running_pair(folder: Path, console: Console) -> AbstractAsyncContextManager[
 
 
 def cluster_of(model: Path) -> dict[str, Any]:
-    """The cluster file."""
     instances = ({"id": FAST, "role": Role.DECODE.value}, {"id": SLOW, "role": Role.PREFILL.value})
     memory = {"kv_cache_bytes": KV_BYTES, "staging_bytes": STAGING_BYTES}
     return cluster_file("mixed", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
 
 
-# MERGED mixed_load.py
-# What is sent to the pair: conversations, scaled so that computing dominates; and what clients saw of them.
-
+# The load: conversations, scaled so that computing dominates.
 
 # A 48-million-parameter model on a core is to conversations of a third of the prompt and a quarter of the answer about
 # what an accelerator is to whole ones with a model of billions.
@@ -154,7 +149,6 @@ class Load:
 
     @property
     def shots(self) -> list[Shot]:
-        """To be sent."""
         work = self.workload
         rows = zip(work.prompt_tokens, work.output_tokens, work.arrival_s, strict=True)
         return [Shot(int(prompt), int(output), float(at)) for prompt, output, at in rows]
@@ -177,7 +171,6 @@ class Seen:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> "Seen":
-        """As clients saw it."""
         ttft = [sample.ttft_s for sample in samples]
         gaps = [gap for sample in samples for gap in sample.gaps_s]
         longest = [gap_s for sample in samples if (gap_s := sample.longest_gap_s) is not None]
@@ -209,14 +202,13 @@ def conversations(data: Path, seed: int = SEED) -> Workload:
 
 
 def drawn(lengths: Workload, requests: int, seed: int) -> Workload:
-    """So many of them, all at once."""
+    """A sample of so many requests, all at time 0."""
     rows = Random(seed).sample(range(len(lengths)), min(requests, len(lengths)))
     prompts, outputs = lengths.prompt_tokens[rows], lengths.output_tokens[rows]
     return Workload(lengths.name, np.zeros(len(rows)), prompts, outputs)
 
 
 def burst(lengths: Workload, requests: int, seed: int) -> Load:
-    """All at once."""
     return Load("burst", 0.0, drawn(lengths, requests, seed))
 
 
@@ -234,9 +226,7 @@ def _percentiles(values: Sequence[float]) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-# MERGED mixed_sim.py
-# The pair in the simulator: the same requests, by the step times that its own engines recorded meanwhile.
-
+# The pair in the simulator, with the step times that its own engines recorded.
 
 FEWEST = 12  # steps of a kind, below which the instance's own account of them is taken
 PAUSE_S = 0.05  # between two steps of an engine that has work: shorter ones are part of the second
@@ -247,12 +237,9 @@ WARM_UP, SETTLED_S = 64, 60.0  # requests before those that count, from which an
 
 @dataclass(frozen=True, slots=True)
 class FormSteps:
-    """Step times by linear forms."""
-
     rates: StepRates
 
     def step_time_s(self, batch: Batch) -> float:
-        """See `StepTimes`."""
         if not batch.prefill:
             return self.decode_time_s(batch.decode_count, batch.decode_context_tokens)
         form = self.rates.mixed if batch.decode_count else self.rates.prefill
@@ -261,7 +248,6 @@ class FormSteps:
         return form.fixed_s + chunks_s + decodes_s
 
     def decode_time_s(self, count: int, context_tokens: int) -> float:
-        """See `StepTimes`."""
         return self.rates.decode_s(count, context_tokens) if count else 0.0
 
     def decode_segments(self, count: int, context_tokens: int, steps: int) -> tuple[tuple[int, float, float], ...]:
@@ -270,7 +256,7 @@ class FormSteps:
         return ((steps, self.decode_time_s(count, context_tokens), last_s),)
 
     def share(self, of: float) -> "FormSteps":
-        """Of the layers."""
+        """The step times of that share of the layers."""
         known = self.rates
         return FormSteps(StepRates(_times(known.prefill, of), _times(known.decode, of), _times(known.mixed, of)))
 
@@ -288,7 +274,6 @@ class AsSent:
     def choose(
         self, job: JobView, index: ClusterIndex, exclude: Collection[str], now: float, rng: Random
     ) -> Choice | None:
-        """See `Placement`."""
         found = index.candidates.get(self.instances[(int(job.job_id) - WARM_UP) % len(self.instances)])
         return Choice(found) if found is not None else None
 
@@ -346,7 +331,7 @@ def lasting(steps: Sequence[StepRecord]) -> list[tuple[Batch, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """The pair as the simulator has it."""
+    """The pair in the simulator."""
 
     instances: tuple[LiveInstance, ...]
     rates: Mapping[str, StepRates]

@@ -1,8 +1,8 @@
-"""`polyphase bench overhead`: what the suite itself costs a request and a token, and the time to first token it adds.
+"""`polyphase bench overhead`: CPU time and time to first token that the suite adds to a request and a token.
 
-Every service is real; the instances are emulated and compute in no time. The same load goes in turns to vLLM's API
-layer alone: what the machine's other guests do to one they do to the other. CPU is of gateway, scheduler and monitor,
-idling included. Structured outputs are measured with real engines, beside plain vLLM: see `overhead_structured`.
+All services are real and the instances are emulated and compute in no time; vLLM's API layer alone takes the same load
+in turns. Structured outputs are measured with real engines beside plain vLLM, and long prompts by how long they hold up
+the gateway's event loop.
 """
 
 import asyncio
@@ -35,10 +35,6 @@ from services.launcher.model_source import PROJECT
 from services.launcher.suite import Suite, until
 from services.launcher.supervisor import StartFailed
 from services.launcher.up import running_suite
-
-# MERGED overhead_targets.py
-# What `bench overhead` measures: the suite with emulated instances, and vLLM's API layer alone.
-
 
 STEP_S = 0.025  # of a decode: each token is a message and an event of its own, as with a real engine
 PORT, ALONE_PORT, FIRST_PORT = 19099, 19098, 19100
@@ -128,11 +124,8 @@ def cpu_s(pid: int) -> float:
         return float(times.user + times.system)
 
 
-# MERGED overhead_structured.py
-# The time to first token of structured outputs: a suite with two real engines, and plain vLLM, in turns.
-#
-# A grammar is cold when no process has seen it, although it has seen others of its kind; it is repeated when the
-# request before brought it.
+# Structured outputs, on a suite with two real engines and on plain vLLM, in turns. A grammar is cold when no process
+# has seen it before, although others of its kind; it is repeated when the previous request used it.
 
 STRUCTURED_HOST, PATH = "127.0.0.1", "/v1/chat/completions"
 STRUCTURED_ROUNDS = 9  # of each kind, cold and repeated, at each of the two
@@ -309,11 +302,8 @@ def _figures(suite: list[float], plain: list[float]) -> Figures:
     }
 
 
-# MERGED long_prompts.py
-# How long a long prompt holds up the event loop of a gateway, and with it every stream.
-#
-# The gateway's application in this process on a loop that times each of its callbacks; tokens come from a timer.
-
+# Long prompts: how long one holds up the gateway's event loop. The gateway's application runs in this process, on a
+# loop that times each of its callbacks; tokens come from a timer.
 
 LENGTHS = (8_000, 32_000, 120_000)
 LONG_PROMPT_ROUNDS = 5
@@ -495,7 +485,6 @@ def _bodies(path: str, count: int, tokens: int) -> list[dict[str, object]]:
 
 
 def aims_of(idle_ms: float, cells: dict[str, dict[str, Cell]]) -> dict[str, Any]:
-    """Each aim with the worst of the figures that it is about."""
     of_streams = [(int(count), cell) for of_kind in cells.values() for count, cell in of_kind.items()]
     many = [cell for count, cell in of_streams if count >= AIM_TOKEN_FROM]
     aims = {

@@ -220,7 +220,6 @@ def run_overload_bench(scenarios: Sequence[Scenario] = SCENARIOS) -> Result:
 
 
 def simulated(scenario: Scenario) -> Result:
-    """One scenario in virtual time."""
     plain = PLAIN["interactive"]
     capacity = goodput(lambda rate: _run(scenario, [Stream(plain, rate)])[0].attainment >= TARGET, 16.0, 1.05)
     rates = {"interactive": INTERACTIVE * capacity, "batch": (OVER - INTERACTIVE) * capacity}
@@ -306,6 +305,6 @@ def _seen(result: SimResult, workload: Workload, at: int, slo: Slo) -> Seen:
 
 
 def percentile(values: Times, share: float) -> float:
-    """Of those that are known; NaN without any."""
+    """Of the finite values; NaN without any."""
     known = values[np.isfinite(values)]
     return float(np.percentile(known, share)) if len(known) else float("nan")

@@ -97,7 +97,6 @@ class PauseScenario:
         return workload.head(int(np.searchsorted(workload.arrival_s, LASTS_S)))
 
     def run(self, policy: str, seed: int, folder: Path) -> Row:
-        """A simulated run."""
         return self.simulated(load_deployment(self.cluster_into(folder)), self.workload(seed), policy, seed)
 
     def simulated(

@@ -1,4 +1,8 @@
-"""`polyphase bench plan`: the papers' cases, beside the oracle and every other method, large, and plans started."""
+"""`polyphase bench plan`: Huawei's ranking of tensor-parallel degrees, ZTE's P:D recommendations, small random
+inventories beside brute force, large inventories, and refusals of impossible requests.
+
+The parts `thunderserve`, `sizes`, `bandwidth` and `loss` are in `plan_thunderserve`, the part `live` in `plan_live`.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -46,8 +50,7 @@ from shared.sim.cluster import simulate
 from shared.sim.spec import EngineLimits, RunSpec, with_words
 from shared.sim.workload import Workload, synthetic
 
-# MERGED plan_limits.py
-# What cannot be: each refusal, and whether it says what is the nearest that can.
+# Refusals of impossible requests, which name the nearest possible one.
 
 
 def case_impossible() -> CaseResult:
@@ -80,7 +83,6 @@ def case_impossible() -> CaseResult:
 
 
 def told(act: Callable[[], object]) -> str:
-    """What the error says."""
     try:
         act()
     except PolyphaseError as error:
@@ -88,9 +90,7 @@ def told(act: Callable[[], object]) -> str:
     return "no error"
 
 
-# MERGED plan_papers.py
 # Huawei's ranking of tensor-parallel degrees, and ZTE's P:D recommendations.
-
 
 # The machine and the model whose degrees Huawei ranks (5.1, Fig 4).
 _MACHINE = ("V100-32-PCIe", 8, "Llama-3-8B")
@@ -176,9 +176,7 @@ def _throughput(search: Search, degree: int, count: int, sent: Workload) -> floa
     return (count // degree) * tokens / result.duration_s
 
 
-# MERGED plan_random.py
-# Small random inventories beside the brute force, ten beside every method, and large ones.
-
+# Small random inventories beside brute force, others beside every method, and large ones.
 
 ORACLE, BESIDE = 50, 10  # inventories
 _TIE, _NEAR = 0.01, 0.02  # goodputs that are equal, and near, as runs differ by chance
@@ -355,7 +353,7 @@ PARTS: dict[str, Callable[[PlanBenchOptions], CaseResult]] = {
 
 
 def run_plan_bench(options: PlanBenchOptions) -> dict[str, Any]:
-    """Each part in turn. Raises InvalidRequest for a part that there is not."""
+    """Each part in turn. Raises InvalidRequest for an unknown part."""
     for name in options.parts:
         if name not in PARTS:
             raise InvalidRequest(f"no part {name!r}; there are {', '.join(PARTS)}")

@@ -59,7 +59,7 @@ PATIENCE_S, JOB_S, DRAIN_S, PULL_S = 10.0, 600.0, 30.0, 10.0  # the services' ow
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, who searched for it, and for what kind of requests."""
+    """A plan, its search, and the kind of requests."""
 
     kind: str
     search: Search
@@ -67,12 +67,10 @@ class Planned:
 
     @property
     def problem(self) -> Problem:
-        """What was asked."""
         return self.search.problem
 
     @property
     def plan(self) -> Plan:
-        """What was found."""
         return self.outcome.plan
 
     @property
@@ -93,7 +91,6 @@ def search_for(problem: Problem, seconds: float = inf) -> Search:
 
 
 def planned(kind: str, problem: Problem, seconds: float = 60.0) -> Planned:
-    """Ours."""
     search = search_for(problem, seconds)
     return Planned(kind, search, searched("best", method("best"), search))
 
@@ -176,7 +173,6 @@ def case_promise(data: Path, kinds: Sequence[str] = KINDS) -> CaseResult:
 
 
 def no_trace(kind: str, data: Path) -> list[str]:
-    """That a trace is not there."""
     return [] if trace_of(kind, data) else [f"{kind}: no Azure trace below {data}: made requests of the same means"]
 
 
@@ -234,7 +230,6 @@ def compared(name: str, kept: Kept) -> tuple[dict[str, float], Mapping[str, dict
 
 
 def kept_story(one: Planned, kept: Kept) -> str:
-    """What was started, and how it went."""
     inventory, promise = one.problem.inventory, one.outcome.promise
     groups = "; ".join(f"{group.role.value} {group.words(inventory)} {group.layout}" for group in one.plan.groups)
     return (
@@ -279,7 +274,6 @@ class Followed:
 
 
 def followed_shift(data: Path | None) -> Followed:
-    """Conversation turns into code."""
     one, search = _started("conversation", data), _search("code", data)
     proposal = turned(search.estimator, one.plan)
     before, after = _goodputs(search, one.plan, proposal)
@@ -304,7 +298,7 @@ def followed_loss(data: Path | None) -> Followed:
 
 
 def by_roles(groups: tuple[Group, ...]) -> Plan:
-    """These groups, doing what their roles say."""
+    """The groups under plain disaggregation."""
     return Plan(groups, policies=PLAIN)
 
 
@@ -334,7 +328,7 @@ def _started(kind: str, data: Path | None) -> Planned:
 
 
 def _losses(one: Planned) -> list[tuple[int, Plan, Proposal]]:
-    """By group that may be lost: who is left, and what flips make of them."""
+    """By group that may be lost: the remaining plan, and the proposal of flips for it."""
     found = []
     for lost in range(len(one.plan.groups)):
         left = by_roles(survivors(one.plan, [lost])[0])
@@ -431,13 +425,13 @@ async def _served(one: Followed, workload: Workload, planner: bool, on: Session)
 
 
 async def _lose(running: RunningSuite, name: str, after_s: float) -> None:
-    """Kill an instance, and let none of the launcher's further starts succeed."""
+    """Kill an instance and have every restart of it fail."""
     await asyncio.sleep(after_s)
     await running.supervisor.restart(name, BROKEN)
 
 
 async def _proposals(url: str, since_s: float) -> tuple[Mapping[str, Any], ...]:
-    """Those made since then, oldest first, once all have ended or time is up."""
+    """Proposals since then, oldest first, once all have ended or FOLLOWED_TAIL_S are over."""
     give_up = time.monotonic() + FOLLOWED_TAIL_S
     async with PlannerClient(url) as client:
         while True:
@@ -461,7 +455,7 @@ def settled_shares(answers: Sequence[Sample | str], workload: Workload, one: Fol
 
 
 def judged(one: Followed, followed: Ran, alone: Ran) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """Figures of both runs, and what the planner had to do."""
+    """Figures of both runs, and aims for the planner."""
     name = f"follow_{one.name}"
     figures = {
         f"{name}_times_as_slow": one.factor,
@@ -510,7 +504,6 @@ def answering(one: Followed, proposals: Sequence[Mapping[str, Any]]) -> Mapping[
 
 
 def followed_story(one: Followed, followed: Ran, alone: Ran) -> list[str]:
-    """What happened when, in seconds after the change."""
     told = [_proposal(entry, followed.changed_s) for entry in followed.proposals]
     shares = (
         f"{one.name}: last {LAST:.0%} of a phase within the SLO, before and after: {_both(followed)} with the planner, "
@@ -551,7 +544,6 @@ def _because(entry: Mapping[str, Any]) -> str:
 
 
 def _applied_s(entry: Mapping[str, Any]) -> float:
-    """When its last step ended."""
     return float(max((step["at_s"] for step in entry["steps"]), default=entry["made_s"]))
 
 
@@ -560,7 +552,6 @@ def _both(run: Ran) -> str:
 
 
 def case_live(data: Path) -> CaseResult:
-    """The promise, then the following."""
     kept, followed = case_promise(data), case_follow(data)
     notes = list(dict.fromkeys(kept[2] + followed[2]))  # that a trace is missing is told once
     return kept[0] | followed[0], kept[1] | followed[1], notes

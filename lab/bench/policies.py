@@ -1,11 +1,8 @@
 """`polyphase bench policies`: goodput of `adaptive` beside every combination of fixed policies, in twelve scenarios.
 
-Simulated, with what is known live: loads as old as broadcasts, rates learned from noisy steps, lengths foreseen three
-times in four. A request counts as served if its TTFT, its TPOT and the gaps between its tokens are within the targets.
-The best combination of each scenario, and the best over all of them, are found exactly, on the same ladder of rates and
-with the same requests as `adaptive`; what is left out was run, and missed the target where these meet it (see
-`policies_search`). Where `adaptive` is not clearly ahead, medians over three seeds count. A table shows them side by
-side at the lower of both goodputs: TTFT, completion time, gaps, longest gaps.
+The simulation knows what a live cluster knows: loads as old as broadcasts, rates learned from noisy steps, output
+lengths predicted correctly three times in four. A request counts as served if its TTFT, its TPOT and its gaps are
+within the targets. Each run is made once, in another process, and kept in a file if one is given.
 """
 
 import json
@@ -28,10 +25,6 @@ from lab.bench.pauses import pauses_side_by_side
 from lab.bench.scenarios import SLO, TARGET, Scenario, all_scenarios
 from shared.errors import InvalidRequest
 
-# MERGED policies_runs.py
-# Runs of a scenario's requests, on other processes; each is made once, and kept in a file if there is one.
-
-
 FIRST_PART = 3  # one in so many requests is served before the rest
 SURELY = 1.25  # times as many misses as all may have, among the first part: those that come later mend none of them
 
@@ -39,16 +32,16 @@ Run = tuple[str, int, str, str, int]  # scenario, seed, policy, rate, requests
 
 
 class Case(Protocol):
-    """A scenario, as far as runs of it go."""
+    """A scenario that can be run."""
 
     @property
     def name(self) -> str:
-        """Unlike all others'."""
+        """Unique among the scenarios."""
         ...
 
     @property
     def seed(self) -> int:
-        """Of its requests."""
+        """Of the draw of the requests."""
         ...
 
     def attained(self, policy: str, rate: float, requests: int, head: int | None = None) -> float:
@@ -83,7 +76,6 @@ class Runs:
             self._file.close()
 
     def of(self, case: Case, policy: str, requests: int) -> Callable[[float], bool]:
-        """By rate, of one policy."""
         return lambda rate: self.meets(case, policy, rate, requests)
 
     def lasting(self, case: Case, policy: str, seconds: float, fewest: int) -> Callable[[float], bool]:
@@ -151,12 +143,10 @@ class Found:
 
     @property
     def best(self) -> str:
-        """The best fixed combination."""
         return max(self.brackets, key=lambda policy: self.brackets[policy].least)
 
     @property
     def best_fixed(self) -> float:
-        """Its goodput."""
         return self.brackets[self.best].least
 
     @property
@@ -313,5 +303,4 @@ def report(found: Sequence[Sequence[Found]], single: Single) -> dict[str, Any]:
 
 
 def aim(want: float, told: float, got: float) -> dict[str, Any]:
-    """That a figure is at least so much."""
     return {"want": f">= {want}", "got": told, "met": got >= want}

@@ -115,7 +115,7 @@ def _round_s(decide: Decide, calls: int) -> float:
 
 
 def _sized(size: int) -> Iterator[Case]:
-    """What may depend on the number of instances."""
+    """Decisions whose cost may depend on the number of instances."""
     jobs = some_jobs()
     for kind, coupled in (("placement", False), ("coupled", True)):
         for name in registry.PLACEMENT:
@@ -174,7 +174,7 @@ def _whole(size: int, jobs: list[JobView]) -> Iterator[Case]:
 
 
 def _unsized() -> Iterator[Case]:
-    """What does not depend on the number of instances."""
+    """Decisions whose cost does not depend on the number of instances."""
     jobs, rng = some_jobs(), Random(1)
     low, high = _index(10).prefill.views[0], _index(10).decode.views[0]
     for name in registry.SPLIT:
@@ -195,7 +195,7 @@ def _unsized() -> Iterator[Case]:
 
 
 def _turn(line: WaitingLine[object], job: JobView) -> object:
-    """One comes, and one is taken, while 64 wait."""
+    """Push one job and pop one, while 64 wait."""
     line.push(object(), WaitingJob(job, job.prompt_tokens))
     return line.pop()
 

@@ -1,4 +1,8 @@
-"""`polyphase bench predictor`: how good, how quick, what it costs to ask, and what a prediction is worth."""
+"""`polyphase bench predictor`: the parts of the predictor benchmark, and the TTFT cost of a prediction (prediction off,
+beside the prefill, before the prefill).
+
+The other parts are in `predictor_bayes`, `predictor_latency`, `predictor_full_size` and `predictor_worth`.
+"""
 
 import asyncio
 import tempfile
@@ -23,12 +27,8 @@ from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.up import running_suite
 from shared.errors import InvalidRequest
 
-# MERGED predictor_modes.py
-# What asking for a length costs: TTFT with prediction off, beside the prefill, and before it.
-#
-# Real engines and a real classifier, on this machine's CPU; suites in turn, each mode once a round. TetriInfer, section
+# The TTFT cost of a prediction, with real engines and a real classifier on this machine's CPU. TetriInfer, section
 # 3.3.2 and figure 17: in parallel a prefill takes 10 % longer under stress, and less otherwise.
-
 
 MODES = ("off", "parallel", "sequential")
 ROUNDS = 3
@@ -80,7 +80,7 @@ async def _measure(url: str, model: str) -> dict[str, tuple[float, float]]:
 
 
 async def _classified(url: str) -> float:
-    """Of all predictions that were asked for, the classifier's; 0 of none."""
+    """The classifier's share of all requested predictions; 0 without any."""
     async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as http:
         text = (await http.get("/metrics")).raise_for_status().text
     counts = {

@@ -1,7 +1,7 @@
-"""How near a training comes to Bayes' optimum, on drawn prompts of which it is known (`predictor_prompts`).
+"""Distance between a trained length classifier and Bayes' optimum, on drawn prompts whose optimum is known.
 
-All of it goes the way of a user's data: records in a file, read as `polyphase predictor train --from-scratch` reads
-them, split, trained, saved, loaded again, and judged by `evaluate` on prompts that were drawn afterwards.
+The drawn prompts take the path of a user's data: a file of records, read as `polyphase predictor train --from-scratch`
+reads it, split, trained, saved, loaded, and judged on prompts that were drawn afterwards.
 """
 
 import json
@@ -23,15 +23,10 @@ from predictor.evaluate import Evaluation
 from predictor.loading import has_cuda
 from predictor.served import ServedTokenizer, load_served
 
-# MERGED predictor_prompts.py
-# Drawn prompts whose best possible prediction is known: what a classifier of answer lengths can be held to.
-#
-# A prompt carries one word that says what is asked for (a verb) and one that says of what (a topic); all other
-# words say nothing. A verb is of one of six kinds, a topic too, and P(bucket | kinds) is a table, so that the
-# accuracy of whoever knows the table, Bayes' optimum, is exact. Lengths are shaped like ShareGPT's. After half of
-# the kinds of verbs a topic means the opposite of what it means after the others: neither word alone, nor the sum
-# of both, says what the pair does.
-
+# A prompt contains one verb and one topic; all other words carry no information. Verbs and topics are of six kinds
+# each, and P(bucket | kinds) is a table, so that the accuracy of a reader who knows the table, Bayes' optimum, is
+# exact. Lengths are shaped like ShareGPT's. After half of the kinds of verbs a topic means the opposite: neither word
+# alone, nor the sum of both, tells what the pair tells.
 
 Floats = NDArray[np.float64]
 SHARES = (0.22, 0.26, 0.24, 0.16, 0.11, 0.01)
@@ -95,7 +90,6 @@ class Generator:
 
     @classmethod
     def like_sharegpt(cls) -> "Generator":
-        """The one that the bench draws from."""
         count = len(SHARES)
         verb, topic = pointing(count, VERB_RIGHT), pointing(count, TOPIC_RIGHT)
         after = np.stack([topic[:, ::-1] if kind in OPPOSITE else topic for kind in range(count)], axis=1)
@@ -120,7 +114,7 @@ class Generator:
 
     @property
     def optimum_of_one(self) -> float:
-        """The same of who sees the better one of both words alone."""
+        """The best accuracy from one of the two words alone."""
         return float(max(self.joint.sum(axis=other).max(axis=0).sum() for other in (1, 2)))
 
     def draw(self, count: int, seed: int) -> list[Drawn]:
@@ -219,7 +213,6 @@ def shares(generator: Generator, fresh: list[Drawn], found: Evaluation) -> dict[
 
 
 def aim_of(ratio: float) -> dict[str, Any]:
-    """By the accuracy over the optimum."""
     return {"accuracy of the optimum": {"want": f">= {WANT:g}", "got": round(ratio, 4), "met": ratio >= WANT}}
 
 

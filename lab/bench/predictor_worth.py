@@ -67,7 +67,6 @@ def aims_of(figures: dict[str, float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run it alone, with options of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=WorthOptions().data)
     parser.add_argument("--evaluation", type=Path)

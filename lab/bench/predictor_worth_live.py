@@ -1,8 +1,5 @@
-"""What a prediction is worth on live services: gateway, scheduler and workers as they ship, on emulated accelerators.
-
-One suite serves all runs, in turn: every arm once under each policy, then again. The rate is the goodput that the
-simulator finds without predictions, under the default policies, for the same cluster file.
-"""
+"""Benefit of length predictions on live services: gateway, scheduler and workers with their default settings, on
+emulated instances that are short of memory, with the arms of `predictor_worth_sim` as predictor."""
 
 import asyncio
 import re
@@ -51,13 +48,8 @@ from shared.wire.messages import PREDICT, PredictRequest
 from shared.wire.rpc_server import RpcServer, ServerCall
 from shared.wire.sockets import Curve, Sockets
 
-# MERGED predictor_worth_fleet.py
-# The live half of `bench predictor --part worth`: emulated instances short of memory, and a predictor that is one of
-# the four arms.
-#
-# It knows each answer because the first tokens of a prompt are its number, and says of it what its arm would. Clients
-# ask for MAX_TOKENS and get less: a stop token ends each answer where its length says.
-
+# The first tokens of a prompt are its number, from which the stand-in predictor knows the answer's length. Clients
+# allow MAX_TOKENS; a stop token ends each answer earlier.
 
 SHORTER, SLOWER = 5, 4.0  # lengths and speeds, so that two cores carry all tokens, and a run holds many answers
 MAX_TOKENS = 512
@@ -96,7 +88,7 @@ def cluster_into(folder: Path) -> Path:
 
 
 def pointing_to(address: str) -> dict[str, str]:
-    """What a gateway's environment has to say so that it asks there."""
+    """The environment of a gateway that uses the predictor at this address."""
     return {"POLYPHASE_GATEWAY_PREDICTORS": f'["{address}"]'}
 
 
@@ -144,7 +136,7 @@ def prompt_of(number: int, tokens: int) -> list[int]:
 
 
 def number_of(prompt_token_ids: Sequence[int]) -> int:
-    """Which request it is; -1 for a prompt without a number."""
+    """The number in a prompt; -1 for a prompt without one."""
     if len(prompt_token_ids) < LEAST_PROMPT:
         return -1
     high, low = (token - _FIRST for token in prompt_token_ids[:2])
@@ -160,7 +152,6 @@ class Answer:
 
     @property
     def met(self) -> bool:
-        """Whether it kept its targets."""
         seen, slo = self.seen, LIVE_SLO
         return (
             seen is not None
@@ -171,7 +162,6 @@ class Answer:
 
 
 async def send(target: Target, workload: Workload) -> list[Answer]:
-    """All of them at their times."""
     loop = asyncio.get_running_loop()
     began = loop.time()
 
@@ -196,7 +186,7 @@ def _body(number: int, prompt: int, output: int) -> dict[str, Any]:
 
 
 async def preemptions(target: Target) -> float:
-    """So far, of all instances."""
+    """The total so far of all instances."""
     async with MonitorClient(target.monitor_url) as monitor:
         urls = [entry["info"]["http"] for entry in await monitor.instances()]
     async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
@@ -235,7 +225,6 @@ Runs = dict[tuple[str, str], list[Run]]  # policy, arm → rounds
 def measured(
     known: Trained, data: Path | None, rounds: int, lasts_s: float, under: Sequence[str] = UNDER
 ) -> tuple[dict[str, float], list[str]]:
-    """Figures and notes."""
     drawn = short_requests(DRAWN, SEED, data)
     known_short = replace(known.prediction, width_tokens=max(1, known.prediction.width_tokens // SHORTER))
     of_arm = arms(known_short, drawn.output_tokens)
@@ -267,7 +256,6 @@ def _attained(file: Path, drawn: Workload, rate: float) -> bool:
 
 
 def timed(drawn: Workload, rate: float, lasts_s: float) -> Workload:
-    """As many of them as come in so long."""
     options = WorkloadOptions(drawn.name, seed=SEED, arrivals="poisson")
     return at_rate(drawn.head(min(len(drawn), max(10, round(rate * lasts_s)))), options, rate)
 
@@ -317,7 +305,6 @@ async def _one(plan: _Plan, target: Target, policy: str, arm: str) -> Run:
 
 
 def run_of(answers: Sequence[Answer], workload: Workload, lost: float, simulated_s: float, foreign: float) -> Run:
-    """What a run came to."""
     share = sum(one.met for one in answers) / len(answers)
     took = [one.seen.last_s for one in answers if one.seen is not None]
     mean, p99 = (float(np.mean(took)), float(np.percentile(took, 99))) if took else (float("nan"),) * 2

@@ -1,7 +1,8 @@
-"""What a prediction is worth in the simulator: decode instances that are short of memory, four arms, several policies.
+"""Benefit of length predictions in the simulator: decode instances that are short of memory, four arms, several
+policies.
 
-Goodput is searched in each arm by itself. JCT and preemptions are of one rate for all arms of a case, the goodput
-without predictions: what is compared is then the same work.
+The arms differ in what is known of lengths: nothing, their distribution, a classifier's prediction, the truth. Goodput
+is searched for each arm; JCT and preemptions are compared at one rate, the goodput without predictions.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,12 +31,8 @@ from shared.sim.prediction import Prediction
 from shared.sim.spec import InstanceSpec, RunSpec, with_words
 from shared.sim.workload import Lengths, Workload
 
-# MERGED predictor_worth_arms.py
-# What is known of lengths, in four degrees: nothing, how they are spread, what a classifier says, and the truth.
-#
-# The four differ in the classifier's confusion alone: buckets and prior are the same, so that what one arm gains over
-# another is what its classifier knows of a single request.
-
+# The four arms differ in the classifier's confusion alone; buckets and prior are the same. What one arm gains over
+# another is then its classifier's knowledge of single requests.
 
 NONE, MAJORITY, TRAINED, ORACLE = ARMS = ("none", "majority", "trained", "oracle")
 SHIPPED = PROJECT / "models" / "demo-lengths" / "prediction.yaml"
@@ -95,13 +92,13 @@ def width_for(known: Prediction, output_tokens: Lengths) -> int:
 
 
 def prior_of(known: Prediction, output_tokens: Lengths) -> tuple[float, ...]:
-    """How common each bucket is."""
+    """The share of each bucket."""
     counts = np.bincount(known.buckets_of(output_tokens), minlength=known.buckets)
     return tuple((counts / counts.sum()).tolist())
 
 
 def accuracy(known: Prediction) -> float:
-    """The share of answers whose own bucket is said, by its prior."""
+    """The share of answers whose bucket is predicted, by the prior."""
     said, rows = known.confusion, known.buckets
     prior = known.prior or (1.0 / rows,) * rows
     right = [row[at] for at, row in enumerate(said)] if said is not None else [known.accuracy] * rows
@@ -134,7 +131,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In figures."""
         return f"sim_{self.kind}_{self.policy}"
 
 
@@ -164,7 +160,6 @@ class _Work:
 def measured(
     known: Trained, data: Path | None, seeds: Iterable[int], processes: int, requests: int = REQUESTS
 ) -> dict[Case, dict[str, Seen]]:
-    """Every case of every seed, by arm."""
     work = [
         _Work(Case(kind, name, seed), known, data, requests) for kind in KINDS for name in POLICIES for seed in seeds
     ]

@@ -1,7 +1,7 @@
-"""`polyphase bench prefix`: what placement makes of prefix caches, beside one that does not look at them and an oracle.
+"""`polyphase bench prefix`: prefix cache hits of the adaptive placement, beside a placement that ignores caches and an
+oracle.
 
-Mooncake's traces, which name their prompts' blocks, on simulated nodes whose memory holds a part of them; then chats of
-several turns on four real engines of this machine.
+Mooncake's traces run on simulated instances; chats of several turns run on four real engines of this machine.
 """
 
 import asyncio
@@ -39,9 +39,6 @@ from shared.sim.spec import InstanceSpec, RunSpec, with_words
 from shared.sim.traces import read_trace
 from shared.sim.workload import Workload
 
-# MERGED prefix_oracle.py
-# What prefix caches could save at most: one cache that serves everybody and knows everything at once.
-
 
 def oracle_tokens(
     prompts: Iterable[tuple[Sequence[int], int]], block_tokens: int, blocks: int | None = None
@@ -69,9 +66,7 @@ def imbalance(computed: Sequence[float]) -> float:
     return max(computed) * len(computed) / max(1e-9, sum(computed))
 
 
-# MERGED prefix_sim.py
-# Mooncake's traces on eight simulated nodes: what `adaptive` finds in their prefix caches, beside `least_load`.
-
+# Mooncake's traces on eight simulated nodes.
 
 TRACES = {name: Path("traces/mooncake") / f"{name}_trace.jsonl" for name in ("conversation", "synthetic")}
 REQUESTS = 4_000  # the first of each
@@ -113,11 +108,9 @@ class Case:
     data: Path
 
     def work(self) -> Workload:
-        """Its first requests, as they came."""
         return _work(self.data / TRACES[self.trace])
 
     def oracles(self) -> Oracles:
-        """The same at every rate: they only know an order."""
         work, nodes = self.work(), instances()
         assert work.prefixes is not None  # these traces name them
         prompts = list(zip(work.prefixes, work.prompt_tokens.tolist(), strict=True))
@@ -126,12 +119,10 @@ class Case:
         return Oracles(*found)
 
     def capacity(self) -> float:
-        """Requests a second."""
         work = self.work()
         return len(work) / simulate(work.at_once(), instances(), _run("least_load")).duration_s
 
     def point(self, system: str, rate: float) -> Point:
-        """One run of it, with the trace's pattern of arrivals at that rate."""
         work = self.work().at_rate(rate)
         result = simulate(work, instances(), _run(system))
         rows = result.outcomes
@@ -180,9 +171,7 @@ def _run(system: str) -> RunSpec:
     return with_words(replace(_deployment().run, slo=SLO, seed=SEED), SYSTEMS[system])
 
 
-# MERGED prefix_chats.py
-# Chats of several turns, each of whose prompts is all that was said before and something new.
-
+# Chats of several turns: each prompt is the conversation so far and something new.
 
 _WORDS = """
 river stone house quiet garden harbour copper engine people road winter morning letter window market bridge forest
@@ -232,7 +221,6 @@ def _turns(rng: Random, system: tuple[str, str], count: int) -> tuple[Turn, ...]
 
 
 def messages_of(turn: Turn) -> list[dict[str, str]]:
-    """As the API takes them."""
     return [{"role": role, "content": text} for role, text in turn.messages]
 
 
@@ -240,9 +228,7 @@ def _text(rng: Random, words: int) -> str:
     return " ".join(rng.choices(_WORDS.split(), k=words))
 
 
-# MERGED prefix_live.py
-# Chats on four real engines of this machine: what they find in their prefix caches under either placement.
-
+# Chats on four real engines of this machine.
 
 INSTANCES, CORES = 4, 0.4  # and the rest of two cores for everything else
 # 17 million parameters: a prompt token takes two ms on so much of a core, and the services add little to a prompt.
@@ -274,7 +260,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One that was answered. sent_s: on the loop's clock."""
+    """An answered request. sent_s: on the loop's clock."""
 
     chat: int
     turn: int
@@ -294,7 +280,6 @@ class Run:
 
     @property
     def imbalance(self) -> float:
-        """See `imbalance`."""
         return imbalance(list(self.computed.values()))
 
 
@@ -308,7 +293,6 @@ async def run_live(rounds: int, console: Console) -> list[Run]:
 
 
 def names() -> list[str]:
-    """Of the instances."""
     return [f"node{at}" for at in range(INSTANCES)]
 
 
@@ -338,7 +322,7 @@ async def _measure(running: RunningSuite, rounds: int, console: Console) -> list
 
 
 class Meter:
-    """Sends chats to the suite and notes what came of them."""
+    """Sends chats to the suite and collects the results."""
 
     def __init__(self, running: RunningSuite, target: Target, http: httpx.AsyncClient) -> None:
         self._running = running
@@ -465,7 +449,6 @@ def _simulate(found: Sequence[Case], processes: int) -> list[Traced]:
 
 
 def traced(one: Traced) -> dict[str, Any]:
-    """Figures and aims of a trace."""
     total, figures, aims = one.prompt_tokens, dict[str, float](), dict[str, Any]()
     figures[f"{one.trace}_oracle_saved_share"] = round(one.oracles.unbounded / total, 4)
     figures[f"{one.trace}_pooled_oracle_saved_share"] = round(one.oracles.pooled / total, 4)
@@ -516,7 +499,6 @@ def _figures(point: Point, prompt_tokens: int) -> dict[str, float]:
 
 
 def _aims(at: str, hits: float, ttft: float, imbalance: float) -> dict[str, Any]:
-    """Those of point 4 of the issue."""
     return {
         f"{at}_hits_of_oracle": {"want": f">= {HITS}", "got": round(hits, 3), "met": hits >= HITS},
         f"{at}_ttft_over_least_load": {"want": f"<= {TTFT}", "got": round(ttft, 3), "met": ttft <= TTFT},

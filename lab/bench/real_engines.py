@@ -28,10 +28,6 @@ from shared.domain.instance import InstanceInfo, Role
 from shared.domain.route import PolicySpec
 from shared.errors import InvalidRequest, Unavailable
 
-# MERGED random_llama.py
-# A Llama with random weights as a folder that an engine can serve, where only its speed counts.
-
-
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -49,7 +45,6 @@ class LlamaShape:
 
     @property
     def head_dim(self) -> int:
-        """Of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
 
@@ -106,12 +101,6 @@ def _sizes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
     return sizes | {"model.norm.weight": (hidden,)}
 
 
-# MERGED cpu_quota.py
-# A share of this machine's cores for a group of processes, by a cgroup (v1 or v2), so that engines differ in speed.
-#
-# Source: Linux, Documentation/scheduler/sched-bwc.rst (v1: cpu.cfs_quota_us) and admin-guide/cgroup-v2.rst (cpu.max).
-
-
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 20_000  # short, so that a step is slowed down evenly and not now and then
 LEAST_US = 1_000  # the kernel takes no less
@@ -128,7 +117,6 @@ class Throttled:
     lost_s: float
 
     def since(self, before: "Throttled") -> "Throttled":
-        """The same from `before` on."""
         return Throttled(self.periods - before.periods, self.throttled - before.throttled, self.lost_s - before.lost_s)
 
     @property
@@ -160,11 +148,9 @@ class CpuGroup:
         _limit(self.path, self.unified, cores)
 
     def pids(self) -> tuple[int, ...]:
-        """The processes that it holds."""
         return tuple(map(int, (self.path / "cgroup.procs").read_text().split()))
 
     def throttled(self) -> Throttled:
-        """So far."""
         rows = (line.split() for line in (self.path / "cpu.stat").read_text().splitlines())
         said = {row[0]: int(row[1]) for row in rows if len(row) == 2}
         lost_s = said.get("throttled_usec", 0) / 1e6 if self.unified else said.get("throttled_time", 0) / 1e9
@@ -211,7 +197,7 @@ def _limit(path: Path, unified: bool, cores: float) -> None:
 
 
 def _parent(cgroups: Path) -> tuple[Path, bool]:
-    """The group in which ours are made, and whether it is v2."""
+    """The cgroup below which new groups are made, and whether it is v2."""
     for name in ("cpu", "cpu,cpuacct"):
         if (cgroups / name / "cgroup.procs").exists():
             return cgroups / name, False
@@ -286,7 +272,6 @@ class QuotaSuite:
     pids: Mapping[str, int]
 
     async def instances(self) -> list[InstanceInfo]:
-        """As the monitor knows them, with the rates that they have learned."""
         found = await self.running.suite.instances()
         return [msgspec.convert(entry["info"], InstanceInfo) for entry in found.values()]
 
@@ -342,9 +327,7 @@ def cluster_file(
     }
 
 
-# MERGED engine_suite.py
-# One real engine with little room for KV, behind a whole suite: what `bench engine` changes its policies on.
-
+# One real engine with little room for KV, on which `bench engine` changes policies.
 
 ENGINE = "engine"
 # 26 million parameters: computing a burst of prompts takes seconds, beside which what the services add is small.
@@ -359,18 +342,16 @@ _PREEMPTIONS = "vllm:num_preemptions"
 
 @dataclass(frozen=True, slots=True)
 class OneEngine:
-    """The running suite."""
-
     running: RunningSuite
 
     async def follow(self, order: PolicySpec, admission: PolicySpec) -> None:
-        """Go by these once nobody has work."""
+        """Change the policies once the engine is idle."""
         suite = self.running.suite
         await suite.wait_idle()
         await suite.set_policies({"prefill_order": order, "decode_admission": admission}, WHO)
 
     async def preemptions(self) -> int:
-        """So far. Raises Unavailable."""
+        """The count so far. Raises Unavailable."""
         entry = (await self.running.suite.instances())[ENGINE]
         async with httpx.AsyncClient(base_url=entry["info"]["http"], timeout=10, trust_env=False) as http:
             try:
@@ -382,7 +363,6 @@ class OneEngine:
 
 @asynccontextmanager
 async def one_engine(folder: Path, console: Console) -> AsyncIterator[OneEngine]:
-    """The suite. Raises what `running_suite` raises."""
     model = make_llama(folder / "model", SHAPE, PROJECT / "models" / "demo")
     cluster = on_free_ports(Cluster.model_validate(cluster_of(model)))
     async with running_suite(cluster, folder / "data", console) as running:

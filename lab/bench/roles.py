@@ -59,7 +59,6 @@ class Setting:
 
     @property
     def ratios(self) -> range:
-        """How many prefill instances there may be."""
         return range(1, len(self.accelerators))
 
 
@@ -134,7 +133,7 @@ _RUN = RunSpec(
 
 
 def _kinds(setting: Setting) -> list[InstanceSpec]:
-    """One instance of each place, as it knows itself."""
+    """The instance of each place, with learned rates."""
     shipped = {
         one.accelerator: one for one in load_deployment(Path(__file__).with_name("clusters") / "roles.yaml").instances
     }
@@ -151,7 +150,6 @@ def _instances(kinds: Sequence[InstanceSpec], prefills: int) -> list[InstanceSpe
 
 
 def seen(label: str, setting: Setting, result: SimResult) -> Seen:
-    """What a run came to."""
     outcomes, phases = result.outcomes, setting.phases
     began = float(outcomes.arrival_s[0])
     flips = [(flip.time_s - began, flip.to) for flip in result.role_flips]

@@ -1,4 +1,5 @@
-"""Scenarios in which policies are compared: clusters of unlike instances, each under three kinds of requests."""
+"""Clusters and workloads of the policy benchmarks: clusters of unequal instances under three kinds of requests, and
+workloads that turn from conversation to code and back."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +45,6 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """In figures."""
         return f"{self.cluster}_{self.kind}"
 
     def attained(self, policy: str, rate: float, requests: int, head: int | None = None) -> float:
@@ -55,12 +55,10 @@ class Scenario:
         return attainment(self.result(policy, rate, requests, head).outcomes, SLO).every
 
     def result(self, policy: str, rate: float, requests: int, head: int | None = None) -> SimResult:
-        """The run itself."""
         run, workload = with_words(run_of(self.cluster), policy), self.workload(rate, requests)
         return simulate(workload if head is None else workload.head(head), instances(self.cluster), run)
 
     def workload(self, rate: float, requests: int) -> Workload:
-        """Poisson arrivals."""
         options = WorkloadOptions(KINDS[self.kind], requests=requests, seed=self.seed, arrivals="poisson")
         return at_rate(_requests(self.kind, requests, self.seed), options, rate)
 
@@ -120,9 +118,7 @@ def _times(step: StepRates, factor: float) -> StepRates:
     return StepRates(longer(step.prefill), longer(step.decode), longer(step.mixed))
 
 
-# MERGED turning.py
-# Workloads that turn from conversation to code and back, and what each phase of them came to.
-
+# Workloads that turn from conversation to code and back.
 
 TRACES = {"conversation": "AzureLLMInferenceTrace_conv.csv", "code": "AzureLLMInferenceTrace_code.csv"}
 MADE = {"conversation": "azure-conv", "code": "azure-code"}  # of the same means, where a trace is missing

@@ -42,8 +42,6 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
 @dataclass(slots=True)
 class Users:
-    """What the well-behaved clients saw in one part."""
-
     gaps_s: list[float] = field(default_factory=list)
     streams: int = 0
     failed: list[str] = field(default_factory=list)
@@ -60,12 +58,10 @@ class Samples:
     pss_bytes: dict[str, list[int]] = field(default_factory=dict)
 
     def extend(self, other: "Samples") -> None:
-        """Those of a part that followed."""
         for name, values in other.pss_bytes.items():
             self.pss_bytes.setdefault(name, []).extend(values)
 
     def by_minute(self) -> dict[str, list[int]]:
-        """MiB, one value a minute."""
         each = max(1, round(60.0 / SAMPLE_S))
         return {name: [value >> 20 for value in values[::each]] for name, values in self.pss_bytes.items()}
 

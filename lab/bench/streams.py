@@ -1,9 +1,8 @@
 """`polyphase bench streams`: thousands of chat streams open at once through one gateway process, for a minute.
 
-Every service is real, the instances are emulated: a decode step lasts STEP_S, so each stream gets a token a second.
-Lost is a stream that does not come to its end with all its tokens, late a token that comes a step or more behind its
-time. Memory is what the gateway's process has more than before the first stream. The second part has more tokens a
-second than can be written, and more short requests than can be taken, by one process and by two that share its port.
+All services are real and the instances are emulated: each stream gets a token a second. One process reads all streams
+with a minimal protocol, so that the clients cost little. A stream is lost if it ends without all its tokens; a token is
+late if it arrives a step or more after its time.
 """
 
 import asyncio
@@ -27,10 +26,6 @@ from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite
-
-# MERGED stream_crowd.py
-# Many streams open at once, read by one process that spends next to nothing on each: a protocol a stream, no tasks.
-
 
 _EVENT, _DONE, _ERROR = b"data: {", b"data: [DONE]", b'data: {"error"'
 _TOKENS = b'"completion_tokens":'  # of the usage that the last event of a whole answer tells
@@ -164,7 +159,6 @@ class _Rate:
 
 
 def run_streams_bench(streams: int = STREAMS, held_s: float = HELD_S) -> dict[str, Any]:
-    """Figures, aims and notes."""
     return asyncio.run(_bench(streams, held_s))
 
 

@@ -1,8 +1,7 @@
-"""`polyphase bench traces`: whether traces explain where time goes, and what they cost.
+"""`polyphase bench traces`: completeness and cost of traces.
 
-Two suites that are alike but for tracing take the same load in turns, so that what the machine's other guests do to one
-they do to the other. Every service is real, the instances are emulated. CPU is of all processes of a suite, idling and
-exporting included, but not of the collector, which is the bench's own process.
+Two suites that differ only in tracing take the same load in turns. The spans go to `trace_collector`; each trace must
+form one tree, and the time to first token that no span covers is reported.
 """
 
 import asyncio
@@ -29,10 +28,6 @@ from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.job import Generation, Slo
-
-# MERGED trace_tree.py
-# What a trace is good for: one tree, and how much of the wait for the first token is in no span.
-
 
 AROUND = ("attempt", "chat ", "text_completion ", "POST ")  # hold others and explain nothing
 
@@ -86,20 +81,16 @@ _SETTLE_S, _QUIET_S = 30.0, 7.0
 
 @dataclass
 class _Target:
-    """One of the two suites."""
-
     port: int
     suite: RunningSuite
     cpu_ms: list[float] = field(default_factory=list)  # a request, of each block
     ttft_ms: list[float] = field(default_factory=list)
 
     def cpu_s(self) -> float:
-        """By now, of all its processes."""
         return sum(cpu_s(process.pid) for process in self.suite.suite.state.processes if process.name != "fork-server")
 
 
 def run_traces_bench(requests: int = REQUESTS) -> dict[str, Any]:
-    """Figures and aims."""
     return asyncio.run(_bench(requests))
 
 
@@ -169,7 +160,7 @@ async def _all_exported(collector: Collector) -> None:
 
 
 async def _span_counts(target: _Target) -> dict[str, int]:
-    """Of all processes that make any, by what became of them."""
+    """Spans of all processes by outcome."""
     counts: dict[str, int] = {}
     async with httpx.AsyncClient(trust_env=False, timeout=10) as http:
         for url in await _metric_urls(target):

@@ -1,7 +1,7 @@
-"""`polyphase bench troubles`: staged troubles, what the verdict says of each, and whether every figure of it is right.
+"""`polyphase bench troubles`: injected faults, and the verdict that the cluster monitor gives for each.
 
-Each trouble is made from outside, under load, on real processes. What the verdict says is compared with what the stager
-knows by itself: the processes it killed, and what its clients measured in the same window.
+The list gives the faults in their order; each fault is injected on a running suite and undone at the end of its block
+(`troubles_stage`). The bench fails if a verdict names the wrong cause or states a wrong figure.
 """
 
 import asyncio
@@ -28,9 +28,7 @@ from shared.domain.route import PolicySpec
 from shared.domain.verdict import Level
 from shared.errors import InvalidRequest
 
-# MERGED troubles_making.py
-# How each trouble is made, and undone at the end of its block.
-
+# Each fault is made on entry of a block and undone at its end.
 
 SLOW_S = 0.8  # of each KV transfer
 _HELD_S = 0.1
@@ -62,14 +60,13 @@ def _is_back(on: Stage, name: str) -> bool:
 
 @asynccontextmanager
 async def dead(on: Stage) -> AsyncIterator[None]:
-    """SIGKILL of a decode instance, and of each that is started in its place."""
+    """SIGKILL of a decode instance and of each of its restarts."""
     async with _dead_are(on, "decode-0"):
         yield
 
 
 @asynccontextmanager
 async def all_dead(on: Stage) -> AsyncIterator[None]:
-    """The same of all decode instances."""
     async with _dead_are(on, *(name for name in on.arena.decode if name != LATE)):
         if on.late is not None:
             on.be("dead", LATE)
@@ -89,7 +86,7 @@ async def _dead_are(on: Stage, *names: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def unresponsive(on: Stage) -> AsyncIterator[None]:
-    """A prefill instance is not heard of, and works."""
+    """The heartbeats of a prefill instance are dropped; it works."""
     wires = on.arena.wires.between("prefill-0", "monitor", "heartbeats")
     on.be("unresponsive", "prefill-0")
     for wire in wires:
@@ -104,7 +101,6 @@ async def unresponsive(on: Stage) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def frozen(on: Stage) -> AsyncIterator[None]:
-    """A prefill instance stands still."""
     on.be("dead", "prefill-0")
     on.arena.processes.freeze("prefill-0")
     try:
@@ -116,7 +112,7 @@ async def frozen(on: Stage) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def missing(on: Stage) -> AsyncIterator[None]:
-    """Nobody has started it; it is due a minute after the monitor's start."""
+    """An instance of the cluster file is not started; the monitor expects it a minute after its own start."""
     on.be("missing", LATE)
     yield
     await _start_late(on)
@@ -130,14 +126,12 @@ async def _start_late(on: Stage) -> None:
 
 @asynccontextmanager
 async def silent_gateway(on: Stage) -> AsyncIterator[None]:
-    """A gateway stands still."""
     async with _silent(on, "gateway-1"):
         yield
 
 
 @asynccontextmanager
 async def silent_scheduler(on: Stage) -> AsyncIterator[None]:
-    """A scheduler stands still."""
     async with _silent(on, "scheduler-1"):
         yield
 
@@ -156,7 +150,7 @@ async def _silent(on: Stage, name: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def no_predictor(on: Stage) -> AsyncIterator[None]:
-    """SIGKILL of the predictor, and of each that is started in its place."""
+    """SIGKILL of the predictor and of each of its restarts."""
     on.known.mute_s = time.time()
     async with _killed(on, "predictor"):
         yield
@@ -165,7 +159,7 @@ async def no_predictor(on: Stage) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def deaf(on: Stage) -> AsyncIterator[None]:
-    """A policy is changed, and an instance gets no broadcasts any more."""
+    """A policy changes while an instance gets no broadcasts."""
     wires = on.arena.wires.between("decode-0", "monitor", "broadcasts")
     for wire in wires:
         wire.proxy.stall()
@@ -182,7 +176,7 @@ async def deaf(on: Stage) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def burst(on: Stage) -> AsyncIterator[None]:
-    """More requests at once than gateways take."""
+    """More requests at once than the gateways accept."""
     task = asyncio.create_task(on.clients.burst(160, Wish(30, 8)))
     try:
         yield
@@ -208,14 +202,14 @@ async def too_long(on: Stage) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def instant(on: Stage) -> AsyncIterator[None]:
-    """Clients whose first tokens are to come sooner than they can."""
+    """Clients with a TTFT target that no prompt of this length can meet."""
     async with on.clients.users(3, Wish(300, 8, "instant")):
         yield
 
 
 @asynccontextmanager
 async def swift(on: Stage) -> AsyncIterator[None]:
-    """Clients who want tokens sooner than steps are."""
+    """Clients with a TPOT target below the step time."""
     async with on.clients.users(3, Wish(60, 24, "swift")):
         yield
 
@@ -236,7 +230,6 @@ async def full(on: Stage) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def kv_cut(on: Stage) -> AsyncIterator[None]:
-    """No KV connection lives."""
     wires = on.arena.wires.between(purpose="kv")
     on.known.cut_s = time.time()
     for wire in wires:
@@ -250,7 +243,6 @@ async def kv_cut(on: Stage) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def kv_slow(on: Stage) -> AsyncIterator[None]:
-    """KV takes its time."""
     wires = on.arena.wires.between(purpose="kv")
     on.known.slow_s = SLOW_S / 2  # its way there takes half of it, and its way back the other half
     for wire in wires:
@@ -260,10 +252,6 @@ async def kv_slow(on: Stage) -> AsyncIterator[None]:
     finally:
         for wire in wires:
             wire.proxy.heal()
-
-
-# MERGED troubles_list.py
-# The troubles that `polyphase bench troubles` stages, in this order, each from outside and by a real means.
 
 
 def _prefill(arena: Arena) -> tuple[str, ...]:
@@ -402,7 +390,7 @@ _DUE_S = 30.0  # after the start the one that never comes is next: a minute afte
 
 @dataclass(frozen=True, slots=True)
 class TroublesOptions:
-    """What the command line says. only: names; empty: all."""
+    """only: names of faults; empty: all."""
 
     only: tuple[str, ...] = ()
     keep_logs: Path | None = None
@@ -439,13 +427,13 @@ async def _run(chosen: Sequence[Trouble], options: TroublesOptions, console: Con
 
 
 def with_all(bed: Testbed) -> Testbed:
-    """The same without the instance that never comes."""
+    """The testbed without the instance that is never started."""
     entries = [entry for entry in bed.cluster["instances"] if entry["id"] != LATE]
     return replace(bed, cluster={**bed.cluster, "instances": entries}, absent=frozenset())
 
 
 async def on_bed(bed: Testbed, troubles: Sequence[Trouble], folder: Path, console: Console, done: list[Staged]) -> None:
-    """All of these on one suite of it, while steady clients ask."""
+    """All faults of one testbed, on one suite under a steady load."""
     folder.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
         arena = await stack.enter_async_context(started_arena(bed, folder, console, 1, LIMITS))
@@ -471,7 +459,6 @@ def _stage(arena: Arena, monitor: Any) -> Stage:
 
 
 def line(staged: Staged) -> str:
-    """One trouble, as soon as it is done, in the markup of the console."""
     mark = "[green]✔[/]" if staged.ok else "[red]✘[/]"
     said = f"{mark} [bold]{staged.trouble.name}[/] [dim]{escape(staged.trouble.does)}[/]\n    {escape(staged.headline)}"
     for fault in staged.faults:
@@ -483,7 +470,6 @@ def line(staged: Staged) -> str:
 
 
 def table(done: Sequence[Staged]) -> Table:
-    """All troubles, for people."""
     made = Table(box=None, padding=(0, 1), header_style="dim")
     for name in ("", "trouble", "headline", "cause"):
         made.add_column(name, overflow="fold")
@@ -503,7 +489,6 @@ def _seconds(seconds: float | None) -> str:
 
 
 def as_result(done: Sequence[Staged], took_s: float, finished: bool) -> dict[str, Any]:
-    """Figures and aims of the JSON line: one aim a trouble."""
     figures: dict[str, Any] = {"took_s": round(took_s, 1)}
     aims = {"finished": {"want": "all troubles staged", "got": "yes" if finished else "interrupted", "met": finished}}
     for staged in done:

@@ -37,7 +37,6 @@ class Stage:
     late: Child | None = None  # the instance that came late
 
     def be(self, state: str, *names: str) -> None:
-        """These instances are in that state from now on."""
         self.states |= dict.fromkeys(names, state)
         self.known.counts = counted(self.states, self.arena.roles.first)
 
@@ -52,7 +51,7 @@ class Stage:
                 shot.doubt = shot.doubt or not shot.ended_s or shot.ended_s >= began_s - 1.0
 
     async def verdict(self) -> tuple[Verdict, Known]:
-        """The monitor's, and what is known at that moment; lists of it grow on."""
+        """The monitor's verdict and the truth at that moment, whose lists grow on."""
         found = msgspec.convert(await self.monitor.call("GET", "/verdict"), Verdict)
         return found, replace(self.known, silent=dict(self.known.silent))
 
@@ -75,7 +74,7 @@ class Trouble:
 
 @dataclass(slots=True)
 class Staged:
-    """What became of it. Times in seconds; None: not within the time allowed."""
+    """The outcome of a fault. Times in seconds; None: not within the allowed time."""
 
     trouble: Trouble
     headline: str = ""
@@ -87,13 +86,10 @@ class Staged:
 
     @property
     def ok(self) -> bool:
-        """Named, its cause too, all figures right, and over in the end."""
         return not self.faults and all(figure.ok for figure in self.figures)
 
 
 def counted(states: dict[str, str], roles: dict[str, Role]) -> dict[Role, Count]:
-    """The counts that a verdict should have."""
-
     def of(role: Role) -> Count:
         mine = [state for name, state in states.items() if roles[name] is role]
         fields = ("ready", "dead", "unresponsive", "draining", "starting", "missing")
@@ -123,7 +119,7 @@ async def stage(on: Stage, trouble: Trouble) -> Staged:
 
 
 async def _alarm(on: Stage, staged: Staged, seen: list[tuple[Verdict, Known]], began: float) -> float | None:
-    """Seconds until the verdict names it; it is looked at some times then."""
+    """Seconds until the verdict names the fault; further verdicts are judged after that."""
     trouble, found = staged.trouble, await on.verdict()
     while (problem := _named(trouble, found)) is None:
         if time.monotonic() - began > ALARM_S:
@@ -181,7 +177,7 @@ async def _well(on: Stage, staged: Staged, seen: list[tuple[Verdict, Known]]) ->
 
 @asynccontextmanager
 async def _sampled(on: Stage) -> AsyncIterator[None]:
-    """Ask every instance for its metrics all the time."""
+    """Poll the metrics of every instance."""
     urls = {
         port.process: f"http://{port.host}:{port.port}/metrics"
         for port in on.arena.ports
@@ -215,7 +211,7 @@ def _read(url: str) -> str:
 
 
 def sample_of(text: str, time_s: float, name: str, role: Role) -> Sample:
-    """Of an exposition. Raises ValueError where a series is missing."""
+    """From the text of `/metrics`. Raises ValueError where a series is missing."""
 
     def value(series: str) -> float:
         found = re.search(rf"^{series}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)

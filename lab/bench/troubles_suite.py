@@ -1,4 +1,9 @@
-"""The suites on which `polyphase bench troubles` stages its troubles, and what their classes of requests promise."""
+"""Suites, clients and ground truth of `polyphase bench troubles`: clusters with their SLO classes, a load that logs the
+outcome of each request, and bounds for every count that a verdict may state.
+
+A count lies between the requests that the monitor must have received and those that it may have received: the end of a
+request takes up to 1.1 s to reach the monitor, and refusals are reported every 3 s.
+"""
 
 import asyncio
 import time
@@ -74,9 +79,7 @@ REAL = Testbed(
     proxied=frozenset({"kv"}),
 )
 
-# MERGED troubles_load.py
-# The clients of `polyphase bench troubles`: what they ask for, and a log of what became of each request.
-
+# Clients.
 
 _POLITE_S = 0.3  # between an error and the next try
 _LOOK_S = 0.01  # between two looks at how late the clients themselves are
@@ -113,12 +116,10 @@ class Shot:
 
     @property
     def done(self) -> bool:
-        """Answered in full."""
         return self.ended_s > 0.0 and not self.code and not self.cut
 
     @property
     def jct_s(self) -> float:
-        """Sending to the end."""
         return self.ended_s - self.began_s
 
 
@@ -140,7 +141,6 @@ class Clients:
                 self._late.append((time.time(), late_s))
 
     async def one(self, wish: Wish, address: Address | None = None) -> Shot:
-        """Send a request and wait for its end."""
         address = address or self.addresses[len(self.shots) % len(self.addresses)]
         shot = Shot(wish.slo or "default", time.time())
         self.shots.append(shot)
@@ -212,13 +212,9 @@ class Users:
                 await asyncio.sleep(_POLITE_S)
 
 
-# MERGED troubles_known.py
-# What the stager of a trouble knows by itself, and bounds for what a verdict may say of the same window.
-#
-# A request's end comes to the monitor in a moment: from the gateway within 0.1 s and from its scheduler within 1 s
-# more, and refusals with the gateway's next word, 3 s apart. So a count lies between those that must have been told
-# of and those that may have been.
-
+# The truth, and bounds for the figures of a verdict over the same window. The end of a request reaches the monitor
+# from the gateway within 0.1 s and from the scheduler within 1 s more; refusals are reported every 3 s. A count
+# therefore lies between the requests that the monitor must have received and those that it may have received.
 
 EARLY_S = 0.3  # a client may see the end of its answer so much later than the gateway
 LATE_S = 2.5  # by then a request's end has been told to the monitor
@@ -239,7 +235,7 @@ Bounds = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What `GET /metrics` of an instance said at a moment."""
+    """`GET /metrics` of an instance at a moment."""
 
     time_s: float
     instance: str
@@ -295,17 +291,15 @@ class Window:
         return least, most
 
     def of(self, shots: Iterable[Shot], which: Callable[[Shot], bool]) -> Bounds:
-        """The same of those that are clearly so or not so."""
+        """Bounds for a property that is certain for each request."""
         return self.count(shots, which, which)
 
 
 def is_refused(shot: Shot) -> bool:
-    """Turned away, not broken."""
     return shot.status == 429 or shot.code in ("busy", "overloaded", "delayed")
 
 
 def is_failed(shot: Shot) -> bool:
-    """Broken."""
     return bool(shot.code) and not is_refused(shot)
 
 
@@ -377,7 +371,7 @@ def about_median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number or a phrase of a verdict; what it had to be."""
+    """A number or a name of a verdict, and its true value."""
 
     name: str
     said: str
@@ -386,19 +380,16 @@ class Figure:
 
 
 def within(name: str, said: float, bounds: Bounds, slack: float = 0.0) -> Figure:
-    """A number that has to lie there."""
     least, most = bounds
     want = f"{least:.4g}" if least == most else f"{least:.4g}..{most:.4g}"
     return Figure(name, f"{said:.4g}", want, least - slack <= said <= most + slack)
 
 
 def same(name: str, said: object, want: object) -> Figure:
-    """Something that has to be just so."""
     return Figure(name, str(said), str(want), said == want)
 
 
 def window_of(verdict: Verdict) -> Window:
-    """What the verdict says that it counts."""
     return Window(verdict.time_s - verdict.window_s, verdict.time_s)
 
 

@@ -1,4 +1,5 @@
-"""The problems of a verdict: every number and name in their sentences beside what the stager knows by itself. Pure."""
+"""Checks of a verdict: every figure of the verdict, and every number and name in the sentences of its problems,
+against the ground truth in `troubles_suite`. Pure."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -38,7 +39,6 @@ _GATEWAY_S, _SCHEDULER_S = 3.6, 4.6  # the longest between two words of a quiet 
 
 
 def of_problem(problem: Problem, verdict: Verdict, known: Known) -> Iterator[Figure]:
-    """All of one problem."""
     pattern, check = _CHECKS[problem.what]
     found = re.fullmatch(pattern, problem.text)
     if found is None:
@@ -275,16 +275,13 @@ _CHECKS: dict[str, tuple[str, Check]] = {
     "predictor_fallback": (r"(?P<share>\S+) % of output lengths not predicted(?: by the classifier)?", _fallback),
 }
 
-# MERGED troubles_figures.py
-# Every figure of a verdict beside what the stager knows by itself. Pure.
-
+# The verdict as a whole.
 
 _OPEN_S = 2.0  # loads, and so the jobs that are there now, may be so old
 _WORDS = {Level.GOOD: "Good", Level.IDLE: "Idle", Level.DEGRADED: "Degraded", Level.DOWN: "Down"}
 
 
 def figures(verdict: Verdict, known: Known) -> list[Figure]:
-    """All of them."""
     return [
         *_counts(verdict, known),
         *_headline(verdict, known),

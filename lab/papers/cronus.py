@@ -1,4 +1,5 @@
-"""Cronus: Table 2 predicted from its stage capacities, and its comparisons of TTFT and TBT (Fig 4)."""
+"""Cronus: stage capacities (Table 2) predicted and measured, and the five systems of its evaluation compared by TTFT
+and TBT (5.1, Fig. 4)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,15 +31,11 @@ from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, FirstToken, InstanceSpec, RunSpec
 from shared.sim.workload import Workload, evenly
 
-# MERGED cronus_stages.py
-# Cronus' stage capacities: what each GPU does alone as prefill or decode stage, measured (derived) and modelled.
-#
-# They are all that the coefficients are fitted to. Table 2 over Table 3 gives twelve: prefill and decode of three GPUs
-# and two models (FORMULAS section 6). Eight numbers are fitted: of each GPU the share of predicted compute (from its
-# prefill) and of predicted bandwidth (from its decode), shared by both models; and what a step and a sequence cost the
-# engine. Those two follow from the decodes: 25 to 256 sequences run at once, and the models differ in the bytes
-# that they read.
-
+# Stage capacities: what each GPU does alone as prefill or decode stage, derived from Table 2 over Table 3. The twelve
+# are all that the coefficients are fitted to (FORMULAS section 6). Eight numbers are fitted: each GPU's share of
+# predicted compute (from its prefill) and of predicted bandwidth (from its decode), shared by both models, and the
+# cost of a step and of a sequence. Those two follow from the decodes: 25 to 256 sequences run at once, and the models
+# differ in the bytes that they read.
 
 HIGH, LOWS = "A100-SXM-80", ("A10", "A30")
 MODELS = ("Llama-3-8B", "Qwen2-7B")
@@ -96,13 +93,10 @@ def modelled(testbed: Testbed, workload: Workload, capacity: Capacity) -> float:
 
 
 def capacities(testbed: Testbed, workload: Workload) -> Mapping[Capacity, float]:
-    """All twelve."""
     return {capacity: modelled(testbed, workload, capacity) for capacity in CAPACITIES}
 
 
-# MERGED cronus_systems.py
-# The five systems of Cronus' evaluation (5.1), on an A100 and an A10 or A30 in different hosts.
-
+# The five systems of the evaluation (5.1), on an A100 and an A10 or A30 in different hosts.
 
 SYSTEMS = ("DP", "PP", "Disagg H-L", "Disagg L-H", "Cronus")
 _LOW_CHUNKED = EngineLimits(batched_tokens=256, sequences=256)
@@ -124,12 +118,10 @@ class Column:
 
     @property
     def name(self) -> str:
-        """Short."""
         return f"A100+{self.low} {self.model}"
 
 
 def run_system(testbed: Testbed, column: Column, system: str, workload: Workload) -> SimResult:
-    """The workload through one of `SYSTEMS`."""
     return _BUILDERS[system](testbed, column, workload)
 
 
@@ -211,7 +203,6 @@ _LOAD = 0.5
 
 
 def cronus_section(testbed: Testbed, data: Path) -> Section:
-    """All of it."""
     workload = requests(data)
     rates = {
         system: tuple(requests_per_s(run_system(testbed, column, system, workload.at_once())) for column in _COLUMNS)

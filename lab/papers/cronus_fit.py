@@ -49,7 +49,6 @@ def with_values(known: Coefficients, values: Sequence[float]) -> Coefficients:
 
 
 def main() -> None:
-    """Print the fit and what is left of the errors."""
     workload = requests(Path(sys.argv[1]))
     found = fitted(Coefficients.from_file(), workload)
     print(found.engine, found.default, *found.devices.items(), sep="\n")

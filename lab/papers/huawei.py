@@ -32,7 +32,6 @@ _TIE = 0.03  # strategies this near to each other change places with the seed
 
 
 def huawei_section(testbed: Testbed, data: Path) -> Section:
-    """All of it."""
     figures = {rate: _strategies(testbed, data, rate) for rate in _RATES}
     estimated, simulated = _degrees(testbed, sharegpt(data, 200, seed=1), sharegpt(data, 250, seed=2))
     rows = (*_ranking_rows(estimated, simulated), *_strategy_rows(figures), _second_cluster(testbed, data))
@@ -175,7 +174,6 @@ def _throughput(data: Path, rate: float, cluster: tuple[InstanceSpec, ...], plac
 
 
 def _mean_output(data: Path) -> int:
-    """The paper samples the data set for it."""
     return round(float(sharegpt(data, 1000, seed=9).output_tokens.mean()))
 
 

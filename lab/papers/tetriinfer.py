@@ -1,4 +1,5 @@
-"""TetriInfer: its five workloads (5.1), its interference study (2.2) and its schedulers (5.2)."""
+"""TetriInfer: its testbed (OPT-13B on pairs of V100), its five workloads (5.1), its interference study (2.2, Figs 2
+to 5) and its schedulers (5.2, Figs 16, 18 and 19)."""
 
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -32,12 +33,9 @@ from shared.sim.prediction import Prediction
 from shared.sim.spec import EngineLimits, RunSpec
 from shared.sim.workload import Workload, tetri
 
-# MERGED tetriinfer_micro.py
-# TetriInfer, Figures 2 to 5: how requests in one batch slow each other down. Only the step model is needed.
-#
-# Light prefill: 18 prompt tokens. Heavy prefill: 512. Light decode: 20–100 tokens, so 48 of context on average (18
-# + half of 60). Heavy decode: more than 512 tokens, so 274 (18 + half of 512). Source: sections 2.2.1–2.2.3.
-
+# Figures 2 to 5: how requests in one batch slow each other down, from the step model alone. Light prefill: 18 prompt
+# tokens. Heavy prefill: 512. Light decode: 20 to 100 tokens, so 48 of context on average (18 + half of 60). Heavy
+# decode: more than 512 tokens, so 274 (18 + half of 512). Source: sections 2.2.1 to 2.2.3.
 
 LIGHT, HEAVY = (18, 0), (512, 0)
 LIGHT_CONTEXT, HEAVY_CONTEXT = 48, 274
@@ -45,7 +43,6 @@ ACCELERATOR, MODEL, DEGREE = "V100-32-PCIe", "OPT-13B", 2
 
 
 def micro_rows(testbed: Testbed) -> tuple[tuple[Row, ...], Chart]:
-    """The rows, and a chart of the slow-downs."""
     model = testbed.model(ACCELERATOR, MODEL, DEGREE)
     threshold = saturation_tokens(model.prefill_time_s)
     rows = (
@@ -118,14 +115,10 @@ def _decodes(chunks: tuple[tuple[int, int], ...], count: int) -> Batch:
     return Batch(chunks, count, count * LIGHT_CONTEXT)
 
 
-# MERGED tetriinfer_testbed.py
-# TetriInfer's testbed: OPT-13B on pairs of V100, a coupled instance against a prefill and a decode instance.
-#
-# Baseline (5, 5.2.1): vLLM as it ran in 2023: prefill before any decode, whole prompts, a fixed batch of 16.
-# TetriInfer: chunks of 512, shortest first in batches of 16, reserve-dynamic, power of two, buckets of 200 tokens
-# of which 74.9 % are right. Requests come at once; their lengths are `tetri`'s, of whose medians only one is the
-# paper's.
-
+# The testbed: OPT-13B on pairs of V100, a coupled instance against a prefill and a decode instance. Baseline (5,
+# 5.2.1): vLLM as it ran in 2023, prefill before any decode, whole prompts, a fixed batch of 16. TetriInfer: chunks of
+# 512, shortest first in batches of 16, reserve-dynamic, power of two, buckets of 200 tokens with an accuracy of 74.9
+# %. Requests come at once; of the medians of their lengths only one is the paper's.
 
 ROCE = Link(25e9, latency_s=1e-5, efficiency=1.0)  # 200 Gb/s, as the paper's own emulation counts it
 PREDICTOR_COST = 1.1  # the predictor runs beside the model: prefill takes 10 % longer (Fig 17)
@@ -147,7 +140,6 @@ INSTANT = replace(PREFILL, slowed=1e-3, link=Link(1e12, latency_s=0.0, efficienc
 
 
 def coupled(testbed: Testbed, workload: Workload) -> SimResult:
-    """The baseline."""
     run = RunSpec(label="vLLM 2023", decode_admission=Watermark())
     return simulate(workload, instances(testbed, COUPLED, Role.DECODE), run)
 
@@ -166,15 +158,12 @@ def disaggregated(
     return simulate(workload, cluster, replace(run, seed=seed))
 
 
-# MERGED tetriinfer_schedulers.py
-# TetriInfer, Figs 16, 18 and 19: its prefill order, decode admission and dispatch, each against the alternatives.
-
+# Figs 16, 18 and 19: prefill order, decode admission and dispatch, each against the alternatives.
 
 _SURE = Prediction(width_tokens=200, buckets=10, accuracy=1.0)
 
 
 def scheduler_rows(testbed: Testbed) -> tuple[Row, ...]:
-    """All three figures."""
     return (*_prefill_order(testbed), *_admission(testbed), *_dispatch(testbed))
 
 
@@ -319,7 +308,6 @@ _CLAIMS = (
 
 
 def tetriinfer_section(testbed: Testbed) -> Section:
-    """All of it."""
     micro, interference = micro_rows(testbed)
     workloads = [_workload_rows(testbed, claim) for claim in _CLAIMS]
     rows = (*micro, *(row for group in workloads for row in group), *scheduler_rows(testbed))

@@ -1,4 +1,5 @@
-"""ThunderServe: the ratio study, KV in 4 bits against 16, and the loss of 4 of 32 GPUs."""
+"""ThunderServe: the ratio study (Figs 6 and 14), KV in 4 bits against 16 (Tables 5 and 8), and the loss of 4 of 32
+GPUs (5.4, Appendix G)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -27,9 +28,7 @@ from shared.sim.outcomes import SimResult
 from shared.sim.spec import EngineLimits, Flip, InstanceSpec, Loss, RunSpec
 from shared.sim.workload import Times, Workload, poisson, synthetic
 
-# MERGED thunderserve_ratio.py
-# ThunderServe, Figs 6 and 14: which ratio of prefill to decode instances serves coding and conversation best.
-
+# Figs 6 and 14: the best ratio of prefill to decode instances for coding and conversation.
 
 NETWORK = Link(5e9)  # 40 Gb/s, of which `Link` reaches 58 % as the paper measured
 CONTEXT_TOKENS = 2048  # the model's
@@ -40,7 +39,6 @@ _REQUESTS = 800
 
 
 def ratio_rows(testbed: Testbed, data: Path) -> tuple[tuple[Row, ...], Chart]:
-    """The best ratio for each workload, and a chart of all."""
     found = {
         name: throughputs(testbed, azure(data, trace, _REQUESTS, CONTEXT_TOKENS).at_once())
         for name, trace in (("coding", CODING), ("conversation", CONVERSATION))
@@ -103,9 +101,7 @@ def _shown(prefills: int) -> str:
     return f"{prefills}:{_INSTANCES - prefills}"
 
 
-# MERGED thunderserve_link.py
-# ThunderServe, Tables 5 and 8 and section 4: 4 A40 and 4 3090 Ti, coupled and split, with 4 and with 16 bits of KV.
-
+# Tables 5 and 8 and section 4: 4 A40 and 4 3090 Ti, coupled and split, with 4 and with 16 bits of KV.
 
 MODEL, LAYERS = "LLaMA-30B", 60
 INSIDE = Link(16e9, latency_s=1e-4)  # between stages of one host, over PCIe
@@ -192,11 +188,8 @@ def kv_share(testbed: Testbed, prompt: int, codec: Codec) -> float:
     return 100.0 * transfer / (prefill + transfer + decode)
 
 
-# MERGED thunderserve_loss.py
-# ThunderServe 5.4 and Appendix G: 4 of 32 GPUs go offline; roles flip (13 s), all is planned anew (157 s), or nothing.
-#
+# 5.4 and Appendix G: 4 of 32 GPUs go offline; roles flip (13 s), a new plan is searched (157 s), or nothing happens.
 # The deployments are those of the paper's Table 3. Lost: the 4 A6000 that are two decode instances.
-
 
 _P, _D = Role.PREFILL, Role.DECODE
 _HALF = LAYERS // 2
@@ -258,7 +251,6 @@ _CASES = (
 
 
 def loss_rows(testbed: Testbed, data: Path) -> tuple[Row, ...]:
-    """Both workloads."""
     return tuple(row for case in _CASES for row in _case_rows(testbed, data, case))
 
 
@@ -352,7 +344,6 @@ def _alone_s(testbed: Testbed, workload: Workload) -> Times:
 
 
 def thunderserve_section(testbed: Testbed, data: Path) -> Section:
-    """All of it."""
     ratios, chart = ratio_rows(testbed, data)
     rows = (*ratios, *kv_rows(testbed), *link_rows(testbed), *loss_rows(testbed, data))
     return Section("thunderserve", "ThunderServe: heterogeneous GPUs in the cloud", rows, (chart,))

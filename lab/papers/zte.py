@@ -39,7 +39,6 @@ _CASES = (_Case("512", "Fig 9", 512, 1024, 3.0, 19.3, 22.6), _Case("1024", "Fig 
 
 
 def zte_section(testbed: Testbed) -> Section:
-    """All of it."""
     cases = [row for case in _CASES for row in _case_rows(testbed, case)]
     ratios, chart = _ratio_rows(testbed)
     rows = (*cases, *ratios, *_long_rows(testbed), *_formula_rows(testbed))
@@ -146,7 +145,6 @@ def _run(testbed: Testbed, prompt: int, output: int, rate: float, prefills: int,
 
 
 def mean_tpot_s(result: SimResult) -> float:
-    """Mean over requests."""
     done, found = result.outcomes.completed, result.outcomes
     return float(np.mean((found.jct_s[done] - found.ttft_s[done]) / (found.output_tokens[done] - 1)))
 
