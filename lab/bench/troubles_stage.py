@@ -1,4 +1,4 @@
-"""Stages a trouble on a running suite, waits for the verdict to name it and to call all well again, and judges it."""
+"""One injected fault: it is made on a running suite, and verdicts are judged until the cluster is well again."""
 
 import asyncio
 import re
@@ -15,6 +15,7 @@ from lab.bench.troubles_verdict import figures
 from lab.chaos.arena import Arena
 from lab.chaos.clusters import Testbed
 from services.launcher.child_process import Child
+from shared.domain import verdict
 from shared.domain.instance import Role
 from shared.domain.verdict import Count, Level, Problem, Verdict
 from shared.errors import PolyphaseError
@@ -58,17 +59,18 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One of them. `make` has it for its block's length. what: the problem's code; names: what text and cause have to
-    say, a regular expression; culprits: the instances that the problem names, None: none are looked for.
+    """A fault and what the verdict has to say of it. `make` has the fault for its block's length.
+
+    what: the problem's code. stage, culprits: the problem's stage and instances, where they are certain.
     """
 
     name: str
     does: str
     what: str
-    names: str
-    make: Callable[[Stage], AbstractAsyncContextManager[None]]
+    make: Callable[[Stage], AbstractAsyncContextManager[object]]
     level: Level = Level.DEGRADED
-    culprits: Callable[[Arena], tuple[str, ...]] | None = None
+    stage: verdict.Stage | None = None
+    culprits: tuple[str, ...] | None = None
     bed: Testbed = EMULATED
 
 
@@ -113,8 +115,8 @@ async def stage(on: Stage, trouble: Trouble) -> Staged:
         undone = time.monotonic()
         if await _well(on, staged, seen):
             staged.clear_s = time.monotonic() - undone
-        for verdict, known in seen:
-            staged.figures += figures(verdict, known)
+        for found, known in seen:
+            staged.figures += figures(found, known)
     return staged
 
 
@@ -136,7 +138,7 @@ async def _alarm(on: Stage, staged: Staged, seen: list[tuple[Verdict, Known]], b
             problem = _named(trouble, found) or problem
         seen.append(found)
         staged.headline, staged.cause = found[0].headline, problem.cause
-        staged.faults += _misnamed(on, trouble, found[0])
+        staged.faults += _misnamed(trouble, found[0])
     return alarm_s
 
 
@@ -144,33 +146,31 @@ def _named(trouble: Trouble, found: tuple[Verdict, Known]) -> Problem | None:
     return next((one for one in found[0].problems if one.what == trouble.what), None)
 
 
-def _misnamed(on: Stage, trouble: Trouble, verdict: Verdict) -> list[str]:
-    problem = next((one for one in verdict.problems if one.what == trouble.what), None)
+def _misnamed(trouble: Trouble, found: Verdict) -> list[str]:
+    problem = next((one for one in found.problems if one.what == trouble.what), None)
     if problem is None:
-        return [f"named no more: {verdict.headline}"]
-    faults, said = [], f"{problem.text}: {problem.cause}"
-    if re.search(trouble.names, said) is None:
-        faults.append(f"it says {said!r}, and nothing of {trouble.names!r}")
-    if problem.level is not trouble.level:
-        faults.append(f"it calls it {problem.level}, not {trouble.level}")
-    if trouble.culprits is not None and problem.instances != tuple(sorted(trouble.culprits(on.arena))):
-        faults.append(f"it blames {problem.instances}, not {trouble.culprits(on.arena)}")
-    return faults
+        return [f"named no more: {found.headline}"]
+    wanted = {"level": trouble.level, "stage": trouble.stage, "instances": trouble.culprits}
+    return [
+        f"{name} is {getattr(problem, name)!r}, not {want!r}"
+        for name, want in wanted.items()
+        if want is not None and getattr(problem, name) != want
+    ]
 
 
 async def _well(on: Stage, staged: Staged, seen: list[tuple[Verdict, Known]]) -> bool:
     """Wait until nothing is wrong, but for who is not to come yet; that verdict is judged, too."""
     give_up = time.monotonic() + CLEAR_S
     while True:
-        verdict, known = await on.verdict()
-        problems = [one for one in verdict.problems if one.what != "instances_missing"]
-        settled = all(count.ready == known.counts[role].ready for role, count in verdict.counts.items())
-        if not problems and settled and verdict.requests:
-            if not verdict.problems:
-                seen.append((verdict, known))
+        found, known = await on.verdict()
+        problems = [one for one in found.problems if one.what != "instances_missing"]
+        settled = all(count.ready == known.counts[role].ready for role, count in found.counts.items())
+        if not problems and settled and found.requests:
+            if not found.problems:
+                seen.append((found, known))
             return True
         if time.monotonic() > give_up:
-            staged.faults.append(f"not well within {CLEAR_S:.0f} s: {verdict.headline}")
+            staged.faults.append(f"not well within {CLEAR_S:.0f} s: {found.headline}")
             return False
         await asyncio.sleep(POLL_S)
 

@@ -19,7 +19,6 @@ from services.launcher.child_process import Limits
 from shared.domain.instance import Role
 from shared.domain.job import Slo, itl_met
 from shared.domain.verdict import Count, Verdict
-from shared.errors import DeadlineExceeded, EngineFailed, PeerLost, Unavailable
 
 _MIB = 1 << 20
 WINDOW_S = 10.0  # of the verdict, in place of 60 s: it is over sooner after a trouble
@@ -227,7 +226,6 @@ GAP_BLUR_S = (
 )
 TPOT_BLUR = 0.1  # tokens that share a message: so much of TPOT, either way
 
-_STATUS = {one.code: str(one.http_status) for one in (Unavailable, PeerLost, DeadlineExceeded, EngineFailed)}
 HISTOGRAM = 1.06  # percentiles of the verdict are of buckets within 5 %
 OWN_S = 0.05  # beside a client's time
 Bounds = tuple[float, float]
@@ -301,11 +299,6 @@ def is_refused(shot: Shot) -> bool:
 
 def is_failed(shot: Shot) -> bool:
     return bool(shot.code) and not is_refused(shot)
-
-
-def told_as(shot: Shot, code: str) -> bool:
-    """Whether an error may have been that one: within a stream clients are told its HTTP status only."""
-    return shot.code in (code, _STATUS.get(code))
 
 
 def share(part: Bounds, rest: Bounds) -> Bounds:
@@ -391,9 +384,3 @@ def same(name: str, said: object, want: object) -> Figure:
 
 def window_of(verdict: Verdict) -> Window:
     return Window(verdict.time_s - verdict.window_s, verdict.time_s)
-
-
-def percent(name: str, said: str, bounds: Bounds) -> Figure:
-    """A share in per cent, rounded to its last digit."""
-    least, most = bounds
-    return within(name, float(said), (100.0 * least, 100.0 * most), 0.51 if float(said) >= 1.0 else 0.06)
