@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lab.bench.results import Result, at_most
 from lab.fit.efficiencies import TableFit, fit_tables
 from lab.fit.profilers import read_tables
 from shared.cost.geometry import ExpertSplit, ModelGeometry, kv_capacity_tokens
@@ -32,8 +33,6 @@ from shared.sim.workload import Workload
 
 COUPLED = RunSpec(policies=Policies(LeastLoad(), NoSplit(), RandomDispatch()))
 
-Result = dict[str, Any]
-
 
 def coupled(
     times: StepTimes, geometry: ModelGeometry, limits: EngineLimits, kv_tokens: int, at: int = 0
@@ -45,10 +44,6 @@ def coupled(
 def mean_s(outcomes: Outcomes, what: str) -> float:
     """Mean of a latency; a request of one token has a TPOT of 0."""
     return float(np.nan_to_num(getattr(outcomes, f"{what}_s")).mean())
-
-
-def at_most(want: float, got: float) -> dict[str, Any]:
-    return {"want": f"<= {want:g}", "got": round(got, 2), "met": bool(got <= want)}
 
 
 def word(text: str) -> str:
@@ -89,7 +84,7 @@ def silicon_errors(sample: Path, library: Library, result: Result) -> None:
     for name, loops in (("dense", dense), ("qwen3_32b_h100", qwen)):
         if loops:
             aim = f"silicon_{name}_tpot_mape_percent"
-            result["aims"][aim] = at_most(_AIM, _mape_percent(loops))
+            result["aims"][aim] = at_most(_AIM, _mape_percent(loops), 2)
     if qwen:
         _figures(result, "silicon_qwen3_32b_h100_sxm", qwen)
     if dense:
@@ -229,7 +224,7 @@ def table_errors(profiles: Path, library: Library, result: Result) -> None:
         result["figures"][f"{name}_mape_percent"] = round(got, 2)
         result["figures"][f"{name}_naive_mape_percent"] = round(100.0 * one.fit.naive_mape, 2)
         if one.table.operator in _TABLE_AIMS:
-            result["aims"][f"{name}_mape_percent"] = at_most(_TABLE_AIMS[one.table.operator], got)
+            result["aims"][f"{name}_mape_percent"] = at_most(_TABLE_AIMS[one.table.operator], got, 2)
 
 
 def run_errors(folder: Path, library: Library, result: Result) -> None:
@@ -248,7 +243,7 @@ def run_errors(folder: Path, library: Library, result: Result) -> None:
         result["figures"][f"{name}_{what}_measured_ms"] = round(1e3 * measured, 2)
         result["figures"][f"{name}_{what}_predicted_ms"] = round(1e3 * predicted, 2)
         result["figures"][f"{name}_{what}_mean_off_percent"] = round(off, 2)
-        result["aims"][f"{name}_{what}_mean_off_percent"] = at_most(aim, abs(off))
+        result["aims"][f"{name}_{what}_mean_off_percent"] = at_most(aim, abs(off), 2)
     if not result["aims"][f"{name}_ttft_mean_off_percent"]["met"]:
         waited = 100.0 * sum(one.waited_s for one in run.measured) / sum(one.ttft_s for one in run.measured)
         result["notes"].append(
@@ -272,7 +267,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A measured run: what was asked, of which instances, and how it went; requests in order of arrival."""
+    """A measured run: its requests, its instances, and the measured times; requests in order of arrival."""
 
     instances: tuple[InstanceSpec, ...]
     workload: Workload
@@ -282,11 +277,11 @@ class Run:
 def read_run(folder: Path, library: Library) -> Run:
     """A run as LLMServingSim's bench records it: `meta.json`, `config.json`, `requests.jsonl`."""
     meta = read_json(folder / "meta.json")
-    asked = meta["engine_kwargs"]
-    degree, stages = int(asked.get("tensor_parallel_size", 1)), int(asked.get("pipeline_parallel_size", 1))
-    copies = int(asked.get("data_parallel_size") or 1)
+    engine_args = meta["engine_kwargs"]
+    degree, stages = int(engine_args.get("tensor_parallel_size", 1)), int(engine_args.get("pipeline_parallel_size", 1))
+    copies = int(engine_args.get("data_parallel_size") or 1)
     # vLLM deals the experts to all accelerators of a data-parallel group, or cuts each into as many parts.
-    dealt = ExpertSplit(degree * copies if asked.get("enable_expert_parallel") else 1, copies)
+    dealt = ExpertSplit(degree * copies if engine_args.get("enable_expert_parallel") else 1, copies)
     model = library.step_model(_hardware(folder), str(meta["model"]), degree, stages, experts=dealt)
     total = (meta.get("hardware") or {}).get("device_total_memory_bytes")
     device = replace(model.accelerator, memory_bytes=float(total)) if total else model.accelerator
@@ -297,11 +292,11 @@ def read_run(folder: Path, library: Library) -> Run:
         tensor_parallel=degree,
         pipeline_parallel=stages,
         experts=dealt,
-        utilisation=float(asked.get("gpu_memory_utilization") or 0.9),
+        utilisation=float(engine_args.get("gpu_memory_utilization") or 0.9),
     )
     limits = EngineLimits(
-        batched_tokens=int(asked.get("max_num_batched_tokens") or 8192),
-        sequences=int(asked.get("max_num_seqs") or 256),
+        batched_tokens=int(engine_args.get("max_num_batched_tokens") or 8192),
+        sequences=int(engine_args.get("max_num_seqs") or 256),
         block_tokens=int((meta.get("kv_cache") or {}).get("block_size") or 16),
     )
     workload, measured = _read_requests(folder)
@@ -343,10 +338,6 @@ def _read_requests(folder: Path) -> tuple[Workload, tuple[Measured, ...]]:
         np.array([int(row["output_toks"]) for row in rows]),
     )
     return workload, tuple(measured)
-
-
-def failed_aims(result: Result) -> Sequence[str]:
-    return [name for name, aim in result["aims"].items() if not aim["met"]]
 
 
 def _table_name(one: TableFit) -> str:

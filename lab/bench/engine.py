@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
-from typing import Any
 
 from rich.console import Console
 
-from lab.bench.mixed import at_least, at_most
 from lab.bench.real_engines import BLOCK, KV_TOKENS, PATIENT, SEATS, SHAPE, OneEngine, one_engine
+from lab.bench.results import Result, at_least, at_most, rotated
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.target import Target
 from lab.demo.client import Answer, ApiClient, Ask
@@ -110,8 +109,8 @@ async def send(api: ApiClient, wanted: Sequence[Wanted], label: str, at_once: in
 
 def predicted_in_time(timeline: RequestTimeline) -> bool:
     """Whether the length of its answer was predicted before its first token."""
-    said = [decision.time_s for decision in timeline.decisions if decision.kind == "prediction"]
-    return bool(said) and said[0] <= timeline.first_token_s
+    predicted_s = [decision.time_s for decision in timeline.decisions if decision.kind == "prediction"]
+    return bool(predicted_s) and predicted_s[0] <= timeline.first_token_s
 
 
 def _check(answer: Answer, request: Wanted) -> None:
@@ -127,7 +126,6 @@ FCFS, SJF = "fcfs", "sjf"
 GREEDY, STATIC, DYNAMIC = "greedy", "reserve_static", "reserve_dynamic"
 ALONE = "alone"  # a run of few requests at once, that only says what their tokens are
 JCT_SHARE = 1.02  # of greedy's, at most: what counts as no longer
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +243,11 @@ async def _measure(engine: OneEngine, rounds: int, console: Console) -> Result:
         # Admissions first: the short answers of bursts would teach the predictor another thing.
         admissions.append(await meter.run(0, ALONE, pressing(SEED), at_once=FITTING))
         for number in range(rounds):
-            for admission in _turned(ADMISSIONS, number):
+            for admission in rotated(ADMISSIONS, number):
                 admissions.append(await meter.run(number, admission, pressing(SEED + number), admission=admission))
         orders.append(await meter.run(0, ALONE, burst(SEED), at_once=1))
         for number in range(rounds):
-            for order in _turned(ORDERS, number):
+            for order in rotated(ORDERS, number):
                 orders.append(await meter.run(number, order, burst(SEED + number), order=order))
     result = report(orders, admissions)
     result["figures"]["foreign_cores"] = watch.mean_cores
@@ -258,11 +256,6 @@ async def _measure(engine: OneEngine, rounds: int, console: Console) -> Result:
         "admissions that reserve go by what the predictor has observed, beginning with an uncounted run",
     ]
     return result
-
-
-def _turned(policies: Sequence[str], number: int) -> Sequence[str]:
-    first = number % len(policies)
-    return (*policies[first:], *policies[:first])
 
 
 class Meter:

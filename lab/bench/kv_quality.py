@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from lab.bench.results import at_least, at_most
 from services.launcher.model_source import PROJECT
 from services.worker.kv.errors import lossy_salt
 from shared.domain.kv import Codec, KvHandle
@@ -195,24 +196,18 @@ def _result(measured: dict[str, Measured], tasks: list[Task], texts: int) -> dic
                 **{f"ROUGE-{kind.upper()}": f"{value:.3f}" for kind, value in rouge.items()},
             }
         )
-    aims = {f"{RAW}_answers_identical_share": _aim(1.0, figures[f"{RAW}_answers_identical_share"], at_least=True)}
+    aims = {f"{RAW}_answers_identical_share": at_least(1.0, figures[f"{RAW}_answers_identical_share"])}
     for codec in (each.value for each in Codec if each.lossy):
         aims |= {
-            f"{codec}_perplexity_ratio": _aim(
-                _PERPLEXITY, round(measured[codec].perplexity / raw.perplexity, 4), at_least=False
-            ),
-            f"{codec}_tasks_lost_share": _aim(_RIGHT, round(right[RAW] - right[codec], 3), at_least=False),
-            f"{codec}_rouge_l": _aim(_ROUGE, figures[f"{codec}_rouge_l"], at_least=True),
+            f"{codec}_perplexity_ratio": at_most(_PERPLEXITY, measured[codec].perplexity / raw.perplexity, 4),
+            f"{codec}_tasks_lost_share": at_most(_RIGHT, round(right[RAW] - right[codec], 3)),
+            f"{codec}_rouge_l": at_least(_ROUGE, figures[f"{codec}_rouge_l"]),
         }
     notes = [
         f"{len(plain.logprobs)} tokens of {texts} held-out conversations scored after their first halves; greedy "
         f"answers of {ANSWER_TOKENS} tokens to these, those of one instance being ROUGE's truth; {len(tasks)} tasks."
     ]
     return {"figures": figures, "aims": aims, "tables": {"Lossy KV and answers": rows}, "notes": notes}
-
-
-def _aim(want: float, got: float, *, at_least: bool) -> dict[str, Any]:
-    return {"want": want, "got": got, "met": got >= want if at_least else got <= want}
 
 
 # Overlap of answers.

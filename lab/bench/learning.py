@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from lab.bench.mixed import at_most
 from lab.bench.mixed_pair import CHUNK, SEATS, SEED, STAGING_BYTES, FormSteps, conversations, replay
 from lab.bench.real_engines import FLIP_S, SHAPE, QuotaSuite, cluster_file, running_under_quotas
+from lab.bench.results import Result, at_most
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.live import StepReader, fit_kinds, run_phases, timed_step
 from lab.calibrate.target import Shot, Target, Traffic
@@ -61,7 +61,7 @@ class Trio(QuotaSuite):
         infos = await self.instances()
         silent = [info.instance_id for info in infos if info.rates.step is None]
         if silent:
-            raise Unavailable(f"{', '.join(silent)}: no step times are told")
+            raise Unavailable(f"{', '.join(silent)}: no step times are published")
         return {info.instance_id: info.rates.step for info in infos if info.rates.step is not None}
 
 
@@ -143,13 +143,13 @@ def compare(
     by_kind: dict[str, list[StepRecord]] = {kind: [] for kind in BATCHES}
     for step in steps:
         by_kind[kind_of(timed_step(step).batch)].append(step)
-    told, found = FormSteps(learned), []
+    published, found = FormSteps(learned), []
     for kind, batches in BATCHES.items():
         known = getattr(learned, kind).steps
         if min(known, len(by_kind[kind])) >= FEWEST:
-            off = tuple(told.step_time_s(batch) / calibrated.step_time_s(batch) - 1.0 for batch in batches)
+            off = tuple(published.step_time_s(batch) / calibrated.step_time_s(batch) - 1.0 for batch in batches)
             timed = [timed_step(step) for step in by_kind[kind]]
-            measured = tuple(told.step_time_s(one.batch) / one.seconds - 1.0 for one in timed)
+            measured = tuple(published.step_time_s(one.batch) / one.seconds - 1.0 for one in timed)
             found.append(Compared(instance_id, kind, known, off, measured))
     return found
 
@@ -222,7 +222,6 @@ def windows(
 OFF_PERCENT = 15.0
 LEFT = 0.5  # of its share before
 WINDOW_FROM_S, SOON_S, BY_S, UNTIL_S = -10.0, 6.0, 10.0, 20.0  # after the slowdown
-Result = dict[str, Any]
 
 
 def report(compared: Sequence[Compared], work: Sequence[Placed], episodes: Sequence[Episode]) -> Result:

@@ -153,8 +153,8 @@ async def compare(scenario: Scenario, on: Session) -> Result:
                 latest = await _calibrated(on)
                 calibrations.append(latest)
             around = calibrations[-2:]
-            said = [await asyncio.to_thread(simulated, scenario, one, workload, arm) for one in around]
-            pairs[arm.label] = LivePair(Means.from_samples(live.samples), Means.average(said), live.foreign_cores)
+            predicted = [await asyncio.to_thread(simulated, scenario, one, workload, arm) for one in around]
+            pairs[arm.label] = LivePair(Means.from_samples(live.samples), Means.average(predicted), live.foreign_cores)
         found.append(Round(tuple(calibrations), pairs))
     figures = {f"{scenario.name}_rate_per_s": workload.rate, **_conditions(scenario, found)}
     note = f"{scenario.name}: {scenario.title}; {len(workload)} requests, {scenario.rounds} rounds"
@@ -190,10 +190,10 @@ def judged(name: str, arms: Sequence[Arm], rounds: Sequence[Round]) -> Result:
     for arm in arms:
         for metric in METRICS:
             pairs = [one.pairs[arm.label].both(metric) for one in rounds]
-            off = median(100.0 * (said / seen - 1.0) for seen, said in pairs)
+            off = median(100.0 * (predicted / seen - 1.0) for seen, predicted in pairs)
             key = f"{name}_{arm.label}_{metric}"
             figures[f"{key}_live_ms"] = 1e3 * median(seen for seen, _ in pairs)
-            figures[f"{key}_simulated_ms"] = 1e3 * median(said for _, said in pairs)
+            figures[f"{key}_simulated_ms"] = 1e3 * median(predicted for _, predicted in pairs)
             figures[f"{key}_off_percent"] = off
             aims[f"{key}_off_percent"] = aim(f"within {AIM_PERCENT:g}", round(off, 2), abs(off) <= AIM_PERCENT)
     winners = _winners(name, [arm.label for arm in arms], rounds, figures)
@@ -261,9 +261,9 @@ def _conditions(scenario: Scenario, rounds: Sequence[Round]) -> dict[str, float]
         for label, pair in one.pairs.items():
             figures[f"{round_}_{label}_foreign_cores"] = pair.foreign_cores
             for metric in METRICS:
-                seen, said = pair.both(metric)
+                seen, predicted = pair.both(metric)
                 figures[f"{round_}_{label}_{metric}_live_ms"] = 1e3 * seen
-                figures[f"{round_}_{label}_{metric}_off_percent"] = 100.0 * (said / seen - 1.0)
+                figures[f"{round_}_{label}_{metric}_off_percent"] = 100.0 * (predicted / seen - 1.0)
     return figures
 
 

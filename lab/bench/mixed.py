@@ -18,7 +18,6 @@ from typing import Any
 
 from rich.console import Console
 
-from lab.bench.cost import Result
 from lab.bench.mixed_pair import (
     ADAPTIVE,
     BALANCED,
@@ -43,6 +42,7 @@ from lab.bench.mixed_pair import (
     replay,
     running_pair,
 )
+from lab.bench.results import Aim, Result, at_least, at_most, rotated
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.live import StepReader, control_plane
 from lab.calibrate.target import Sample, Shot, Target, Traffic
@@ -112,18 +112,18 @@ class Table:
         }
 
 
-def report(runs: Sequence[Run], said: Mapping[tuple[str, str], Means], notes: Iterable[str] = ()) -> Result:
-    """Figures, aims and notes. said: the simulator's means, by load and system."""
+def report(runs: Sequence[Run], predicted: Mapping[tuple[str, str], Means], notes: Iterable[str] = ()) -> Result:
+    """Figures, aims and notes. predicted: the simulator's means, by load and system."""
     table = Table(runs)
-    figures, aims = table.figures() | PAPER, dict[str, dict[str, Any]]()
-    for more, wanted in (_throughput(table), *map(_at_rate(table), table.loads), _simulated(table, said)):
+    figures, aims = table.figures() | PAPER, dict[str, Aim]()
+    for more, wanted in (_throughput(table), *map(_at_rate(table), table.loads), _simulated(table, predicted)):
         figures |= more
         aims |= wanted
     words = [f"{system.label}: {system.words}" for system in SYSTEMS]
     return {"figures": figures, "aims": aims, "notes": [*words, *notes]}
 
 
-def _throughput(table: Table) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+def _throughput(table: Table) -> tuple[dict[str, float], dict[str, Aim]]:
     def ours(other: System) -> float | None:
         got, base = (table.get("burst", system, "requests_per_s") for system in (ADAPTIVE, other))
         return got / base if got is not None and base else None
@@ -142,11 +142,11 @@ def _throughput(table: Table) -> tuple[dict[str, float], dict[str, dict[str, Any
 def _at_rate(table: Table) -> Any:
     """A function of the load: adaptive over data-parallel and over `balanced` there."""
 
-    def of(load: str) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    def of(load: str) -> tuple[dict[str, float], dict[str, Aim]]:
         if load == "burst":
             return {}, {}
         figures: dict[str, float] = {}
-        aims: dict[str, dict[str, Any]] = {}
+        aims: dict[str, Aim] = {}
         wanted = {"tbt_p99": TBT_SHARE, "jct_mean": JCT_SHARE, "ttft_p99": TTFT_SHARE}
         for metric, most in wanted.items():
             for other, bound in ((DATA_PARALLEL, most), (BALANCED, NOISE)):
@@ -161,12 +161,10 @@ def _at_rate(table: Table) -> Any:
     return of
 
 
-def _simulated(
-    table: Table, said: Mapping[tuple[str, str], Means]
-) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+def _simulated(table: Table, predicted: Mapping[tuple[str, str], Means]) -> tuple[dict[str, float], dict[str, Aim]]:
     figures: dict[str, float] = {}
     worst: dict[str, float] = {}
-    for (load, system), means in said.items():
+    for (load, system), means in predicted.items():
         for name, value in means._asdict().items():
             figures[f"{load}_{system}_{name}_simulated"] = value
             rows = table.found.get((load, system))
@@ -176,36 +174,22 @@ def _simulated(
                 figures[f"{load}_{system}_{name}_off_percent"] = off
                 worst[name] = max(worst.get(name, 0.0), abs(off))
     aims = {f"simulated_{name}_off_percent": at_most(MEANS_PERCENT, off) for name, off in worst.items()}
-    wrong = [*_wrong_order(table, said)]
+    wrong = [*_wrong_order(table, predicted)]
     aims["simulated_pairs_in_wrong_order"] = {"want": 0, "got": ", ".join(wrong) or 0, "met": not wrong}
     return figures, aims
 
 
-def _wrong_order(table: Table, said: Mapping[tuple[str, str], Means]) -> Iterable[str]:
+def _wrong_order(table: Table, predicted: Mapping[tuple[str, str], Means]) -> Iterable[str]:
     """Pairs of systems that really differ under a load, and the other way round in the simulator."""
     for load in table.loads:
         name = "requests_per_s" if load == "burst" else "jct_mean_s"
-        labels = [system.label for system in SYSTEMS if (load, system.label) in table.found.keys() & said.keys()]
+        labels = [system.label for system in SYSTEMS if (load, system.label) in table.found.keys() & predicted.keys()]
         for at, one in enumerate(labels):
             for other in labels[at + 1 :]:
                 live = table.found[load, other][name] / table.found[load, one][name]
-                simulated = getattr(said[load, other], name) / getattr(said[load, one], name)
+                simulated = getattr(predicted[load, other], name) / getattr(predicted[load, one], name)
                 if max(live, 1.0 / live) >= 1.0 + TOLD_APART and (live - 1.0) * (simulated - 1.0) <= 0.0:
                     yield f"{load}: {one} and {other}"
-
-
-def at_least(want: float, got: float | None) -> dict[str, Any]:
-    """An aim; what was not measured misses it."""
-    return {"want": f">= {want:.3g}", "got": _rounded(got), "met": got is not None and got >= want}
-
-
-def at_most(want: float, got: float | None) -> dict[str, Any]:
-    """The same the other way."""
-    return {"want": f"<= {want:.3g}", "got": _rounded(got), "met": got is not None and got <= want}
-
-
-def _rounded(got: float | None) -> float | str:
-    return "not measured" if got is None else round(got, 3)
 
 
 BESIDE = 8  # decodes of one step, when speeds are compared
@@ -263,13 +247,13 @@ async def _measure(pair: Pair, lengths: Workload, options: MixedOptions, console
         loads = [replay(lengths, share, share * rate, options.lasts_s, seed) for share in options.shares]
         runs += await meter.round(number, loads, runs)
     twin = await meter.twin(control)
-    said = await asyncio.to_thread(_simulate, twin, runs, lengths)
+    predicted = await asyncio.to_thread(_simulate, twin, runs, lengths)
     notes = (
         f"{lengths.name}, prompts a third and answers a quarter as long; {options.rounds_run} rounds; cores: "
         + ", ".join(f"{name} {cores:g}" for name, cores in CORES.items()),
         "pipeline: only simulated, CPU quotas are an instance's and not a stage's",
     )
-    result = report(runs, said, notes)
+    result = report(runs, predicted, notes)
     result["figures"] |= {f"{name}_requests_per_s_by_its_rates": speed for name, speed in meter.speeds.items()}
     return result
 
@@ -320,10 +304,9 @@ class Meter:
         """Every system that keeps up, under every load, in rotating order."""
         await self._warm_up(number)
         best = {run.system.label: run.seen.requests_per_s for run in before if run.load.label == "burst"}
-        first = number % len(SYSTEMS)
         runs = []
         for load in loads:
-            for system in SYSTEMS[first:] + SYSTEMS[:first]:
+            for system in rotated(SYSTEMS, number):
                 most = KEEPS_UP * best.get(system.label, inf)
                 if not load.share or load.workload.rate <= most:
                     runs.append(await self._run(system, load))

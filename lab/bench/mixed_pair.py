@@ -304,14 +304,14 @@ def learned(instances: Sequence[LiveInstance], steps: Steps) -> dict[str, StepRa
     """
     found = {}
     for one in instances:
-        name, told = one.info.instance_id, one.info.rates.step
-        if told is None:
-            raise Unavailable(f"{name} tells no step times")
+        name, published = one.info.instance_id, one.info.rates.step
+        if published is None:
+            raise Unavailable(f"{name} publishes no step times")
         samples = lasting(steps.get(name, ()))
         forms = {
             kind: fit_form(kind, of_kind)
             if len(of_kind := [each for each in samples if _kind(each[0]) == kind]) >= FEWEST
-            else getattr(told, kind)
+            else getattr(published, kind)
             for kind in TERMS
         }
         found[name] = StepRates(**forms)

@@ -272,8 +272,8 @@ def aims_of(name: str, attainment: float, share: float) -> dict[str, Aim]:
 def _run(scenario: Scenario, streams: Sequence[Stream], policy: str = "adaptive") -> list[Seen]:
     parts = []
     for at, stream in enumerate(streams):
-        asked = replace(scenario, seed=scenario.seed + at).workload(stream.rate, max(50, int(stream.rate * LASTS_S)))
-        parts.append(of_class(asked, stream.slo, stream.caller))
+        requests = replace(scenario, seed=scenario.seed + at).workload(stream.rate, max(50, int(stream.rate * LASTS_S)))
+        parts.append(of_class(requests, stream.slo, stream.caller))
     workload = together(parts)
     result = simulate(workload, instances(scenario.cluster), with_words(run_of(scenario.cluster), policy))
     return [_seen(result, workload, at, stream.slo) for at, stream in enumerate(streams)]

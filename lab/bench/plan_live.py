@@ -22,7 +22,8 @@ import yaml
 
 from lab.bench.comparison import share_within
 from lab.bench.experiment import Means, Session, measured, model_with_context, shots_of, slower
-from lab.bench.plan_thunderserve import CaseResult, aim, cluster, problem_of
+from lab.bench.plan_thunderserve import CaseResult, cluster, problem_of
+from lab.bench.results import aim
 from lab.bench.scenarios import Phase, lengths, trace_of, turning
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.target import Sample
@@ -138,7 +139,7 @@ _SIDES = ("ttft_mean_s", "tpot_mean_s", "attainment_share")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PromiseFigures:
     """Of one run, in the accelerators' time: mean TTFT and TPOT, and the settled share within the SLO."""
 
     ttft_mean_s: float
@@ -150,9 +151,9 @@ class Told:
 class Kept:
     """A promise, what became of it, and what the simulator says of the file that was started."""
 
-    promised: Told
-    live: Told
-    simulated: Told
+    promised: PromiseFigures
+    live: PromiseFigures
+    simulated: PromiseFigures
     factor: float
     foreign_cores: float
 
@@ -186,8 +187,8 @@ def kept_promise(one: Planned, most: int | None = None) -> Kept:
         file = file_of(one, factor, Path(name))
         samples, foreign_cores = asyncio.run(measured(file, partial(_sent, slow)))
         simulated = simulated_file(file, slow, one.problem.slo, factor)
-    promised = Told(promise.figures["ttft_mean_s"], promise.figures["tpot_mean_s"], promise.attainment)
-    return Kept(promised, told(samples, slow, one.problem.slo, factor), simulated, factor, foreign_cores)
+    promised = PromiseFigures(promise.figures["ttft_mean_s"], promise.figures["tpot_mean_s"], promise.attainment)
+    return Kept(promised, seen_by_clients(samples, slow, one.problem.slo, factor), simulated, factor, foreign_cores)
 
 
 async def _sent(workload: Workload, on: Session) -> tuple[Sequence[Sample], float]:
@@ -196,21 +197,21 @@ async def _sent(workload: Workload, on: Session) -> tuple[Sequence[Sample], floa
     return sent.samples, sent.foreign_cores
 
 
-def told(samples: Sequence[Sample], workload: Workload, slo: Slo, factor: float) -> Told:
+def seen_by_clients(samples: Sequence[Sample], workload: Workload, slo: Slo, factor: float) -> PromiseFigures:
     """What clients saw of a workload on a cluster that is `factor` times as slow."""
     means = Means.from_samples(samples)
     counts = np.flatnonzero(later(workload.arrival_s))
     share = share_within([samples[at] for at in counts], slo.slower(factor))
-    return Told(means.ttft / factor, means.tpot / factor, share)
+    return PromiseFigures(means.ttft / factor, means.tpot / factor, share)
 
 
-def simulated_file(file: Path, workload: Workload, slo: Slo, factor: float) -> Told:
+def simulated_file(file: Path, workload: Workload, slo: Slo, factor: float) -> PromiseFigures:
     """What the simulator makes of a file that is `factor` times as slow."""
     deployment, slow = load_deployment(file), slo.slower(factor)
     result = simulate(workload, deployment.instances, deployment.run)
     figures, out = summary(result, slow), result.outcomes
     share = float(out.met(slow)[later(out.arrival_s)].mean())
-    return Told(figures["ttft_mean_s"] / factor, figures["tpot_mean_s"] / factor, share)
+    return PromiseFigures(figures["ttft_mean_s"] / factor, figures["tpot_mean_s"] / factor, share)
 
 
 def compared(name: str, kept: Kept) -> tuple[dict[str, float], Mapping[str, dict[str, Any]]]:
@@ -251,7 +252,7 @@ PLAIN = "least_load+split=full+power_of_two"
 BEFORE_S, AFTER_S = 90.0, 160.0  # on this machine's clock; answers that have ended are short ones at first
 SHARE = 0.8  # of the goodput that the simulator finds for roles as they should be
 AT_FIRST = 0.4  # of the goodput before a shift: what streams many tokens would slow all of it, and few requests a
-# second take long to be told from others
+# second take long to show a change
 FOLLOWED_TOKENS_PER_S = 800.0  # that come at most
 
 
@@ -361,7 +362,7 @@ def _followed(
 
 
 PROPOSED_S = 1.0  # from the notice
-BACK = 0.9  # of what the proposal said of attainment
+BACK = 0.9  # of the attainment that the proposal expects
 LAST = 0.4  # of a phase: its end shows how good the roles are, not how fast they came
 FOLLOWED_DRAIN_S, FOLLOWED_TAIL_S = (
     30.0,
@@ -504,13 +505,13 @@ def answering(one: Followed, proposals: Sequence[Mapping[str, Any]]) -> Mapping[
 
 
 def followed_story(one: Followed, followed: Ran, alone: Ran) -> list[str]:
-    told = [_proposal(entry, followed.changed_s) for entry in followed.proposals]
+    lines = [_proposal(entry, followed.changed_s) for entry in followed.proposals]
     shares = (
         f"{one.name}: last {LAST:.0%} of a phase within the SLO, before and after: {_both(followed)} with the planner, "
         f"{_both(alone)} without; failed {len(followed.failed)} and {len(alone.failed)}"
     )
     reasons = [f"{one.name}: a request failed: {reason[:200]}" for reason in sorted(set(followed.failed))[:3]]
-    return [f"{one.name}: {line}" for line in told] + [shares, *reasons]
+    return [f"{one.name}: {line}" for line in lines] + [shares, *reasons]
 
 
 def _case(one: Followed) -> str:
@@ -553,5 +554,5 @@ def _both(run: Ran) -> str:
 
 def case_live(data: Path) -> CaseResult:
     kept, followed = case_promise(data), case_follow(data)
-    notes = list(dict.fromkeys(kept[2] + followed[2]))  # that a trace is missing is told once
+    notes = list(dict.fromkeys(kept[2] + followed[2]))  # a missing trace is noted once
     return kept[0] | followed[0], kept[1] | followed[1], notes

@@ -10,6 +10,7 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
+from lab.bench.results import aim
 from lab.papers.testbed import CODING, CONVERSATION, azure
 from shared.cost.kinds import Workshop
 from shared.cost.library import Library
@@ -389,7 +390,3 @@ def phases_of(problem: Problem, plan: Plan) -> tuple[set[str], set[str]]:
 def prefill_share(groups: Sequence[Group]) -> float:
     total = sum(group.accelerators for group in groups)
     return sum(group.accelerators for group in groups if group.role is Role.PREFILL) / total
-
-
-def aim(want: str, got: str, met: bool) -> dict[str, Any]:
-    return {"want": want, "got": got, "met": met}

@@ -22,6 +22,7 @@ from rich.console import Console
 from lab.bench.comparison import Bracket, Ladder, Row, best_mean, goodput, of_result, race
 from lab.bench.pauses import TABLE as PAUSES
 from lab.bench.pauses import pauses_side_by_side
+from lab.bench.results import at_least
 from lab.bench.scenarios import SLO, TARGET, Scenario, all_scenarios
 from shared.errors import InvalidRequest
 
@@ -50,7 +51,7 @@ class Case(Protocol):
 
 
 class Runs:
-    """Whether the target is met, by scenario, policy, rate and number of requests. May be asked by several threads.
+    """Whether the target is met, by scenario, policy, rate and number of requests. May be used by several threads.
 
     file: what stands in it is not run again, and what is run is added to it, a line of JSON each. It only fits the
     code that made it.
@@ -112,7 +113,7 @@ ADAPTIVE = "adaptive"
 PLACEMENTS = ("least_load", "round_robin", "workload", "memory")
 SPLITS = ("split=full", "fraction:fraction=0.5", "balanced")
 DISPATCHES = ("power_of_two", "dispatch=random", "spread", "least_interference")
-RESOLUTION = 1.02  # rates that are told apart
+RESOLUTION = 1.02  # rates that are distinguished
 COARSE = 1.08  # to learn how many requests it takes
 LASTS_S, SHORT_S = 30.0, 10.0  # requests for so long at the rate of `adaptive`, and where to look for that rate
 FEWEST = 600
@@ -296,11 +297,7 @@ def report(found: Sequence[Sequence[Found]], single: Single) -> dict[str, Any]:
     notes.append(f"best single fixed combination: {single.policy}; shares are of adaptive's goodput")
     worst, ahead = min(ratios.values()), figures["adaptive_over_best_single"]
     aims = {
-        "least_ratio_to_best_fixed": aim(AIM_SCENARIO, round(worst, 4), worst),
-        "adaptive_over_best_single": aim(AIM_MEAN, ahead, ahead),
+        "least_ratio_to_best_fixed": at_least(AIM_SCENARIO, worst, 4),
+        "adaptive_over_best_single": at_least(AIM_MEAN, ahead, 4),
     }
     return {"figures": figures, "aims": aims, "notes": notes}
-
-
-def aim(want: float, told: float, got: float) -> dict[str, Any]:
-    return {"want": f">= {want}", "got": told, "met": got >= want}

@@ -154,12 +154,12 @@ def pointing(count: int, right: float) -> Floats:
 
 
 def _prompt(verb: int, topic: int, rng: Random) -> str:
-    said = [rng.choice(VERBS[verb]), rng.choice(TOPICS[topic])]
-    rng.shuffle(said)
+    pair = [rng.choice(VERBS[verb]), rng.choice(TOPICS[topic])]
+    rng.shuffle(pair)
     is_long = rng.random() < LONG_SHARE
     words = rng.choices(FILLER, k=rng.randint(*(LONG_WORDS if is_long else SHORT_WORDS)))
     where = [*range(FROM_HEAD), *range(len(words) - FROM_TAIL, len(words))] if is_long else range(len(words))
-    for at, word in zip(rng.sample(where, len(said)), said, strict=True):
+    for at, word in zip(rng.sample(where, len(pair)), pair, strict=True):
         words[at] = word
     return " ".join(words)
 

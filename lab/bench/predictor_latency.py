@@ -206,8 +206,8 @@ def run_latency() -> dict[str, Any]:
                 if not checkpoint.is_dir():
                     notes.append(f"{name}_{device}: not measured: there is no {checkpoint}")
                     continue
-                found, said = asyncio.run(_cells(f"{name}_{device}", checkpoint, device))
-                cells, notes = cells + found, notes + said
+                found, more = asyncio.run(_cells(f"{name}_{device}", checkpoint, device))
+                cells, notes = cells + found, notes + more
     figures: dict[str, float] = {}
     for cell in cells:
         figures |= cell_figures(cell.name, cell.calls, cell.lasted_s)
@@ -291,10 +291,10 @@ async def _asked(
 async def _call(client: RpcClient, ids: list[int], timeout_s: float) -> Call:
     sent_s = perf_counter()
     try:
-        said = await client.call(PREDICT, PredictRequest(ends_of(ids), len(ids), MAX_TOKENS), timeout_s=timeout_s)
+        answer = await client.call(PREDICT, PredictRequest(ends_of(ids), len(ids), MAX_TOKENS), timeout_s=timeout_s)
     except PolyphaseError:
         return Call(perf_counter() - sent_s, "")
-    return Call(perf_counter() - sent_s, said.source)
+    return Call(perf_counter() - sent_s, answer.source)
 
 
 def _p99(ordered: list[float]) -> float:

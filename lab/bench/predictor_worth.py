@@ -74,10 +74,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=getattr(WorthOptions(), name))
     parser.add_argument("--lasts-s", type=float, default=live.LASTS_S)
     parser.add_argument("--only", choices=("simulated", "live"))
-    said: dict[str, Any] = vars(parser.parse_args())
-    only = said.pop("only")
-    said |= {half: only in (None, half) for half in ("simulated", "live")}
-    cli_common.report(Console(), run_worth(WorthOptions(**said)), as_json=True)
+    arguments: dict[str, Any] = vars(parser.parse_args())
+    only = arguments.pop("only")
+    arguments |= {half: only in (None, half) for half in ("simulated", "live")}
+    cli_common.report(Console(), run_worth(WorthOptions(**arguments)), as_json=True)
 
 
 if __name__ == "__main__":

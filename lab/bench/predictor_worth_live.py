@@ -234,11 +234,11 @@ def measured(
         workload = timed(drawn, rate, lasts_s)
         plan = _Plan(file, workload, of_arm, rounds, tuple(under))
         found = asyncio.run(_served(plan, Path(name) / "state"))
-    told = (
+    note = (
         f"worth, live: {len(workload)} requests a run, {rounds} rounds, medians over them; lengths a {SHORTER}th of "
         f"ShareGPT's, instances {SLOWER:g} times as slow; one suite, arms in turn"
     )
-    return {"live_rate_per_s": round(rate, 3), **figures_of(found)}, [told]
+    return {"live_rate_per_s": round(rate, 3), **figures_of(found)}, [note]
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +300,8 @@ async def _one(plan: _Plan, target: Target, policy: str, arm: str) -> Run:
     async with HostWatch(target.launcher_pid) as watch:
         answers = await send(target, plan.workload)
     lost = await preemptions(target) - before
-    said = await asyncio.to_thread(simulated, plan.file, plan.workload, plan.of_arm[arm], policy)
-    return run_of(answers, plan.workload, lost, summary(said, LIVE_SLO)["jct_mean_s"], watch.mean_cores)
+    run = await asyncio.to_thread(simulated, plan.file, plan.workload, plan.of_arm[arm], policy)
+    return run_of(answers, plan.workload, lost, summary(run, LIVE_SLO)["jct_mean_s"], watch.mean_cores)
 
 
 def run_of(answers: Sequence[Answer], workload: Workload, lost: float, simulated_s: float, foreign: float) -> Run:
@@ -314,8 +314,8 @@ def run_of(answers: Sequence[Answer], workload: Workload, lost: float, simulated
 
 def policies_of(policy: str) -> dict[str, PolicySpec | None]:
     """A change of policies to those in words; what they leave out is as the cluster file has it."""
-    said = {kind: spec for part in POLICIES[policy].split("+") for kind, spec in from_words(part).items()}
-    return {kind: said.get(kind) for kind in KINDS}
+    specs = {kind: spec for part in POLICIES[policy].split("+") for kind, spec in from_words(part).items()}
+    return {kind: specs.get(kind) for kind in KINDS}
 
 
 def figures_of(found: Mapping[tuple[str, str], Sequence[Run]]) -> dict[str, float]:

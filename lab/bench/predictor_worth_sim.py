@@ -56,9 +56,10 @@ def trained(file: Path | None = None) -> Trained:
     found = file if file is not None else SHIPPED if SHIPPED.is_file() else None
     if found is None:
         return Trained(PAPER, "stand-in: TetriInfer's 74.9 % at 200 tokens, no checkpoint of ours")
-    said = load_prediction(found)
+    known = load_prediction(found)
     return Trained(
-        Prediction(said.width_tokens, said.buckets, said.accuracy, said.confusion, said.prior), f"evaluation {found}"
+        Prediction(known.width_tokens, known.buckets, known.accuracy, known.confusion, known.prior),
+        f"evaluation {found}",
     )
 
 
@@ -99,9 +100,9 @@ def prior_of(known: Prediction, output_tokens: Lengths) -> tuple[float, ...]:
 
 def accuracy(known: Prediction) -> float:
     """The share of answers whose bucket is predicted, by the prior."""
-    said, rows = known.confusion, known.buckets
+    confusion, rows = known.confusion, known.buckets
     prior = known.prior or (1.0 / rows,) * rows
-    right = [row[at] for at, row in enumerate(said)] if said is not None else [known.accuracy] * rows
+    right = [row[at] for at, row in enumerate(confusion)] if confusion is not None else [known.accuracy] * rows
     return float(sum(share * hit for share, hit in zip(prior, right, strict=True)) / sum(prior))
 
 
@@ -262,12 +263,16 @@ def _by_name(found: Mapping[Case, Mapping[str, Seen]]) -> Iterator[tuple[str, li
 
 def notes_of(known: Trained, data: Path | None, requests: int = REQUESTS) -> list[str]:
     """Where lengths come from, and how good each arm is at them."""
-    told = []
+    notes = []
     for kind in KINDS:
         of_arm = arms(known.prediction, requests_of(kind, requests, SEEDS[0], data).output_tokens)
-        said = [f"{arm} {accuracy(one):.3f}" for arm, one in of_arm.items() if one is not None]
+        accuracies = [f"{arm} {accuracy(one):.3f}" for arm, one in of_arm.items() if one is not None]
         some = next(one for one in of_arm.values() if one is not None)
-        told.append(f"sim {kind}: right in {', '.join(said)}; {some.buckets} buckets of {some.width_tokens} tokens")
+        notes.append(
+            f"sim {kind}: right in {', '.join(accuracies)}; {some.buckets} buckets of {some.width_tokens} tokens"
+        )
     there = {"sharegpt": data is not None and (data / SHAREGPT).is_file(), "azure": trace_of("conversation", data)}
-    told += [f"sim {kind}: no table in {data}; lengths are made like its" for kind, found in there.items() if not found]
-    return told
+    notes += [
+        f"sim {kind}: no table in {data}; lengths are made like its" for kind, found in there.items() if not found
+    ]
+    return notes

@@ -23,6 +23,7 @@ import numpy as np
 from rich.console import Console
 
 from lab.bench.real_engines import LlamaShape, QuotaSuite, cluster_file, running_under_quotas
+from lab.bench.results import Result, at_least, at_most, merged, rotated
 from lab.bench.scenarios import learned
 from lab.calibrate.target import Target
 from lab.client import StreamFailed, stream_completion
@@ -200,7 +201,7 @@ class Chat:
 def chats(count: int, turns: int, per_s: float, seed: int) -> list[Chat]:
     """`count` chats that begin as a Poisson process, `per_s` a second, the first at once. All have one system prompt.
 
-    What the assistant said is written down beforehand, as in a replay of chats that were, so that every system gets the
+    The assistant's answers are fixed beforehand, so that every system gets the
     same prompts.
     """
     rng = Random(seed)
@@ -212,11 +213,11 @@ def chats(count: int, turns: int, per_s: float, seed: int) -> list[Chat]:
 
 
 def _turns(rng: Random, system: tuple[str, str], count: int) -> tuple[Turn, ...]:
-    said, found = [system], []
+    messages, found = [system], []
     for number in range(count):
-        said.append(("user", _text(rng, rng.randint(*(LATER_WORDS if number else FIRST_WORDS)))))
-        found.append(Turn(tuple(said), rng.uniform(*PAUSE_S) if number else 0.0))
-        said.append(("assistant", _text(rng, rng.randint(*ANSWER_WORDS))))
+        messages.append(("user", _text(rng, rng.randint(*(LATER_WORDS if number else FIRST_WORDS)))))
+        found.append(Turn(tuple(messages), rng.uniform(*PAUSE_S) if number else 0.0))
+        messages.append(("assistant", _text(rng, rng.randint(*ANSWER_WORDS))))
     return tuple(found)
 
 
@@ -252,10 +253,10 @@ class Found:
     @classmethod
     def of(cls, metrics: str) -> "Found":
         """From a worker's metrics. Raises Unavailable where they lack it."""
-        said = dict(_COUNTER.findall(metrics))
-        if said.keys() != {"queries", "hits"}:
+        counts = dict(_COUNTER.findall(metrics))
+        if counts.keys() != {"queries", "hits"}:
             raise Unavailable("a worker's metrics lack vllm:prefix_cache_queries or vllm:prefix_cache_hits")
-        return cls(float(said["queries"]), float(said["hits"]))
+        return cls(float(counts["queries"]), float(counts["hits"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +312,9 @@ async def _measure(running: RunningSuite, rounds: int, console: Console) -> list
             LIVE_SYSTEMS[0], chats(2 * INSTANCES, 2, 1.0, LIVE_SEED - 1)
         )  # rates are learned while serving
         for number in range(rounds):
-            said = chats(CHATS, TURNS, CHATS_PER_S, LIVE_SEED + number)
-            for system in LIVE_SYSTEMS if number % 2 else LIVE_SYSTEMS[::-1]:
-                run = await meter.play(system, said)
+            conversations = chats(CHATS, TURNS, CHATS_PER_S, LIVE_SEED + number)
+            for system in rotated(LIVE_SYSTEMS, number + 1):
+                run = await meter.play(system, conversations)
                 ttft_s = sum(one.ttft_s for one in run.requests) / len(run.requests)
                 line = f"{system:10} mean TTFT {ttft_s:.2f} s, hits {run.hit / run.oracle:.2f} of the oracle's"
                 console.print(f"{line}, load max/mean {run.imbalance:.2f}", soft_wrap=True)
@@ -329,7 +330,7 @@ class Meter:
         self._target = target
         self._http = http
 
-    async def play(self, placement: str, said: Sequence[Chat]) -> Run:
+    async def play(self, placement: str, conversations: Sequence[Chat]) -> Run:
         """All chats, under a salt of their own: nothing of an earlier run can be found. Raises Unavailable."""
         suite = self._running.suite
         await suite.wait_idle()
@@ -337,11 +338,11 @@ class Meter:
         infos = {name: entry["info"] for name, entry in (await suite.instances()).items()}
         prompts = {
             (at, number): await self._tokens(messages_of(turn))
-            for at, chat in enumerate(said)
+            for at, chat in enumerate(conversations)
             for number, turn in enumerate(chat.turns)
         }
         before = await self._found(infos)
-        requests = await self._send(said)
+        requests = await self._send(conversations)
         await suite.wait_idle()
         after = await self._found(infos)
         size = next(iter(infos.values()))["block_size"]
@@ -360,7 +361,7 @@ class Meter:
     async def _found(self, infos: Mapping[str, Mapping[str, Any]]) -> dict[str, Found]:
         return {name: Found.of((await self._http.get(f"{info['http']}/metrics")).text) for name, info in infos.items()}
 
-    async def _send(self, said: Sequence[Chat]) -> list[Request]:
+    async def _send(self, conversations: Sequence[Chat]) -> list[Request]:
         salt, loop, found = secrets.token_hex(8), asyncio.get_running_loop(), list[Request]()
         began = loop.time()
 
@@ -383,7 +384,7 @@ class Meter:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for at, chat in enumerate(said):
+                for at, chat in enumerate(conversations):
                     group.create_task(one(at, chat))
         except* (StreamFailed, OSError) as failures:
             raise Unavailable(f"a request failed: {failures.exceptions[0]}") from None
@@ -417,15 +418,14 @@ def run_prefix_bench(data: Path, options: PrefixOptions | None = None, processes
     this machine allows no CPU quotas.
     """
     chosen = options or PrefixOptions()
-    result: dict[str, Any] = {"figures": {}, "aims": {}, "notes": []}
+    parts: list[Result] = []
     if chosen.simulated:
-        for one in _simulate(list(cases(data)), processes):
-            _add(result, traced(one))
+        parts += map(traced, _simulate(list(cases(data)), processes))
         note = f"simulated: TTFT {SLO.ttft_s:g} s, TPOT {SLO.tpot_s:g} s; rates are shares of what least_load serves"
-        result["notes"].append(note)
+        parts.append({"notes": [note]})
     if chosen.live:
-        _add(result, live(asyncio.run(run_live(chosen.rounds, Console(stderr=True)))))
-    return result
+        parts.append(live(asyncio.run(run_live(chosen.rounds, Console(stderr=True)))))
+    return merged(*parts)
 
 
 def _simulate(found: Sequence[Case], processes: int) -> list[Traced]:
@@ -500,13 +500,7 @@ def _figures(point: Point, prompt_tokens: int) -> dict[str, float]:
 
 def _aims(at: str, hits: float, ttft: float, imbalance: float) -> dict[str, Any]:
     return {
-        f"{at}_hits_of_oracle": {"want": f">= {HITS}", "got": round(hits, 3), "met": hits >= HITS},
-        f"{at}_ttft_over_least_load": {"want": f"<= {TTFT}", "got": round(ttft, 3), "met": ttft <= TTFT},
-        f"{at}_imbalance": {"want": f"<= {BALANCE}", "got": round(imbalance, 3), "met": imbalance <= BALANCE},
+        f"{at}_hits_of_oracle": at_least(HITS, hits),
+        f"{at}_ttft_over_least_load": at_most(TTFT, ttft),
+        f"{at}_imbalance": at_most(BALANCE, imbalance),
     }
-
-
-def _add(result: dict[str, Any], more: Mapping[str, Any]) -> None:
-    result["figures"] |= more["figures"]
-    result["aims"] |= more["aims"]
-    result["notes"] += more["notes"]

@@ -152,9 +152,9 @@ class CpuGroup:
 
     def throttled(self) -> Throttled:
         rows = (line.split() for line in (self.path / "cpu.stat").read_text().splitlines())
-        said = {row[0]: int(row[1]) for row in rows if len(row) == 2}
-        lost_s = said.get("throttled_usec", 0) / 1e6 if self.unified else said.get("throttled_time", 0) / 1e9
-        return Throttled(said.get("nr_periods", 0), said.get("nr_throttled", 0), lost_s)
+        counters = {row[0]: int(row[1]) for row in rows if len(row) == 2}
+        lost_s = counters.get("throttled_usec", 0) / 1e6 if self.unified else counters.get("throttled_time", 0) / 1e9
+        return Throttled(counters.get("nr_periods", 0), counters.get("nr_throttled", 0), lost_s)
 
 
 @contextmanager

@@ -159,12 +159,12 @@ def seen(label: str, setting: Setting, result: SimResult) -> Seen:
         attained(outcomes, SLO, phases),
         attained(outcomes, SLO, phases, SETTLE_S),
         int((~outcomes.completed).sum()),
-        *told(phases, flips, notices),
+        *flip_figures(phases, flips, notices),
         float(np.nanpercentile(outcomes.longest_gap_s, 90)),
     )
 
 
-def told(
+def flip_figures(
     phases: Sequence[Phase], flips: Sequence[tuple[float, str]], notices: Sequence[float]
 ) -> tuple[int, int, float, float]:
     """Flips, those that turned back, the latest first notice of a turn and the latest last flip after it."""
@@ -289,6 +289,6 @@ def seen_live(label: str, samples: Sequence[Sample], flips: Sequence[Any], event
         shares(at_s, met, phases),
         shares(at_s, met, phases, SETTLE_S),
         failed,
-        *told(phases, made, noticed),
+        *flip_figures(phases, made, noticed),
         float(np.percentile(longest, 90)) if longest else 0.0,
     )

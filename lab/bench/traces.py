@@ -21,6 +21,7 @@ from rich.console import Console
 
 from gateway.job import Job, JobSpec
 from lab.bench.overhead import cpu_s
+from lab.bench.results import at_most
 from lab.bench.trace_collector import Collector, Seen, collecting
 from lab.client import run_load
 from lab.suite import on_free_ports
@@ -180,15 +181,15 @@ async def _metric_urls(target: _Target) -> list[str]:
     return [f"{root}/metrics" for root in roots]
 
 
-def _result(on: _Target, off: _Target, traces: list[list[Seen]], counts: dict[str, int], asked: int) -> dict[str, Any]:
+def _result(on: _Target, off: _Target, traces: list[list[Seen]], counts: dict[str, int], sent: int) -> dict[str, Any]:
     waits = [found for spans in traces if (found := wait(spans)) is not None]
-    broken = [said for spans in traces for said in faults(spans)[:1]]
+    broken = [fault for spans in traces for fault in faults(spans)[:1]]
     share = _share(waits)
     ratio = statistics.median(on.cpu_ms) / statistics.median(off.cpu_ms)
     off_us = off_cost_us()
     lost = counts.get("dropped", 0) + counts.get("failed", 0)
     figures = {
-        "requests": asked,
+        "requests": sent,
         "traces": len(traces),
         "spans_a_request": round(sum(map(len, traces)) / max(1, len(traces)), 2),
         "ttft_in_no_span": round(share, 4),
@@ -204,11 +205,11 @@ def _result(on: _Target, off: _Target, traces: list[list[Seen]], counts: dict[st
         "faults": broken[:3],
     }
     aims = {
-        "all requests have a trace that is one tree": _aim("== 0", asked - len(traces) + len(broken), 0),
-        "ttft_in_no_span": _aim(f"<= {AIM_MISSING:g}", share, AIM_MISSING),
-        "spans_dropped": _aim("== 0", lost, 0),
-        "cpu_ratio": _aim(f"<= {AIM_CPU_RATIO:g}", ratio, AIM_CPU_RATIO),
-        "off_us_a_request": _aim(f"<= {AIM_OFF_US:g}", off_us, AIM_OFF_US),
+        "all requests have a trace that is one tree": at_most(0, sent - len(traces) + len(broken)),
+        "ttft_in_no_span": at_most(AIM_MISSING, share, 4),
+        "spans_dropped": at_most(0, lost),
+        "cpu_ratio": at_most(AIM_CPU_RATIO, ratio, 4),
+        "off_us_a_request": at_most(AIM_OFF_US, off_us, 4),
     }
     return {"figures": figures, "aims": aims}
 
@@ -232,7 +233,3 @@ def off_cost_us(rounds: int = 20_000) -> float:
         if job.placement_trace or job.wire_trace or job.wire_trace or job.trace is not None:
             raise AssertionError("it is off")
     return (time.process_time() - began_s) / rounds * 1e6
-
-
-def _aim(want: str, got: float, most: float) -> dict[str, Any]:
-    return {"want": want, "got": round(got, 4), "met": got <= most}

@@ -381,13 +381,13 @@ def _stage(arena: Arena, monitor: Any) -> Stage:
 
 def line(staged: Staged) -> str:
     mark = "[green]✔[/]" if staged.ok else "[red]✘[/]"
-    said = f"{mark} [bold]{staged.trouble.name}[/] [dim]{escape(staged.trouble.does)}[/]\n    {escape(staged.headline)}"
+    text = f"{mark} [bold]{staged.trouble.name}[/] [dim]{escape(staged.trouble.does)}[/]\n    {escape(staged.headline)}"
     for fault in staged.faults:
-        said += f"\n    [red]{escape(fault)}[/]"
+        text += f"\n    [red]{escape(fault)}[/]"
     for figure in staged.figures:
         if not figure.ok:
-            said += f"\n    [red]{escape(f'{figure.name}: said {figure.said}, want {figure.want}')}[/]"
-    return said
+            text += f"\n    [red]{escape(f'{figure.name}: reported {figure.reported}, want {figure.want}')}[/]"
+    return text
 
 
 def table(done: Sequence[Staged]) -> Table:

@@ -97,8 +97,8 @@ class Wish:
 class Shot:
     """One request as its client saw it. Unix seconds; ended_s: 0 while it is open.
 
-    code: of the error it was answered with. cut: its connection ended, and nothing said why. doubt: its gateway or its
-    scheduler may have stood still meanwhile, so that what they saw of it, and when they tell, is not known.
+    code: of its error. cut: its connection ended without an error. doubt: its gateway or its scheduler may have stood
+    still meanwhile, so that their reports of it may be late or missing.
     """
 
     slo: str
@@ -216,7 +216,7 @@ class Users:
 # therefore lies between the requests that the monitor must have received and those that it may have received.
 
 EARLY_S = 0.3  # a client may see the end of its answer so much later than the gateway
-LATE_S = 2.5  # by then a request's end has been told to the monitor
+LATE_S = 2.5  # by then a end has reached the monitor
 STAMP_S = 1.0  # the scheduler's time of an end, later than the client's
 REFUSED_LATE_S, REFUSED_STAMP_S = 6.0, 4.5
 DOUBT_S = 30.0  # what stands still holds reports back
@@ -367,19 +367,19 @@ class Figure:
     """A number or a name of a verdict, and its true value."""
 
     name: str
-    said: str
+    reported: str
     want: str
     ok: bool
 
 
-def within(name: str, said: float, bounds: Bounds, slack: float = 0.0) -> Figure:
+def within(name: str, reported: float, bounds: Bounds, slack: float = 0.0) -> Figure:
     least, most = bounds
     want = f"{least:.4g}" if least == most else f"{least:.4g}..{most:.4g}"
-    return Figure(name, f"{said:.4g}", want, least - slack <= said <= most + slack)
+    return Figure(name, f"{reported:.4g}", want, least - slack <= reported <= most + slack)
 
 
-def same(name: str, said: object, want: object) -> Figure:
-    return Figure(name, str(said), str(want), said == want)
+def same(name: str, reported: object, want: object) -> Figure:
+    return Figure(name, str(reported), str(want), reported == want)
 
 
 def window_of(verdict: Verdict) -> Window:

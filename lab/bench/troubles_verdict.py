@@ -46,14 +46,14 @@ def figures(verdict: Verdict, known: Known) -> list[Figure]:
 
 def of_problem(problem: Problem, verdict: Verdict, known: Known) -> Iterator[Figure]:
     for figure in _CHECKS[problem.what](problem, verdict, known):
-        yield Figure(f"{problem.what}: {figure.name}", figure.said, figure.want, figure.ok)
+        yield Figure(f"{problem.what}: {figure.name}", figure.reported, figure.want, figure.ok)
 
 
 def _counts(verdict: Verdict, known: Known) -> Iterator[Figure]:
     for role, want in known.counts.items():
-        said = verdict.counts[role]
+        reported = verdict.counts[role]
         for name in ("ready", "expected", "dead", "unresponsive", "draining", "starting", "missing"):
-            yield same(f"{role.value} {name}", getattr(said, name), getattr(want, name))
+            yield same(f"{role.value} {name}", getattr(reported, name), getattr(want, name))
     yield within("requests", verdict.requests, window_of(verdict).of(known.shots, lambda _: True))
     levels = [problem.level for problem in verdict.problems]
     level = Level.DOWN if Level.DOWN in levels else Level.DEGRADED if levels else Level.GOOD
@@ -106,15 +106,13 @@ def _silent(kind: str, longer_s: float) -> Check:
 
 
 def _missed(met: Callable[..., Bounds]) -> Check:
-    """The share that met the target, in the class where it is lowest."""
+    """The share that met the target, in the class whose share is nearest: the problem does not name its class."""
 
     def check(problem: Problem, verdict: Verdict, known: Known) -> Iterator[Figure]:
-        window, fewest = window_of(verdict), verdict.thresholds.least_requests
-        of = [[shot for shot in known.shots if shot.slo == slo and (shot.done or shot.cut)] for slo in CLASSES]
-        judged = [shots for shots in of if window.of(shots, lambda _: True)[0] >= fewest] or [known.shots]
-        bounds = [met(window, shots) for shots in judged]
-        least, most = min(low for low, _ in bounds), min(high for _, high in bounds)
-        yield within("share", problem.value or 0.0, (least, most), 0.005)
+        value = problem.value if problem.value is not None else 1.0
+        of = [[shot for shot in known.shots if shot.slo == slo] for slo in CLASSES]
+        bounds = [met(window_of(verdict), shots) for shots in of if shots]
+        yield within("share", value, min(bounds, key=lambda one: max(one[0] - value, value - one[1])), 0.005)
 
     return check
 
@@ -193,12 +191,12 @@ def _policies(problem: Problem, verdict: Verdict, known: Known) -> Iterator[Figu
 
 def _fallback(problem: Problem, verdict: Verdict, known: Known) -> Iterator[Figure]:
     window, mute_s = window_of(verdict), known.mute_s if known.mute_s is not None else float("inf")
-    asked = [shot for shot in known.shots if not is_refused(shot)]
+    accepted = [shot for shot in known.shots if not is_refused(shot)]
     guessed = window.count(
-        asked, lambda shot: shot.began_s > mute_s + EARLY_S, lambda shot: shot.began_s > mute_s - LATE_S
+        accepted, lambda shot: shot.began_s > mute_s + EARLY_S, lambda shot: shot.began_s > mute_s - LATE_S
     )
     predicted = window.count(
-        asked, lambda shot: shot.began_s <= mute_s - LATE_S, lambda shot: shot.began_s <= mute_s + EARLY_S
+        accepted, lambda shot: shot.began_s <= mute_s - LATE_S, lambda shot: shot.began_s <= mute_s + EARLY_S
     )
     yield within("share", problem.value or 0.0, share(guessed, predicted), 0.005)
 

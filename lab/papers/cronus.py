@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lab.papers.report import Chart, Row, Section, gain, order, ratio_gain, told, value
+from lab.papers.report import Chart, Row, Section, gain, informative, order, ratio_gain, value
 from lab.papers.testbed import (
     CONVERSATION,
     Kind,
@@ -230,7 +230,7 @@ def cronus_section(testbed: Testbed, data: Path) -> Section:
 
 def _stage_rows(testbed: Testbed, workload: Workload) -> tuple[Row, ...]:
     return tuple(
-        told(
+        informative(
             f"stage_{at}",
             "Tables 2, 3",
             f"calibration: {one.accelerator} {one.role} of {one.model}",

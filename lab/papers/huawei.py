@@ -125,9 +125,9 @@ def _strategy_rows(figures: Mapping[float, Mapping[str, float]]) -> tuple[Row, .
         by = figures[rate]
         ranked = sorted(by, key=lambda name: -by[name])
         name = "inf" if rate == inf else f"{rate:g}"
-        told = ", ".join(f"{one} {by[one]:,.0f}" for one in ranked)
+        listed = ", ".join(f"{one} {by[one]:,.0f}" for one in ranked)
         near = by[best] >= (1 - _TIE) * by[ranked[0]]
-        rows.append(order(f"best_{name}", "5.2, Fig 5", f"highest at {name} req/s", best, told, near))
+        rows.append(order(f"best_{name}", "5.2, Fig 5", f"highest at {name} req/s", best, listed, near))
         if best == "WRR":
             rows.append(
                 order(

@@ -218,7 +218,7 @@ def order(key: str, where: str, what: str, paper: str, ours: str, held: bool) ->
     return Row(key, where, what, "", paper, ours, None, None, ((Check.ORDER, held),), paper)
 
 
-def told(key: str, where: str, what: str, unit: str, paper: str, ours: float) -> Row:
+def informative(key: str, where: str, what: str, unit: str, paper: str, ours: float) -> Row:
     """A figure without an aim."""
     return Row(key, where, what, unit, paper, f"{ours:.4g}", ours)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.papers.report import Chart, Row, Section, between, order, ratio_gain, told, value
+from lab.papers.report import Chart, Row, Section, between, informative, order, ratio_gain, value
 from lab.papers.testbed import (
     CODING,
     CONVERSATION,
@@ -125,7 +125,7 @@ def link_rows(testbed: Testbed) -> tuple[Row, ...]:
             "split", "Table 5", "throughput: split over 40 Gb/s against two coupled", 3292 / 1610, packed / base
         ),
         ratio_gain("bits", "Table 8", "throughput: KV in 4 bits against 16", 3292 / 2450, packed / raw),
-        told("split_tokens", "Table 5", "throughput: split, 4 bits", "tokens/s", "3292", packed),
+        informative("split_tokens", "Table 5", "throughput: split, 4 bits", "tokens/s", "3292", packed),
     )
 
 
@@ -162,8 +162,8 @@ def kv_rows(testbed: Testbed) -> tuple[Row, ...]:
     model = testbed.geometry("LLaMA-30B")
     raw, packed = (1e3 * transfer_time_s(model, 1024, NETWORK, codec) for codec in (Codec.RAW, Codec.INT4))
     rows = [
-        told("kv_16bit", "Table 8", "KV of 1024 tokens, LLaMA-30B, 40 Gb/s, 16 bits (fitted)", "ms", "584", raw),
-        told("kv_4bit", "Table 8", "the same, 4 bits, ours 4.75 (fitted)", "ms", "133", packed),
+        informative("kv_16bit", "Table 8", "KV of 1024 tokens, LLaMA-30B, 40 Gb/s, 16 bits (fitted)", "ms", "584", raw),
+        informative("kv_4bit", "Table 8", "the same, 4 bits, ours 4.75 (fitted)", "ms", "133", packed),
         value("kv_ratio", "Table 8", "16 bits over 4 bits", "x", 584.0 / 133.0, raw / packed),
     ]
     for codec, low, high in ((Codec.RAW, 16.0, 30.0), (Codec.INT4, 4.0, 9.0)):
@@ -173,7 +173,7 @@ def kv_rows(testbed: Testbed) -> tuple[Row, ...]:
         rows.append(between(f"share_{codec.value}", "4", what, "%", low, high, sum(shares) / len(shares)))
         shown = f"{low:g}–{high:g}"
         rows += [
-            told(f"share_{codec.value}_{at}", "4", f"… prompt of {prompt}, {name}", "%", shown, share)
+            informative(f"share_{codec.value}_{at}", "4", f"… prompt of {prompt}, {name}", "%", shown, share)
             for at, (prompt, share) in enumerate(zip(PROMPTS, shares, strict=True))
         ]
     return tuple(rows)

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import numpy as np
 
-from lab.papers.report import Chart, Row, Section, gain, order, told
+from lab.papers.report import Chart, Row, Section, gain, informative, order
 from lab.papers.testbed import Kind, Testbed, Watermark, change, instances, p99_ttft_s
 from shared.cost.catalogue import Accelerator
 from shared.cost.geometry import ModelGeometry
@@ -70,8 +70,8 @@ def _case_rows(testbed: Testbed, case: _Case) -> tuple[Row, ...]:
             round(change(case.after, case.before)),
             change(speeds[1], speeds[0]),
         ),
-        told(f"alone_{case.name}", case.where, f"{what}: integrated", "tokens/s", f"{case.before:g}", speeds[0]),
-        told(f"split_{case.name}", case.where, f"{what}: split", "tokens/s", f"{case.after:g}", speeds[1]),
+        informative(f"alone_{case.name}", case.where, f"{what}: integrated", "tokens/s", f"{case.before:g}", speeds[0]),
+        informative(f"split_{case.name}", case.where, f"{what}: split", "tokens/s", f"{case.after:g}", speeds[1]),
         order(
             f"ttft_{case.name}",
             case.where,
@@ -128,9 +128,9 @@ def _long_rows(testbed: Testbed) -> tuple[Row, ...]:
 
 
 def _falling(key: str, what: str, found_ms: list[float]) -> Row:
-    said = ", ".join(f"{one:.3g}" for one in found_ms)
+    listed = ", ".join(f"{one:.3g}" for one in found_ms)
     falls = all(after < before for before, after in pairwise(found_ms))
-    return order(key, "Fig 8", f"1024+1024 at 3 req/s: {what}", "falls", f"{said} ms", falls)
+    return order(key, "Fig 8", f"1024+1024 at 3 req/s: {what}", "falls", f"{listed} ms", falls)
 
 
 def _run(testbed: Testbed, prompt: int, output: int, rate: float, prefills: int, decodes: int, seed: int) -> SimResult:
@@ -164,7 +164,7 @@ def _formula_rows(testbed: Testbed) -> tuple[Row, ...]:
     ttft = testbed.model("ZTE-GPU-B", _MODEL).prefill_time_s(1024)
     tpot = testbed.model("ZTE-GPU-A", _MODEL).decode_time_s(32, 32 * 1024)
     return (
-        told(
+        informative(
             "eq2",
             "eq. 2",
             f"first token of 1024 tokens on GPU B: formula, beside the step model's {1e3 * ttft:.1f} ms",
@@ -172,7 +172,7 @@ def _formula_rows(testbed: Testbed) -> tuple[Row, ...]:
             "–",
             1e3 * first_token_s(second, geometry, 1024, discounts),
         ),
-        told(
+        informative(
             "eq5",
             "eq. 5",
             f"time per output token of 32 requests on GPU A: formula, beside the step model's {1e3 * tpot:.1f} ms",

@@ -242,7 +242,7 @@ def test_step_times_are_those_that_were_recorded_else_those_that_were_told() -> 
     found = learned((instance(FAST, 1.0),), {FAST: records})[FAST]
     assert found.decode_s(4, 1200) == pytest.approx(2.0 * STEPS.decode_s(4, 1200), rel=0.02)
     assert found.prefill == STEPS.prefill
-    with pytest.raises(Unavailable, match="fast tells no step times"):
+    with pytest.raises(Unavailable, match="fast publishes no step times"):
         learned((replace(instance(FAST, 1.0), info=silent()),), {})
 
 

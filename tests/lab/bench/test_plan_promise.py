@@ -15,7 +15,7 @@ from lab.bench.plan_live import (
     TOKENS_PER_S,
     Kept,
     Planned,
-    Told,
+    PromiseFigures,
     compared,
     factor_for,
     file_of,
@@ -23,8 +23,8 @@ from lab.bench.plan_live import (
     kept_story,
     no_trace,
     problem_for,
+    seen_by_clients,
     simulated_file,
-    told,
 )
 from lab.calibrate.target import Sample
 from lab.simulate.deployment import load_deployment
@@ -103,14 +103,16 @@ def test_attainment_is_of_those_that_come_once_the_cluster_is_full() -> None:
         Sample(str(at), shot, 0.0, ttft_s, ttft_s + 10 * 0.03)
         for at, (shot, ttft_s) in enumerate(zip(shots_of(workload), (late, late, soon, late), strict=True))
     ]
-    found = told(seen, workload, SLO, 3.0)
+    found = seen_by_clients(seen, workload, SLO, 3.0)
     assert found.attainment_share == 0.5
     assert found.tpot_mean_s == pytest.approx(0.01)
     assert found.ttft_mean_s == pytest.approx((3 * late + soon) / 4 / 3.0)
 
 
 def test_a_promise_that_is_not_kept_is_told_as_missed() -> None:
-    kept = Kept(Told(0.4, 0.03, 0.9), Told(0.5, 0.031, 0.85), Told(0.41, 0.03, 0.9), 3.0, 0.2)
+    kept = Kept(
+        PromiseFigures(0.4, 0.03, 0.9), PromiseFigures(0.5, 0.031, 0.85), PromiseFigures(0.41, 0.03, 0.9), 3.0, 0.2
+    )
     figures, aims = compared("promise", kept)
     assert figures["promise_ttft_mean_off_percent"] == 25.0
     assert figures["promise_ttft_mean_live_s"] == 0.5

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lab.bench import roles
-from lab.bench.roles import Seen, Setting, judged, told
+from lab.bench.roles import Seen, Setting, flip_figures, judged
 from lab.bench.scenarios import Phase, shares, turning
 from lab.calibrate.target import Sample, Shot
 from services.launcher.cluster_file import Cluster
@@ -57,8 +57,8 @@ def test_attainment_by_phase_and_once_settled() -> None:
 
 def test_flips_are_told_by_phase() -> None:
     flips = [(3.0, "decode"), (25.0, "prefill"), (33.0, "decode"), (45.0, "decode")]
-    assert told(TURNS, flips, [4.0, 24.0, 26.0, 47.0]) == (4, 1, 7.0, 13.0)
-    assert told(TURNS, [], [24.0]) == (0, 0, 20.0, 0.0)  # the second turn was never noticed
+    assert flip_figures(TURNS, flips, [4.0, 24.0, 26.0, 47.0]) == (4, 1, 7.0, 13.0)
+    assert flip_figures(TURNS, [], [24.0]) == (0, 0, 20.0, 0.0)  # the second turn was never noticed
 
 
 FIXED = Seen("1:2", [1.0, 0.5, 1.0], [1.0, 0.5, 1.0], 0, 0, 0, 20.0, 0.0)

@@ -30,12 +30,14 @@ def test_other_kinds_of_rows() -> None:
     assert held(report.points("k", "F", "x", 0.0, -9.0, 10.0)) == {Check.MAGNITUDE: True}
     assert held(report.between("k", "F", "x", "%", 16.0, 30.0, 31.0)) == {Check.MAGNITUDE: False}
     assert report.between("k", "F", "x", "x", 10.0, float("inf"), 30.0).paper == "> 10"
-    assert report.told("k", "T", "x", "ms", "12", 13.0).met
+    assert report.informative("k", "T", "x", "ms", "12", 13.0).met
 
 
 def test_misses_stay_with_their_note() -> None:
     section = Section(
-        "zte", "ZTE: x", (report.gain("gain_1", "Fig 9", "x", 17.0, 8.0), report.told("eq", "eq", "y", "ms", "1", 2.0))
+        "zte",
+        "ZTE: x",
+        (report.gain("gain_1", "Fig 9", "x", 17.0, 8.0), report.informative("eq", "eq", "y", "ms", "1", 2.0)),
     )
     result = as_result([told_in_words(section)])
     assert result["aims"]["zte_gain_1_sign"] == {"want": "sign of +17", "got": "+8", "met": True}
