@@ -8,7 +8,7 @@ of a stream's events: parsing every event would cost more than what is measured.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -47,6 +47,15 @@ class Request:
 def completion_body(prompt: str | list[int], max_tokens: int, model: str = "demo", **more: Any) -> dict[str, Any]:
     """A greedy, streamed completion of exactly `max_tokens` tokens; `more` overrides any field."""
     fixed = {"model": model, "prompt": prompt, "max_tokens": max_tokens}
+    return {**fixed, "temperature": 0, "ignore_eos": True, "stream": True, **more}
+
+
+def chat_body(
+    content: str | Sequence[Mapping[str, str]], max_tokens: int, model: str = "demo", **more: Any
+) -> dict[str, Any]:
+    """The same as a chat. content: messages, or the text of a single one."""
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+    fixed = {"model": model, "messages": messages, "max_tokens": max_tokens}
     return {**fixed, "temperature": 0, "ignore_eos": True, "stream": True, **more}
 
 

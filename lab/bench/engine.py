@@ -9,21 +9,74 @@ import asyncio
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
+from typing import Any
 
-from rich.console import Console
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
-from lab.bench.real_engines import BLOCK, KV_TOKENS, PATIENT, SEATS, SHAPE, OneEngine, one_engine
-from lab.bench.results import Result, at_least, at_most, rotated
+from lab.bench.experiment import WHO, Session, measured
+from lab.bench.real_engines import LlamaShape, make_llama
+from lab.bench.results import Result, at_least, at_most, merged, progress, result, rotated
 from lab.calibrate.host_watch import HostWatch
-from lab.calibrate.target import Target
 from lab.demo.client import Answer, ApiClient, Ask
+from lab.suite import DEMO_MODEL
+from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
 from shared.policy.prefill_order import WINDOW
 from shared.timeline import RequestTimeline
+
+ENGINE = "engine"
+# 26 million parameters: computing a burst of prompts takes seconds, beside which what the services add is small.
+SHAPE = LlamaShape(4096, 512, 1408, 8, 8, 4, 4096)
+MAX_MODEL_LEN, CHUNK, SEATS = 1024, 256, 32
+KV_TOKENS, BLOCK = 4096, 32
+PATIENT = "patient"
+_FLOAT32_BYTES = 4
+_PREEMPTIONS = "vllm:num_preemptions"
+
+
+def cluster_of(model: Path) -> dict[str, Any]:
+    """The cluster file.
+
+    The only instance decodes, so it computes whole requests: order and admission meet in one engine, and neither
+    placement nor KV transfers have a part in what is measured.
+    """
+    head_bytes = 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * _FLOAT32_BYTES
+    return {
+        "name": "bench engine",
+        "model": str(model),
+        "served_model_name": "engine",
+        "max_model_len": MAX_MODEL_LEN,
+        "gateway": {"dtype": "float32", "slo": {PATIENT: {"ttft_s": 30.0, "tpot_s": 1.0}}},
+        "predictor": {"bucket_tokens": 32, "bucket_count": 16},
+        "dashboard": {"enabled": False},
+        "instance_defaults": {"engine": "vllm", "accelerator": "cpu", "dtype": "float32", "threads": 1},
+        "instances": [
+            {
+                "id": ENGINE,
+                "role": Role.DECODE.value,
+                "chunk_size": CHUNK,
+                "max_seqs": SEATS,
+                "block_size": BLOCK,
+                "kv_cache_bytes": (KV_TOKENS + BLOCK) * SHAPE.num_hidden_layers * head_bytes,  # a block is vLLM's own
+            }
+        ],
+    }
+
+
+def counted(metrics: str) -> int:
+    """Preemptions, from the instance's `/metrics`. Raises Unavailable where the metric is missing."""
+    for family in text_string_to_metric_families(metrics):
+        if family.name == _PREEMPTIONS:
+            return int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
+    raise Unavailable(f"{ENGINE} does not report {_PREEMPTIONS}")
+
 
 # The load.
 
@@ -224,71 +277,59 @@ SEED = 21
 
 
 def run_engine_bench(rounds: int = ROUNDS) -> Result:
-    return asyncio.run(_bench(rounds))
-
-
-async def _bench(rounds: int) -> Result:
-    console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="polyphase-engine-") as folder:
-        async with one_engine(Path(folder), console) as engine:
-            return await engine.running.supervisor.during(_measure(engine, rounds, console))
+        model = make_llama(Path(folder) / "model", SHAPE, DEMO_MODEL)
+        return asyncio.run(measured(cluster_of(model), partial(_measure, rounds)))
 
 
-async def _measure(engine: OneEngine, rounds: int, console: Console) -> Result:
-    target = Target.local(engine.running.suite)
-    orders: list[Run] = []
-    admissions: list[Run] = []
-    async with ApiClient(target.api_url, target.model) as api, HostWatch(target.launcher_pid) as watch:
-        meter = Meter(engine, target, api, console)
+async def _measure(rounds: int, on: Session) -> Result:
+    names = count()
+    async with ApiClient(on.target.api_url, on.target.model) as api, HostWatch(on.target.launcher_pid) as watch:
+
+        async def run(
+            number: int,
+            policy: str,
+            wanted: Sequence[Wanted],
+            order: str = FCFS,
+            admission: str = GREEDY,
+            at_once: int = 0,
+        ) -> Run:
+            """One load under these policies, on an engine that has nothing else to do."""
+            await on.suite.wait_idle()
+            chosen = PolicySpec(order, OVERTAKING.get(order, {})), PolicySpec(admission, OURS.get(admission, {}))
+            kinds = ("prefill_order", "decode_admission")
+            await on.suite.set_policies(dict(zip(kinds, chosen, strict=True)), WHO)
+            before = await _preemptions(on)
+            served = await send(api, wanted, f"e{next(names)}", at_once)
+            preemptions = await _preemptions(on) - before
+            timelines = await on.target.timelines({one.request_id for one in served})
+            predicted = fmean(predicted_in_time(timeline) for timeline in timelines.values())
+            ttft_s, jct_s = (fmean(getattr(one, name) for one in served) for name in ("ttft_s", "jct_s"))
+            progress(f"{number} {policy:16} TTFT {ttft_s:6.2f} s, JCT {jct_s:6.2f} s, {preemptions} preemptions")
+            return Run(number, policy, served, preemptions, predicted)
+
         # Admissions first: the short answers of bursts would teach the predictor another thing.
-        admissions.append(await meter.run(0, ALONE, pressing(SEED), at_once=FITTING))
+        admissions = [await run(0, ALONE, pressing(SEED), at_once=FITTING)]
         for number in range(rounds):
             for admission in rotated(ADMISSIONS, number):
-                admissions.append(await meter.run(number, admission, pressing(SEED + number), admission=admission))
-        orders.append(await meter.run(0, ALONE, burst(SEED), at_once=1))
+                admissions.append(await run(number, admission, pressing(SEED + number), admission=admission))
+        orders = [await run(0, ALONE, burst(SEED), at_once=1)]
         for number in range(rounds):
             for order in rotated(ORDERS, number):
-                orders.append(await meter.run(number, order, burst(SEED + number), order=order))
-    result = report(orders, admissions)
-    result["figures"]["foreign_cores"] = watch.mean_cores
-    result["notes"] += [
+                orders.append(await run(number, order, burst(SEED + number), order=order))
+    notes = [
         f"one engine on one core, {KV_TOKENS} tokens of KV in blocks of {BLOCK}, {SEATS} seats; {rounds} rounds",
         "admissions that reserve go by what the predictor has observed, beginning with an uncounted run",
     ]
-    return result
+    return merged(report(orders, admissions), result({"foreign_cores": watch.mean_cores}, notes=notes))
 
 
-class Meter:
-    """Sends loads to the engine and collects the results."""
-
-    def __init__(self, engine: OneEngine, target: Target, api: ApiClient, console: Console) -> None:
-        self._engine = engine
-        self._target = target
-        self._api = api
-        self._console = console
-        self._runs = 0
-
-    async def run(
-        self,
-        number: int,
-        policy: str,
-        wanted: Sequence[Wanted],
-        *,
-        order: str = FCFS,
-        admission: str = GREEDY,
-        at_once: int = 0,
-    ) -> Run:
-        """One load under these policies, on an engine that has nothing else to do."""
-        await self._engine.follow(
-            PolicySpec(order, OVERTAKING.get(order, {})), PolicySpec(admission, OURS.get(admission, {}))
-        )
-        before = await self._engine.preemptions()
-        self._runs += 1
-        served = await send(self._api, wanted, f"e{self._runs}", at_once)
-        preemptions = await self._engine.preemptions() - before
-        timelines = await self._target.timelines({one.request_id for one in served})
-        predicted = fmean(predicted_in_time(timeline) for timeline in timelines.values())
-        ttft_s, jct_s = (fmean(getattr(one, name) for one in served) for name in ("ttft_s", "jct_s"))
-        line = f"{number} {policy:16} TTFT {ttft_s:6.2f} s, JCT {jct_s:6.2f} s, {preemptions} preemptions"
-        self._console.print(line, soft_wrap=True)
-        return Run(number, policy, served, preemptions, predicted)
+async def _preemptions(on: Session) -> int:
+    """The count so far. Raises Unavailable."""
+    entry = (await on.suite.instances())[ENGINE]
+    async with httpx.AsyncClient(base_url=entry["info"]["http"], timeout=10, trust_env=False) as http:
+        try:
+            text = (await http.get("/metrics")).raise_for_status().text
+        except httpx.HTTPError as error:
+            raise Unavailable(f"{ENGINE}: {error}") from error
+    return counted(text)

@@ -7,11 +7,10 @@ equal and serve a steady load while one after the other has its cores halved.
 
 import asyncio
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
@@ -19,14 +18,13 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from lab.bench.mixed_pair import CHUNK, SEATS, SEED, STAGING_BYTES, FormSteps, conversations, replay
-from lab.bench.real_engines import FLIP_S, SHAPE, QuotaSuite, cluster_file, running_under_quotas
-from lab.bench.results import Result, at_most
+from lab.bench.mixed_pair import CHUNK, SEATS, SEED, SHAPE, STAGING_BYTES, FormSteps, conversations, replay
+from lab.bench.real_engines import QuotaSuite, cluster_file, measured_under_quotas
+from lab.bench.results import Result, at_most, merged, progress, result
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.live import StepReader, fit_kinds, run_phases, timed_step
-from lab.calibrate.target import Shot, Target, Traffic
+from lab.calibrate.target import Shot
 from shared.cost.kinds import others_busy, slowdown_at
 from shared.cost.library import Library
 from shared.cost.rates_file import CalibratedKind, ScaledSteps
@@ -44,18 +42,10 @@ FAST, SLOW, THIRD = "fast", "slow", "third"
 CORES = MappingProxyType({FAST: 0.8, SLOW: 0.3, THIRD: 0.5})  # the rest of two cores is for everything else
 EQUAL, HALF = 0.5, 0.25  # cores of each where they are alike, and of the one that is slowed down
 MAX_MODEL_LEN = 1024
-WHO = "polyphase bench learning"
 
 
 @dataclass(frozen=True, slots=True)
 class Trio(QuotaSuite):
-    async def turn_third(self) -> None:
-        """Have the third instance decode, too, once nobody has work. Raises the monitor's errors."""
-        suite = self.running.suite
-        await suite.wait_idle()
-        async with suite.monitor() as monitor:
-            await monitor.flip(THIRD, drain_timeout_s=FLIP_S, force=True, who=WHO)
-
     async def rates(self) -> dict[str, StepRates]:
         """What they publish of their steps. Raises Unavailable for one that says nothing."""
         infos = await self.instances()
@@ -63,11 +53,6 @@ class Trio(QuotaSuite):
         if silent:
             raise Unavailable(f"{', '.join(silent)}: no step times are published")
         return {info.instance_id: info.rates.step for info in infos if info.rates.step is not None}
-
-
-def running_trio(folder: Path, console: Console) -> AbstractAsyncContextManager[Trio]:
-    """The suite with its engines under their quotas. Raises Unavailable where this machine allows none."""
-    return running_under_quotas(Trio, folder, console, SHAPE, CORES, cluster_of)
 
 
 def cluster_of(model: Path) -> dict[str, Any]:
@@ -277,44 +262,33 @@ _ROWS = 10_000
 
 
 def run_learning_bench(data: Path) -> Result:
-    """All of it; figures, aims and notes. Raises Unavailable where CPU quotas are not allowed."""
-    return asyncio.run(_bench(conversations(data)))
+    """Raises Unavailable where CPU quotas are not allowed."""
+    work = partial(_measure, conversations(data))
+    return asyncio.run(measured_under_quotas(Trio, SHAPE, CORES, cluster_of, work, SEED))
 
 
-async def _bench(lengths: Workload) -> Result:
-    console = Console(stderr=True)
-    with tempfile.TemporaryDirectory(prefix="polyphase-learning-") as folder:
-        async with running_trio(Path(folder), console) as trio:
-            return await trio.running.supervisor.during(_measure(trio, lengths, console))
-
-
-async def _measure(trio: Trio, lengths: Workload, console: Console) -> Result:
-    target = Target.local(trio.running.suite)
-    traffic = await Traffic.to(target, SEED)
-    async with HostWatch(target.launcher_pid) as watch:
-        cold = await _cold_start(trio, target, traffic, lengths, console)
-        work, episodes = await _halved(trio, traffic, console)
+async def _measure(lengths: Workload, trio: Trio) -> Result:
+    async with HostWatch(trio.target.launcher_pid) as watch:
+        cold = await _cold_start(trio, lengths)
+        work, episodes = await _halved(trio)
         trio.check()
-    result = report(cold, work, episodes)
-    result["figures"]["foreign_cores"] = watch.mean_cores
     cores = ", ".join(f"{name} {cores:g}" for name, cores in CORES.items())
-    result["notes"] += [
+    notes = [
         f"{lengths.name}, prompts a third and answers a quarter as long, {COLD_RATE:g} requests/s; cores: {cores}",
         f"then three coupled instances of {EQUAL:g} cores, one of them of {HALF:g}; {LOAD:.0%} of what they can serve",
     ]
-    return result
+    return merged(report(cold, work, episodes), result({"foreign_cores": watch.mean_cores}, notes=notes))
 
 
-async def _cold_start(
-    trio: Trio, target: Target, traffic: Traffic, lengths: Workload, console: Console
-) -> list[Compared]:
+async def _cold_start(trio: Trio, lengths: Workload) -> list[Compared]:
+    target, traffic = trio.target, trio.traffic
     serving = StepReader(await target.instances())
     async with asyncio.TaskGroup() as group:
         group.create_task(traffic.timed(replay(lengths, 0.0, COLD_RATE, COLD_S, SEED).shots))
         await asyncio.sleep(COLD_S)
         learned = await trio.rates()  # while it serves: they follow the last seconds
         steps = await serving.read()
-    console.print("two minutes of chats are over; calibrating", soft_wrap=True)
+    progress("two minutes of chats are over; calibrating")
     instances = apart(await target.instances())
     reader = StepReader(instances)
     await run_phases(target, traffic, instances, reader, os.cpu_count() or 1, SEED)
@@ -324,23 +298,24 @@ async def _cold_start(
         (name,) = calibrated.instances
         found += compare(name, learned[name], beside(calibrated, busy_others(steps)[name]), reader.steps[name])
     for each in found:
-        console.print(f"{each.instance_id} {each.kind}: off by {each.mean_error:.1%}", soft_wrap=True)
+        progress(f"{each.instance_id} {each.kind}: off by {each.mean_error:.1%}")
     return found
 
 
-async def _halved(trio: Trio, traffic: Traffic, console: Console) -> tuple[list[Placed], list[Episode]]:
-    await trio.turn_third()
+async def _halved(trio: Trio) -> tuple[list[Placed], list[Episode]]:
+    await trio.suite.wait_idle()
+    await trio.flip(THIRD)
     for group in trio.groups.values():
         group.limit(EQUAL)
     rate = LOAD * len(CORES) * _speed((await trio.rates())[FAST]) * EQUAL / CORES[FAST]
     lasts_s = WARM_UP_S + len(CORES) * (BEFORE_S + SLOW_S + AFTER_S)
-    console.print(f"{rate:.1f} requests/s for {lasts_s:.0f} s", soft_wrap=True)
+    progress(f"{rate:.1f} requests/s for {lasts_s:.0f} s")
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(traffic.timed(steady(rate, lasts_s, SEED)))
+        tasks.create_task(trio.traffic.timed(steady(rate, lasts_s, SEED)))
         slowing = tasks.create_task(_slow_down(trio))
-    await trio.running.suite.wait_idle()
+    await trio.suite.wait_idle()
     rows: list[dict[str, Any]] = []
-    for scheduler in trio.running.suite.schedulers():
+    for scheduler in trio.suite.schedulers():
         async with scheduler:
             rows += await scheduler.requests(limit=_ROWS)
     return placed(rows), slowing.result()

@@ -7,17 +7,16 @@ simulator.
 """
 
 import asyncio
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-
+from lab.bench.experiment import shots_of
 from lab.bench.mixed_pair import (
     ADAPTIVE,
     BALANCED,
@@ -27,6 +26,7 @@ from lab.bench.mixed_pair import (
     LOW_HIGH,
     METRICS,
     SEED,
+    SHAPE,
     SYSTEMS,
     Load,
     Means,
@@ -36,16 +36,17 @@ from lab.bench.mixed_pair import (
     System,
     Twin,
     burst,
+    cluster_of,
     conversations,
     drawn,
     learned,
     replay,
-    running_pair,
 )
-from lab.bench.results import Aim, Result, at_least, at_most, rotated
+from lab.bench.real_engines import measured_under_quotas
+from lab.bench.results import Aim, Result, at_least, at_most, merged, progress, rotated
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.live import StepReader, control_plane
-from lab.calibrate.target import Sample, Shot, Target, Traffic
+from lab.calibrate.target import Sample, Shot
 from shared.cost.rates_file import ControlPlane
 from shared.sim.workload import Workload
 
@@ -223,20 +224,14 @@ class MixedOptions:
         return 12.0 if self.quick else 30.0
 
 
-def run_mixed_bench(data: Path, options: MixedOptions | None = None) -> dict[str, Any]:
-    """All of it; figures, aims and notes. Raises Unavailable where CPU quotas are not allowed."""
-    return asyncio.run(_bench(conversations(data), options or MixedOptions()))
+def run_mixed_bench(data: Path, options: MixedOptions | None = None) -> Result:
+    """Raises Unavailable where CPU quotas are not allowed."""
+    work = partial(_measure, conversations(data), options or MixedOptions())
+    return asyncio.run(measured_under_quotas(Pair, SHAPE, CORES, cluster_of, work, SEED))
 
 
-async def _bench(lengths: Workload, options: MixedOptions) -> dict[str, Any]:
-    console = Console(stderr=True)
-    with tempfile.TemporaryDirectory(prefix="polyphase-mixed-") as folder:
-        async with running_pair(Path(folder), console) as pair:
-            return await pair.running.supervisor.during(_measure(pair, lengths, options, console))
-
-
-async def _measure(pair: Pair, lengths: Workload, options: MixedOptions, console: Console) -> dict[str, Any]:
-    meter = await Meter.of(pair, lengths, console)
+async def _measure(lengths: Workload, options: MixedOptions, pair: Pair) -> Result:
+    meter = await Meter.start(pair, lengths)
     control = await meter.control()
     runs: list[Run] = []
     for number in range(options.rounds_run):
@@ -253,9 +248,8 @@ async def _measure(pair: Pair, lengths: Workload, options: MixedOptions, console
         + ", ".join(f"{name} {cores:g}" for name, cores in CORES.items()),
         "pipeline: only simulated, CPU quotas are an instance's and not a stage's",
     )
-    result = report(runs, predicted, notes)
-    result["figures"] |= {f"{name}_requests_per_s_by_its_rates": speed for name, speed in meter.speeds.items()}
-    return result
+    speeds = {f"{name}_requests_per_s_by_its_rates": speed for name, speed in meter.speeds.items()}
+    return merged(report(runs, predicted, notes), {"figures": speeds})
 
 
 def _simulate(twin: Twin, runs: Sequence[Run], lengths: Workload) -> dict[tuple[str, str], Means]:
@@ -273,21 +267,17 @@ def _simulate(twin: Twin, runs: Sequence[Run], lengths: Workload) -> dict[tuple[
 class Meter:
     """Sends loads to the pair and collects the results."""
 
-    def __init__(self, pair: Pair, target: Target, traffic: Traffic, lengths: Workload, console: Console) -> None:
+    def __init__(self, pair: Pair, lengths: Workload) -> None:
         self.speeds: Speeds = dict.fromkeys(CORES, 1.0)
         self._pair = pair
-        self._target = target
-        self._traffic = traffic
         self._lengths = lengths
-        self._console = console
         self._reader: StepReader
 
     @classmethod
-    async def of(cls, pair: Pair, lengths: Workload, console: Console) -> "Meter":
-        target = Target.local(pair.running.suite)
-        meter = cls(pair, target, await Traffic.to(target, SEED), lengths, console)
+    async def start(cls, pair: Pair, lengths: Workload) -> "Meter":
+        meter = cls(pair, lengths)
         await pair.become(LOW_HIGH, meter.speeds)
-        meter._reader = StepReader(await target.instances())
+        meter._reader = StepReader(await pair.target.instances())
         return meter
 
     async def control(self) -> ControlPlane:
@@ -295,9 +285,9 @@ class Meter:
         await self._warm_up(0)
         await self._pair.become(LOW_HIGH, self.speeds)
         await self._reader.read()
-        samples = await self._traffic.closed([Shot(tokens, 6) for tokens in LONE], 1)
+        samples = await self._pair.traffic.closed([Shot(tokens, 6) for tokens in LONE], 1)
         await self._reader.read()
-        timelines = await self._target.timelines({sample.request_id for sample in samples})
+        timelines = await self._pair.target.timelines({sample.request_id for sample in samples})
         return control_plane(samples, samples, timelines, self._reader.steps)
 
     async def round(self, number: int, loads: Sequence[Load], before: Sequence[Run]) -> list[Run]:
@@ -314,18 +304,17 @@ class Meter:
 
     async def twin(self, control: ControlPlane) -> Twin:
         await self._pair.become(LOW_HIGH, self.speeds)
-        instances = await self._target.instances()
+        instances = await self._pair.target.instances()
         return Twin(instances, learned(instances, self._reader.steps), control, self.speeds)
 
     async def _warm_up(self, number: int) -> None:
         """Rates are learned while serving: both compute prompts and decode, and hand KV over; nothing of it counts."""
         some = drawn(self._lengths, WARM_UP, SEED - 1 - number)
-        rows = zip(some.prompt_tokens, some.output_tokens, strict=True)
-        shots = [Shot(int(prompt), int(output)) for prompt, output in rows]
+        shots = shots_of(some)
         for system in (DATA_PARALLEL, LOW_HIGH):
             await self._pair.become(system, dict.fromkeys(CORES, 1.0))
-            await self._traffic.closed(shots, TOGETHER)
-        await self._pair.running.suite.wait_idle()
+            await self._pair.traffic.closed(shots, TOGETHER)
+        await self._pair.suite.wait_idle()
         await self._reader.skip()
         self.speeds = await self._speeds()
 
@@ -343,22 +332,21 @@ class Meter:
     async def _run(self, system: System, load: Load) -> Run:
         await self._pair.become(system, self.speeds)
         before = self._pair.throttled()
-        async with HostWatch(self._target.launcher_pid) as watch:
-            samples = await self._traffic.timed(load.shots)
+        async with HostWatch(self._pair.target.launcher_pid) as watch:
+            samples = await self._pair.traffic.timed(load.shots)
         met = {name: now.since(before[name]).share for name, now in self._pair.throttled().items()}
         await self._reader.read()
         seen = Seen.of(samples)
-        line = (
+        progress(
             f"{load.label:14} {system.label:25} {seen.requests_per_s:5.2f} req/s, TTFT p99 {seen.ttft_p99_s:6.2f} s, "
             f"TBT p99 {1e3 * seen.tbt_p99_s:5.0f} ms, longest gap p90 {seen.longest_gap_p90_s:5.2f} s, "
             f"JCT {seen.jct_mean_s:6.2f} s"
         )
-        self._console.print(line, soft_wrap=True)
         sent = await self._sent(samples) if system.by_speed else ()
         return Run(system, load, seen, met, watch.mean_cores, sent)
 
     async def _sent(self, samples: Sequence[Sample]) -> tuple[str, ...]:
         """The instance of each request's first placement."""
-        timelines = await self._target.timelines({sample.request_id for sample in samples})
+        timelines = await self._pair.target.timelines({sample.request_id for sample in samples})
         ways = (timelines[sample.request_id].decisions for sample in samples)
         return tuple(next(one.chosen for one in way if one.kind == "placement") for way in ways)

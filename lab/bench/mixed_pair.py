@@ -2,7 +2,6 @@
 sends, and the same pair in the simulator with the step times that the engines recorded."""
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from random import Random
@@ -11,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
-from rich.console import Console
 
-from lab.bench.real_engines import FLIP_S, LlamaShape, QuotaSuite, Throttled, cluster_file, running_under_quotas
+from lab.bench.experiment import WHO, shots_of
+from lab.bench.real_engines import LlamaShape, QuotaSuite, Throttled, cluster_file
 from lab.calibrate.live import Steps
 from lab.calibrate.target import Sample, Shot
 from lab.papers.testbed import CONVERSATION
@@ -53,7 +52,6 @@ Speeds = Mapping[str, float]  # requests a second, by instance
 COUPLED: Roles = MappingProxyType({FAST: Role.DECODE, SLOW: Role.DECODE})
 SLOW_PREFILLS: Roles = MappingProxyType({FAST: Role.DECODE, SLOW: Role.PREFILL})
 FAST_PREFILLS: Roles = MappingProxyType({FAST: Role.PREFILL, SLOW: Role.DECODE})
-WHO = "polyphase bench mixed"
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
@@ -102,25 +100,16 @@ SYSTEMS = (DATA_PARALLEL, LOW_HIGH, HIGH_LOW, BALANCED, ADAPTIVE, LEAST_LOAD)
 @dataclass(frozen=True, slots=True)
 class Pair(QuotaSuite):
     async def become(self, system: System, speeds: Speeds) -> None:
-        """Take a system's roles and policies once nobody has work. Raises DeadlineExceeded and the monitor's errors."""
-        suite = self.running.suite
-        await suite.wait_idle()
-        found = await suite.instances()
-        async with suite.monitor() as monitor:
-            for name, role in system.roles.items():
-                if found[name]["role"] != role.value:
-                    await monitor.flip(name, drain_timeout_s=FLIP_S, force=True, who=WHO)
-        await suite.set_policies(system.specs(speeds), WHO)
+        """Take a system's roles and policies once no request is left. Raises the monitor's errors, DeadlineExceeded."""
+        await self.suite.wait_idle()
+        found = await self.suite.instances()
+        await self.flip(*(name for name, role in system.roles.items() if found[name]["role"] != role.value))
+        await self.suite.set_policies(system.specs(speeds), WHO)
 
     def throttled(self) -> dict[str, Throttled]:
         """So far, by instance. Raises Unavailable when one was started again meanwhile, and so without its quota."""
         self.check()
         return {name: group.throttled() for name, group in self.groups.items()}
-
-
-def running_pair(folder: Path, console: Console) -> AbstractAsyncContextManager[Pair]:
-    """The suite with both engines under their quotas. Raises Unavailable where this machine allows no quotas."""
-    return running_under_quotas(Pair, folder, console, SHAPE, CORES, cluster_of)
 
 
 def cluster_of(model: Path) -> dict[str, Any]:
@@ -149,9 +138,7 @@ class Load:
 
     @property
     def shots(self) -> list[Shot]:
-        work = self.workload
-        rows = zip(work.prompt_tokens, work.output_tokens, work.arrival_s, strict=True)
-        return [Shot(int(prompt), int(output), float(at)) for prompt, output, at in rows]
+        return shots_of(self.workload)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
 from threading import Lock
-from typing import Any, Protocol, TextIO
-
-from rich.console import Console
+from typing import Protocol, TextIO
 
 from lab.bench.comparison import Bracket, Ladder, Row, best_mean, goodput, of_result, race
 from lab.bench.pauses import TABLE as PAUSES
 from lab.bench.pauses import pauses_side_by_side
-from lab.bench.results import at_least
+from lab.bench.results import Result, at_least, merged, progress, result
 from lab.bench.scenarios import SLO, TARGET, Scenario, all_scenarios
 from shared.errors import InvalidRequest
 
@@ -174,34 +172,28 @@ def fixed_policies() -> tuple[str, ...]:
     return tuple(split + [f"placement=least_load+split=none+{d}" for d in DISPATCHES])
 
 
-def run_policies_bench(options: PoliciesOptions | None = None, console: Console | None = None) -> dict[str, Any]:
-    """All scenarios, or those of that name. Returns figures, aims and notes as every bench does."""
-    options, console = options or PoliciesOptions(), console or Console(stderr=True)
+def run_policies_bench(options: PoliciesOptions | None = None) -> Result:
+    """All scenarios, or those of that name."""
+    options = options or PoliciesOptions()
     if options.scenarios == (PAUSES,):
-        return with_pauses({"figures": {}, "aims": {}, "notes": []})
+        return merged(_pauses())
     scenarios = named(options.scenarios)
     with (
         ProcessPoolExecutor(options.processes, get_context("spawn")) as pool,
         Runs(pool, options.results) as runs,
         ThreadPoolExecutor(len(scenarios)) as drivers,
     ):
-        found = list(drivers.map(lambda one: seeded(one, runs, console), scenarios))
+        found = list(drivers.map(lambda one: seeded(one, runs), scenarios))
         single = best_single([seeds[0] for seeds in found], runs, drivers)
-        console.print(f"{single.policy} is the best of all: {runs.made} runs", highlight=False)
+        progress(f"{single.policy} is the best of all: {runs.made} runs")
         rows = side_by_side([seeds[0] for seeds in found], single, pool)
-    result = {**report(found, single), "tables": {TABLE: rows}}
-    return result if options.scenarios else with_pauses(result)
+    whole = merged(report(found, single), {"tables": {TABLE: rows}})
+    return whole if options.scenarios else merged(whole, _pauses())
 
 
-def with_pauses(result: dict[str, Any]) -> dict[str, Any]:
-    """The result, and the scenarios of pauses beside it."""
+def _pauses() -> Result:
     rows, parts = pauses_side_by_side()
-    return {
-        **result,
-        "figures": {**result["figures"], **parts["figures"]},
-        "aims": {**result["aims"], **parts["aims"]},
-        "tables": {**result.get("tables", {}), PAUSES: rows},
-    }
+    return {**parts, "tables": {PAUSES: rows}}
 
 
 def named(names: Sequence[str]) -> list[Scenario]:
@@ -212,16 +204,16 @@ def named(names: Sequence[str]) -> list[Scenario]:
     return [known[name] for name in dict.fromkeys(names or known)]
 
 
-def seeded(scenario: Scenario, runs: Runs, console: Console) -> list[Found]:
+def seeded(scenario: Scenario, runs: Runs) -> list[Found]:
     """With the scenario's seed, and with others where that leaves open whether the aim is met."""
-    found = [compared(scenario, runs, console)]
+    found = [compared(scenario, runs)]
     if found[0].ratio < AIM_SCENARIO + CLOSE:
         seeds = range(scenario.seed + 1, scenario.seed + 1 + MORE_SEEDS)
-        found += [compared(replace(scenario, seed=seed), runs, console) for seed in seeds]
+        found += [compared(replace(scenario, seed=seed), runs) for seed in seeds]
     return found
 
 
-def compared(scenario: Scenario, runs: Runs, console: Console) -> Found:
+def compared(scenario: Scenario, runs: Runs) -> Found:
     """Goodput of `adaptive`, and which fixed combination comes nearest to it, or goes beyond."""
     rough = goodput(runs.lasting(scenario, ADAPTIVE, SHORT_S, FEWEST), 8.0, COARSE)
     rough = goodput(runs.lasting(scenario, ADAPTIVE, LASTS_S, FEWEST), rough, COARSE)  # a backlog takes a while
@@ -230,11 +222,9 @@ def compared(scenario: Scenario, runs: Runs, console: Console) -> Found:
     ladder = Ladder.near(adaptive, RESOLUTION)
     brackets = race(fixed_policies(), lambda policy: runs.of(scenario, policy, requests), ladder)
     found = Found(scenario, requests, adaptive, brackets)
-    console.print(
+    progress(
         f"{scenario.name}, seed {scenario.seed}: adaptive {adaptive:.2f}, {found.best} {found.best_fixed:.2f}, "
-        f"ratio {found.ratio:.3f}",
-        highlight=False,
-        soft_wrap=True,
+        f"ratio {found.ratio:.3f}"
     )
     return found
 
@@ -280,7 +270,7 @@ def _looked_at(one: Found, policy: str, most: float, rate: float) -> Row:
     return of_result(head, one.scenario.result(policy, rate, one.requests), SLO)
 
 
-def report(found: Sequence[Sequence[Found]], single: Single) -> dict[str, Any]:
+def report(found: Sequence[Sequence[Found]], single: Single) -> Result:
     """Figures: goodput of `adaptive` and of the best fixed combination of each scenario, their ratio, and the means."""
     figures: dict[str, float] = {}
     notes, ratios = [], {}
@@ -300,4 +290,4 @@ def report(found: Sequence[Sequence[Found]], single: Single) -> dict[str, Any]:
         "least_ratio_to_best_fixed": at_least(AIM_SCENARIO, worst, 4),
         "adaptive_over_best_single": at_least(AIM_MEAN, ahead, 4),
     }
-    return {"figures": figures, "aims": aims, "notes": notes}
+    return result(figures, aims, notes)

@@ -7,12 +7,11 @@ Mooncake's traces run on simulated instances; chats of several turns run on four
 import asyncio
 import re
 import secrets
-import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -20,15 +19,15 @@ from typing import Any
 
 import httpx
 import numpy as np
-from rich.console import Console
 
-from lab.bench.real_engines import LlamaShape, QuotaSuite, cluster_file, running_under_quotas
-from lab.bench.results import Result, at_least, at_most, merged, rotated
+from lab.bench.experiment import WHO
+from lab.bench.real_engines import LlamaShape, QuotaSuite, cluster_file, measured_under_quotas
+from lab.bench.results import Result, at_least, at_most, merged, progress, rotated
 from lab.bench.scenarios import learned
 from lab.calibrate.target import Target
-from lab.client import StreamFailed, stream_completion
+from lab.client import CHAT, StreamFailed, chat_body, stream_completion
 from lab.simulate.deployment import Deployment, load_deployment
-from services.launcher.up import RunningSuite
+from services.launcher.suite import Suite
 from shared.domain.instance import Role
 from shared.domain.job import Slo
 from shared.domain.prompt import block_hashes
@@ -239,7 +238,6 @@ KV_BYTES, STAGING_BYTES = 512 << 20, 64 << 20
 LIVE_SYSTEMS = ("adaptive", "least_load")  # placements; everything else is the default
 CHATS, TURNS, CHATS_PER_S, ANSWER_TOKENS = 24, 5, 0.5, 12
 LIVE_SEED = 21
-WHO = "polyphase bench prefix"
 _COUNTER = re.compile(r"^vllm:prefix_cache_(queries|hits)_total (\S+)$", re.MULTILINE)
 
 
@@ -284,13 +282,10 @@ class Run:
         return imbalance(list(self.computed.values()))
 
 
-async def run_live(rounds: int, console: Console) -> list[Run]:
+async def run_live(rounds: int) -> list[Run]:
     """Both placements in turn, so many rounds. Raises Unavailable where this machine allows no CPU quotas."""
-    with tempfile.TemporaryDirectory(prefix="polyphase-prefix-") as folder:
-        cores = dict.fromkeys(names(), CORES)
-        async with running_under_quotas(QuotaSuite, Path(folder), console, SHAPE, cores, cluster_of) as suite:
-            running = suite.running
-            return await running.supervisor.during(_measure(running, rounds, console))
+    cores = dict.fromkeys(names(), CORES)
+    return await measured_under_quotas(QuotaSuite, SHAPE, cores, cluster_of, partial(_measure, rounds), LIVE_SEED)
 
 
 def names() -> list[str]:
@@ -304,35 +299,34 @@ def cluster_of(model: Path) -> dict[str, Any]:
     return cluster_file("prefix", model, instances, MAX_MODEL_LEN, chunk_size=CHUNK, max_seqs=SEATS, **memory)
 
 
-async def _measure(running: RunningSuite, rounds: int, console: Console) -> list[Run]:
-    target, runs = Target.local(running.suite), list[Run]()
+async def _measure(rounds: int, suite: QuotaSuite) -> list[Run]:
+    runs: list[Run] = []
     async with httpx.AsyncClient(timeout=10.0, trust_env=False) as http:
-        meter = Meter(running, target, http)
-        await meter.play(
-            LIVE_SYSTEMS[0], chats(2 * INSTANCES, 2, 1.0, LIVE_SEED - 1)
-        )  # rates are learned while serving
+        player = Player(suite.suite, suite.target, http)
+        warm_up = chats(2 * INSTANCES, 2, 1.0, LIVE_SEED - 1)  # rates are learned while serving
+        await player.play(LIVE_SYSTEMS[0], warm_up)
         for number in range(rounds):
             conversations = chats(CHATS, TURNS, CHATS_PER_S, LIVE_SEED + number)
             for system in rotated(LIVE_SYSTEMS, number + 1):
-                run = await meter.play(system, conversations)
+                run = await player.play(system, conversations)
                 ttft_s = sum(one.ttft_s for one in run.requests) / len(run.requests)
                 line = f"{system:10} mean TTFT {ttft_s:.2f} s, hits {run.hit / run.oracle:.2f} of the oracle's"
-                console.print(f"{line}, load max/mean {run.imbalance:.2f}", soft_wrap=True)
+                progress(f"{line}, load max/mean {run.imbalance:.2f}")
                 runs.append(run)
     return runs
 
 
-class Meter:
+@dataclass(frozen=True, slots=True)
+class Player:
     """Sends chats to the suite and collects the results."""
 
-    def __init__(self, running: RunningSuite, target: Target, http: httpx.AsyncClient) -> None:
-        self._running = running
-        self._target = target
-        self._http = http
+    _suite: Suite
+    _target: Target
+    _http: httpx.AsyncClient
 
     async def play(self, placement: str, conversations: Sequence[Chat]) -> Run:
         """All chats, under a salt of their own: nothing of an earlier run can be found. Raises Unavailable."""
-        suite = self._running.suite
+        suite = self._suite
         await suite.wait_idle()
         await suite.set_policies({"placement": PolicySpec(placement)}, WHO)
         infos = {name: entry["info"] for name, entry in (await suite.instances()).items()}
@@ -369,17 +363,9 @@ class Meter:
             await asyncio.sleep(began + chat.starts_s - loop.time())
             for number, turn in enumerate(chat.turns):
                 await asyncio.sleep(turn.pause_s)
-                body: dict[str, object] = {
-                    "model": self._target.model,
-                    "messages": messages_of(turn),
-                    "max_tokens": ANSWER_TOKENS,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "stream": True,
-                    "cache_salt": salt,
-                }
+                body = chat_body(messages_of(turn), ANSWER_TOKENS, self._target.model, cache_salt=salt)
                 sent_s = loop.time()
-                seen = await stream_completion(*self._target.api_address, body, path="/v1/chat/completions")
+                seen = await stream_completion(*self._target.api_address, body, path=CHAT)
                 found.append(Request(at, number, sent_s, seen.ttft_s))
 
         try:
@@ -424,7 +410,7 @@ def run_prefix_bench(data: Path, options: PrefixOptions | None = None, processes
         note = f"simulated: TTFT {SLO.ttft_s:g} s, TPOT {SLO.tpot_s:g} s; rates are shares of what least_load serves"
         parts.append({"notes": [note]})
     if chosen.live:
-        parts.append(live(asyncio.run(run_live(chosen.rounds, Console(stderr=True)))))
+        parts.append(live(asyncio.run(run_live(chosen.rounds))))
     return merged(*parts)
 
 

@@ -1,5 +1,6 @@
 """Results of a bench in the form that `polyphase bench` prints: figures, aims and notes."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -45,3 +46,8 @@ def rotated(items: Sequence[Item], number: int) -> list[Item]:
     """The items from another one on in each round, so that what drifts with time favours none."""
     first = number % len(items)
     return [*items[first:], *items[:first]]
+
+
+def progress(line: str) -> None:
+    """One line for a person who waits."""
+    print(line, file=sys.stderr, flush=True)

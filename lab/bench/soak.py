@@ -20,7 +20,7 @@ import psutil
 from lab.bench.real_engines import CpuGroup, cpu_quota
 from lab.bench.results import at_most, result
 from lab.bench.soak_clients import HOST
-from lab.client import CHAT, StreamFailed, stream_completion
+from lab.client import CHAT, StreamFailed, chat_body, stream_completion
 from lab.suite import BARE, started
 from services.launcher.suite import Suite
 
@@ -137,8 +137,7 @@ async def _user(port: int, number: int, users: Users, until_s: float) -> None:
     turn = 0
     while time.monotonic() < until_s:
         turn += 1
-        message = {"role": "user", "content": f"{number} {turn} {PROMPT}"}
-        body = {"model": "demo", "messages": [message], "max_tokens": ANSWER_TOKENS, "stream": True, "ignore_eos": True}
+        body = chat_body(f"{number} {turn} {PROMPT}", ANSWER_TOKENS)
         try:
             result = await stream_completion(HOST, port, body, path=CHAT)
             users.streams += 1

@@ -15,7 +15,7 @@ from random import Random
 
 from lab.chaos import hostile
 from lab.chaos.load import Ask, send
-from lab.client import StreamFailed, stream_completion
+from lab.client import StreamFailed, completion_body, stream_completion
 
 HOST = "127.0.0.1"
 PAUSE_S = 0.5  # between two attacks of one hostile client
@@ -153,13 +153,7 @@ async def _legal(address: Address, until_s: float) -> dict[str, int]:
 
     async def client() -> None:
         while time.monotonic() < until_s:
-            body = {
-                "model": "demo",
-                "prompt": f"{next(numbers)} fox",
-                "max_tokens": 16,
-                "stream": True,
-                "ignore_eos": True,
-            }
+            body = completion_body(f"{next(numbers)} fox", 16)
             try:
                 await stream_completion(*address, body)
                 made["whole"] += 1

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from lab.bench.results import Result, at_most, result
-from lab.client import CHAT, Request, StreamFailed
+from lab.client import CHAT, Request, StreamFailed, chat_body
 from lab.suite import BARE, started
 from services.launcher.up import RunningSuite
 
@@ -169,16 +169,8 @@ def _cluster(step_s: float, processes: int) -> dict[str, Any]:
     }
 
 
-def _body(number: int, tokens: int) -> dict[str, object]:
-    return {
-        "model": "demo",
-        "messages": [{"role": "user", "content": f"{number} {PROMPT}"}],
-        "max_tokens": tokens,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0,
-        "ignore_eos": True,
-    }
+def _body(number: int, tokens: int) -> dict[str, Any]:
+    return chat_body(f"{number} {PROMPT}", tokens, stream_options={"include_usage": True})
 
 
 async def _hold(running: RunningSuite, count: int, held_s: float) -> _Held:

@@ -8,20 +8,26 @@ import pytest
 from lab.bench.engine import (
     ALONE,
     BURST,
+    CHUNK,
+    KV_TOKENS,
+    MAX_MODEL_LEN,
+    PATIENT,
     PRESSING,
     PROMPTS,
+    SEATS,
     SORTS,
     Run,
     Served,
     Wanted,
     burst,
+    cluster_of,
+    counted,
     passed,
     predicted_in_time,
     pressing,
     report,
     unlike,
 )
-from lab.bench.real_engines import CHUNK, KV_TOKENS, MAX_MODEL_LEN, PATIENT, SEATS, cluster_of, counted
 from services.launcher.cluster_file import Cluster
 from shared.errors import Unavailable
 from shared.policy.prefill_order import WINDOW
@@ -135,5 +141,5 @@ def test_a_prediction_counts_when_it_was_there_before_the_first_token() -> None:
 def test_preemptions_are_read_from_metrics() -> None:
     text = "# TYPE vllm:num_preemptions_total counter\nvllm:num_preemptions_total 7.0\nother 3.0\n"
     assert counted(text) == 7
-    with pytest.raises(Unavailable, match="does not tell"):
+    with pytest.raises(Unavailable, match="does not report"):
         counted("other 3.0\n")
