@@ -54,7 +54,7 @@ def chat_body(
     content: str | Sequence[Mapping[str, str]], max_tokens: int, model: str = "demo", **more: Any
 ) -> dict[str, Any]:
     """The same as a chat. content: messages, or the text of a single one."""
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     fixed = {"model": model, "messages": messages, "max_tokens": max_tokens}
     return {**fixed, "temperature": 0, "ignore_eos": True, "stream": True, **more}
 

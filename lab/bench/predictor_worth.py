@@ -47,7 +47,7 @@ def run_worth(options: WorthOptions | None = None) -> dict[str, Any]:
         seeds = range(1, chosen.seeds + 1)
         found = sim.measured(known, chosen.data, seeds, chosen.processes, chosen.requests)
         result["figures"] |= sim.figures_of(found)
-        result["aims"] |= aims_of(result["figures"])
+        result["aims"] |= goodput_aims(result["figures"])
         result["notes"] += sim.notes_of(known, chosen.data, chosen.requests)
         result["notes"].append(f"worth, sim: {chosen.requests} requests, {chosen.seeds} seeds; medians over them")
     if chosen.live:
@@ -57,7 +57,7 @@ def run_worth(options: WorthOptions | None = None) -> dict[str, Any]:
     return result
 
 
-def aims_of(figures: dict[str, float]) -> dict[str, Any]:
+def goodput_aims(figures: dict[str, float]) -> dict[str, Any]:
     """Under the default policies a trained predictor takes no goodput away. What others gain or lose is shown only."""
     aims: dict[str, Any] = {}
     for kind in sim.KINDS:
