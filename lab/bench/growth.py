@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from lab.bench import heap_walk
-from lab.demo.run import on_free_ports
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.suite import Suite

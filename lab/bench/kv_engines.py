@@ -20,7 +20,7 @@ from rich.console import Console
 from lab.bench.real_engines import LlamaShape, cluster_file, make_llama
 from lab.demo.client import ApiClient, Ask
 from lab.demo.jobs import records
-from lab.demo.run import on_free_ports
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite

@@ -30,7 +30,7 @@ from lab.bench.live_clusters import (
 )
 from lab.calibrate.live import Calibrated, calibrate
 from lab.calibrate.target import Target, Traffic
-from lab.demo.run import on_free_ports
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.up import RunningSuite, running_suite
 

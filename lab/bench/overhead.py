@@ -28,8 +28,8 @@ from gateway.app import prepare_environment, running
 from gateway.auth import KeyRing
 from gateway.settings import GatewaySettings
 from lab.bench.live_clusters import SERVICES
-from lab.bench.stream_client import StreamResult, run_load, stream_completion
-from lab.demo.run import on_free_ports
+from lab.client import StreamResult, run_load, stream_completion
+from lab.suite import on_free_ports
 from services.launcher import ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT

@@ -24,9 +24,9 @@ from rich.console import Console
 from lab.bench.comparison import goodput
 from lab.bench.live_clusters import SERVICES
 from lab.bench.scenarios import SLO, TARGET, Scenario, instances, run_of
-from lab.bench.stream_client import Refused, StreamFailed, StreamResult, stream_completion
 from lab.calibrate.target import Target
-from lab.demo.run import on_free_ports
+from lab.client import Refused, StreamFailed, StreamResult, stream_completion
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.job import Slo, WhenFull, default_itl_s

@@ -27,8 +27,8 @@ from lab.bench.live_clusters import SERVICES, Variant, model_with_context, send
 from lab.bench.scenarios import learned
 from lab.calibrate.host_watch import TimerWatch
 from lab.calibrate.target import Target, Traffic
-from lab.demo.run import on_free_ports
 from lab.simulate.deployment import Deployment, load_deployment
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import load_cluster
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.job import Slo, WhenFull

@@ -21,8 +21,8 @@ from lab.bench.policies_live import share_within
 from lab.bench.scenarios import Phase, lengths, trace_of, turning
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.target import Sample, Shot, Target, Traffic
-from lab.demo.run import on_free_ports
 from lab.simulate.deployment import load_deployment
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import load_cluster
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.instance import Role

@@ -27,8 +27,8 @@ from lab.bench.pauses import USUAL, pause_scenarios_live, run_pauses_live
 from lab.bench.policies import named
 from lab.bench.scenarios import SLO, TARGET, Scenario, instances, learned
 from lab.calibrate.target import Sample, Target, Traffic
-from lab.demo.run import on_free_ports
 from lab.simulate.deployment import load_deployment
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import load_cluster
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.job import Slo

@@ -18,7 +18,7 @@ from lab.bench.predictor_full_size import run_full_size
 from lab.bench.predictor_latency import run_latency
 from lab.bench.predictor_worth import run_worth
 from lab.demo.client import ApiClient, Ask, Prompts
-from lab.demo.run import on_free_ports
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.up import running_suite
 from shared.errors import InvalidRequest

@@ -25,12 +25,12 @@ from lab.bench.comparison import goodput
 from lab.bench.live_clusters import SERVICES
 from lab.bench.predictor_worth_sim import ARMS, DEFAULT, NONE, POLICIES, SLO, Arms, Trained, arms, requests_of
 from lab.bench.scenarios import TARGET, learned
-from lab.bench.stream_client import StreamFailed, StreamResult, stream_completion
 from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.target import Target
-from lab.demo.run import on_free_ports
+from lab.client import StreamFailed, StreamResult, stream_completion
 from lab.simulate.deployment import load_deployment
 from lab.simulate.workloads import WorkloadOptions, at_rate
+from lab.suite import on_free_ports
 from services.launcher import cluster_keys, ports
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.up import RunningSuite, running_suite

@@ -24,8 +24,8 @@ from rich.console import Console
 
 from lab.bench.real_engines import LlamaShape, QuotaSuite, cluster_file, running_under_quotas
 from lab.bench.scenarios import learned
-from lab.bench.stream_client import StreamFailed, stream_completion
 from lab.calibrate.target import Target
+from lab.client import StreamFailed, stream_completion
 from lab.simulate.deployment import Deployment, load_deployment
 from services.launcher.up import RunningSuite
 from shared.domain.instance import Role

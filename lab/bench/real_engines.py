@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from lab.demo.run import on_free_ports
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite

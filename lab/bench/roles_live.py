@@ -13,7 +13,7 @@ from lab.bench.live_clusters import SERVICES, model_with_context
 from lab.bench.roles import SETTLE_S, Seen, Setting, judged, told
 from lab.bench.scenarios import Phase, shares, turning
 from lab.calibrate.target import Sample, Shot, Target, Traffic
-from lab.demo.run import on_free_ports
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.up import RunningSuite, running_suite
 from shared.domain.job import Slo

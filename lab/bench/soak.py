@@ -21,8 +21,8 @@ from rich.console import Console
 
 from lab.bench.real_engines import CpuGroup, cpu_quota
 from lab.bench.soak_clients import HOST
-from lab.bench.stream_client import StreamFailed, stream_completion
-from lab.demo.run import on_free_ports
+from lab.client import StreamFailed, stream_completion
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.suite import Suite

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from random import Random
 
-from lab.bench.stream_client import StreamFailed, stream_completion
 from lab.chaos import hostile
 from lab.chaos.load import Ask, send
+from lab.client import StreamFailed, stream_completion
 
 HOST = "127.0.0.1"
 PAUSE_S = 0.5  # between two attacks of one hostile client

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 import psutil
 from rich.console import Console
 
-from lab.bench.stream_client import StreamFailed
-from lab.demo.run import on_free_ports
+from lab.client import StreamFailed
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite

@@ -22,9 +22,9 @@ from rich.console import Console
 
 from gateway.job import Job, JobSpec
 from lab.bench.overhead import cpu_s
-from lab.bench.stream_client import run_load
 from lab.bench.trace_collector import Collector, Seen, collecting
-from lab.demo.run import on_free_ports
+from lab.client import run_load
+from lab.suite import on_free_ports
 from services.launcher.cluster_file import Cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite

@@ -41,7 +41,7 @@ from lab.bench.predictor_worth_sim import (
     requests_of,
     trained,
 )
-from lab.bench.stream_client import StreamResult
+from lab.client import StreamResult
 from services.launcher.cluster_file import load_cluster
 from services.launcher.plan import make_plan
 from services.worker.engines.emulated_scheduler import token_at
