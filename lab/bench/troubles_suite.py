@@ -9,7 +9,7 @@ from itertools import pairwise
 from random import Random
 
 from lab.chaos.clusters import EMULATED_ENGINE, REAL_ENGINE, SPLIT, Testbed
-from lab.chaos.load import Address, Ask, Ending, send
+from lab.client import Address, Ending, Request, send
 from services.launcher.child_process import Limits
 from shared.domain.instance import Role
 from shared.domain.job import Slo, itl_met
@@ -165,7 +165,7 @@ class Clients:
         """So many at once; ends with the last answer."""
         await asyncio.gather(*(self.one(wish) for _ in range(number)))
 
-    def _ask(self, wish: Wish) -> Ask:
+    def _ask(self, wish: Wish) -> Request:
         name = f"trouble-{uuid.uuid4().hex[:12]}"
         body = {
             "model": "demo",
@@ -178,7 +178,7 @@ class Clients:
             "request_id": name,
             "cache_salt": name,
         }
-        return Ask(name, "/v1/completions", body, wish.slo)
+        return Request("/v1/completions", body, wish.slo, key=name)
 
 
 class Users:
