@@ -14,7 +14,7 @@ from itertools import pairwise
 from random import Random
 
 from lab.chaos.clusters import EMULATED_ENGINE, REAL_ENGINE, SPLIT, Testbed
-from lab.chaos.load import Address, Ask, Ending, send
+from lab.client import COMPLETIONS, Address, Ending, Request, completion_body, send
 from services.launcher.child_process import Limits
 from shared.domain.instance import Role
 from shared.domain.job import Slo, itl_met
@@ -143,7 +143,7 @@ class Clients:
         address = address or self.addresses[len(self.shots) % len(self.addresses)]
         shot = Shot(wish.slo or "default", time.time())
         self.shots.append(shot)
-        reply = await send(address, self._ask(wish))
+        reply = await send(address, self._request(wish))
         times = reply.token_times_s
         shot.status = reply.status
         shot.ttft_s = reply.ttft_s
@@ -164,20 +164,11 @@ class Clients:
         """So many at once; ends with the last answer."""
         await asyncio.gather(*(self.one(wish) for _ in range(number)))
 
-    def _ask(self, wish: Wish) -> Ask:
+    def _request(self, wish: Wish) -> Request:
         name = f"trouble-{uuid.uuid4().hex[:12]}"
-        body = {
-            "model": "demo",
-            "prompt": [self._rng.randrange(300, 1200) for _ in range(wish.prompt_tokens)],
-            "max_tokens": wish.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-            "request_id": name,
-            "cache_salt": name,
-        }
-        return Ask(name, "/v1/completions", body, wish.slo)
+        prompt = [self._rng.randrange(300, 1200) for _ in range(wish.prompt_tokens)]
+        more = {"return_token_ids": True, "request_id": name, "cache_salt": name}
+        return Request(COMPLETIONS, completion_body(prompt, wish.output_tokens, **more), wish.slo, key=name)
 
 
 class Users:
