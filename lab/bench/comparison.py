@@ -88,7 +88,7 @@ class Bracket:
         return (self.low + self.high) // 2
 
     def tried(self, rung: int, meets: Meets) -> "Bracket":
-        """After a run at a rung between the two; unchanged where they say already how that would end."""
+        """After a run at a rung between the two; unchanged where the bracket already answers it."""
         if rung <= self.low or (self.high is not None and rung >= self.high):
             return self
         return replace(self, low=rung) if meets(self.ladder.rate(rung)) else replace(self, high=rung)
@@ -109,7 +109,7 @@ def race(policies: Iterable[str], meets: Callable[[str], Meets], ladder: Ladder)
     """Brackets of all, in which the highest goodput is exact and none of the others can be higher.
 
     All are tried at SCREENED_AT of the ladder's start, then, the survivors first, at the rung above the best so far:
-    who misses it is out, who meets it is the best so far.
+    a policy that misses it is out, a policy that meets it is the best so far.
     """
     screen = ladder.start - ladder.rungs(1.0 / SCREENED_AT)
     brackets = {policy: Bracket.unknown(ladder).tried(screen, meets(policy)) for policy in policies}

@@ -200,7 +200,7 @@ def run_control_bench(sizes: tuple[int, ...] = SIZES, window_s: float = WINDOW_S
         "figures": {**figures, f"growth_{sizes[0]}_to_{sizes[-1]}": growth},
         "aims": aims,
         "notes": [
-            "cores: CPU time of the whole process, in cores, while every load changes each 100 ms and nobody asks for "
+            "cores: CPU time of the whole process, in cores, while every load changes each 100 ms without "
             "a placement; idle_…: while none does. place_…: from the question to the answer at the client, "
             f"{PLACE_PER_S:g} a second beside those changing loads; decision_…: the part of it that the scheduler "
             "decides, by its own histogram. known_again: from the start of a new monitor process after a kill -9 until "
@@ -221,7 +221,7 @@ async def _measure(size: int, window_s: float) -> Figures:
 
 
 async def _window(control: Control, window_s: float) -> Figures:
-    """Cores of both processes, and what is broadcast, while nobody asks for anything."""
+    """Cores of both processes, and what is broadcast, without requests."""
     sent = await _counter(control.monitor_url, "polyphase_broadcast_bytes_total")
     beats = await _counter(control.monitor_url, "polyphase_heartbeats_total")
     began, before = time.monotonic(), {name: control.cpu_s(name) for name in ("monitor", "scheduler")}

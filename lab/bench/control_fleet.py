@@ -166,7 +166,7 @@ async def _obey(busy: list[bool]) -> None:
 
 
 async def _prefixes(_: PrefixesRequest, call: ServerCall) -> None:
-    await asyncio.Event().wait()  # it holds none, and says nothing for as long as somebody listens
+    await asyncio.Event().wait()  # it holds no prefixes and never answers
 
 
 HANDLERS = {PREFIXES: _prefixes}

@@ -102,7 +102,7 @@ def _told(rows: pd.DataFrame, library: Library, result: Result, prefix: str) -> 
             result["figures"][f"{prefix}_{name}_prompts_computed_percent"] = round(share, 1)
             result["notes"].append(
                 f"{prefix} {name}: besides decode steps the measured times have room to compute {share:.0f} % of "
-                "the prompts (median): the rest came from a prefix cache, of which the sample says nothing. "
+                "the prompts (median): the rest came from a prefix cache, which the sample does not mention. "
                 "Predicted as if all were computed; the rows count in the aim all the same"
             )
     return loops

@@ -177,7 +177,7 @@ def _check(answer: Answer, request: Wanted) -> None:
 
 FCFS, SJF = "fcfs", "sjf"
 GREEDY, STATIC, DYNAMIC = "greedy", "reserve_static", "reserve_dynamic"
-ALONE = "alone"  # a run of few requests at once, that only says what their tokens are
+ALONE = "alone"  # a run of few requests at once, for the reference tokens
 JCT_SHARE = 1.02  # of greedy's, at most: what counts as no longer
 
 
@@ -195,7 +195,7 @@ def passed(served: Sequence[Served]) -> list[int]:
     return [sum(later.first_s < one.first_s for later in served[at + 1 :]) for at, one in enumerate(served)]
 
 
-def unlike(runs: Sequence[Run]) -> list[str]:
+def different_tokens(runs: Sequence[Run]) -> list[str]:
     """Requests whose tokens are not those that they had in the round's first run of the same load."""
     found = []
     first: dict[int, Run] = {}
@@ -210,7 +210,7 @@ def unlike(runs: Sequence[Run]) -> list[str]:
 def report(orders: Sequence[Run], admissions: Sequence[Run]) -> Result:
     figures, aims = _of_orders(_by_policy(orders))
     more, wanted = _of_admissions(_by_policy(admissions))
-    found = [*unlike(orders), *unlike(admissions)]
+    found = [*different_tokens(orders), *different_tokens(admissions)]
     answers = sum(len(run.served) for run in (*orders, *admissions))
     aims |= wanted
     aims["answers_with_other_tokens"] = {"want": 0, "got": "; ".join(found[:5]) or 0, "met": not found}

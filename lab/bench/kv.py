@@ -297,7 +297,7 @@ def _exporter(folder: str) -> Iterator[Connection]:
 
 
 def _export(pipe: Connection, folder: str) -> None:
-    """The child: stage what the pipe asks for, until it asks for nothing."""
+    """The child: stage the transfers that the pipe requests, until the pipe ends."""
     torch.set_num_threads(1)
     server = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_serve_plain, args=(server,), daemon=True).start()

@@ -374,7 +374,7 @@ async def _answer(pipe: Connection, settings: Any) -> None:
 
 
 async def _answered(engine: Any, port: Any, order: Order) -> Result | str:
-    """A result, or why there is none."""
+    """A result, or the error."""
     from services.worker.engines.base import FAILED, EngineRequest
     from shared.domain.job import Generation, JobView
     from shared.domain.kv import TransferOutcome

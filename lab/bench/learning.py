@@ -47,7 +47,7 @@ MAX_MODEL_LEN = 1024
 @dataclass(frozen=True, slots=True)
 class Trio(QuotaSuite):
     async def rates(self) -> dict[str, StepRates]:
-        """What they publish of their steps. Raises Unavailable for one that says nothing."""
+        """The published step times. Raises Unavailable for an instance that publishes none."""
         infos = await self.instances()
         silent = [info.instance_id for info in infos if info.rates.step is None]
         if silent:
@@ -116,7 +116,7 @@ def busy_others(steps: Mapping[str, Sequence[StepRecord]]) -> dict[str, float]:
 
 
 def beside(calibrated: CalibratedKind, others: float) -> ScaledSteps:
-    """Its step times while so many others of the host compute: they share more than their quotas say."""
+    """Its step times while so many others of the host compute, which slow each other in spite of their quotas."""
     slowdown = float(slowdown_at(calibrated.slowdown, np.array([others]))[0])
     return calibrated.step_times(Library.built_in()).times(slowdown)
 

@@ -218,7 +218,7 @@ def _winners(name: str, labels: Sequence[str], rounds: Sequence[Round], figures:
 
 
 def _rate(scenario: Scenario, found: Calibrated, lengths: Workload) -> float:
-    """Requests a second at which neither role, nor the host's cores, are busier than the scenario says."""
+    """Requests a second at which neither role, nor the host's cores, are busier than the scenario allows."""
     library = Library.built_in()
     prompt, output = float(lengths.prompt_tokens.mean()), float(lengths.output_tokens.mean())
     speed = dict.fromkeys(Role, 0.0)  # requests a second at full use

@@ -252,7 +252,7 @@ class FormSteps:
 class AsSent:
     """Each request goes where it went on the engines, and those before them in the same order.
 
-    For who takes turns: which of a few requests falls to the slow instance is chance, and means of JCT follow it.
+    For systems that take turns: chance decides which requests fall to the slow instance, and means of JCT follow.
     """
 
     name: ClassVar[str] = "as_sent"
@@ -285,9 +285,9 @@ class Means(NamedTuple):
 
 
 def learned(instances: Sequence[LiveInstance], steps: Steps) -> dict[str, StepRates]:
-    """Step times of each instance, fitted to what it recorded; what it saw too little of is as it says itself.
+    """Step times of each instance, fitted to its recorded steps; kinds with too few steps are as the instance publishes.
 
-    Raises Unavailable for an instance that says nothing of its steps.
+    Raises Unavailable for an instance that publishes no step times.
     """
     found = {}
     for one in instances:

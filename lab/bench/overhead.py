@@ -133,7 +133,7 @@ _MIB = 1 << 20
 _VLLM_START_S, _VLLM_END_S = 180.0, 30.0
 _TOOLS = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
 
-Body = dict[str, object]
+Body = dict[str, Any]
 Figures = dict[str, float]
 
 

@@ -188,7 +188,7 @@ PLAIN = {name: msgspec.structs.replace(slo, weight=1.0, when_full=WhenFull.NEVER
 LASTS_S, FROM_S = 60.0, 20.0  # of arrivals, and where what is counted begins
 OVER = 2.0  # times the capacity
 INTERACTIVE = 0.5  # of the capacity
-FLOOD, POLITE = 2.0, 0.3  # of the capacity: what two keys of one class ask for
+FLOOD, POLITE = 2.0, 0.3  # of the capacity: the rates of two keys of one class
 FIXED = "least_load+balanced+power_of_two"
 AIM = 0.9
 

@@ -42,7 +42,7 @@ SEEDS = (1, 2, 3, 4, 5)
 # Aim for the p90 of longest gaps: at most so long, or so many times that of the best simple policy.
 ALLOWED_S, ALLOWED_FACTOR = 0.25, 1.5
 SLACK = 0.01  # of attainment, for scenarios in which all or nearly all requests meet their targets
-MAX_TOKENS = 1024  # what clients ask for at most, where lengths are predicted
+MAX_TOKENS = 1024  # max_tokens of requests, where lengths are predicted
 _GIB = 1 << 30
 _FAST = "A100-SXM-80"
 _STEP_S = 0.05  # of instances whose steps take a fixed time

@@ -149,7 +149,7 @@ class PromiseFigures:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A promise, what became of it, and what the simulator says of the file that was started."""
+    """A promise, the live result, and the simulation of the started file."""
 
     promised: PromiseFigures
     live: PromiseFigures

@@ -356,7 +356,7 @@ def _home(data: Path, kind: str) -> Problem:
 
 
 def appendix_h(gbps: float) -> Problem:
-    """Prompts of 1,024 tokens; the paper says nothing of the answers: those of coding."""
+    """Prompts of 1,024 tokens; the paper does not give the answers; these are those of coding."""
     inventory: Inventory = cluster({"a40": ("A40", 4), "3090ti": ("RTX-3090-Ti", 4)}, gbps)
     workload = synthetic(1000, 1024, 28, output_cv=1.0, longest_tokens=CONTEXT_TOKENS, seed=1)
     return problem_of(inventory, MODEL, workload, SLO, Codec.INT4)

@@ -131,7 +131,7 @@ def _sized(size: int) -> Iterator[Case]:
 
 
 def _role_flip(flips: RoleFlip, view: ClusterView) -> Decide:
-    """Under a demand that asks for other roles: the costliest case."""
+    """Under a demand that requires other roles: the costliest case."""
     state, seen = flips.start(), Seen(DEMAND)
     return lambda call: flips.step(state, view, float(call), seen)
 
@@ -219,7 +219,7 @@ def family(number: int) -> tuple[int, ...]:
 
 @cache
 def known_prefixes(size: int) -> PrefixIndex:
-    """What `size` instances hold: each a beginning of the prompts of one family, and much that nobody asks for."""
+    """What `size` instances hold: each a beginning of the prompts of one family, and many other blocks."""
     rng, known = Random(5), PrefixIndex()
     for number in range(size):
         shared = family(rng.randrange(FAMILIES))[: rng.randrange(FAMILY_BLOCKS + 1)]

@@ -36,7 +36,7 @@ LONGEST_TOKENS = 1_600  # of the last bucket, which is open-ended
 VERB_RIGHT, TOPIC_RIGHT, FURTHER = 0.50, 0.70, 0.5
 LONG_SHARE = 0.4  # of prompts that are mostly filler
 SHORT_WORDS, LONG_WORDS = (6, 60), (150, 450)
-# Where a long prompt's evidence stands: nobody sees its middle, the classifier least of all.
+# Positions of a long prompt's evidence: the classifier does not see the middle.
 FROM_HEAD, FROM_TAIL = 8, 30
 
 VERBS = (
@@ -109,7 +109,7 @@ class Generator:
 
     @property
     def optimum(self) -> float:
-        """How often whoever knows the table is right: the mean of the highest posterior over all prompts. Exact."""
+        """Bayes' optimum: the mean of the highest posterior over all prompts. Exact."""
         return float(self.joint.max(axis=0).sum())
 
     @property
@@ -175,7 +175,7 @@ WANT = 0.95  # of the optimum
 
 
 def run_bayes() -> dict[str, Any]:
-    """Train from nothing, judge by fresh prompts. The aim: WANT of what whoever knows the generator is right of."""
+    """Train from scratch and evaluate on fresh prompts. The aim is WANT of Bayes' optimum."""
     generator = Generator.like_sharegpt()
     drawn = generator.draw(PROMPTS, SEED)
     known = {one.prompt for one in drawn}
@@ -198,7 +198,7 @@ def run_bayes() -> dict[str, Any]:
 
 
 def shares(generator: Generator, fresh: list[Drawn], found: Evaluation) -> dict[str, float]:
-    """The classifier beside the optimum, beside who sees less, and beside the baselines."""
+    """The classifier beside the optimum, beside the optimum of one word, and beside the baselines."""
     return {
         "bayes_accuracy": found.scores.accuracy,
         "bayes_optimum": generator.optimum,

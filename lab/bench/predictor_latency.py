@@ -102,7 +102,7 @@ READY_S, LOOK_S, END_S = 180.0, 0.2, 20.0
 async def serving(
     checkpoint: Path, served: Path, device: str, timeout_ms: float
 ) -> AsyncIterator[tuple[RpcClient, dict[str, Any]]]:
-    """A client of a process whose classifier is loaded, and what the process says of how it runs it.
+    """A client of a process with a loaded classifier, and how the process runs it.
 
     Raises Unavailable when the checkpoint is not loaded in READY_S.
     """
@@ -262,14 +262,14 @@ async def _cells(name: str, checkpoint: Path, device: str) -> tuple[list[Cell], 
     prompts, cells, notes = real_prompts(), list[Cell](), list[str]()
     for timeout_ms in TIMEOUTS_MS:
         async with serving(checkpoint, SERVED, device, timeout_ms) as (client, runs):
-            notes.append(f"{name}, {timeout_ms:.0f} ms: {runs or 'says not how it runs'}")
+            notes.append(f"{name}, {timeout_ms:.0f} ms: {runs or 'unknown runtime'}")
             for at_once in AT_ONCE:
-                calls, lasted_s = await _asked(client, prompts, at_once, timeout_ms)
+                calls, lasted_s = await _called(client, prompts, at_once, timeout_ms)
                 cells.append(Cell(f"{name}_{at_once}_at_once_{timeout_ms:.0f}ms", timeout_ms, calls, lasted_s))
     return cells, notes
 
 
-async def _asked(
+async def _called(
     client: RpcClient, prompts: list[list[int]], at_once: int, timeout_ms: float
 ) -> tuple[list[Call], float]:
     """Callers that each wait for an answer before the next request."""
@@ -279,7 +279,7 @@ async def _asked(
         rng = Random(seed)
         while monotonic() - began_s < CELL_S:
             calls.append(call := await _call(client, rng.choice(prompts), timeout_ms / 1e3))
-            if call.source != SOURCE:  # a gateway asks for its next job, not for this one again
+            if call.source != SOURCE:  # a gateway continues with its next job
                 await asyncio.sleep(max(0.0, timeout_ms / 1e3 - call.took_s))
 
     async with asyncio.TaskGroup() as callers:

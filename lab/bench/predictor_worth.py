@@ -1,6 +1,6 @@
 """`polyphase bench predictor --part worth`: what a prediction of an answer's length is worth.
 
-The same requests with no predictor, one that always says the commonest bucket, a trained one and one that is always
+The same requests with no predictor, one that always predicts the commonest bucket, a trained one and one that is always
 right: in the simulator, under the default policies and TetriInfer's, and on emulated instances behind live services.
 """
 

@@ -100,7 +100,7 @@ def short_requests(count: int, seed: int, data: Path | None) -> Workload:
 
 
 class StandIn:
-    """Says what the predictor of `arm` would; of the arm without one it has nothing to say."""
+    """Predicts what the predictor of `arm` would; without one it predicts nothing."""
 
     def __init__(self, of_arm: Arms, output_tokens: Lengths, seed: int) -> None:
         self.arm = NONE
@@ -108,7 +108,7 @@ class StandIn:
         self._said = {arm: one.predict(output_tokens, seed) for arm, one in of_arm.items() if one is not None}
 
     def answer(self, prompt_token_ids: Sequence[int]) -> LengthPrediction:
-        """Raises Busy, as a predictor that has no time does, where there is nothing to say."""
+        """Raises Busy, as an overloaded predictor does, without a prediction."""
         predictor, number = self._of_arm[self.arm], number_of(prompt_token_ids)
         if predictor is None or not 0 <= number < len(self._said[self.arm]):
             raise Busy("no prediction")
@@ -261,7 +261,7 @@ def timed(drawn: Workload, rate: float, lasts_s: float) -> Workload:
 
 
 def simulated(file: Path, workload: Workload, prediction: Prediction | None, policy: str) -> SimResult:
-    """The same in virtual time; each instance tells what it would have learned of itself."""
+    """The same in virtual time."""
     deployment = twin(file, SEED)
     run = replace(deployment.run, slo=LIVE_SLO, prediction=prediction, max_tokens=MAX_TOKENS, seed=SEED)
     return simulate(workload, deployment.instances, with_words(run, POLICIES[policy]))

@@ -83,7 +83,7 @@ def width_for(known: Prediction, output_tokens: Lengths) -> int:
     """Its buckets, stretched as these answers are longer than those that it was evaluated on.
 
     A classifier of short answers would see all long ones in its last bucket; what carries over from one model to
-    another is how well it tells the shorter from the longer. Without a prior nobody knows on what it was evaluated.
+    another is how well it separates shorter from longer ones. Without a prior the evaluation's answers are unknown.
     """
     if known.prior is None:
         return known.width_tokens
@@ -114,7 +114,7 @@ POLICIES = {
     "tetri_p90": "least_load+full+power_of_two:end=p90+reserve_dynamic:end=p90",
 }
 SLO = Slo(ttft_s=2.0, tpot_s=0.03)
-MAX_TOKENS = 2048  # what clients ask for at most, whatever they get
+MAX_TOKENS = 2048  # max_tokens of all requests
 REQUESTS, STEP = 800, 1.03
 FROM_PER_S = {"sharegpt": 26.0, "azure": 12.0}  # where searches set out
 KINDS = tuple(FROM_PER_S)
@@ -251,7 +251,7 @@ _FIELDS = {
 
 
 def gain(runs: Iterable[Mapping[str, Seen]], arm: str, field: str) -> float:
-    """The median over the seeds of that figure over the same one without predictions; NaN where there is none."""
+    """The median over the seeds of the figure divided by the one without predictions; NaN if that is 0."""
     pairs = [(getattr(one[arm], field), getattr(one[NONE], field)) for one in runs]
     return median(mine / plain if plain else float("nan") for mine, plain in pairs)
 

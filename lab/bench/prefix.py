@@ -78,7 +78,7 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run. saved_tokens: prompt tokens that nobody computed. imbalance: see `imbalance`, of computed tokens."""
+    """One run. saved_tokens: prompt tokens that no instance computed. imbalance: see `imbalance`, of computed tokens."""
 
     rate: float
     saved_tokens: int
@@ -178,7 +178,7 @@ river stone house quiet garden harbour copper engine people road winter morning 
 silver table captain island summer machine paper village mountain teacher station yellow button
 """
 SYSTEM_WORDS, FIRST_WORDS, LATER_WORDS, ANSWER_WORDS = 60, (150, 350), (30, 90), (30, 60)
-PAUSE_S = (3.0, 9.0)  # between an answer and what its reader says next: uniform
+PAUSE_S = (3.0, 9.0)  # between an answer and the next message: uniform
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ SEEDS = (1, 2)
 class Setting:
     """Instances by accelerator in the order in which they get the prefill role; phases; placement in words.
 
-    prefills: with how many prefill instances the policies begin; steady: what asks for no flip.
+    prefills: with how many prefill instances the policies begin; steady: no flip is needed.
     """
 
     name: str

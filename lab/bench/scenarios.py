@@ -29,7 +29,7 @@ CLUSTERS = ("equal", "fast_slow", "prefill_heavy", "mixed_32")
 KINDS = {"conversation": "azure-conv", "code": "azure-code", "mixed": "Mixed"}
 SLO = Slo(ttft_s=2.0, tpot_s=0.1)
 TARGET = 0.9  # attainment at which a rate counts as served
-MAX_TOKENS = 1024  # what clients ask for at most, whatever they get
+MAX_TOKENS = 1024  # max_tokens of all requests
 SEED = 1
 # What is known live of speeds: learned from so many steps, which vary so much, by a start that was so much off.
 LEARNED_STEPS, NOISE, START_OFF = 400, 0.05, 1.5
@@ -75,7 +75,7 @@ def _requests(kind: str, requests: int, seed: int) -> Workload:
 
 @cache
 def run_of(cluster: str) -> RunSpec:
-    """As live: loads are as old as broadcasts, lengths are foreseen three times in four, and max_tokens says little."""
+    """As live: loads are as old as broadcasts, lengths are predicted correctly three times in four."""
     run = load_deployment(_file(cluster)).run
     prediction = Prediction(width_tokens=200, buckets=10, accuracy=0.75)
     return replace(run, slo=SLO, prediction=prediction, max_tokens=MAX_TOKENS, seed=SEED)

@@ -22,7 +22,7 @@ from lab.suite import BARE, started
 from services.launcher.up import RunningSuite
 
 _EVENT, _DONE, _ERROR = b"data: {", b"data: [DONE]", b'data: {"error"'
-_TOKENS = b'"completion_tokens":'  # of the usage that the last event of a whole answer tells
+_TOKENS = b'"completion_tokens":'  # of the usage in the last event of a whole answer
 
 
 @dataclass(slots=True)

@@ -225,7 +225,7 @@ def _worst(waits: list[Wait]) -> float:
 
 
 def off_cost_us(rounds: int = 20_000) -> float:
-    """What a request pays in its gateway while tracing is off: each place that would tell something asks whether to."""
+    """Cost of a request in its gateway while tracing is off: each place that would report checks a flag."""
     spec = JobSpec("j", [1], Generation(b"", 0.0), 1, True, False, Slo())
     job = Job(spec, lambda _: None, "g", 0.0)
     began_s = time.process_time()

@@ -59,7 +59,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A fault and what the verdict has to say of it. `make` has the fault for its block's length.
+    """A fault and the verdict that it requires. `make` has the fault for its block's length.
 
     what: the problem's code. stage, culprits: the problem's stage and instances, where they are certain.
     """
@@ -159,7 +159,7 @@ def _misnamed(trouble: Trouble, found: Verdict) -> list[str]:
 
 
 async def _well(on: Stage, staged: Staged, seen: list[tuple[Verdict, Known]]) -> bool:
-    """Wait until nothing is wrong, but for who is not to come yet; that verdict is judged, too."""
+    """Wait until there is no problem but a missing instance; that verdict is judged, too."""
     give_up = time.monotonic() + CLEAR_S
     while True:
         found, known = await on.verdict()

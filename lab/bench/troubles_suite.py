@@ -86,7 +86,7 @@ _LOOK_S = 0.01  # between two looks at how late the clients themselves are
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a client asks for; lengths in tokens. slo: its class, "" for the default."""
+    """A request of a client; lengths in tokens. slo: its class, "" for the default."""
 
     prompt_tokens: int
     output_tokens: int
@@ -157,7 +157,7 @@ class Clients:
         return shot
 
     def users(self, number: int, *wishes: Wish) -> "Users":
-        """So many who ask again as soon as they are answered, each for the wishes in turn."""
+        """Clients that send the next request as soon as one is answered, with the given requests in turn."""
         return Users(self, number, wishes)
 
     async def burst(self, number: int, wish: Wish) -> None:
@@ -239,7 +239,7 @@ class Sample:
 class Known:
     """All that is known at one moment. Unix seconds.
 
-    silent: since when gateways and schedulers stand still. behind: who cannot hear of new policies. mute_s: since when
+    silent: since when gateways and schedulers stand still. behind: instances without broadcasts. mute_s: since when
     no predictor answers. cut_s: since when KV does not come. slow_s: what each KV transfer takes at least.
     """
 

@@ -113,7 +113,7 @@ WITHIN = 0.30
 
 
 class Check(StrEnum):
-    """What an aim of a row says."""
+    """What an aim of a row judges."""
 
     SIGN = "sign"
     ORDER = "order"
@@ -252,7 +252,7 @@ def _aim(row: Row, check: Check, held: bool) -> dict[str, Any]:
     return aim
 
 
-# What the page says in words, from `prose.yaml`.
+# Texts of the page, from `prose.yaml`.
 
 PROSE = Path(__file__).with_name("prose.yaml")
 

@@ -45,18 +45,9 @@ ACCELERATOR, MODEL, DEGREE = "V100-32-PCIe", "OPT-13B", 2
 def micro_rows(testbed: Testbed) -> tuple[tuple[Row, ...], Chart]:
     model = testbed.model(ACCELERATOR, MODEL, DEGREE)
     threshold = saturation_tokens(model.prefill_time_s)
-    rows = (
-        order(
-            "saturation",
-            "Fig 2",
-            "tokens a step at which prefill saturates (ChunkSize)",
-            "512",
-            str(threshold),
-            threshold == 512,
-        ),
-        *_slowdowns(model),
-        *_mixed_decodes(model),
-    )
+    what = "tokens a step at which prefill saturates (ChunkSize)"
+    saturation = order("saturation", "Fig 2", what, "512", str(threshold), threshold == 512)
+    rows = (saturation, *_slowdowns(model), *_mixed_decodes(model))
     factors = [row for row in rows if row.unit == "x" and row.claimed is not None]
     chart = Chart(
         "tetriinfer_interference",
@@ -73,31 +64,18 @@ def _slowdowns(model: StepModel) -> tuple[Row, ...]:
         return model.step_time_s(together) / model.step_time_s(alone)
 
     light, heavy, decode = Batch((LIGHT,)), Batch((HEAVY,)), _decodes((), 1)
-    return (
-        factor("lp_7lp", "Fig 3a", "light prefill, 7 light beside it", 2.0, beside(light, Batch((LIGHT,) * 8))),
-        factor("lp_63lp", "Fig 3a", "light prefill, 63 light beside it", 8.0, beside(light, Batch((LIGHT,) * 64))),
-        between(
-            "lp_hp",
-            "Fig 3b",
-            "light prefill, 7 heavy beside it",
-            "x",
-            10.0,
-            float("inf"),
-            beside(light, Batch((LIGHT, *(HEAVY,) * 7))),
-        ),
-        factor(
-            "hp_lp", "Fig 3c", "heavy prefill, 63 light beside it", 3.0, beside(heavy, Batch((HEAVY, *(LIGHT,) * 63)))
-        ),
-        factor(
-            "ld_hp", "Fig 4b", "light decode, a heavy prefill beside it", 5.0, beside(decode, _decodes((HEAVY,), 1))
-        ),
-        factor(
-            "lp_ld", "Fig 4c", "light prefill, 127 light decodes beside it", 2.5, beside(light, _decodes((LIGHT,), 127))
-        ),
-        factor(
-            "hp_ld", "Fig 4d", "heavy prefill, 127 light decodes beside it", 2.5, beside(heavy, _decodes((HEAVY,), 127))
-        ),
+    seven_heavy = beside(light, Batch((LIGHT, *(HEAVY,) * 7)))
+    lp_hp = between("lp_hp", "Fig 3b", "light prefill, 7 heavy beside it", "x", 10.0, float("inf"), seven_heavy)
+    cases = (
+        ("lp_7lp", "Fig 3a", "light prefill, 7 light beside it", 2.0, light, Batch((LIGHT,) * 8)),
+        ("lp_63lp", "Fig 3a", "light prefill, 63 light beside it", 8.0, light, Batch((LIGHT,) * 64)),
+        ("hp_lp", "Fig 3c", "heavy prefill, 63 light beside it", 3.0, heavy, Batch((HEAVY, *(LIGHT,) * 63))),
+        ("ld_hp", "Fig 4b", "light decode, a heavy prefill beside it", 5.0, decode, _decodes((HEAVY,), 1)),
+        ("lp_ld", "Fig 4c", "light prefill, 127 light decodes beside it", 2.5, light, _decodes((LIGHT,), 127)),
+        ("hp_ld", "Fig 4d", "heavy prefill, 127 light decodes beside it", 2.5, heavy, _decodes((HEAVY,), 127)),
     )
+    rows = [factor(key, where, what, claimed, beside(*batches)) for key, where, what, claimed, *batches in cases]
+    return (*rows[:2], lp_hp, *rows[2:])
 
 
 def _mixed_decodes(model: StepModel) -> tuple[Row, ...]:
@@ -179,28 +157,13 @@ def _prefill_order(testbed: Testbed) -> tuple[Row, ...]:
         return fmean(_mean_wait_s(testbed, disaggregated(testbed, tetri("Mixed", 128, seed), run)) for seed in SEEDS)
 
     fixed = fmean(mean_ttft_s(coupled(testbed, tetri("Mixed", 128, seed))) for seed in SEEDS)
+    batch = "chunked prefill, FCFS, against a fixed batch: mean prefill latency"
+    wait = "SJF against FCFS: mean prefill waiting, window of 16"
+    window = "SJF: mean TTFT, window of 128 against 16"
     return (
-        gain(
-            "chunked",
-            "Fig 16",
-            "chunked prefill, FCFS, against a fixed batch: mean prefill latency",
-            -86.4,
-            change(ttft(Fcfs()), fixed),
-        ),
-        gain(
-            "sjf",
-            "Fig 16",
-            "SJF against FCFS: mean prefill waiting, window of 16",
-            -7.8,
-            change(waiting(Sjf(16)), waiting(Fcfs())),
-        ),
-        gain(
-            "sjf_window",
-            "Fig 16",
-            "SJF: mean TTFT, window of 128 against 16",
-            -46.5,
-            change(ttft(Sjf(128)), ttft(Sjf(16))),
-        ),
+        gain("chunked", "Fig 16", batch, -86.4, change(ttft(Fcfs()), fixed)),
+        gain("sjf", "Fig 16", wait, -7.8, change(waiting(Sjf(16)), waiting(Fcfs()))),
+        gain("sjf_window", "Fig 16", window, -46.5, change(ttft(Sjf(128)), ttft(Sjf(16)))),
     )
 
 
@@ -222,30 +185,16 @@ def _admission(testbed: Testbed) -> tuple[Row, ...]:
         )
 
     greedy = jct(Watermark(), _SURE)
-    what = "against greedy: mean JCT"
+    dynamic, static = AtopWatermark(ReserveDynamic()), AtopWatermark(ReserveStatic())
+    usual, sure, fixed = (
+        change(jct(policy, prediction), greedy)
+        for policy, prediction in ((dynamic, TETRI.prediction or _SURE), (dynamic, _SURE), (static, _SURE))
+    )
+    what = "against greedy: mean JCT, accuracy"
     return (
-        points(
-            "rd_749",
-            "Fig 18",
-            f"reserve-dynamic {what}, accuracy 74.9 %",
-            0.0,
-            change(jct(AtopWatermark(ReserveDynamic()), TETRI.prediction or _SURE), greedy),
-            5.0,
-        ),
-        gain(
-            "rd_100",
-            "Fig 18",
-            f"reserve-dynamic {what}, accuracy 100 %",
-            -12.0,
-            change(jct(AtopWatermark(ReserveDynamic()), _SURE), greedy),
-        ),
-        gain(
-            "rs_100",
-            "Fig 18",
-            f"reserve-static {what}, accuracy 100 %",
-            -10.0,
-            change(jct(AtopWatermark(ReserveStatic()), _SURE), greedy),
-        ),
+        points("rd_749", "Fig 18", f"reserve-dynamic {what} 74.9 %", 0.0, usual, 5.0),
+        gain("rd_100", "Fig 18", f"reserve-dynamic {what} 100 %", -12.0, sure),
+        gain("rs_100", "Fig 18", f"reserve-static {what} 100 %", -10.0, fixed),
     )
 
 
@@ -260,16 +209,8 @@ def _dispatch(testbed: Testbed) -> tuple[Row, ...]:
         ranking = sorted(took, key=lambda name: took[name])
         ours = " < ".join(f"{name} {took[name]:.1f} s" for name in ranking)
         ranking.remove("spread")  # ours, beside the paper's three
-        rows.append(
-            order(
-                f"dispatch_{count}",
-                "Fig 19",
-                f"total decode time, {count} decode instances",
-                "power of two is least",
-                ours,
-                ranking[0] == "power of two",
-            )
-        )
+        what, best = f"total decode time, {count} decode instances", ranking[0] == "power of two"
+        rows.append(order(f"dispatch_{count}", "Fig 19", what, "power of two is least", ours, best))
     return tuple(rows)
 
 

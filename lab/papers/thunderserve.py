@@ -44,27 +44,13 @@ def ratio_rows(testbed: Testbed, data: Path) -> tuple[tuple[Row, ...], Chart]:
         for name, trace in (("coding", CODING), ("conversation", CONVERSATION))
     }
     best = {name: max(by, key=lambda prefills: by[prefills]) for name, by in found.items()}
-    rows = [
-        order(
-            f"ratio_{name}",
-            "Figs 6, 14",
-            f"best P:D of 8 instances, {name}",
-            _shown(paper),
-            _told(found[name]),
-            best[name] == paper,
-        )
-        for name, paper in (("coding", 5), ("conversation", 3))
-    ]
-    rows.append(
-        order(
-            "ratio_sides",
-            "Figs 6, 14",
-            "more prefill than decode for coding, less for conversation",
-            "yes",
-            f"{_shown(best['coding'])} and {_shown(best['conversation'])}",
-            best["coding"] > _INSTANCES / 2 > best["conversation"],
-        )
-    )
+    where, rows = "Figs 6, 14", []
+    for name, paper in (("coding", 5), ("conversation", 3)):
+        what, ours = f"best P:D of 8 instances, {name}", _ranked(found[name])
+        rows.append(order(f"ratio_{name}", where, what, _shown(paper), ours, best[name] == paper))
+    what = "more prefill than decode for coding, less for conversation"
+    ours = f"{_shown(best['coding'])} and {_shown(best['conversation'])}"
+    rows.append(order("ratio_sides", where, what, "yes", ours, best["coding"] > _INSTANCES / 2 > best["conversation"]))
     chart = Chart(
         "thunderserve_ratio",
         "ThunderServe, Fig 6: throughput by P:D, 16 A5000, LLaMA-13B",
@@ -77,22 +63,15 @@ def ratio_rows(testbed: Testbed, data: Path) -> tuple[tuple[Row, ...], Chart]:
 
 def throughputs(testbed: Testbed, workload: Workload) -> dict[int, float]:
     """Tokens a second by the number of prefill instances."""
-    return {
-        prefills: tokens_per_s(
-            simulate(
-                workload,
-                (
-                    *instances(testbed, _KIND, Role.PREFILL, prefills),
-                    *instances(testbed, _KIND, Role.DECODE, _INSTANCES - prefills),
-                ),
-                RUN,
-            )
-        )
-        for prefills in range(1, _INSTANCES)
-    }
+    found = {}
+    for prefills in range(1, _INSTANCES):
+        prefill = instances(testbed, _KIND, Role.PREFILL, prefills)
+        decode = instances(testbed, _KIND, Role.DECODE, _INSTANCES - prefills)
+        found[prefills] = tokens_per_s(simulate(workload, (*prefill, *decode), RUN))
+    return found
 
 
-def _told(by: Mapping[int, float]) -> str:
+def _ranked(by: Mapping[int, float]) -> str:
     ranked = sorted(by, key=lambda prefills: -by[prefills])[:3]
     return ", ".join(f"{_shown(prefills)} {by[prefills]:,.0f}" for prefills in ranked)
 
@@ -157,7 +136,7 @@ def kv_rows(testbed: Testbed) -> tuple[Row, ...]:
     """Transfer times of one prompt, and their share of a request's time.
 
     The two times are what the link's efficiency was taken from (`Link`: 0.56 and 0.61 of nominal, 0.58), so that
-    nothing is asked of them; their ratio and the shares do not follow from it alone.
+    they have no aim; their ratio and the shares do not follow from it alone.
     """
     model = testbed.geometry("LLaMA-30B")
     raw, packed = (1e3 * transfer_time_s(model, 1024, NETWORK, codec) for codec in (Codec.RAW, Codec.INT4))
@@ -273,31 +252,16 @@ def _case_rows(testbed: Testbed, data: Path, case: _Case) -> tuple[Row, ...]:
     ]
     ranked = sorted(flipped, key=lambda group: -flipped[group])
     where, name = "5.4, Fig 11", case.name
+    against = f"{light:.1f} % against {none:.1f} % ({before:.1f} % with them)"
+    without = f"{name}: attainment without the 4 GPUs, a role flipped against nothing done"
+    after = f"{name}: attainment in the 157 s after it, a flip against planning anew"
+    anew = f"{within[0]:.1f} % against {within[1]:.1f} %"
+    which = f"{name}: the group that gives an instance"
+    groups = ", ".join(f"{group} {flipped[group]:.1f} %" for group in ranked)
     return (
-        order(
-            f"loss_{name}",
-            where,
-            f"{name}: attainment without the 4 GPUs, a role flipped against nothing done",
-            "higher",
-            f"{light:.1f} % against {none:.1f} % ({before:.1f} % with them)",
-            light > none,
-        ),
-        order(
-            f"loss_{name}_while",
-            where,
-            f"{name}: attainment in the 157 s after it, a flip against planning anew",
-            "higher",
-            f"{within[0]:.1f} % against {within[1]:.1f} %",
-            within[0] > within[1],
-        ),
-        order(
-            f"loss_{name}_which",
-            "App. G",
-            f"{name}: the group that gives an instance",
-            case.flips,
-            ", ".join(f"{group} {flipped[group]:.1f} %" for group in ranked),
-            ranked[0] == case.flips,
-        ),
+        order(f"loss_{name}", where, without, "higher", against, light > none),
+        order(f"loss_{name}_while", where, after, "higher", anew, within[0] > within[1]),
+        order(f"loss_{name}_which", "App. G", which, case.flips, groups, ranked[0] == case.flips),
     )
 
 

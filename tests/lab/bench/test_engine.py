@@ -29,11 +29,11 @@ from lab.bench.engine import (
     burst,
     cluster_of,
     counted,
+    different_tokens,
     passed,
     predicted_in_time,
     pressing,
     report,
-    unlike,
 )
 from lab.bench.real_engines import PERIOD_US, Throttled, cpu_quota
 from services.launcher.cluster_file import Cluster
@@ -84,8 +84,8 @@ def test_other_tokens_are_found_in_the_same_round_only() -> None:
     first = Run(0, ALONE, [served(0, 1, tokens=(1, 2))])
     same, other = (Run(0, name, [served(0, 1, tokens=tokens)]) for name, tokens in (("a", (1, 2)), ("b", (1, 3))))
     later = Run(1, "a", [served(0, 1, tokens=(5,))])
-    assert unlike([first, same, later]) == []
-    assert unlike([first, same, other, later]) == ["round 0: alone and b, request 0"]
+    assert different_tokens([first, same, later]) == []
+    assert different_tokens([first, same, other, later]) == ["round 0: alone and b, request 0"]
 
 
 def after(passes: int, others_s: float = 1.0, token: int = 1) -> list[Served]:
