@@ -1,8 +1,11 @@
-"""Suites of services that the lab starts on this machine: cluster files, free ports, start and stop."""
+"""Suites and processes that the lab starts on this machine: cluster files, free ports, start and stop."""
 
+import multiprocessing
+import re
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +15,7 @@ from services.launcher import ports
 from services.launcher.cluster_file import Cluster, load_cluster
 from services.launcher.model_source import PROJECT
 from services.launcher.up import RunningSuite, running_suite
+from shared.errors import Unavailable
 
 DEMO_MODEL = PROJECT / "models" / "demo"
 _GATEWAY, _DASHBOARD = 240, 241  # offsets in a range of free ports
@@ -73,3 +77,29 @@ async def measured(
     """The result of `work` on a suite of that cluster; ends early if a process of the suite fails for good."""
     async with started(cluster, folder) as running:
         return await running.supervisor.during(work(running))
+
+
+def metric(exposition: str, name: str) -> float:
+    """The sum of a metric's series in the text of a `/metrics`. Raises Unavailable where there is none."""
+    found = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", exposition, re.MULTILINE)
+    if not found:
+        raise Unavailable(f"the metrics lack {name}")
+    return sum(map(float, found))
+
+
+@contextmanager
+def spawned(target: Callable[..., None], *arguments: object, end_s: float = 10.0) -> Iterator[Connection]:
+    """A pipe to a child process that runs `target(pipe, *arguments)`; None on the pipe ends it."""
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=target, args=(there, *arguments), daemon=True)
+    child.start()
+    there.close()
+    try:
+        yield here
+    finally:
+        with suppress(OSError):
+            here.send(None)
+        child.join(end_s)
+        if child.is_alive():
+            child.kill()
+            child.join()

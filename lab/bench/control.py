@@ -27,6 +27,7 @@ import uvloop
 from pydantic import SecretStr
 
 from lab.bench.control_fleet import FleetOptions
+from lab.suite import metric
 from services.cluster_monitor.settings import MonitorSettings
 from services.global_scheduler.settings import SchedulerSettings
 from services.launcher import ports
@@ -286,7 +287,7 @@ async def _scrape(url: str) -> list[str]:
 
 
 async def _counter(url: str, name: str) -> float:
-    return next(float(line.split()[1]) for line in await _scrape(url) if line.startswith(f"{name} "))
+    return metric("\n".join(await _scrape(url)), name)
 
 
 async def _decisions(url: str) -> dict[float, float]:

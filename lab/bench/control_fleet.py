@@ -35,6 +35,27 @@ RATES = tuple(
 )
 
 
+def make_info(name: str, rpc: str = "") -> InstanceInfo:
+    """An instance that computes nothing."""
+    return InstanceInfo(
+        instance_id=name,
+        generation=1,
+        model="m",
+        compatibility=Compatibility("bench", "emulated", "1", WIRE_VERSION, KvGeometry(32, 8, 128)),
+        accelerator="emulated",
+        dtype="bfloat16",
+        tensor_parallel=1,
+        block_size=16,
+        total_blocks=10_000,
+        max_model_len=8192,
+        chunk_size=512,
+        rpc=rpc,
+        http="http://127.0.0.1:1",
+        kv_endpoints=("tcp://127.0.0.1:1",),
+        max_seqs=256,
+    )
+
+
 class FleetOptions(msgspec.Struct, frozen=True):
     """instances: half of them prefill. Each listens for RPC at `rpc_port` of another loopback address."""
 
@@ -100,22 +121,9 @@ async def run_fleet(options: FleetOptions) -> None:
 
 def _instance(number: int, options: FleetOptions, sockets: Sockets) -> _Instance:
     role = Role.DECODE if number % 2 else Role.PREFILL
-    info = InstanceInfo(
-        instance_id=f"{role.value}-{number}",
+    info = msgspec.structs.replace(
+        make_info(f"{role.value}-{number}", f"tcp://127.1.{number // 250}.{number % 250 + 1}:{options.rpc_port}"),
         generation=time.time_ns(),
-        model="m",
-        compatibility=Compatibility("bench", "emulated", "1", WIRE_VERSION, KvGeometry(32, 8, 128)),
-        accelerator="emulated",
-        dtype="bfloat16",
-        tensor_parallel=1,
-        block_size=16,
-        total_blocks=10_000,
-        max_model_len=8192,
-        chunk_size=512,
-        rpc=f"tcp://127.1.{number // 250}.{number % 250 + 1}:{options.rpc_port}",
-        http="http://127.0.0.1:1",
-        kv_endpoints=("tcp://127.0.0.1:1",),
-        max_seqs=256,
         rates=RATES[number // 2 % len(RATES)],
     )
     one = _Instance(info, role, Publisher(sockets, options.heartbeats))

@@ -17,14 +17,13 @@ from statistics import fmean, median
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from lab.bench.experiment import WHO, Session, measured
 from lab.bench.real_engines import LlamaShape, make_llama
 from lab.bench.results import Result, at_least, at_most, merged, progress, result, rotated
 from lab.calibrate.host_watch import HostWatch
 from lab.demo.client import Answer, ApiClient, Ask
-from lab.suite import DEMO_MODEL
+from lab.suite import DEMO_MODEL, metric
 from shared.domain.instance import Role
 from shared.domain.route import PolicySpec
 from shared.errors import Unavailable
@@ -38,7 +37,7 @@ MAX_MODEL_LEN, CHUNK, SEATS = 1024, 256, 32
 KV_TOKENS, BLOCK = 4096, 32
 PATIENT = "patient"
 _FLOAT32_BYTES = 4
-_PREEMPTIONS = "vllm:num_preemptions"
+_PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 def cluster_of(model: Path) -> dict[str, Any]:
@@ -68,14 +67,6 @@ def cluster_of(model: Path) -> dict[str, Any]:
             }
         ],
     }
-
-
-def counted(metrics: str) -> int:
-    """Preemptions, from the instance's `/metrics`. Raises Unavailable where the metric is missing."""
-    for family in text_string_to_metric_families(metrics):
-        if family.name == _PREEMPTIONS:
-            return int(sum(sample.value for sample in family.samples if sample.name.endswith("_total")))
-    raise Unavailable(f"{ENGINE} does not report {_PREEMPTIONS}")
 
 
 # The load.
@@ -332,4 +323,4 @@ async def _preemptions(on: Session) -> int:
             text = (await http.get("/metrics")).raise_for_status().text
         except httpx.HTTPError as error:
             raise Unavailable(f"{ENGINE}: {error}") from error
-    return counted(text)
+    return int(metric(text, _PREEMPTIONS))

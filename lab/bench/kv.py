@@ -4,13 +4,11 @@ A child process exports and serves KV; the parent imports it into one tensor per
 in turns. Where NIXL is installed, the bench also measures NIXL without our transport, over TCP.
 """
 
-import multiprocessing
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -23,6 +21,7 @@ import numpy as np
 import torch
 
 from lab.bench.results import at_least, at_most
+from lab.suite import spawned
 from services.worker.kv.codec import codec_speeds
 from services.worker.kv.host_memory import Bytes
 from services.worker.kv.shards import Shards
@@ -65,21 +64,6 @@ class PlainNixl:
         self._pipe.send(False)
         self._pipe.recv()
         return took
-
-
-@contextmanager
-def plain_nixl(size: int) -> Iterator[PlainNixl]:
-    """Two processes with blocks of so many bytes. Raises OSError where NIXL is not to be had."""
-    here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=_export_nixl, args=(there, size), daemon=True)
-    child.start()
-    try:
-        yield PlainNixl(here, size)
-    finally:
-        here.send(None)
-        child.join(10)
-        if child.is_alive():
-            child.kill()
 
 
 def _export_nixl(pipe: Connection, size: int) -> None:
@@ -142,8 +126,9 @@ def run_kv_bench(sizes_mb: tuple[int, ...] = (1, 8, 64), rounds: int = 15) -> di
     aims: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
-        plain = stack.enter_context(plain_nixl(max(sizes_mb) << 20)) if installed() else None
-        importer = stack.enter_context(_Importer(folder, stack.enter_context(_exporter(folder)), plain))
+        size = max(sizes_mb) << 20
+        plain = PlainNixl(stack.enter_context(spawned(_export_nixl, size)), size) if installed() else None
+        importer = stack.enter_context(_Importer(folder, stack.enter_context(spawned(_export, folder)), plain))
         for size_mb in sizes_mb:
             _compare(size_mb, importer.measure(size_mb << 20, rounds), figures, aims)
     for name, rate in codec_speeds(_CODED, torch.bfloat16).items():
@@ -279,21 +264,6 @@ class _Destination:
 
     def finish(self) -> None:
         """All of it is there: no device is at it."""
-
-
-@contextmanager
-def _exporter(folder: str) -> Iterator[Connection]:
-    """The child process; it ends with the context."""
-    here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=_export, args=(there, folder), daemon=True)
-    child.start()
-    try:
-        yield here
-    finally:
-        here.send(None)
-        child.join(10)
-        if child.is_alive():
-            child.kill()
 
 
 def _export(pipe: Connection, folder: str) -> None:

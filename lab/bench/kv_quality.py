@@ -11,7 +11,6 @@ import asyncio
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import socket
 from array import array
@@ -28,6 +27,7 @@ from typing import Any
 import msgspec
 
 from lab.bench.results import at_least, at_most
+from lab.suite import spawned
 from services.launcher.model_source import PROJECT
 from services.worker.kv.errors import lossy_salt
 from shared.domain.kv import Codec, KvHandle
@@ -309,25 +309,14 @@ def _role(tokenizer: Any, role: str, text: str) -> list[int]:
 @contextmanager
 def _engine(name: str) -> Iterator[Connection]:
     """A process with an instance's engine and its KV transfers, which answers orders; it ends with the context."""
-    here, there = multiprocessing.Pipe()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    child = multiprocessing.get_context("spawn").Process(target=_serve, args=(there, name, port), daemon=True)
-    child.start()
-    there.close()
-    try:
-        if not here.poll(_START_S):
+    with spawned(_serve, name, port, end_s=20.0) as pipe:
+        if not pipe.poll(_START_S):
             raise Unavailable(f"{name}: no engine after {_START_S:.0f} s")
-        if failure := here.recv():
+        if failure := pipe.recv():
             raise Unavailable(f"{name}: {failure}")
-        yield here
-    finally:
-        if child.is_alive():
-            here.send(None)
-            child.join(20)
-        if child.is_alive():
-            child.kill()
-            child.join()
+        yield pipe
 
 
 def _serve(pipe: Connection, name: str, port: int) -> None:

@@ -285,7 +285,7 @@ class Means(NamedTuple):
 
 
 def learned(instances: Sequence[LiveInstance], steps: Steps) -> dict[str, StepRates]:
-    """Step times of each instance, fitted to its recorded steps; kinds with too few steps are as the instance publishes.
+    """Step times of each instance, fitted to its recorded steps, or published ones for kinds with too few steps.
 
     Raises Unavailable for an instance that publishes no step times.
     """

@@ -9,17 +9,9 @@ from typing import Any
 
 import msgspec
 
+from lab.bench.control_fleet import make_info
 from shared.domain.demand import Demand
-from shared.domain.instance import (
-    ClusterView,
-    Compatibility,
-    InstanceInfo,
-    InstanceLoad,
-    InstanceState,
-    InstanceView,
-    KvGeometry,
-    Role,
-)
+from shared.domain.instance import ClusterView, InstanceLoad, InstanceState, InstanceView, Role
 from shared.domain.job import JobView, LengthPrediction
 from shared.domain.prompt import BLOCK_TOKENS
 from shared.domain.rates import ChunkedCost, HuaweiCost, LinkRate, PartialPrefillCost, Rates, StepForm, StepRates
@@ -233,23 +225,12 @@ def cluster(size: int, coupled: bool = False) -> ClusterView:
     rng, views = Random(3), []
     for number in range(size):
         role = Role.DECODE if coupled or number % 2 else Role.PREFILL
-        info = InstanceInfo(
-            f"i{number:04}",
-            1,
-            "m",
-            Compatibility("fp", "emulated", "1", 1, KvGeometry(32, 8, 128)),
-            "any",
-            "bfloat16",
-            1,
-            16,
-            20_000,
-            16_384,
-            512,
-            f"tcp://10.0.0.1:{1_000 + number}",
-            "http://10.0.0.1:1",
-            (),
-            128,
-            RATES[number % 3],
+        info = msgspec.structs.replace(
+            make_info(f"i{number:04}", f"tcp://10.0.0.1:{1_000 + number}"),
+            total_blocks=20_000,
+            max_model_len=16_384,
+            max_seqs=128,
+            rates=RATES[number % 3],
         )
         decoding = rng.randrange(64) if role is Role.DECODE else 0
         load = InstanceLoad(

@@ -2,7 +2,6 @@
 emulated instances that are short of memory, with the arms of `predictor_worth_sim` as predictor."""
 
 import asyncio
-import re
 import secrets
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from lab.calibrate.host_watch import HostWatch
 from lab.calibrate.target import Target
 from lab.client import StreamFailed, StreamResult, completion_body, stream_completion
 from lab.simulate.workloads import WorkloadOptions, at_rate
-from lab.suite import BARE, started
+from lab.suite import BARE, metric, started
 from services.launcher import cluster_keys, ports
 from services.launcher.cluster_file import load_cluster
 from services.launcher.up import RunningSuite
@@ -58,7 +57,6 @@ _FIRST, _DIGIT = 300, 900  # of the tokens that number a prompt
 _MIB = 1 << 20
 # As slow as the instances.
 LIVE_SLO = SLO.slower(SLOWER)
-_PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 CLUSTER: dict[str, Any] = {
     **BARE,
     "name": "bench predictor (emulated)",
@@ -191,7 +189,7 @@ async def preemptions(target: Target) -> float:
         urls = [entry["info"]["http"] for entry in await monitor.instances()]
     async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
         pages = [(await http.get(f"{url}/metrics")).text for url in urls]
-    return sum(float(count) for page in pages for count in _PREEMPTIONS.findall(page))
+    return sum(metric(page, "vllm:num_preemptions_total") for page in pages)
 
 
 UNDER = (DEFAULT, "tetri_mean")

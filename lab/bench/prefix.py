@@ -5,7 +5,6 @@ Mooncake's traces run on simulated instances; chats of several turns run on four
 """
 
 import asyncio
-import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from lab.bench.scenarios import learned
 from lab.calibrate.target import Target
 from lab.client import CHAT, StreamFailed, chat_body, stream_completion
 from lab.simulate.deployment import Deployment, load_deployment
+from lab.suite import metric
 from services.launcher.suite import Suite
 from shared.domain.instance import Role
 from shared.domain.job import Slo
@@ -78,7 +78,7 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run. saved_tokens: prompt tokens that no instance computed. imbalance: see `imbalance`, of computed tokens."""
+    """One run. saved_tokens: prompt tokens that no instance computed. imbalance: of computed tokens."""
 
     rate: float
     saved_tokens: int
@@ -238,7 +238,6 @@ KV_BYTES, STAGING_BYTES = 512 << 20, 64 << 20
 LIVE_SYSTEMS = ("adaptive", "least_load")  # placements; everything else is the default
 CHATS, TURNS, CHATS_PER_S, ANSWER_TOKENS = 24, 5, 0.5, 12
 LIVE_SEED = 21
-_COUNTER = re.compile(r"^vllm:prefix_cache_(queries|hits)_total (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +250,7 @@ class Found:
     @classmethod
     def of(cls, metrics: str) -> "Found":
         """From a worker's metrics. Raises Unavailable where they lack it."""
-        counts = dict(_COUNTER.findall(metrics))
-        if counts.keys() != {"queries", "hits"}:
-            raise Unavailable("a worker's metrics lack vllm:prefix_cache_queries or vllm:prefix_cache_hits")
-        return cls(float(counts["queries"]), float(counts["hits"]))
+        return cls(*(metric(metrics, f"vllm:prefix_cache_{name}_total") for name in ("queries", "hits")))
 
 
 @dataclass(frozen=True, slots=True)

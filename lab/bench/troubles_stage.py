@@ -1,7 +1,6 @@
 """One injected fault: it is made on a running suite, and verdicts are judged until the cluster is well again."""
 
 import asyncio
-import re
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,11 +13,12 @@ from lab.bench.troubles_suite import EMULATED, Clients, Figure, Known, Sample
 from lab.bench.troubles_verdict import figures
 from lab.chaos.arena import Arena
 from lab.chaos.clusters import Testbed
+from lab.suite import metric
 from services.launcher.child_process import Child
 from shared.domain import verdict
 from shared.domain.instance import Role
 from shared.domain.verdict import Count, Level, Problem, Verdict
-from shared.errors import PolyphaseError
+from shared.errors import PolyphaseError, Unavailable
 from shared.wire.clients.monitor import MonitorClient
 
 POLL_S, SAMPLE_S = 0.2, 0.25
@@ -200,7 +200,7 @@ async def _sample(on: Stage, name: str, url: str) -> None:
             try:
                 text = await asyncio.to_thread(_read, url)
                 on.known.samples.append(sample_of(text, time.time(), name, role))
-            except (OSError, ValueError):  # just killed, or not there yet
+            except (OSError, Unavailable):  # just killed, or not there yet
                 pass
         await asyncio.sleep(SAMPLE_S)
 
@@ -211,20 +211,7 @@ def _read(url: str) -> str:
 
 
 def sample_of(text: str, time_s: float, name: str, role: Role) -> Sample:
-    """From the text of `/metrics`. Raises ValueError where a series is missing."""
-
-    def value(series: str) -> float:
-        found = re.search(rf"^{series}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
-        if found is None:
-            raise ValueError(f"{name}: no {series}")
-        return float(found[1])
-
-    return Sample(
-        time_s,
-        name,
-        role,
-        value("vllm:kv_cache_usage_perc"),
-        int(value("vllm:num_requests_waiting")),
-        int(value("vllm:num_requests_running")),
-        int(value("polyphase_instance_queued_prefill_jobs")),
-    )
+    """From the text of `/metrics`. Raises Unavailable where a series is missing."""
+    used = metric(text, "vllm:kv_cache_usage_perc")
+    series = ("vllm:num_requests_waiting", "vllm:num_requests_running", "polyphase_instance_queued_prefill_jobs")
+    return Sample(time_s, name, role, used, *(int(metric(text, one)) for one in series))

@@ -28,7 +28,6 @@ from lab.bench.engine import (
     Wanted,
     burst,
     cluster_of,
-    counted,
     different_tokens,
     passed,
     predicted_in_time,
@@ -36,6 +35,7 @@ from lab.bench.engine import (
     report,
 )
 from lab.bench.real_engines import PERIOD_US, Throttled, cpu_quota
+from lab.suite import metric
 from services.launcher.cluster_file import Cluster
 from shared.errors import InvalidRequest, Unavailable
 from shared.policy.prefill_order import WINDOW
@@ -146,11 +146,11 @@ def test_a_prediction_counts_when_it_was_there_before_the_first_token() -> None:
     assert [predicted_in_time(timeline(said_s)) for said_s in (1.5, 2.5, None)] == [True, False, False]
 
 
-def test_preemptions_are_read_from_metrics() -> None:
-    text = "# TYPE vllm:num_preemptions_total counter\nvllm:num_preemptions_total 7.0\nother 3.0\n"
-    assert counted(text) == 7
-    with pytest.raises(Unavailable, match="does not report"):
-        counted("other 3.0\n")
+def test_a_metric_is_read_from_its_exposition() -> None:
+    text = '# TYPE vllm:num_preemptions_total counter\nvllm:num_preemptions_total{engine="0"} 7.0\nother 3.0\n'
+    assert metric(text, "vllm:num_preemptions_total") == 7
+    with pytest.raises(Unavailable, match="the metrics lack vllm"):
+        metric("other 3.0\n", "vllm:num_preemptions_total")
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ from lab.bench.troubles_suite import (
 from lab.bench.troubles_verdict import figures, of_problem
 from shared.domain.instance import InstanceState, Role
 from shared.domain.verdict import ClassSeen, Level, Peer, Situation, Stage, StageSeen, Standing, Thresholds, Verdict
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, Unavailable
 from shared.policy import verdict as policy
 from shared.policy.verdict import judge
 
@@ -185,7 +185,7 @@ def test_samples_of_an_exposition() -> None:
     )
     one = sample_of(text, 1.0, "d", Role.DECODE)
     assert (one.kv_used, one.waiting, one.running, one.queued_prefill) == (0.25, 3, 4, 2)
-    with pytest.raises(ValueError, match="no vllm:num_requests_running"):
+    with pytest.raises(Unavailable, match="lack vllm:num_requests_running"):
         sample_of(text.replace("running", "walking"), 1.0, "d", Role.DECODE)
 
 
