@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 from lab.chaos.clusters import EMULATED_ENGINE, REAL_ENGINE, SPLIT, Testbed
 from lab.client import COMPLETIONS, Address, Ending, Request, completion_body, send
@@ -167,7 +168,7 @@ class Clients:
     def _request(self, wish: Wish) -> Request:
         name = f"trouble-{uuid.uuid4().hex[:12]}"
         prompt = [self._rng.randrange(300, 1200) for _ in range(wish.prompt_tokens)]
-        more = {"return_token_ids": True, "request_id": name, "cache_salt": name}
+        more: dict[str, Any] = {"return_token_ids": True, "request_id": name, "cache_salt": name}
         return Request(COMPLETIONS, completion_body(prompt, wish.output_tokens, **more), wish.slo, key=name)
 
 
